@@ -1,0 +1,50 @@
+"""longrnn: recurrent and state-space language models on contexts far beyond their training length.
+
+Names are imported on first use, so that `import longrnn` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from longrnn.hf.loading import load as load
+    from longrnn.hf.tokenizer import load_tokenizer as load_tokenizer
+    from longrnn.mixers import MIXERS as MIXERS
+    from longrnn.models import LanguageModel as LanguageModel
+    from longrnn.models import LMOutput as LMOutput
+    from longrnn.models import RecurrentConfig as RecurrentConfig
+    from longrnn.models import RecurrentLM as RecurrentLM
+    from longrnn.models import generate as generate
+    from longrnn.positions import POSITIONS as POSITIONS
+    from longrnn.state import LMState as LMState
+    from longrnn.tasks import TASKS as TASKS
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LMOutput": "longrnn.models",
+    "LMState": "longrnn.state",
+    "LanguageModel": "longrnn.models",
+    "MIXERS": "longrnn.mixers",
+    "POSITIONS": "longrnn.positions",
+    "RecurrentConfig": "longrnn.models",
+    "RecurrentLM": "longrnn.models",
+    "TASKS": "longrnn.tasks",
+    "generate": "longrnn.models",
+    "load": "longrnn.hf.loading",
+    "load_tokenizer": "longrnn.hf.tokenizer",
+}
+
+__all__ = [*_HOMES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'longrnn' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,21 @@
+"""The one error that a user can cause, and the search for the name they meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class UserError(ValueError):
+    """Bad input. The message is one sentence that contains the remedy.
+
+    The command line prints it without a traceback and exits with code 2; in Python it is a
+    `ValueError`.
+    """
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A clause naming the known name nearest to `name`, or all of them where none is near."""
+    names = sorted(known)
+    close = get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"

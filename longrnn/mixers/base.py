@@ -1,0 +1,111 @@
+"""The contract of a mixer: (x, state) -> (y, state), one code path for one token and for many."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from longrnn.ops.ssd import SSD, ScanInputs
+from longrnn.ops.unroll import unroll
+from longrnn.registry import Registry
+from longrnn.state import PyTree, tree_map
+
+
+class Edit:
+    """What a mitigation may change in one layer during one call; each hook is the identity here.
+
+    A scanning mixer (Mamba-2) calls `edit_inputs` and `scan`, a stepwise one (RNN, GRU, LSTM)
+    calls `edit_step`.
+    """
+
+    def edit_inputs(self, inputs: ScanInputs) -> ScanInputs:
+        """Changes the inputs of the recurrence before it runs."""
+        return inputs
+
+    def scan(self, inputs: ScanInputs, state: Tensor, ssd: SSD) -> tuple[Tensor, Tensor]:
+        """Runs the recurrence itself; `ssd` is the mixer's own backend."""
+        return ssd(inputs, state)
+
+    def edit_step(self, before: PyTree, after: PyTree) -> PyTree:
+        """Changes the state that one token led to; the output is read from the result."""
+        return after
+
+
+class Mixer(nn.Module, ABC):
+    """A recurrent cell over a whole sequence.
+
+    Args of every member's constructor: `d_input`, the width it reads, and `d_model`, the width it
+    writes; its options are keyword-only.
+    """
+
+    def __init__(self, d_input: int, d_model: int) -> None:
+        super().__init__()
+        self.d_input, self.d_model = d_input, d_model
+
+    @abstractmethod
+    def state_like(self) -> PyTree:
+        """The state of one row without its batch axis, as tensors on the meta device."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, state: PyTree, edit: Edit | None = None) -> tuple[Tensor, PyTree]:
+        """Runs the cell.
+
+        Args:
+            x: `(b, t, d_input)`, t >= 1.
+            state: as `init_state` or an earlier call gave it; it is not changed.
+            edit: hooks of a mitigation.
+
+        Returns:
+            y `(b, t, d_model)` and the state after the last token.
+        """
+
+    def init_state(self, batch_size: int) -> PyTree:
+        """The zero state of `batch_size` rows, on the parameters' device."""
+        device = next(self.parameters()).device
+
+        def zeros(leaf: Tensor) -> Tensor:
+            return torch.zeros(batch_size, *leaf.shape, dtype=leaf.dtype, device=device)
+
+        return tree_map(zeros, self.state_like())
+
+
+class StepwiseMixer(Mixer):
+    """A cell that needs one token's state to compute the next: RNN, GRU, LSTM.
+
+    Members hold a module of `torch.nn` (one layer, batch first), whose fused kernel runs when no
+    edit asks for the states in between, and `step`, the same equations for one token.
+    """
+
+    cell: nn.RNNBase
+
+    @abstractmethod
+    def fused(self, x: Tensor, state: PyTree) -> tuple[Tensor, PyTree]:
+        """The whole sequence by the kernel of `torch.nn`."""
+
+    @abstractmethod
+    def step(self, projected: Tensor, state: PyTree) -> PyTree:
+        """One token, given its input projection `W_ih x + b_ih` of shape `(b, gates · d)`."""
+
+    def forward(self, x: Tensor, state: PyTree, edit: Edit | None = None) -> tuple[Tensor, PyTree]:
+        if edit is None:
+            return self.fused(x, state)
+
+        def edited(token: Tensor, before: PyTree) -> PyTree:
+            return edit.edit_step(before, self.step(token, before))
+
+        projected = nn.functional.linear(x, self.cell.weight_ih_l0, self.cell.bias_ih_l0)
+        return unroll(edited, lambda after: after.h, projected, state)
+
+    def recurrent(self, h: Tensor) -> Tensor:
+        """`W_hh h + b_hh`, `(b, gates · d)`."""
+        return nn.functional.linear(h, self.cell.weight_hh_l0, self.cell.bias_hh_l0)
+
+    def vector_like(self) -> Tensor:
+        """One hidden vector on the meta device."""
+        dtype = self.cell.weight_hh_l0.dtype
+        return torch.empty(self.d_model, dtype=dtype, device="meta")
+
+
+MIXERS: Registry[Mixer] = Registry("mixer")

@@ -1,0 +1,47 @@
+"""The gated recurrent unit."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from longrnn.mixers.base import MIXERS, StepwiseMixer
+
+
+class GRUState(NamedTuple):
+    """`h`: `(b, d)`, the hidden vector, which is also the output."""
+
+    h: Tensor
+
+
+@MIXERS.register("gru")
+class GRU(StepwiseMixer):
+    """Gated recurrent unit (arXiv 1406.1078), in the variant of `torch.nn.GRU`.
+
+    r = σ(W_r x + U_r h), z = σ(W_z x + U_z h), ñ = tanh(W_n x + r ∘ (U_n h + b)),
+    h ← (1 − z) ∘ ñ + z ∘ h.
+
+    Args:
+        d_input: width of x.
+        d_model: width of h.
+    """
+
+    def __init__(self, d_input: int, d_model: int) -> None:
+        super().__init__(d_input, d_model)
+        self.cell = nn.GRU(d_input, d_model, batch_first=True)
+
+    def state_like(self) -> GRUState:
+        return GRUState(self.vector_like())
+
+    def fused(self, x: Tensor, state: GRUState) -> tuple[Tensor, GRUState]:
+        y, h = self.cell(x, state.h[None].contiguous())
+        return y, GRUState(h[0].to(state.h.dtype))
+
+    def step(self, projected: Tensor, state: GRUState) -> GRUState:
+        x_r, x_z, x_n = projected.chunk(3, dim=-1)
+        h_r, h_z, h_n = self.recurrent(state.h).chunk(3, dim=-1)
+        z = torch.sigmoid(x_z + h_z)
+        candidate = torch.tanh(x_n + torch.sigmoid(x_r + h_r) * h_n)
+        return GRUState((1 - z) * candidate + z * state.h)

@@ -1,0 +1,45 @@
+"""The long short-term memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from longrnn.mixers.base import MIXERS, StepwiseMixer
+
+
+class LSTMState(NamedTuple):
+    """`h`: `(b, d)`, the hidden vector and output; `c`: `(b, d)`, the cell vector."""
+
+    h: Tensor
+    c: Tensor
+
+
+@MIXERS.register("lstm")
+class LSTM(StepwiseMixer):
+    """Long short-term memory (Hochreiter and Schmidhuber, 1997) with forget gate.
+
+    c ← f ∘ c + i ∘ g, h ← o ∘ tanh(c), with i, f, o = σ(W x + U h + b), g = tanh(W x + U h + b).
+
+    Args:
+        d_input: width of x.
+        d_model: width of h and c.
+    """
+
+    def __init__(self, d_input: int, d_model: int) -> None:
+        super().__init__(d_input, d_model)
+        self.cell = nn.LSTM(d_input, d_model, batch_first=True)
+
+    def state_like(self) -> LSTMState:
+        return LSTMState(self.vector_like(), self.vector_like())
+
+    def fused(self, x: Tensor, state: LSTMState) -> tuple[Tensor, LSTMState]:
+        y, (h, c) = self.cell(x, (state.h[None].contiguous(), state.c[None].contiguous()))
+        return y, LSTMState(h[0].to(state.h.dtype), c[0].to(state.c.dtype))
+
+    def step(self, projected: Tensor, state: LSTMState) -> LSTMState:
+        i, f, g, o = (projected + self.recurrent(state.h)).chunk(4, dim=-1)
+        c = torch.sigmoid(f) * state.c + torch.sigmoid(i) * torch.tanh(g)
+        return LSTMState(torch.sigmoid(o) * torch.tanh(c), c)

@@ -1,0 +1,136 @@
+"""Mamba-2: a scalar-decay state-space cell with a short convolution and a gated output."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longrnn.errors import UserError
+from longrnn.mixers.base import MIXERS, Edit, Mixer
+from longrnn.ops.conv import causal_conv
+from longrnn.ops.norm import gated_rms_norm
+from longrnn.ops.ssd import BACKENDS, ScanInputs, resolve
+
+
+class Mamba2State(NamedTuple):
+    """`conv`: `(b, d_conv − 1, d_inner + 2 g n)`, the last inputs of the convolution;
+    `ssm`: `(b, h, p, n)`, the state proper, never below float32."""
+
+    conv: Tensor
+    ssm: Tensor
+
+
+@MIXERS.register("mamba2")
+class Mamba2(Mixer):
+    """The Mamba-2 mixer (arXiv 2405.21060), weights named and ordered as in the published models.
+
+    Args:
+        d_input: width of x.
+        d_model: width of y.
+        d_state: n, the length of one state row.
+        head_dim: p, channels of one head; it divides expand · d_model.
+        expand: d_inner = expand · d_model.
+        n_groups: g, heads share B and C within a group; it divides the number of heads.
+        d_conv: k, width of the convolution.
+        dt_min: least initial dt; initial dt is log-uniform in [dt_min, dt_max].
+        dt_max: largest initial dt.
+        dt_limit: [least, largest] dt at run time; null for no limit.
+        A_init: [least, largest] initial −A, drawn uniformly.
+        norm_eps: added to the mean square in the gated norm.
+        bias: whether the two projections have a bias.
+        conv_bias: whether the convolution has one.
+        backend: implementation of the recurrence: `auto`, `chunked`, `reference`.
+    """
+
+    def __init__(
+        self,
+        d_input: int,
+        d_model: int,
+        *,
+        d_state: int = 128,
+        head_dim: int = 64,
+        expand: int = 2,
+        n_groups: int = 1,
+        d_conv: int = 4,
+        dt_min: float = 1e-3,
+        dt_max: float = 1e-1,
+        dt_limit: list[float] | None = None,
+        A_init: list[float] = [1.0, 16.0],  # noqa: B006 (never changed)
+        norm_eps: float = 1e-5,
+        bias: bool = False,
+        conv_bias: bool = True,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(d_input, d_model)
+        d_inner = expand * d_model
+        if head_dim < 1 or d_inner % head_dim:
+            raise UserError(f"head_dim {head_dim} does not divide expand · d_model = {d_inner}")
+        self.n_heads = d_inner // head_dim
+        if n_groups < 1 or self.n_heads % n_groups:
+            raise UserError(f"n_groups {n_groups} does not divide the {self.n_heads} heads")
+        if d_conv < 1:
+            raise UserError(f"d_conv must be at least 1, not {d_conv}")
+        self.d_inner, self.d_state, self.head_dim = d_inner, d_state, head_dim
+        self.n_groups, self.d_conv, self.norm_eps = n_groups, d_conv, norm_eps
+        self.dt_limit = dt_limit
+        self.backend = resolve(backend)
+        self.ssd = BACKENDS[self.backend]
+
+        self.d_xBC = d_inner + 2 * n_groups * d_state
+        self.in_proj = nn.Linear(d_input, d_inner + self.d_xBC + self.n_heads, bias=bias)
+        self.conv1d = nn.Conv1d(self.d_xBC, self.d_xBC, d_conv, groups=self.d_xBC, bias=conv_bias)
+        log_dt = torch.empty(self.n_heads).uniform_(math.log(dt_min), math.log(dt_max))
+        dt = log_dt.exp()
+        self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
+        self.A_log = nn.Parameter(torch.empty(self.n_heads).uniform_(*A_init).log())
+        self.D = nn.Parameter(torch.ones(self.n_heads))
+        self.norm = nn.RMSNorm(d_inner, eps=norm_eps)
+        self.out_proj = nn.Linear(d_inner, d_model, bias=bias)
+
+    def state_like(self) -> Mamba2State:
+        dtype = self.in_proj.weight.dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        ssm = (self.n_heads, self.head_dim, self.d_state)
+        return Mamba2State(
+            conv=torch.empty(self.d_conv - 1, self.d_xBC, dtype=dtype, device="meta"),
+            ssm=torch.empty(ssm, dtype=wide, device="meta"),
+        )
+
+    def forward(
+        self, x: Tensor, state: Mamba2State, edit: Edit | None = None
+    ) -> tuple[Tensor, Mamba2State]:
+        z, xBC, dt = self.in_proj(x).split([self.d_inner, self.d_xBC, self.n_heads], dim=-1)
+        weight = self.conv1d.weight[:, 0]
+        xBC, conv = causal_conv(xBC, weight, self.conv1d.bias, state.conv)
+        inner, inputs = self._scan_inputs(F.silu(xBC), dt, state.ssm.dtype)
+
+        if edit is None:
+            y, ssm = self.ssd(inputs, state.ssm)
+        else:
+            y, ssm = edit.scan(edit.edit_inputs(inputs), state.ssm, self.ssd)
+
+        y = torch.addcmul(y, inner, self.D[:, None]).flatten(2)
+        y = gated_rms_norm(y, z, self.norm.weight, self.norm_eps, self.n_groups)
+        return self.out_proj(y), Mamba2State(conv, ssm)
+
+    def _scan_inputs(
+        self, xBC: Tensor, dt: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, ScanInputs]:
+        """The inner x `(b, t, h, p)` before dt, and the inputs of the recurrence."""
+        groups = self.n_groups * self.d_state
+        inner, B, C = xBC.split([self.d_inner, groups, groups], dim=-1)
+        inner = inner.unflatten(-1, (self.n_heads, self.head_dim))
+        B = B.unflatten(-1, (self.n_groups, self.d_state))
+        C = C.unflatten(-1, (self.n_groups, self.d_state))
+        dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype))
+        if self.dt_limit is not None:
+            dt = dt.clamp(*self.dt_limit)
+        log_decay = dt * -self.A_log.to(dtype).exp()
+        return inner, ScanInputs(inner * dt[..., None], log_decay, B, C)
+
+    def extra_repr(self) -> str:
+        return f"n_heads={self.n_heads}, d_state={self.d_state}, backend={self.backend}"

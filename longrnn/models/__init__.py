@@ -1,0 +1,7 @@
+"""Language models over the mixers, their checkpoints, and generation."""
+
+from longrnn.models.base import LanguageModel, LMOutput
+from longrnn.models.generate import Generation, generate
+from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
+
+__all__ = ["Generation", "LMOutput", "LanguageModel", "RecurrentConfig", "RecurrentLM", "generate"]

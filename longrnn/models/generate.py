@@ -1,0 +1,117 @@
+"""Generation from any language model with an explicit state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longrnn.errors import UserError
+from longrnn.models.base import LanguageModel
+from longrnn.state import LMState, reset
+
+
+class Generation(NamedTuple):
+    """What `generate` returns.
+
+    Attributes:
+        tokens: one list of ids per row, the prompt not included, a stop sequence included.
+        state: after every returned token of its row, ready for more.
+    """
+
+    tokens: list[list[int]]
+    state: LMState
+
+
+@torch.no_grad()
+def generate(
+    model: LanguageModel,
+    prompt: Tensor,
+    state: LMState | None = None,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    stop: Sequence[Sequence[int]] = (),
+    generator: torch.Generator | None = None,
+) -> Generation:
+    """Continues each row of a prompt.
+
+    Rows have one length: bucket prompts by length, because padding would enter the state.
+
+    Args:
+        model: any `LanguageModel`.
+        prompt: `(b, t)` int64, t >= 1.
+        state: what came before the prompt; it is not used up, so any number of calls may share it.
+        max_new_tokens: at most so many per row.
+        temperature: 0 takes the likeliest token; above it, logits are divided by it and sampled.
+        top_p: sample among the fewest tokens whose probabilities reach this sum.
+        stop: sequences of ids; a row ends behind the first one it completes.
+        generator: randomness of the sampling, on the model's device.
+
+    Raises:
+        UserError: an empty prompt or settings out of range.
+    """
+    *_, last = stream(
+        model,
+        prompt,
+        state,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        stop=stop,
+        generator=generator,
+    )
+    return last
+
+
+@torch.no_grad()
+def stream(
+    model: LanguageModel,
+    prompt: Tensor,
+    state: LMState | None = None,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    stop: Sequence[Sequence[int]] = (),
+    generator: torch.Generator | None = None,
+) -> Iterator[Generation]:
+    """`generate`, yielding what there is after each token (the first time with no token yet)."""
+    if prompt.ndim != 2 or prompt.shape[1] == 0:
+        raise UserError("the prompt is empty: give at least one token")
+    if max_new_tokens < 0 or temperature < 0 or not 0 < top_p <= 1:
+        raise UserError("max_new_tokens and temperature must be >= 0, and top_p in (0, 1]")
+    stops = [list(sequence) for sequence in stop if len(sequence)]
+    logits, state = model(prompt, state, keep=1)
+    rows: list[list[int]] = [[] for _ in range(len(prompt))]
+    done = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
+    yield Generation([list(row) for row in rows], state)
+    for _ in range(max_new_tokens):
+        token = _choose(logits[:, -1], temperature, top_p, generator)
+        logits, after = model(token[:, None], state, keep=1)
+        state = reset(after, state, done)  # a row that has stopped stays where it was
+        for row, (ids, value) in enumerate(zip(rows, token.tolist(), strict=True)):
+            if not done[row]:
+                ids.append(value)
+                done[row] = any(ids[-len(end) :] == end for end in stops)
+        yield Generation([list(row) for row in rows], state)
+        if done.all():
+            break
+
+
+def _choose(
+    logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None
+) -> Tensor:
+    """One token per row, `(b,)`, from logits `(b, v)`."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    probabilities = torch.softmax(logits.float() / temperature, dim=-1)
+    if top_p < 1:
+        ordered, index = probabilities.sort(dim=-1, descending=True)
+        # The first token always stays: what comes before it sums to zero.
+        ordered = ordered.where(ordered.cumsum(-1) - ordered < top_p, 0.0)
+        probabilities = torch.zeros_like(ordered).scatter(-1, index, ordered)
+    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]

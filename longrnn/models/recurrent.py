@@ -1,0 +1,237 @@
+"""A language model of one kind of recurrent cell.
+
+Notable choices:
+- A long input runs through all layers in segments, which the exact state makes invisible: without
+  gradients, memory is bounded by the segment and not by the length.
+- Logits are computed for the kept tokens alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longrnn.errors import UserError, nearest
+from longrnn.mixers import MIXERS, Edit, Mixer
+from longrnn.models.base import LMOutput
+from longrnn.ops.norm import rms_norm
+from longrnn.positions import POSITIONS
+from longrnn.state import LMState, PyTree, leaves
+
+# Tokens (over all rows) of one segment; chosen by benchmarks/prefill_cpu.py.
+SEGMENT_TOKENS = 1024
+
+
+@dataclass
+class RecurrentConfig:
+    """What a `RecurrentLM` is built from.
+
+    Attributes:
+        vocab_size: number of token ids.
+        d_model: width of embeddings, cells and head.
+        n_layers: number of blocks.
+        mixer: `{"kind": "rnn" | "gru" | "lstm" | "mamba2", option: value, …}`.
+        position: `{"kind": "none" | "sinusoidal" | "learned" | "random" | "duplicate", …}`.
+        block: `residual` (x + mixer(norm(x)), a norm before the head) or `plain` (embedding →
+            position → cells → head and nothing else: the setting of arXiv 2402.00236).
+        tie_embeddings: whether the head is the embedding transposed.
+        norm_eps: added to the mean square in the norms of `residual`.
+    """
+
+    vocab_size: int = 256
+    d_model: int = 128
+    n_layers: int = 2
+    mixer: dict[str, Any] = field(default_factory=lambda: {"kind": "mamba2"})
+    position: dict[str, Any] = field(default_factory=lambda: {"kind": "none"})
+    block: str = "residual"
+    tie_embeddings: bool = True
+    norm_eps: float = 1e-5
+
+
+class ResidualBlock(nn.Module):
+    """x + mixer(rms_norm(x))."""
+
+    def __init__(self, mixer: Mixer, config: RecurrentConfig) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.mixer = mixer
+        self.eps = config.norm_eps
+
+    def forward(self, x: Tensor, state: PyTree, edit: Edit | None) -> tuple[Tensor, PyTree]:
+        y, state = self.mixer(rms_norm(x, self.norm.weight, self.eps), state, edit)
+        return x + y, state
+
+
+class PlainBlock(nn.Module):
+    """The cell alone."""
+
+    def __init__(self, mixer: Mixer, config: RecurrentConfig) -> None:
+        super().__init__()
+        self.mixer = mixer
+
+    def forward(self, x: Tensor, state: PyTree, edit: Edit | None) -> tuple[Tensor, PyTree]:
+        return self.mixer(x, state, edit)
+
+
+BLOCKS: dict[str, type[ResidualBlock] | type[PlainBlock]] = {
+    "residual": ResidualBlock,
+    "plain": PlainBlock,
+}
+
+
+class RecurrentLM(nn.Module):
+    """A `LanguageModel`: embedding, position, blocks, head.
+
+    Args:
+        config: see `RecurrentConfig`.
+
+    Raises:
+        UserError: unknown kinds or options, sizes that do not fit.
+    """
+
+    def __init__(self, config: RecurrentConfig) -> None:
+        super().__init__()
+        for name in ("vocab_size", "d_model", "n_layers"):
+            if getattr(config, name) < 1:
+                raise UserError(f"{name} must be at least 1, not {getattr(config, name)}")
+        if config.block not in BLOCKS:
+            raise UserError(f"unknown block {config.block!r}: {nearest(config.block, BLOCKS)}")
+        self.config = config
+        self.vocab_size = config.vocab_size
+        residual = config.block == "residual"
+
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.position = POSITIONS.build(config.position, config.d_model)
+        # A residual stream is d_model wide; plain cells read the wide vector themselves.
+        d_first = config.d_model if residual else self.position.d_output
+        self.merge = (
+            nn.Linear(self.position.d_output, config.d_model, bias=False)
+            if residual and self.position.d_output != config.d_model
+            else nn.Identity()
+        )
+        widths = [d_first] + [config.d_model] * (config.n_layers - 1)
+        block = BLOCKS[config.block]
+        self.blocks = nn.ModuleList(
+            block(MIXERS.build(config.mixer, width, config.d_model), config) for width in widths
+        )
+        self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps) if residual else None
+        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+        nn.init.normal_(self.head.weight, std=config.d_model**-0.5 if residual else 0.02)
+
+    @property
+    def mixers(self) -> list[Mixer]:
+        """The cells, first layer first."""
+        return [block.mixer for block in self.blocks]  # type: ignore[misc]
+
+    def init_state(self, batch_size: int) -> LMState:
+        """The zero state of `batch_size` rows."""
+        device = self.embedding.weight.device
+        position = torch.zeros(batch_size, dtype=torch.long, device=device)
+        return LMState(position, tuple(mixer.init_state(batch_size) for mixer in self.mixers))
+
+    def forward(
+        self,
+        tokens: Tensor,
+        state: LMState | None = None,
+        *,
+        keep: int | None = None,
+        edits: Sequence[Edit] | None = None,
+    ) -> LMOutput:
+        """Consumes tokens; see `LanguageModel`.
+
+        Args:
+            tokens: `(b, t)` int64.
+            state: of the same batch; None stands for `init_state`.
+            keep: logits for the last `keep` tokens only; None for all.
+            edits: one per layer, the hooks of a mitigation.
+
+        Raises:
+            UserError: ids outside the vocabulary, a state of another model or batch size.
+        """
+        self._check_tokens(tokens)
+        if state is None:
+            state = self.init_state(len(tokens))
+        self._check_state(state, len(tokens))
+        time = tokens.shape[1]
+        keep = time if keep is None else min(keep, time)
+        if keep < 0:
+            raise UserError(f"keep must be at least 0, not {keep}")
+
+        width = max(64, SEGMENT_TOKENS // max(1, len(tokens)))
+        kept: list[Tensor] = []
+        for start in range(0, time, width):
+            hidden, state = self._segment(tokens[:, start : start + width], state, edits)
+            unwanted = max(0, time - keep - start)
+            if unwanted < hidden.shape[1]:
+                kept.append(hidden[:, unwanted:])
+        if not kept:
+            empty = self.embedding.weight.new_zeros(len(tokens), 0, self.vocab_size)
+            return LMOutput(empty, state)
+        return LMOutput(self._logits(torch.cat(kept, 1) if len(kept) > 1 else kept[0]), state)
+
+    def _segment(
+        self, tokens: Tensor, state: LMState, edits: Sequence[Edit] | None
+    ) -> tuple[Tensor, LMState]:
+        time = tokens.shape[1]
+        positions = state.position[:, None] + torch.arange(time, device=tokens.device)
+        x = self.merge(self.position(self.embedding(tokens), positions))
+        layers = []
+        for index, (block, layer) in enumerate(zip(self.blocks, state.layers, strict=True)):
+            x, layer = block(x, layer, None if edits is None else edits[index])
+            layers.append(layer)
+        return x, LMState(state.position + time, tuple(layers), state.extra)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        if self.norm is not None:
+            hidden = rms_norm(hidden, self.norm.weight, self.config.norm_eps)
+        return F.linear(hidden, self.head.weight)
+
+    def _check_tokens(self, tokens: Tensor) -> None:
+        if tokens.ndim != 2:
+            raise UserError(f"tokens must have shape (batch, time), not {tuple(tokens.shape)}")
+        if tokens.numel() == 0:
+            return
+        low, high = (int(bound) for bound in tokens.aminmax())
+        if low < 0 or high >= self.vocab_size:
+            raise UserError(
+                f"token id {low if low < 0 else high} is outside the vocabulary of "
+                f"{self.vocab_size}: use the tokenizer that this model was trained with"
+            )
+
+    def _check_state(self, state: LMState, batch_size: int) -> None:
+        expected = dict(leaves(tuple(mixer.state_like() for mixer in self.mixers)))
+        given = dict(leaves(state.layers))
+        if given.keys() != expected.keys():
+            raise UserError("this is the state of another model: start from model.init_state")
+        for name, leaf in given.items():
+            if leaf.shape[1:] != expected[name].shape:
+                raise UserError(
+                    f"this is the state of another model (layers.{name} has shape "
+                    f"{tuple(leaf.shape[1:])} a row, {tuple(expected[name].shape)} was expected): "
+                    "start from model.init_state"
+                )
+            if len(leaf) != batch_size:
+                raise UserError(
+                    f"the state has {len(leaf)} rows and the tokens have {batch_size}: "
+                    "use state.take or state.expand to make them equal"
+                )
+        if not isinstance(state.extra, tuple) or state.extra:
+            raise UserError("this state carries a mitigation: give it to the model that made it")
+
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits of the SHA-256 of configuration and weights."""
+        digest = hashlib.sha256(json.dumps(asdict(self.config), sort_keys=True).encode())
+        for name, tensor in sorted(self.state_dict().items()):
+            raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+            digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
+            digest.update(raw.numpy())
+        return digest.hexdigest()[:16]

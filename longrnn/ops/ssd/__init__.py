@@ -1,0 +1,28 @@
+"""The state-space dual recurrence h_t = exp(log_decay_t) h_{t-1} + x_t B_t^T, y_t = h_t C_t.
+
+Every sibling module offers `ssd(inputs, state) -> (y, final_state)` with one signature. `backend`
+chooses among them once, when a mixer is built.
+"""
+
+from __future__ import annotations
+
+from longrnn.errors import UserError, nearest
+from longrnn.ops.ssd import chunked, reference
+from longrnn.ops.ssd.base import SSD, ScanInputs
+
+BACKENDS: dict[str, SSD] = {"reference": reference.ssd, "chunked": chunked.ssd}
+
+__all__ = ["BACKENDS", "SSD", "ScanInputs", "resolve"]
+
+
+def resolve(backend: str) -> str:
+    """The name of the backend that `backend` means here; `auto` takes the fastest that runs.
+
+    Raises:
+        UserError: unknown backend.
+    """
+    if backend == "auto":
+        return "chunked"
+    if backend not in BACKENDS:
+        raise UserError(f"unknown ssd backend {backend!r}: {nearest(backend, [*BACKENDS, 'auto'])}")
+    return backend

@@ -1,0 +1,22 @@
+"""The recurrence token by token, as the paper writes it (arXiv 2405.21060, section 2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longrnn.ops.ssd.base import ScanInputs
+
+
+def ssd(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """See `longrnn.ops.ssd.base.SSD`. Exact in float64; the measure of all the others."""
+    x, log_decay, B, C = (tensor.to(state.dtype) for tensor in inputs)
+    heads_per_group = x.shape[2] // B.shape[2]
+    B = B.repeat_interleave(heads_per_group, dim=2)
+    C = C.repeat_interleave(heads_per_group, dim=2)
+
+    outputs = []
+    for x_t, l_t, B_t, C_t in zip(*(i.unbind(1) for i in (x, log_decay, B, C)), strict=True):
+        state = l_t.exp()[..., None, None] * state + x_t[..., :, None] * B_t[..., None, :]
+        outputs.append((state @ C_t[..., :, None])[..., 0])
+    return torch.stack(outputs, dim=1), state

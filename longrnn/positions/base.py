@@ -1,0 +1,66 @@
+"""The contract of a positional encoding, and how an encoding joins the token's vector."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from longrnn.errors import UserError
+from longrnn.registry import Registry
+
+
+class PositionalEncoding(nn.Module, ABC):
+    """x' = [x, e] (`concat`) or x + e (`add`), with e the member's encoding.
+
+    Args of every member's constructor: `d_model`, the width of x and of e; options keyword-only.
+    """
+
+    def __init__(self, d_model: int, combine: str) -> None:
+        super().__init__()
+        if combine not in ("concat", "add"):
+            raise UserError(f"unknown combine {combine!r}: use 'concat' or 'add'")
+        self.d_model, self.combine = d_model, combine
+
+    @property
+    def d_output(self) -> int:
+        """Width of x'."""
+        return 2 * self.d_model if self.combine == "concat" else self.d_model
+
+    @abstractmethod
+    def encode(self, x: Tensor, positions: Tensor) -> Tensor:
+        """The encoding e.
+
+        Args:
+            x: `(b, t, d)`, the token vectors.
+            positions: `(b, t)` int64, absolute, from 0.
+
+        Returns:
+            `(b, t, d)` in the dtype of `x`.
+        """
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        encoding = self.encode(x, positions)
+        return torch.cat([x, encoding], dim=-1) if self.combine == "concat" else x + encoding
+
+    def extra_repr(self) -> str:
+        return f"d_model={self.d_model}, combine={self.combine}"
+
+
+def look_up(table: Tensor, positions: Tensor) -> Tensor:
+    """Rows of `table` at `positions`.
+
+    Raises:
+        UserError: a position past the table's end (never a silent wrap).
+    """
+    last = int(positions.max())
+    if last >= len(table):
+        raise UserError(
+            f"position {last} is past the end of the table of {len(table)} positions: build the "
+            f"model with position.max_length of at least {last + 1}, or use 'sinusoidal'"
+        )
+    return table[positions]
+
+
+POSITIONS: Registry[PositionalEncoding] = Registry("position")

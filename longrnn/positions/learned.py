@@ -1,0 +1,28 @@
+"""A learned table of positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from longrnn.positions.base import POSITIONS, PositionalEncoding, look_up
+
+
+@POSITIONS.register("learned")
+class Learned(PositionalEncoding):
+    """e = table[position], entries drawn from N(0, 1) (arXiv 2402.00236) and trained.
+
+    A position past the table's end raises.
+
+    Args:
+        d_model: width of e.
+        max_length: number of positions.
+        combine: `concat` or `add`.
+    """
+
+    def __init__(self, d_model: int, *, max_length: int = 128, combine: str = "concat") -> None:
+        super().__init__(d_model, combine)
+        self.table = nn.Parameter(torch.randn(max_length, d_model))
+
+    def encode(self, x: Tensor, positions: Tensor) -> Tensor:
+        return look_up(self.table, positions).to(x.dtype)

@@ -1,0 +1,36 @@
+"""A fixed random table of positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longrnn.positions.base import POSITIONS, PositionalEncoding, look_up
+
+
+@POSITIONS.register("random")
+class Random(PositionalEncoding):
+    """e = table[position], rows random of unit norm and never trained (arXiv 2402.00236).
+
+    The table travels with the checkpoint. A position past its end raises.
+
+    Args:
+        d_model: width of e.
+        max_length: number of positions.
+        seed: of the table.
+        combine: `concat` or `add`.
+    """
+
+    table: Tensor
+
+    def __init__(
+        self, d_model: int, *, max_length: int = 128, seed: int = 0, combine: str = "concat"
+    ) -> None:
+        super().__init__(d_model, combine)
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randn(max_length, d_model, generator=generator)
+        self.register_buffer("table", F.normalize(rows, dim=-1))
+
+    def encode(self, x: Tensor, positions: Tensor) -> Tensor:
+        return look_up(self.table, positions).to(x.dtype)

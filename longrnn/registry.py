@@ -1,0 +1,100 @@
+"""Registries: a family's members by name, built from a mapping such as `{"kind": "lstm", …}`.
+
+A member's options are the keyword-only parameters of its constructor, so a new member states its
+options once, in its signature, and unknown or ill-typed ones are refused here for all families.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import field, make_dataclass
+from typing import Any, Generic, TypeVar, get_type_hints
+
+from longrnn.errors import UserError, nearest
+
+T = TypeVar("T")
+
+
+class Registry(Mapping[str, "type[T]"], Generic[T]):
+    """The members of one family (`family` names it in errors), by their registered names."""
+
+    def __init__(self, family: str) -> None:
+        self.family = family
+        self._members: dict[str, type[T]] = {}
+
+    def register(self, name: str) -> Callable[[type[T]], type[T]]:
+        """Class decorator that enters a member under `name`."""
+
+        def enter(member: type[T]) -> type[T]:
+            if name in self._members:
+                raise ValueError(f"{self.family} {name!r} is registered twice")
+            self._members[name] = member
+            return member
+
+        return enter
+
+    def __getitem__(self, name: str) -> type[T]:
+        if name not in self._members:
+            raise UserError(f"unknown {self.family} {name!r}: {nearest(name, self._members)}")
+        return self._members[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._members
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def build(self, spec: Mapping[str, Any], *context: Any) -> T:
+        """Builds the member that `spec` describes.
+
+        Args:
+            spec: `{"kind": name, option: value, …}`.
+            context: positional arguments that the family's contract gives to every member.
+
+        Raises:
+            UserError: unknown kind, unknown option, or a value of the wrong type.
+        """
+        options = dict(spec)
+        kind = options.pop("kind", None)
+        if not isinstance(kind, str):
+            raise UserError(
+                f"a {self.family} is described by a mapping with 'kind', "
+                f"one of: {', '.join(sorted(self))}"
+            )
+        member = self[kind]
+        return member(*context, **self.check(kind, options))
+
+    def check(self, kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """`options` converted to the types that the member's constructor states."""
+        # omegaconf is imported here so that `import longrnn` and `--help` stay fast.
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
+        known = keyword_options(self[kind])
+        for name in options:
+            if name not in known:
+                remedy = nearest(name, known) if known else "it takes none"
+                raise UserError(f"{self.family} {kind!r} has no option {name!r}: {remedy}")
+        given = [(name, known[name], field()) for name in options]
+        schema = OmegaConf.structured(make_dataclass(f"{kind}_options", given))
+        try:
+            merged = OmegaConf.merge(schema, dict(options))
+        except OmegaConfBaseException as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(
+                f"{self.family} {kind!r}, option {error.full_key!r}: {reason}"
+            ) from error
+        plain = OmegaConf.to_container(merged)
+        assert isinstance(plain, dict)
+        return {str(name): value for name, value in plain.items()}
+
+
+def keyword_options(member: type) -> dict[str, Any]:
+    """Name and type of every keyword-only parameter of a class's constructor."""
+    hints = get_type_hints(member.__init__)
+    parameters = inspect.signature(member.__init__).parameters.values()
+    return {p.name: hints[p.name] for p in parameters if p.kind is p.KEYWORD_ONLY}

@@ -1,0 +1,174 @@
+"""The state of a language model as a value, and the functions over it.
+
+A state is a tree of tensors (named tuples, tuples and lists nest freely) whose every leaf has the
+batch as its first axis. Nothing here changes a state in place: a state that was kept is never used
+up by its readers. `reset` selects with `torch.where` and never multiplies, so that a NaN cannot
+survive a reset.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from longrnn.errors import UserError
+
+PyTree: TypeAlias = Any
+S = TypeVar("S")
+
+FORMAT = "longrnn-state-1"
+
+
+class LMState(NamedTuple):
+    """Everything a language model remembers.
+
+    Attributes:
+        position: `(b,)` int64, tokens consumed so far: the only source of absolute positions.
+        layers: one entry per layer, its structure owned by that layer's mixer.
+        extra: what a mitigation carries.
+    """
+
+    position: Tensor
+    layers: tuple[PyTree, ...]
+    extra: PyTree = ()
+
+
+def tree_map(function: Callable[..., Any], tree: S, *others: S) -> S:
+    """Applies `function` to every leaf of `tree` (and the matching leaves of `others`)."""
+    if isinstance(tree, (tuple, list)):
+        branches = [tree_map(function, *items) for items in zip(tree, *others, strict=True)]
+        named = hasattr(tree, "_fields")
+        return type(tree)(*branches) if named else type(tree)(branches)  # type: ignore[return-value]
+    return function(tree, *others)
+
+
+def leaves(tree: PyTree, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every leaf with its dotted path, for example `layers.0.ssm`."""
+    if isinstance(tree, (tuple, list)):
+        names: Sequence[Any] = getattr(tree, "_fields", range(len(tree)))
+        for name, branch in zip(names, tree, strict=True):
+            yield from leaves(branch, f"{path}.{name}" if path else str(name))
+    else:
+        yield path, tree
+
+
+def detach(state: S) -> S:
+    """The same values, cut from the autograd graph."""
+    return tree_map(Tensor.detach, state)
+
+
+def clone(state: S) -> S:
+    """A copy that shares no memory with `state`."""
+    return tree_map(Tensor.clone, state)
+
+
+def reset(state: S, initial: S, where: Tensor) -> S:
+    """Rows of `initial` where `where` is true, rows of `state` elsewhere.
+
+    Args:
+        where: `(b,)` bool.
+    """
+
+    def select(old: Tensor, new: Tensor) -> Tensor:
+        return torch.where(where.view(-1, *[1] * (old.ndim - 1)), new, old)
+
+    return tree_map(select, state, initial)
+
+
+def take(state: S, rows: Tensor | Sequence[int]) -> S:
+    """The rows of the batch that `rows` (int64 indices) names, in that order, repeats allowed."""
+    index = torch.as_tensor(rows, dtype=torch.long)
+    return tree_map(lambda leaf: leaf.index_select(0, index.to(leaf.device)), state)
+
+
+def expand(state: S, n: int) -> S:
+    """Each row `n` times in sequence: a batch of b becomes one of b·n, rows of one origin adjacent."""
+    return tree_map(lambda leaf: leaf.repeat_interleave(n, dim=0), state)
+
+
+def nbytes(state: PyTree) -> int:
+    """Bytes that the tensors of a state hold."""
+    return sum(leaf.numel() * leaf.element_size() for _, leaf in leaves(state))
+
+
+def save(state: LMState, path: str | os.PathLike[str], *, model: Any = None) -> None:
+    """Writes a state as safetensors, beside the target first and then renamed over it.
+
+    Args:
+        path: the file to write.
+        model: where given, its `fingerprint()` is recorded, and `load` then refuses the state for
+            any other model.
+    """
+    from safetensors.torch import save as to_bytes
+
+    from longrnn.files import write_atomic
+
+    tensors = {name: leaf.detach().cpu().contiguous().clone() for name, leaf in leaves(state)}
+    metadata = {
+        "format": FORMAT,
+        "fingerprint": model.fingerprint() if model is not None else "",
+        "position": json.dumps(state.position.tolist()),
+        "dtype": json.dumps({name: str(leaf.dtype) for name, leaf in tensors.items()}),
+    }
+    write_atomic(Path(path), to_bytes(tensors, metadata=metadata))
+
+
+def load(path: str | os.PathLike[str], like: Any) -> LMState:
+    """Reads a state that `save` wrote.
+
+    Args:
+        path: the file.
+        like: the model that will use it (then its fingerprint is compared), or a state of the
+            expected structure; the result is on its device.
+
+    Raises:
+        UserError: no such file, not a state, or the state of another model.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not Path(path).is_file():
+        raise UserError(f"no state file at {path}: give the path that `state.save` wrote")
+    try:
+        with safe_open(os.fspath(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise UserError(f"{path} is truncated or no state file ({error}): save it again") from error
+    if metadata.get("format") != FORMAT:
+        raise UserError(f"{path} holds no state: give a file that `state.save` wrote")
+    example = like
+    if not isinstance(like, LMState):
+        recorded = metadata["fingerprint"]
+        if recorded and recorded != like.fingerprint():
+            raise UserError(
+                f"{path} is the state of another model (fingerprint {recorded}, this model has "
+                f"{like.fingerprint()}): load the checkpoint that made it"
+            )
+        example = like.init_state(1)
+    return _fill(example, tensors, path)
+
+
+def _fill(example: LMState, tensors: dict[str, Tensor], path: str | os.PathLike[str]) -> LMState:
+    expected = dict(leaves(example))
+    if expected.keys() != tensors.keys():
+        different = sorted(expected.keys() ^ tensors.keys())
+        raise UserError(
+            f"{path} is the state of another model ({different[0]} is only in one of the two): "
+            "load the checkpoint that made it"
+        )
+    for name, leaf in expected.items():
+        found = tensors[name]
+        if leaf.shape[1:] != found.shape[1:] or leaf.dtype != found.dtype:
+            raise UserError(
+                f"{path} is the state of another model ({name} has shape {tuple(found.shape[1:])} "
+                f"{found.dtype} a row, {tuple(leaf.shape[1:])} {leaf.dtype} was expected): "
+                "load the checkpoint that made it"
+            )
+    ordered = iter([tensors[name].to(leaf.device) for name, leaf in leaves(example)])
+    return tree_map(lambda _: next(ordered), example)
