@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
-    """Replaces `path` by `content`; a reader (or a crash) sees the old file or the new, never half."""
+    """Replaces `path` by `content`; a reader (or a crash) sees the old or the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     data = content.encode() if isinstance(content, str) else content

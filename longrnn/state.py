@@ -88,7 +88,7 @@ def take(state: S, rows: Tensor | Sequence[int]) -> S:
 
 
 def expand(state: S, n: int) -> S:
-    """Each row `n` times in sequence: a batch of b becomes one of b·n, rows of one origin adjacent."""
+    """Each row `n` times in sequence: a batch of b becomes b·n."""
     return tree_map(lambda leaf: leaf.repeat_interleave(n, dim=0), state)
 
 

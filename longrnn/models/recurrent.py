@@ -219,6 +219,7 @@ class RecurrentLM(nn.Module):
                     f"{tuple(leaf.shape[1:])} a row, {tuple(expected[name].shape)} was expected): "
                     "start from model.init_state"
                 )
+        for leaf in (state.position, *given.values()):
             if len(leaf) != batch_size:
                 raise UserError(
                     f"the state has {len(leaf)} rows and the tokens have {batch_size}: "

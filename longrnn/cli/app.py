@@ -1,0 +1,73 @@
+"""The commands' tree, and the one place where an error becomes a sentence and an exit code."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from typing import NoReturn
+
+import click
+import typer
+
+from longrnn.cli import evaluate, generate, info, train
+from longrnn.errors import UserError
+
+app = typer.Typer(
+    name="longrnn",
+    help="Recurrent and state-space language models on contexts far beyond their training length.",
+    epilog="Example: longrnn eval passkey passkey-tiny --lengths 1k,4k",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("train")(train.train)
+app.add_typer(evaluate.app, name="eval")
+app.command("generate")(generate.generate)
+app.command("info")(info.info)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: bool = typer.Option(False, "--version", help="Print the version and leave."),
+) -> None:
+    if version:
+        from longrnn import __version__
+
+        typer.echo(f"longrnn {__version__}")
+        raise typer.Exit()
+
+
+def run() -> NoReturn:
+    """Runs the command line. Bad input leaves one sentence on standard error and exit code 2."""
+    try:
+        code = app(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except UserError as error:
+        code = _fail(str(error))
+    except (KeyboardInterrupt, click.Abort):
+        code = _fail(f"interrupted; what was finished is kept, go on with: {_again()}")
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        reason = error.strerror or str(error)
+        code = _fail(f"{reason}{where}: free space or choose another folder, then: {_again()}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if "WORLD_SIZE" in os.environ:
+        os._exit(code or 0)  # gloo's threads abort about one normal exit in ten
+    sys.exit(code)
+
+
+def _fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 2
+
+
+def _again() -> str:
+    """The command that continues this one."""
+    arguments = [argument for argument in sys.argv[1:] if argument != "--resume"]
+    if arguments[:1] == ["train"]:
+        arguments.append("--resume")
+    return shlex.join(["longrnn", *arguments])

@@ -1,0 +1,69 @@
+"""`longrnn generate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from longrnn.cli.options import Checkpoint, Device, pick_device
+from longrnn.errors import UserError
+
+
+def generate(
+    checkpoint: Checkpoint,
+    prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="A file with the text to continue, of any length.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens.")] = 100,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample among the likeliest p of the mass.")] = 1.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text to stop behind; may be given several times.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    device: Device = "auto",
+) -> None:
+    """Continue a text.
+
+    Example: longrnn generate passkey-tiny --prompt "The grass is green. The sky" --stop .
+    """
+    import torch
+
+    from longrnn.hf.loading import load
+    from longrnn.hf.tokenizer import load_tokenizer
+    from longrnn.models.generate import stream
+
+    if (prompt is None) == (prompt_file is None):
+        raise UserError("give either --prompt or --prompt-file")
+    if prompt_file is not None:
+        prompt = _read(prompt_file)
+    target = pick_device(device)
+    model, tokenizer = load(checkpoint, device=target), load_tokenizer(checkpoint)
+    ids = torch.tensor([tokenizer.encode(prompt or "")], dtype=torch.long, device=target)
+    shown = ""
+    for generation in stream(
+        model,
+        ids,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        stop=[tokenizer.encode(text) for text in stop or []],
+        generator=torch.Generator(target).manual_seed(seed),
+    ):
+        text = tokenizer.decode(generation.tokens[0])
+        if not text.endswith("\ufffd"):  # a character that is still incomplete
+            typer.echo(text[len(shown) :], nl=False)
+            shown = text
+    typer.echo()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except FileNotFoundError as error:
+        raise UserError(f"no prompt file {path}: give the path of a text file") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: give a text file") from error

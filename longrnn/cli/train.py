@@ -1,0 +1,35 @@
+"""`longrnn train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from longrnn.cli.options import Quiet
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="A YAML file such as configs/train/*.yaml.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value, dotted keys.", metavar="[KEY=VALUE]...")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint in output_dir.")
+    ] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a model from a configuration file.
+
+    Example: longrnn train configs/train/passkey_tiny_short.yaml max_steps=500 output_dir=runs/try
+    """
+    from longrnn.config import load_config
+    from longrnn.training.config import TrainConfig
+    from longrnn.training.trainer import Trainer
+
+    settings = load_config(TrainConfig, config, overrides or [])
+    trainer = Trainer(settings, resume=resume, quiet=quiet)
+    trainer.train()
+    if trainer.accelerator.is_main_process:
+        typer.echo(f"{settings.output_dir}: trained for {trainer.step} steps")

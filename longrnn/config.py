@@ -1,0 +1,77 @@
+"""Configurations: dataclasses filled from YAML and dotted overrides, nothing unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_type_hints
+
+from longrnn.errors import UserError, nearest
+
+C = TypeVar("C")
+
+
+def load_config(kind: type[C], path: str | Path, overrides: Sequence[str] = ()) -> C:
+    """Reads a YAML file onto a dataclass.
+
+    Args:
+        kind: the dataclass.
+        path: the YAML file.
+        overrides: `key=value` with dotted keys, for example `model.mixer.d_state=64`.
+
+    Raises:
+        UserError: no such file, no YAML, an unknown key (the nearest is named), a wrong type.
+    """
+    from omegaconf import OmegaConf
+    from yaml import YAMLError
+
+    if not Path(path).is_file():
+        raise UserError(f"no configuration file {path}: see configs/train/ for ones that run")
+    try:
+        loaded = OmegaConf.load(path)
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    return build_config(kind, OmegaConf.to_container(loaded), overrides, source=str(path))
+
+
+def build_config(
+    kind: type[C], values: Any, overrides: Sequence[str] = (), *, source: str = "configuration"
+) -> C:
+    """`load_config` from a mapping; `source` names it in errors."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if not isinstance(values, dict):
+        raise UserError(f"{source} must be a mapping of keys to values")
+    for override in overrides:
+        if "=" not in override:
+            raise UserError(f"override {override!r} is not of the form key=value")
+    try:
+        dotted = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
+        _check_keys(kind, values, source)
+        _check_keys(kind, dotted, "override")
+        merged = OmegaConf.merge(OmegaConf.structured(kind), values, dotted)
+        return cast(C, OmegaConf.to_object(merged))
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{source}, key {error.full_key!r}: {reason}") from error
+
+
+def dump_config(config: Any) -> str:
+    """The YAML text that `load_config` reads back to an equal configuration."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+
+
+def _check_keys(kind: Any, values: Any, source: str, prefix: str = "") -> None:
+    """Refuses keys that the dataclass lacks; free mappings inside it are left to their registry."""
+    if not (is_dataclass(kind) and isinstance(values, dict)):
+        return
+    hints = get_type_hints(kind)
+    known = [field.name for field in fields(kind)]
+    for key, value in values.items():
+        if key not in known:
+            raise UserError(f"{source}: unknown key {prefix}{key}: {nearest(str(key), known)}")
+        _check_keys(hints[key], value, source, f"{prefix}{key}.")

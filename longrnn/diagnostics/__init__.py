@@ -1,0 +1,1 @@
+"""Pictures and reports; the home of matplotlib."""

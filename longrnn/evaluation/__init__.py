@@ -1,0 +1,1 @@
+"""Measurements of language models, each row written as soon as it is known."""

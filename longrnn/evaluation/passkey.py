@@ -1,0 +1,154 @@
+"""Passkey retrieval over lengths × depths: greedy answers to held-out keys."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longrnn.errors import UserError
+from longrnn.evaluation.intervals import Estimate, proportion
+from longrnn.evaluation.results import Results, Row
+from longrnn.models import LanguageModel, generate
+from longrnn.progress import Progress
+from longrnn.tasks.passkey import Passkey, keys
+from longrnn.text import Tokenizer
+from longrnn.units import format_length
+
+# A prompt is fed in pieces of so many tokens, so that progress shows within a long one.
+PIECE = 16384
+
+
+class Sample(NamedTuple):
+    """One prompt: the `index`-th of its cell."""
+
+    length: int
+    depth: float
+    index: int
+
+    def key(self, seed: int) -> str:
+        """Its key, one of those that training never sees."""
+        rng = random.Random(f"{seed}/{self.length}/{self.depth}/{self.index}")
+        return rng.choice(keys(True))
+
+
+def evenly_spaced(count: int) -> list[float]:
+    """`count` depths from 0 to 1; one depth is the middle."""
+    if count < 1:
+        raise UserError(f"the number of depths must be at least 1, not {count}")
+    return [0.5] if count == 1 else [round(i / (count - 1), 4) for i in range(count)]
+
+
+def evaluate(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    *,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    n: int,
+    output: Path,
+    name: str = "model",
+    seed: int = 0,
+    batch_size: int = 16,
+    quiet: bool = False,
+) -> list[Row]:
+    """Measures passkey retrieval and returns its rows, new and earlier ones.
+
+    Args:
+        model: any language model.
+        tokenizer: its tokenizer.
+        lengths: tokens of the prompts, exactly.
+        depths: where the key stands in the filler, from 0 to 1.
+        n: prompts per cell.
+        output: the results file, taken up where it was left.
+        name: shown with the progress.
+        seed: of the keys.
+        batch_size: prompts of one length in one batch.
+        quiet: no progress.
+
+    Returns:
+        Rows with `length`, `depth`, `index`, `key`, `said`, `correct`, of the cells asked for.
+
+    Raises:
+        UserError: a length too short, or a results file of another run.
+    """
+    if n < 1 or batch_size < 1:
+        raise UserError("n and the batch size must be at least 1")
+    if not all(0 <= depth <= 1 for depth in depths):
+        raise UserError("depths lie between 0 (the start of the filler) and 1 (its end)")
+    task = Passkey(tokenizer)
+    least = task.least_length()
+    if min(lengths) < least:
+        raise UserError(
+            f"length {min(lengths)} is too short for the passkey prompt: "
+            f"the least is {least} tokens with this tokenizer"
+        )
+    if task.vocab_size > model.vocab_size:
+        raise UserError(
+            f"the tokenizer has {task.vocab_size} ids and the model {model.vocab_size}: "
+            "use the tokenizer that the model was trained with"
+        )
+    header = {"evaluation": "passkey", "model": model.fingerprint(), "seed": seed}
+    header["vocab_size"] = tokenizer.vocab_size
+    results = Results(output, header)
+    wanted = [Sample(*cell) for cell in product(lengths, depths, range(n))]
+    done = {(row["length"], row["depth"], row["index"]) for row in results.rows}
+    todo = [sample for sample in wanted if sample not in done]
+    with Progress(f"passkey {name}", len(todo), unit="tokens", quiet=quiet) as progress:
+        for batch in _batches(todo, batch_size):
+            chosen = [sample.key(seed) for sample in batch]
+            said = _answers(model, task, batch, chosen, progress)
+            results.append(
+                {**sample._asdict(), "key": key, "said": text, "correct": text[:5] == key}
+                for sample, key, text in zip(batch, chosen, said, strict=True)
+            )
+            progress.advance(len(batch), 0, f"at {format_length(batch[0].length)}")
+    asked = set(wanted)
+    return [r for r in results.rows if (r["length"], r["depth"], r["index"]) in asked]
+
+
+def _batches(samples: Sequence[Sample], size: int) -> Iterator[list[Sample]]:
+    """Samples of one length at a time: padding would enter the state."""
+    for length in dict.fromkeys(sample.length for sample in samples):
+        same = [sample for sample in samples if sample.length == length]
+        yield from (same[start : start + size] for start in range(0, len(same), size))
+
+
+@torch.no_grad()
+def _answers(
+    model: LanguageModel,
+    task: Passkey,
+    batch: Sequence[Sample],
+    chosen: Sequence[str],
+    progress: Progress,
+) -> list[str]:
+    """What the model says, greedily, stripped of space."""
+    prompts: Tensor = torch.stack(
+        [
+            task.prompt(key, length=sample.length, depth=sample.depth)
+            for sample, key in zip(batch, chosen, strict=True)
+        ]
+    )
+    state = model.init_state(len(prompts))
+    *head, last = prompts.to(state.position.device).split(PIECE, dim=1)
+    for piece in head:
+        state = model(piece, state, keep=0).state
+        progress.advance(0, piece.numel())
+    longest = max(len(task.answer(key)) for key in chosen)
+    tokens = generate(model, last, state, max_new_tokens=longest).tokens
+    progress.advance(0, last.numel())
+    return [task.tokenizer.decode(ids).strip() for ids in tokens]
+
+
+def summarise(rows: Sequence[Row]) -> dict[tuple[int, float | None], Estimate]:
+    """Accuracy by (length, depth); depth None stands for all depths of a length together."""
+    cells: dict[tuple[int, float | None], list[bool]] = {}
+    for row in rows:
+        for depth in (row["depth"], None):
+            cells.setdefault((row["length"], depth), []).append(row["correct"])
+    return {cell: proportion(sum(right), len(right)) for cell, right in cells.items()}

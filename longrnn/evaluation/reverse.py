@@ -1,0 +1,86 @@
+"""Reverse ordering on held-out sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from longrnn.errors import UserError
+from longrnn.evaluation.intervals import Estimate, mean, proportion
+from longrnn.evaluation.results import Results, Row
+from longrnn.models import LanguageModel
+from longrnn.progress import Progress
+from longrnn.tasks.reverse import Reverse
+
+
+@torch.no_grad()
+def evaluate(
+    model: LanguageModel,
+    task: Reverse,
+    *,
+    length: int,
+    n: int,
+    output: Path,
+    batch_size: int = 64,
+    quiet: bool = False,
+) -> list[Row]:
+    """Measures reverse ordering and returns its rows, new and earlier ones.
+
+    Args:
+        model: any language model with V + 1 ids or more.
+        task: says V and the held-out sequences.
+        length: tokens to reverse.
+        n: held-out sequences, at most as many as the task holds out.
+        output: the results file, taken up where it was left.
+        batch_size: sequences in one batch.
+        quiet: no progress.
+
+    Returns:
+        Rows with `index`, `token_accuracy`, `exact_match`, `edit_distance`.
+
+    Raises:
+        UserError: sizes that do not fit, or a results file of another run.
+    """
+    if model.vocab_size < task.vocab_size:
+        raise UserError(
+            f"reverse with vocab_size {task.n_tokens} needs a model with {task.vocab_size} ids, "
+            f"this one has {model.vocab_size}: give the vocab_size it was trained with"
+        )
+    if not 1 <= n <= task.n_held_out:
+        raise UserError(f"n must be between 1 and the {task.n_held_out} held-out sequences")
+    header = {
+        "evaluation": "reverse",
+        "model": model.fingerprint(),
+        "vocab_size": task.n_tokens,
+        "length": length,
+        "seed": task.seed,
+        "held_out": task.n_held_out,
+    }
+    results = Results(output, header)
+    first = len(results.rows)
+    with Progress("reverse", max(0, n - first), unit="tokens", quiet=quiet) as progress:
+        for start in range(first, n, batch_size):
+            stop = min(start + batch_size, n)
+            batch = task.evaluation_batch(start, stop, length=length)
+            state = model.init_state(stop - start)
+            tokens = batch.tokens.to(state.position.device)
+            predictions = model(tokens, state).logits.argmax(-1).cpu()
+            scores = {name: v.tolist() for name, v in task.score(predictions, batch).items()}
+            results.append(
+                {"index": start + i, **{name: values[i] for name, values in scores.items()}}
+                for i in range(stop - start)
+            )
+            progress.advance(stop - start, tokens.numel())
+    return results.rows[:n]
+
+
+def summarise(rows: Sequence[Row]) -> dict[str, Estimate]:
+    """Mean token accuracy and edit distance (Student t), share of exact matches (Wilson)."""
+    exact = sum(row["exact_match"] == 1 for row in rows)
+    return {
+        "token_accuracy": mean([row["token_accuracy"] for row in rows]),
+        "exact_match": proportion(exact, len(rows)),
+        "edit_distance": mean([row["edit_distance"] for row in rows]),
+    }

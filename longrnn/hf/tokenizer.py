@@ -1,0 +1,64 @@
+"""Tokenizers by name or path, behind the package's own small interface."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from longrnn.errors import UserError
+from longrnn.hf.loading import embedded
+from longrnn.models.checkpoint import read_description
+from longrnn.text import ByteTokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class HFTokenizer:
+    """A tokenizer of `transformers` as a `longrnn.text.Tokenizer`.
+
+    Args:
+        tokenizer: any; its special tokens are neither added nor hidden.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = len(tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+
+def load_tokenizer(name_or_path: str | Path = "bytes") -> Tokenizer:
+    """Loads a tokenizer.
+
+    Args:
+        name_or_path: `bytes`; a checkpoint of ours (its tokenizer is meant), embedded or a folder;
+            a folder of `transformers`; or a `tokenizer.json`.
+
+    Raises:
+        UserError: nothing of the kind is there.
+    """
+    if str(name_or_path) == "bytes":
+        return ByteTokenizer()
+    path = embedded().get(str(name_or_path), Path(name_or_path))
+    if (path / "config.json").is_file() and not (path / "tokenizer.json").is_file():
+        recorded = read_description(path).get("tokenizer", "bytes")
+        return load_tokenizer(recorded if recorded == "bytes" else path / recorded)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(
+            f"no tokenizer at {name_or_path}: give 'bytes', a tokenizer.json, or a folder with one"
+        )
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        if (file.parent / "tokenizer_config.json").is_file():
+            return HFTokenizer(AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False))
+        return HFTokenizer(PreTrainedTokenizerFast(tokenizer_file=str(file)))
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise UserError(f"{file} is no tokenizer ({error}): download it again") from error

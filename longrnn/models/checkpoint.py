@@ -1,0 +1,113 @@
+"""Checkpoint folders: `config.json` and `model.safetensors`, and nothing that could run code."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longrnn.config import build_config
+from longrnn.errors import UserError
+from longrnn.files import write_atomic
+from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
+
+FORMAT = 1
+
+
+def save_model(model: RecurrentLM, folder: Path, *, tokenizer: str = "bytes") -> None:
+    """Writes a model so that `load` finds it.
+
+    Args:
+        model: the model.
+        folder: made where it is missing.
+        tokenizer: `bytes`, or a path for `load_tokenizer`.
+    """
+    from safetensors.torch import save
+
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    if model.config.tie_embeddings:
+        del tensors["head.weight"]
+    description = {
+        "model_type": "longrnn",
+        "format": FORMAT,
+        "tokenizer": tokenizer,
+        "config": asdict(model.config),
+    }
+    write_atomic(folder / "model.safetensors", save(tensors))
+    write_atomic(folder / "config.json", json.dumps(description, indent=2) + "\n")
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """The content of a checkpoint's `config.json`.
+
+    Raises:
+        UserError: the file is missing or is not one of ours.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(
+            f"{folder} is no checkpoint (it has no config.json): give a folder with one"
+        )
+    try:
+        description = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}): write the checkpoint again") from error
+    if not isinstance(description, dict) or description.get("model_type") != "longrnn":
+        kind = description.get("model_type") if isinstance(description, dict) else None
+        raise UserError(
+            f"{folder} holds a model of type {kind!r}: this version loads checkpoints that longrnn "
+            "has trained (model_type 'longrnn')"
+        )
+    if description.get("format") != FORMAT:
+        raise UserError(
+            f"{folder} has checkpoint format {description.get('format')}, this version reads "
+            f"{FORMAT}: update longrnn"
+        )
+    return description
+
+
+def load_model(folder: Path, *, backend: str = "auto") -> RecurrentLM:
+    """Reads a model that `save_model` wrote, on the CPU.
+
+    Args:
+        folder: the checkpoint.
+        backend: of the recurrence; `auto` leaves the choice to the cell.
+
+    Raises:
+        UserError: a file is missing, truncated, or does not fit.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    description = read_description(folder)
+    config = build_config(
+        RecurrentConfig, description.get("config"), source=str(folder / "config.json")
+    )
+    if backend != "auto":
+        config.mixer = {**config.mixer, "backend": backend}
+    path = folder / "model.safetensors"
+    if not path.is_file():
+        raise UserError(f"{folder} is incomplete (it has no model.safetensors): copy it again")
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise UserError(f"{path} is truncated or damaged ({error}): copy it again") from error
+    with torch.random.fork_rng(devices=[]):  # building a model draws weights that are not kept
+        model = RecurrentLM(config)
+    expected = model.state_dict()
+    if config.tie_embeddings:
+        tensors["head.weight"] = tensors.get("embedding.weight", torch.empty(0))
+    for name in sorted(expected.keys() | tensors.keys()):
+        wanted = tuple(expected[name].shape) if name in expected else None
+        found = tuple(tensors[name].shape) if name in tensors else None
+        if wanted != found:
+            raise UserError(
+                f"{path} does not fit its config.json: {name} has shape {found}, "
+                f"{wanted} was expected"
+            )
+    model.to(next(iter(tensors.values())).dtype)
+    model.load_state_dict(tensors)
+    return model.eval()

@@ -1,0 +1,7 @@
+"""Synthetic tasks. They know nothing about models."""
+
+from longrnn.tasks.base import TASKS, Batch, Task
+from longrnn.tasks.passkey import Passkey
+from longrnn.tasks.reverse import Reverse
+
+__all__ = ["TASKS", "Batch", "Passkey", "Reverse", "Task"]

@@ -1,0 +1,99 @@
+"""The contract of a task: batches to train on, and scores of predictions."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longrnn.errors import UserError
+from longrnn.registry import Registry
+from longrnn.text import Tokenizer
+
+UNSCORED = -100
+
+
+class Batch(NamedTuple):
+    """One batch.
+
+    Attributes:
+        tokens: `(b, t)` int64, the model's input.
+        targets: `(b, t)` int64, what the logits at the same place should say; −100 where unscored.
+        fresh: `(b,)` bool, whether a row begins a new document (false: it goes on from the row's
+            last batch).
+        weights: `(b, t)` weights of the loss, which is the mean over rows of the weighted sum over
+            tokens; None for the mean over a row's scored tokens.
+        answer: `(b, t)` bool, the places that `Task.score` looks at; None for all scored ones.
+        tail: the last `tail` tokens are asked on a fork of the state: a carried state is the one
+            before them.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    fresh: Tensor
+    weights: Tensor | None = None
+    answer: Tensor | None = None
+    tail: int = 0
+
+    def answers(self) -> Tensor:
+        """`(b, t)` bool: the places that are scored."""
+        return self.targets != UNSCORED if self.answer is None else self.answer
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """The rows from `start` up to `stop`."""
+        return Batch(*(f[start:stop] if isinstance(f, Tensor) else f for f in self))
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on `device`."""
+        return Batch(*(f.to(device) if isinstance(f, Tensor) else f for f in self))
+
+
+class Task(ABC):
+    """A source of batches.
+
+    Args of every member's constructor: `tokenizer`, which tasks made of text read and the others
+    ignore; options are keyword-only.
+
+    Attributes:
+        vocab_size: ids in use; a model for the task needs at least so many.
+        default_length: the `length` that `sample` gets where nobody says otherwise.
+    """
+
+    vocab_size: int
+    default_length: int
+
+    @abstractmethod
+    def __init__(self, tokenizer: Tokenizer | None = None) -> None: ...
+
+    @abstractmethod
+    def sample(self, batch_size: int, *, length: int, generator: torch.Generator) -> Batch:
+        """Independent rows of one length to train on; never a held-out one."""
+
+    @abstractmethod
+    def score(self, predictions: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Scores by name, `(b,)` float each, of predicted ids `(b, t)`."""
+
+    def segment(self, lanes: Sequence[int], step: int, *, length: int, seed: int) -> Batch:
+        """The `step`-th segment of continuing documents, a row per lane.
+
+        A pure function of its arguments: any process can make any lane at any step.
+
+        Raises:
+            UserError: the task has no documents that go on.
+        """
+        raise UserError(
+            f"task {type(self).__name__.lower()!r} has no documents longer than one batch: "
+            "train it with carry=false"
+        )
+
+
+def exact_match(predictions: Tensor, batch: Batch) -> Tensor:
+    """`(b,)`: 1 where every scored place of the row is right. A row without one counts as right."""
+    right = (predictions == batch.targets) | ~batch.answers()
+    return right.all(dim=1).float()
+
+
+TASKS: Registry[Task] = Registry("task")

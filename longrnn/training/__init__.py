@@ -1,0 +1,1 @@
+"""Training on accelerate: one process or many, resumable bit for bit."""

@@ -1,0 +1,104 @@
+"""What a training run is: the schema of `configs/train/*.yaml`.
+
+Names are those of Hugging Face's training arguments where one exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from longrnn.errors import UserError, nearest
+from longrnn.models.recurrent import RecurrentConfig
+
+SAMPLING = ("fixed", "log_uniform")
+
+
+@dataclass
+class LengthConfig:
+    """Lengths of the training rows, in tokens.
+
+    Attributes:
+        max: the longest.
+        min: the shortest, used by `log_uniform`.
+        sampling: `fixed` (always `max`) or `log_uniform`.
+        grow_steps: steps over which the longest grows, log-linearly, from `min` to `max`.
+    """
+
+    max: int = 256
+    min: int = 1
+    sampling: str = "fixed"
+    grow_steps: int = 0
+
+
+@dataclass
+class TrainConfig:
+    """One run.
+
+    Attributes:
+        output_dir: where checkpoints, metrics and the final model go.
+        model: what is built; ignored where `init_from` is given.
+        task: `{"kind": "passkey" | "reverse", option: value, …}`.
+        tokenizer: `bytes`, or a path; read by tasks made of text.
+        init_from: a checkpoint to start from.
+        length: lengths of rows; with `carry`, `length.max` is that of a segment.
+        carry: whether rows are lanes whose state goes on from step to step, detached.
+        per_device_train_batch_size: rows of one process in one micro-batch.
+        batch_tokens: where set, rows are reduced so that rows · length stays below it.
+        num_processes: where set, any other number of processes is refused.
+        optim: `adamw` or `adam`.
+        lr_scheduler_type: `constant`, `cosine`, or `warmup_stable_decay`.
+        warmup_steps: linear warm-up from 0.
+        decay_steps: of `warmup_stable_decay`: linear decay to 0 at the end.
+        mixed_precision: `no`, `bf16` or `fp16`.
+        save_steps: between checkpoints; the last step always saves.
+        save_total_limit: checkpoints kept.
+        logging_steps: between rows of metrics.jsonl.
+    """
+
+    output_dir: str = "runs/train"
+    model: RecurrentConfig = field(default_factory=RecurrentConfig)
+    task: dict[str, Any] = field(default_factory=lambda: {"kind": "passkey"})
+    tokenizer: str = "bytes"
+    init_from: str | None = None
+    length: LengthConfig = field(default_factory=LengthConfig)
+    carry: bool = False
+    seed: int = 0
+    max_steps: int = 1000
+    per_device_train_batch_size: int = 16
+    batch_tokens: int | None = None
+    gradient_accumulation_steps: int = 1
+    num_processes: int | None = None
+    optim: str = "adamw"
+    learning_rate: float = 2e-3
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    lr_scheduler_type: str = "cosine"
+    warmup_steps: int = 100
+    decay_steps: int = 0
+    max_grad_norm: float = 1.0
+    mixed_precision: str = "no"
+    save_steps: int = 500
+    save_total_limit: int = 2
+    logging_steps: int = 20
+
+    def __post_init__(self) -> None:
+        """Refuses values out of range."""
+        positive = ("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps")
+        positive += ("save_steps", "save_total_limit", "logging_steps")
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.learning_rate <= 0 or self.max_grad_norm <= 0:
+            raise UserError("learning_rate and max_grad_norm must be above 0")
+        if self.length.sampling not in SAMPLING:
+            remedy = nearest(self.length.sampling, SAMPLING)
+            raise UserError(f"unknown length.sampling {self.length.sampling!r}: {remedy}")
+        if not 1 <= self.length.min <= self.length.max:
+            raise UserError(
+                f"length.min {self.length.min} must be between 1 and length.max {self.length.max}"
+            )
+        if self.mixed_precision not in ("no", "bf16", "fp16"):
+            raise UserError(f"mixed_precision {self.mixed_precision!r}: use no, bf16 or fp16")

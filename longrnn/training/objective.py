@@ -1,0 +1,53 @@
+"""Model and loss as one module, so that a wrapper for many devices sees one forward call."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longrnn.models.recurrent import RecurrentLM
+from longrnn.state import LMState
+from longrnn.tasks import Batch
+
+
+class StepOutput(NamedTuple):
+    """`loss`: scalar; `state`: what a carried row goes on from; `predictions`: `(b, t)` ids."""
+
+    loss: Tensor
+    state: LMState
+    predictions: Tensor
+
+
+class Objective(nn.Module):
+    """The loss of a batch: the mean over rows of the weighted sum over tokens.
+
+    A mean over rows makes two processes with half of the rows each have the gradient of one process
+    with all of them.
+
+    Args:
+        model: the language model to train.
+    """
+
+    def __init__(self, model: RecurrentLM) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch, state: LMState) -> StepOutput:
+        """The loss from an initial state; see `Batch` for its weights and its tail."""
+        body = batch.tokens.shape[1] - batch.tail
+        logits, state = self.model(batch.tokens[:, :body], state)
+        if batch.tail:
+            asked, _ = self.model(batch.tokens[:, body:], state)
+            logits = torch.cat([logits, asked], dim=1)
+        per_token = F.cross_entropy(
+            logits.float().flatten(0, 1), batch.targets.flatten(), reduction="none"
+        ).view_as(batch.targets)
+        weights = batch.weights
+        if weights is None:
+            scored = batch.answers().float()
+            weights = scored / scored.sum(1, keepdim=True)
+        loss = (per_token * weights).sum(1).mean()
+        return StepOutput(loss, state, logits.detach().argmax(-1))

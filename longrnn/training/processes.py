@@ -1,0 +1,60 @@
+"""The processes of a run: that they are as many as were launched, and how they stop together."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch
+from accelerate import Accelerator
+
+from longrnn.errors import UserError
+from longrnn.training.config import TrainConfig
+
+
+def build_accelerator(config: TrainConfig) -> Accelerator:
+    """The accelerator, refused unless it has as many processes as were launched.
+
+    Several launch commands start processes that each believe to be alone, and would train separate
+    models without a word.
+
+    Raises:
+        UserError: the numbers differ.
+    """
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(), mixed_precision=config.mixed_precision
+    )
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    expected = config.num_processes or launched
+    seen = accelerator.num_processes
+    if seen != launched or seen != expected:
+        raise UserError(
+            f"{expected if seen == launched else launched} processes were asked for and this one "
+            f"sees {seen}: launch with `accelerate launch --config_file "
+            "configs/accelerate/cpu2.yaml -m longrnn.cli train …`, and see configs/accelerate/"
+        )
+    return accelerator
+
+
+class Interrupts:
+    """Within this context, Ctrl-C is noted in `asked` and does not break a step in two."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+
+    def __enter__(self) -> Self:
+        self._before: Any = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        signal.signal(signal.SIGINT, self._before)
