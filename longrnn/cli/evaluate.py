@@ -20,7 +20,9 @@ app = typer.Typer(help="Measure a checkpoint.", no_args_is_help=True)
 
 @app.command()
 def passkey(
-    checkpoint: Checkpoint,
+    checkpoints: Annotated[
+        list[str], typer.Argument(help="Names of embedded checkpoints, or folders.")
+    ],
     lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "256,1k,4k,16k",
     depths: Annotated[
         str, typer.Option(help="How many depths, evenly spaced from 0 to 1, or their list 0,0.5,1.")
@@ -28,7 +30,7 @@ def passkey(
     n: Annotated[int, typer.Option("--n", help="Prompts per cell.")] = 10,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder of the results.", show_default="results/passkey/CHECKPOINT"),
+        typer.Option(help="Folder of the results.", show_default="results/passkey/NAMES"),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the keys.")] = 0,
     batch_size: Annotated[int, typer.Option(help="Prompts in one batch.")] = 16,
@@ -38,6 +40,7 @@ def passkey(
     """Passkey retrieval over lengths × depths, with keys that training never saw.
 
     An interrupted run goes on where it stopped; more lengths or a larger n add to what is there.
+    Several checkpoints are asked the same questions.
 
     Example: longrnn eval passkey passkey-tiny --lengths 1k,4k,16k --n 20
     """
@@ -47,23 +50,23 @@ def passkey(
     from longrnn.hf.tokenizer import load_tokenizer
 
     asked_lengths, asked_depths = parse_lengths(lengths), _depths(depths)
-    model = load(checkpoint, device=pick_device(device))
-    name = Path(checkpoint).name
-    folder = output or Path("results/passkey") / name
+    target = pick_device(device)
     rows = measure.evaluate(
-        model,
-        load_tokenizer(checkpoint),
+        [
+            measure.Subject(name, load(name, device=target), load_tokenizer(name))
+            for name in dict.fromkeys(checkpoints)
+        ],
         lengths=asked_lengths,
         depths=asked_depths,
         n=n,
-        output=folder / "results.jsonl",
-        name=name,
+        output=(folder := output or _folder("passkey", checkpoints)) / "results.jsonl",
         seed=seed,
         batch_size=batch_size,
         quiet=quiet,
     )
-    passkey_heat_map({name: rows}, folder / "heatmap.png")
-    print_passkey(name, rows)
+    passkey_heat_map(rows, folder / "heatmap.png")
+    for name, one in measure.by_model(rows).items():
+        print_passkey(name, one)
     typer.echo(f"{folder / 'results.jsonl'}\n{folder / 'heatmap.png'}")
 
 
@@ -102,7 +105,7 @@ def reverse(
         raise UserError(f"{checkpoint} was not trained on reverse: give --vocab-size and --length")
     options |= {key: task[key] for key in ("held_out", "seed") if key in task}
     model = load(checkpoint, device=pick_device(device))
-    folder = output or Path("results/reverse") / Path(checkpoint).name
+    folder = output or _folder("reverse", [checkpoint])
     rows = measure.evaluate(
         model,
         Reverse(**options),
@@ -138,7 +141,13 @@ def print_passkey(name: str, rows: Sequence[Row]) -> None:
         table.add_row(format_length(length), count, *row, str(total))
     # A table that is not on a terminal keeps its columns whole.
     console = Console()
-    Console(width=max(console.width, 40 + 19 * len(depths))).print(table)
+    Console(width=max(console.width, 24 + 20 * (len(depths) + 1))).print(table)
+
+
+def _folder(evaluation: str, checkpoints: Sequence[str]) -> Path:
+    """Where results go when nobody says: one folder for each set of checkpoints."""
+    names = "+".join(Path(name).resolve().name for name in checkpoints)
+    return Path("results") / evaluation / names
 
 
 def _depths(text: str) -> list[float]:

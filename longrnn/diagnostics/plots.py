@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from longrnn.evaluation import passkey
@@ -12,23 +12,24 @@ from longrnn.files import write_atomic
 from longrnn.units import format_length
 
 
-def passkey_heat_map(runs: Mapping[str, Sequence[Row]], path: Path) -> None:
+def passkey_heat_map(rows: Sequence[Row], path: Path) -> None:
     """Accuracy by length (across) and depth (down), one panel per model.
 
     Args:
-        runs: rows of `evaluation.passkey.evaluate` by the model's name.
+        rows: of `evaluation.passkey.evaluate`.
         path: the PNG to write.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    width = max(len({row["length"] for row in rows}) for rows in runs.values())
+    runs = passkey.by_model(rows)
+    width = max(len({row["length"] for row in one}) for one in runs.values())
     figure = Figure(figsize=(len(runs) * (0.8 * width + 1.2) + 1, 3.4), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(runs), squeeze=False)[0]
     image = None
-    for panel, (name, rows) in zip(panels, runs.items(), strict=True):
-        cells = passkey.summarise(rows)
+    for panel, (name, one) in zip(panels, runs.items(), strict=True):
+        cells = passkey.summarise(one)
         lengths = sorted({length for length, _ in cells})
         depths = sorted({depth for _, depth in cells if depth is not None})
         grid = [[cells[length, depth].mean for length in lengths] for depth in depths]

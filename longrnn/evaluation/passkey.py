@@ -24,6 +24,14 @@ from longrnn.units import format_length
 PIECE = 16384
 
 
+class Subject(NamedTuple):
+    """A model to measure, with its tokenizer and the name that its rows carry."""
+
+    name: str
+    model: LanguageModel
+    tokenizer: Tokenizer
+
+
 class Sample(NamedTuple):
     """One prompt: the `index`-th of its cell."""
 
@@ -45,14 +53,12 @@ def evenly_spaced(count: int) -> list[float]:
 
 
 def evaluate(
-    model: LanguageModel,
-    tokenizer: Tokenizer,
+    subjects: Sequence[Subject],
     *,
     lengths: Sequence[int],
     depths: Sequence[float],
     n: int,
     output: Path,
-    name: str = "model",
     seed: int = 0,
     batch_size: int = 16,
     quiet: bool = False,
@@ -60,19 +66,17 @@ def evaluate(
     """Measures passkey retrieval and returns its rows, new and earlier ones.
 
     Args:
-        model: any language model.
-        tokenizer: its tokenizer.
+        subjects: the models, asked the same questions.
         lengths: tokens of the prompts, exactly.
         depths: where the key stands in the filler, from 0 to 1.
         n: prompts per cell.
-        output: the results file, taken up where it was left.
-        name: shown with the progress.
+        output: the results file, taken up where it was left; lengths, depths and n may grow.
         seed: of the keys.
         batch_size: prompts of one length in one batch.
         quiet: no progress.
 
     Returns:
-        Rows with `length`, `depth`, `index`, `key`, `said`, `correct`, of the cells asked for.
+        Rows with `model`, `length`, `depth`, `index`, `key`, `said`, `correct`, of the cells asked.
 
     Raises:
         UserError: a length too short, or a results file of another run.
@@ -81,35 +85,53 @@ def evaluate(
         raise UserError("n and the batch size must be at least 1")
     if not all(0 <= depth <= 1 for depth in depths):
         raise UserError("depths lie between 0 (the start of the filler) and 1 (its end)")
-    task = Passkey(tokenizer)
-    least = task.least_length()
-    if min(lengths) < least:
-        raise UserError(
-            f"length {min(lengths)} is too short for the passkey prompt: "
-            f"the least is {least} tokens with this tokenizer"
-        )
-    if task.vocab_size > model.vocab_size:
-        raise UserError(
-            f"the tokenizer has {task.vocab_size} ids and the model {model.vocab_size}: "
-            "use the tokenizer that the model was trained with"
-        )
-    header = {"evaluation": "passkey", "model": model.fingerprint(), "seed": seed}
-    header["vocab_size"] = tokenizer.vocab_size
+    tasks = {subject.name: _fitting_task(subject, min(lengths)) for subject in subjects}
+    fingerprints = {subject.name: subject.model.fingerprint() for subject in subjects}
+    header = {"evaluation": "passkey", "models": fingerprints, "seed": seed}
     results = Results(output, header)
     wanted = [Sample(*cell) for cell in product(lengths, depths, range(n))]
-    done = {(row["length"], row["depth"], row["index"]) for row in results.rows}
-    todo = [sample for sample in wanted if sample not in done]
-    with Progress(f"passkey {name}", len(todo), unit="tokens", quiet=quiet) as progress:
-        for batch in _batches(todo, batch_size):
-            chosen = [sample.key(seed) for sample in batch]
-            said = _answers(model, task, batch, chosen, progress)
-            results.append(
-                {**sample._asdict(), "key": key, "said": text, "correct": text[:5] == key}
-                for sample, key, text in zip(batch, chosen, said, strict=True)
-            )
-            progress.advance(len(batch), 0, f"at {format_length(batch[0].length)}")
+    for subject in subjects:
+        done = {_sample(row) for row in results.rows if row["model"] == subject.name}
+        todo = [sample for sample in wanted if sample not in done]
+        title = f"passkey {subject.name}"
+        with Progress(title, len(todo), unit="tokens", quiet=quiet) as progress:
+            for batch in _batches(todo, batch_size):
+                chosen = [sample.key(seed) for sample in batch]
+                said = _answers(subject.model, tasks[subject.name], batch, chosen, progress)
+                results.append(
+                    {
+                        "model": subject.name,
+                        **sample._asdict(),
+                        "key": key,
+                        "said": text,
+                        "correct": text[:5] == key,
+                    }
+                    for sample, key, text in zip(batch, chosen, said, strict=True)
+                )
+                progress.advance(len(batch), 0, f"at {format_length(batch[0].length)}")
     asked = set(wanted)
-    return [r for r in results.rows if (r["length"], r["depth"], r["index"]) in asked]
+    return [row for row in results.rows if _sample(row) in asked]
+
+
+def _fitting_task(subject: Subject, shortest: int) -> Passkey:
+    """The task with a subject's tokenizer, if both fit the model and the shortest length."""
+    task = Passkey(subject.tokenizer)
+    least = task.least_length()
+    if shortest < least:
+        raise UserError(
+            f"length {shortest} is too short for the passkey prompt: "
+            f"the least is {least} tokens with the tokenizer of {subject.name}"
+        )
+    if task.vocab_size > subject.model.vocab_size:
+        raise UserError(
+            f"the tokenizer of {subject.name} has {task.vocab_size} ids and the model "
+            f"{subject.model.vocab_size}: use the tokenizer that the model was trained with"
+        )
+    return task
+
+
+def _sample(row: Row) -> Sample:
+    return Sample(row["length"], row["depth"], row["index"])
 
 
 def _batches(samples: Sequence[Sample], size: int) -> Iterator[list[Sample]]:
@@ -145,8 +167,16 @@ def _answers(
     return [task.tokenizer.decode(ids).strip() for ids in tokens]
 
 
+def by_model(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by the model's name, in the order of their first appearance."""
+    split: dict[str, list[Row]] = {}
+    for row in rows:
+        split.setdefault(row["model"], []).append(row)
+    return split
+
+
 def summarise(rows: Sequence[Row]) -> dict[tuple[int, float | None], Estimate]:
-    """Accuracy by (length, depth); depth None stands for all depths of a length together."""
+    """Accuracy of one model by (length, depth); depth None stands for all depths together."""
     cells: dict[tuple[int, float | None], list[bool]] = {}
     for row in rows:
         for depth in (row["depth"], None):

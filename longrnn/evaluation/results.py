@@ -36,7 +36,7 @@ class Results:
         if not path.is_file():
             write_atomic(path, json.dumps(header) + "\n")
             return
-        found, rows = _read(path)
+        found, rows = read_results(path)
         if found != header:
             names = [n for n in {**found, **header} if found.get(n) != header.get(n)]
             raise UserError(
@@ -56,8 +56,12 @@ class Results:
         self.rows.extend(new)
 
 
-def _read(path: Path) -> tuple[Row, list[Row]]:
-    """Header and rows; a last line without its end is left out."""
+def read_results(path: Path) -> tuple[Row, list[Row]]:
+    """Header and rows of a results file; a last line without its end is left out.
+
+    Raises:
+        UserError: not a results file.
+    """
     lines = path.read_text(errors="replace").splitlines(keepends=True)
     try:
         header, *rows = [json.loads(line) for line in lines if line.endswith("\n")]

@@ -1,0 +1,48 @@
+# make demo    evaluate the two embedded checkpoints on passkey retrieval
+# make test    ruff, pyright and the default test suite
+# make slow    the long tests and studies
+# make wheel   build dist/*.whl
+#
+# Each makes its own environment in .venv first. TORCH_INDEX is where the CPU wheel of torch comes
+# from; where it cannot be reached, the default index of pip serves.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+TORCH = $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+
+.PHONY: demo test slow wheel clean
+
+demo: $(VENV)/.run
+	$(VENV)/bin/python scripts/demo.py
+
+test: $(VENV)/.dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2
+
+slow: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest -m slow
+
+wheel: $(VENV)/.dev
+	$(VENV)/bin/python -m build --wheel
+
+$(VENV)/.torch: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --no-deps --retries 0 --timeout 15 --index-url $(TORCH_INDEX) $(TORCH) \
+	  || (echo "the CPU index of torch cannot be reached: taking torch from the default index" \
+	      && $(PIP) $(TORCH))
+	touch $@
+
+$(VENV)/.run: $(VENV)/.torch pyproject.toml
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(PIP) -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist demo *.egg-info

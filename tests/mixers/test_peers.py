@@ -1,0 +1,115 @@
+"""RNN, GRU and LSTM are those of `torch.nn`, in the fused kernel and token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from longrnn.errors import UserError
+from longrnn.mixers import MIXERS, Edit, Mixer
+from longrnn.mixers.base import StepwiseMixer
+from longrnn.state import leaves
+from tests.contracts.builders import (
+    D_MODEL,
+    assert_same,
+    build_mixer,
+    mixer_outcome,
+    mixer_spec,
+    random_tree,
+    spec_id,
+)
+
+BATCH, TIME, D_INPUT = 3, 40, D_MODEL + 2
+
+PEERS: list[tuple[dict[str, Any], nn.RNNBase]] = [
+    ({"kind": "rnn"}, nn.RNN(D_INPUT, D_MODEL, batch_first=True)),
+    (
+        {"kind": "rnn", "nonlinearity": "relu"},
+        nn.RNN(D_INPUT, D_MODEL, nonlinearity="relu", batch_first=True),
+    ),
+    ({"kind": "gru"}, nn.GRU(D_INPUT, D_MODEL, batch_first=True)),
+    ({"kind": "lstm"}, nn.LSTM(D_INPUT, D_MODEL, batch_first=True)),
+]
+STEPWISE = [name for name, member in MIXERS.items() if issubclass(member, StepwiseMixer)]
+
+
+class PeerMixer(Mixer):
+    """A module of `torch.nn` in the mixers' interface, the state in and out as tuples."""
+
+    def __init__(self, cell: nn.RNNBase, like: tuple[Tensor, ...]) -> None:
+        super().__init__(D_INPUT, D_MODEL)
+        self.cell, self.like = cell, like
+
+    def state_like(self) -> tuple[Tensor, ...]:
+        return self.like
+
+    def forward(self, x: Tensor, state: tuple[Tensor, ...], edit: Edit | None = None):
+        given = tuple(leaf[None] for leaf in state)
+        y, after = self.cell(x, given if len(given) > 1 else given[0])
+        after = after if isinstance(after, tuple) else (after,)
+        return y, type(state)(*(leaf[0] for leaf in after))
+
+
+def draw(mixer: Mixer, dtype: torch.dtype) -> tuple[Tensor, Any]:
+    return (
+        random_tree(torch.empty(BATCH, TIME, D_INPUT, dtype=dtype), 1),
+        random_tree(mixer.init_state(BATCH), 2),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=spec_id)
+@pytest.mark.parametrize("edit", [None, Edit()], ids=["fused", "stepwise"])
+@pytest.mark.parametrize(("spec", "cell"), PEERS, ids=spec_id)
+def test_equals_torch(
+    spec: dict[str, Any], cell: nn.RNNBase, edit: Edit | None, dtype: torch.dtype
+) -> None:
+    """Same weights, same outputs, states and gradients."""
+    mixer = build_mixer(spec, dtype)
+    peer = PeerMixer(cell.to(dtype), mixer.state_like())
+    cell.load_state_dict(mixer.cell.state_dict())  # type: ignore[union-attr]
+    x, state = draw(mixer, dtype)
+    expected = mixer_outcome(peer, x, state, [TIME])
+    assert_same(mixer_outcome(mixer, x, state, [TIME], edit), expected, dtype)
+
+
+@pytest.mark.parametrize("kind", STEPWISE)
+def test_stepwise_equals_fused(kind: str) -> None:
+    """A mitigation that changes nothing changes nothing."""
+    mixer = build_mixer(mixer_spec(kind))
+    x, state = draw(mixer, torch.float64)
+    fused = mixer_outcome(mixer, x, state, [TIME])
+    assert_same(mixer_outcome(mixer, x, state, [TIME], Edit()), fused, torch.float64)
+
+
+@pytest.mark.parametrize("kind", STEPWISE)
+def test_edit_step_sees_every_token(kind: str) -> None:
+    """The hook gets the state before and after each token, and its result is what goes on."""
+    mixer = build_mixer(mixer_spec(kind))
+    x, state = draw(mixer, torch.float64)
+    seen = []
+
+    class Halve(Edit):
+        def edit_step(self, before, after):
+            seen.append(before)
+            return type(after)(*(leaf / 2 for leaf in after))
+
+    y, final = mixer(x[:, :3], state, Halve())
+    expected = state
+    for t in range(3):
+        for (_, leaf), (_, given) in zip(leaves(expected), leaves(seen[t]), strict=True):
+            torch.testing.assert_close(given, leaf, rtol=1e-12, atol=1e-12)
+        _, after = mixer(x[:, t : t + 1], expected)
+        expected = type(after)(*(leaf / 2 for leaf in after))
+        torch.testing.assert_close(y[:, t], expected.h, rtol=1e-12, atol=1e-12)
+    assert len(seen) == 3
+    torch.testing.assert_close(final.h, expected.h, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["identity", "Tanh", ""])
+def test_unknown_nonlinearity(kind: str) -> None:
+    """Refused with the two that exist."""
+    with pytest.raises(UserError, match="'tanh' or 'relu'"):
+        build_mixer({"kind": "rnn", "nonlinearity": kind})

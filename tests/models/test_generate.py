@@ -1,0 +1,230 @@
+"""Generation against the full forward pass recomputed at every token."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from longrnn.errors import UserError
+from longrnn.models import LMOutput, RecurrentLM, generate
+from longrnn.models.generate import stream
+from longrnn.state import LMState, take
+from tests.contracts.builders import (
+    VOCAB,
+    assert_trees_equal,
+    build_model,
+    generator,
+    random_state,
+    random_tokens,
+)
+
+
+@pytest.fixture(params=["lstm", "mamba2"])
+def model(request: pytest.FixtureRequest) -> RecurrentLM:
+    """Loud logits, so that the likeliest token changes from one token to the next."""
+    built = build_model(request.param, "sinusoidal", tie_embeddings=False)
+    with torch.no_grad():
+        built.head.weight.mul_(10)
+    return built
+
+
+class Fixed:
+    """A model whose next token always has the same probabilities; its state counts."""
+
+    def __init__(self, *probabilities: float) -> None:
+        self.logits = torch.tensor(probabilities).log()
+        self.vocab_size = len(probabilities)
+
+    def init_state(self, batch_size: int) -> LMState:
+        return LMState(torch.zeros(batch_size, dtype=torch.long), ())
+
+    def fingerprint(self) -> str:
+        return "fixed"
+
+    def __call__(
+        self, tokens: Tensor, state: LMState | None = None, *, keep: int | None = None
+    ) -> LMOutput:
+        state = state if state is not None else self.init_state(len(tokens))
+        logits = self.logits.expand(len(tokens), 1, -1)
+        return LMOutput(logits, state._replace(position=state.position + tokens.shape[1]))
+
+
+def test_greedy(model: RecurrentLM) -> None:
+    """Each token is the argmax of one forward pass over all that came before."""
+    prompt = random_tokens(2, 5)
+    tokens = generate(model, prompt, max_new_tokens=20).tokens
+    assert all(len(row) == 20 for row in tokens)
+    assert len(set(tokens[0])) > 2, "a constant continuation would prove little"
+    sequence = prompt
+    for t in range(20):
+        likeliest = model(sequence).logits[:, -1].argmax(-1)
+        assert likeliest.tolist() == [row[t] for row in tokens]
+        sequence = torch.cat([sequence, likeliest[:, None]], 1)
+
+
+def test_rows_of_a_batch(model: RecurrentLM) -> None:
+    """A batch gives what its rows give alone, also where one of them stops early."""
+    prompt, state = random_tokens(3, 4), random_state(model, 3)
+    free = generate(model, prompt, state, max_new_tokens=15)
+    stop = [free.tokens[1][3:5]]
+    together = generate(model, prompt, state, max_new_tokens=15, stop=stop)
+    assert len({len(row) for row in together.tokens}) > 1
+    for row in range(3):
+        alone = generate(model, prompt[[row]], take(state, [row]), max_new_tokens=15, stop=stop)
+        assert alone.tokens == [together.tokens[row]]
+        ours = take(together.state, [row])
+        assert ours.position.tolist() == alone.state.position.tolist()
+        for layer, expected in zip(ours.layers, alone.state.layers, strict=True):
+            for leaf, other in zip(layer, expected, strict=True):
+                torch.testing.assert_close(leaf, other, rtol=1e-10, atol=1e-10)
+
+
+def test_shared_prefix(model: RecurrentLM) -> None:
+    """One prefix state, any number of readers, each as if it had the whole text."""
+    prefix = random_tokens(1, 30)
+    state = model(prefix, keep=0).state
+    for seed in (1, 2, 1):
+        question = random_tokens(1, 3, seed)
+        whole = generate(model, torch.cat([prefix, question], 1), max_new_tokens=8)
+        assert generate(model, question, state, max_new_tokens=8).tokens == whole.tokens
+
+
+def test_the_state_goes_on(model: RecurrentLM) -> None:
+    """The state has consumed prompt and continuation, stop sequence included, and nothing else."""
+    prompt = random_tokens(2, 5)
+    free = generate(model, prompt, max_new_tokens=9)
+    whole = torch.cat([prompt, torch.tensor(free.tokens)], 1)
+    expected = model(whole).state
+    assert free.state.position.tolist() == [14, 14]
+    more = random_tokens(2, 3)
+    torch.testing.assert_close(
+        model(more, free.state).logits, model(more, expected).logits, rtol=1e-10, atol=1e-10
+    )
+    stopped = generate(model, prompt, max_new_tokens=9, stop=[free.tokens[0][:3]])
+    assert stopped.tokens[0] == free.tokens[0][:3]
+    assert stopped.state.position[0] == 8
+
+
+def test_no_new_token(model: RecurrentLM) -> None:
+    """Nothing is generated and the state has consumed the prompt."""
+    tokens, state = generate(model, random_tokens(2, 5), max_new_tokens=0)
+    assert tokens == [[], []]
+    assert_trees_equal(state, model(random_tokens(2, 5)).state)
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        ([], 6),
+        ([[]], 6),
+        ([[1]], 1),
+        ([[1, 1, 1]], 3),
+        ([[0], [1, 1]], 2),
+        ([[1, 0]], 6),
+        ([[1] * 7], 6),
+    ],
+)
+def test_stop(stop: list[list[int]], expected: int) -> None:
+    """A row ends behind the first sequence it completes, which is returned with it."""
+    model = Fixed(0.1, 0.9)
+    tokens, state = generate(model, torch.tensor([[0]]), max_new_tokens=6, stop=stop)
+    assert tokens == [[1] * expected]
+    assert state.position.tolist() == [1 + expected]
+
+
+def test_a_stop_is_not_completed_by_the_prompt() -> None:
+    """Only generated tokens count: the prompt's last token is no part of a stop sequence."""
+    tokens, _ = generate(Fixed(0.1, 0.9), torch.tensor([[1, 1]]), max_new_tokens=5, stop=[[1, 1]])
+    assert tokens == [[1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("top_p", "allowed"),
+    [(1e-6, {0}), (0.45, {0}), (0.55, {0, 1}), (0.85, {0, 1, 2}), (1.0, {0, 1, 2, 3})],
+)
+def test_top_p(top_p: float, allowed: set[int]) -> None:
+    """The fewest tokens that reach the sum, and every one of them is drawn."""
+    model = Fixed(0.5, 0.3, 0.15, 0.05)
+    drawn = generate(
+        model,
+        torch.zeros(100, 1, dtype=torch.long),
+        max_new_tokens=5,
+        temperature=1.0,
+        top_p=top_p,
+        generator=generator(0),
+    )
+    assert set(itertools.chain(*drawn.tokens)) == allowed
+
+
+def test_temperature() -> None:
+    """Frequencies are those of softmax(logits / temperature)."""
+    model, count = Fixed(0.5, 0.3, 0.2), 20_000
+    prompt = torch.zeros(count, 1, dtype=torch.long)
+    for temperature in (1.0, 0.5, 2.0):
+        drawn = generate(
+            model, prompt, max_new_tokens=1, temperature=temperature, generator=generator(0)
+        )
+        found = torch.bincount(torch.tensor(drawn.tokens).flatten(), minlength=3) / count
+        expected = torch.softmax(model.logits / temperature, 0)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
+
+
+def test_sampling_is_reproducible(model: RecurrentLM) -> None:
+    """The generator is the only randomness."""
+    prompt, before = random_tokens(2, 4), torch.get_rng_state()
+
+    def sample(seed: int) -> list[list[int]]:
+        return generate(
+            model, prompt, max_new_tokens=12, temperature=1.5, generator=generator(seed)
+        ).tokens
+
+    assert sample(1) == sample(1)
+    assert sample(1) != sample(2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_stream(model: RecurrentLM) -> None:
+    """What there is after each token, from none to all; a yielded value stays as it was."""
+    prompt = random_tokens(2, 3)
+    steps = list(stream(model, prompt, max_new_tokens=4))
+    full = generate(model, prompt, max_new_tokens=4)
+    assert [step.tokens for step in steps] == [[row[:n] for row in full.tokens] for n in range(5)]
+    assert [step.state.position.tolist() for step in steps] == [[3 + n] * 2 for n in range(5)]
+
+
+def test_no_graph(model: RecurrentLM) -> None:
+    """Generation builds no graph, even from a state that is part of one."""
+    state = model(random_tokens(1, 3)).state
+    after = generate(model, random_tokens(1, 2), state, max_new_tokens=2).state
+    assert not any(leaf.requires_grad for layer in after.layers for leaf in layer)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_new_tokens": -1},
+        {"max_new_tokens": 1, "temperature": -0.1},
+        {"max_new_tokens": 1, "top_p": 0.0},
+        {"max_new_tokens": 1, "top_p": 1.1},
+    ],
+)
+def test_settings_out_of_range(settings: dict[str, float]) -> None:
+    """Refused before anything is computed."""
+    with pytest.raises(UserError, match="must be >= 0, and top_p in"):
+        generate(Fixed(0.5, 0.5), torch.tensor([[0]]), **settings)
+
+
+@pytest.mark.parametrize("prompt", [torch.zeros(1, 0, dtype=torch.long), torch.tensor([1, 2])])
+def test_prompts_that_are_none(prompt: Tensor) -> None:
+    """An empty prompt, or one without a batch axis."""
+    with pytest.raises(UserError, match="prompt is empty"):
+        generate(Fixed(0.5, 0.5), prompt, max_new_tokens=1)
+
+
+def test_prompt_outside_the_vocabulary(model: RecurrentLM) -> None:
+    """The model's own check reaches the user."""
+    with pytest.raises(UserError, match=f"token id {VOCAB} is outside"):
+        generate(model, torch.tensor([[VOCAB]]), max_new_tokens=1)

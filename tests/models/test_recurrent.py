@@ -1,0 +1,236 @@
+"""The recurrent language model: which logits it returns, what it refuses, what identifies it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from longrnn.errors import UserError
+from longrnn.mixers import MIXERS, Edit
+from longrnn.models import LanguageModel, RecurrentConfig, RecurrentLM, recurrent
+from longrnn.models.recurrent import BLOCKS
+from longrnn.ops.ssd import resolve
+from tests.contracts.builders import (
+    D_MODEL,
+    VOCAB,
+    assert_near,
+    assert_trees_equal,
+    build_model,
+    random_state,
+    random_tokens,
+)
+
+SMALL = RecurrentConfig(vocab_size=VOCAB, d_model=D_MODEL, mixer={"kind": "rnn"})
+
+
+def refuses(message: str, **changes: Any) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        RecurrentLM(replace(SMALL, **changes))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("segment", [1, 10**6], ids=["segments", "one-segment"])
+@pytest.mark.parametrize("keep", [None, 0, 1, 2, 64, 65, 100, 199, 200, 201, 10**9])
+def test_keep(keep: int | None, segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last `keep` rows of all logits, over any number of segments, and the same state."""
+    monkeypatch.setattr(recurrent, "SEGMENT_TOKENS", segment)
+    model = build_model("gru")
+    tokens, state = random_tokens(2, 200), random_state(model, 2)
+    whole, after = model(tokens, state)
+    logits, kept_after = model(tokens, state, keep=keep)
+    rows = 200 if keep is None else min(keep, 200)
+    assert logits.shape == (2, rows, VOCAB)
+    assert_near(logits, whole[:, 200 - rows :], 1e-12)
+    assert_trees_equal(kept_after, after)
+
+
+def test_kept_logits_alone_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prefill never holds a row of logits per token."""
+    model = build_model("rnn")
+    seen: list[int] = []
+    computed = model._logits
+
+    def watched(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(hidden.shape[1])
+        return computed(hidden)
+
+    monkeypatch.setattr(model, "_logits", watched)
+    monkeypatch.setattr(recurrent, "SEGMENT_TOKENS", 1)
+    model(random_tokens(1, 1000), keep=3)
+    model(random_tokens(1, 1000), keep=0)
+    assert seen == [3]
+
+
+@pytest.mark.parametrize("time", [0, 5])
+def test_negative_keep(time: int) -> None:
+    """Refused, also for a call without tokens."""
+    with pytest.raises(UserError, match="keep must be at least 0, not -1"):
+        build_model("rnn")(random_tokens(1, time), keep=-1)
+
+
+@pytest.mark.parametrize("token", [-1, -100, VOCAB, 10**6])
+def test_token_outside_the_vocabulary(token: int) -> None:
+    """Refused by its value, wherever it stands."""
+    tokens = random_tokens(2, 5)
+    tokens[1, 3] = token
+    with pytest.raises(UserError, match=f"token id {token} is outside the vocabulary of {VOCAB}"):
+        build_model("rnn")(tokens)
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 2, 3)])
+def test_shape_of_tokens(shape: tuple[int, ...]) -> None:
+    """(batch, time) and nothing else."""
+    with pytest.raises(UserError, match=r"must have shape \(batch, time\)"):
+        build_model("rnn")(torch.zeros(shape, dtype=torch.long))
+
+
+def test_unknown_names() -> None:
+    """Each with the nearest name that exists."""
+    refuses("unknown mixer 'mamba': did you mean 'mamba2'", mixer={"kind": "mamba"})
+    refuses("unknown position 'sinusoid': did you mean 'sinus", position={"kind": "sinusoid"})
+    refuses("unknown block 'residul': did you mean 'residual'", block="residul")
+    refuses("no option 'dstate': did you mean 'd_state'", mixer={"kind": "mamba2", "dstate": 4})
+    refuses("no option 'd_state': it takes none", mixer={"kind": "gru", "d_state": 4})
+    refuses("described by a mapping with 'kind'", mixer={"d_state": 4})
+    refuses(
+        "unknown ssd backend 'chunk': did you mean 'chunked'",
+        mixer={"kind": "mamba2", "backend": "chunk", "head_dim": 4},
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("d_state", "many"),
+        ("d_state", 1.5),
+        ("bias", "perhaps"),
+        ("A_init", 3.0),
+        ("dt_limit", ["a", "b"]),
+        ("norm_eps", None),
+    ],
+)
+def test_wrong_type_of_an_option(option: str, value: object) -> None:
+    """One sentence that names the option."""
+    refuses(f"mixer 'mamba2', option '?{option}", mixer={"kind": "mamba2", option: value})
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        ("vocab_size must be at least 1, not 0", {"vocab_size": 0}),
+        ("d_model must be at least 1, not -8", {"d_model": -8}),
+        ("n_layers must be at least 1, not 0", {"n_layers": 0}),
+        ("head_dim 5 does not divide", {"mixer": {"kind": "mamba2", "head_dim": 5}}),
+        ("n_groups 3 does not divide", {"mixer": {"kind": "mamba2", "head_dim": 4, "n_groups": 3}}),
+        ("d_conv must be at least 1", {"mixer": {"kind": "mamba2", "head_dim": 4, "d_conv": 0}}),
+    ],
+)
+def test_sizes_that_do_not_fit(message: str, changes: dict[str, Any]) -> None:
+    """Refused at construction, in words."""
+    refuses(message, **changes)
+
+
+@pytest.mark.parametrize("kind", list(MIXERS))
+def test_fingerprint(kind: str) -> None:
+    """Equal for equal models; any weight, dtype or option changes it, a call does not."""
+    model, twin = build_model(kind, "random"), build_model(kind, "random")
+    known = model.fingerprint()
+    assert len(known) == 16
+    assert twin.fingerprint() == known
+    model(random_tokens(1, 3))
+    assert model.fingerprint() == known
+    for parameter in model.parameters():
+        kept = parameter.detach().clone()
+        with torch.no_grad():
+            parameter.view(-1)[-1] += 1e-6
+        assert model.fingerprint() != known
+        with torch.no_grad():
+            parameter.copy_(kept)
+    assert model.fingerprint() == known
+    model.position.table[0, 0] += 1e-6
+    assert model.fingerprint() != known
+    assert twin.float().fingerprint() != known
+    assert build_model(kind, "random", norm_eps=1e-6).fingerprint() != known
+
+
+def test_repr_shows_the_backend() -> None:
+    """Which implementation runs is seen by printing the model, also where `auto` chose it."""
+    assert f"backend={resolve('auto')}" in repr(build_model("mamba2"))
+    spec = {"kind": "mamba2", "d_state": 4, "head_dim": 4, "backend": "reference"}
+    assert "backend=reference" in repr(build_model(spec))
+
+
+def test_tied_head() -> None:
+    """One tensor for both, or two."""
+    tied, untied = build_model("rnn"), build_model("rnn", tie_embeddings=False)
+    assert tied.head.weight is tied.embedding.weight
+    assert untied.head.weight is not untied.embedding.weight
+
+
+@pytest.mark.parametrize("position", ["none", "sinusoidal"])
+def test_plain_is_the_cell_alone(position: str) -> None:
+    """embedding → position → cells → head, the setting of arXiv 2402.00236, and nothing else."""
+    model = build_model("lstm", position, "plain", n_layers=1, tie_embeddings=False)
+    names = {name.split(".")[0] for name, _ in model.named_parameters()}
+    assert names == {"embedding", "blocks", "head"}
+    tokens = random_tokens(2, 9)
+    positions = torch.arange(9).expand(2, 9)
+    x = model.position(model.embedding(tokens), positions)
+    y, _ = model.blocks[0].mixer.cell(x)
+    torch.testing.assert_close(model(tokens).logits, y @ model.head.weight.T)
+
+
+def test_residual_block() -> None:
+    """x + mixer(norm(x)) in each block, and a norm before the head."""
+    model = build_model("gru", n_layers=2)
+    tokens = random_tokens(2, 9)
+    x = model.embedding(tokens)
+    for block in model.blocks:
+        x = x + block.mixer.cell(block.norm(x))[0]
+    torch.testing.assert_close(model(tokens).logits, model.norm(x) @ model.head.weight.T)
+
+
+@pytest.mark.parametrize("block", list(BLOCKS))
+@pytest.mark.parametrize("kind", list(MIXERS))
+def test_edits_reach_their_layer(kind: str, block: str) -> None:
+    """One edit a layer, called in the order of the layers; the identity changes nothing."""
+    calls: list[int] = []
+
+    class Watch(Edit):
+        def __init__(self, layer: int) -> None:
+            self.layer = layer
+
+        def scan(self, inputs, state, ssd):
+            calls.append(self.layer)
+            return super().scan(inputs, state, ssd)
+
+        def edit_step(self, before, after):
+            calls.append(self.layer)
+            return super().edit_step(before, after)
+
+    model = build_model(kind, block=block)
+    tokens = random_tokens(2, 4)
+    edited = model(tokens, edits=[Watch(0), Watch(1)])
+    assert sorted(set(calls)) == [0, 1]
+    assert calls == sorted(calls)
+    torch.testing.assert_close(edited.logits, model(tokens).logits, rtol=1e-12, atol=1e-12)
+
+
+def test_long_states_stay_finite() -> None:
+    """No drift of the position or the state over a few thousand tokens without gradients."""
+    model = build_model("mamba2", "sinusoidal", dtype=torch.float32)
+    with torch.no_grad():
+        logits, state = model(random_tokens(1, 3000), keep=1)
+    assert state.position.tolist() == [3000]
+    assert logits.isfinite().all()
+
+
+def test_is_a_language_model() -> None:
+    """The contract's four members are there."""
+    members = [name for name in vars(LanguageModel) if not name.startswith("_")]
+    assert members
+    assert all(hasattr(RecurrentLM, name) for name in members)
+    assert build_model("rnn").vocab_size == VOCAB

@@ -1,0 +1,74 @@
+"""The causal convolution against `torch.nn.functional.conv1d`, at every split."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longrnn.ops.conv import causal_conv
+from tests.contracts.builders import generator
+
+CHANNELS = 5
+
+
+def draw(time: int, width: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    randomness = generator(width)
+    shapes = [(2, time, CHANNELS), (CHANNELS, width), (CHANNELS,), (2, width - 1, CHANNELS)]
+    return tuple(
+        torch.randn(s, generator=randomness, dtype=torch.float64).to(dtype) for s in shapes
+    )
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("width", [1, 2, 4, 7])
+@pytest.mark.parametrize("time", [1, 2, 3, 4, 50])
+def test_against_conv1d(time: int, width: int, with_bias: bool) -> None:
+    """Inputs shorter than the filter included, with the tokens before the first in the state."""
+    x, weight, bias, state = draw(time, width)
+    bias = bias if with_bias else None
+    y, after = causal_conv(x, weight, bias, state)
+    padded = torch.cat([state, x], 1)
+    expected = F.conv1d(padded.mT, weight[:, None], bias, groups=CHANNELS).mT
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(after, padded[:, time:])
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_splits(width: int) -> None:
+    """Pieces shorter than the filter, fed in turn, equal one call bit for bit."""
+    x, weight, bias, state = draw(12, width)
+    whole, final = causal_conv(x, weight, bias, state)
+    pieces = []
+    for piece in x.split([1, 1, 2, 7, 1], dim=1):
+        y, state = causal_conv(piece, weight, bias, state)
+        pieces.append(y)
+    assert torch.equal(torch.cat(pieces, 1), whole)
+    assert torch.equal(state, final)
+
+
+@pytest.mark.parametrize("time", [1, 2, 6])
+def test_gradients(time: int) -> None:
+    """Of outputs and final state, in all four arguments."""
+    arguments = [tensor.requires_grad_() for tensor in draw(time, 4)]
+    assert torch.autograd.gradcheck(causal_conv, arguments)
+
+
+def test_dtypes() -> None:
+    """The output follows the input and the state stays what it was."""
+    x, weight, bias, _ = draw(6, 4, torch.bfloat16)
+    y, after = causal_conv(x, weight, bias, torch.zeros(2, 3, CHANNELS))
+    assert y.dtype == torch.bfloat16
+    assert after.dtype == torch.float32
+    assert torch.equal(after, x[:, 3:].float())
+
+
+def test_the_state_owns_its_memory() -> None:
+    """Writing to the input afterwards does not reach the state."""
+    x, weight, bias, state = draw(6, 4)
+    _, after = causal_conv(x, weight, bias, state)
+    kept = after.clone()
+    x.zero_()
+    assert torch.equal(after, kept)
+    assert after.untyped_storage().nbytes() == after.numel() * after.itemsize

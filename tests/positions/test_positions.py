@@ -1,0 +1,179 @@
+"""The encodings' formulas, their ends, and where positions come from."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from longrnn.errors import UserError
+from longrnn.positions import POSITIONS
+from tests.contracts.builders import (
+    BLOCK_KINDS,
+    D_MODEL,
+    build_model,
+    generator,
+    position_spec,
+    random_tokens,
+)
+
+
+def build(kind: str, **options: object):
+    return POSITIONS.build({**position_spec(kind), **options}, D_MODEL)
+
+
+def vectors(time: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    drawn = torch.randn((2, time, D_MODEL), generator=generator(0), dtype=torch.float64)
+    return drawn.to(dtype)
+
+
+def positions_from(start: int, time: int) -> Tensor:
+    return (start + torch.arange(time)).expand(2, time)
+
+
+def sinusoid(position: int) -> Tensor:
+    """Sines first, then cosines, of unit norm, by the standard library alone."""
+    half = D_MODEL // 2
+    angles = [position / 10000 ** (2 * k / D_MODEL) for k in range(half)]
+    values = [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
+    return torch.tensor(values, dtype=torch.float64) / math.sqrt(half)
+
+
+@pytest.mark.parametrize("start", [0, 7, 10**6, 10**9])
+def test_sinusoidal(start: int) -> None:
+    """The formula, also at positions where float32 has lost the phase."""
+    x, positions = vectors(5), positions_from(start, 5)
+    encoding = build("sinusoidal").encode(x, positions)
+    expected = torch.stack([sinusoid(start + t) for t in range(5)]).expand(2, 5, D_MODEL)
+    torch.testing.assert_close(encoding, expected, rtol=0, atol=1e-6 if start > 10**6 else 1e-9)
+    torch.testing.assert_close(encoding.norm(dim=-1), torch.ones(2, 5, dtype=torch.float64))
+
+
+def test_sinusoidal_precision_in_float32() -> None:
+    """Position 10⁶ of a float32 model has float32's digits, and its neighbour another code."""
+    x, positions = vectors(2, torch.float32), positions_from(10**6, 2)
+    encoding = build("sinusoidal").encode(x, positions)
+    assert encoding.dtype == torch.float32
+    torch.testing.assert_close(encoding[0, 0].double(), sinusoid(10**6), rtol=0, atol=1e-7)
+    assert (encoding[0, 0] - encoding[0, 1]).abs().max() > 0.1
+
+
+def test_sinusoidal_needs_an_even_width() -> None:
+    """Half sines, half cosines."""
+    with pytest.raises(UserError, match="even d_model, not 7"):
+        POSITIONS.build({"kind": "sinusoidal"}, 7)
+
+
+@pytest.mark.parametrize("kind", ["learned", "random"])
+def test_table(kind: str) -> None:
+    """Row `position`, row by row of the batch."""
+    encoding = build(kind, max_length=20)
+    x = vectors(3, torch.float32)
+    positions = torch.tensor([[0, 5, 19], [3, 3, 2]])
+    assert torch.equal(encoding.encode(x, positions), encoding.table[positions])
+
+
+@pytest.mark.parametrize("kind", ["learned", "random"])
+def test_past_the_end(kind: str) -> None:
+    """One past the last raises with the length to ask for; it never wraps, also not in a model."""
+    encoding = build(kind, max_length=20)
+    encoding(vectors(20), positions_from(0, 20))
+    with pytest.raises(UserError, match=r"position 20 is past .* at least 21"):
+        encoding(vectors(20), positions_from(1, 20))
+    model = build_model("rnn", kind)
+    state = model.init_state(1)
+    end = model.position.table.shape[0]
+    state = model(random_tokens(1, 2), state._replace(position=torch.tensor([end - 2]))).state
+    with pytest.raises(UserError, match=f"position {end} is past"):
+        model(random_tokens(1, 1), state)
+
+
+def test_random_is_fixed() -> None:
+    """Unit norm, never trained, the same for one seed and saved with the weights."""
+    encoding, same, other = build("random"), build("random"), build("random", seed=1)
+    torch.testing.assert_close(encoding.table.norm(dim=-1), torch.ones(len(encoding.table)))
+    assert torch.equal(encoding.table, same.table)
+    assert not torch.equal(encoding.table, other.table)
+    assert not list(encoding.parameters())
+    assert "table" in encoding.state_dict()
+
+
+def test_random_leaves_the_global_generator() -> None:
+    """Building a table draws nothing from the randomness of others."""
+    before = torch.get_rng_state()
+    build("random")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_learned_is_trained() -> None:
+    """Only the rows used get a gradient."""
+    encoding = build("learned", max_length=10)
+    encoding(vectors(3, torch.float32), positions_from(4, 3)).sum().backward()
+    used = encoding.table.grad.abs().sum(-1) > 0
+    assert used.nonzero().flatten().tolist() == [4, 5, 6]
+
+
+def test_duplicate() -> None:
+    """The vector twice, wherever it stands."""
+    x = vectors(4)
+    assert torch.equal(build("duplicate")(x, positions_from(0, 4)), torch.cat([x, x], -1))
+    assert torch.equal(build("duplicate")(x, positions_from(99, 4)), torch.cat([x, x], -1))
+    assert torch.equal(build("duplicate", combine="add")(x, positions_from(0, 4)), 2 * x)
+
+
+def test_none() -> None:
+    """The vector as it is."""
+    x = vectors(4)
+    encoding = build("none")
+    assert encoding.d_output == D_MODEL
+    assert torch.equal(encoding(x, positions_from(0, 4)), x)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in POSITIONS if kind != "none"])
+def test_combine(kind: str) -> None:
+    """`concat` appends the encoding and doubles the width, `add` adds it."""
+    x, positions = vectors(4), positions_from(2, 4)
+    joined, added = build(kind, combine="concat"), build(kind, combine="add")
+    added.load_state_dict(joined.state_dict())
+    encoding = joined.encode(x, positions)
+    assert encoding.shape == x.shape
+    assert encoding.dtype == x.dtype
+    assert torch.equal(joined(x, positions), torch.cat([x, encoding], -1))
+    assert torch.equal(added(x, positions), x + encoding)
+    assert (joined.d_output, added.d_output) == (2 * D_MODEL, D_MODEL)
+    with pytest.raises(UserError, match="'concat' or 'add'"):
+        build(kind, combine="multiply")
+
+
+@pytest.mark.parametrize("block", BLOCK_KINDS)
+@pytest.mark.parametrize("kind", list(POSITIONS))
+def test_positions_come_from_the_state(kind: str, block: str) -> None:
+    """Each row goes on from its own position; a second call does not start at zero."""
+    model = build_model("rnn", kind, block)
+    seen = []
+    model.position.register_forward_hook(lambda module, given, result: seen.append(given[1]))
+    state = model.init_state(2)._replace(position=torch.tensor([0, 40]))
+    state = model(random_tokens(2, 3), state).state
+    assert state.position.tolist() == [3, 43]
+    state = model(random_tokens(2, 2), state).state
+    assert state.position.tolist() == [5, 45]
+    assert [positions.tolist() for positions in seen] == [
+        [[0, 1, 2], [40, 41, 42]],
+        [[3, 4], [43, 44]],
+    ]
+
+
+@pytest.mark.parametrize("kind", ["sinusoidal", "learned", "random"])
+def test_position_matters(kind: str) -> None:
+    """The same token at another position gives other logits; without an encoding, the same."""
+    tokens = random_tokens(1, 1)
+
+    def logits_at(model, position: int) -> Tensor:
+        state = model.init_state(1)._replace(position=torch.tensor([position]))
+        return model(tokens, state).logits
+
+    model, blind = build_model("rnn", kind), build_model("rnn", "none")
+    assert not torch.allclose(logits_at(model, 3), logits_at(model, 4))
+    assert torch.equal(logits_at(blind, 3), logits_at(blind, 4))

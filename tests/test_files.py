@@ -1,0 +1,79 @@
+"""Atomic writes: a reader sees the old file or the new one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from longrnn.files import sha256, sync_folder, write_atomic
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("content", ["größer\n", "", b"\x00\xff"])
+def test_write(tmp_path: Path, content: str | bytes) -> None:
+    """Text (UTF-8) and bytes, folders made on the way, nothing left beside."""
+    path = tmp_path / "a" / "b" / "file"
+    write_atomic(path, content)
+    assert path.read_bytes() == (content.encode() if isinstance(content, str) else content)
+    assert names(path.parent) == ["file"]
+
+
+def test_replaces_whole(tmp_path: Path) -> None:
+    """A shorter content leaves nothing of a longer one."""
+    path = tmp_path / "file"
+    write_atomic(path, "a long line of text")
+    write_atomic(path, "short")
+    assert path.read_text() == "short"
+    assert names(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_failure_keeps_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """A failure on the way leaves the old content and no half-written file."""
+    path = tmp_path / "file"
+    write_atomic(path, "old")
+
+    def fail(*arguments: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, step, fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["file"]
+
+
+def test_content_is_on_disk_before_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Synced, then renamed, then the folder synced: the order that survives a power cut."""
+    order = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (order.append("sync"), fsync(fd)))
+    monkeypatch.setattr(os, "replace", lambda *paths: (order.append("rename"), replace(*paths)))
+    write_atomic(tmp_path / "file", "x")
+    assert order == ["sync", "rename", "sync"]
+
+
+def test_sync_folder_closes(tmp_path: Path) -> None:
+    """No descriptor is left open."""
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
+    for _ in range(5):
+        sync_folder(tmp_path)
+    if before is not None:
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_sha256(tmp_path: Path) -> None:
+    """The published value of "abc", and of a file of several blocks."""
+    path = tmp_path / "file"
+    path.write_bytes(b"abc")
+    assert sha256(path) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    path.write_bytes(b"0123456789" * 100_000)
+    assert sha256(path) == hashlib.sha256(b"0123456789" * 100_000).hexdigest()

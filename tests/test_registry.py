@@ -1,0 +1,160 @@
+"""Registries: members by name, options checked against the constructor's signature."""
+
+from __future__ import annotations
+
+import pytest
+
+from longrnn.errors import UserError, nearest
+from longrnn.mixers import MIXERS
+from longrnn.positions import POSITIONS
+from longrnn.registry import Registry, keyword_options
+
+
+class Shape:
+    """What the registry below registers."""
+
+
+@pytest.fixture
+def shapes() -> Registry[Shape]:
+    registry: Registry[Shape] = Registry("shape")
+
+    @registry.register("circle")
+    class Circle(Shape):
+        def __init__(
+            self,
+            scale: float,
+            *,
+            radius: float = 1.0,
+            corners: int = 0,
+            filled: bool = False,
+            colour: str = "red",
+            limits: list[float] | None = None,
+        ) -> None:
+            self.given = (scale, radius, corners, filled, colour, limits)
+
+    @registry.register("point")
+    class Point(Shape):
+        def __init__(self, scale: float) -> None:
+            self.given = (scale,)
+
+    return registry
+
+
+def test_build(shapes: Registry[Shape]) -> None:
+    """Context by position, options by name, defaults where nothing is said."""
+    assert shapes.build({"kind": "circle"}, 2.0).given == (2.0, 1.0, 0, False, "red", None)
+    spec = {"kind": "circle", "radius": 3, "limits": [0, 1], "filled": True}
+    built = shapes.build(spec, 2.0)
+    assert built.given == (2.0, 3.0, 0, True, "red", [0.0, 1.0])
+    assert isinstance(built.given[1], float)
+    assert spec == {"kind": "circle", "radius": 3, "limits": [0, 1], "filled": True}
+
+
+def test_null_where_the_signature_allows_it(shapes: Registry[Shape]) -> None:
+    """None is a value of `list | None` and of nothing else."""
+    assert shapes.build({"kind": "circle", "limits": None}, 1.0).given[-1] is None
+    with pytest.raises(UserError, match="radius"):
+        shapes.build({"kind": "circle", "radius": None}, 1.0)
+
+
+def test_mapping(shapes: Registry[Shape]) -> None:
+    """A registry is a mapping in order of registration."""
+    assert list(shapes) == ["circle", "point"]
+    assert len(shapes) == 2
+    assert "circle" in shapes
+    assert "square" not in shapes
+    assert shapes["point"].__name__ == "Point"
+
+
+def test_registered_twice(shapes: Registry[Shape]) -> None:
+    """Two members of one name are a mistake of the programmer, found on import."""
+    with pytest.raises(ValueError, match="'circle' is registered twice"):
+        shapes.register("circle")(Shape)
+    assert shapes["circle"] is not Shape
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"kind": "circel"}, "unknown shape 'circel': did you mean 'circle'?"),
+        ({"kind": "zzz"}, "unknown shape 'zzz': known: circle, point"),
+        ({"radius": 1.0}, "a shape is described by a mapping with 'kind', one of: circle, point"),
+        ({"kind": 3}, "a shape is described by a mapping with 'kind', one of: circle, point"),
+        (
+            {"kind": "circle", "radios": 1.0},
+            "shape 'circle' has no option 'radios': did you mean 'radius'?",
+        ),
+        ({"kind": "point", "radius": 1.0}, "shape 'point' has no option 'radius': it takes none"),
+        (
+            {"kind": "circle", "scale": 1.0},
+            "shape 'circle' has no option 'scale': known: colour, corners, filled, limits, radius",
+        ),
+    ],
+)
+def test_refusals(shapes: Registry[Shape], spec: dict[str, object], message: str) -> None:
+    """The message is one sentence that holds the remedy; the context is no option."""
+    with pytest.raises(UserError) as caught:
+        shapes.build(spec, 1.0)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("radius", "wide"),
+        ("corners", 1.5),
+        ("corners", "many"),
+        ("filled", "perhaps"),
+        ("limits", 3.0),
+        ("limits", ["low"]),
+        ("colour", ["red"]),
+        ("colour", {"name": "red"}),
+    ],
+)
+def test_wrong_types(shapes: Registry[Shape], option: str, value: object) -> None:
+    """Refused in one line that names member and option."""
+    with pytest.raises(UserError) as caught:
+        shapes.build({"kind": "circle", option: value}, 1.0)
+    message = str(caught.value)
+    assert message.startswith("shape 'circle', option '")
+    assert option in message
+    assert "\n" not in message
+
+
+def test_keyword_options(shapes: Registry[Shape]) -> None:
+    """The keyword-only parameters with their types, and no others."""
+    assert keyword_options(shapes["point"]) == {}
+    assert list(keyword_options(shapes["circle"])) == [
+        "radius",
+        "corners",
+        "filled",
+        "colour",
+        "limits",
+    ]
+    assert keyword_options(shapes["circle"])["corners"] is int
+
+
+@pytest.mark.parametrize("registry", [MIXERS, POSITIONS], ids=lambda registry: registry.family)
+def test_options_of_the_members(registry: Registry) -> None:
+    """Every option of every member states a type and a default, and accepts that default."""
+    for kind, member in registry.items():
+        defaults = member.__init__.__kwdefaults__ or {}
+        assert defaults.keys() == keyword_options(member).keys(), kind
+        assert registry.check(kind, defaults) == defaults, kind
+
+
+def test_families() -> None:
+    """The names that configurations use."""
+    assert set(MIXERS) >= {"rnn", "gru", "lstm", "mamba2"}
+    assert set(POSITIONS) >= {"none", "sinusoidal", "learned", "random", "duplicate"}
+
+
+def test_nearest() -> None:
+    """The closest name, or all of them."""
+    assert nearest("lsmt", ["lstm", "gru"]) == "did you mean 'lstm'?"
+    assert nearest("transformer", ["lstm", "gru"]) == "known: gru, lstm"
+
+
+def test_user_error_is_a_value_error() -> None:
+    """Python callers need not know it."""
+    assert issubclass(UserError, ValueError)
