@@ -20,7 +20,7 @@ demo: $(VENV)/.run
 test: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/pyright
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2
 
 slow: $(VENV)/.dev

@@ -37,7 +37,20 @@ _HOMES = {
     "load_tokenizer": "longrnn.hf.tokenizer",
 }
 
-__all__ = [*_HOMES, "__version__"]
+__all__ = [
+    "MIXERS",
+    "POSITIONS",
+    "TASKS",
+    "LMOutput",
+    "LMState",
+    "LanguageModel",
+    "RecurrentConfig",
+    "RecurrentLM",
+    "__version__",
+    "generate",
+    "load",
+    "load_tokenizer",
+]
 
 
 def __getattr__(name: str) -> Any:

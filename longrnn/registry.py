@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 from longrnn.errors import UserError, nearest
 
 T = TypeVar("T")
+M = TypeVar("M", bound=type)
 
 
 class Registry(Mapping[str, "type[T]"], Generic[T]):
@@ -23,13 +24,13 @@ class Registry(Mapping[str, "type[T]"], Generic[T]):
         self.family = family
         self._members: dict[str, type[T]] = {}
 
-    def register(self, name: str) -> Callable[[type[T]], type[T]]:
+    def register(self, name: str) -> Callable[[M], M]:
         """Class decorator that enters a member under `name`."""
 
-        def enter(member: type[T]) -> type[T]:
+        def enter(member: M) -> M:
             if name in self._members:
                 raise ValueError(f"{self.family} {name!r} is registered twice")
-            self._members[name] = member
+            self._members[name] = member  # type: ignore[assignment]
             return member
 
         return enter

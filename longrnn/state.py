@@ -83,7 +83,10 @@ def reset(state: S, initial: S, where: Tensor) -> S:
 
 def take(state: S, rows: Tensor | Sequence[int]) -> S:
     """The rows of the batch that `rows` (int64 indices) names, in that order, repeats allowed."""
-    index = torch.as_tensor(rows, dtype=torch.long)
+    index = torch.as_tensor(rows)
+    if index.dtype == torch.bool:
+        raise UserError("take needs row numbers and not a mask: give mask.nonzero()[:, 0]")
+    index = index.long()
     return tree_map(lambda leaf: leaf.index_select(0, index.to(leaf.device)), state)
 
 

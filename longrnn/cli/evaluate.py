@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -93,22 +93,24 @@ def reverse(
     """
     from longrnn.evaluation import reverse as measure
     from longrnn.hf.loading import load, resolve
-    from longrnn.tasks import Reverse
+    from longrnn.tasks import TASKS, Reverse
 
     trained = _training(resolve(checkpoint))
-    task = trained.get("task", {})
-    if task.get("kind") != "reverse":
-        task = {}
-    options = {"vocab_size": vocab_size or task.get("vocab_size")}
-    length = length or (trained["length"]["max"] if task else None)
-    if options["vocab_size"] is None or length is None:
+    options = dict(trained.get("task", {}))
+    if options.pop("kind", None) != "reverse":
+        options = {}
+    elif length is None:
+        length = trained["length"]["max"]
+    if vocab_size is not None:
+        options["vocab_size"] = vocab_size
+    if "vocab_size" not in options or length is None:
         raise UserError(f"{checkpoint} was not trained on reverse: give --vocab-size and --length")
-    options |= {key: task[key] for key in ("held_out", "seed") if key in task}
+    task = Reverse(**TASKS.check("reverse", options))
     model = load(checkpoint, device=pick_device(device))
     folder = output or _folder("reverse", [checkpoint])
     rows = measure.evaluate(
         model,
-        Reverse(**options),
+        task,
         length=length,
         n=n,
         output=folder / "results.jsonl",
@@ -165,7 +167,7 @@ def _depths(text: str) -> list[float]:
         ) from error
 
 
-def _training(folder: Path) -> dict:
+def _training(folder: Path) -> dict[str, Any]:
     """The configuration that a checkpoint was trained with, or nothing."""
     import yaml
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -32,7 +33,8 @@ class Subject(NamedTuple):
     tokenizer: Tokenizer
 
 
-class Sample(NamedTuple):
+@dataclass(frozen=True)
+class Sample:
     """One prompt: the `index`-th of its cell."""
 
     length: int
@@ -101,7 +103,7 @@ def evaluate(
                 results.append(
                     {
                         "model": subject.name,
-                        **sample._asdict(),
+                        **asdict(sample),
                         "key": key,
                         "said": text,
                         "correct": text[:5] == key,

@@ -95,17 +95,19 @@ class StepwiseMixer(Mixer):
         def edited(token: Tensor, before: PyTree) -> PyTree:
             return edit.edit_step(before, self.step(token, before))
 
-        projected = nn.functional.linear(x, self.cell.weight_ih_l0, self.cell.bias_ih_l0)
+        weight_ih, _, bias_ih, _ = self.cell.all_weights[0]
+        projected = nn.functional.linear(x, weight_ih, bias_ih)
         return unroll(edited, lambda after: after.h, projected, state)
 
     def recurrent(self, h: Tensor) -> Tensor:
         """`W_hh h + b_hh`, `(b, gates · d)`."""
-        return nn.functional.linear(h, self.cell.weight_hh_l0, self.cell.bias_hh_l0)
+        _, weight_hh, _, bias_hh = self.cell.all_weights[0]
+        return nn.functional.linear(h, weight_hh, bias_hh)
 
     def vector_like(self) -> Tensor:
         """One hidden vector on the meta device."""
-        dtype = self.cell.weight_hh_l0.dtype
-        return torch.empty(self.d_model, dtype=dtype, device="meta")
+        weight = self.cell.all_weights[0][0]
+        return torch.empty(self.d_model, dtype=weight.dtype, device="meta")
 
 
 MIXERS: Registry[Mixer] = Registry("mixer")

@@ -229,8 +229,13 @@ class RecurrentLM(nn.Module):
             raise UserError("this state carries a mitigation: give it to the model that made it")
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits of the SHA-256 of configuration and weights."""
-        digest = hashlib.sha256(json.dumps(asdict(self.config), sort_keys=True).encode())
+        """16 hexadecimal digits of the SHA-256 of configuration and weights.
+
+        The backend is left out: it changes how fast a model is and not what it says.
+        """
+        config = asdict(self.config)
+        config["mixer"].pop("backend", None)
+        digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
         for name, tensor in sorted(self.state_dict().items()):
             raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
             digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())

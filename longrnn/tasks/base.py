@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,11 +44,15 @@ class Batch(NamedTuple):
 
     def rows(self, start: int, stop: int) -> Batch:
         """The rows from `start` up to `stop`."""
-        return Batch(*(f[start:stop] if isinstance(f, Tensor) else f for f in self))
+        return self._map(lambda field: field[start:stop])
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on `device`."""
-        return Batch(*(f.to(device) if isinstance(f, Tensor) else f for f in self))
+        return self._map(lambda field: field.to(device))
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        fields: list[Any] = [function(f) if isinstance(f, Tensor) else f for f in self]
+        return Batch(*fields)
 
 
 class Task(ABC):

@@ -14,7 +14,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -155,7 +155,7 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         table = torch.stack(list(sums.values())).to(self.accelerator.device)
-        totals = self.accelerator.reduce(table, "sum").tolist()
+        totals = cast(Tensor, self.accelerator.reduce(table, "sum")).tolist()
         means = {n: t / count for n, (t, count) in zip(sums, totals, strict=True) if count}
         return means | {"grad_norm": float(norm if norm is not None else 0.0)}
 

@@ -55,6 +55,12 @@ def test_take(model: RecurrentLM) -> None:
     assert_near(model(tokens[rows], taken).logits, model(tokens, state).logits[rows], 1e-12)
 
 
+def test_take_refuses_a_mask(model: RecurrentLM) -> None:
+    """A mask read as row numbers would be rows 1 and 0 without a word."""
+    with pytest.raises(UserError, match=r"mask.nonzero"):
+        states.take(model.init_state(2), torch.tensor([True, False]))
+
+
 def test_expand(model: RecurrentLM) -> None:
     """Each row n times, copies of one row adjacent."""
     state = random_state(model, 2)

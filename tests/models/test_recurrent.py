@@ -126,6 +126,10 @@ def test_wrong_type_of_an_option(option: str, value: object) -> None:
         ("head_dim 5 does not divide", {"mixer": {"kind": "mamba2", "head_dim": 5}}),
         ("n_groups 3 does not divide", {"mixer": {"kind": "mamba2", "head_dim": 4, "n_groups": 3}}),
         ("d_conv must be at least 1", {"mixer": {"kind": "mamba2", "head_dim": 4, "d_conv": 0}}),
+        ("d_state must be at least 1", {"mixer": {"kind": "mamba2", "d_state": -1}}),
+        ("expand must be at least 1", {"mixer": {"kind": "mamba2", "expand": 0}}),
+        (r"A_init is \[least, largest\]", {"mixer": {"kind": "mamba2", "A_init": [1.0]}}),
+        (r"dt_limit is \[least, largest\]", {"mixer": {"kind": "mamba2", "dt_limit": [0.1]}}),
     ],
 )
 def test_sizes_that_do_not_fit(message: str, changes: dict[str, Any]) -> None:
@@ -217,6 +221,19 @@ def test_edits_reach_their_layer(kind: str, block: str) -> None:
     assert sorted(set(calls)) == [0, 1]
     assert calls == sorted(calls)
     torch.testing.assert_close(edited.logits, model(tokens).logits, rtol=1e-12, atol=1e-12)
+
+
+def test_bfloat16_keeps_a_wide_state() -> None:
+    """The recurrence stays in float32 under bfloat16 weights, so that slow decays are not lost."""
+    model = build_model("mamba2", dtype=torch.bfloat16)
+    tokens = random_tokens(2, 200)
+    logits, state = model(tokens)
+    assert logits.dtype == torch.bfloat16
+    for layer in state.layers:
+        assert (layer.conv.dtype, layer.ssm.dtype) == (torch.bfloat16, torch.float32)
+    after = model(tokens[:, 77:], model(tokens[:, :77]).state)
+    assert_near(after.logits, logits[:, 77:], 0.02)
+    assert_near(after.state.layers[0].ssm, state.layers[0].ssm, 1e-2)
 
 
 def test_long_states_stay_finite() -> None:
