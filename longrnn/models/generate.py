@@ -82,8 +82,10 @@ def stream(
     """`generate`, yielding what there is after each token (the first time with no token yet)."""
     if prompt.ndim != 2 or prompt.shape[1] == 0:
         raise UserError("the prompt is empty: give at least one token")
-    if max_new_tokens < 0 or temperature < 0 or not 0 < top_p <= 1:
-        raise UserError("max_new_tokens and temperature must be >= 0, and top_p in (0, 1]")
+    if max_new_tokens < 0 or not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
+        raise UserError(
+            "max_new_tokens and temperature must be 0 or more and finite, and top_p in (0, 1]"
+        )
     stops = [list(sequence) for sequence in stop if len(sequence)]
     logits, state = model(prompt, state, keep=1)
     rows: list[list[int]] = [[] for _ in range(len(prompt))]

@@ -213,11 +213,12 @@ class RecurrentLM(nn.Module):
         if given.keys() != expected.keys():
             raise UserError("this is the state of another model: start from model.init_state")
         for name, leaf in given.items():
-            if leaf.shape[1:] != expected[name].shape:
+            wanted = expected[name]
+            if leaf.shape[1:] != wanted.shape or leaf.dtype != wanted.dtype:
                 raise UserError(
                     f"this is the state of another model (layers.{name} has shape "
-                    f"{tuple(leaf.shape[1:])} a row, {tuple(expected[name].shape)} was expected): "
-                    "start from model.init_state"
+                    f"{tuple(leaf.shape[1:])} {leaf.dtype} a row, {tuple(wanted.shape)} "
+                    f"{wanted.dtype} was expected): start from model.init_state"
                 )
         for leaf in (state.position, *given.values()):
             if len(leaf) != batch_size:

@@ -12,7 +12,7 @@ def causal_conv(
     """Convolves each channel with its own filter over the present and the k − 1 tokens before.
 
     y_t = Σ_j weight[:, j] · x_{t−k+1+j} (+ bias). The sum is written out: for the widths in use
-    (k = 4) that is faster on a CPU than a convolution kernel, and exact at every split.
+    (k = 4) that is faster on a CPU than `conv1d`, in every dtype, and exact at every split.
 
     Args:
         x: `(b, t, c)`.
@@ -23,12 +23,13 @@ def causal_conv(
     Returns:
         `y` of shape `(b, t, c)` and the state after the last token, in the dtype of `state`.
     """
-    time, width = x.shape[1], weight.shape[1]
+    time = x.shape[1]
     padded = torch.cat([state.to(x.dtype), x], dim=1)
-    y = padded[:, :time] * weight[:, 0]
-    for j in range(1, width):
-        y = torch.addcmul(y, padded[:, j : j + time], weight[:, j])
-    if bias is not None:
-        y = y + bias
+    # Contiguous rows: a strided one would keep the products from being vectorised.
+    taps = weight.t().contiguous().unbind()
+    first = padded[:, :time]
+    y = first * taps[0] if bias is None else torch.addcmul(bias, first, taps[0])
+    for j, tap in enumerate(taps[1:], start=1):
+        y = y.addcmul_(padded[:, j : j + time], tap)
     # The copy lets go of the segment that the slice would keep in memory.
     return y, padded[:, time:].to(state.dtype, copy=True)

@@ -4,9 +4,11 @@ Notable choices:
 - Time is cut into segments, and segments into chunks; only one segment's intermediate values exist
   at a time, so memory is bounded by the segment. The rest of a length that no chunk divides is a
   shorter chunk of its own: nothing is padded.
-- Decays between two tokens of a chunk are differences of one running sum. The sum and the
-  differences are float64: in float32 a single strongly forgetting token would cost the slow tokens
+- Decays between two tokens of a chunk are differences of one running sum, kept in float64 or as
+  two float32 halves: in one float32 a single strongly forgetting token would cost the slow tokens
   behind it their digits.
+- No decay is taken below e^FLOOR. That is 0 to rounding, and numbers smaller still are denormal
+  in float32: they make `exp` and the products up to 60 times slower on a CPU.
 - CHUNK and SEGMENT were chosen by `benchmarks/ssd_chunk_cpu.py`.
 """
 
@@ -19,7 +21,8 @@ from longrnn.ops.ssd import reference
 from longrnn.ops.ssd.base import ScanInputs
 
 CHUNK = 64
-SEGMENT = 1024
+SEGMENT = 256
+FLOOR = -80.0
 
 
 def ssd(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,38 +51,56 @@ def _scan(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor
     """One piece. Below, m counts chunks, i and j tokens of a chunk, r heads of a group."""
     b, time, h, p = inputs.x.shape
     g, n = inputs.B.shape[2:]
-    m, r = time // chunk, h // g
-    x = inputs.x.to(state.dtype).reshape(b, m, chunk, h, p)
-    B = inputs.B.to(state.dtype).reshape(b, m, chunk, g, n)
-    C = inputs.C.to(state.dtype).reshape(b, m, chunk, g, n)
-    log_decay = (
-        inputs.log_decay.double().reshape(b, m, chunk, h).cumsum(2)
-    )  # from the chunk's start
+    m, r, dtype = time // chunk, h // g, state.dtype
+    x = inputs.x.to(dtype).unflatten(1, (m, chunk))
+    B = inputs.B.to(dtype).unflatten(1, (m, chunk)).transpose(2, 3)  # b m g j n
+    C = inputs.C.to(dtype).unflatten(1, (m, chunk)).transpose(2, 3)  # b m g i n
+    total = inputs.log_decay.double().unflatten(1, (m, chunk)).cumsum(2)  # from the chunk's start
 
     # Within a chunk: attention-like products with the decay between j and i.
-    between = log_decay.transpose(2, 3).contiguous()  # b m h i
-    between = (between[..., :, None] - between[..., None, :]).to(state.dtype)  # b m h i j
-    future = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).triu(1)
-    between = between.masked_fill_(future, -torch.inf).exp_()
-    scores = C.transpose(2, 3) @ B.permute(0, 1, 3, 4, 2)  # b m g i j
-    weights = scores[:, :, :, None] * between.view(b, m, g, r, chunk, chunk)
-    y = weights.view(b, m, h, chunk, chunk) @ x.transpose(2, 3)  # b m h i p
+    scores = (C @ B.transpose(3, 4)).tril()  # b m g i j
+    weights = scores[:, :, :, None] * _decay_between(total, dtype).unflatten(2, (g, r))
+    y = weights.flatten(2, 3) @ x.transpose(2, 3)  # b m h i p
 
-    # What each chunk adds to the state at its end, one product per group of heads.
-    to_end = (log_decay[:, :, -1:] - log_decay).to(state.dtype).exp()  # b m j h
-    added = (x * to_end[..., None]).view(b, m, chunk, g, r * p)
-    added = added.permute(0, 1, 3, 4, 2) @ B.transpose(2, 3)  # b m g (r p) n
-    added = added.view(b, m, h, p, n)
-
-    # Across chunks: the state that each chunk starts from.
-    whole = log_decay[:, :, -1].to(state.dtype).exp()[..., None, None]  # b m h 1 1
-    starts = []
+    # Across chunks: what the state at a chunk's start gives to its tokens, then the next state.
+    to_end = _exp((total[:, :, -1:] - total).to(dtype))  # b m j h
+    x_to_end = (x * to_end[..., None]).unflatten(3, (g, r)).flatten(4)  # b m j g (r p)
+    x_to_end = x_to_end.permute(0, 1, 3, 4, 2)  # b m g (r p) j
+    whole = _exp(total[:, :, -1].to(dtype, copy=True))[..., None, None]  # b m h 1 1
+    carried = []
     for index in range(m):
-        starts.append(state)
-        state = torch.addcmul(added[:, index], whole[:, index], state)
-    start = torch.stack(starts, dim=1).view(b, m, g, r * p, n)
+        rows = state.view(b, g, r * p, n)
+        carried.append(C[:, index] @ rows.transpose(2, 3))  # b g i (r p)
+        state = (whole[:, index] * state).view(b * g, r * p, n)
+        state.baddbmm_(x_to_end[:, index].flatten(0, 1), B[:, index].flatten(0, 1))
+        state = state.view(b, h, p, n)
 
-    carried = (C.transpose(2, 3) @ start.transpose(3, 4)).transpose(2, 3)  # b m i g (r p)
-    since_start = log_decay.to(state.dtype).exp()  # b m i h
-    carried = carried.reshape(b, m, chunk, h, p) * since_start[..., None]
-    return (carried + y.transpose(2, 3)).reshape(b, time, h, p), state
+    since_start = _exp(total.to(dtype, copy=True))[..., None]  # b m i h 1
+    start = torch.stack(carried, dim=1).transpose(2, 3).reshape(b, m, chunk, h, p)
+    return torch.addcmul(y.transpose(2, 3), start, since_start).reshape(b, time, h, p), state
+
+
+def _decay_between(total: Tensor, dtype: torch.dtype) -> Tensor:
+    """exp(Σ log_decay over (j, i]) as `(b, m, h, i, j)`, and 1 where j > i.
+
+    Args:
+        total: running sums of log_decay in a chunk, `(b, m, i, h)` float64.
+        dtype: of the result.
+    """
+    total = total.transpose(2, 3)
+    high = total.to(dtype)
+    # The gradient of the sum reaches it through its high half alone.
+    low = (total - high).detach().to(dtype)
+    between = high[..., :, None] - high[..., None, :]
+    between.add_(low[..., :, None]).sub_(low[..., None, :])
+    return _exp(between)
+
+
+def _exp(log_decay: Tensor) -> Tensor:
+    """exp between FLOOR and 0, in place: the argument must be a fresh tensor.
+
+    The clamp stays out of the graph: below FLOOR the gradient is 0 to rounding like the value, and
+    above 0 are only the entries with j > i, which nothing reads.
+    """
+    log_decay.detach().clamp_(FLOOR, 0)
+    return log_decay.exp_()

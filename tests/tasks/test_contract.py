@@ -1,0 +1,112 @@
+"""What every task owes to training, over the registry."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longrnn.errors import UserError
+from longrnn.tasks import TASKS, Batch, Task
+from longrnn.tasks.base import UNSCORED
+
+# A length at which each task's rows are real; a new task is asked for its default length.
+LENGTHS = {"passkey": 256, "reverse": 6}
+# The score that is best at 0; every other score is best at 1.
+LOWER_IS_BETTER = {"edit_distance"}
+
+
+@pytest.fixture(params=sorted(TASKS))
+def task(request: pytest.FixtureRequest) -> Task:
+    return TASKS.build({"kind": request.param}, None)
+
+
+def draw(task: Task, seed: int = 0, batch_size: int = 5) -> Batch:
+    kind = next(name for name, member in TASKS.items() if type(task) is member)
+    generator = torch.Generator().manual_seed(seed)
+    length = LENGTHS.get(kind, task.default_length)
+    return task.sample(batch_size, length=length, generator=generator)
+
+
+def assert_batches_equal(one: Batch, other: Batch) -> None:
+    for name, a, b in zip(Batch._fields, one, other, strict=True):
+        same = torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        assert same, name
+
+
+def test_sample_is_a_function_of_the_generator(task: Task) -> None:
+    """Global random state or memory of earlier draws in `sample`, which breaks a resume."""
+    first = draw(task)
+    torch.manual_seed(123)
+    other = draw(task, seed=1)
+    assert_batches_equal(draw(task), first)
+    assert not torch.equal(other.tokens, first.tokens)
+
+
+def test_shapes_and_dtypes(task: Task) -> None:
+    """Fields that the trainer relies on: one shape, int64 ids below the vocabulary, all fresh."""
+    batch = draw(task)
+    assert batch.tokens.shape == batch.targets.shape
+    assert batch.tokens.dtype == batch.targets.dtype == torch.int64
+    assert batch.tokens.min() >= 0
+    assert batch.tokens.max() < task.vocab_size
+    scored = batch.targets != UNSCORED
+    assert scored.any(dim=1).all()
+    assert batch.targets[scored].min() >= 0
+    assert batch.targets[scored].max() < task.vocab_size
+    assert batch.fresh.dtype == torch.bool
+    assert batch.fresh.tolist() == [True] * 5
+    assert batch.tail == 0
+    if batch.weights is not None:
+        assert not batch.weights[~scored].any()
+        assert (batch.weights >= 0).all()
+    assert not (batch.answers() & ~scored).any()
+
+
+def test_score_of_right_and_wrong_predictions(task: Task) -> None:
+    """A score that is perfect whatever is said, or never."""
+    batch = draw(task)
+    right = batch.targets.clone()
+    right[~batch.answers()] = 0  # what is said elsewhere is not looked at
+    wrong = right.clone()
+    wrong[batch.answers()] = (wrong[batch.answers()] + 1) % task.vocab_size
+    good, bad = task.score(right, batch), task.score(wrong, batch)
+    assert good
+    assert good.keys() == bad.keys()
+    for name, values in good.items():
+        best = 0 if name in LOWER_IS_BETTER else 1
+        assert values.shape == (5,)
+        assert values.dtype == torch.float32
+        assert (values == best).all(), name
+        assert (bad[name] != best).all(), name
+
+
+def test_one_wrong_place_spoils_one_row(task: Task) -> None:
+    """Scores that mix the rows of a batch."""
+    batch = draw(task)
+    said = batch.targets.clone()
+    place = batch.answers()[2].nonzero()[-1]
+    said[2, place] = (said[2, place] + 1) % task.vocab_size
+    for name, values in task.score(said, batch).items():
+        best = 0 if name in LOWER_IS_BETTER else 1
+        assert ((values != best).tolist()) == [False, False, True, False, False], name
+
+
+def test_rows_and_devices_keep_every_field(task: Task) -> None:
+    """`rows` that forgets a field, so that two processes would see another loss."""
+    batch = draw(task)
+    part = batch.rows(1, 3).to(torch.device("cpu"))
+    for field, piece in zip(batch, part, strict=True):
+        if isinstance(field, torch.Tensor):
+            assert torch.equal(piece, field[1:3])
+        else:
+            assert piece == field
+
+
+def test_segment_is_refused_or_pure(task: Task) -> None:
+    """A task without documents must say so when it is asked to carry a state."""
+    if type(task).segment is Task.segment:
+        with pytest.raises(UserError, match="carry=false"):
+            task.segment([0], 0, length=64, seed=0)
+    else:
+        first = task.segment([0, 1], 3, length=256, seed=0)
+        assert_batches_equal(task.segment([0, 1], 3, length=256, seed=0), first)

@@ -1,0 +1,54 @@
+"""The embedded checkpoints are what the README says of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from longrnn.config import load_config
+from longrnn.evaluation import passkey
+from longrnn.hf.loading import embedded, load
+from longrnn.hf.tokenizer import load_tokenizer
+from longrnn.training.config import TrainConfig
+
+ROOT = Path(__file__).parent.parent
+NAMES = ("passkey-tiny", "passkey-tiny-short")
+
+
+def accuracy(name: str, length: int, output: Path, n: int = 4) -> float:
+    """Share of keys recalled over five depths."""
+    subject = passkey.Subject(name, load(name), load_tokenizer(name))
+    depths = passkey.evenly_spaced(5)
+    rows = passkey.evaluate(
+        [subject], lengths=[length], depths=depths, n=n, output=output, quiet=True
+    )
+    return passkey.summarise(rows)[length, None].mean
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sizes(name: str) -> None:
+    """At most a million parameters and 4 MB."""
+    assert sum(p.numel() for p in load(name).parameters()) <= 1_000_000
+    assert (embedded()[name] / "model.safetensors").stat().st_size <= 4_000_000
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trained_by_the_configuration_in_the_tree(name: str) -> None:
+    """The configuration recorded with the weights is the one that anyone can rerun."""
+    recorded = load_config(TrainConfig, embedded()[name] / "train.yaml")
+    offered = load_config(TrainConfig, ROOT / f"configs/train/{name.replace('-', '_')}.yaml")
+    recorded.output_dir = offered.output_dir
+    assert recorded == offered
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_recall_at_256_tokens(name: str, tmp_path: Path) -> None:
+    """Both know the task."""
+    assert accuracy(name, 256, tmp_path / "r.jsonl") >= 0.95
+
+
+def test_one_holds_where_the_other_has_collapsed(tmp_path: Path) -> None:
+    """Far beyond 256 tokens, one forgets and one does not."""
+    assert accuracy("passkey-tiny-short", 16384, tmp_path / "short.jsonl", n=2) <= 0.5
+    assert accuracy("passkey-tiny", 16384, tmp_path / "tiny.jsonl", n=2) >= 0.9

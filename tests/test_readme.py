@@ -1,0 +1,38 @@
+"""What the README shows is run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import longrnn
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def test_the_python_example_recalls_its_key() -> None:
+    """The example as printed, in a process of its own: the key comes back after 100,000 tokens."""
+    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    result = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    first, second = result.stdout.splitlines()
+    position = int(first.split()[0])
+    assert position > 100_000
+    assert "40913" in first
+    assert second.split()[0] == first.split()[0], "the second question sees the same state"
+
+
+@pytest.mark.parametrize("name", longrnn.__all__)
+def test_every_public_name_resolves(name: str) -> None:
+    """The lazy names of the package lead somewhere."""
+    assert getattr(longrnn, name) is not None
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"configs/[\w/]+\.\w+", README))))
+def test_every_configuration_named_exists(path: str) -> None:
+    """The README names no file that is not there."""
+    assert (Path(__file__).parent.parent / path).is_file()
