@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import Any, TypeVar, cast, get_origin, get_type_hints
 
 from longrnn.errors import UserError, nearest
 
@@ -41,11 +41,12 @@ def build_config(
     """`load_config` from a mapping; `source` names it in errors."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     if not isinstance(values, dict):
         raise UserError(f"{source} must be a mapping of keys to values")
     for override in overrides:
-        if "=" not in override:
+        if override.find("=") < 1:
             raise UserError(f"override {override!r} is not of the form key=value")
     try:
         dotted = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
@@ -56,6 +57,8 @@ def build_config(
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{source}, key {error.full_key!r}: {reason}") from error
+    except YAMLError as error:
+        raise UserError(f"an override is not YAML: {' '.join(str(error).split())}") from error
 
 
 def dump_config(config: Any) -> str:
@@ -67,7 +70,12 @@ def dump_config(config: Any) -> str:
 
 def _check_keys(kind: Any, values: Any, source: str, prefix: str = "") -> None:
     """Refuses keys that the dataclass lacks; free mappings inside it are left to their registry."""
-    if not (is_dataclass(kind) and isinstance(values, dict)):
+    if not (is_dataclass(kind) or get_origin(kind) is dict):
+        return
+    if not isinstance(values, dict):
+        key = prefix.removesuffix(".")
+        raise UserError(f"{source}, key {key!r}: it takes a mapping of keys, not {values!r}")
+    if not is_dataclass(kind):
         return
     hints = get_type_hints(kind)
     known = [field.name for field in fields(kind)]

@@ -78,7 +78,7 @@ class Registry(Mapping[str, "type[T]"], Generic[T]):
         known = keyword_options(self[kind])
         for name in options:
             if name not in known:
-                remedy = nearest(name, known) if known else "it takes none"
+                remedy = nearest(str(name), known) if known else "it takes none"
                 raise UserError(f"{self.family} {kind!r} has no option {name!r}: {remedy}")
         given = [(name, known[name], field()) for name in options]
         schema = OmegaConf.structured(make_dataclass(f"{kind}_options", given))
@@ -89,6 +89,8 @@ class Registry(Mapping[str, "type[T]"], Generic[T]):
             raise UserError(
                 f"{self.family} {kind!r}, option {error.full_key!r}: {reason}"
             ) from error
+        except TypeError as error:  # a mapping where a list is wanted
+            raise UserError(f"{self.family} {kind!r}, options {dict(options)}: {error}") from error
         plain = OmegaConf.to_container(merged)
         assert isinstance(plain, dict)
         return {str(name): value for name, value in plain.items()}

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
-import click
 import typer
 
 from longrnn.cli import evaluate, generate, info, train
 from longrnn.errors import UserError
+
+# How typer leaves after Ctrl-C.
+INTERRUPTED = 130
 
 app = typer.Typer(
     name="longrnn",
@@ -40,15 +42,17 @@ def root(
 
 def run() -> NoReturn:
     """Runs the command line. Bad input leaves one sentence on standard error and exit code 2."""
+    code: Any = 0
     try:
-        code = app(standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        code = error.exit_code
+        app()  # prints what is wrong with the arguments itself
+    except SystemExit as leaving:
+        code = leaving.code
+        if code == INTERRUPTED:
+            code = _interrupted()
     except UserError as error:
         code = _fail(str(error))
-    except (KeyboardInterrupt, click.Abort):
-        code = _fail(f"interrupted; what was finished is kept, go on with: {_again()}")
+    except KeyboardInterrupt:
+        code = _interrupted()
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         reason = error.strerror or str(error)
@@ -63,6 +67,10 @@ def run() -> NoReturn:
 def _fail(message: str) -> int:
     print(f"error: {message}", file=sys.stderr)
     return 2
+
+
+def _interrupted() -> int:
+    return _fail(f"interrupted; what was finished is kept, go on with: {_again()}")
 
 
 def _again() -> str:

@@ -91,7 +91,8 @@ def evaluate(
     fingerprints = {subject.name: subject.model.fingerprint() for subject in subjects}
     header = {"evaluation": "passkey", "models": fingerprints, "seed": seed}
     results = Results(output, header)
-    wanted = [Sample(*cell) for cell in product(lengths, depths, range(n))]
+    cells = product(lengths, map(float, depths), range(n))
+    wanted = list(dict.fromkeys(Sample(*cell) for cell in cells))
     for subject in subjects:
         done = {_sample(row) for row in results.rows if row["model"] == subject.name}
         todo = [sample for sample in wanted if sample not in done]

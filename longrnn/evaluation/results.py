@@ -65,6 +65,8 @@ def read_results(path: Path) -> tuple[Row, list[Row]]:
     lines = path.read_text(errors="replace").splitlines(keepends=True)
     try:
         header, *rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        if not all(isinstance(row, dict) for row in (header, *rows)):
+            raise ValueError("a line is not a JSON object")
     except ValueError as error:
         raise UserError(f"{path} is no results file ({error}): choose another folder") from error
     return header, rows

@@ -50,6 +50,7 @@ def evaluate(
         )
     if not 1 <= n <= task.n_held_out:
         raise UserError(f"n must be between 1 and the {task.n_held_out} held-out sequences")
+    task.evaluation_batch(0, 1, length=length)  # a length that does not fit is refused here
     header = {
         "evaluation": "reverse",
         "model": model.fingerprint(),

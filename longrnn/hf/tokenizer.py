@@ -29,6 +29,10 @@ class HFTokenizer:
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
+    def save(self, folder: Path) -> None:
+        """Writes its files, so that `load_tokenizer` finds it in `folder`."""
+        self.tokenizer.save_pretrained(folder)
+
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 

@@ -5,8 +5,10 @@ Notable choices:
   tokenizer.
 - Keys are split by a hash into those to train on and those to evaluate. A split by a digit would
   train a model that can never say that digit.
-- A document that goes on over many segments asks its question at the end of each, on a fork of the
-  state: the answer never enters what is carried, so the key must be remembered from its own line.
+- A document that goes on over many segments asks its question at the end of some of them, on a
+  fork of the state: the answer never enters what is carried, so the key must be remembered from
+  its own line. It asks 0, 1, 2, 4, 8, … segments after that line: asked at every step of a long
+  document, a key is learnt by the weights, and nothing is learnt about remembering.
 """
 
 from __future__ import annotations
@@ -53,6 +55,11 @@ class Document(NamedTuple):
     key_segment: int
     depth: float
 
+    def asks(self, index: int) -> bool:
+        """Whether the question follows the segment `index`."""
+        since = index - self.key_segment
+        return since >= 0 and since & (since - 1) == 0
+
 
 @TASKS.register("passkey")
 class Passkey(Task):
@@ -62,7 +69,7 @@ class Passkey(Task):
 
         tokens   H H f f f K K f f f f f Q Q   4 2 7 1
         targets  H f f f K K f f f f f Q Q _ 4 2 7 1 9
-        answer   . . . . . . . . . . . . . . x x x x x
+        answer   . . . . . . . . . . . . . x x x x x x
 
     where the prompt (up to and including Q) has exactly `length` tokens, the targets are the next
     tokens, and `_` stands for the space before the key.
@@ -151,7 +158,7 @@ class Passkey(Task):
             bodies.append(torch.cat([self._body(document, index, length), self._question]))
             chosen.append(document.key)
             fresh.append(index == 0)
-            asked.append(index >= document.key_segment)
+            asked.append(document.asks(index))
         batch = self._batch(bodies, chosen, torch.tensor(fresh), asked)
         # What follows the segment is both the question and more filler: it is no target.
         batch.targets[:, length - 1] = UNSCORED

@@ -98,3 +98,5 @@ def claim(output_dir: Path, config: str, *, resume: bool, differs: Callable[[str
     elif output_dir.is_dir() and any(output_dir.iterdir()):
         raise UserError(f"{output_dir} is not empty and holds no run: choose another output_dir")
     write_atomic(recorded, config)
+    for unfinished in output_dir.glob(".checkpoint-*.partial"):
+        shutil.rmtree(unfinished)

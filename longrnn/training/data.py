@@ -32,6 +32,13 @@ class Source:
         """The rows of this process for one micro-batch of a step."""
         return self._segment(step, micro) if self.config.carry else self._sample(step, micro)
 
+    def check(self) -> None:
+        """Raises UserError for lengths that the task cannot make."""
+        length = self.config.length
+        if not self.config.carry and length.sampling != "fixed":
+            self.task.sample(1, length=length.min, generator=torch.Generator())
+        self.batch(0, 0)
+
     def _sample(self, step: int, micro: int) -> Batch:
         seed = _mix(self.config.seed, step, micro)
         length = self._length(step, random.Random(seed))

@@ -13,6 +13,11 @@ from accelerate import Accelerator
 from longrnn.errors import UserError
 from longrnn.training.config import TrainConfig
 
+LAUNCH = (
+    "launch with `accelerate launch --config_file configs/accelerate/cpu2.yaml -m longrnn.cli "
+    "train …`, and see configs/accelerate/"
+)
+
 
 def build_accelerator(config: TrainConfig) -> Accelerator:
     """The accelerator, refused unless it has as many processes as were launched.
@@ -23,17 +28,21 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
     Raises:
         UserError: the numbers differ.
     """
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched > 1 and "RANK" not in os.environ:
+        # Without it, accelerate would wait for processes that nobody started.
+        raise UserError(
+            f"{launched} processes were asked for (WORLD_SIZE) and this one has no RANK: {LAUNCH}"
+        )
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(), mixed_precision=config.mixed_precision
     )
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
     expected = config.num_processes or launched
     seen = accelerator.num_processes
     if seen != launched or seen != expected:
         raise UserError(
             f"{expected if seen == launched else launched} processes were asked for and this one "
-            f"sees {seen}: launch with `accelerate launch --config_file "
-            "configs/accelerate/cpu2.yaml -m longrnn.cli train …`, and see configs/accelerate/"
+            f"sees {seen}: {LAUNCH}"
         )
     return accelerator
 

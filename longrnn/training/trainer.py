@@ -23,7 +23,7 @@ from longrnn.config import dump_config
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
 from longrnn.hf.loading import load
-from longrnn.hf.tokenizer import load_tokenizer
+from longrnn.hf.tokenizer import HFTokenizer, load_tokenizer
 from longrnn.models.checkpoint import load_model, save_model
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.progress import Progress
@@ -57,14 +57,15 @@ class Trainer:
         self.config = config
         self.output_dir = Path(config.output_dir)
         self.accelerator = build_accelerator(config)
-        self.task = TASKS.build(config.task, load_tokenizer(config.tokenizer))
+        self.tokenizer = load_tokenizer(config.tokenizer)
+        self.task = TASKS.build(config.task, self.tokenizer)
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         self.source = Source(self.task, config, rank, world)
         model = self._build_model()
         self.quiet = quiet or not self.accelerator.is_main_process
         learning_rate(0, config)  # an unknown schedule is refused before anything is written
         optimizer = build_optimizer(model, config)
-        self.source.batch(0, 0)  # as is a length that the task cannot make
+        self.source.check()  # as is a length that the task cannot make
         if self.accelerator.is_main_process:
             text = dump_config(config)
             checkpoint.claim(self.output_dir, text, resume=resume, differs=self._differs)
@@ -123,7 +124,7 @@ class Trainer:
                     raise KeyboardInterrupt
         model = self.accelerator.unwrap_model(self.objective).model
         if self.accelerator.is_main_process:
-            save_model(model, self.output_dir, tokenizer=config.tokenizer)
+            self._write_model(model, self.output_dir)
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
         return model
@@ -187,7 +188,7 @@ class Trainer:
         checkpoint.write_tensors(folder / f"carry-{rank}.pt", plain)
         if self.accelerator.is_main_process:
             model = self.accelerator.unwrap_model(self.objective).model
-            save_model(model, folder, tokenizer=self.config.tokenizer)
+            self._write_model(model, folder)
             content = {
                 "step": self.step,
                 "tokens": self.tokens,
@@ -201,6 +202,14 @@ class Trainer:
         if self.accelerator.is_main_process:
             checkpoint.publish(self.output_dir, self.step, self.config.save_total_limit)
         self.accelerator.wait_for_everyone()
+
+    def _write_model(self, model: RecurrentLM, folder: Path) -> None:
+        """A checkpoint with its tokenizer, so that it can be moved."""
+        if isinstance(self.tokenizer, HFTokenizer):
+            save_model(model, folder, tokenizer="tokenizer.json")
+            self.tokenizer.save(folder)
+        else:
+            save_model(model, folder)
 
     def _restore(self) -> None:
         found = checkpoint.checkpoints(self.output_dir)

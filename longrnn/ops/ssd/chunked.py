@@ -6,9 +6,9 @@ Notable choices:
   shorter chunk of its own: nothing is padded.
 - Decays between two tokens of a chunk are differences of one running sum, kept in float64 or as
   two float32 halves: in one float32 a single strongly forgetting token would cost the slow tokens
-  behind it their digits.
-- No decay is taken below e^FLOOR. That is 0 to rounding, and numbers smaller still are denormal
-  in float32: they make `exp` and the products up to 60 times slower on a CPU.
+  behind it their digits. A whole chunk's decay is kept in two halves as well.
+- No decay below e^FLOOR is computed: it is 0 to rounding, and float32 numbers smaller still are
+  denormal, which makes `exp` and the products up to 60 times slower on a CPU.
 - CHUNK and SEGMENT were chosen by `benchmarks/ssd_chunk_cpu.py`.
 """
 
@@ -63,17 +63,20 @@ def _scan(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor
     y = weights.flatten(2, 3) @ x.transpose(2, 3)  # b m h i p
 
     # Across chunks: what the state at a chunk's start gives to its tokens, then the next state.
+    # `unbind`, because m selections would each cost a whole gradient of zeros.
     to_end = _exp((total[:, :, -1:] - total).to(dtype))  # b m j h
     x_to_end = (x * to_end[..., None]).unflatten(3, (g, r)).flatten(4)  # b m j g (r p)
     x_to_end = x_to_end.permute(0, 1, 3, 4, 2)  # b m g (r p) j
-    whole = _exp(total[:, :, -1].to(dtype, copy=True))[..., None, None]  # b m h 1 1
+    high, low = _halves(_exp(total[:, :, -1].clone()), dtype)  # b m h: decay of a whole chunk
     carried = []
-    for index in range(m):
-        rows = state.view(b, g, r * p, n)
-        carried.append(C[:, index] @ rows.transpose(2, 3))  # b g i (r p)
-        state = (whole[:, index] * state).view(b * g, r * p, n)
-        state.baddbmm_(x_to_end[:, index].flatten(0, 1), B[:, index].flatten(0, 1))
-        state = state.view(b, h, p, n)
+    chunks = (x_to_end, B, C, high[..., None, None], low[..., None, None])
+    for x_m, B_m, C_m, high_m, low_m in zip(*(t.unbind(1) for t in chunks), strict=True):
+        carried.append(C_m @ state.view(b, g, r * p, n).transpose(2, 3))  # b g i (r p)
+        # The low half goes with the small terms: a decay near 1 that is rounded the same way in
+        # every chunk would let a long memory drift.
+        added = (low_m * state).view(b * g, r * p, n)
+        added = added.baddbmm_(x_m.flatten(0, 1), B_m.flatten(0, 1)).view(b, h, p, n)
+        state = torch.addcmul(added, high_m, state)
 
     since_start = _exp(total.to(dtype, copy=True))[..., None]  # b m i h 1
     start = torch.stack(carried, dim=1).transpose(2, 3).reshape(b, m, chunk, h, p)
@@ -87,20 +90,22 @@ def _decay_between(total: Tensor, dtype: torch.dtype) -> Tensor:
         total: running sums of log_decay in a chunk, `(b, m, i, h)` float64.
         dtype: of the result.
     """
-    total = total.transpose(2, 3)
-    high = total.to(dtype)
-    # The gradient of the sum reaches it through its high half alone.
-    low = (total - high).detach().to(dtype)
+    high, low = _halves(total.transpose(2, 3), dtype)
     between = high[..., :, None] - high[..., None, :]
     between.add_(low[..., :, None]).sub_(low[..., None, :])
-    return _exp(between)
+    # Outside the graph, to keep nothing for the backward pass: below FLOOR the gradient is 0 to
+    # rounding like the decay itself, and above 0 are only entries with j > i, which nobody reads.
+    between.detach().clamp_(FLOOR, 0)
+    return between.exp_()
+
+
+def _halves(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Two numbers of `dtype` that add up to `value`; the gradient flows through the first."""
+    high = value.to(dtype)
+    return high, (value - high).detach().to(dtype)
 
 
 def _exp(log_decay: Tensor) -> Tensor:
-    """exp between FLOOR and 0, in place: the argument must be a fresh tensor.
-
-    The clamp stays out of the graph: below FLOOR the gradient is 0 to rounding like the value, and
-    above 0 are only the entries with j > i, which nothing reads.
-    """
-    log_decay.detach().clamp_(FLOOR, 0)
+    """exp in place, 0 below FLOOR; the argument must be a fresh tensor."""
+    log_decay.detach().masked_fill_(log_decay < FLOOR, -torch.inf)
     return log_decay.exp_()

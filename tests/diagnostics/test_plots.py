@@ -1,0 +1,65 @@
+"""The heat map is a picture of the rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib import image
+
+from longrnn.diagnostics.plots import passkey_heat_map
+from longrnn.evaluation.results import Row
+
+
+def rows(model: str, right: float, lengths: tuple[int, ...] = (256, 1024)) -> list[Row]:
+    return [
+        {"model": model, "length": length, "depth": depth, "index": i, "correct": i < right * 4}
+        for length in lengths
+        for depth in (0.0, 0.5, 1.0)
+        for i in range(4)
+    ]
+
+
+def picture(path: Path) -> np.ndarray:
+    return image.imread(path)[..., :3]
+
+
+def green_and_red(pixels: np.ndarray) -> tuple[int, int]:
+    red, green = pixels[..., 0], pixels[..., 1]
+    return int((green > red + 0.3).sum()), int((red > green + 0.3).sum())
+
+
+def test_the_picture_is_real(tmp_path: Path) -> None:
+    """An empty figure, or a file that no program opens."""
+    path = tmp_path / "new/heatmap.png"
+    passkey_heat_map(rows("good", 1.0), path)
+    pixels = picture(path)
+    assert pixels.shape[0] > 200
+    assert pixels.shape[1] > 200
+    assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 20
+    assert [p.name for p in path.parent.iterdir()] == ["heatmap.png"]
+
+
+def test_colours_follow_the_scores(tmp_path: Path) -> None:
+    """A colour scale that stretches to the data, so that a bad model looks like a good one."""
+    counts = {}
+    for name, right in (("good", 1.0), ("bad", 0.0)):
+        passkey_heat_map(rows(name, right), tmp_path / f"{name}.png")
+        counts[name] = green_and_red(picture(tmp_path / f"{name}.png"))
+    (green, red), (less_green, more_red) = counts["good"], counts["bad"]
+    assert green > 5 * less_green
+    assert more_red > 5 * red
+
+
+def test_one_panel_for_each_model(tmp_path: Path) -> None:
+    """A second model drawn over the first; one length, one depth."""
+    passkey_heat_map(rows("a", 1.0), tmp_path / "one.png")
+    passkey_heat_map(rows("a", 1.0) + rows("b", 0.0), tmp_path / "two.png")
+    one, two = picture(tmp_path / "one.png"), picture(tmp_path / "two.png")
+    assert two.shape[1] > 1.4 * one.shape[1]
+    green, red = green_and_red(two)
+    assert green > 5000
+    assert red > 5000
+    single = [row for row in rows("a", 0.5, (4096,)) if row["depth"] == 0.5]
+    passkey_heat_map(single, tmp_path / "single.png")
+    assert picture(tmp_path / "single.png").size

@@ -1,0 +1,266 @@
+"""Passkey evaluation with models whose answers are known."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longrnn.errors import UserError
+from longrnn.evaluation import passkey
+from longrnn.evaluation.passkey import Subject, evaluate, evenly_spaced, summarise
+from longrnn.evaluation.results import Row, read_results
+from longrnn.models import LanguageModel
+from longrnn.tasks import Passkey
+from longrnn.tasks.passkey import is_held_out
+from longrnn.text import ByteTokenizer
+from tests.evaluation.oracles import Oracle
+from tests.tasks.test_passkey import trained_bpe
+
+CELLS: dict[str, Any] = {"lengths": [160, 300], "depths": [0.0, 0.5, 1.0], "n": 3}
+
+
+def measure(*models: LanguageModel, output: Path, **changes: Any) -> list[Row]:
+    subjects = [Subject(f"model{i}", model, ByteTokenizer()) for i, model in enumerate(models)]
+    return evaluate(subjects, output=output, quiet=True, **{**CELLS, "batch_size": 4, **changes})
+
+
+def cells(rows: list[Row]) -> list[tuple[Any, ...]]:
+    return [(row["model"], row["length"], row["depth"], row["index"]) for row in rows]
+
+
+def test_an_oracle_is_right_everywhere(tmp_path: Path) -> None:
+    """Prompts, states or comparisons that spoil right answers."""
+    oracle = Oracle()
+    rows = measure(oracle, output=tmp_path / "r.jsonl")
+    wanted = [("model0", t, d, i) for t in (160, 300) for d in (0.0, 0.5, 1.0) for i in range(3)]
+    assert sorted(cells(rows)) == wanted
+    assert all(row["correct"] and row["said"] == row["key"] for row in rows)
+    assert oracle.prompts == 18
+    for estimate in summarise(rows).values():
+        assert estimate.mean == 1
+
+
+def test_rows_say_everything(tmp_path: Path) -> None:
+    """A row that cannot be checked afterwards, or keys that training has seen."""
+    rows = measure(Oracle(), output=tmp_path / "r.jsonl")
+    for row in rows:
+        assert row.keys() == {"model", "length", "depth", "index", "key", "said", "correct"}
+        assert is_held_out(row["key"])
+    header, written = read_results(tmp_path / "r.jsonl")
+    assert written == rows
+    assert header == {"evaluation": "passkey", "models": {"model0": "oracle"}, "seed": 0}
+    assert len({row["key"] for row in rows}) > 10
+
+
+def test_a_model_that_forgets_is_wrong_where_it_forgets(tmp_path: Path) -> None:
+    """Scores that do not depend on what was said, or cells mixed up."""
+    rows = measure(Oracle(forgets=300), output=tmp_path / "r.jsonl")
+    scores = summarise(rows)
+    assert [scores[160, depth].mean for depth in (0.0, 0.5, 1.0, None)] == [1, 1, 1, 1]
+    assert [scores[300, depth].mean for depth in (0.0, 0.5, 1.0, None)] == [0, 0, 0, 0]
+    assert (scores[300, 0.5].n, scores[300, None].n) == (3, 9)
+    assert {row["said"] for row in rows if row["length"] == 300} == {"00000"}
+
+
+def test_models_are_asked_the_same_questions(tmp_path: Path) -> None:
+    """A comparison of two models on different keys."""
+    rows = measure(Oracle(), Oracle(forgets=0, name="other"), output=tmp_path / "r.jsonl")
+    split = passkey.by_model(rows)
+    assert list(split) == ["model0", "model1"]
+    asked = [{cell[1:]: row["key"] for cell, row in zip(cells(r), r, strict=True)} for r in
+             split.values()]
+    assert asked[0] == asked[1]
+    assert all(row["correct"] for row in split["model0"])
+    assert not any(row["correct"] for row in split["model1"])
+
+
+def test_the_batch_size_changes_nothing(tmp_path: Path) -> None:
+    """Rows that depend on their neighbours in the batch."""
+    rows = [
+        measure(Oracle(), output=tmp_path / f"{size}.jsonl", batch_size=size) for size in (1, 5, 64)
+    ]
+    assert rows[0] == rows[1] == rows[2]
+
+
+def test_long_prompts_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that grows with the prompt, or a state lost between two pieces."""
+    monkeypatch.setattr(passkey, "PIECE", 64)
+    oracle = Oracle()
+    rows = measure(oracle, output=tmp_path / "r.jsonl", lengths=[256, 301])
+    assert all(row["correct"] for row in rows)
+    assert oracle.longest == 64
+
+
+def test_a_tokenizer_of_ones_own(tmp_path: Path) -> None:
+    """Prompts of bytes for a model that reads other tokens."""
+    bpe = trained_bpe()
+    oracle = Oracle()
+    oracle.vocab_size = bpe.vocab_size
+    least = Passkey(bpe).least_length()
+    subject = Subject("bpe", oracle, bpe)
+    rows = evaluate(
+        [subject], lengths=[least], depths=[0.5], n=2, output=tmp_path / "r.jsonl", quiet=True
+    )
+    assert len(rows) == 2
+    with pytest.raises(UserError, match=rf"the least is {least} tokens with the tokenizer of bpe"):
+        evaluate([subject], lengths=[least - 1], depths=[0.5], n=2, output=tmp_path / "s.jsonl")
+    narrow = Subject("narrow", Oracle(), bpe)
+    with pytest.raises(UserError, match=f"has {bpe.vocab_size} ids and the model 256"):
+        evaluate([narrow], lengths=[least], depths=[0.5], n=2, output=tmp_path / "s.jsonl")
+    assert not (tmp_path / "s.jsonl").exists()
+
+
+def test_a_torn_line_is_asked_again_and_nothing_else(tmp_path: Path) -> None:
+    """Work done twice, or rows rewritten."""
+    output = tmp_path / "r.jsonl"
+    whole = measure(Oracle(), output=output)
+    lines = output.read_bytes().splitlines(keepends=True)
+    kept = b"".join(lines[:11])  # the header and ten rows
+    output.write_bytes(kept + lines[11][:-10])
+    oracle = Oracle()
+    rows = measure(oracle, output=output)
+    assert oracle.prompts == 8
+    assert output.read_bytes().startswith(kept)
+    assert rows == whole
+    assert read_results(output)[1] == whole
+
+
+def test_nothing_is_asked_twice(tmp_path: Path) -> None:
+    """A finished evaluation that runs again."""
+    output = tmp_path / "r.jsonl"
+    rows = measure(Oracle(), output=output)
+    before = output.read_bytes()
+    oracle = Oracle()
+    assert measure(oracle, output=output) == rows
+    assert oracle.prompts == 0
+    assert output.read_bytes() == before
+
+
+@pytest.mark.parametrize("calls", [0, 1, 9, 20])
+def test_an_interruption_loses_one_batch_at_most(tmp_path: Path, calls: int) -> None:
+    """Rows that are held back until the end."""
+    output = tmp_path / "r.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        measure(Oracle(fails_after=calls), output=output)
+    kept = output.read_bytes()
+    done = calls // 7  # one call for the prompt and six for the answer make a batch
+    oracle = Oracle()
+    rows = measure(oracle, output=output)
+    assert len(read_results(output)[1]) == len(rows) == 18
+    # Batches of four within the nine prompts of each length: 4, 4, 1, 4, 4, 1.
+    assert oracle.prompts == 18 - [0, 4, 8, 9][done]
+    assert output.read_bytes().startswith(kept)
+    assert rows == measure(Oracle(), output=tmp_path / "straight.jsonl")
+
+
+def test_more_lengths_depths_and_prompts_add_to_the_file(tmp_path: Path) -> None:
+    """Growing an evaluation that begins anew, or that forgets what it had."""
+    output = tmp_path / "r.jsonl"
+    first = measure(Oracle(), output=output)
+    oracle = Oracle()
+    more = {"lengths": [160, 300, 400], "depths": [0.0, 0.25, 0.5, 1.0], "n": 4}
+    rows = measure(oracle, output=output, **more)
+    assert len(rows) == 48
+    assert oracle.prompts == 30
+    assert [row for row in rows if row in first] == first
+    # Fewer cells asked: fewer rows returned, none lost.
+    assert len(measure(Oracle(), output=output, n=1, lengths=[160])) == 3
+    assert len(read_results(output)[1]) == 48
+
+
+def test_repeated_lengths_and_depths_are_asked_once(tmp_path: Path) -> None:
+    """A row that counts twice narrows the interval."""
+    output = tmp_path / "r.jsonl"
+    rows = measure(Oracle(), output=output, lengths=[160, 160], depths=[0.5, 0.5], n=2)
+    assert len(rows) == len(read_results(output)[1]) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 1}, "different seed"),
+        ({"model": Oracle(name="retrained")}, "different models"),
+        ({"model": Oracle(), "evaluation": "reverse"}, "different evaluation"),
+    ],
+)
+def test_results_of_another_run_are_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    """Rows of two models or two seeds in one table."""
+    output = tmp_path / "r.jsonl"
+    measure(Oracle(), output=output)
+    if "evaluation" in change:
+        text = output.read_text().replace('"passkey"', '"reverse"', 1)
+        output.write_text(text)
+    before = output.read_bytes()
+    with pytest.raises(UserError, match=f"{message}.*choose another output folder"):
+        measure(change.get("model", Oracle()), output=output, seed=change.get("seed", 0))
+    assert output.read_bytes() == before
+
+
+def test_other_seeds_ask_for_other_keys(tmp_path: Path) -> None:
+    """A seed that is recorded and not used."""
+    keys = [
+        [row["key"] for row in measure(Oracle(), output=tmp_path / f"{seed}.jsonl", seed=seed)]
+        for seed in (0, 1)
+    ]
+    assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lengths": [300, 100]}, r"length 100 is too short .* the least is 156 tokens"),
+        ({"n": 0}, "n and the batch size must be at least 1"),
+        ({"batch_size": 0}, "n and the batch size must be at least 1"),
+        ({"depths": [0.5, 1.1]}, "depths lie between 0"),
+        ({"depths": [-0.1]}, "depths lie between 0"),
+        ({"depths": [math.nan]}, "depths lie between 0"),
+    ],
+)
+def test_errors_come_before_anything_is_written(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    """An empty results file that is left behind by a mistake."""
+    output = tmp_path / "folder/r.jsonl"
+    with pytest.raises(UserError, match=message):
+        measure(Oracle(), output=output, **changes)
+    assert not output.parent.exists()
+    assert measure(Oracle(), output=output, lengths=[156])
+
+
+def test_depths_are_evenly_spaced() -> None:
+    """Depths that miss an end."""
+    assert evenly_spaced(1) == [0.5]
+    assert evenly_spaced(2) == [0.0, 1.0]
+    assert evenly_spaced(5) == [0.0, 0.25, 0.5, 0.75, 1.0]
+    with pytest.raises(UserError, match="at least 1, not 0"):
+        evenly_spaced(0)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "not json\n", "[1, 2]\n", "3\n", '{"evaluation": "passkey"', "\x00\x01\n", "{}\n{\n"],
+)
+def test_a_file_of_something_else_is_refused(tmp_path: Path, content: str) -> None:
+    """Somebody's file overwritten, or a traceback."""
+    output = tmp_path / "r.jsonl"
+    output.write_text(content)
+    with pytest.raises(UserError, match="choose another") as error:
+        measure(Oracle(), output=output)
+    assert "\n" not in str(error.value)
+    assert output.read_text() == content
+
+
+def test_the_file_is_one_json_object_a_line(tmp_path: Path) -> None:
+    """A format that other programs cannot read."""
+    output = tmp_path / "r.jsonl"
+    rows = measure(Oracle(), output=output)
+    lines = output.read_text().splitlines()
+    assert [json.loads(line) for line in lines[1:]] == rows
+    assert max(Counter(lines).values()) == 1

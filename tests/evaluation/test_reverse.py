@@ -1,0 +1,131 @@
+"""Evaluation of reverse ordering with models whose answers are known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longrnn.errors import UserError
+from longrnn.evaluation.results import Row, read_results
+from longrnn.evaluation.reverse import evaluate, summarise
+from longrnn.models import LMOutput
+from longrnn.state import LMState
+from longrnn.tasks import Reverse
+
+
+class Mirror:
+    """Says a sequence of V = 8 backwards; with `swap`, its first two answers in wrong order."""
+
+    vocab_size = 9
+
+    def __init__(self, *, swap: bool = False, fails_after: int | None = None) -> None:
+        self.swap, self.fails_after = swap, fails_after
+        self.rows = 0
+
+    def fingerprint(self) -> str:
+        return f"mirror {self.swap}"
+
+    def init_state(self, batch_size: int) -> LMState:
+        return LMState(torch.zeros(batch_size, dtype=torch.long), ())
+
+    def __call__(
+        self, tokens: Tensor, state: LMState | None = None, *, keep: int | None = None
+    ) -> LMOutput:
+        if self.fails_after is not None and self.rows >= self.fails_after:
+            raise KeyboardInterrupt
+        self.rows += len(tokens)
+        half = tokens.shape[1] // 2
+        said = tokens[:, :half].flip(1)
+        if self.swap:
+            said[:, :2] = said[:, :2].flip(1)
+        said = torch.cat([tokens[:, :half], said], dim=1)
+        assert state is not None
+        return LMOutput(torch.nn.functional.one_hot(said, 9).float(), state)
+
+
+def measure(model: Any, output: Path, **changes: Any) -> list[Row]:
+    task = Reverse(vocab_size=8, held_out=20)
+    settings = {"length": 6, "n": 20, "batch_size": 8, "quiet": True, **changes}
+    return evaluate(model, task, output=output, **settings)
+
+
+def test_an_oracle_is_right_everywhere(tmp_path: Path) -> None:
+    """Targets shifted against the predictions."""
+    rows = measure(Mirror(), tmp_path / "r.jsonl")
+    assert [row["index"] for row in rows] == list(range(20))
+    for row in rows:
+        assert (row["token_accuracy"], row["exact_match"], row["edit_distance"]) == (1, 1, 0)
+    scores = summarise(rows)
+    assert scores["exact_match"].mean == 1
+    assert scores["exact_match"].low < 0.9  # Wilson: twenty samples are not certainty
+    assert scores["edit_distance"].mean == 0
+
+
+def test_a_model_that_swaps_is_wrong(tmp_path: Path) -> None:
+    """Scores that ignore what was said."""
+    rows = measure(Mirror(swap=True), tmp_path / "r.jsonl")
+    task = Reverse(vocab_size=8, held_out=20)
+    sequences = task.evaluation_batch(0, 20, length=6).tokens[:, :6].tolist()
+    for row, sequence in zip(rows, sequences, strict=True):
+        same = sequence[-1] == sequence[-2]  # swapping two equal tokens changes nothing
+        assert row["edit_distance"] == (0 if same else 1)
+        assert row["exact_match"] == (1 if same else 0)
+        assert row["token_accuracy"] == pytest.approx(1 if same else 4 / 6)
+    assert summarise(rows)["exact_match"].mean < 0.5
+
+
+def test_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    """Rows asked twice, or sequences skipped."""
+    output = tmp_path / "r.jsonl"
+    straight = measure(Mirror(), tmp_path / "straight.jsonl")
+    with pytest.raises(KeyboardInterrupt):
+        measure(Mirror(fails_after=8), output)
+    with open(output, "a") as file:
+        file.write('{"index": 8, "tok')
+    again = Mirror()
+    assert measure(again, output) == straight
+    assert again.rows == 12
+    assert output.read_text() == (tmp_path / "straight.jsonl").read_text()
+
+
+def test_more_and_fewer_sequences(tmp_path: Path) -> None:
+    """A smaller n that returns more rows than asked, or drops the others."""
+    output = tmp_path / "r.jsonl"
+    measure(Mirror(), output, n=5)
+    model = Mirror()
+    assert len(measure(model, output)) == 20
+    assert model.rows == 15
+    assert len(measure(Mirror(), output, n=3)) == 3
+    assert len(read_results(output)[1]) == 20
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    """Scores of a model on ids that it does not have, or on sequences that training has seen."""
+    output = tmp_path / "new/r.jsonl"
+    with pytest.raises(UserError, match="between 1 and the 20 held-out"):
+        measure(Mirror(), output, n=21)
+    with pytest.raises(UserError, match="between 1 and the 20 held-out"):
+        measure(Mirror(), output, n=0)
+    with pytest.raises(UserError, match="length must be at least 1"):
+        measure(Mirror(), output, length=0)
+    narrow = Mirror()
+    narrow.vocab_size = 8
+    with pytest.raises(UserError, match="needs a model with 9 ids, this one has 8"):
+        measure(narrow, output)
+    assert not output.parent.exists()
+
+
+def test_results_of_another_run_are_refused(tmp_path: Path) -> None:
+    """Two lengths or two models in one file."""
+    output = tmp_path / "r.jsonl"
+    measure(Mirror(), output)
+    before = output.read_bytes()
+    with pytest.raises(UserError, match="different length"):
+        measure(Mirror(), output, length=7)
+    with pytest.raises(UserError, match="different model"):
+        measure(Mirror(swap=True), output)
+    assert output.read_bytes() == before

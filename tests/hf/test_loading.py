@@ -1,0 +1,192 @@
+"""Checkpoints by name or folder: what is saved comes back, what is damaged is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from longrnn import load
+from longrnn import state as states
+from longrnn.errors import UserError
+from longrnn.hf import loading
+from longrnn.mixers import MIXERS
+from longrnn.models import RecurrentLM
+from longrnn.models.checkpoint import save_model
+from longrnn.positions import POSITIONS
+from tests.contracts.builders import build_model, random_tokens
+
+
+def logits(model: RecurrentLM) -> torch.Tensor:
+    with torch.no_grad():
+        return model(random_tokens(2, 9)).logits
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    save_model(build_model("mamba2", dtype=torch.float32), folder)
+    return folder
+
+
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("kind", sorted(MIXERS))
+def test_a_model_comes_back_bit_for_bit(kind: str, tie: bool, tmp_path: Path) -> None:
+    """A weight that is not saved, or a head that is no longer the embedding."""
+    for block in ("residual", "plain"):
+        model = build_model(kind, block=block, dtype=torch.float32, tie_embeddings=tie).eval()
+        save_model(model, tmp_path / block)
+        again = load(tmp_path / block)
+        assert torch.equal(logits(again), logits(model))
+        assert again.config == model.config
+        assert again.fingerprint() == model.fingerprint()
+        assert not again.training
+        assert (again.head.weight is again.embedding.weight) == tie
+        stored = load_file(tmp_path / block / "model.safetensors")
+        assert ("head.weight" in stored) != tie
+
+
+@pytest.mark.parametrize("kind", sorted(POSITIONS))
+def test_tables_of_positions_come_back(kind: str, tmp_path: Path) -> None:
+    """A random table that is drawn again instead of loaded."""
+    model = build_model("lstm", kind, dtype=torch.float32, seed=4).eval()
+    save_model(model, tmp_path)
+    torch.manual_seed(99)
+    assert torch.equal(logits(load(tmp_path)), logits(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_dtype_is_that_of_the_checkpoint(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Weights that are widened or rounded in silence."""
+    model = build_model("gru", dtype=dtype).eval()
+    save_model(model, tmp_path)
+    again = load(tmp_path)
+    assert {p.dtype for p in again.parameters()} == {dtype}
+    assert torch.equal(logits(again), logits(model))
+    assert {p.dtype for p in load(tmp_path, dtype=torch.float32).parameters()} == {torch.float32}
+
+
+def test_saving_and_loading_draw_no_randomness(saved: Path) -> None:
+    """Loading a model that changes what a program draws afterwards."""
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    load(saved)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_backend_is_chosen_and_is_not_part_of_the_model(saved: Path, tmp_path: Path) -> None:
+    """A state that loads only where the same kernel runs."""
+    fast, slow = load(saved), load(saved, backend="reference")
+    assert "backend=reference" in repr(slow)
+    assert "backend=chunked" in repr(fast)
+    torch.testing.assert_close(logits(slow), logits(fast), atol=1e-5, rtol=1e-5)
+    assert slow.fingerprint() == fast.fingerprint()
+    state = fast(random_tokens(2, 5)).state
+    states.save(state, tmp_path / "state.safetensors", model=fast)
+    assert states.load(tmp_path / "state.safetensors", slow).position.tolist() == [5, 5]
+    with pytest.raises(UserError, match="did you mean 'reference'"):
+        load(saved, backend="referense")
+
+
+def test_a_backend_for_a_cell_that_has_none(tmp_path: Path) -> None:
+    """An option that is dropped without a word."""
+    save_model(build_model("lstm", dtype=torch.float32), tmp_path)
+    load(tmp_path, backend="auto")
+    with pytest.raises(UserError, match="has no option 'backend'"):
+        load(tmp_path, backend="reference")
+
+
+def test_embedded_names(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that means nothing, or an error that does not say which names there are."""
+    monkeypatch.setattr(loading, "embedded", lambda: {"passkey-tiny": saved, "reverse-tiny": saved})
+    assert loading.resolve("passkey-tiny") == saved
+    assert load("passkey-tiny").fingerprint() == load(saved).fingerprint()
+    with pytest.raises(UserError, match="did you mean 'passkey-tiny'"):
+        load("passkey-tni")
+    with pytest.raises(UserError, match="known: passkey-tiny, reverse-tiny"):
+        load("zzz")
+    with pytest.raises(UserError, match="have no|has no revisions"):
+        load(saved, revision="main")
+    with pytest.raises(UserError, match="give the folder that contains it"):
+        load(saved / "config.json")
+
+
+@pytest.mark.parametrize("name", sorted(loading.embedded()))
+def test_embedded_checkpoints_load(name: str) -> None:
+    """A checkpoint that travels with the package and is of no use."""
+    assert load(name)(torch.zeros(1, 3, dtype=torch.long)).logits.isfinite().all()
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    path = folder / "config.json"
+    description = json.loads(path.read_text())
+    change(description)
+    path.write_text(json.dumps(description))
+
+
+def reshape(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def cut(folder: Path, size: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (lambda f: (f / "config.json").unlink(), "it has no config.json"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "it has no model.safetensors"),
+    "truncated": (lambda f: cut(f, 3000), "is truncated or damaged"),
+    "truncated header": (lambda f: cut(f, 5), "is truncated or damaged"),
+    "empty": (lambda f: cut(f, 0), "is truncated or damaged"),
+    "not json": (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
+    "not text": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\xff"), "is not JSON"),
+    "a list": (lambda f: (f / "config.json").write_text("[]"), "a model of type None"),
+    "other type": (lambda f: edit(f, lambda d: d.update(model_type="llama")), "of type 'llama'"),
+    "newer": (lambda f: edit(f, lambda d: d.update(format=2)), "format 2, this version reads 1"),
+    "no format": (lambda f: edit(f, lambda d: d.pop("format")), "checkpoint format None"),
+    "no model": (lambda f: edit(f, lambda d: d.pop("config")), "must be a mapping"),
+    "odd key": (lambda f: edit(f, lambda d: d["config"].update(dmodel=1)), "unknown key dmodel"),
+    "odd value": (lambda f: edit(f, lambda d: d["config"].update(d_model="x")), "key 'd_model'"),
+    "odd cell": (
+        lambda f: edit(f, lambda d: d["config"].update(mixer={"kind": "mamba"})),
+        "did you mean 'mamba2'",
+    ),
+    "wrong shape": (
+        lambda f: edit(f, lambda d: d["config"].update(vocab_size=12)),
+        r"embedding.weight has shape \(11, 8\), \(12, 8\) was expected",
+    ),
+    "missing tensor": (
+        lambda f: reshape(f, lambda t: t.pop("blocks.0.mixer.D")),
+        "blocks.0.mixer.D has shape None",
+    ),
+    "missing embedding": (
+        lambda f: reshape(f, lambda t: t.pop("embedding.weight")),
+        "embedding.weight has shape None",
+    ),
+    "odd tensor": (
+        lambda f: reshape(f, lambda t: t.update(extra=torch.zeros(1))),
+        "extra has shape",
+    ),
+    "no tensors": (lambda f: reshape(f, lambda t: t.clear()), "has shape None"),
+}
+
+
+@pytest.mark.parametrize("damage", sorted(DAMAGES))
+def test_damage_is_named(damage: str, saved: Path) -> None:
+    """A traceback of a library, or weights that are half loaded."""
+    spoil, message = DAMAGES[damage]
+    load(saved)
+    spoil(saved)
+    with pytest.raises(UserError, match=message) as error:
+        load(saved)
+    assert "\n" not in str(error.value)
+    assert str(saved) in str(error.value) or damage == "odd cell"

@@ -1,0 +1,95 @@
+"""Tokenizers by name or path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longrnn import load_tokenizer
+from longrnn.errors import UserError
+from longrnn.hf import tokenizer as home
+from longrnn.hf.tokenizer import HFTokenizer
+from longrnn.models.checkpoint import save_model
+from longrnn.text import ByteTokenizer
+from tests.contracts.builders import build_model
+from tests.tasks.test_passkey import trained_bpe
+
+TEXT = "The passkey is 12345. Remember it. <s> naïve  \n"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A folder as `transformers` writes it."""
+    bpe: Any = trained_bpe()
+    bpe.tokenizer.save_pretrained(tmp_path / "bpe")
+    return tmp_path / "bpe"
+
+
+def test_bytes() -> None:
+    """The name that needs no file."""
+    assert isinstance(load_tokenizer(), ByteTokenizer)
+    assert isinstance(load_tokenizer("bytes"), ByteTokenizer)
+
+
+def test_a_folder_and_a_file(saved: Path) -> None:
+    """Two ways to one tokenizer that disagree."""
+    for path in (saved, saved / "tokenizer.json", str(saved)):
+        tokenizer = load_tokenizer(path)
+        assert isinstance(tokenizer, HFTokenizer)
+        assert tokenizer.vocab_size == trained_bpe().vocab_size
+        assert tokenizer.encode(TEXT) == trained_bpe().encode(TEXT)
+        assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+
+
+def test_a_tokenizer_json_alone(saved: Path) -> None:
+    """A file without the configuration that transformers writes beside it."""
+    (saved / "tokenizer_config.json").unlink()
+    assert load_tokenizer(saved).encode(TEXT) == trained_bpe().encode(TEXT)
+
+
+@given(st.text(max_size=40))
+def test_nothing_is_added_and_nothing_cleaned_up(text: str) -> None:
+    """Special tokens in the middle of a prompt, or spaces that vanish before a full stop."""
+    bpe = trained_bpe()
+    ids = bpe.encode(text)
+    assert bpe.decode(ids) == text
+    assert all(0 <= i < bpe.vocab_size for i in ids)
+    assert bpe.encode("") == []
+
+
+def test_the_tokenizer_of_a_checkpoint(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint asked for its tokenizer that gives another one."""
+    model = build_model("lstm", dtype=torch.float32)
+    save_model(model, tmp_path / "bytes")
+    assert isinstance(load_tokenizer(tmp_path / "bytes"), ByteTokenizer)
+    save_model(model, tmp_path / "beside", tokenizer="../bpe")
+    assert load_tokenizer(tmp_path / "beside").encode(TEXT) == trained_bpe().encode(TEXT)
+    save_model(model, tmp_path / "inside", tokenizer="tokenizer.json")
+    tokenizer = load_tokenizer(saved)
+    assert isinstance(tokenizer, HFTokenizer)
+    tokenizer.save(tmp_path / "inside")
+    assert load_tokenizer(tmp_path / "inside").encode(TEXT) == trained_bpe().encode(TEXT)
+    monkeypatch.setattr(home, "embedded", lambda: {"named": tmp_path / "inside"})
+    assert load_tokenizer("named").encode(TEXT) == trained_bpe().encode(TEXT)
+
+
+def test_what_is_no_tokenizer_is_refused(saved: Path, tmp_path: Path) -> None:
+    """A traceback of the tokenizers library, or a silent fall back to bytes."""
+    for path in (tmp_path / "nowhere", tmp_path, "gpt2"):
+        with pytest.raises(UserError, match="no tokenizer at"):
+            load_tokenizer(path)
+    save_model(build_model("lstm"), tmp_path / "moved", tokenizer="tokenizer.json")
+    with pytest.raises(UserError, match="no tokenizer at"):
+        load_tokenizer(tmp_path / "moved")
+    for content in ("{", "{}", "[]"):
+        (saved / "tokenizer.json").write_text(content)
+        with pytest.raises(UserError, match="is no tokenizer") as error:
+            load_tokenizer(saved / "tokenizer.json")
+        assert "\n" not in str(error.value)

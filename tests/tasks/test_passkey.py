@@ -1,0 +1,196 @@
+"""Passkey retrieval: exact lengths, a split of the keys, and one drawing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from longrnn.errors import UserError
+from longrnn.hf.tokenizer import HFTokenizer, load_tokenizer
+from longrnn.tasks import Passkey
+from longrnn.tasks.base import UNSCORED
+from longrnn.tasks.passkey import ANSWER, FILLER, HEADER, KEY_LINE, QUESTION, is_held_out, keys
+from longrnn.text import ByteTokenizer, Tokenizer
+from tests.tasks.drawings import drawing
+
+NEOX = Path(__file__).parents[3] / "shared/data/gpt-neox-20b-tokenizer/tokenizer.json"
+
+
+@lru_cache
+def trained_bpe() -> Tokenizer:
+    """A byte-level BPE of transformers, trained here: numbers become several tokens."""
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    fast = Fast(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<s>"],
+        show_progress=False,
+    )
+    text = [HEADER, FILLER, QUESTION, Path(__file__).read_text()]
+    numbers = [ANSWER.format(key=f"{i:05d}") for i in range(0, 100_000, 501)]
+    fast.train_from_iterator(text * 5 + numbers, trainer)
+    return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=fast, bos_token="<s>"))
+
+
+@lru_cache
+def task_with(tokenizer: str) -> Passkey:
+    if tokenizer == "bytes":
+        return Passkey()
+    if tokenizer == "bpe":
+        return Passkey(trained_bpe())
+    if not NEOX.is_file():
+        pytest.skip(f"no tokenizer at {NEOX}")
+    return Passkey(load_tokenizer(NEOX))
+
+
+TOKENIZERS = ["bytes", "bpe", "neox"]
+
+
+class Signs:
+    """A tokenizer that knows the parts of a passkey prompt as the signs of the drawing."""
+
+    vocab_size = 128
+    parts = {HEADER: "HH", FILLER: "f", KEY_LINE.format(key="42719"): "KK", QUESTION: "QQ"}
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(sign) for sign in self.parts.get(text, text)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+def test_the_drawing_in_the_docstring() -> None:
+    """A docstring that no longer shows what the task makes."""
+    task = Passkey(Signs())
+    prompt = task.prompt("42719", length=14, depth=3 / 8)
+    batch = task._batch([prompt], ["42719"], torch.tensor([True]), [True])
+    targets = [chr(i).replace(" ", "_") for i in batch.targets[0].tolist()]
+    assert drawing(Passkey) == {
+        "tokens": [chr(i) for i in batch.tokens[0].tolist()],
+        "targets": targets,
+        "answer": ["x" if asked else "." for asked in batch.answers()[0].tolist()],
+    }
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@given(
+    extra=st.integers(0, 3000),
+    depth=st.floats(0, 1),
+    pick=st.integers(0, len(keys(True)) - 1),
+)
+@example(extra=0, depth=0.0, pick=0)
+@example(extra=1000, depth=1.0, pick=1)
+def test_prompts_have_exactly_the_length_asked(
+    tokenizer: str, extra: int, depth: float, pick: int
+) -> None:
+    """A prompt cut or padded to its length, or one whose key is not where it was asked."""
+    task, key = task_with(tokenizer), keys(True)[pick]
+    length = task.least_length() + extra
+    prompt = task.prompt(key, length=length, depth=depth)
+    assert prompt.shape == (length,)
+    assert prompt.dtype == torch.int64
+    text = task.tokenizer.decode(prompt.tolist())
+    line = KEY_LINE.format(key=key)
+    assert text.startswith(HEADER)
+    assert text.endswith(QUESTION)
+    assert text.count(line) == 1
+    # The key line stands where the depth says, counted in tokens of filler.
+    filler = len(prompt) - sum(len(task._ids(part)) for part in (HEADER, line, QUESTION))
+    before = text.index(line) - len(HEADER)
+    after = len(text) - text.index(line) - len(line) - len(QUESTION)
+    if filler > 500:
+        assert before / (before + after) == pytest.approx(depth, abs=0.05)
+
+
+def test_the_filler_runs_on_around_the_key() -> None:
+    """Filler that begins anew behind the key, which would tell where it stood."""
+    text = Passkey().tokenizer.decode(Passkey().prompt("00000", length=700, depth=0.4).tolist())
+    line = KEY_LINE.format(key="00000")
+    body = text.removeprefix(HEADER).removesuffix(QUESTION).replace(line, "")
+    assert body == (FILLER * 10)[: len(body)]
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+def test_the_least_length_is_the_least(tokenizer: str) -> None:
+    """An error that names a length which does not work either."""
+    task = task_with(tokenizer)
+    least = task.least_length()
+    lines = {key: len(task._ids(KEY_LINE.format(key=key))) for key in keys(True)[::97]}
+    longest = max(lines, key=lambda key: lines[key])
+    assert len(task.prompt(longest, length=least, depth=0.5)) == least
+    with pytest.raises(UserError, match=f"at least {least} tokens") as error:
+        task.prompt(longest, length=least - 1, depth=0.5)
+    assert "\n" not in str(error.value)
+
+
+def test_no_key_of_evaluation_is_one_of_training() -> None:
+    """Leakage; and a split by digit, after which a model can never say some digit."""
+    held_out, train = set(keys(True)), set(keys(False))
+    assert not held_out & train
+    assert len(held_out | train) == 100_000
+    assert 0.1 < len(held_out) / 100_000 < 0.15
+    assert all(map(is_held_out, held_out))
+    for place in range(5):
+        assert {key[place] for key in held_out} == set("0123456789")
+        assert {key[place] for key in train} == set("0123456789")
+
+
+def test_training_never_shows_a_held_out_key() -> None:
+    """Leakage by one of the two ways to draw training rows."""
+    task = Passkey(max_segments=2)
+    generator = torch.Generator().manual_seed(0)
+    batch = task.sample(800, length=200, generator=generator)
+    lanes = task.segment(range(400), 0, length=200, seed=0)
+    shown = [
+        re.search(r"passkey is (\d{5})\.", ByteTokenizer().decode(row))
+        for row in [*batch.tokens.tolist(), *lanes.tokens.tolist()]
+    ]
+    found = {match[1] for match in shown if match}
+    assert len(found) > 900
+    assert not any(map(is_held_out, found))
+
+
+def test_targets_are_the_next_tokens_and_the_answer_is_the_key() -> None:
+    """Targets shifted by one, or an answer mask beside the answer."""
+    task = Passkey()
+    batch = task.sample(4, length=256, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(batch.targets[:, :-1], batch.tokens[:, 1:])
+    for tokens, targets, answer in zip(batch.tokens, batch.targets, batch.answers(), strict=True):
+        text = task.tokenizer.decode(tokens.tolist())
+        match = re.search(r"passkey is (\d{5})\.", text)
+        assert match is not None
+        assert task.tokenizer.decode(targets[answer].tolist()) == ANSWER.format(key=match[1])
+        assert text[:256].endswith(QUESTION)
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0, 3.5])
+def test_weights_sum_to_text_plus_answer(weight: float) -> None:
+    """A loss whose scale depends on length or on how a key is cut into tokens."""
+    task = Passkey(trained_bpe(), answer_weight=weight)
+    length = task.least_length() + 20
+    batch = task.sample(6, length=length, generator=torch.Generator().manual_seed(2))
+    assert batch.weights is not None
+    torch.testing.assert_close(batch.weights.sum(1), torch.full((6,), 1 + weight))
+    on_text = (batch.weights * ~batch.answers()).sum(1)
+    n_scored, n_answer = (batch.targets != UNSCORED).sum(1), batch.answers().sum(1)
+    torch.testing.assert_close(on_text, (n_scored - n_answer) / n_scored)
+
+
+def test_options_out_of_range_are_refused() -> None:
+    """Documents of no segment, or negative weights."""
+    for options in ({"max_segments": 0}, {"grow_steps": -1}, {"answer_weight": -0.5}):
+        with pytest.raises(UserError, match="needs max_segments >= 1"):
+            Passkey(**options)

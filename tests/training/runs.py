@@ -1,0 +1,145 @@
+"""Tiny runs, and how tests compare them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longrnn.config import build_config, dump_config
+from longrnn.training import checkpoint
+from longrnn.training.config import TrainConfig
+from longrnn.training.trainer import Trainer
+
+LSTM = {"vocab_size": 256, "d_model": 16, "n_layers": 1, "mixer": {"kind": "lstm"}}
+MAMBA2 = {
+    "vocab_size": 256,
+    "d_model": 8,
+    "n_layers": 2,
+    "mixer": {"kind": "mamba2", "d_state": 4, "head_dim": 8},
+}
+BASE: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "warmup_steps": 3,
+    "max_steps": 10,
+    "logging_steps": 3,
+    "save_steps": 4,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "passkey": {"task": {"kind": "passkey"}, "model": MAMBA2, "length": {"max": 180}},
+    "carry": {
+        "task": {"kind": "passkey", "max_segments": 4, "grow_steps": 3},
+        "model": MAMBA2,
+        "length": {"max": 180},
+        "carry": True,
+        "gradient_accumulation_steps": 2,
+    },
+    "reverse": {
+        "task": {"kind": "reverse", "vocab_size": 8, "held_out": 16},
+        "model": {
+            "vocab_size": 9,
+            "d_model": 16,
+            "n_layers": 1,
+            "block": "plain",
+            "tie_embeddings": False,
+            "mixer": {"kind": "gru"},
+            "position": {"kind": "sinusoidal"},
+        },
+        "length": {"max": 8, "min": 4, "sampling": "log_uniform"},
+        "per_device_train_batch_size": 8,
+        "optim": "adam",
+    },
+}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+
+
+def tiny(kind: str, output_dir: Path, **changes: Any) -> TrainConfig:
+    """The configuration of a tiny run."""
+    values = {**BASE, **KINDS[kind], "output_dir": str(output_dir), **changes}
+    return build_config(TrainConfig, values)
+
+
+def write_config(config: TrainConfig, path: Path) -> Path:
+    path.write_text(dump_config(config))
+    return path
+
+
+def train(config: TrainConfig, *, resume: bool = False) -> Trainer:
+    trainer = Trainer(config, resume=resume, quiet=True)
+    trainer.train()
+    return trainer
+
+
+def metrics(output_dir: Path) -> list[dict[str, float]]:
+    """The rows of metrics.jsonl, without what the clock says."""
+    rows = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
+
+
+def last_checkpoint(output_dir: Path) -> Path:
+    return checkpoint.checkpoints(output_dir)[-1]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Equal bit for bit: final model, optimizer, counters, carried states and metrics."""
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (one, other)]
+    assert weights[0] == weights[1]
+    a, b = last_checkpoint(one), last_checkpoint(other)
+    assert a.name == b.name
+    assert sorted(path.name for path in a.iterdir()) == sorted(path.name for path in b.iterdir())
+    for name in ("training.pt", "carry-0.pt"):
+        assert_equal(checkpoint.read_tensors(a / name), checkpoint.read_tensors(b / name))
+    assert metrics(one) == metrics(other)
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    """Nested values with tensors, bit for bit."""
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert_equal(one[name], other[name])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_equal(a, b)
+    else:
+        assert one == other
+
+
+def start(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
+    """`python -m longrnn.cli …` in a process of its own."""
+    command = [sys.executable, "-m", "longrnn.cli", *map(str, arguments)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, env={**ENVIRONMENT, **environment}
+    )
+
+
+def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`start`, to its end."""
+    process = start(*arguments, **environment)
+    out, err = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+def signal_after(process: subprocess.Popen[str], path: Path, number: signal.Signals) -> None:
+    """Sends a signal once `path` exists, while the process is still at work."""
+    deadline = time.monotonic() + 100
+    while not path.exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            out, err = process.communicate()
+            raise AssertionError(f"{path} was never written\n{out}\n{err}")
+        time.sleep(0.01)
+    process.send_signal(number)

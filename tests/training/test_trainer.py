@@ -1,0 +1,332 @@
+"""The trainer in one process: resuming bit for bit, refusing what it must, and learning."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longrnn import load
+from longrnn.errors import UserError
+from longrnn.hf.loading import load as load_checkpoint
+from longrnn.mixers import MIXERS
+from longrnn.models.checkpoint import save_model
+from longrnn.training.config import TrainConfig
+from longrnn.training.trainer import Trainer
+from tests.contracts.builders import mixer_spec
+from tests.training.runs import (
+    BASE,
+    KINDS,
+    MAMBA2,
+    assert_same_run,
+    last_checkpoint,
+    metrics,
+    tiny,
+    train,
+)
+
+
+class Crash(Exception):
+    """What a test raises in the middle of a run."""
+
+
+def crash(config: TrainConfig, step: int, monkeypatch: pytest.MonkeyPatch, **how: bool) -> None:
+    """Trains until `step` steps are done, and then dies without a word."""
+    whole = Trainer._train_step
+
+    def until(self: Trainer, *, stop: bool) -> dict[str, float]:
+        if self.step == step:
+            raise Crash
+        return whole(self, stop=stop)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", until)
+        with pytest.raises(Crash):
+            train(config, **how)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_resumed_run_is_the_undisturbed_one(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anything that a checkpoint forgets: optimizer, carried states, counters, pending metrics.
+
+    The first crash leaves rows of metrics that must be dropped, the second a mean half collected.
+    """
+    straight, broken = tiny(kind, tmp_path / "straight"), tiny(kind, tmp_path / "broken")
+    train(straight)
+    crash(broken, 7, monkeypatch)
+    assert [row["step"] for row in metrics(tmp_path / "broken")] == [3, 6]
+    crash(broken, 9, monkeypatch, resume=True)
+    assert last_checkpoint(tmp_path / "broken").name == "checkpoint-00000008"
+    trainer = train(broken, resume=True)
+    assert (trainer.step, trainer.tokens > 0) == (10, True)
+    assert_same_run(tmp_path / "straight", tmp_path / "broken")
+    rows = metrics(tmp_path / "straight")
+    assert [row["step"] for row in rows] == [3, 6, 9, 10]
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+
+
+def test_carried_states_reach_across_steps(tmp_path: Path) -> None:
+    """`carry` that resets at every step: the position counts the tokens of a document."""
+    config = tiny("carry", tmp_path, max_steps=6, task={"kind": "passkey", "max_segments": 50})
+    trainer = train(config)
+    positions = [int(p) for state in trainer.states for p in state.position]
+    assert all(position % 180 == 0 for position in positions)
+    assert max(positions) > 180
+    starts = [trainer.source.batch(5, micro).fresh for micro in (0, 1)]
+    fresh = [bool(flag) for flags in starts for flag in flags]
+    for flag, position in zip(fresh, positions, strict=True):
+        assert (position == 180) == flag
+    assert not any(leaf.requires_grad for state in trainer.states for leaf in state.layers[0])
+
+
+def test_checkpoints_are_kept_to_the_limit_and_load(tmp_path: Path) -> None:
+    """Old checkpoints that fill the disk, or ones that `load` does not read."""
+    train(tiny("passkey", tmp_path, save_steps=2, save_total_limit=3))
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [
+        *(f"checkpoint-{step:08d}" for step in (6, 8, 10)),
+        "config.json",
+        "metrics.jsonl",
+        "model.safetensors",
+        "train.yaml",
+    ]
+    final, last = load(tmp_path), load(last_checkpoint(tmp_path))
+    assert final.fingerprint() == last.fingerprint()
+    assert load(tmp_path / "checkpoint-00000008").fingerprint() != final.fingerprint()
+
+
+def test_a_finished_run_can_be_resumed(tmp_path: Path) -> None:
+    """A second end that changes what the first wrote."""
+    config = tiny("reverse", tmp_path)
+    train(config)
+    before = (tmp_path / "model.safetensors").read_bytes(), metrics(tmp_path)
+    train(config, resume=True)
+    assert ((tmp_path / "model.safetensors").read_bytes(), metrics(tmp_path)) == before
+
+
+def test_resume_without_a_checkpoint_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of metrics kept twice after a crash before the first checkpoint."""
+    straight, broken = tiny("reverse", tmp_path / "a"), tiny("reverse", tmp_path / "b")
+    train(straight)
+    crash(broken, 3, monkeypatch)
+    assert len(metrics(tmp_path / "b")) == 1
+    train(broken, resume=True)
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+    train(tiny("reverse", tmp_path / "c"), resume=True)  # nothing there at all
+    assert_same_run(tmp_path / "a", tmp_path / "c")
+
+
+def test_a_torn_row_of_metrics_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that no reader can parse after a kill in the middle of a write."""
+    config = tiny("reverse", tmp_path)
+    crash(config, 9, monkeypatch)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "lo')
+    train(config, resume=True)
+    assert [row["step"] for row in metrics(tmp_path)] == [3, 6, 9, 10]
+
+
+def test_what_a_killed_save_left_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A half-written checkpoint that is resumed from, or whose rubbish is published."""
+    straight, broken = tiny("reverse", tmp_path / "a"), tiny("reverse", tmp_path / "b")
+    train(straight)
+    crash(broken, 6, monkeypatch)
+    for step in (5, 8):
+        partial = tmp_path / f"b/.checkpoint-{step:08d}.partial"
+        partial.mkdir()
+        (partial / ".model.safetensors.0a1b2c3d").write_bytes(b"torn")
+    train(broken, resume=True)
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+    assert not list((tmp_path / "b").rglob("*.partial"))
+    assert not list((tmp_path / "b").rglob("*0a1b2c3d"))
+
+
+def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
+    """Two runs mixed in one folder."""
+    train(tiny("reverse", tmp_path))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match="add --resume"):
+        Trainer(tiny("reverse", tmp_path), quiet=True)
+    for changes, name in [
+        ({"learning_rate": 1e-4}, "learning_rate: 0.002 there, 0.0001 here"),
+        ({"length": {"max": 9, "min": 4, "sampling": "log_uniform"}}, "length.max: 8 there, 9"),
+        ({"model": {**KINDS["reverse"]["model"], "d_model": 12}}, "model.d_model: 16 there, 12"),
+        ({"seed": 1}, "seed: 0 there, 1 here"),
+    ]:
+        with pytest.raises(UserError, match=f"{name}.*choose another output_dir"):
+            Trainer(tiny("reverse", tmp_path, **changes), resume=True, quiet=True)
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert after == before
+
+
+def test_how_often_to_save_and_log_may_change(tmp_path: Path) -> None:
+    """A run that cannot go on because its logging was changed."""
+    train(tiny("reverse", tmp_path))
+    harmless = {"save_steps": 3, "save_total_limit": 1, "logging_steps": 1, "num_processes": 1}
+    train(tiny("reverse", tmp_path, **harmless), resume=True)
+
+
+def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
+    """A run among somebody's files."""
+    (tmp_path / "thesis.tex").write_text("x")
+    for resume in (False, True):
+        with pytest.raises(UserError, match="not empty and holds no run"):
+            Trainer(tiny("reverse", tmp_path), resume=resume, quiet=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("name", ["training.pt", "model.safetensors", "config.json", "carry-0.pt"])
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
+def test_a_damaged_checkpoint_is_named(
+    name: str, damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A traceback, or a run that goes on from half a checkpoint."""
+    config = tiny("carry", tmp_path, gradient_accumulation_steps=1)
+    crash(config, 5, monkeypatch)
+    file = last_checkpoint(tmp_path) / name
+    content = file.read_bytes()
+    file.unlink() if damage == "missing" else file.write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match="checkpoint-00000004") as error:
+        Trainer(config, resume=True, quiet=True)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"task": {"kind": "passky"}}, "did you mean 'passkey'"),
+        ({"task": {"kind": "passkey", "max_segment": 1}}, "did you mean 'max_segments'"),
+        ({"model": {**MAMBA2, "mixer": {"kind": "mamba"}}}, "did you mean 'mamba2'"),
+        ({"model": {**MAMBA2, "mixer": {"kind": "lstm", "d_state": 3}}}, "it takes none"),
+        ({"model": {**MAMBA2, "vocab_size": 200}}, "set model.vocab_size=256"),
+        ({"optim": "sgd"}, "known: adam, adamw"),
+        ({"lr_scheduler_type": "linear"}, "lr_scheduler_type"),
+        ({"length": {"max": 50}}, "needs at least 156 tokens"),
+        (
+            {"length": {"max": 9000, "min": 50, "sampling": "log_uniform"}},
+            "needs at least 156 tokens",
+        ),
+        ({"tokenizer": "nowhere"}, "no tokenizer at nowhere"),
+        ({"init_from": "nowhere"}, "no checkpoint 'nowhere'"),
+        ({"num_processes": 2}, "2 processes were asked for and this one sees 1"),
+        ({"task": {"kind": "reverse"}, "carry": True}, "carry=false"),
+    ],
+)
+def test_bad_configurations_leave_nothing_behind(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """An output folder made before the configuration was found wanting."""
+    output = tmp_path / "run"
+    with pytest.raises(UserError, match=message):
+        Trainer(tiny("passkey", output, **changes), quiet=True)
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("kind", sorted(MIXERS))
+def test_bf16_mixed_precision_trains_every_cell(kind: str, tmp_path: Path) -> None:
+    """A cell whose kernel refuses mixed types, or whose state loses its own."""
+    spec = {**MAMBA2, "mixer": mixer_spec(kind)}
+    changes = {"model": spec, "mixed_precision": "bf16", "max_steps": 4, "logging_steps": 1}
+    trainer = train(tiny("carry", tmp_path, **changes))
+    rows = metrics(tmp_path)
+    assert len(rows) == 4
+    assert all(math.isfinite(row["loss"]) and 0 < row["grad_norm"] < 100 for row in rows)
+    assert {p.dtype for p in trainer.accelerator.unwrap_model(trainer.objective).parameters()} == {
+        torch.float32
+    }
+
+
+def test_the_loss_goes_down(tmp_path: Path) -> None:
+    """Gradients that do not reach the weights, or targets that cannot be learnt."""
+    changes = {
+        "length": {"max": 2},
+        "max_steps": 120,
+        "logging_steps": 10,
+        "per_device_train_batch_size": 32,
+        "learning_rate": 3e-2,
+        "save_steps": 1000,
+    }
+    train(tiny("reverse", tmp_path, **changes))
+    rows = metrics(tmp_path)
+    assert rows[0]["loss"] > 1.8  # ln 8 = 2.08
+    assert rows[-1]["loss"] < 0.5
+    assert rows[-1]["token_accuracy"] > 0.85
+
+
+def test_metrics_say_what_was_done(tmp_path: Path) -> None:
+    """Counts of tokens or rates that belong to another step."""
+    train(tiny("passkey", tmp_path))
+    rows = metrics(tmp_path)
+    width = 180 + len(" 12345") - 1
+    assert [row["tokens"] for row in rows] == [step * 2 * width for step in (3, 6, 9, 10)]
+    assert rows[0]["learning_rate"] == BASE_RATE  # the third step ends the warm-up
+    assert 0 < rows[-1]["learning_rate"] < 0.2 * BASE_RATE
+    assert 4 < rows[0]["loss"] < 14  # text and answer, each near ln 256 = 5.5 at first
+
+
+BASE_RATE = TrainConfig().learning_rate
+
+
+def test_init_from_starts_where_another_run_ended(tmp_path: Path) -> None:
+    """Fine-tuning that begins with random weights, or keeps the model of the configuration."""
+    train(tiny("reverse", tmp_path / "first"))
+    changes = {"init_from": str(tmp_path / "first"), "model": MAMBA2, "max_steps": 1}
+    config = tiny("reverse", tmp_path / "second", warmup_steps=10**6, **changes)
+    trainer = train(config)
+    first, second = load(tmp_path / "first"), load(tmp_path / "second")
+    assert second.config == first.config
+    assert trainer.config.model == first.config
+    for name, value in second.state_dict().items():
+        torch.testing.assert_close(value, first.state_dict()[name], atol=1e-6, rtol=0)
+    # The run goes on from its own checkpoint, not from the start again.
+    again = tiny("reverse", tmp_path / "second", warmup_steps=10**6, **changes)
+    resumed = Trainer(again, resume=True, quiet=True)
+    assert resumed.step == 1
+
+
+def test_training_with_a_tokenizer_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint whose tokenizer is not found from another folder."""
+    from longrnn import load_tokenizer
+    from tests.tasks.test_passkey import trained_bpe
+
+    bpe: Any = trained_bpe()
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    bpe.tokenizer.save_pretrained("bpe")
+    model = {**MAMBA2, "vocab_size": bpe.vocab_size}
+    train(tiny("passkey", Path("run"), tokenizer="bpe", model=model, max_steps=2))
+    monkeypatch.chdir(tmp_path)
+    for folder in (Path("work/run"), last_checkpoint(Path("work/run"))):
+        tokenizer = load_tokenizer(folder)
+        assert tokenizer.vocab_size == bpe.vocab_size
+        assert tokenizer.encode("The passkey is 12345.") == bpe.encode("The passkey is 12345.")
+        assert load_checkpoint(folder).vocab_size == bpe.vocab_size
+
+
+def test_a_seed_gives_one_model(tmp_path: Path) -> None:
+    """Weights or batches drawn from a random state that the seed does not set."""
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        torch.manual_seed(hash(name) % 1000)
+        train(tiny("passkey", tmp_path / name, max_steps=2, seed=seed))
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in "abc"]
+    assert weights[0] == weights[1] != weights[2]
+
+
+def test_save_model_and_the_run_agree(tmp_path: Path) -> None:
+    """A final model that differs from the one in memory."""
+    trainer = train(tiny("passkey", tmp_path / "run", max_steps=BASE["warmup_steps"]))
+    model = trainer.accelerator.unwrap_model(trainer.objective).model
+    save_model(model, tmp_path / "again")
+    files = [tmp_path / name / "model.safetensors" for name in ("run", "again")]
+    assert files[0].read_bytes() == files[1].read_bytes()
