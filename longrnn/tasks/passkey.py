@@ -209,15 +209,20 @@ class Passkey(Task):
         return Document(start, segments, rng.choice(keys(False)), key_segment, rng.random())
 
     def _body(self, document: Document, index: int, length: int) -> Tensor:
-        head = self._header if index == 0 else self._header[:0]
-        is_key = index == document.key_segment
-        line = self._ids(KEY_LINE.format(key=document.key)) if is_key else self._header[:0]
-        room = length - len(head) - len(line)
+        """The `length` tokens of segment `index`, as they stand in one long prompt."""
+        line = self._ids(KEY_LINE.format(key=document.key))
+        none = line[:0]
+        head = self._header if index == 0 else none
+        here = line if index == document.key_segment else none
+        room = length - len(head) - len(here)
         if room < 0:
-            raise UserError(f"a passkey segment needs at least {length - room} tokens: {length}")
+            raise UserError(
+                f"a passkey segment needs at least {length - room} tokens, not {length}"
+            )
+        earlier = len(self._header) * (index > 0) + len(line) * (index > document.key_segment)
         before = round(document.depth * room)
-        filler = self._filler_ids(index * length, room)
-        return torch.cat([head, filler[:before], line, filler[before:]])
+        filler = self._filler_ids(index * length - earlier, room)
+        return torch.cat([head, filler[:before], here, filler[before:]])
 
     def _filler_ids(self, start: int, count: int) -> Tensor:
         index = torch.arange(start, start + count) % len(self._filler)

@@ -90,7 +90,6 @@ def test_documents_are_header_filler_key_line_filler(segments: list[Batch]) -> N
     assert max(lengths) <= 8
 
 
-@pytest.mark.xfail(strict=True, reason="the filler jumps where a segment begins")
 def test_the_filler_runs_on_over_segments(segments: list[Batch]) -> None:
     """Filler that jumps between segments, as no prompt of an evaluation does."""
     for lane in range(LANES):

@@ -133,10 +133,12 @@ def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProce
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
-def signal_after(process: subprocess.Popen[str], path: Path, number: signal.Signals) -> None:
-    """Sends a signal once `path` exists, while the process is still at work."""
+def signal_after(
+    process: subprocess.Popen[str], path: Path, number: signal.Signals, *, lines: int = 0
+) -> None:
+    """Sends a signal once `path` exists (with so many lines), while the process is at work."""
     deadline = time.monotonic() + 100
-    while not path.exists():
+    while not path.exists() or (lines and len(path.read_bytes().splitlines()) < lines):
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
             out, err = process.communicate()

@@ -1,0 +1,164 @@
+"""Every command does what it says on a tiny checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from longrnn import load
+from longrnn.evaluation.results import read_results
+from longrnn.text import ByteTokenizer
+from tests.cli.conftest import CLI
+from tests.training.runs import metrics, tiny, write_config
+
+COMMANDS = [
+    ["train"],
+    ["eval"],
+    ["eval", "passkey"],
+    ["eval", "reverse"],
+    ["generate"],
+    ["info"],
+    [],
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_has_an_example(command: list[str], cli: CLI) -> None:
+    """A command that nobody knows how to call."""
+    result = cli(*command, "--help")
+    assert result.code == 0
+    assert "Usage: longrnn" in result.out
+    assert "Example: longrnn " in " ".join(result.out.split())
+
+
+def test_version(cli: CLI) -> None:
+    """A version that differs from the package's."""
+    from longrnn import __version__
+
+    assert cli("--version") == (0, f"longrnn {__version__}\n", "")
+
+
+def test_info(cli: CLI, models: Path) -> None:
+    """Sizes that are not those of the checkpoint."""
+    result = cli("info", models / "text")
+    model = load(models / "text")
+    assert result.code == 0
+    parameters = 256 * 16 + 4 * (16 * 16 * 2 + 16 * 2) + 2 * 16
+    lines = dict(line.split(maxsplit=1) for line in result.out.splitlines())
+    assert lines["checkpoint"] == str(models / "text")
+    assert lines["parameters"] == f"{parameters:,} (torch.float32)"
+    assert lines["state"].startswith(f"{2 * 16 * 4 + 8} bytes")
+    assert lines["fingerprint"] == model.fingerprint()
+    assert "lstm" in lines["layers"]
+
+
+def test_generate(cli: CLI, models: Path, tmp_path: Path) -> None:
+    """Text that differs from what the model says, or a prompt file read otherwise."""
+    from longrnn import generate
+
+    prompt = "The grass is\n"
+    arguments = ["--max-new-tokens", "30"]
+    result = cli("generate", models / "text", "--prompt", prompt, *arguments)
+    assert result.code == 0
+    import torch
+
+    ids = torch.tensor([ByteTokenizer().encode(prompt)])
+    said = generate(load(models / "text"), ids, max_new_tokens=30).tokens[0]
+    expected = ByteTokenizer().decode(said)
+    if not expected.endswith("\ufffd"):
+        assert result.out == expected + "\n"
+    (tmp_path / "prompt.txt").write_text(prompt)
+    again = cli("generate", models / "text", "--prompt-file", "prompt.txt", *arguments)
+    assert again == result
+    sampled = [
+        cli("generate", models / "text", "--prompt", "a", "--temperature", "1", "--seed", seed)
+        for seed in ("1", "1", "2")
+    ]
+    assert sampled[0] == sampled[1] != sampled[2]
+    assert len(sampled[0].out) > 20
+
+
+def test_generate_stops(cli: CLI, models: Path) -> None:
+    """A stop text that is ignored, or one that is not shown."""
+    text = cli("generate", models / "text", "--prompt", "a", "--temperature", "2", "--seed", "5")
+    sign = next(c for c in text.out if c.isascii() and c.isprintable())
+    arguments = ["--prompt", "a", "--temperature", "2", "--seed", "5", "--stop", "never said"]
+    stopped = cli("generate", models / "text", *arguments, "--stop", sign)
+    assert stopped.code == 0
+    assert stopped.out == text.out[: text.out.index(sign) + 1] + "\n"
+
+
+def test_eval_passkey(cli: CLI, models: Path, tmp_path: Path) -> None:
+    """A table, a results file and a picture that are missing or elsewhere."""
+    arguments = ["eval", "passkey", models / "text", "--lengths", "160,256", "--n", "2"]
+    result = cli(*arguments, "--depths", "3", "--output", "out/here", "--quiet")
+    assert result.code == 0
+    assert result.err == ""
+    assert result.out.endswith("out/here/results.jsonl\nout/here/heatmap.png\n")
+    for piece in ("passkeys recalled", "depth 0%", "depth 50%", "depth 100%", "160", "256", "3 × 2"):
+        assert piece in result.out
+    _, rows = read_results(tmp_path / "out/here/results.jsonl")
+    assert len(rows) == 12
+    assert {row["depth"] for row in rows} == {0.0, 0.5, 1.0}
+    assert (tmp_path / "out/here/heatmap.png").stat().st_size > 1000
+    assert sorted(p.name for p in (tmp_path / "out/here").iterdir()) == [
+        "heatmap.png",
+        "results.jsonl",
+    ]
+    # Twice the same command asks nothing again.
+    before = (tmp_path / "out/here/results.jsonl").read_bytes()
+    again = cli(*arguments, "--depths", "3", "--output", "out/here")
+    assert again.out == result.out
+    assert (tmp_path / "out/here/results.jsonl").read_bytes() == before
+
+
+def test_eval_passkey_by_default(cli: CLI, models: Path, tmp_path: Path) -> None:
+    """Results of two sets of checkpoints in one folder."""
+    short = ["--lengths", "160", "--depths", "0.25,1.0", "--n", "1", "--quiet"]
+    assert cli("eval", "passkey", models / "text", *short).code == 0
+    both = cli("eval", "passkey", models / "text", f"{models}/text/", *short)
+    assert both.code == 0
+    folders = sorted(path.name for path in (tmp_path / "results/passkey").iterdir())
+    assert folders == ["text", "text+text"]
+    _, rows = read_results(tmp_path / "results/passkey/text+text/results.jsonl")
+    assert len(rows) == 4
+    assert {row["depth"] for row in rows} == {0.25, 1.0}
+
+
+def test_eval_reverse(cli: CLI, models: Path, tmp_path: Path) -> None:
+    """Sizes of the training run that are not taken over."""
+    result = cli("eval", "reverse", models / "backwards", "--n", "7", "--quiet")
+    assert result.code == 0
+    header, rows = read_results(tmp_path / "results/reverse/backwards/results.jsonl")
+    assert (header["vocab_size"], header["length"], header["held_out"]) == (8, 8, 16)
+    assert len(rows) == 7
+    for name in ("token_accuracy", "exact_match", "edit_distance"):
+        assert f"{name} " in result.out
+    assert "(n = 7, 95 % interval)" in result.out
+    other = cli("eval", "reverse", models / "backwards", "--length", "5", "--n", "3",
+                "--output", "five", "--quiet")  # fmt: skip
+    assert other.code == 0
+    assert read_results(tmp_path / "five/results.jsonl")[0]["length"] == 5
+    bare = ["--vocab-size", "20", "--length", "4", "--n", "2", "--quiet"]
+    assert cli("eval", "reverse", models / "text", *bare).code == 0
+
+
+def test_train(cli: CLI, tmp_path: Path) -> None:
+    """Overrides that do not reach the run, or a run that says nothing when it ends."""
+    write_config(tiny("reverse", Path("run")), tmp_path / "c.yaml")
+    result = cli("train", "c.yaml", "max_steps=4", "model.d_model=6", "--quiet")
+    assert result == (0, "run: trained for 4 steps\n", "")
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [3, 4]
+    assert load(tmp_path / "run").config.d_model == 6
+    resumed = cli("train", "c.yaml", "max_steps=4", "model.d_model=6", "--resume")
+    assert resumed.code == 0
+    assert resumed.out == result.out
+
+
+def test_progress_goes_to_standard_error(cli: CLI, tmp_path: Path) -> None:
+    """Progress among the results, or none at all."""
+    write_config(tiny("reverse", Path("run")), tmp_path / "c.yaml")
+    result = cli("train", "c.yaml", "max_steps=2")
+    assert result.out == "run: trained for 2 steps\n"
+    assert "training: 2/2, " in result.err

@@ -1,0 +1,62 @@
+"""What only a process of its own shows: imports, and a kill in the middle of an evaluation."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from longrnn.evaluation.results import read_results
+from tests.training.runs import run, signal_after, start
+
+HEAVY = {"torch", "transformers", "accelerate", "matplotlib", "scipy", "numpy", "omegaconf"}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import longrnn; longrnn.__version__; dir(longrnn)",
+        "import sys; sys.argv[1:] = ['--help']; from longrnn.cli import main; main()",
+        "import sys; sys.argv[1:] = ['eval', 'passkey', '--help'];"
+        "from longrnn.cli import main; main()",
+        "import sys; sys.argv[1:] = ['train', '--nonsense']; from longrnn.cli import main; main()",
+    ],
+    ids=["import", "help", "eval passkey help", "usage error"],
+)
+def test_what_shows_help_imports_nothing_heavy(code: str) -> None:
+    """Seconds of waiting for `--help`."""
+    program = f"import atexit, sys; atexit.register(lambda: print('\\nMODULES', *sys.modules))\n{code}"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    *_, last = done.stdout.splitlines()
+    modules = last.split()
+    assert modules[0] == "MODULES", done.stderr
+    assert "longrnn" in modules
+    assert not HEAVY & set(modules)
+
+
+def test_a_killed_evaluation_goes_on(models: Path, tmp_path: Path) -> None:
+    """Rows lost, doubled or torn by a real kill."""
+    output = tmp_path / "out"
+    command = ["eval", "passkey", models / "text", "--lengths", "160,256,512", "--n", "30"]
+    command += ["--batch-size", "2", "--output", output, "--quiet"]
+    process = start(*command)
+    signal_after(process, output / "results.jsonl", signal.SIGKILL, lines=20)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    before = (output / "results.jsonl").read_bytes()
+    kept = before[: before.rindex(b"\n") + 1]
+    assert len(kept.splitlines()) < 451
+    done = run(*command)
+    assert done.returncode == 0, done.stderr
+    assert (output / "results.jsonl").read_bytes().startswith(kept)
+    _, rows = read_results(output / "results.jsonl")
+    cells = Counter((row["length"], row["depth"], row["index"]) for row in rows)
+    assert len(cells) == 3 * 5 * 30
+    assert set(cells.values()) == {1}
+    assert sorted(path.name for path in output.iterdir()) == ["heatmap.png", "results.jsonl"]
