@@ -98,9 +98,7 @@ def test_the_configurations_of_the_repository(path: Path, tmp_path: Path) -> Non
         ("a: \x00", [], "is not YAML"),
     ],
 )
-def test_errors_name_the_key(
-    tmp_path: Path, text: str, overrides: list[str], message: str
-) -> None:
+def test_errors_name_the_key(tmp_path: Path, text: str, overrides: list[str], message: str) -> None:
     """A stray key taken in silence, or an error of a library instead of one sentence."""
     path = write(tmp_path, text)
     with pytest.raises(UserError) as error:

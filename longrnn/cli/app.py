@@ -44,7 +44,7 @@ def run() -> NoReturn:
     """Runs the command line. Bad input leaves one sentence on standard error and exit code 2."""
     code: Any = 0
     try:
-        app()  # prints what is wrong with the arguments itself
+        app(prog_name="longrnn")  # prints what is wrong with the arguments itself
     except SystemExit as leaving:
         code = leaving.code
         if code == INTERRUPTED:

@@ -15,7 +15,11 @@ from longrnn.units import format_length, parse_lengths
 if TYPE_CHECKING:
     from longrnn.evaluation.results import Row
 
-app = typer.Typer(help="Measure a checkpoint.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure a checkpoint.",
+    epilog="Example: longrnn eval passkey passkey-tiny --lengths 1k,4k",
+    no_args_is_help=True,
+)
 
 
 @app.command()

@@ -40,6 +40,10 @@ def generate(
         raise UserError("give either --prompt or --prompt-file")
     if prompt_file is not None:
         prompt = _read(prompt_file)
+    try:
+        (prompt or "").encode()
+    except UnicodeEncodeError as error:
+        raise UserError("the prompt is not UTF-8 text: give it in a file") from error
     target = pick_device(device)
     model, tokenizer = load(checkpoint, device=target), load_tokenizer(checkpoint)
     ids = torch.tensor([tokenizer.encode(prompt or "")], dtype=torch.long, device=target)

@@ -96,7 +96,15 @@ def test_eval_passkey(cli: CLI, models: Path, tmp_path: Path) -> None:
     assert result.code == 0
     assert result.err == ""
     assert result.out.endswith("out/here/results.jsonl\nout/here/heatmap.png\n")
-    for piece in ("passkeys recalled", "depth 0%", "depth 50%", "depth 100%", "160", "256", "3 × 2"):
+    for piece in (
+        "passkeys recalled",
+        "depth 0%",
+        "depth 50%",
+        "depth 100%",
+        "160",
+        "256",
+        "3 × 2",
+    ):
         assert piece in result.out
     _, rows = read_results(tmp_path / "out/here/results.jsonl")
     assert len(rows) == 12

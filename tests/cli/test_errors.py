@@ -49,7 +49,8 @@ def test_unknown_checkpoints(
     refused(cli, *command, "passkey-tyni", says=("did you mean 'passkey-tiny'",))
     refused(cli, *command, "no/such/folder", says=("known: passkey-tiny",))
     refused(cli, *command, models / "text/config.json", says=("give the folder",))
-    refused(cli, *command, models, says=("no config.json",))
+    sizes = ["--vocab-size", "8", "--length", "4"] if "reverse" in command else []
+    refused(cli, *command, models, *sizes, says=("no config.json",))
 
 
 def test_a_truncated_checkpoint(cli: CLI, models: Path, tmp_path: Path) -> None:
@@ -97,8 +98,8 @@ def test_eval_passkey_options(
     [
         ("backwards", ["--n", "0"], ("n must be between 1 and the 16",)),
         ("backwards", ["--n", "17"], ("n must be between 1 and the 16",)),
-        ("backwards", ["--length", "0"], ("length must be at least 1",)),
-        ("backwards", ["--length", "1"], ("hold out at most half",)),
+        ("backwards", ["--n", "2", "--length", "0"], ("length must be at least 1",)),
+        ("backwards", ["--n", "2", "--length", "1"], ("hold out at most half",)),
         ("backwards", ["--vocab-size", "0"], ("vocab_size >= 2",)),
         ("backwards", ["--vocab-size", "9"], ("needs a model with 10 ids",)),
         ("text", [], ("was not trained on reverse", "--vocab-size and --length")),
@@ -153,7 +154,7 @@ def test_generate_options(
         ("model: {block: plan}", [], ("did you mean 'plain'",)),
         ("model: {position: {kind: sinus}}", [], ("did you mean 'sinusoidal'",)),
         ("task: {kind: revers}", [], ("unknown task 'revers'", "did you mean 'reverse'")),
-        ("task: {}", [], ("one of: passkey, reverse",)),
+        ("task: {kind: 3}", [], ("one of: passkey, reverse",)),
         ("task: passkey", [], ("key 'task'", "mapping")),
         ("max_steps: soon", [], ("key 'max_steps'",)),
         ("max_steps: 0", [], ("max_steps must be at least 1",)),
@@ -196,7 +197,7 @@ def test_results_of_another_run(cli: CLI, models: Path) -> None:
     arguments = ["eval", "passkey", models / "text", *SHORT, "--output", "out"]
     assert cli(*arguments).code == 0
     refused(cli, *arguments, "--seed", "1", says=("different seed", "choose another"))
-    other = ["eval", "reverse", models / "backwards", "--quiet", "--output", "out"]
+    other = ["eval", "reverse", models / "backwards", "--n", "2", "--quiet", "--output", "out"]
     refused(cli, *other, says=("another run", "choose another"))
 
 
@@ -207,7 +208,7 @@ def test_folders_that_cannot_be_written(cli: CLI, models: Path, tmp_path: Path) 
     passkey = ["eval", "passkey", models / "text", *SHORT]
     refused(cli, *passkey, "--output", "file/below", says=says)
     refused(cli, *passkey, "--output", "file", says=says)
-    reverse = ["eval", "reverse", models / "backwards", "--quiet"]
+    reverse = ["eval", "reverse", models / "backwards", "--n", "2", "--quiet"]
     refused(cli, *reverse, "--output", "file/below", says=says)
     write_config(tiny("reverse", Path("file/run")), tmp_path / "c.yaml")
     refused(cli, "train", "c.yaml", "--quiet", says=says)

@@ -72,8 +72,10 @@ def test_models_are_asked_the_same_questions(tmp_path: Path) -> None:
     rows = measure(Oracle(), Oracle(forgets=0, name="other"), output=tmp_path / "r.jsonl")
     split = passkey.by_model(rows)
     assert list(split) == ["model0", "model1"]
-    asked = [{cell[1:]: row["key"] for cell, row in zip(cells(r), r, strict=True)} for r in
-             split.values()]
+    asked = [
+        {cell[1:]: row["key"] for cell, row in zip(cells(r), r, strict=True)}
+        for r in split.values()
+    ]
     assert asked[0] == asked[1]
     assert all(row["correct"] for row in split["model0"])
     assert not any(row["correct"] for row in split["model1"])

@@ -20,7 +20,7 @@ from tests.training.runs import (
 )
 
 # Many steps and checkpoints, so that a signal falls anywhere within them.
-LONG = {"max_steps": 300, "save_steps": 20, "logging_steps": 5, "length": {"max": 6}}
+LONG = {"max_steps": 200, "save_steps": 20, "logging_steps": 5, "length": {"max": 6}}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_killed_and_resumed(tmp_path: Path, undisturbed: Path) -> None:
     assert not (output / "model.safetensors").exists()
     finished = run("train", path, "--resume", "--quiet")
     assert finished.returncode == 0, finished.stderr
-    assert finished.stdout == f"{output}: trained for 300 steps\n"
+    assert finished.stdout == f"{output}: trained for 200 steps\n"
     assert_same_run(undisturbed, output)
     assert not list(output.glob(".*"))
 
@@ -60,7 +60,7 @@ def test_interrupted_and_resumed(tmp_path: Path, undisturbed: Path) -> None:
     assert err == f"error: interrupted; what was finished is kept, go on with: {again}\n"
     step = int(last_checkpoint(output).name.removeprefix("checkpoint-"))
     assert step >= metrics(output)[-1]["step"] > 0
-    assert step < 300
+    assert step < 200
     finished = run(*again.split()[1:])
     assert finished.returncode == 0, finished.stderr
     assert_same_run(undisturbed, output)

@@ -21,7 +21,7 @@ from longrnn.ops.ssd import reference
 from longrnn.ops.ssd.base import ScanInputs
 
 CHUNK = 64
-SEGMENT = 256
+SEGMENT = 512
 FLOOR = -80.0
 
 

@@ -1,0 +1,203 @@
+"""Prefill on the CPU: speed against transformers, memory and cost per token of a long input.
+
+The shape is that of mamba2-130m with random weights, in float32, batch 1. Three questions:
+- How much faster than transformers' `Mamba2ForCausalLM`, same weights and same last logits?
+- Does the peak memory of a long prefill stay that of a short one? (each in a process of its own)
+- Does a token of a long prefill cost what a token of a short one costs?
+
+Example:
+    python -m benchmarks.prefill_cpu --json benchmarks/results/prefill_cpu.json
+    python -m benchmarks.prefill_cpu --layers 2 --d-model 128 --vocab 512 --tokens 512 --long 4096
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.timing import add_threads, clock, interleaved, use_threads, write_json
+from longrnn.models import recurrent
+from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
+
+MIXER = {"kind": "mamba2", "d_state": 128, "head_dim": 64, "expand": 2, "d_conv": 4, "n_groups": 1}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--d-model", type=int, default=768)
+    parser.add_argument("--vocab", type=int, default=50_288)
+    parser.add_argument("--tokens", type=int, default=4096, help="length of the short prefill")
+    parser.add_argument("--long", type=int, default=65_536, help="of the long one; 0 leaves it out")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--segment-tokens", type=int, nargs="+", help="only compare these SEGMENT_TOKENS, and stop"
+    )
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)  # what a child is given
+    add_threads(parser)
+    return parser.parse_args()
+
+
+def build(args: argparse.Namespace) -> RecurrentLM:
+    """The model, its random weights a function of the shape alone."""
+    torch.manual_seed(0)
+    return RecurrentLM(RecurrentConfig(args.vocab, args.d_model, args.layers, MIXER)).eval()
+
+
+def draw(args: argparse.Namespace, length: int) -> Tensor:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(args.vocab, (1, length), generator=generator)
+
+
+def transformers_twin(model: RecurrentLM) -> Any:
+    """transformers' model of the same shape with the same weights."""
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    config = model.config
+    twin = Mamba2ForCausalLM(
+        Mamba2Config(
+            vocab_size=config.vocab_size,
+            hidden_size=config.d_model,
+            num_hidden_layers=config.n_layers,
+            num_heads=MIXER["expand"] * config.d_model // MIXER["head_dim"],
+            head_dim=MIXER["head_dim"],
+            state_size=MIXER["d_state"],
+            expand=MIXER["expand"],
+            conv_kernel=MIXER["d_conv"],
+            n_groups=MIXER["n_groups"],
+            layer_norm_epsilon=config.norm_eps,
+            tie_word_embeddings=True,
+        )
+    ).eval()
+    renamed = {
+        name.replace("embedding.", "backbone.embeddings.")
+        .replace("blocks.", "backbone.layers.")
+        .replace("head.", "lm_head."): tensor
+        for name, tensor in model.state_dict().items()
+    }
+    renamed["backbone.norm_f.weight"] = renamed.pop("norm.weight")
+    twin.load_state_dict(renamed)
+    return twin
+
+
+def against_transformers(model: RecurrentLM, args: argparse.Namespace) -> dict[str, float]:
+    """Seconds and ratios at `--tokens`, after a check that both compute the same."""
+    twin, tokens = transformers_twin(model), draw(args, args.tokens)
+    ours = model(tokens, keep=1).logits[:, -1]
+    theirs = twin(tokens, logits_to_keep=1).logits[:, -1]
+    torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+    seconds = interleaved(
+        {
+            "longrnn": lambda: model(tokens, keep=1),
+            "transformers": lambda: twin(tokens),
+            "transformers, last logits": lambda: twin(tokens, logits_to_keep=1),
+        },
+        args.repeats,
+    )
+    figures = {"largest_difference_of_logits": (ours - theirs).abs().max().item()}
+    for name, value in seconds.items():
+        print(f"{name:26} {value:8.2f} s   {value / seconds['longrnn']:5.1f} x")
+        figures[f"seconds_{name}"] = value
+    figures["speedup"] = seconds["transformers"] / seconds["longrnn"]
+    figures["speedup_last_logits"] = seconds["transformers, last logits"] / seconds["longrnn"]
+    return figures
+
+
+def mebibytes() -> tuple[float, float]:
+    """Resident memory of this process: now, and the most it ever was."""
+    now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+    return now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def memory(args: argparse.Namespace) -> dict[str, float]:
+    """Peak memory of the two prefills. Call it while this process is still small: a child's
+    ru_maxrss starts at what its parent held."""
+    figures: dict[str, float] = {}
+    for name, length in (("short", args.tokens), ("long", args.long)):
+        shape = ["--layers", args.layers, "--d-model", args.d_model, "--vocab", args.vocab]
+        command = [sys.executable, "-m", "benchmarks.prefill_cpu", *map(str, shape)]
+        command += ["--memory-of", str(length), "--threads", str(torch.get_num_threads())]
+        figures |= {
+            f"{key}_{name}": value
+            for key, value in json.loads(subprocess.check_output(command)).items()
+        }
+    for key, what in (("peak_mib", "in all"), ("peak_over_model_mib", "above the loaded model")):
+        short, long = figures[f"{key}_short"], figures[f"{key}_long"]
+        figures[f"{key}_ratio"] = long / short
+        print(f"peak memory {what}: {short:.0f} MiB, {long:.0f} MiB, ratio {long / short:.3f}")
+    return figures
+
+
+def cost_per_token(model: RecurrentLM, args: argparse.Namespace) -> dict[str, float]:
+    """Microseconds a token, the short prefills half before and half after each long one."""
+    short, long = draw(args, args.tokens), draw(args, args.long)
+
+    def microseconds(tokens: Tensor) -> float:
+        start = clock()
+        model(tokens, keep=1)
+        return (clock() - start) * 1e6 / tokens.shape[1]
+
+    around = max(1, args.long // args.tokens // 2)
+    of_short, of_long = [], []
+    for _ in range(max(1, args.repeats // 3)):
+        of_short += [microseconds(short) for _ in range(around)]
+        of_long += [microseconds(long)]
+        of_short += [microseconds(short) for _ in range(around)]
+    a, b = sum(of_short) / len(of_short), median(of_long)
+    print(f"cost of a token: {a:.0f} us at {args.tokens}, {b:.0f} us at {args.long}: {b / a:.3f} x")
+    return {"us_per_token_short": a, "us_per_token_long": b, "us_per_token_ratio": b / a}
+
+
+def compare_segments(model: RecurrentLM, args: argparse.Namespace) -> None:
+    tokens = draw(args, args.tokens)
+
+    def prefill(size: int) -> None:
+        recurrent.SEGMENT_TOKENS = size
+        model(tokens, keep=1)
+
+    sizes = {str(size): lambda size=size: prefill(size) for size in args.segment_tokens}
+    for name, seconds in interleaved(sizes, args.repeats).items():
+        print(f"SEGMENT_TOKENS {name:>5}: {seconds:.2f} s")
+
+
+@torch.no_grad()
+def main() -> None:
+    args = arguments()
+    use_threads(args)
+    if args.memory_of:
+        model = build(args)
+        model(draw(args, 8), keep=1)
+        before, _ = mebibytes()
+        model(draw(args, args.memory_of), keep=1)
+        _, peak = mebibytes()
+        print(json.dumps({"peak_mib": peak, "peak_over_model_mib": peak - before}))
+        return
+    if args.segment_tokens:
+        compare_segments(build(args), args)
+        return
+    figures: dict[str, Any] = {"shape": [args.layers, args.d_model, args.vocab]}
+    figures |= {"tokens": args.tokens, "long": args.long, "repeats": args.repeats}
+    if args.long:
+        figures |= memory(args)
+    model = build(args)
+    figures |= against_transformers(model, args)
+    if args.long:
+        figures |= cost_per_token(model, args)
+    if args.json:
+        write_json(args.json, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""What every measurement needs: interleaved timing, and a record of where it was taken."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    """The option `--threads`, for `use_threads`."""
+    parser.add_argument(
+        "--threads",
+        type=int,
+        help="threads of torch (default: all cores); with 1, processor time is measured, so that "
+        "a busy machine gives figures too",
+    )
+
+
+def use_threads(args: argparse.Namespace) -> None:
+    if args.threads:
+        torch.set_num_threads(args.threads)
+
+
+def clock() -> float:
+    """Seconds: by the wall, or of this processor where one thread does all the work."""
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
+def interleaved(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Median seconds of each call; one warm-up each, then in turn, so that all share the noise."""
+    for call in calls.values():
+        call()
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            start = clock()
+            call()
+            seconds[name].append(clock() - start)
+    return {name: median(values) for name, values in seconds.items()}
+
+
+def cpu_model() -> str:
+    """The processor's name, as far as the system tells."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def write_json(path: Path, figures: Mapping[str, Any]) -> None:
+    """Writes the figures with versions, processor, date and command."""
+    versions = {}
+    for package in ("torch", "transformers"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    where = {
+        "cpu": cpu_model(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python", "-m", _module(), *sys.argv[1:]]),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**figures, **versions, **where}, indent=2) + "\n")
+
+
+def _module() -> str:
+    return f"benchmarks.{Path(sys.argv[0]).stem}"
