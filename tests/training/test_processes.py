@@ -36,7 +36,7 @@ def launch(
     if not use_cpu:
         del environment["ACCELERATE_USE_CPU"]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=150, env=environment, cwd=REPOSITORY
+        command, capture_output=True, text=True, timeout=300, env=environment, cwd=REPOSITORY
     )
 
 
