@@ -37,10 +37,19 @@ def clock() -> float:
     return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
-def interleaved(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median seconds of each call; one warm-up each, then in turn, so that all share the noise."""
-    for call in calls.values():
-        call()
+def interleaved(
+    calls: Mapping[str, Callable[[], Any]], repeats: int, *, warm: bool = False
+) -> dict[str, float]:
+    """Median seconds of each call, taken in turn so that all share the noise.
+
+    Args:
+        calls: by name.
+        repeats: measurements of each.
+        warm: whether they ran before; otherwise each runs once unmeasured.
+    """
+    if not warm:
+        for call in calls.values():
+            call()
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():

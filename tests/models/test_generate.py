@@ -213,7 +213,7 @@ def test_no_graph(model: RecurrentLM) -> None:
 )
 def test_settings_out_of_range(settings: dict[str, float]) -> None:
     """Refused before anything is computed."""
-    with pytest.raises(UserError, match="must be >= 0, and top_p in"):
+    with pytest.raises(UserError, match="must be 0 or more and finite, and top_p in"):
         generate(Fixed(0.5, 0.5), torch.tensor([[0]]), **settings)
 
 

@@ -17,8 +17,6 @@ def ssd(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
 
     outputs = []
     for x_t, l_t, B_t, C_t in zip(*(i.unbind(1) for i in (x, log_decay, B, C)), strict=True):
-        # exp(l) h as h + (exp(l) − 1) h: with l near 0 the first form rounds exp(l) anew at every
-        # token, always the same way, and a long memory drifts.
-        state = state + l_t.expm1()[..., None, None] * state + x_t[..., :, None] * B_t[..., None, :]
+        state = l_t.exp()[..., None, None] * state + x_t[..., :, None] * B_t[..., None, :]
         outputs.append((state @ C_t[..., :, None])[..., 0])
     return torch.stack(outputs, dim=1), state
