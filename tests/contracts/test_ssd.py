@@ -198,3 +198,16 @@ def test_resolve() -> None:
     assert all(resolve(name) == name for name in BACKENDS)
     with pytest.raises(UserError, match="did you mean 'chunked'"):
         resolve("chunkd")
+
+
+@every_backend
+def test_a_decay_to_nothing(backend: str) -> None:
+    """−∞ forgets everything before it, and is no NaN."""
+    generator = torch.Generator().manual_seed(0)
+    x, B, C = (torch.randn(1, 70, 1, 3, generator=generator) for _ in range(3))
+    log_decay = torch.full((1, 70, 1), -0.01)
+    log_decay[:, [5, 66]] = -torch.inf
+    _, after = BACKENDS[backend](ScanInputs(x, log_decay, B, C), torch.ones(1, 1, 3, 3))
+    late = ScanInputs(*(tensor[:, 66:] for tensor in (x, log_decay, B, C)))
+    _, expected = BACKENDS[backend](late, torch.zeros(1, 1, 3, 3))
+    torch.testing.assert_close(after, expected)

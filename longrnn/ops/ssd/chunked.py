@@ -55,7 +55,8 @@ def _scan(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor
     x = inputs.x.to(dtype).unflatten(1, (m, chunk))
     B = inputs.B.to(dtype).unflatten(1, (m, chunk)).transpose(2, 3)  # b m g j n
     C = inputs.C.to(dtype).unflatten(1, (m, chunk)).transpose(2, 3)  # b m g i n
-    total = inputs.log_decay.double().unflatten(1, (m, chunk)).cumsum(2)  # from the chunk's start
+    # From the chunk's start; a decay to nothing (−∞) becomes a finite one that is nothing too.
+    total = inputs.log_decay.double().clamp(min=-1e4).unflatten(1, (m, chunk)).cumsum(2)
 
     # Within a chunk: attention-like products with the decay between j and i.
     scores = (C @ B.transpose(3, 4)).tril()  # b m g i j
