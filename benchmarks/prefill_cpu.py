@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import add_threads, clock, interleaved, use_threads, write_json
+from longrnn.mixers import Mamba2
 from longrnn.models import recurrent
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 
@@ -103,6 +104,7 @@ def against_transformers(model: RecurrentLM, args: argparse.Namespace) -> dict[s
             "longrnn": lambda: model(tokens, keep=1),
             "transformers": lambda: twin(tokens),
             "transformers, last logits": lambda: twin(tokens, logits_to_keep=1),
+            "the projections alone": lambda: projections(model, args.tokens),
         },
         args.repeats,
         warm=True,
@@ -114,6 +116,17 @@ def against_transformers(model: RecurrentLM, args: argparse.Namespace) -> dict[s
     figures["speedup"] = seconds["transformers"] / seconds["longrnn"]
     figures["speedup_last_logits"] = seconds["transformers, last logits"] / seconds["longrnn"]
     return figures
+
+
+def projections(model: RecurrentLM, length: int) -> None:
+    """Only the matrix products with weights: what no scan, however fast, can go below."""
+    width = min(length, recurrent.SEGMENT_TOKENS)
+    for mixer in model.mixers:
+        assert isinstance(mixer, Mamba2)
+        narrow, wide = torch.ones(width, mixer.d_model), torch.ones(width, mixer.d_inner)
+        for _ in range(length // width):
+            mixer.in_proj(narrow)
+            mixer.out_proj(wide)
 
 
 def mebibytes() -> tuple[float, float]:

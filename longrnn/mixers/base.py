@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,25 @@ from longrnn.ops.ssd import SSD, ScanInputs
 from longrnn.ops.unroll import unroll
 from longrnn.registry import Registry
 from longrnn.state import PyTree, tree_map
+
+
+class Update(NamedTuple):
+    """What one token does to a stepwise cell's memory: memory ← keep ∘ memory + add.
+
+    The memory is the vector that recurs: c of an LSTM, h of a GRU or an Elman cell.
+
+    Attributes:
+        add: `(b, d)`.
+        keep: `(b, d)`; None where the new memory is no linear function of the old one (Elman), and
+            `add` is then the new memory itself.
+    """
+
+    add: Tensor
+    keep: Tensor | None
+
+    def apply(self, memory: Tensor) -> Tensor:
+        """The memory after the token, `(b, d)`."""
+        return self.add if self.keep is None else torch.addcmul(self.add, self.keep, memory)
 
 
 class Edit:
@@ -28,8 +49,9 @@ class Edit:
         """Runs the recurrence itself; `ssd` is the mixer's own backend."""
         return ssd(inputs, state)
 
-    def edit_step(self, before: PyTree, after: PyTree) -> PyTree:
-        """Changes the state that one token led to; the output is read from the result."""
+    def edit_step(self, before: Tensor, after: Update) -> Update:
+        """Changes what one token does to the memory `before`, `(b, d)`; the state and the output
+        are read from the memory that results."""
         return after
 
 
@@ -85,15 +107,25 @@ class StepwiseMixer(Mixer):
         """The whole sequence by the kernel of `torch.nn`."""
 
     @abstractmethod
-    def step(self, projected: Tensor, state: PyTree) -> PyTree:
-        """One token, given its input projection `W_ih x + b_ih` of shape `(b, gates · d)`."""
+    def memory(self, state: PyTree) -> Tensor:
+        """The vector of a state that recurs, `(b, d)`."""
+
+    @abstractmethod
+    def step(self, projected: Tensor, state: PyTree) -> tuple[Update, Callable[[Tensor], PyTree]]:
+        """One token, given its input projection `W_ih x + b_ih` of shape `(b, gates · d)`.
+
+        Returns:
+            What it does to the memory, and how the new state is read from the new memory.
+        """
 
     def forward(self, x: Tensor, state: PyTree, edit: Edit | None = None) -> tuple[Tensor, PyTree]:
         if edit is None:
             return self.fused(x, state)
 
         def edited(token: Tensor, before: PyTree) -> PyTree:
-            return edit.edit_step(before, self.step(token, before))
+            update, read = self.step(token, before)
+            memory = self.memory(before)
+            return read(edit.edit_step(memory, update).apply(memory))
 
         weight_ih, _, bias_ih, _ = self.cell.all_weights[0]
         projected = nn.functional.linear(x, weight_ih, bias_ih)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from longrnn.mixers.base import MIXERS, StepwiseMixer
+from longrnn.mixers.base import MIXERS, StepwiseMixer, Update
 
 
 class GRUState(NamedTuple):
@@ -39,9 +40,14 @@ class GRU(StepwiseMixer):
         y, h = self.cell(x, state.h[None].contiguous())
         return y, GRUState(h[0].to(state.h.dtype))
 
-    def step(self, projected: Tensor, state: GRUState) -> GRUState:
+    def memory(self, state: GRUState) -> Tensor:
+        return state.h
+
+    def step(
+        self, projected: Tensor, state: GRUState
+    ) -> tuple[Update, Callable[[Tensor], GRUState]]:
         x_r, x_z, x_n = projected.chunk(3, dim=-1)
         h_r, h_z, h_n = self.recurrent(state.h).chunk(3, dim=-1)
         z = torch.sigmoid(x_z + h_z)
         candidate = torch.tanh(x_n + torch.sigmoid(x_r + h_r) * h_n)
-        return GRUState((1 - z) * candidate + z * state.h)
+        return Update(add=(1 - z) * candidate, keep=z), GRUState

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from longrnn.mixers.base import MIXERS, StepwiseMixer
+from longrnn.mixers.base import MIXERS, StepwiseMixer, Update
 
 
 class LSTMState(NamedTuple):
@@ -39,7 +40,12 @@ class LSTM(StepwiseMixer):
         y, (h, c) = self.cell(x, (state.h[None].contiguous(), state.c[None].contiguous()))
         return y, LSTMState(h[0].to(state.h.dtype), c[0].to(state.c.dtype))
 
-    def step(self, projected: Tensor, state: LSTMState) -> LSTMState:
+    def memory(self, state: LSTMState) -> Tensor:
+        return state.c
+
+    def step(
+        self, projected: Tensor, state: LSTMState
+    ) -> tuple[Update, Callable[[Tensor], LSTMState]]:
         i, f, g, o = (projected + self.recurrent(state.h)).chunk(4, dim=-1)
-        c = torch.sigmoid(f) * state.c + torch.sigmoid(i) * torch.tanh(g)
-        return LSTMState(torch.sigmoid(o) * torch.tanh(c), c)
+        update = Update(add=torch.sigmoid(i) * torch.tanh(g), keep=torch.sigmoid(f))
+        return update, lambda c: LSTMState(torch.sigmoid(o) * torch.tanh(c), c)

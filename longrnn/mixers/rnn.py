@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from longrnn.errors import UserError
-from longrnn.mixers.base import MIXERS, StepwiseMixer
+from longrnn.mixers.base import MIXERS, StepwiseMixer, Update
 
 
 class RNNState(NamedTuple):
@@ -41,5 +42,11 @@ class RNN(StepwiseMixer):
         y, h = self.cell(x, state.h[None].contiguous())
         return y, RNNState(h[0].to(state.h.dtype))
 
-    def step(self, projected: Tensor, state: RNNState) -> RNNState:
-        return RNNState(self.activation(projected + self.recurrent(state.h)))
+    def memory(self, state: RNNState) -> Tensor:
+        return state.h
+
+    def step(
+        self, projected: Tensor, state: RNNState
+    ) -> tuple[Update, Callable[[Tensor], RNNState]]:
+        h = self.activation(projected + self.recurrent(state.h))
+        return Update(add=h, keep=None), RNNState

@@ -26,7 +26,7 @@ from longrnn.positions import POSITIONS
 from longrnn.state import LMState, PyTree, leaves
 
 # Tokens (over all rows) of one segment; chosen by benchmarks/prefill_cpu.py.
-SEGMENT_TOKENS = 1024
+SEGMENT_TOKENS = 512
 
 
 @dataclass

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from longrnn.errors import UserError
-from longrnn.mixers import MIXERS, Edit, Mixer
+from longrnn.mixers import MIXERS, Edit, Mixer, Update
 from longrnn.mixers.base import StepwiseMixer
-from longrnn.state import leaves
 from tests.contracts.builders import (
     D_MODEL,
     assert_same,
@@ -86,26 +85,30 @@ def test_stepwise_equals_fused(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", STEPWISE)
 def test_edit_step_sees_every_token(kind: str) -> None:
-    """The hook gets the state before and after each token, and its result is what goes on."""
+    """The hook gets the memory and what each token does to it; its result is what goes on."""
     mixer = build_mixer(mixer_spec(kind))
+    assert isinstance(mixer, StepwiseMixer)
     x, state = draw(mixer, torch.float64)
     seen = []
 
     class Halve(Edit):
         def edit_step(self, before, after):
-            seen.append(before)
-            return type(after)(*(leaf / 2 for leaf in after))
+            seen.append((before, after))
+            return Update(*(None if gate is None else gate / 2 for gate in after))
 
+    reached = [state, *(mixer(x[:, :t], state, Halve())[1] for t in (1, 2))]
     y, final = mixer(x[:, :3], state, Halve())
-    expected = state
+    reached.append(final)
+    memory = mixer.memory(state)
     for t in range(3):
-        for (_, leaf), (_, given) in zip(leaves(expected), leaves(seen[t]), strict=True):
-            torch.testing.assert_close(given, leaf, rtol=1e-12, atol=1e-12)
-        _, after = mixer(x[:, t : t + 1], expected)
-        expected = type(after)(*(leaf / 2 for leaf in after))
-        torch.testing.assert_close(y[:, t], expected.h, rtol=1e-12, atol=1e-12)
-    assert len(seen) == 3
-    torch.testing.assert_close(final.h, expected.h, rtol=1e-12, atol=1e-12)
+        before, after = seen[3 + t]
+        torch.testing.assert_close(before, memory, rtol=1e-12, atol=1e-12)
+        kept = 0 if after.keep is None else after.keep * memory
+        memory = (after.add + kept) / 2
+        _, unedited = mixer(x[:, t : t + 1], reached[t])
+        torch.testing.assert_close(2 * memory, mixer.memory(unedited), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(mixer.memory(reached[t + 1]), memory, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(y[:, t], reached[t + 1].h, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["identity", "Tanh", ""])
