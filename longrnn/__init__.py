@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from longrnn.hf.loading import load as load
     from longrnn.hf.tokenizer import load_tokenizer as load_tokenizer
+    from longrnn.mitigations import MITIGATIONS as MITIGATIONS
+    from longrnn.mitigations import Mitigated as Mitigated
+    from longrnn.mitigations import mitigation as mitigation
     from longrnn.mixers import MIXERS as MIXERS
     from longrnn.models import LanguageModel as LanguageModel
     from longrnn.models import LMOutput as LMOutput
@@ -27,7 +30,9 @@ _HOMES = {
     "LMOutput": "longrnn.models",
     "LMState": "longrnn.state",
     "LanguageModel": "longrnn.models",
+    "MITIGATIONS": "longrnn.mitigations",
     "MIXERS": "longrnn.mixers",
+    "Mitigated": "longrnn.mitigations",
     "POSITIONS": "longrnn.positions",
     "RecurrentConfig": "longrnn.models",
     "RecurrentLM": "longrnn.models",
@@ -35,21 +40,25 @@ _HOMES = {
     "generate": "longrnn.models",
     "load": "longrnn.hf.loading",
     "load_tokenizer": "longrnn.hf.tokenizer",
+    "mitigation": "longrnn.mitigations",
 }
 
 __all__ = [
+    "MITIGATIONS",
     "MIXERS",
     "POSITIONS",
     "TASKS",
     "LMOutput",
     "LMState",
     "LanguageModel",
+    "Mitigated",
     "RecurrentConfig",
     "RecurrentLM",
     "__version__",
     "generate",
     "load",
     "load_tokenizer",
+    "mitigation",
 ]
 
 

@@ -1,9 +1,20 @@
 """Sequence mixers: the recurrent cells, one recurrence a file."""
 
-from longrnn.mixers.base import MIXERS, Edit, Mixer, Update
+from longrnn.mixers.base import MIXERS, Edit, Mixer, ScanningMixer, StepwiseMixer, Update
 from longrnn.mixers.gru import GRU
 from longrnn.mixers.lstm import LSTM
 from longrnn.mixers.mamba2 import Mamba2
 from longrnn.mixers.rnn import RNN
 
-__all__ = ["GRU", "LSTM", "MIXERS", "RNN", "Edit", "Mamba2", "Mixer", "Update"]
+__all__ = [
+    "GRU",
+    "LSTM",
+    "MIXERS",
+    "RNN",
+    "Edit",
+    "Mamba2",
+    "Mixer",
+    "ScanningMixer",
+    "StepwiseMixer",
+    "Update",
+]

@@ -60,7 +60,12 @@ class Mixer(nn.Module, ABC):
 
     Args of every member's constructor: `d_input`, the width it reads, and `d_model`, the width it
     writes; its options are keyword-only.
+
+    Attributes:
+        n_heads: parts of the state with a norm of their own.
     """
+
+    n_heads = 1
 
     def __init__(self, d_input: int, d_model: int) -> None:
         super().__init__()
@@ -93,14 +98,40 @@ class Mixer(nn.Module, ABC):
         return tree_map(zeros, self.state_like())
 
 
+class ScanningMixer(Mixer):
+    """A cell whose recurrence is linear and can be scanned: h_t = exp(dt_t A) h_{t−1} + x_t B_t^T.
+
+    Attributes:
+        ssd: the implementation of the recurrence.
+    """
+
+    ssd: SSD
+
+    @abstractmethod
+    def rates(self) -> Tensor:
+        """A, `(h,)`, below 0: log_decay = dt · A."""
+
+    @abstractmethod
+    def memory(self, state: PyTree) -> Tensor:
+        """The part of a state that recurs, `(b, h, p, n)`."""
+
+    @abstractmethod
+    def inputs_like(self) -> ScanInputs:
+        """What the scan is given for one token, without its batch axis, on the meta device."""
+
+
 class StepwiseMixer(Mixer):
     """A cell that needs one token's state to compute the next: RNN, GRU, LSTM.
 
     Members hold a module of `torch.nn` (one layer, batch first), whose fused kernel runs when no
     edit asks for the states in between, and `step`, the same equations for one token.
+
+    Attributes:
+        gated: whether `Update.keep` exists: the new memory is linear in the old one, given gates.
     """
 
     cell: nn.RNNBase
+    gated = True
 
     @abstractmethod
     def fused(self, x: Tensor, state: PyTree) -> tuple[Tensor, PyTree]:

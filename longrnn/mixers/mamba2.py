@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longrnn.errors import UserError
-from longrnn.mixers.base import MIXERS, Edit, Mixer
+from longrnn.mixers.base import MIXERS, Edit, ScanningMixer
 from longrnn.ops.conv import causal_conv
 from longrnn.ops.norm import gated_rms_norm
 from longrnn.ops.ssd import BACKENDS, ScanInputs, resolve
@@ -25,7 +25,7 @@ class Mamba2State(NamedTuple):
 
 
 @MIXERS.register("mamba2")
-class Mamba2(Mixer):
+class Mamba2(ScanningMixer):
     """The Mamba-2 mixer (arXiv 2405.21060), weights named and ordered as in the published models.
 
     Args:
@@ -133,8 +133,27 @@ class Mamba2(Mixer):
         dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype))
         if self.dt_limit is not None:
             dt = dt.clamp(*self.dt_limit)
-        log_decay = dt * -self.A_log.to(dtype).exp()
-        return inner, ScanInputs(inner * dt[..., None], log_decay, B, C)
+        return inner, ScanInputs(inner * dt[..., None], dt * self.rates().to(dtype), B, C)
+
+    def memory(self, state: Mamba2State) -> Tensor:
+        return state.ssm
+
+    def rates(self) -> Tensor:
+        wide = torch.promote_types(self.A_log.dtype, torch.float32)
+        return -self.A_log.to(wide).exp()
+
+    def inputs_like(self) -> ScanInputs:
+        narrow, wide = self.in_proj.weight.dtype, self.state_like().ssm.dtype
+
+        def meta(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(1, *shape, dtype=dtype, device="meta")
+
+        return ScanInputs(
+            x=meta(self.n_heads, self.head_dim, dtype=wide),
+            log_decay=meta(self.n_heads, dtype=wide),
+            B=meta(self.n_groups, self.d_state, dtype=narrow),
+            C=meta(self.n_groups, self.d_state, dtype=narrow),
+        )
 
     def extra_repr(self) -> str:
         return f"n_heads={self.n_heads}, d_state={self.d_state}, backend={self.backend}"

@@ -28,6 +28,8 @@ class RNN(StepwiseMixer):
         nonlinearity: `tanh` or `relu`.
     """
 
+    gated = False
+
     def __init__(self, d_input: int, d_model: int, *, nonlinearity: str = "tanh") -> None:
         super().__init__(d_input, d_model)
         if nonlinearity not in ("tanh", "relu"):

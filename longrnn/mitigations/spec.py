@@ -1,0 +1,119 @@
+"""`mitigation`: one built from a line of text, a mapping, or a calibration file.
+
+state_norm(threshold=30)+forget_more(decay_scale=0.9999)
+{"kind": "sliding_window", "window": 8192}
+calibrated.yaml
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from longrnn.errors import UserError
+from longrnn.files import write_atomic
+from longrnn.mitigations.base import MITIGATIONS, Calibration, Chain, Mitigation
+
+FORMAT = "longrnn-mitigation-1"
+
+
+def mitigation(spec: str | Path | Mapping[str, Any] | Sequence[Any] | Mitigation) -> Mitigation:
+    """Builds a mitigation.
+
+    Args:
+        spec: `"name(option=value, …)"`, several joined by `+`; a mapping with `kind`; the path of
+            a file that `longrnn calibrate` wrote; or a list of any of these.
+
+    Raises:
+        UserError: unknown names (the nearest is named), values out of range, a file that is none.
+    """
+    if isinstance(spec, Mitigation):
+        return spec
+    if isinstance(spec, Mapping):
+        return MITIGATIONS.build(spec)
+    if isinstance(spec, Sequence) and not isinstance(spec, str):
+        return Chain([mitigation(item) for item in spec])
+    text = str(spec).strip()
+    if text.endswith((".yaml", ".yml")):
+        return _read(Path(text))
+    members = [_parse(member) for member in _split(text, "+")]
+    return members[0] if len(members) == 1 else Chain(members)
+
+
+def write_calibration(path: Path, members: Sequence[Mapping[str, Any]], known: Calibration) -> None:
+    """Writes a file that `mitigation` reads.
+
+    Args:
+        path: of the YAML file.
+        members: mappings with `kind`, in order.
+        known: what the numbers were taken from.
+    """
+    content = {
+        "format": FORMAT,
+        "fingerprint": known.fingerprint,
+        "length": known.length,
+        "text_sha256": list(known.text_sha256),
+        "mitigation": [dict(member) for member in members],
+    }
+    write_atomic(path, yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=100))
+
+
+def _read(path: Path) -> Mitigation:
+    if not path.is_file():
+        raise UserError(f"no mitigation file {path}: write one with `longrnn calibrate`")
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not YAML: write it again with `longrnn calibrate`") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise UserError(f"{path} is no mitigation file: write one with `longrnn calibrate`")
+    try:
+        known = Calibration(
+            source=str(path),
+            fingerprint=str(content["fingerprint"]),
+            length=int(content["length"]),
+            text_sha256=tuple(content["text_sha256"]),
+        )
+        members = [mitigation(member) for member in content["mitigation"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is incomplete ({error}): calibrate again") from error
+    for member in members:
+        member.calibration = known
+    return members[0] if len(members) == 1 else Chain(members)
+
+
+def _parse(text: str) -> Mitigation:
+    """One `name(option=value, …)`."""
+    match = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", text)
+    if match is None:
+        raise UserError(
+            f"{text.strip()!r} is no mitigation: write name(option=value), "
+            "for example sliding_window(window=8192)"
+        )
+    options: dict[str, Any] = {}
+    for item in _split(match[2] or "", ","):
+        name, equals, value = item.partition("=")
+        if item.strip() and not equals:
+            raise UserError(f"{item.strip()!r} is not of the form option=value")
+        if item.strip():
+            try:
+                options[name.strip()] = yaml.safe_load(value)
+            except yaml.YAMLError as error:
+                raise UserError(f"{value.strip()!r} is no value of {name.strip()}") from error
+    return MITIGATIONS.build({"kind": match[1], **options})
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """The pieces of a text between separators that stand outside all brackets."""
+    pieces, depth = [""], 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        if character == separator and depth == 0:
+            pieces.append("")
+        else:
+            pieces[-1] += character
+    return pieces
