@@ -170,6 +170,38 @@ def test_long_float32(backend: str, long_run: tuple[ScanInputs, Tensor, Tensor, 
         assert_near(ours_final[:, head], final[:, head], 1e-5, f"head {head}")
 
 
+# The decay of each head in the test below, from a sum of everything to a short memory.
+STEADY = [0.0, -1e-7, -1e-5, -1e-4, -1e-3, -0.1, -0.6, -0.8, -3.0, -200.0]
+
+
+@pytest.fixture(scope="module")
+def steady_run() -> tuple[ScanInputs, Tensor, Tensor, Tensor]:
+    """20,000 tokens in float32 whose decay never changes, and their float64 answer."""
+
+    def decay(shape: tuple[int, ...], randomness: torch.Generator) -> Tensor:
+        return torch.tensor(STEADY, dtype=torch.float64).expand(shape)
+
+    inputs, state = draw(20_000, torch.float32, decay, batch=1, heads=len(STEADY), groups=1)
+    return inputs, state, *loop(inputs, state)
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS.keys() - {"reference"}))
+@pytest.mark.parametrize("size", [1, 2, 3, 64])
+def test_pieces_in_float32(
+    backend: str, size: int, steady_run: tuple[ScanInputs, Tensor, Tensor, Tensor]
+) -> None:
+    """Decoding token by token drifts no more than one call: exp(-1e-4) in one float32 would."""
+    inputs, state, y, final = steady_run
+    outputs = []
+    for piece in zip(*(tensor.split(size, dim=1) for tensor in inputs), strict=True):
+        y_piece, state = BACKENDS[backend](ScanInputs(*piece), state)
+        outputs.append(y_piece)
+    ours = torch.cat(outputs, dim=1)
+    for head, log_decay in enumerate(STEADY):
+        assert_near(ours[:, :, head], y[:, :, head], 1e-5, f"y at {log_decay}")
+        assert_near(state[:, head], final[:, head], 1e-5, f"state at {log_decay}")
+
+
 @every_backend
 @pytest.mark.parametrize("time", [1, 70])
 def test_state_stays_wide(backend: str, time: int) -> None:
@@ -198,6 +230,15 @@ def test_resolve() -> None:
     assert all(resolve(name) == name for name in BACKENDS)
     with pytest.raises(UserError, match="did you mean 'chunked'"):
         resolve("chunkd")
+
+
+@every_backend
+@pytest.mark.parametrize("log_decay", [0.0, -0.69, -0.7, -79.0, -1e4, -torch.inf])
+def test_one_token_of_any_decay(backend: str, log_decay: float) -> None:
+    """Where a decay is taken apart in another way: values and gradients, none of them a NaN."""
+    inputs, state = draw(1)
+    inputs = inputs._replace(log_decay=torch.full_like(inputs.log_decay, log_decay))
+    assert_as_the_loop(backend, inputs, state)
 
 
 @every_backend

@@ -6,7 +6,9 @@ Notable choices:
   shorter chunk of its own: nothing is padded.
 - Decays between two tokens of a chunk are differences of one running sum, kept in float64 or as
   two float32 halves: in one float32 a single strongly forgetting token would cost the slow tokens
-  behind it their digits. A whole chunk's decay is kept in two halves as well.
+  behind it their digits.
+- What multiplies the state, a token's decay or a whole chunk's, is kept as 0 or 1 plus a rest: one
+  float32 near 1, rounded the same way again and again, would let a long memory drift.
 - No decay below e^FLOOR is computed: it is 0 to rounding, and float32 numbers smaller still are
   denormal, which makes `exp` and the products up to 60 times slower on a CPU.
 - CHUNK and SEGMENT were chosen by `benchmarks/ssd_chunk_cpu.py`.
@@ -16,24 +18,24 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from longrnn.ops.ssd import reference
 from longrnn.ops.ssd.base import ScanInputs
 
 CHUNK = 64
 SEGMENT = 512
+# So few tokens go one by one, which is faster than the products of a chunk.
+FEW = 2
 FLOOR = -80.0
 
 
 def ssd(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """See `longrnn.ops.ssd.base.SSD`."""
     time = inputs.x.shape[1]
-    if time <= 2:
-        return reference.ssd(inputs, state)
     outputs = []
     for start, stop, chunk in _pieces(time):
         piece = ScanInputs(*(tensor[:, start:stop] for tensor in inputs))
-        y, state = _scan(piece, state, chunk)
+        y, state = _scan(piece, state, chunk) if stop - start > 1 else _token(piece, state)
         outputs.append(y)
     return (torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]), state
 
@@ -42,9 +44,22 @@ def _pieces(time: int) -> list[tuple[int, int, int]]:
     """(start, stop, chunk) of the pieces of `time` tokens; each is a multiple of its chunk."""
     whole = time - time % CHUNK
     pieces = [(s, min(s + SEGMENT, whole), CHUNK) for s in range(0, whole, SEGMENT)]
-    if whole < time:
-        pieces.append((whole, time, time - whole))
-    return pieces
+    if time - whole > FEW:
+        return [*pieces, (whole, time, time - whole)]
+    return pieces + [(token, token + 1, 1) for token in range(whole, time)]
+
+
+def _token(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One token."""
+    b, _, h, p = inputs.x.shape
+    g, n = inputs.B.shape[2:]
+    x = inputs.x.to(state.dtype).reshape(b, g, h // g * p, 1)
+    B = inputs.B.to(state.dtype).reshape(b, g, 1, n)
+    C = inputs.C.to(state.dtype).reshape(b, g, n, 1)
+    whole, rest = _split(inputs.log_decay.reshape(b, h, 1, 1), state.dtype)
+    added = (rest * state).reshape(b, g, -1, n).addcmul_(x, B)
+    state = torch.addcmul(added.view(b, h, p, n), whole, state)
+    return (state.reshape(b, g, -1, n) @ C).view(b, 1, h, p), state
 
 
 def _scan(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
@@ -68,16 +83,16 @@ def _scan(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor
     to_end = _exp((total[:, :, -1:] - total).to(dtype))  # b m j h
     x_to_end = (x * to_end[..., None]).unflatten(3, (g, r)).flatten(4)  # b m j g (r p)
     x_to_end = x_to_end.permute(0, 1, 3, 4, 2)  # b m g (r p) j
-    high, low = _halves(_exp(total[:, :, -1].clone()), dtype)  # b m h: decay of a whole chunk
+    # b m h 1 1: decay of a whole chunk
+    whole, rest = _split(total[:, :, -1, :, None, None], dtype)
     carried = []
-    chunks = (x_to_end, B, C, high[..., None, None], low[..., None, None])
-    for x_m, B_m, C_m, high_m, low_m in zip(*(t.unbind(1) for t in chunks), strict=True):
+    for x_m, B_m, C_m, whole_m, rest_m in zip(
+        *(tensor.unbind(1) for tensor in (x_to_end, B, C, whole, rest)), strict=True
+    ):
         carried.append(C_m @ state.view(b, g, r * p, n).transpose(2, 3))  # b g i (r p)
-        # The low half goes with the small terms: a decay near 1 that is rounded the same way in
-        # every chunk would let a long memory drift.
-        added = (low_m * state).view(b * g, r * p, n)
+        added = (rest_m * state).view(b * g, r * p, n)
         added = added.baddbmm_(x_m.flatten(0, 1), B_m.flatten(0, 1)).view(b, h, p, n)
-        state = torch.addcmul(added, high_m, state)
+        state = torch.addcmul(added, whole_m, state)
 
     since_start = _exp(total.to(dtype, copy=True))[..., None]  # b m i h 1
     start = torch.stack(carried, dim=1).transpose(2, 3).reshape(b, m, chunk, h, p)
@@ -98,6 +113,18 @@ def _decay_between(total: Tensor, dtype: torch.dtype) -> Tensor:
     # rounding like the decay itself, and above 0 are only entries with j > i, which nobody reads.
     between.detach().clamp_(FLOOR, 0)
     return between.exp_()
+
+
+def _split(log_decay: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """exp(log_decay) as two numbers of `dtype` that add up to it: 0 or 1, and the rest.
+
+    The first times a state is exact, and the second keeps all its digits, so that a new state is
+    rounded in one place, where what is kept and what is new are added.
+    """
+    log_decay = F.threshold(log_decay, FLOOR, -torch.inf)
+    slow = log_decay > -0.69  # above one half: 1 is the nearer
+    rest = torch.where(slow, log_decay.expm1(), log_decay.exp())
+    return slow.to(dtype), rest.to(dtype)
 
 
 def _halves(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
