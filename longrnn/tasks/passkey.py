@@ -159,10 +159,7 @@ class Passkey(Task):
             chosen.append(document.key)
             fresh.append(index == 0)
             asked.append(document.asks(index))
-        batch = self._batch(bodies, chosen, torch.tensor(fresh), asked)
-        # What follows the segment is both the question and more filler: it is no target.
-        batch.targets[:, length - 1] = UNSCORED
-        return batch._replace(tail=batch.tokens.shape[1] - length)
+        return self._batch(bodies, chosen, torch.tensor(fresh), asked, fork=length)
 
     def score(self, predictions: Tensor, batch: Batch) -> dict[str, Tensor]:
         """`accuracy`: whether the whole key is right. Rows that were not asked are left out."""
@@ -170,9 +167,18 @@ class Passkey(Task):
         return {"accuracy": exact_match(predictions, batch)[asked]}
 
     def _batch(
-        self, prompts: list[Tensor], chosen: list[str], fresh: Tensor, asked: list[bool]
+        self,
+        prompts: list[Tensor],
+        chosen: list[str],
+        fresh: Tensor,
+        asked: list[bool],
+        *,
+        fork: int | None = None,
     ) -> Batch:
-        """Prompts followed by their answers; rows not asked have no target in the answer."""
+        """Prompts followed by their answers; rows not asked have no target in the answer.
+
+        What comes from token `fork` on is asked on a fork of the state.
+        """
         answers = [self.answer(key) for key in chosen]
         width = len(prompts[0]) + max(len(answer) for answer in answers)
         ids = torch.zeros(len(prompts), width, dtype=torch.long)
@@ -185,11 +191,15 @@ class Passkey(Task):
             last = stop if asked[row] else start
             targets[row, : last - 1] = ids[row, 1:last]
             answer_mask[row, start - 1 : stop - 1] = asked[row]
+        if fork is not None:
+            # What follows the segment is both the question and more filler: it is no target.
+            targets[:, fork - 1] = UNSCORED
         scored = (targets != UNSCORED).float()
         weights = scored / scored.sum(1, keepdim=True)
         per_answer = answer_mask.float() / answer_mask.sum(1, keepdim=True).clamp(min=1)
         weights = weights + self.answer_weight * per_answer
-        return Batch(ids[:, :-1], targets, fresh, weights, answer_mask)
+        tail = 0 if fork is None else width - 1 - fork
+        return Batch(ids[:, :-1], targets, fresh, weights, answer_mask, tail)
 
     # Documents that go on
 

@@ -152,6 +152,12 @@ def test_weights_of_asked_and_other_rows(segments: list[Batch]) -> None:
         asked = batch.answers().any(dim=1)
         kinds |= set(asked.tolist())
         torch.testing.assert_close(batch.weights.sum(1), 1.0 + asked.float())
+        # The text's share is a mean over the targets there are: none at the fork.
+        scored = batch.targets != UNSCORED
+        assert not batch.weights[~scored].any()
+        on_text = (batch.weights * ~batch.answers()).sum(1)
+        share = (scored & ~batch.answers()).sum(1) / scored.sum(1)
+        torch.testing.assert_close(on_text, share)
     assert kinds == {True, False}
 
 
