@@ -10,14 +10,16 @@ from longrnn.tasks import TASKS, Batch, Task
 from longrnn.tasks.base import UNSCORED
 
 # A length at which each task's rows are real; a new task is asked for its default length.
-LENGTHS = {"passkey": 256, "reverse": 6}
+LENGTHS = {"passkey": 256, "reverse": 6, "text": 20}
+# Options that a task cannot be built without.
+OPTIONS = {"text": {"files": [__file__]}}
 # The score that is best at 0; every other score is best at 1.
 LOWER_IS_BETTER = {"edit_distance"}
 
 
 @pytest.fixture(params=sorted(TASKS))
 def task(request: pytest.FixtureRequest) -> Task:
-    return TASKS.build({"kind": request.param}, None)
+    return TASKS.build({"kind": request.param, **OPTIONS.get(request.param, {})}, None)
 
 
 def draw(task: Task, seed: int = 0, batch_size: int = 5) -> Batch:

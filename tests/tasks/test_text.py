@@ -1,0 +1,68 @@
+"""The text task: rows of real text, shifted by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from longrnn.errors import UserError
+from longrnn.tasks import Text
+from longrnn.text import ByteTokenizer
+from tests.tasks.drawings import drawing
+
+
+def write(folder: Path, *texts: str) -> list[str]:
+    paths = [folder / f"{index}.txt" for index in range(len(texts))]
+    for path, text in zip(paths, texts, strict=True):
+        path.write_text(text)
+    return [str(path) for path in paths]
+
+
+def draw(task: Text, length: int, rows: int = 1) -> torch.Tensor:
+    batch = task.sample(rows, length=length, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
+    return torch.cat([batch.tokens, batch.targets[:, -1:]], dim=1)
+
+
+def test_drawing(tmp_path: Path) -> None:
+    """The docstring's drawing is what `sample` makes."""
+    rows = drawing(Text)
+    batch = Text(files=write(tmp_path, "to be")).sample(1, length=4, generator=torch.Generator())
+    assert "".join(rows["tokens"]) == bytes(batch.tokens[0].tolist()).decode()
+    assert "".join(rows["targets"]) == bytes(batch.targets[0].tolist()).decode()
+
+
+def test_rows_stay_inside_one_file(tmp_path: Path) -> None:
+    """Every start of every file, and no row over the end of one."""
+    task = Text(files=write(tmp_path, "abcdef", "x", "123456789"))
+    found = {ByteTokenizer().decode(row.tolist()) for row in draw(task, 3, rows=400)}
+    wanted = {"abcdef"[i : i + 4] for i in range(3)} | {"123456789"[i : i + 4] for i in range(6)}
+    assert found == wanted
+
+
+def test_a_length_that_no_text_has(tmp_path: Path) -> None:
+    """The longest possible length is said."""
+    task = Text(files=write(tmp_path, "abcdef"))
+    assert draw(task, 5).shape == (1, 6)
+    with pytest.raises(UserError, match="at most 5"):
+        draw(task, 6)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(None, "no text file"), (b"", "empty"), (b"a\0b", "binary"), (b"a\xff", "UTF-8")],
+)
+def test_files_that_are_no_text(tmp_path: Path, content: bytes | None, reason: str) -> None:
+    """One sentence that names the file."""
+    path = tmp_path / "file"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=reason):
+        Text(files=[str(path)])
+
+
+def test_files_are_needed() -> None:
+    with pytest.raises(UserError, match="needs files"):
+        Text(files=[])
