@@ -28,6 +28,11 @@ class PositionalEncoding(nn.Module, ABC):
         """Width of x'."""
         return 2 * self.d_model if self.combine == "concat" else self.d_model
 
+    @property
+    def n_positions(self) -> int | None:
+        """How many positions there are; None where they do not end."""
+        return None
+
     @abstractmethod
     def encode(self, x: Tensor, positions: Tensor) -> Tensor:
         """The encoding e.

@@ -24,5 +24,9 @@ class Learned(PositionalEncoding):
         super().__init__(d_model, combine)
         self.table = nn.Parameter(torch.randn(max_length, d_model))
 
+    @property
+    def n_positions(self) -> int:
+        return len(self.table)
+
     def encode(self, x: Tensor, positions: Tensor) -> Tensor:
         return look_up(self.table, positions).to(x.dtype)

@@ -32,5 +32,9 @@ class Random(PositionalEncoding):
         rows = torch.randn(max_length, d_model, generator=generator)
         self.register_buffer("table", F.normalize(rows, dim=-1))
 
+    @property
+    def n_positions(self) -> int:
+        return len(self.table)
+
     def encode(self, x: Tensor, positions: Tensor) -> Tensor:
         return look_up(self.table, positions).to(x.dtype)

@@ -64,10 +64,12 @@ class Task(ABC):
     Attributes:
         vocab_size: ids in use; a model for the task needs at least so many.
         default_length: the `length` that `sample` gets where nobody says otherwise.
+        max_segments: segments of the longest document of `segment`.
     """
 
     vocab_size: int
     default_length: int
+    max_segments: int = 1
 
     @abstractmethod
     def __init__(self, tokenizer: Tokenizer | None = None) -> None: ...

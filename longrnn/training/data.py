@@ -39,6 +39,17 @@ class Source:
             self.task.sample(1, length=length.min, generator=torch.Generator())
         self.batch(0, 0)
 
+    def longest(self) -> int:
+        """Tokens of the longest row, or document where a state is carried, that a run may see."""
+        config = self.config
+        if not config.carry:
+            row = self.task.sample(1, length=config.length.max, generator=torch.Generator())
+            return row.tokens.shape[1]
+        segment = self.batch(0, 0)
+        segments = min(config.max_steps, self.task.max_segments)
+        # Only the last segment's question counts: the others are asked on forks.
+        return segments * config.length.max + segment.tail
+
     def _sample(self, step: int, micro: int) -> Batch:
         seed = _mix(self.config.seed, step, micro)
         length = self._length(step, random.Random(seed))

@@ -66,6 +66,7 @@ class Trainer:
         learning_rate(0, config)  # an unknown schedule is refused before anything is written
         optimizer = build_optimizer(model, config)
         self.source.check()  # as is a length that the task cannot make
+        self._check_positions(model)
         if self.accelerator.is_main_process:
             text = dump_config(config)
             checkpoint.claim(self.output_dir, text, resume=resume, differs=self._differs)
@@ -94,6 +95,16 @@ class Trainer:
                 f"{model.vocab_size}: set model.vocab_size={self.task.vocab_size}"
             )
         return model.to(self.accelerator.device).train()
+
+    def _check_positions(self, model: RecurrentLM) -> None:
+        """Refuses a table of positions that ends before the rows or documents of the run."""
+        there, needed = model.position.n_positions, self.source.longest()
+        if there is not None and there < needed:
+            raise UserError(
+                f"the model has {there} positions and this run may reach {needed}: set "
+                f"model.position.max_length={needed}, lower length.max, or use "
+                "model.position={kind: sinusoidal}"
+            )
 
     def train(self) -> RecurrentLM:
         """Runs to `max_steps`, and writes the final model into `output_dir`.

@@ -14,6 +14,7 @@ from longrnn.errors import UserError
 from longrnn.hf.loading import load as load_checkpoint
 from longrnn.mixers import MIXERS
 from longrnn.models.checkpoint import save_model
+from longrnn.tasks.passkey import QUESTION
 from longrnn.training.config import TrainConfig
 from longrnn.training.trainer import Trainer
 from tests.contracts.builders import mixer_spec
@@ -229,6 +230,34 @@ def test_bad_configurations_leave_nothing_behind(
     with pytest.raises(UserError, match=message):
         Trainer(tiny("passkey", output, **changes), quiet=True)
     assert not output.exists()
+
+
+@pytest.mark.parametrize("position", ["learned", "random"])
+@pytest.mark.parametrize(
+    ("kind", "changes", "needed"),
+    [
+        ("reverse", {}, 16),
+        ("passkey", {"max_steps": 2}, 180 + len(" 1234")),
+        # No document has more segments than the run has steps; a question is on a fork.
+        ("carry", {"max_steps": 3}, 3 * 180 + len(QUESTION + " 1234")),
+        ("carry", {"max_steps": 12}, 4 * 180 + len(QUESTION + " 1234")),
+    ],
+)
+def test_positions_that_end_too_early_leave_nothing_behind(
+    position: str, kind: str, changes: dict[str, Any], needed: int, tmp_path: Path
+) -> None:
+    """A run that dies in the middle of its training, or one refused that would have lived."""
+
+    def config(max_length: int) -> TrainConfig:
+        table = {"kind": position, "max_length": max_length}
+        model = {**KINDS[kind]["model"], "position": table}
+        return tiny(kind, tmp_path / "run", model=model, **changes)
+
+    with pytest.raises(UserError, match=f"set model.position.max_length={needed}") as error:
+        Trainer(config(needed - 1), quiet=True)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+    train(config(needed))
 
 
 @pytest.mark.parametrize("kind", sorted(MIXERS))
