@@ -83,7 +83,10 @@ def reverse(
     length: Annotated[
         int | None, typer.Option(help="Tokens to reverse.", show_default="as in training")
     ] = None,
-    n: Annotated[int, typer.Option("--n", help="Held-out sequences.")] = 1024,
+    n: Annotated[
+        int | None,
+        typer.Option("--n", help="Held-out sequences.", show_default="all, at most 1024"),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(help="Folder of the results.", show_default="results/reverse/CHECKPOINT"),

@@ -14,6 +14,9 @@ from longrnn.models import LanguageModel
 from longrnn.progress import Progress
 from longrnn.tasks.reverse import Reverse
 
+# Sequences that are asked where nobody says how many.
+MOST = 1024
+
 
 @torch.no_grad()
 def evaluate(
@@ -21,7 +24,7 @@ def evaluate(
     task: Reverse,
     *,
     length: int,
-    n: int,
+    n: int | None = None,
     output: Path,
     batch_size: int = 64,
     quiet: bool = False,
@@ -32,7 +35,7 @@ def evaluate(
         model: any language model with V + 1 ids or more.
         task: says V and the held-out sequences.
         length: tokens to reverse.
-        n: held-out sequences, at most as many as the task holds out.
+        n: held-out sequences; None for all of them, at most 1,024.
         output: the results file, taken up where it was left.
         batch_size: sequences in one batch.
         quiet: no progress.
@@ -48,6 +51,7 @@ def evaluate(
             f"reverse with vocab_size {task.n_tokens} needs a model with {task.vocab_size} ids, "
             f"this one has {model.vocab_size}: give the vocab_size it was trained with"
         )
+    n = min(task.n_held_out, MOST) if n is None else n
     if not 1 <= n <= task.n_held_out:
         raise UserError(f"n must be between 1 and the {task.n_held_out} held-out sequences")
     task.evaluation_batch(0, 1, length=length)  # a length that does not fit is refused here

@@ -144,6 +144,10 @@ def test_eval_reverse(cli: CLI, models: Path, tmp_path: Path) -> None:
     for name in ("token_accuracy", "exact_match", "edit_distance"):
         assert f"{name} " in result.out
     assert "(n = 7, 95 % interval)" in result.out
+    # Without --n, all 16 that this task holds out.
+    whole = cli("eval", "reverse", models / "backwards", "--output", "all", "--quiet")
+    assert whole.code == 0, whole.err
+    assert "(n = 16, 95 % interval)" in whole.out
     other = cli("eval", "reverse", models / "backwards", "--length", "5", "--n", "3",
                 "--output", "five", "--quiet")  # fmt: skip
     assert other.code == 0

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
+from longrnn.evaluation import reverse
 from longrnn.evaluation.results import Row, read_results
 from longrnn.evaluation.reverse import evaluate, summarise
 from longrnn.models import LMOutput
@@ -101,6 +102,15 @@ def test_more_and_fewer_sequences(tmp_path: Path) -> None:
     assert model.rows == 15
     assert len(measure(Mirror(), output, n=3)) == 3
     assert len(read_results(output)[1]) == 20
+
+
+def test_all_held_out_sequences_are_asked_by_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A default that is more than there are, or an hour of them."""
+    assert len(measure(Mirror(), tmp_path / "all.jsonl", n=None)) == 20
+    monkeypatch.setattr(reverse, "MOST", 12)
+    assert len(measure(Mirror(), tmp_path / "most.jsonl", n=None)) == 12
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
