@@ -40,6 +40,10 @@ class Registry(Mapping[str, "type[T]"], Generic[T]):
             raise UserError(f"unknown {self.family} {name!r}: {nearest(name, self._members)}")
         return self._members[name]
 
+    def get(self, name: str, default: Any = None) -> type[T] | Any:
+        """The member called `name`, or `default`, as any mapping has it."""
+        return self._members.get(name, default)
+
     def __contains__(self, name: object) -> bool:
         return name in self._members
 

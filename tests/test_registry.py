@@ -64,6 +64,9 @@ def test_mapping(shapes: Registry[Shape]) -> None:
     assert "circle" in shapes
     assert "square" not in shapes
     assert shapes["point"].__name__ == "Point"
+    assert shapes.get("point") is shapes["point"]
+    assert shapes.get("square") is None
+    assert shapes.get("square", Shape) is Shape
 
 
 def test_registered_twice(shapes: Registry[Shape]) -> None:
