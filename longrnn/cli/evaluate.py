@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from longrnn.cli.options import Checkpoint, Device, Quiet, pick_device
+from longrnn.cli.options import (
+    Checkpoint,
+    Device,
+    Mitigation,
+    Quiet,
+    TrainLength,
+    mitigated,
+    pick_device,
+    results_folder,
+    training,
+    training_length,
+    warn_if_calibrated_on,
+)
 from longrnn.errors import UserError
-from longrnn.units import format_length, parse_lengths
+from longrnn.units import format_length, parse_length, parse_lengths
 
 if TYPE_CHECKING:
+    from longrnn.evaluation.intervals import Estimate
     from longrnn.evaluation.results import Row
 
 app = typer.Typer(
@@ -63,7 +76,7 @@ def passkey(
         lengths=asked_lengths,
         depths=asked_depths,
         n=n,
-        output=(folder := output or _folder("passkey", checkpoints)) / "results.jsonl",
+        output=(folder := output or results_folder("passkey", checkpoints)) / "results.jsonl",
         seed=seed,
         batch_size=batch_size,
         quiet=quiet,
@@ -102,7 +115,7 @@ def reverse(
     from longrnn.hf.loading import load, resolve
     from longrnn.tasks import TASKS, Reverse
 
-    trained = _training(resolve(checkpoint))
+    trained = training(resolve(checkpoint))
     options = dict(trained.get("task", {}))
     if options.pop("kind", None) != "reverse":
         options = {}
@@ -114,7 +127,7 @@ def reverse(
         raise UserError(f"{checkpoint} was not trained on reverse: give --vocab-size and --length")
     task = Reverse(**TASKS.check("reverse", options))
     model = load(checkpoint, device=pick_device(device))
-    folder = output or _folder("reverse", [checkpoint])
+    folder = output or results_folder("reverse", [checkpoint])
     rows = measure.evaluate(
         model,
         task,
@@ -126,6 +139,125 @@ def reverse(
     for name, estimate in measure.summarise(rows).items():
         typer.echo(f"{name:<16}{estimate}  (n = {estimate.n}, 95 % interval)")
     typer.echo(str(folder / "results.jsonl"))
+
+
+@app.command()
+def perplexity(
+    checkpoint: Checkpoint,
+    text: Annotated[
+        list[Path],
+        typer.Option(help="A text file; may be given several times.", show_default=False),
+    ],
+    length: Annotated[str, typer.Option(help="Tokens of a window of text.")] = "64k",
+    by_position: Annotated[
+        bool,
+        typer.Option(
+            "--by-position", help="Loss by position, its plot, and whether the model forgets."
+        ),
+    ] = False,
+    train_length: TrainLength = None,
+    mitigation: Mitigation = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the results.", show_default="results/perplexity/CHECKPOINT"),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Windows in one batch.")] = 8,
+    device: Device = "auto",
+    quiet: Quiet = False,
+) -> None:
+    """Loss on long texts, in all and by position, with intervals over documents.
+
+    A text longer than the length gives several windows, each a document of its own with a new
+    state. An interrupted run goes on where it stopped; more texts or lengths add to what is there.
+
+    Example: longrnn eval perplexity passkey-tiny --text book.txt --length 64k --by-position
+    """
+    from longrnn.diagnostics.plots import loss_by_position
+    from longrnn.evaluation import perplexity as measure
+    from longrnn.evaluation.texts import read_documents
+    from longrnn.hf.loading import load
+    from longrnn.hf.tokenizer import load_tokenizer
+
+    window, trained = parse_length(length), training_length(checkpoint, train_length)
+    model = mitigated(load(checkpoint, device=pick_device(device)), mitigation)
+    documents = read_documents(text, load_tokenizer(checkpoint), model)
+    warn_if_calibrated_on(model, documents)
+    folder = output or results_folder("perplexity", [checkpoint], mitigation)
+    rows = measure.evaluate(
+        model,
+        documents,
+        length=window,
+        output=folder / "results.jsonl",
+        batch_size=batch_size,
+        quiet=quiet,
+    )
+    print_perplexity(rows, by_position)
+    written = [folder / "results.jsonl"]
+    if by_position:
+        print_forgetting(rows, trained, model.vocab_size)
+        written.append(folder / f"loss_by_position_{format_length(window)}.png")
+        loss_by_position(rows, written[-1], trained)
+    typer.echo("\n".join(map(str, written)))
+
+
+def print_perplexity(rows: Sequence[Row], by_position: bool) -> None:
+    """Prints the mean loss, and in a table that of every bucket of positions."""
+    from math import exp
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from longrnn.evaluation.perplexity import summarise
+
+    whole, buckets = summarise(rows)
+    n = len(rows)
+    if by_position:
+        table = Table()
+        table.add_column("positions", justify="right")
+        table.add_column("nats per token")
+        table.add_column("bits per byte")
+        for bucket in buckets:
+            span = f"[{bucket.start:,}, {bucket.stop:,})"
+            table.add_row(span, _loss(bucket.nats), _loss(bucket.bits))
+        console = Console()
+        Console(width=max(console.width, 80)).print(table)
+    intervals = f"n = {n} documents, 95 % intervals"
+    if n == 1:
+        intervals = "one document: no interval can be given"
+    typer.echo(
+        f"{_loss(whole.nats)} nats per token, {_loss(whole.bits)} bits per byte, "
+        f"perplexity {exp(min(whole.nats.mean, 700)):,.2f} ({intervals})"
+    )
+
+
+def print_forgetting(rows: Sequence[Row], trained: int | None, vocab_size: int) -> None:
+    """Prints the criterion of robust forgetting, with the numbers that it compares."""
+    from math import log
+
+    from longrnn.evaluation.perplexity import FACTOR, forgetting
+
+    if trained is None:
+        typer.echo("forgets robustly: not judged without a training length, give --train-length")
+        return
+    found = forgetting(rows, trained)
+    if found is None:
+        typer.echo(
+            f"forgets robustly: not judged, no window goes beyond the training length of "
+            f"{format_length(trained)}"
+        )
+        return
+    typer.echo(
+        f"forgets robustly: {'yes' if found.robust else 'no'}. Beyond the training length of "
+        f"{format_length(trained)} the loss reaches {found.beyond:.3f} nats (from position "
+        f"{found.beyond_at:,}), {found.beyond / found.inside:.2f} × its largest inside "
+        f"({found.inside:.3f}, from position {found.inside_at:,}); at most {FACTOR:g} × is robust. "
+        f"Means over stretches of {found.width} tokens and all documents."
+    )
+    if found.inside > log(vocab_size):
+        typer.echo(
+            f"This says little: inside the training length the loss is already above that of a "
+            f"blind guess ({log(vocab_size):.3f} nats), so the text is foreign to the model."
+        )
 
 
 def print_passkey(name: str, rows: Sequence[Row]) -> None:
@@ -153,12 +285,6 @@ def print_passkey(name: str, rows: Sequence[Row]) -> None:
     Console(width=max(console.width, 24 + 20 * (len(depths) + 1))).print(table)
 
 
-def _folder(evaluation: str, checkpoints: Sequence[str]) -> Path:
-    """Where results go when nobody says: one folder for each set of checkpoints."""
-    names = "+".join(Path(name).resolve().name for name in checkpoints)
-    return Path("results") / evaluation / names
-
-
 def _depths(text: str) -> list[float]:
     from longrnn.evaluation.passkey import evenly_spaced
 
@@ -174,9 +300,7 @@ def _depths(text: str) -> list[float]:
         ) from error
 
 
-def _training(folder: Path) -> dict[str, Any]:
-    """The configuration that a checkpoint was trained with, or nothing."""
-    import yaml
-
-    path = folder / "train.yaml"
-    return yaml.safe_load(path.read_text()) if path.is_file() else {}
+def _loss(estimate: Estimate) -> str:
+    """A mean with its interval, where there is one."""
+    interval = f" [{estimate.low:.3f}, {estimate.high:.3f}]" if estimate.n > 1 else ""
+    return f"{estimate.mean:.3f}{interval}"

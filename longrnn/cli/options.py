@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from longrnn.evaluation.texts import Document
+    from longrnn.mitigations import Mitigated
+    from longrnn.models import RecurrentLM
 
 Checkpoint = Annotated[
     str, typer.Argument(help="Name of an embedded checkpoint, or a folder.", show_default=False)
@@ -13,6 +20,21 @@ Device = Annotated[
     str, typer.Option(help="Where to run: cpu, cuda, cuda:1; auto takes cuda where there is one.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
+Mitigation = Annotated[
+    str | None,
+    typer.Option(
+        "--mitigation",
+        metavar="SPEC",
+        help="Of state collapse, such as 'sliding_window(window=8192)', or a calibrated file.",
+    ),
+]
+TrainLength = Annotated[
+    str | None,
+    typer.Option(
+        help="Length the model was trained on.",
+        show_default="length.max of the checkpoint's train.yaml",
+    ),
+]
 
 
 def pick_device(device: str) -> str:
@@ -32,3 +54,59 @@ def pick_device(device: str) -> str:
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device {device!r} cannot be used here: take cpu or auto") from error
     return device
+
+
+def mitigated(model: RecurrentLM, spec: str | None) -> RecurrentLM | Mitigated:
+    """The model under the mitigation that `spec` describes; without one, the model itself.
+
+    Raises:
+        UserError: no such mitigation, or one that is not defined for the model.
+    """
+    if spec is None:
+        return model
+    from longrnn.mitigations import Mitigated, mitigation
+
+    return Mitigated(model, mitigation(spec))
+
+
+def warn_if_calibrated_on(model: RecurrentLM | Mitigated, documents: Iterable[Document]) -> None:
+    """Says on standard error which texts a mitigation's numbers were taken from."""
+    calibration = getattr(model, "calibration", None)
+    for document in documents:
+        if calibration is not None and document.sha256 in calibration.text_sha256:
+            typer.echo(
+                f"warning: the mitigation was calibrated on {document.name}: "
+                "measure it on another text",
+                err=True,
+            )
+
+
+def training(folder: Path) -> dict[str, Any]:
+    """The configuration that a checkpoint was trained with, or nothing."""
+    import yaml
+
+    path = folder / "train.yaml"
+    return yaml.safe_load(path.read_text()) if path.is_file() else {}
+
+
+def training_length(checkpoint: str, given: str | None) -> int | None:
+    """The training length given, else that of the checkpoint's train.yaml, else None.
+
+    Where a run carried its state, this is the length of one segment.
+    """
+    from longrnn.hf.loading import resolve
+    from longrnn.units import parse_length
+
+    if given is not None:
+        return parse_length(given)
+    return training(resolve(checkpoint)).get("length", {}).get("max")
+
+
+def results_folder(evaluation: str, checkpoints: Sequence[str], spec: str | None = None) -> Path:
+    """Where results go when nobody says: one folder for each set of checkpoints."""
+    import re
+
+    names = [Path(name).resolve().name for name in checkpoints]
+    if spec is not None:
+        names.append(re.sub(r"[^\w.,=()-]+", "_", spec)[:80])
+    return Path("results") / evaluation / "+".join(names)

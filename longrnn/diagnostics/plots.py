@@ -5,11 +5,16 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from longrnn.evaluation import passkey
+from longrnn.evaluation import passkey, perplexity
 from longrnn.evaluation.results import Row
 from longrnn.files import write_atomic
 from longrnn.units import format_length
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 def passkey_heat_map(rows: Sequence[Row], path: Path) -> None:
@@ -19,13 +24,9 @@ def passkey_heat_map(rows: Sequence[Row], path: Path) -> None:
         rows: of `evaluation.passkey.evaluate`.
         path: the PNG to write.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     runs = passkey.by_model(rows)
     width = max(len({row["length"] for row in one}) for one in runs.values())
-    figure = Figure(figsize=(len(runs) * (0.8 * width + 1.2) + 1, 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(len(runs) * (0.8 * width + 1.2) + 1, 3.4)
     panels = figure.subplots(1, len(runs), squeeze=False)[0]
     image = None
     for panel, (name, one) in zip(panels, runs.items(), strict=True):
@@ -42,6 +43,67 @@ def passkey_heat_map(rows: Sequence[Row], path: Path) -> None:
         panel.set(title=name, xlabel="prompt length (tokens)", ylabel="depth of the key")
     if image is not None:
         figure.colorbar(image, ax=list(panels), label="keys recalled")
+    write_atomic(path, png(figure))
+
+
+def loss_by_position(rows: Sequence[Row], path: Path, train_length: int | None) -> None:
+    """Mean loss by position: the buckets with their intervals, and the finer stretches.
+
+    Args:
+        rows: of `evaluation.perplexity.evaluate`, all of one length.
+        path: the PNG to write.
+        train_length: where given, it is marked, with the bound of robust forgetting.
+    """
+    _, buckets = perplexity.summarise(rows)
+    figure = new_figure(7.5, 4.2)
+    panel = figure.subplots()
+    width = perplexity.STRETCH
+    if train_length is not None and (found := perplexity.forgetting(rows, train_length)):
+        width = found.width
+        bound = perplexity.FACTOR * found.inside
+        label = f"{perplexity.FACTOR:g} × the largest inside"
+        panel.axhline(bound, color="tab:red", linestyle="--", linewidth=1, label=label)
+        panel.axvline(train_length, color="gray", linestyle=":", linewidth=1.2, label="trained on")
+    fine = perplexity.curve(rows, width)
+    # Position 0 has no place on a logarithmic axis: every position is drawn as a count of tokens.
+    middles = [start + width / 2 for start, _ in fine]
+    label = f"stretches of {width}"
+    panel.plot(
+        middles, [y for _, y in fine], color="tab:blue", alpha=0.35, linewidth=1, label=label
+    )
+    centers = [(bucket.start + 1 + bucket.stop) / 2 for bucket in buckets]
+    means = [bucket.nats.mean for bucket in buckets]
+    panel.plot(centers, means, color="tab:blue", marker="o", markersize=4, label="buckets")
+    if len(rows) > 1:
+        low, high = [b.nats.low for b in buckets], [b.nats.high for b in buckets]
+        panel.fill_between(centers, low, high, color="tab:blue", alpha=0.15, linewidth=0)
+    lengths_axis(panel, rows[0]["length"])
+    panel.set(xlabel="tokens read", ylabel="nats per token", ylim=(0, None))
+    panel.legend(fontsize=8)
+    write_atomic(path, png(figure))
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """A figure of so many inches that needs no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def lengths_axis(panel: Axes, length: int, least: int = 1) -> None:
+    """A logarithmic axis of token counts, written as people write lengths."""
+    ticks = [4**k for k in range(40) if least <= 4**k <= length]
+    panel.set_xscale("log", base=2)
+    panel.set_xlim(least, max(length, least + 1))
+    panel.set_xticks(ticks, [format_length(tick) for tick in ticks])
+    panel.minorticks_off()
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as a PNG file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
-    write_atomic(path, buffer.getvalue())
+    return buffer.getvalue()

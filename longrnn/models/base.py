@@ -19,7 +19,10 @@ class LMOutput(NamedTuple):
 class LanguageModel(Protocol):
     """Tokens and a state in, logits and a state out; the state given is never changed."""
 
-    vocab_size: int
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        ...
 
     def init_state(self, batch_size: int) -> LMState:
         """The state before the first token of `batch_size` rows."""

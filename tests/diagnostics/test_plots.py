@@ -1,4 +1,4 @@
-"""The heat map is a picture of the rows."""
+"""Plots are pictures of their rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 from matplotlib import image
 
-from longrnn.diagnostics.plots import passkey_heat_map
+from longrnn.diagnostics.plots import loss_by_position, passkey_heat_map
+from longrnn.evaluation.perplexity import STRETCH, edges
 from longrnn.evaluation.results import Row
 
 
@@ -63,3 +64,40 @@ def test_one_panel_for_each_model(tmp_path: Path) -> None:
     single = [row for row in rows("a", 0.5, (4096,)) if row["depth"] == 0.5]
     passkey_heat_map(single, tmp_path / "single.png")
     assert picture(tmp_path / "single.png").size
+
+
+def losses(late: float, documents: int) -> list[Row]:
+    """Rows whose loss is 1 and some, and `late` in the last quarter."""
+    stretches = 16
+    length = STRETCH * stretches
+    return [
+        {
+            "length": length,
+            "bytes_per_token": 1.0,
+            "nats_per_token": 1.0,
+            "buckets": [1 + k / 10] * (len(edges(length)) - 2) + [late],
+            "stretches": [1 + k / 10] * (stretches * 3 // 4) + [late] * (stretches // 4),
+        }
+        for k in range(documents)
+    ]
+
+
+def test_loss_by_position(tmp_path: Path) -> None:
+    """A loss that is cut off at the top, a band without documents, a bound without training."""
+    shades = {}
+    for name, rows, trained in [
+        ("calm", losses(1.0, 3), 256),
+        ("broken", losses(9.0, 3), 256),
+        ("one", losses(9.0, 1), None),
+        ("not judged", losses(9.0, 1), 4096),
+    ]:
+        loss_by_position(rows, tmp_path / f"{name}.png", trained)
+        pixels = picture(tmp_path / f"{name}.png")
+        blue = (pixels[..., 2] > pixels[..., 0] + 0.2).sum(axis=1)
+        red = (pixels[..., 0] > pixels[..., 2] + 0.3).sum()
+        shades[name] = (blue.nonzero()[0].min() / len(blue), int(red))
+    top = {name: first for name, (first, _) in shades.items()}
+    assert top["calm"] > 0.4, "the curve lies below the bound"
+    assert top["broken"] < 0.2, "the curve rises to the top"
+    assert shades["calm"][1] > 100
+    assert shades["one"][1] == shades["not judged"][1] == 0

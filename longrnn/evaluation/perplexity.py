@@ -1,0 +1,273 @@
+"""Loss by position on long texts, and whether a model forgets robustly.
+
+Notable choices:
+- A window of length L consumes L tokens from an empty state and predicts the L tokens that follow
+  each of them: the loss at position i is that of the token after i + 1 tokens were read. A text of
+  n tokens holds (n − 1) // L disjoint windows.
+- Losses are summed while the text streams by, so that neither logits nor losses of a whole window
+  exist at any time.
+- Bits per byte divide by the bytes per token of the whole text, which is what nats per token of
+  different tokenizers must be divided by to be compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longrnn.errors import UserError
+from longrnn.evaluation.intervals import Estimate, mean
+from longrnn.evaluation.results import Results, Row
+from longrnn.evaluation.texts import Document
+from longrnn.models import LanguageModel
+from longrnn.progress import Progress
+from longrnn.units import format_length
+
+# Tokens of a row in one call, where the logits of all rows stay below LOGITS numbers.
+PIECE = 4096
+LOGITS = 2**25
+# Tokens whose mean loss a row records besides its buckets: what the criterion is made of.
+STRETCH = 64
+# Stretches that the criterion compares inside the training length, where it is long enough.
+INSIDE = 8
+FACTOR = 2.0
+
+
+class Window(NamedTuple):
+    """The `number`-th window of a document."""
+
+    document: Document
+    number: int
+
+
+class Bucket(NamedTuple):
+    """Mean loss at positions from `start` up to `stop`, over documents."""
+
+    start: int
+    stop: int
+    nats: Estimate
+    bits: Estimate
+
+
+class Forgetting(NamedTuple):
+    """The criterion of robust forgetting, as compared.
+
+    Attributes:
+        robust: whether `beyond` is at most FACTOR · `inside`.
+        width: tokens of the stretches that are compared.
+        inside: the largest mean loss of a stretch inside the training length, in nats.
+        inside_at: where that stretch begins.
+        beyond: the largest mean loss of the other stretches.
+        beyond_at: where that one begins.
+    """
+
+    robust: bool
+    width: int
+    inside: float
+    inside_at: int
+    beyond: float
+    beyond_at: int
+
+
+def evaluate(
+    model: LanguageModel,
+    documents: Sequence[Document],
+    *,
+    length: int,
+    output: Path,
+    batch_size: int = 8,
+    quiet: bool = False,
+) -> list[Row]:
+    """Measures the loss by position and returns its rows, new and earlier ones.
+
+    Args:
+        model: any language model.
+        documents: the texts; each gives as many windows as it holds.
+        length: tokens of a window, each of which starts from an empty state.
+        output: the results file, taken up where it was left; texts and lengths may be added.
+        batch_size: windows in one batch.
+        quiet: no progress.
+
+    Returns:
+        A row a window with `text`, `text_sha256`, `length`, `window`, `bytes_per_token`, and mean
+        losses in nats: `nats_per_token`, `buckets` (see `edges`), `stretches` of STRETCH tokens.
+
+    Raises:
+        UserError: a text shorter than a window, or a results file of another run.
+    """
+    if batch_size < 1:
+        raise UserError("the batch size must be at least 1")
+    wanted = [window for document in documents for window in _windows(document, length)]
+    results = Results(output, {"evaluation": "perplexity", "model": model.fingerprint()})
+    asked = {_key(window, length): window for window in wanted}
+    done = {_identity(row) for row in results.rows}
+    todo = [window for key, window in asked.items() if key not in done]
+    total = len(todo) * length
+    with Progress("perplexity", total, unit="tokens", quiet=quiet) as progress:
+        for start in range(0, len(todo), batch_size):
+            batch = todo[start : start + batch_size]
+            tokens = torch.stack([_tokens(window, length) for window in batch])
+            buckets, stretches = losses(model, tokens, progress)
+            results.append(
+                {
+                    "text": window.document.name,
+                    "text_sha256": window.document.sha256,
+                    "length": length,
+                    "window": window.number,
+                    "bytes_per_token": window.document.bytes_per_token,
+                    "nats_per_token": float(by_bucket.sum() / length),
+                    "buckets": (by_bucket / _sizes(edges(length))).tolist(),
+                    "stretches": _rounded(by_stretch / _sizes(_stretch_edges(length))),
+                }
+                for window, by_bucket, by_stretch in zip(batch, buckets, stretches, strict=True)
+            )
+    rows = {_identity(row): row for row in results.rows}
+    return [rows[key] for key in asked]
+
+
+def edges(length: int) -> list[int]:
+    """Where the buckets of a window begin, and its end: 0, 1, 2, 4, 8, …, length."""
+    return [0, *(2**k for k in range((length - 1).bit_length())), length]
+
+
+@torch.no_grad()
+def losses(
+    model: LanguageModel, windows: Tensor, progress: Progress | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sums of the loss in nats.
+
+    Args:
+        model: reads the windows from an empty state, piece by piece.
+        windows: `(b, length + 1)`, the tokens and the one to predict last.
+        progress: counts the tokens.
+
+    Returns:
+        `(b, buckets)` and `(b, stretches)`, float64 on the CPU.
+    """
+    batch, length = len(windows), windows.shape[1] - 1
+    state = model.init_state(batch)
+    device = state.position.device
+    starts = torch.tensor(edges(length)[1:-1], dtype=torch.long)
+    by_bucket = torch.zeros(batch, len(starts) + 1, dtype=torch.float64)
+    by_stretch = torch.zeros(batch, -(-length // STRETCH), dtype=torch.float64)
+    width = min(PIECE, max(1, LOGITS // (batch * model.vocab_size)))
+    for start in range(0, length, width):
+        piece = windows[:, start : start + width + 1].to(device)
+        logits, state = model(piece[:, :-1], state)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        nats = F.cross_entropy(wide.flatten(0, 1), piece[:, 1:].flatten(), reduction="none")
+        nats = nats.view(batch, -1).double().cpu()
+        positions = torch.arange(start, start + nats.shape[1])
+        by_bucket.index_add_(1, torch.bucketize(positions, starts, right=True), nats)
+        by_stretch.index_add_(1, positions // STRETCH, nats)
+        if progress is not None:
+            progress.advance(nats.numel(), nats.numel())
+    return by_bucket, by_stretch
+
+
+def summarise(rows: Sequence[Row]) -> tuple[Bucket, list[Bucket]]:
+    """Mean loss over documents with Student-t intervals: of whole windows, and by bucket.
+
+    Args:
+        rows: of `evaluate`, all of one length; each counts as one document.
+    """
+    length = rows[0]["length"]
+
+    def bucket(start: int, stop: int, nats: list[float]) -> Bucket:
+        per_byte = [
+            value / math.log(2) / row["bytes_per_token"]
+            for value, row in zip(nats, rows, strict=True)
+        ]
+        return Bucket(start, stop, mean(nats), mean(per_byte))
+
+    whole = bucket(0, length, [row["nats_per_token"] for row in rows])
+    bounds = enumerate(pairwise(edges(length)))
+    return whole, [bucket(a, b, [row["buckets"][k] for row in rows]) for k, (a, b) in bounds]
+
+
+def curve(rows: Sequence[Row], width: int) -> list[tuple[int, float]]:
+    """(start, mean loss over rows in nats) of stretches of `width` tokens.
+
+    Args:
+        rows: of `evaluate`, all of one length.
+        width: a multiple of STRETCH; what is left at the end joins the last stretch.
+    """
+    length = rows[0]["length"]
+    fine = _stretch_edges(length)
+    sizes = _sizes(fine)
+    nats = torch.tensor([row["stretches"] for row in rows], dtype=torch.float64).mean(0)
+    last = max(1, length // width) - 1
+    group = (torch.tensor(fine[:-1]) // width).clamp(max=last)
+    sums = torch.zeros(2, last + 1, dtype=torch.float64)
+    sums.index_add_(1, group, torch.stack([nats * sizes, sizes]))
+    return [(k * width, float(loss)) for k, loss in enumerate(sums[0] / sums[1])]
+
+
+def forgetting(rows: Sequence[Row], train_length: int) -> Forgetting | None:
+    """Whether a model forgets robustly (arXiv 2410.07145).
+
+    The published criterion: on long prompts the loss by position never exceeds 2 × the maximum
+    inside the training length. Compared is the mean loss, over all documents, of stretches of
+    consecutive positions: an eighth of the training length each, a multiple of STRETCH = 64 tokens
+    and at least that. Inside are the stretches that end within the training length (at least the
+    first one counts), beyond are all others; a loss that is no number is beyond any bound.
+
+    Returns:
+        None where no stretch lies beyond the training length.
+    """
+    width = max(STRETCH, train_length // INSIDE // STRETCH * STRETCH)
+    stretches = curve(rows, width)
+    count = max(1, train_length // width)
+    inside, beyond = stretches[:count], stretches[count:]
+    if rows[0]["length"] <= train_length or not beyond:
+        return None
+
+    def size(stretch: tuple[int, float]) -> float:
+        return math.inf if math.isnan(stretch[1]) else stretch[1]
+
+    (inside_at, most), (beyond_at, worst) = max(inside, key=size), max(beyond, key=size)
+    robust = worst <= FACTOR * most < math.inf
+    return Forgetting(robust, width, most, inside_at, worst, beyond_at)
+
+
+def _windows(document: Document, length: int) -> list[Window]:
+    count = (len(document.tokens) - 1) // length
+    if count < 1:
+        raise UserError(
+            f"{document.name} has {len(document.tokens):,} tokens and a window of "
+            f"{format_length(length)} needs {length + 1:,} (the last one to be predicted): "
+            "give a longer text or a smaller --length"
+        )
+    return [Window(document, index) for index in range(count)]
+
+
+def _tokens(window: Window, length: int) -> Tensor:
+    start = window.number * length
+    return window.document.tokens[start : start + length + 1]
+
+
+def _key(window: Window, length: int) -> tuple[str, int, int]:
+    return window.document.sha256, length, window.number
+
+
+def _identity(row: Row) -> tuple[str, int, int]:
+    return row["text_sha256"], row["length"], row["window"]
+
+
+def _stretch_edges(length: int) -> list[int]:
+    return [*range(0, length, STRETCH), length]
+
+
+def _sizes(bounds: Sequence[int]) -> Tensor:
+    return torch.tensor([stop - start for start, stop in pairwise(bounds)], dtype=torch.float64)
+
+
+def _rounded(values: Tensor) -> list[float]:
+    return [round(value, 6) for value in values.tolist()]

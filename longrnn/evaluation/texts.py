@@ -1,0 +1,80 @@
+"""Texts to measure on: read, hashed and tokenised."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longrnn.errors import UserError
+from longrnn.models import LanguageModel
+from longrnn.text import Tokenizer
+
+
+class Document(NamedTuple):
+    """One text.
+
+    Attributes:
+        name: of its file.
+        sha256: of its bytes, hexadecimal.
+        tokens: `(n,)` int64.
+        bytes_per_token: bytes of UTF-8 over tokens.
+    """
+
+    name: str
+    sha256: str
+    tokens: Tensor
+    bytes_per_token: float
+
+
+def read_documents(
+    paths: Sequence[Path], tokenizer: Tokenizer, model: LanguageModel
+) -> list[Document]:
+    """Reads text files, one document each.
+
+    Args:
+        paths: of UTF-8 files.
+        tokenizer: that of the model.
+        model: which will read the tokens.
+
+    Raises:
+        UserError: a file that is missing, empty or no text, the same text twice, or a tokenizer
+            with more ids than the model.
+    """
+    if tokenizer.vocab_size > model.vocab_size:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} ids and the model {model.vocab_size}: "
+            "use the tokenizer that the model was trained with"
+        )
+    documents: dict[str, Document] = {}
+    for path in paths:
+        data, text = _read(path)
+        digest = hashlib.sha256(data).hexdigest()
+        if digest in documents:
+            raise UserError(f"{path} and {documents[digest].name} are the same text: give it once")
+        tokens = torch.tensor(tokenizer.encode(text), dtype=torch.long)
+        documents[digest] = Document(path.name, digest, tokens, len(data) / len(tokens))
+    return list(documents.values())
+
+
+def _read(path: Path) -> tuple[bytes, str]:
+    """The bytes of a file and the text that they are."""
+    remedy = "give a file of UTF-8 text"
+    if not path.exists():
+        raise UserError(f"no text file {path}: {remedy}")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): {remedy}") from error
+    if not data:
+        raise UserError(f"{path} is empty: {remedy}")
+    if 0 in data:
+        raise UserError(f"{path} is binary (a NUL at byte {data.index(0)}): {remedy}")
+    try:
+        return data, data.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 (at byte {error.start}): {remedy}") from error

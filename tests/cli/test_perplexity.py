@@ -1,0 +1,171 @@
+"""`longrnn eval perplexity` on a tiny checkpoint."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from longrnn import load
+from longrnn.evaluation.results import read_results
+from longrnn.files import sha256
+from longrnn.mitigations import mitigation
+from longrnn.mitigations.base import Calibration
+from longrnn.mitigations.spec import write_calibration
+from tests.cli.conftest import CLI
+from tests.cli.test_errors import refused
+
+LONG = ["--length", "200", "--quiet"]
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> list[str]:
+    """Options that name two texts, of 5 windows of 200 tokens together."""
+    (tmp_path / "a.txt").write_text("It was a dark and stormy night. " * 20)
+    (tmp_path / "b.txt").write_text("Call me Ishmael, some years ago. " * 13)
+    return ["--text", "a.txt", "--text", "b.txt"]
+
+
+def test_eval_perplexity(cli: CLI, models: Path, texts: list[str], tmp_path: Path) -> None:
+    """A table, a verdict, a picture or a results file that is missing or elsewhere."""
+    command = ["eval", "perplexity", models / "text", *texts, *LONG, "--by-position"]
+    result = cli(*command, "--train-length", "64")
+    assert result.code == 0
+    assert result.err == ""
+    folder = Path("results/perplexity/text")
+    written = f"{folder}/results.jsonl\n{folder}/loss_by_position_200.png\n"
+    assert result.out.endswith(written)
+    for piece in ("[0, 1)", "[128, 200)", "(n = 5 documents, 95 % intervals)", "bits per byte"):
+        assert piece in result.out
+    assert "forgets robustly: yes. Beyond the training length of 64" in result.out
+    assert re.search(r"1\.0\d × its largest inside .* at most 2 × is robust", result.out)
+    header, rows = read_results(tmp_path / folder / "results.jsonl")
+    assert header == {
+        "evaluation": "perplexity",
+        "model": load(models / "text").fingerprint(),
+    }
+    assert [(row["text"], row["window"]) for row in rows] == [
+        ("a.txt", 0), ("a.txt", 1), ("a.txt", 2), ("b.txt", 0), ("b.txt", 1)
+    ]  # fmt: skip
+    assert (tmp_path / folder / "loss_by_position_200.png").stat().st_size > 10_000
+    # Twice the same command asks nothing again, and by default there is no table.
+    short = cli(*command[:-1])
+    assert short.out.splitlines()[-1] == f"{folder}/results.jsonl"
+    assert len(short.out.splitlines()) == 2
+    assert read_results(tmp_path / folder / "results.jsonl")[1] == rows
+
+
+def test_one_document_has_no_interval(cli: CLI, models: Path, texts: list[str]) -> None:
+    """An interval from minus infinity to infinity."""
+    command = ["eval", "perplexity", models / "text", *texts[:2], "--length", "600", "--quiet"]
+    result = cli(*command, "--by-position")
+    assert "one document: no interval can be given" in result.out
+    assert "inf" not in result.out
+    assert "not judged without a training length, give --train-length" in result.out
+
+
+def test_the_training_length_of_a_run(
+    cli: CLI, models: Path, texts: list[str], tmp_path: Path
+) -> None:
+    """A train.yaml that is not read, or one that the option does not override."""
+    shutil.copytree(models / "text", tmp_path / "run")
+    (tmp_path / "run/train.yaml").write_text("length: {max: 128}\n")
+    command = ["eval", "perplexity", "run", *texts, *LONG, "--by-position"]
+    assert "Beyond the training length of 128 " in cli(*command).out
+    assert "Beyond the training length of 64 " in cli(*command, "--train-length", "64").out
+    beyond = cli(*command, "--train-length", "4k").out
+    assert "not judged, no window goes beyond the training length of 4k" in beyond
+
+
+def test_a_text_that_is_foreign_to_the_model(
+    cli: CLI, models: Path, tmp_path: Path, texts: list[str]
+) -> None:
+    """A good verdict on a model that knows nothing of the text."""
+    import torch
+
+    from longrnn.models.checkpoint import save_model
+
+    model = load(models / "text")
+    with torch.no_grad():
+        model.embedding.weight.mul_(50)
+    save_model(model, tmp_path / "loud")
+    command = ["eval", "perplexity", "loud", *texts, *LONG, "--by-position", "--train-length", "64"]
+    assert "above that of a blind guess (5.545 nats)" in cli(*command).out
+
+
+def test_a_mitigation(cli: CLI, models: Path, texts: list[str], tmp_path: Path) -> None:
+    """A mitigation that changes nothing, or whose results are those of the plain model."""
+    command = ["eval", "perplexity", models / "text", *texts, *LONG]
+    spec = "forget_more(decay_scale=0.5, input_scale=0.5)"
+    result = cli(*command, "--mitigation", spec)
+    assert result.code == 0, result.err
+    assert result.out != cli(*command).out
+    folders = sorted(path.name for path in (tmp_path / "results/perplexity").iterdir())
+    assert folders == ["text", "text+forget_more(decay_scale=0.5,_input_scale=0.5)"]
+    header, _ = read_results(tmp_path / "results/perplexity" / folders[1] / "results.jsonl")
+    assert header["model"] != load(models / "text").fingerprint()
+
+
+def test_a_text_that_was_calibrated_on(
+    cli: CLI, models: Path, texts: list[str], tmp_path: Path
+) -> None:
+    """Numbers measured on what they were fitted to, and nobody says so."""
+    fingerprint = load(models / "text").fingerprint()
+    known = Calibration("c.yaml", fingerprint, 64, (sha256(tmp_path / "a.txt"),))
+    write_calibration(tmp_path / "c.yaml", [{"kind": "forget_more"}], known)
+    assert mitigation(str(tmp_path / "c.yaml")).calibration is not None
+    result = cli("eval", "perplexity", models / "text", *texts, *LONG, "--mitigation", "c.yaml")
+    assert result.code == 0
+    assert result.err == (
+        "warning: the mitigation was calibrated on a.txt: measure it on another text\n"
+    )
+
+
+def test_help(cli: CLI) -> None:
+    """A command that nobody knows how to call."""
+    result = cli("eval", "perplexity", "--help")
+    assert result.code == 0
+    assert "Example: longrnn eval perplexity passkey-tiny" in " ".join(result.out.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--text", "none.txt"], ("no text file none.txt", "give a file of UTF-8 text")),
+        (["--text", "empty.txt"], ("empty.txt is empty",)),
+        (["--text", "binary.txt"], ("binary.txt is binary",)),
+        (["--text", "latin.txt"], ("latin.txt is not UTF-8",)),
+        (["--text", "."], ("cannot be read",)),
+        (["--text", "a.txt"], ("are the same text",)),
+        (["--length", "1k"], ("has 640 tokens", "1k needs 1,025", "give a longer text")),
+        (["--length", "0"], ("'0' is no length",)),
+        (["--train-length", "long"], ("'long' is no length",)),
+        (["--batch-size", "0"], ("batch size must be at least 1",)),
+        (["--device", "abacus"], ("cannot be used",)),
+        (
+            ["--mitigation", "slidingwindow"],
+            ("unknown mitigation 'slidingwindow'", "sliding_window"),
+        ),
+        (["--mitigation", "forget_more(x=1)"], ("no option 'x'",)),
+    ],
+)
+def test_bad_input(
+    options: list[str], says: tuple[str, ...], cli: CLI, models: Path, tmp_path: Path
+) -> None:
+    """A traceback, or a folder of results of nothing."""
+    (tmp_path / "a.txt").write_text("It was a dark and stormy night. " * 20)
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "binary.txt").write_bytes(b"\x89PNG\x00\x01")
+    (tmp_path / "latin.txt").write_bytes("Käse".encode("latin-1") * 100)
+    command = ["eval", "perplexity", models / "text", "--text", "a.txt", *LONG]
+    refused(cli, *command, *options, says=says)
+
+
+def test_results_of_another_model(cli: CLI, models: Path, texts: list[str]) -> None:
+    """Windows of two models in one file."""
+    command = ["eval", "perplexity", models / "text", *texts, *LONG, "--output", "out"]
+    assert cli(*command).code == 0
+    spec = ["--mitigation", "forget_more"]
+    refused(cli, *command, *spec, says=("different model", "choose another"))

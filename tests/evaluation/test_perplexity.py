@@ -1,0 +1,272 @@
+"""Loss by position against a direct computation, and the criterion of robust forgetting."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longrnn.errors import UserError
+from longrnn.evaluation import perplexity
+from longrnn.evaluation.perplexity import STRETCH, edges, evaluate, forgetting, summarise
+from longrnn.evaluation.results import Row
+from longrnn.evaluation.texts import Document, read_documents
+from longrnn.mixers import MIXERS
+from longrnn.models import LMOutput, RecurrentLM
+from longrnn.state import LMState
+from longrnn.text import ByteTokenizer
+from tests.contracts.builders import build_model, random_tokens
+
+LENGTH = 150
+
+
+def document(seed: int, tokens: int, bytes_per_token: float = 1.0) -> Document:
+    return Document(f"{seed}.txt", str(seed), random_tokens(1, tokens, seed)[0], bytes_per_token)
+
+
+def direct(model: RecurrentLM, tokens: Tensor) -> list[float]:
+    """The loss at every position of one window, from all logits at once."""
+    with torch.no_grad():
+        chances = torch.softmax(model(tokens[None, :-1]).logits[0].double(), dim=-1)
+    return [-math.log(chances[i, token]) for i, token in enumerate(tokens[1:].tolist())]
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+@pytest.mark.parametrize("mixer", list(MIXERS))
+@pytest.mark.parametrize("piece", [4096, 7])
+def test_against_all_logits_at_once(
+    mixer: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token lost between pieces, a target one off, a state that goes on into another window."""
+    monkeypatch.setattr(perplexity, "PIECE", piece)
+    model = build_model(mixer, position="sinusoidal")
+    documents = [document(1, 2 * LENGTH + 1), document(2, LENGTH + 1), document(3, 2 * LENGTH)]
+    rows = evaluate(
+        model, documents, length=LENGTH, output=tmp_path / "r.jsonl", batch_size=3, quiet=True
+    )
+    assert [(row["text"], row["window"]) for row in rows] == [
+        ("1.txt", 0),
+        ("1.txt", 1),
+        ("2.txt", 0),
+        ("3.txt", 0),
+    ]
+    for row in rows:
+        start = row["window"] * LENGTH
+        tokens = documents[int(row["text_sha256"]) - 1].tokens[start : start + LENGTH + 1]
+        expected = direct(model, tokens)
+        assert row["nats_per_token"] == pytest.approx(mean(expected), rel=1e-12)
+        bounds = [0, 1, 2, 4, 8, 16, 32, 64, 128, 150]
+        assert edges(LENGTH) == bounds
+        for found, (low, high) in zip(row["buckets"], pairwise(bounds), strict=True):
+            assert found == pytest.approx(mean(expected[low:high]), rel=1e-12)
+        for found, low in zip(row["stretches"], (0, 64, 128), strict=True):
+            assert found == pytest.approx(mean(expected[low : low + STRETCH]), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [(1, [0, 1]), (2, [0, 1, 2]), (3, [0, 1, 2, 3]), (4, [0, 1, 2, 4]), (5, [0, 1, 2, 4, 5])],
+)
+def test_edges(length: int, expected: list[int], tmp_path: Path) -> None:
+    """A bucket without positions, and a length of a single token."""
+    assert edges(length) == expected
+    model = build_model("gru")
+    output = tmp_path / "r.jsonl"
+    (row,) = evaluate(model, [document(0, length + 1)], length=length, output=output, quiet=True)
+    assert len(row["buckets"]) == len(expected) - 1
+
+
+class Counting:
+    """A model of equal chances that notes the sizes of its calls, and may be interrupted."""
+
+    vocab_size = 1000
+
+    def __init__(self, fails_after: int = 1000) -> None:
+        self.calls: list[tuple[int, int]] = []
+        self.fails_after = fails_after
+
+    def fingerprint(self) -> str:
+        return "counting"
+
+    def init_state(self, batch_size: int) -> LMState:
+        return LMState(torch.zeros(batch_size, dtype=torch.long), ())
+
+    def __call__(
+        self, tokens: Tensor, state: LMState | None = None, *, keep: int | None = None
+    ) -> LMOutput:
+        if len(self.calls) == self.fails_after:
+            raise KeyboardInterrupt
+        assert state is not None
+        self.calls.append((tokens.shape[0], tokens.shape[1]))
+        return LMOutput(torch.zeros(*tokens.shape, self.vocab_size), state)
+
+
+def test_logits_never_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All logits of a long text in memory, or those of many rows."""
+    monkeypatch.setattr(perplexity, "LOGITS", 100_000)
+    model = Counting()
+    evaluate(model, [document(0, 2001)], length=1000, output=tmp_path / "r.jsonl", quiet=True)
+    assert sum(rows * tokens for rows, tokens in model.calls) == 2000
+    assert max(rows * tokens for rows, tokens in model.calls) <= 100
+
+
+def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
+    """Windows measured twice, or rows of one run under the name of another."""
+    output = tmp_path / "r.jsonl"
+    asked: dict[str, Any] = {"length": 100, "output": output, "batch_size": 1, "quiet": True}
+    texts = [document(0, 201), document(1, 101)]
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(Counting(fails_after=2), texts, **asked)
+    before = output.read_text()
+    model = Counting()
+    rows = evaluate(model, texts, **asked)
+    assert len(model.calls) == 1
+    assert output.read_text().startswith(before)
+    assert len(rows) == 3
+    # A new text and another length are added; what is there is not asked again.
+    model = Counting()
+    evaluate(model, [*texts, document(2, 101)], **asked)
+    evaluate(model, texts[:1], **{**asked, "length": 50})
+    assert len(model.calls) == 1 + 4
+    assert evaluate(Counting(), texts, **asked) == rows
+    with pytest.raises(UserError, match="different model"):
+        evaluate(build_model("gru"), texts, **asked)
+    with pytest.raises(UserError, match="batch size must be at least 1"):
+        evaluate(Counting(), texts, **{**asked, "batch_size": 0})
+
+
+def test_a_text_that_is_too_short(tmp_path: Path) -> None:
+    """A window that is padded, or quietly shorter than it says."""
+    with pytest.raises(UserError, match=r"0\.txt has 100 tokens and a window of 100 needs 101"):
+        evaluate(Counting(), [document(0, 100)], length=100, output=tmp_path / "r", quiet=True)
+    assert not list(tmp_path.iterdir())
+
+
+def row(nats: list[float], *, length: int | None = None, bytes_per_token: float = 1.0) -> Row:
+    """A row with these losses by stretch."""
+    length = length or STRETCH * len(nats)
+    return {
+        "length": length,
+        "bytes_per_token": bytes_per_token,
+        "nats_per_token": mean(nats),
+        "buckets": [mean(nats)] * (len(edges(length)) - 1),
+        "stretches": nats,
+    }
+
+
+def test_intervals_over_documents() -> None:
+    """An interval over tokens, one where there can be none, bits that are per token."""
+    from scipy import stats
+
+    rows = [row([1.0]), row([2.0]), row([4.0], bytes_per_token=4.0)]
+    whole, buckets = summarise(rows)
+    expected = stats.ttest_1samp([1, 2, 4], 0).confidence_interval()
+    assert whole.nats.mean == pytest.approx(7 / 3)
+    assert (whole.nats.low, whole.nats.high) == pytest.approx((expected.low, expected.high))
+    assert whole.bits.mean == pytest.approx((1 + 2 + 1) / 3 / math.log(2))
+    assert [(b.start, b.stop) for b in buckets] == list(pairwise(edges(STRETCH)))
+    assert buckets[3].nats == whole.nats
+    alone, _ = summarise(rows[:1])
+    assert alone.nats.n == 1
+    assert math.isinf(alone.nats.high)
+
+
+def test_forgetting() -> None:
+    """A bound from beyond the training length, or a judgement without anything beyond it."""
+    found = forgetting([row([3.0, 1.0, 2.0, 5.9])], train_length=128)
+    assert found == (True, 64, 3.0, 0, 5.9, 192)
+    found = forgetting([row([3.0, 1.0, 2.0, 6.1])], train_length=128)
+    assert found == (False, 64, 3.0, 0, 6.1, 192)
+    # What is compared is the mean over documents.
+    found = forgetting([row([3.0, 1.0, 2.0, 6.1]), row([3.0, 1.0, 2.0, 1.0])], train_length=128)
+    assert found is not None
+    assert found.robust
+    # A training length below one stretch counts as one; one that is not passed cannot be judged.
+    found = forgetting([row([1.0, 3.0])], train_length=20)
+    assert found == (False, 64, 1.0, 0, 3.0, 64)
+    assert forgetting([row([1.0, 3.0])], train_length=128) is None
+    assert forgetting([row([1.0], length=60)], train_length=20) is None
+
+
+def test_forgetting_is_judged_on_wide_stretches() -> None:
+    """One odd passage of 64 tokens that condemns a model trained on 2k; a tail of few tokens."""
+    calm, length = [1.0] * 64, 4096
+    odd = [*calm[:40], 4.0, *calm[41:]]
+    found = forgetting([row(odd, length=length)], train_length=2048)
+    assert found == (True, 256, 1.0, 0, 1.75, 2560)
+    lasting = [*calm[:40], *[4.0] * 4, *calm[44:]]
+    found = forgetting([row(lasting, length=length)], train_length=2048)
+    assert found == (False, 256, 1.0, 0, 4.0, 2560)
+    found = forgetting([row([*calm, 4.0], length=length + 1)], train_length=2048)
+    assert found is not None
+    assert found.beyond == pytest.approx(1 + 3 / 257)
+
+
+def test_a_loss_that_is_no_number_is_not_robust() -> None:
+    """NaN, which is above nothing."""
+    found = forgetting([row([1.0, math.nan, 1.0])], train_length=64)
+    assert found is not None
+    assert not found.robust
+    found = forgetting([row([math.nan, 1.0, 1.0])], train_length=64)
+    assert found is not None
+    assert not found.robust
+
+
+class TwoBytes(ByteTokenizer):
+    """One id for each pair of bytes."""
+
+    def encode(self, text: str) -> list[int]:
+        return super().encode(text)[::2]
+
+
+def test_documents(tmp_path: Path) -> None:
+    """A hash of something else than the file, line ends that are changed."""
+    import hashlib
+
+    model = build_model("gru", vocab_size=256)
+    (tmp_path / "a.txt").write_bytes("a\r\nü\n".encode())
+    (a,) = read_documents([tmp_path / "a.txt"], ByteTokenizer(), model)
+    assert a.name == "a.txt"
+    assert a.tokens.tolist() == list(b"a\r\n\xc3\xbc\n")
+    assert a.bytes_per_token == 1
+    assert a.sha256 == hashlib.sha256(b"a\r\n\xc3\xbc\n").hexdigest()
+    (b,) = read_documents([tmp_path / "a.txt"], TwoBytes(), model)
+    assert b.bytes_per_token == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "no text file .*a.txt: give a file"),
+        (b"", "a.txt is empty"),
+        (b"ab\x00c", r"a.txt is binary \(a NUL at byte 2\)"),
+        (b"abc\xff", r"a.txt is not UTF-8 \(at byte 3\)"),
+    ],
+)
+def test_files_that_are_no_texts(content: bytes | None, says: str, tmp_path: Path) -> None:
+    """A picture measured as if it were prose."""
+    if content is not None:
+        (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(UserError, match=says):
+        read_documents([tmp_path / "a.txt"], ByteTokenizer(), build_model("gru", vocab_size=256))
+
+
+def test_texts_that_do_not_belong_together(tmp_path: Path) -> None:
+    """One text that counts as two documents; a tokenizer of another model; a folder."""
+    model = build_model("gru", vocab_size=256)
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("the same")
+    with pytest.raises(UserError, match=r"b\.txt and a\.txt are the same text"):
+        read_documents([tmp_path / "a.txt", tmp_path / "b.txt"], ByteTokenizer(), model)
+    with pytest.raises(UserError, match="256 ids and the model 11"):
+        read_documents([tmp_path / "a.txt"], ByteTokenizer(), build_model("gru"))
+    with pytest.raises(UserError, match="cannot be read"):
+        read_documents([tmp_path], ByteTokenizer(), model)
