@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_origin, get_type_hints
@@ -49,10 +49,14 @@ def build_config(
         if override.find("=") < 1:
             raise UserError(f"override {override!r} is not of the form key=value")
     try:
-        dotted = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
+        dotted: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
         _check_keys(kind, values, source)
         _check_keys(kind, dotted, "override")
-        merged = OmegaConf.merge(OmegaConf.structured(kind), values, dotted)
+        merged = OmegaConf.structured(kind)
+        for given in (values, dotted):
+            for key in _emptied(kind, given):
+                OmegaConf.update(merged, key, {}, merge=False)
+            merged = OmegaConf.merge(merged, given)
         return cast(C, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
@@ -66,6 +70,19 @@ def dump_config(config: Any) -> str:
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+
+
+def _emptied(kind: Any, values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Dotted keys of the free mappings that `values` gives as empty.
+
+    Merged with a default, they would be that default without a word: their registry refuses them.
+    """
+    hints = get_type_hints(kind)
+    for key, value in values.items():
+        if get_origin(hints[key]) is dict and not value:
+            yield f"{prefix}{key}"
+        elif is_dataclass(hints[key]):
+            yield from _emptied(hints[key], value, f"{prefix}{key}.")
 
 
 def _check_keys(kind: Any, values: Any, source: str, prefix: str = "") -> None:

@@ -55,6 +55,18 @@ def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
     assert load_config(Outer, write(tmp_path, "# nothing\n")) == Outer()
 
 
+@pytest.mark.parametrize("how", ["file", "override"])
+def test_an_empty_mapping_is_no_default(tmp_path: Path, how: str) -> None:
+    """`task: {}` that trains on the default task without a word."""
+    text, overrides = ("task: {}", []) if how == "file" else ("task: {kind: reverse}", ["task={}"])
+    assert load_config(TrainConfig, write(tmp_path, text), overrides).task == {}
+    nested = load_config(TrainConfig, write(tmp_path, "model: {mixer: {}}"), ["seed=1"])
+    assert nested.model.mixer == {}
+    assert nested.task == {"kind": "passkey"}
+    added = load_config(TrainConfig, write(tmp_path, ""), ["task.max_segments=3"])
+    assert added.task == {"kind": "passkey", "max_segments": 3}
+
+
 def test_dump_reads_back_equal(tmp_path: Path) -> None:
     """A number or None that changes its type on the way through the file."""
     config = Outer(rate=1e-9, steps=10**6, label="1e-9", inner=Inner(names=["yes", "null"]))

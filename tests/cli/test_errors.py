@@ -155,6 +155,8 @@ def test_generate_options(
         ("model: {position: {kind: sinus}}", [], ("did you mean 'sinusoidal'",)),
         ("task: {kind: revers}", [], ("unknown task 'revers'", "did you mean 'reverse'")),
         ("task: {kind: 3}", [], ("one of: passkey, reverse",)),
+        ("task: {}", [], ("'kind'", "one of: passkey, reverse")),
+        ("", ["task={}"], ("'kind'", "one of: passkey, reverse")),
         ("task: passkey", [], ("key 'task'", "mapping")),
         ("max_steps: soon", [], ("key 'max_steps'",)),
         ("max_steps: 0", [], ("max_steps must be at least 1",)),
