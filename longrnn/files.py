@@ -4,24 +4,42 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
     """Replaces `path` by `content`; a reader (or a crash) sees the old or the new."""
+    with replacing(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write piece by piece that replaces `path` at the end, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    data = content.encode() if isinstance(content, str) else content
     try:
         with open(beside, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def leftovers(path: Path) -> list[Path]:
+    """What calls of `write_atomic(path, …)` that were killed left beside `path`."""
+    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}")
+    if not path.parent.is_dir():
+        return []
+    return [beside for beside in path.parent.iterdir() if name.fullmatch(beside.name)]
 
 
 def sync_folder(folder: Path) -> None:

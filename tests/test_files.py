@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from longrnn.files import sha256, sync_folder, write_atomic
+from longrnn.files import leftovers, sha256, sync_folder, write_atomic
 
 
 def names(folder: Path) -> list[str]:
@@ -47,6 +47,25 @@ def test_failure_keeps_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         write_atomic(path, "new")
     assert path.read_text() == "old"
     assert names(tmp_path) == ["file"]
+
+
+def test_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kill leaves is found by its target's name, and nobody else's file is."""
+    path = tmp_path / "new" / "file.txt"
+    assert leftovers(path) == []
+
+    def die(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", die)
+        patch.setattr(Path, "unlink", lambda *_, **__: None)
+        with pytest.raises(KeyboardInterrupt):
+            write_atomic(path, "half")
+    (left,) = path.parent.iterdir()
+    for name in (".file.txt", ".file.txt.0a1b2c3", ".filextxt.0a1b2c3d", ".other.0a1b2c3d"):
+        (path.parent / name).write_text("kept")
+    assert leftovers(path) == [left]
 
 
 def test_content_is_on_disk_before_the_rename(

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 
 from longrnn.errors import UserError
-from longrnn.files import sync_folder, write_atomic
+from longrnn.files import leftovers, sync_folder, write_atomic
 
+# What a run writes into its output folder itself.
+FILES = ("train.yaml", "metrics.jsonl", "config.json", "model.safetensors")
 NAME = re.compile(r"checkpoint-(\d{8})")
 
 
@@ -95,8 +97,12 @@ def claim(output_dir: Path, config: str, *, resume: bool, differs: Callable[[str
                 f"{output_dir} holds this run already: add --resume to go on with it, or choose "
                 "another output_dir"
             )
-    elif output_dir.is_dir() and any(output_dir.iterdir()):
+    # A kill during the first write below leaves half a file, which is nobody's.
+    elif output_dir.is_dir() and set(output_dir.iterdir()) - set(leftovers(recorded)):
         raise UserError(f"{output_dir} is not empty and holds no run: choose another output_dir")
     write_atomic(recorded, config)
     for unfinished in output_dir.glob(".checkpoint-*.partial"):
         shutil.rmtree(unfinished)
+    for name in FILES:
+        for unfinished in leftovers(output_dir / name):
+            unfinished.unlink()

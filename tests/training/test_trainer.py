@@ -176,13 +176,26 @@ def test_how_often_to_save_and_log_may_change(tmp_path: Path) -> None:
     train(tiny("reverse", tmp_path, **harmless), resume=True)
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_kill_while_the_folder_is_claimed_does_no_harm(tmp_path: Path, resume: bool) -> None:
+    """A run that cannot begin because of its own half-written file."""
+    (tmp_path / ".train.yaml.0a1b2c3d").write_text("output_d")
+    train(tiny("reverse", tmp_path, max_steps=1), resume=resume)
+    (tmp_path / ".model.safetensors.0a1b2c3d").write_text("half")
+    (tmp_path / ".mine").write_text("x")
+    train(tiny("reverse", tmp_path, max_steps=1), resume=True)
+    assert [path.name for path in tmp_path.glob(".*")] == [".mine"]
+
+
 def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
     """A run among somebody's files."""
-    (tmp_path / "thesis.tex").write_text("x")
+    mine = {".thesis.tex.0a1b2c3d", ".train.yaml.0a1b2c3d"}
+    for name in mine:
+        (tmp_path / name).write_text("x")
     for resume in (False, True):
         with pytest.raises(UserError, match="not empty and holds no run"):
             Trainer(tiny("reverse", tmp_path), resume=resume, quiet=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    assert {path.name for path in tmp_path.iterdir()} == mine
 
 
 @pytest.mark.parametrize("name", ["training.pt", "model.safetensors", "config.json", "carry-0.pt"])
