@@ -30,6 +30,17 @@ def checkpoints(output_dir: Path) -> list[Path]:
     return sorted(path for path in output_dir.iterdir() if NAME.fullmatch(path.name))
 
 
+def check_steps(output_dir: Path, max_steps: int) -> None:
+    """Refuses to resume a run that has more steps than are asked."""
+    for folder in checkpoints(output_dir)[-1:]:
+        done = int(folder.name.removeprefix("checkpoint-"))
+        if done > max_steps:
+            raise UserError(
+                f"{output_dir} holds {done} steps, more than max_steps={max_steps}: set "
+                f"max_steps={done} or more"
+            )
+
+
 def partial(output_dir: Path, step: int) -> Path:
     """Where the checkpoint of `step` is written before it is complete."""
     return output_dir / f".checkpoint-{step:08d}.partial"

@@ -48,6 +48,7 @@ class TrainConfig:
         num_processes: where set, any other number of processes is refused.
         optim: `adamw` or `adam`.
         lr_scheduler_type: `constant`, `cosine`, or `warmup_stable_decay`.
+        max_steps: optimizer steps; a resumed run may change it where the schedule is `constant`.
         warmup_steps: linear warm-up from 0.
         decay_steps: of `warmup_stable_decay`: linear decay to 0 at the end.
         mixed_precision: `no`, `bf16` or `fp16`.

@@ -67,6 +67,8 @@ class Trainer:
         optimizer = build_optimizer(model, config)
         self.source.check()  # as is a length that the task cannot make
         self._check_positions(model)
+        if resume:
+            checkpoint.check_steps(self.output_dir, config.max_steps)
         if self.accelerator.is_main_process:
             text = dump_config(config)
             checkpoint.claim(self.output_dir, text, resume=resume, differs=self._differs)
@@ -262,10 +264,12 @@ class Trainer:
 
         before, now = _flat(yaml.safe_load(recorded)), _flat(asdict(self.config))
         keys = [k for k in {**before, **now} if before.get(k) != now.get(k)]
+        # Every schedule but `constant` has another learning rate at every step of a longer run.
+        length = {"max_steps"} if self.config.lr_scheduler_type == "constant" else set()
         return ", ".join(
             f"{key}: {before.get(key)} there, {now.get(key)} here"
             for key in keys
-            if key.split(".")[0] not in HARMLESS
+            if key not in HARMLESS | length
         )
 
 

@@ -176,6 +176,37 @@ def test_how_often_to_save_and_log_may_change(tmp_path: Path) -> None:
     train(tiny("reverse", tmp_path, **harmless), resume=True)
 
 
+def test_a_run_with_a_constant_rate_may_become_longer(tmp_path: Path) -> None:
+    """A run that cannot go on, or one that ends elsewhere than if it had been long from the start.
+
+    Its metrics have one row more, that of the step that was once the last.
+    """
+    constant = {"lr_scheduler_type": "constant"}
+    straight, longer = (tiny("carry", tmp_path / name, **constant) for name in ("a", "b"))
+    train(straight)
+    train(tiny("carry", tmp_path / "b", max_steps=5, **constant))
+    assert train(longer, resume=True).step == 10
+    names = ("model.safetensors", "checkpoint-00000010/carry-0.pt")
+    for name in names:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert [row["step"] for row in metrics(tmp_path / "b")] == [3, 5, 6, 9, 10]
+    # Fewer steps than there are would be a run that ends where it says it does not.
+    before = (tmp_path / "b/train.yaml").read_text()
+    with pytest.raises(UserError, match="holds 10 steps.*set max_steps=10 or more"):
+        Trainer(tiny("carry", tmp_path / "b", max_steps=9, **constant), resume=True, quiet=True)
+    assert (tmp_path / "b/train.yaml").read_text() == before
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "warmup_stable_decay"])
+def test_a_run_whose_rate_knows_its_end_may_not(schedule: str, tmp_path: Path) -> None:
+    """A schedule that is bent in the middle, or smuggled in with the longer run."""
+    train(tiny("reverse", tmp_path, max_steps=2, lr_scheduler_type=schedule))
+    for changed in (schedule, "constant"):
+        longer = tiny("reverse", tmp_path, max_steps=4, lr_scheduler_type=changed)
+        with pytest.raises(UserError, match=r"holds a run with another configuration \("):
+            Trainer(longer, resume=True, quiet=True)
+
+
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_kill_while_the_folder_is_claimed_does_no_harm(tmp_path: Path, resume: bool) -> None:
     """A run that cannot begin because of its own half-written file."""
