@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 
 import pytest
@@ -193,6 +194,12 @@ def test_stream(model: RecurrentLM) -> None:
     full = generate(model, prompt, max_new_tokens=4)
     assert [step.tokens for step in steps] == [[row[:n] for row in full.tokens] for n in range(5)]
     assert [step.state.position.tolist() for step in steps] == [[3 + n] * 2 for n in range(5)]
+
+
+def test_stream_takes_what_generate_takes() -> None:
+    """The two signatures, each written out to be read, and an option or default of one alone."""
+    one, other = inspect.signature(generate), inspect.signature(stream)
+    assert one.parameters == other.parameters
 
 
 def test_no_graph(model: RecurrentLM) -> None:
