@@ -14,6 +14,7 @@ from longrnn.cli.options import (
     Mitigation,
     Quiet,
     TrainLength,
+    load_variant,
     mitigated,
     pick_device,
     results_folder,
@@ -38,7 +39,11 @@ app = typer.Typer(
 @app.command()
 def passkey(
     checkpoints: Annotated[
-        list[str], typer.Argument(help="Names of embedded checkpoints, or folders.")
+        list[str],
+        typer.Argument(
+            help="Names of embedded checkpoints, or folders; CHECKPOINT+MITIGATION for one under a "
+            "mitigation."
+        ),
     ],
     lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "256,1k,4k,16k",
     depths: Annotated[
@@ -50,6 +55,11 @@ def passkey(
         typer.Option(help="Folder of the results.", show_default="results/passkey/NAMES"),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the keys.")] = 0,
+    filler: Annotated[
+        Path | None,
+        typer.Option(help="A text file to hide the keys in.", show_default="The grass is green. …"),
+    ] = None,
+    mitigation: Mitigation = None,
     batch_size: Annotated[int, typer.Option(help="Prompts in one batch.")] = 16,
     device: Device = "auto",
     quiet: Quiet = False,
@@ -59,25 +69,28 @@ def passkey(
     An interrupted run goes on where it stopped; more lengths or a larger n add to what is there.
     Several checkpoints are asked the same questions.
 
-    Example: longrnn eval passkey passkey-tiny --lengths 1k,4k,16k --n 20
+    Example: longrnn eval passkey passkey-tiny 'passkey-tiny+forget_more' --lengths 1k,16k --n 20
     """
     from longrnn.diagnostics.plots import passkey_heat_map
     from longrnn.evaluation import passkey as measure
-    from longrnn.hf.loading import load
     from longrnn.hf.tokenizer import load_tokenizer
 
     asked_lengths, asked_depths = parse_lengths(lengths), _depths(depths)
     target = pick_device(device)
+    subjects = []
+    for variant in dict.fromkeys(checkpoints):
+        name, model = load_variant(variant, mitigation, target)
+        label = variant if mitigation is None else f"{variant}+{mitigation}"
+        subjects.append(measure.Subject(label, model, load_tokenizer(name)))
+    folder = output or results_folder("passkey", checkpoints, mitigation)
     rows = measure.evaluate(
-        [
-            measure.Subject(name, load(name, device=target), load_tokenizer(name))
-            for name in dict.fromkeys(checkpoints)
-        ],
+        subjects,
         lengths=asked_lengths,
         depths=asked_depths,
         n=n,
-        output=(folder := output or results_folder("passkey", checkpoints)) / "results.jsonl",
+        output=folder / "results.jsonl",
         seed=seed,
+        filler=filler,
         batch_size=batch_size,
         quiet=quiet,
     )

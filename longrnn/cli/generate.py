@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from longrnn.cli.options import Checkpoint, Device, pick_device
+from longrnn.cli.options import Checkpoint, Device, Mitigation, mitigated, pick_device
 from longrnn.errors import UserError
 
 
@@ -24,6 +24,7 @@ def generate(
         list[str] | None, typer.Option(help="Text to stop behind; may be given several times.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    mitigation: Mitigation = None,
     device: Device = "auto",
 ) -> None:
     """Continue a text.
@@ -45,7 +46,8 @@ def generate(
     except UnicodeEncodeError as error:
         raise UserError("the prompt is not UTF-8 text: give it in a file") from error
     target = pick_device(device)
-    model, tokenizer = load(checkpoint, device=target), load_tokenizer(checkpoint)
+    model = mitigated(load(checkpoint, device=target), mitigation)
+    tokenizer = load_tokenizer(checkpoint)
     ids = torch.tensor([tokenizer.encode(prompt or "")], dtype=torch.long, device=target)
     shown = ""
     for generation in stream(

@@ -56,7 +56,7 @@ def pick_device(device: str) -> str:
     return device
 
 
-def mitigated(model: RecurrentLM, spec: str | None) -> RecurrentLM | Mitigated:
+def mitigated(model: RecurrentLM, spec: str | Sequence[str] | None) -> RecurrentLM | Mitigated:
     """The model under the mitigation that `spec` describes; without one, the model itself.
 
     Raises:
@@ -67,6 +67,20 @@ def mitigated(model: RecurrentLM, spec: str | None) -> RecurrentLM | Mitigated:
     from longrnn.mitigations import Mitigated, mitigation
 
     return Mitigated(model, mitigation(spec))
+
+
+def load_variant(text: str, spec: str | None, device: str) -> tuple[str, RecurrentLM | Mitigated]:
+    """A checkpoint, or `CHECKPOINT+MITIGATION`, under the further mitigation `spec`.
+
+    Returns:
+        The checkpoint's own name, and the model.
+    """
+    from longrnn.hf.loading import embedded, load
+
+    whole = text in embedded() or Path(text).exists()
+    name, _, own = (text, "", "") if whole else text.partition("+")
+    specs = [part for part in (own, spec) if part]
+    return name, mitigated(load(name, device=device), specs or None)
 
 
 def warn_if_calibrated_on(model: RecurrentLM | Mitigated, documents: Iterable[Document]) -> None:

@@ -18,7 +18,7 @@ from longrnn.evaluation.results import Results, Row
 from longrnn.models import LanguageModel, generate
 from longrnn.progress import Progress
 from longrnn.tasks.passkey import Passkey, keys
-from longrnn.text import Tokenizer
+from longrnn.text import Tokenizer, read_text
 from longrnn.units import format_length
 
 # A prompt is fed in pieces of so many tokens, so that progress shows within a long one.
@@ -62,6 +62,7 @@ def evaluate(
     n: int,
     output: Path,
     seed: int = 0,
+    filler: Path | None = None,
     batch_size: int = 16,
     quiet: bool = False,
 ) -> list[Row]:
@@ -74,6 +75,7 @@ def evaluate(
         n: prompts per cell.
         output: the results file, taken up where it was left; lengths, depths and n may grow.
         seed: of the keys.
+        filler: a text file to hide the keys in; None for the sentences that everyone uses.
         batch_size: prompts of one length in one batch.
         quiet: no progress.
 
@@ -87,9 +89,11 @@ def evaluate(
         raise UserError("n and the batch size must be at least 1")
     if not all(0 <= depth <= 1 for depth in depths):
         raise UserError("depths lie between 0 (the start of the filler) and 1 (its end)")
-    tasks = {subject.name: _fitting_task(subject, min(lengths)) for subject in subjects}
+    tasks = {subject.name: _fitting_task(subject, min(lengths), filler) for subject in subjects}
     fingerprints = {subject.name: subject.model.fingerprint() for subject in subjects}
     header = {"evaluation": "passkey", "models": fingerprints, "seed": seed}
+    if filler is not None:
+        header["filler"] = read_text(filler)[1]
     results = Results(output, header)
     cells = product(lengths, map(float, depths), range(n))
     wanted = list(dict.fromkeys(Sample(*cell) for cell in cells))
@@ -116,9 +120,9 @@ def evaluate(
     return [row for row in results.rows if _sample(row) in asked]
 
 
-def _fitting_task(subject: Subject, shortest: int) -> Passkey:
+def _fitting_task(subject: Subject, shortest: int, filler: Path | None) -> Passkey:
     """The task with a subject's tokenizer, if both fit the model and the shortest length."""
-    task = Passkey(subject.tokenizer)
+    task = Passkey(subject.tokenizer, filler=None if filler is None else str(filler))
     least = task.least_length()
     if shortest < least:
         raise UserError(

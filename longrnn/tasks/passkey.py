@@ -17,6 +17,7 @@ import hashlib
 import random
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.tasks.base import TASKS, UNSCORED, Batch, Task, exact_match
-from longrnn.text import ByteTokenizer, Tokenizer
+from longrnn.text import ByteTokenizer, Tokenizer, read_text
 
 HEADER = "Something important is hidden in the text below. Remember it.\n"
 FILLER = (
@@ -79,6 +80,7 @@ class Passkey(Task):
         answer_weight: the loss is the mean over all tokens plus this times that over the answer.
         max_segments: longest document of `segment`; lengths are log-uniform.
         grow_steps: steps over which the longest document grows from 1 to `max_segments`.
+        filler: a UTF-8 text file to take the filler from, over and over; None for `FILLER`.
     """
 
     default_length = 256
@@ -90,6 +92,7 @@ class Passkey(Task):
         answer_weight: float = 1.0,
         max_segments: int = 64,
         grow_steps: int = 0,
+        filler: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer or ByteTokenizer()
         self.vocab_size = self.tokenizer.vocab_size
@@ -98,7 +101,7 @@ class Passkey(Task):
         self.answer_weight = answer_weight
         self.max_segments, self.grow_steps = max_segments, grow_steps
         self._header = self._ids(HEADER)
-        self._filler = self._ids(FILLER)
+        self._filler = self._ids(FILLER if filler is None else read_text(Path(filler))[0])
         self._question = self._ids(QUESTION)
         self._lanes: dict[tuple[int, int], list[Document]] = {}
 

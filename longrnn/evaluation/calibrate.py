@@ -1,0 +1,320 @@
+"""Thresholds, factors and filters of mitigations, taken from calibration text.
+
+Notable choices:
+- What a method needs is either read off a few windows of the training length, or searched for
+  without gradients, by the loss on windows of the target length.
+- A method is one function, entered in `METHODS`; what it returns is the mapping that `mitigation`
+  builds from, so that a calibrated file and a hand-written one are the same thing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longrnn.errors import UserError, nearest
+from longrnn.evaluation.perplexity import losses
+from longrnn.evaluation.texts import Document
+from longrnn.mitigations import Mitigated, mitigation
+from longrnn.mixers import Edit, ScanningMixer, StepwiseMixer
+from longrnn.models import RecurrentLM
+from longrnn.ops.ssd import ScanInputs
+from longrnn.progress import Progress
+from longrnn.units import format_length
+
+# A head is global where more than this is left of its first token at the end of the training
+# length (arXiv 2504.16053).
+GLOBAL = 0.05
+# Tokens between two looks at a state.
+EVERY = 16
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a calibration is asked for.
+
+    Attributes:
+        train_length: tokens of the windows that statistics are taken from.
+        target_length: tokens at which the mitigated model shall work; None where not needed.
+        windows: at most so many windows of text.
+        margin: of `state_norm`, the threshold over the largest norm seen.
+        quantile: of `token_filter`, the share of tokens to filter; None to take the share that
+            leaves as many tokens at the target length as the training length has.
+        share: of `scale_delta`, where set: no search, but steps divided by target / training
+            length in this share of the heads, those with the longest receptive fields.
+        steps: of the search.
+        seed: of the search.
+    """
+
+    train_length: int
+    target_length: int | None = None
+    windows: int = 32
+    margin: float = 1.0
+    quantile: float | None = None
+    share: float | None = None
+    steps: int = 30
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuses values out of range."""
+        if self.train_length < 2 or self.windows < 1 or self.steps < 1:
+            raise UserError("the training length must be at least 2, windows and steps at least 1")
+        if self.target_length is not None and self.target_length <= self.train_length:
+            raise UserError(
+                f"the target length {format_length(self.target_length)} must be above the "
+                f"training length {format_length(self.train_length)}"
+            )
+        if not 0 < self.margin < math.inf:
+            raise UserError(f"margin must be above 0, not {self.margin}")
+        for name, value in (("quantile", self.quantile), ("share", self.share)):
+            if value is not None and not 0 < value <= 1:
+                raise UserError(f"{name} must be in (0, 1], not {value}")
+
+    def target(self) -> int:
+        """The target length.
+
+        Raises:
+            UserError: none was given.
+        """
+        if self.target_length is None:
+            raise UserError("this method needs --target-length, the length that shall work")
+        return self.target_length
+
+
+class LayerStatistics(NamedTuple):
+    """What a layer did on windows of the training length.
+
+    Attributes:
+        norms: `(w, looks, h)`, norm of each head's state every EVERY tokens.
+        log_decay: `(w, t, h)` float64; None for stepwise cells.
+        dt: `(w, t, h)` float64, the step sizes; None for stepwise cells.
+    """
+
+    norms: Tensor
+    log_decay: Tensor | None
+    dt: Tensor | None
+
+
+def calibrate(
+    model: RecurrentLM,
+    documents: Sequence[Document],
+    method: str,
+    settings: Settings,
+    *,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Calibrates one method.
+
+    Args:
+        model: a recurrent model.
+        documents: texts that no evaluation will use.
+        method: a key of `METHODS`.
+        settings: see `Settings`.
+        quiet: no progress.
+
+    Returns:
+        What `mitigation` builds the method from: a mapping with `kind` and its options.
+
+    Raises:
+        UserError: unknown method, one that is not defined for the model, a text that is too short.
+    """
+    if method not in METHODS:
+        raise UserError(f"{method!r} cannot be calibrated: {nearest(method, METHODS)}")
+    return METHODS[method](model, documents, settings, quiet)
+
+
+def _state_norm(
+    model: RecurrentLM, documents: Sequence[Document], settings: Settings, quiet: bool
+) -> dict[str, Any]:
+    """The largest norm that each head reached inside the training length, times the margin."""
+    found = statistics(model, _windows(documents, settings.train_length, settings.windows), quiet)
+    thresholds = [settings.margin * layer.norms.flatten(0, 1).amax(0) for layer in found]
+    for index, threshold in enumerate(thresholds):
+        if bool((threshold <= 0).any()):
+            raise UserError(f"a head of layer {index} holds nothing on this text: give more text")
+    return {"kind": "state_norm", "threshold": [_rounded(values) for values in thresholds]}
+
+
+def _token_filter(
+    model: RecurrentLM, documents: Sequence[Document], settings: Settings, quiet: bool
+) -> dict[str, Any]:
+    """Global heads by their retention, and a quantile of their step sizes as threshold."""
+    _refuse_undefined(model, "token_filter")
+    found = statistics(model, _windows(documents, settings.train_length, settings.windows), quiet)
+    share = settings.quantile
+    if share is None:
+        share = 1 - settings.train_length / settings.target()
+    thresholds = []
+    for layer in found:
+        assert layer.log_decay is not None
+        assert layer.dt is not None
+        retention = layer.log_decay.sum(1).mean(0).exp()
+        limit = layer.dt.flatten(0, 1).quantile(share, dim=0)
+        # Up, so that the token that was taken for the threshold is filtered in float32 too.
+        pairs = zip(retention.tolist(), (limit * (1 + 1e-6)).tolist(), strict=True)
+        thresholds.append([theta if kept > GLOBAL else None for kept, theta in pairs])
+    if all(theta is None for layer in thresholds for theta in layer):
+        raise UserError(
+            f"no head keeps more than {GLOBAL} of its first token over "
+            f"{format_length(settings.train_length)} tokens: there is nothing to filter"
+        )
+    return {"kind": "token_filter", "threshold": thresholds}
+
+
+def _scale_delta(
+    model: RecurrentLM, documents: Sequence[Document], settings: Settings, quiet: bool
+) -> dict[str, Any]:
+    """A searched factor per layer; with `share`, a constant one in the heads that reach far."""
+    _refuse_undefined(model, "scale_delta")
+    if settings.share is None:
+        return _search("scale_delta", model, documents, settings, quiet)
+    windows = _windows(documents, settings.train_length, settings.windows)
+    reach = []
+    for layer in statistics(model, windows, quiet):
+        assert layer.log_decay is not None
+        reach.append(-1 / layer.log_decay.flatten(0, 1).mean(0).clamp(max=-1e-12))
+    count = max(1, round(settings.share * sum(len(layer) for layer in reach)))
+    least = torch.cat(reach).topk(count).values[-1]
+    factor = settings.train_length / settings.target()
+    return {
+        "kind": "scale_delta",
+        "scale": [[factor if far >= least else 1.0 for far in layer] for layer in reach],
+    }
+
+
+def _scale_decay(
+    model: RecurrentLM, documents: Sequence[Document], settings: Settings, quiet: bool
+) -> dict[str, Any]:
+    """A searched factor per layer."""
+    return _search("scale_decay", model, documents, settings, quiet)
+
+
+def _power_decay(
+    model: RecurrentLM, documents: Sequence[Document], settings: Settings, quiet: bool
+) -> dict[str, Any]:
+    """A searched exponent per layer."""
+    return _search("power_decay", model, documents, settings, quiet)
+
+
+METHODS: dict[str, Callable[..., dict[str, Any]]] = {
+    "state_norm": _state_norm,
+    "token_filter": _token_filter,
+    "scale_delta": _scale_delta,
+    "scale_decay": _scale_decay,
+    "power_decay": _power_decay,
+}
+
+
+@torch.no_grad()
+def statistics(model: RecurrentLM, windows: Tensor, quiet: bool = True) -> list[LayerStatistics]:
+    """Runs windows of text and looks at every layer.
+
+    Args:
+        model: a recurrent model.
+        windows: `(w, t)` tokens, each row from an empty state.
+        quiet: no progress.
+    """
+    recorders = [_Recorder() for _ in model.mixers]
+    state = model.init_state(len(windows))
+    norms: list[list[Tensor]] = [[] for _ in model.mixers]
+    with Progress("calibration", windows.numel(), unit="tokens", quiet=quiet) as progress:
+        for piece in windows.to(state.position.device).split(EVERY, dim=1):
+            state = model(piece, state, keep=0, edits=recorders).state
+            for seen, mixer, layer in zip(norms, model.mixers, state.layers, strict=True):
+                assert isinstance(mixer, ScanningMixer | StepwiseMixer)
+                memory = mixer.memory(layer).double()
+                seen.append(memory.unflatten(1, (mixer.n_heads, -1)).flatten(2).norm(dim=-1))
+            progress.advance(piece.numel(), piece.numel())
+    found = []
+    for mixer, recorder, seen in zip(model.mixers, recorders, norms, strict=True):
+        log_decay = torch.cat(recorder.seen, dim=1) if recorder.seen else None
+        dt = None
+        if log_decay is not None:
+            assert isinstance(mixer, ScanningMixer)
+            dt = log_decay / mixer.rates().double()
+        found.append(LayerStatistics(torch.stack(seen, dim=1), log_decay, dt))
+    return found
+
+
+class _Recorder(Edit):
+    """Keeps the log decays of a scanning cell."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def edit_inputs(self, inputs: ScanInputs) -> ScanInputs:
+        self.seen.append(inputs.log_decay.double())
+        return inputs
+
+
+def _search(
+    kind: str, model: RecurrentLM, documents: Sequence[Document], settings: Settings, quiet: bool
+) -> dict[str, Any]:
+    """Simultaneous perturbation stochastic approximation of log factors, one per layer.
+
+    The gains fall as (k + 1 + A)^−0.602 and (k + 1)^−0.101 (Spall, 1998), as in MambaExtend
+    (ICLR 2025, LgzRo1RpLS). The best factors that were ever evaluated are kept, no change among
+    them.
+    """
+    _refuse_undefined(model, kind)
+    target = settings.target()
+    windows = _windows(documents, target + 1, settings.windows)
+    layers = len(model.mixers)
+    generator = torch.Generator().manual_seed(settings.seed)
+
+    def loss(logs: Tensor) -> float:
+        factors = [round(value, 6) for value in logs.exp().tolist()]
+        mitigated = Mitigated(model, mitigation({"kind": kind, "scale": factors}))
+        return float(losses(mitigated, windows)[0].sum() / (windows.numel() - len(windows)))
+
+    logs = torch.zeros(layers, dtype=torch.float64)
+    best, least = logs, loss(logs)
+    stability = settings.steps / 10
+    with Progress("search", settings.steps, unit="steps", quiet=quiet) as progress:
+        for k in range(settings.steps):
+            signs = torch.randint(2, (layers,), generator=generator).double() * 2 - 1
+            width = 0.2 / (k + 1) ** 0.101
+            sides = [logs + width * signs, logs - width * signs]
+            values = [loss(side) for side in sides]
+            for side, value in zip(sides, values, strict=True):
+                if value < least:
+                    best, least = side, value
+            slope = (values[0] - values[1]) / (2 * width)
+            gain = 0.5 * ((1 + stability) / (k + 1 + stability)) ** 0.602
+            # A step of at most one width: the loss may be steep beyond the training length.
+            logs = logs - (gain * slope * signs).clamp(-width, width)
+            progress.advance(1, 1, f"loss {least:.4f}")
+    return {"kind": kind, "scale": [round(value, 6) for value in best.exp().tolist()]}
+
+
+def _refuse_undefined(model: RecurrentLM, kind: str) -> None:
+    """Raises the reason, where a method is not defined for the model's cells."""
+    options = {"threshold": 1.0} if kind == "token_filter" else {}
+    mitigation({"kind": kind, **options}).bind(model)
+
+
+def _windows(documents: Sequence[Document], length: int, most: int) -> Tensor:
+    """At most `most` disjoint windows `(w, length)`, spread evenly over all that there are."""
+    starts = [
+        (document, start)
+        for document in documents
+        for start in range(0, len(document.tokens) - length + 1, length)
+    ]
+    if not starts:
+        longest = max(len(document.tokens) for document in documents)
+        raise UserError(
+            f"the longest text has {longest:,} tokens and a window needs {length:,}: give more text"
+        )
+    chosen = (
+        [starts[i * len(starts) // most] for i in range(most)] if len(starts) > most else starts
+    )
+    return torch.stack([document.tokens[start : start + length] for document, start in chosen])
+
+
+def _rounded(values: Tensor) -> list[float]:
+    return [float(f"{value:.6g}") for value in values.tolist()]
