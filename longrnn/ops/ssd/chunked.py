@@ -75,7 +75,7 @@ def _scan(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor
 
     # Within a chunk: attention-like products with the decay between j and i.
     scores = (C @ B.transpose(3, 4)).tril()  # b m g i j
-    weights = scores[:, :, :, None] * _decay_between(total, dtype).unflatten(2, (g, r))
+    weights = scores[:, :, :, None] * decay_between(total, dtype).unflatten(2, (g, r))
     y = weights.flatten(2, 3) @ x.transpose(2, 3)  # b m h i p
 
     # Across chunks: what the state at a chunk's start gives to its tokens, then the next state.
@@ -99,7 +99,7 @@ def _scan(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor
     return torch.addcmul(y.transpose(2, 3), start, since_start).reshape(b, time, h, p), state
 
 
-def _decay_between(total: Tensor, dtype: torch.dtype) -> Tensor:
+def decay_between(total: Tensor, dtype: torch.dtype) -> Tensor:
     """exp(Σ log_decay over (j, i]) as `(b, m, h, i, j)`, and 1 where j > i.
 
     Args:

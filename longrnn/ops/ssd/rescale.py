@@ -10,10 +10,13 @@ sequential are a few numbers per head and token.
 
 Notable choices:
 - Where the triangle inequality shows that no state of a segment can reach its limit, the segment
-  goes to the plain recurrence as it is; the same is asked again of each chunk, and of each chunk's
-  exact norms.
-- Norms are summed in float64, from a Gram matrix in the state's dtype, and start anew from the
-  state itself in every chunk: rounding does not add up along the text.
+  goes to the plain recurrence as it is. Where it does not, and no state is at its limit yet, the
+  norms of the plain recurrence are computed next: ⟨ĥ_t, u_t⟩ = x_t^T ĥ_t B_t is what the recurrence
+  says when it is read with B instead of C. Tokens before the first that exceeds its limit need no
+  more.
+- The sequential part works on products of the scales, so that a token costs a few operations on
+  one number per head; a chunk ends early before these products leave the range of float64.
+- Norms start anew from the state itself in every chunk: rounding does not add up along the text.
 """
 
 from __future__ import annotations
@@ -27,6 +30,11 @@ from longrnn.ops.ssd.base import SSD, ScanInputs
 CHUNK = 64
 SEGMENT = 512
 UNLIMITED = 1e150  # a limit that no state reaches, and whose square is finite
+# More than the rounding of what is compared with a limit, relative to the norms that went into it.
+SLACK = 1e-4
+# Where the product of a chunk's scales gets this small the chunk ends; looked at every PATIENCE.
+SMALLEST = 1e-40
+PATIENCE = 4
 
 
 def rescaled_ssd(
@@ -44,20 +52,20 @@ def rescaled_ssd(
     Returns:
         y `(b, t, h, p)` and the final state.
     """
-    outputs = []
-    for start in range(0, inputs.x.shape[1], SEGMENT):
-        segment = ScanInputs(*(tensor[:, start : start + SEGMENT] for tensor in inputs))
-        bounds = _bounds(segment, state)
-        if bool((bounds <= limit).all()):
-            y, state = ssd(segment, state)
-            outputs.append(y)
-            continue
-        for first in range(0, segment.x.shape[1], CHUNK):
-            chunk = ScanInputs(*(tensor[:, first : first + CHUNK] for tensor in segment))
-            if bool((bounds[:, first : first + CHUNK] > limit).any()):
-                chunk = _limited(chunk, state, limit)
-            y, state = ssd(chunk, state)
-            outputs.append(y)
+    outputs, start, time, span = [], 0, inputs.x.shape[1], SEGMENT
+    while start < time:
+        segment = _cut(inputs, start, start + span)
+        free = _free_tokens(segment, state, limit, ssd)
+        # Look far ahead only where that was not in vain.
+        span = min(2 * span, SEGMENT) if free == segment.x.shape[1] else CHUNK
+        if free == 0:
+            segment = _cut(segment, 0, CHUNK)
+            scales = _scales(segment, state, limit)
+            free = scales.shape[1]
+            segment = _scaled(_cut(segment, 0, free), scales)
+        y, state = ssd(_cut(segment, 0, free), state)
+        outputs.append(y)
+        start += free
     return (torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]), state
 
 
@@ -67,74 +75,88 @@ def scale_to(limit: Tensor, square: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _bounds(inputs: ScanInputs, state: Tensor) -> Tensor:
-    """An upper bound of ‖ĥ_t‖ at every token, `(b, t, h)`: the recurrence of the norms alone."""
+def _free_tokens(inputs: ScanInputs, state: Tensor, limit: Tensor, ssd: SSD) -> int:
+    """How many of the first tokens certainly need no rescaling, in whole chunks or all of them."""
+    time, dtype = inputs.x.shape[1], state.dtype
+    start = state.flatten(2).norm(dim=-1)
+    if bool((start >= (1 - SLACK) * limit).any()):
+        return 0  # it was just rescaled, and will most likely be so again
+    norms = _norms(inputs, dtype)
+    bounds = _recur(norms, inputs.log_decay, start)  # ‖ĥ_t‖ ≤ a_t ‖h_{t−1}‖ + ‖u_t‖
+    if bool((bounds * (1 + SLACK) <= limit).all()):
+        return time
+    read, _ = ssd(inputs._replace(C=inputs.B), state)
+    added = 2 * (inputs.x.to(dtype) * read).sum(-1) - norms.square()
+    squares = _recur(added, 2 * inputs.log_decay, start.square())
+    beyond = squares + SLACK * bounds.square() > limit.square()
+    if not bool(beyond.any()):
+        return time
+    first = int(beyond.flatten(2).any(-1).any(0).nonzero()[0])
+    return first - first % CHUNK
+
+
+def _recur(added: Tensor, log_decay: Tensor, start: Tensor) -> Tensor:
+    """v_t = exp(log_decay_t) v_{t−1} + added_t for numbers `(b, t, h)`, from `start` `(b, h)`."""
+    one = added.new_ones(*added.shape[:2], 1, 1)
+    inputs = ScanInputs(added[..., None], log_decay, one, one)
+    return chunked.ssd(inputs, start[..., None, None])[0][..., 0]
+
+
+def _norms(inputs: ScanInputs, dtype: torch.dtype) -> Tensor:
+    """‖u_t‖, `(b, t, h)`."""
     heads_per_group = inputs.x.shape[2] // inputs.B.shape[2]
-    norm_B = inputs.B.to(state.dtype).norm(dim=-1).repeat_interleave(heads_per_group, dim=2)
-    norms = inputs.x.to(state.dtype).norm(dim=-1) * norm_B
-    one = norms.new_ones(*norms.shape[:2], 1, 1)
-    start = state.flatten(2).norm(dim=-1)[..., None, None]
-    bounds, _ = chunked.ssd(ScanInputs(norms[..., None], inputs.log_decay, one, one), start)
-    return bounds[..., 0] * (1 + 1e-4)  # more than its rounding
+    of_B = inputs.B.to(dtype).norm(dim=-1).repeat_interleave(heads_per_group, dim=2)
+    return inputs.x.to(dtype).norm(dim=-1) * of_B
 
 
-def _limited(inputs: ScanInputs, state: Tensor, limit: Tensor) -> ScanInputs:
-    """The inputs of one chunk with its scales multiplied in."""
-    gram = _gram(inputs, state)
-    log_decay = inputs.log_decay.double()
-    with torch.no_grad():
-        within = bool((_plain_squares(gram, log_decay) <= limit.square()).all())
-    if within:
-        return inputs
-    scales = _scales(gram, log_decay, limit)
+def _scales(inputs: ScanInputs, state: Tensor, limit: Tensor) -> Tensor:
+    """s_t of a chunk, `(b, t, h)` float64, possibly of its first tokens only."""
+    products = _decayed_products(inputs, state).double().unbind(2)
+    own = _norms(inputs, state.dtype).double().square().unbind(1)
+    decays = (2 * inputs.log_decay.double()).exp().unbind(1)
+    square = state.double().square().sum((2, 3))  # b h
+    product = torch.ones_like(square)  # of all scales so far
+    gains = product[..., None]  # 1 / the product of the scales before each token
+    scales = []
+    for t, (row, itself, decay) in enumerate(zip(products, own, decays, strict=True)):
+        cross = (row[..., : t + 1] * gains).sum(-1) * product
+        square = torch.addcmul(itself, decay, square).add(cross, alpha=2)
+        scale = scale_to(limit, square)
+        square = square * scale.square()
+        scales.append(scale)
+        gains = torch.cat([gains, product.reciprocal()[..., None]], dim=-1)
+        product = product * scale
+        if t % PATIENCE == PATIENCE - 1 and bool((product < SMALLEST).any()):
+            break
+    return torch.stack(scales, dim=1)
+
+
+def _decayed_products(inputs: ScanInputs, state: Tensor) -> Tensor:
+    """a_{i+1} … a_t ⟨u_i, u_t⟩ at `[t, i]`, with the state at the chunk's start as number 0.
+
+    Returns:
+        `(b, h, t, 1 + t)`; meaningful below the diagonal.
+    """
+    x = inputs.x.to(state.dtype).transpose(1, 2)  # b h t p
+    B = inputs.B.to(state.dtype).transpose(1, 2)  # b g t n
+    groups = B.shape[1]
+    total = inputs.log_decay.double().clamp(min=-1e4).cumsum(1)  # b t h
+    between = chunked.decay_between(total[:, None], state.dtype)[:, 0]  # b h t i
+    alike = (B @ B.transpose(2, 3))[:, :, None]  # b g 1 t i
+    among = ((x @ x.transpose(2, 3)) * between).unflatten(1, (groups, -1)) * alike
+    read = state.unflatten(1, (groups, -1)).flatten(2, 3) @ B.transpose(2, 3)  # b g (r p) t
+    read = read.unflatten(2, (-1, x.shape[3])).flatten(1, 2)  # b h p t
+    start = (read * x.transpose(2, 3)).sum(2) * total.transpose(1, 2).exp().to(state.dtype)
+    return torch.cat([start[..., None], among.flatten(1, 2)], dim=3)
+
+
+def _scaled(inputs: ScanInputs, scales: Tensor) -> ScanInputs:
+    """Inputs with their scales multiplied in."""
     return inputs._replace(
         x=inputs.x * scales[..., None].to(inputs.x),
         log_decay=inputs.log_decay + scales.log().to(inputs.log_decay),
     )
 
 
-def _gram(inputs: ScanInputs, state: Tensor) -> Tensor:
-    """Inner products of the chunk's inputs, the state at its start as number 0.
-
-    Returns:
-        `(b, h, 1 + t, 1 + t)` float64.
-    """
-    x = inputs.x.to(state.dtype).transpose(1, 2)  # b h t p
-    B = inputs.B.to(state.dtype).transpose(1, 2)  # b g t n
-    heads_per_group = x.shape[1] // B.shape[1]
-    products = (B @ B.transpose(2, 3)).repeat_interleave(heads_per_group, dim=1)
-    among = (x @ x.transpose(2, 3)).mul(products)
-    grouped = state.unflatten(1, (B.shape[1], heads_per_group))  # b g r p n
-    read = grouped @ B.transpose(2, 3)[:, :, None]  # b g r p t
-    with_start = (read.flatten(1, 2) * x.transpose(2, 3)).sum(2)  # b h t
-    start = state.double().square().sum((2, 3))[..., None, None]
-    top = torch.cat([start, with_start[:, :, None].double()], dim=3)
-    rest = torch.cat([with_start[..., None], among], dim=3).double()
-    return torch.cat([top, rest], dim=2)
-
-
-def _plain_squares(gram: Tensor, log_decay: Tensor) -> Tensor:
-    """‖h_t‖² if nothing is rescaled, `(b, t, h)`."""
-    total = torch.nn.functional.pad(log_decay.transpose(1, 2).cumsum(2), (1, 0))  # b h 1+t
-    between = (total[..., 1:, None] - total[..., None, :]).clamp(-1e4, 0)
-    weights = between.exp().tril(diagonal=1)  # b h t 1+t
-    return ((weights @ gram) * weights).sum(3).transpose(1, 2)
-
-
-def _scales(gram: Tensor, log_decay: Tensor, limit: Tensor) -> Tensor:
-    """s_t of one chunk, `(b, t, h)` float64: the only loop over tokens, on numbers."""
-    columns = gram[:, :, 1:].unbind(2)  # symmetric: row t holds the products with u_t
-    own = gram.diagonal(dim1=2, dim2=3)[..., 1:].unbind(2)
-    decays = log_decay.exp().unbind(1)  # b h
-    unit = torch.eye(gram.shape[2], dtype=gram.dtype, device=gram.device)
-    weights = unit[0].expand(gram.shape[:3]).contiguous()
-    square = gram[..., 0, 0]
-    scales = []
-    for t, (column, itself, decay) in enumerate(zip(columns, own, decays, strict=True), start=1):
-        cross = (weights * column).sum(-1)
-        square = decay * (decay * square + 2 * cross) + itself
-        scale = scale_to(limit, square)
-        square = scale.square() * square
-        weights = weights * (scale * decay)[..., None] + scale[..., None] * unit[t]
-        scales.append(scale)
-    return torch.stack(scales, dim=1)
+def _cut(inputs: ScanInputs, start: int, stop: int) -> ScanInputs:
+    return ScanInputs(*(tensor[:, start:stop] for tensor in inputs))

@@ -1,0 +1,213 @@
+"""What the mitigations cost on a CPU, and whether they stream in flat memory.
+
+The shape is the layer stack of mamba2-130m with random weights, float32, batch 1, no logits. Every
+variant is timed beside the plain model, interleaved in one process; the scan of one layer alone is
+timed likewise. The token loop is state normalisation as it is defined, one token at a time.
+
+Example:
+    python -m benchmarks.mitigations_cpu --json results/mitigations_cpu.json
+    python -m benchmarks.mitigations_cpu --layers 2 --d-model 128 --tokens 1024 --stream 0
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.timing import add_threads, clock, interleaved, use_threads, write_json
+from longrnn.evaluation.calibrate import statistics
+from longrnn.mitigations import Mitigated, Mitigation, mitigation
+from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
+from longrnn.ops.ssd import BACKENDS, SSD, ScanInputs
+from longrnn.ops.ssd.rescale import rescaled_ssd, scale_to
+from longrnn.ops.ssd.window import init_carry, windowed_ssd
+
+MIXER = {"kind": "mamba2", "d_state": 128, "head_dim": 64}
+BARS = {
+    "state_norm, most rescaled": 2.5,
+    "state_norm, none, far": 1.15,
+    "state_norm, none, near": 1.15,
+    "sliding_window": 1.8,
+    "forget_more": 1.05,
+}
+STREAMED = ("state_norm(threshold=1.0)", "sliding_window(window=1000)", "forget_more")
+
+
+class TokenLoop(Mitigation):
+    """State normalisation as written down: form the state, measure it, scale it."""
+
+    def __init__(self, threshold: float) -> None:
+        super().__init__()
+        self.threshold = torch.tensor(threshold, dtype=torch.float64)
+
+    def scan(
+        self, layer: int, inputs: ScanInputs, state: Tensor, carry: Any, ssd: SSD
+    ) -> tuple[Tensor, Tensor, Any]:
+        outputs = []
+        for t in range(inputs.x.shape[1]):
+            decay, x, B, C = (
+                inputs.log_decay[:, t].exp(),
+                *(tensor[:, t] for tensor in (inputs.x, inputs.B, inputs.C)),
+            )
+            state = decay[..., None, None] * state + x[..., None] * B[:, :, None]
+            square = state.square().sum((2, 3)).double()
+            state = state * scale_to(self.threshold, square).to(state)[..., None, None]
+            outputs.append((state @ C[:, 0, :, None])[..., 0])
+        return torch.stack(outputs, dim=1), state, carry
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--d-model", type=int, default=768)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--loop-tokens", type=int, default=128, help="that the token loop reads")
+    parser.add_argument("--window", type=int, default=1000)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--stream", type=int, default=2**20, help="tokens; 0 leaves it out")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--memory-of", nargs=2, help=argparse.SUPPRESS)  # what a child is given
+    add_threads(parser)
+    return parser.parse_args()
+
+
+def largest_norms(model: RecurrentLM, tokens: Tensor) -> list[list[float]]:
+    """The largest norm of every head's state, looked at every 16 tokens."""
+    return [layer.norms.flatten(0, 1).amax(0).tolist() for layer in statistics(model, tokens)]
+
+
+def stack(args: argparse.Namespace) -> dict[str, float]:
+    """Seconds and ratios of the layer stack."""
+    torch.manual_seed(0)
+    model = RecurrentLM(RecurrentConfig(256, args.d_model, args.layers, MIXER)).eval()
+    tokens = torch.randint(256, (1, args.tokens), generator=torch.Generator().manual_seed(1))
+    reached = largest_norms(model, tokens)
+    low = [[0.3 * norm for norm in layer] for layer in reached]
+    near = [[3 * norm for norm in layer] for layer in reached]
+    variants: dict[str, Any] = {
+        "plain": model,
+        "forget_more": Mitigated(model, mitigation("forget_more")),
+        "state_norm, none, far": Mitigated(model, mitigation("state_norm(threshold=1e6)")),
+        "state_norm, none, near": mitigated_norm(model, near),
+        "state_norm, most rescaled": mitigated_norm(model, low),
+        "sliding_window": Mitigated(model, mitigation(f"sliding_window(window={args.window})")),
+    }
+    expected = model(tokens).logits
+    for name in ("far", "near"):  # so that nothing was rescaled in truth
+        assert torch.equal(variants[f"state_norm, none, {name}"](tokens).logits, expected)
+    seconds = interleaved(
+        {name: lambda v=v: v(tokens, keep=0) for name, v in variants.items()},
+        args.repeats,
+        warm=True,
+    )
+    figures = report("stack", seconds)
+    loop = Mitigated(model, TokenLoop(1.0))
+    few = tokens[:, : args.loop_tokens]
+    start, state = clock(), None
+    for token in few.split(1, dim=1):  # as a user without a chunked form would run it
+        state = loop(token, state, keep=0).state
+    per_token = (clock() - start) / few.shape[1]
+    ours = seconds["state_norm, most rescaled"] / args.tokens
+    figures["token_loop_over_chunks"] = per_token / ours
+    print(f"token loop, token by token: {per_token / ours:.1f} x the time of state_norm")
+    return figures
+
+
+def mitigated_norm(model: RecurrentLM, threshold: list[list[float]]) -> Mitigated:
+    return Mitigated(model, mitigation({"kind": "state_norm", "threshold": threshold}))
+
+
+def report(what: str, seconds: dict[str, float]) -> dict[str, float]:
+    """Prints times and their ratios to plain, beside the bar where there is one."""
+    figures = {}
+    for name, value in seconds.items():
+        ratio = value / seconds["plain"]
+        bar = f"   (bar {BARS[name]})" if what == "stack" and name in BARS else ""
+        print(f"{what:6} {name:28} {value:8.3f} s   {ratio:6.2f} x{bar}")
+        figures[f"{what}/{name}"] = ratio
+    return figures
+
+
+def scan_alone(args: argparse.Namespace) -> dict[str, float]:
+    """The same ratios for the scan of one layer, without its projections."""
+    generator = torch.Generator().manual_seed(2)
+    heads, ssd = 2 * args.d_model // MIXER["head_dim"], BACKENDS["chunked"]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(1, args.tokens, *shape, generator=generator)
+
+    inputs = ScanInputs(
+        x=0.05 * normal(heads, 64),
+        log_decay=-0.05 * torch.rand(1, args.tokens, heads, generator=generator),
+        B=normal(1, 128),
+        C=normal(1, 128),
+    )
+    state = torch.zeros(1, heads, 64, 128)
+    reached = ssd(inputs, state)[1].flatten(2).norm(dim=2)[0].double()
+    carry = init_carry(ScanInputs(*(tensor[0, :1] for tensor in inputs)), state, args.window)
+    loop = TokenLoop(float(0.3 * reached.mean()))
+    variants = {
+        "plain": lambda: ssd(inputs, state),
+        "state_norm, none, far": lambda: rescaled_ssd(inputs, state, 1e6 * reached, ssd),
+        "state_norm, none, near": lambda: rescaled_ssd(inputs, state, 2 * reached, ssd),
+        "state_norm, most rescaled": lambda: rescaled_ssd(inputs, state, 0.3 * reached, ssd),
+        "state_norm, token loop": lambda: loop.scan(0, inputs, state, (), ssd),
+        "sliding_window": lambda: windowed_ssd(inputs, carry, args.window),
+    }
+    return report("scan", interleaved(variants, args.repeats, warm=True))
+
+
+def streams(args: argparse.Namespace) -> dict[str, float]:
+    """Peak memory of a long stream over that of one of 64k tokens, each in its own process."""
+    figures = {}
+    for spec in STREAMED:
+        peaks = []
+        for length in (2**16, args.stream):
+            command = [sys.executable, "-m", "benchmarks.mitigations_cpu"]
+            command += ["--memory-of", spec, str(length), "--threads", str(torch.get_num_threads())]
+            peaks.append(json.loads(subprocess.check_output(command)))
+        figures[f"memory/{spec}"] = peaks[1] / peaks[0]
+        print(f"{spec}: {peaks[0]:.0f} MiB at 65,536, {peaks[1]:.0f} MiB at {args.stream:,}")
+    return figures
+
+
+def peak_of(spec: str, length: int) -> float:
+    """Peak memory in MiB of a stream through a small mitigated model, fed in pieces."""
+    torch.manual_seed(0)
+    mixer = {"kind": "mamba2", "d_state": 32, "head_dim": 64}
+    model = Mitigated(RecurrentLM(RecurrentConfig(256, 128, 2, mixer)).eval(), mitigation(spec))
+    generator, state = torch.Generator().manual_seed(1), None
+    for start in range(0, length, 4096):
+        piece = torch.randint(256, (1, min(4096, length - start)), generator=generator)
+        state = model(piece, state, keep=0).state
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+@torch.no_grad()
+def main() -> None:
+    args = arguments()
+    use_threads(args)
+    if args.memory_of:
+        print(json.dumps(peak_of(args.memory_of[0], int(args.memory_of[1]))))
+        return
+    figures: dict[str, Any] = {}
+    if args.stream:
+        figures |= streams(args)
+    figures |= scan_alone(args)
+    figures |= stack(args)
+    if args.json:
+        write_json(args.json, figures)
+
+
+if __name__ == "__main__":
+    main()
