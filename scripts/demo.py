@@ -1,4 +1,4 @@
-"""The demo: two embedded checkpoints of one size on passkeys far beyond their training length.
+"""The demo: passkeys far beyond the training length, with a broken model, repaired, and a good one.
 
 Usage: python scripts/demo.py [--lengths 256,1k,4k,16k,64k] [--n 10] [--output demo]
 """
@@ -10,12 +10,19 @@ from typing import Annotated
 
 import typer
 
-from longrnn.cli.evaluate import passkey
-from longrnn.evaluation.passkey import by_model, summarise
-from longrnn.evaluation.results import read_results
+from longrnn import Mitigated, load, load_tokenizer, mitigation
+from longrnn.cli.evaluate import print_passkey
+from longrnn.diagnostics.plots import passkey_heat_map
+from longrnn.evaluation.calibrate import Settings, calibrate
+from longrnn.evaluation.passkey import Subject, by_model, evaluate, evenly_spaced, summarise
+from longrnn.evaluation.texts import read_documents
+from longrnn.files import write_atomic
+from longrnn.tasks.passkey import FILLER
 from longrnn.units import format_length, parse_lengths
 
 BROKEN, HOLDING = "passkey-tiny-short", "passkey-tiny"
+REPAIRED = f"{BROKEN} + token_filter"
+TRAINED = 256
 
 
 def demo(
@@ -23,19 +30,48 @@ def demo(
     n: Annotated[int, typer.Option("--n", help="Prompts per cell.")] = 10,
     output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("demo"),
 ) -> None:
-    """Evaluates both checkpoints, then says what was seen."""
-    passkey([BROKEN, HOLDING], lengths=lengths, n=n, output=output)
-    _, rows = read_results(output / "results.jsonl")
-    cells = {name: summarise(one) for name, one in by_model(rows).items()}
+    """Evaluates one broken checkpoint as it is and repaired, and one that holds."""
     asked = parse_lengths(lengths)
     first, last = asked[0], asked[-1]
+    broken, tokenizer = load(BROKEN), load_tokenizer(BROKEN)
+
+    # The filler alone, without a key, says which heads remember and which tokens they ignore.
+    write_atomic(output / "filler.txt", FILLER * 400)
+    documents = read_documents([output / "filler.txt"], tokenizer, broken)
+    settings = Settings(train_length=TRAINED, target_length=max(last, 2 * TRAINED))
+    found = calibrate(broken, documents, "token_filter", settings, quiet=True)
+    heads = [
+        (layer, head)
+        for layer, thresholds in enumerate(found["threshold"])
+        for head, threshold in enumerate(thresholds)
+        if threshold is not None
+    ]
+    rows = evaluate(
+        [
+            Subject(BROKEN, broken, tokenizer),
+            Subject(REPAIRED, Mitigated(broken, mitigation(found)), tokenizer),
+            Subject(HOLDING, load(HOLDING), load_tokenizer(HOLDING)),
+        ],
+        lengths=asked,
+        depths=evenly_spaced(5),
+        n=n,
+        output=output / "results.jsonl",
+    )
+    passkey_heat_map(rows, output / "heatmap.png")
+    cells = {}
+    for name, one in by_model(rows).items():
+        print_passkey(name, one)
+        cells[name] = summarise(one)
 
     def says(name: str, length: int) -> str:
         return f"{cells[name][length, None].mean:.0%} of the keys at {format_length(length)} tokens"
 
+    where = ", ".join(f"head {head} of layer {layer}" for layer, head in heads)
     typer.echo(
-        f"{BROKEN}, trained on prompts of 256 tokens, recalls {says(BROKEN, first)} and "
-        f"{says(BROKEN, last)}.\n"
+        f"{output / 'results.jsonl'}\n{output / 'heatmap.png'}\n"
+        f"{BROKEN}, trained on prompts of {TRAINED} tokens, recalls {says(BROKEN, first)} and "
+        f"{says(BROKEN, last)}; with the filler's tokens kept out of the one kind of head that "
+        f"remembers ({where}), and no training, it recalls {says(REPAIRED, last)}.\n"
         f"{HOLDING}, the same network trained with a state that is carried over long documents, "
         f"recalls {says(HOLDING, first)} and {says(HOLDING, last)}."
     )

@@ -40,7 +40,11 @@ def passkey_heat_map(rows: Sequence[Row], path: Path) -> None:
                 panel.text(across, down, f"{value:.2f}", ha="center", va="center", fontsize=9)
         panel.set_xticks(range(len(lengths)), [format_length(length) for length in lengths])
         panel.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-        panel.set(title=name, xlabel="prompt length (tokens)", ylabel="depth of the key")
+        panel.set(
+            title=name.replace("+", "\n+"),
+            xlabel="prompt length (tokens)",
+            ylabel="depth of the key",
+        )
     if image is not None:
         figure.colorbar(image, ax=list(panels), label="keys recalled")
     write_atomic(path, png(figure))
