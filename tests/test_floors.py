@@ -39,6 +39,7 @@ HOMES = {
     "mamba_ssm": "longrnn.ops.ssd",
     "lm_eval": "longrnn.evaluation.harness",
     "matplotlib": "longrnn.diagnostics",
+    "jinja2": "longrnn.diagnostics",
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from longrnn.cli import calibrate, evaluate, generate, info, train
+from longrnn.cli import calibrate, diagnose, evaluate, generate, info, train
 from longrnn.errors import UserError
 
 # How typer leaves after Ctrl-C.
@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.add_typer(evaluate.app, name="eval")
+app.add_typer(diagnose.app, name="diagnose")
 app.command("calibrate")(calibrate.calibrate)
 app.command("generate")(generate.generate)
 app.command("info")(info.info)

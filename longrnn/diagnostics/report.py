@@ -1,0 +1,206 @@
+"""The report of a diagnosis: pictures, and one HTML file that needs nothing but itself."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longrnn.diagnostics.collapse import GLOBAL, MARGIN, STATISTICS
+from longrnn.diagnostics.plots import lengths_axis, new_figure, png
+from longrnn.diagnostics.states import Diagnosis
+from longrnn.files import write_atomic
+from longrnn.units import format_length
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.typing import ColorType
+
+# Layers that a legend names, and heads that a sentence does.
+NAMED = 8
+
+
+class Picture(NamedTuple):
+    """One figure: the name of its file, what it shows, and the PNG."""
+
+    name: str
+    caption: str
+    data: bytes
+
+    def uri(self) -> str:
+        """The picture as a text that HTML can hold."""
+        return f"data:image/png;base64,{base64.b64encode(self.data).decode()}"
+
+
+CAPTIONS = {
+    "norm": "Norm of the state over its largest value inside the training length. Above the dashed "
+    "line a head is outside its range; heads that collapse are red.",
+    "deviation": "Standard deviation of the state's entries over its largest value inside.",
+    "mean": "Mean of the state's entries over the largest root mean square inside. Bounds differ "
+    "from head to head and are not drawn.",
+    "retention": "Share of the start that is left: exp(Σ log decay). Above the dashed line at the "
+    "training length a head is global.",
+    "first_share": "Norm of what is left of the first tokens over the norm of the state.",
+    "output_norm": "Norm of the mixer's output, by layer: mean over the tokens since the last "
+    "reading.",
+}
+
+
+def write_report(diagnosis: Diagnosis, folder: Path) -> list[Path]:
+    """Writes the pictures and `report.html`.
+
+    Args:
+        diagnosis: of `diagnose`.
+        folder: of its other files.
+
+    Returns:
+        The files, the report first.
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    pictures = [_picture(diagnosis, name) for name in CAPTIONS if _is_defined(diagnosis, name)]
+    for picture in pictures:
+        write_atomic(folder / f"{picture.name}.png", picture.data)
+    environment = Environment(
+        loader=PackageLoader("longrnn.diagnostics"), autoescape=True, undefined=StrictUndefined
+    )
+    template = environment.get_template("states.html")
+    html = template.render(
+        about=diagnosis.about,
+        summary=summary(diagnosis),
+        pictures=pictures,
+        findings=diagnosis.findings,
+        collapsing=diagnosis.collapsing(),
+        globals=diagnosis.global_heads(),
+        prompts=diagnosis.prompts,
+        length=format_length,
+        undefined=None if diagnosis.retention_is_defined() else UNDEFINED,
+    )
+    write_atomic(folder / "report.html", html)
+    return [folder / "report.html", *(folder / f"{picture.name}.png" for picture in pictures)]
+
+
+UNDEFINED = (
+    "Retention and the share of the first tokens are not defined here: the state is no weighted "
+    "sum over tokens in an Elman cell, nor under a mitigation that redefines the recurrence."
+)
+
+
+def summary(diagnosis: Diagnosis) -> str:
+    """What was found, in two sentences."""
+    collapsing, globals_ = diagnosis.collapsing(), diagnosis.global_heads()
+    total = len({(finding.layer, finding.head) for finding in diagnosis.findings})
+    trained = format_length(diagnosis.about["train_length"])
+    onsets = [finding.onset for finding in diagnosis.findings if finding.onset is not None]
+    if collapsing:
+        first = (
+            f"{_count(collapsing, total)} beyond the training length of {trained} tokens, the "
+            f"first from position {min(onsets):,} on: {_list(collapsing)}."
+        )
+    else:
+        length = format_length(diagnosis.about["length"])
+        first = (
+            f"None of {total} heads collapses between the training length of {trained} and "
+            f"{length} tokens."
+        )
+    if not diagnosis.retention_is_defined():
+        second = "Which heads are global cannot be said, because retention is not defined here."
+    elif globals_:
+        verb = "is" if len(globals_) == 1 else "are"
+        second = (
+            f"{len(globals_)} {verb} global (keeping more than {GLOBAL:.0%} of a state over the "
+            f"training length): {_list(globals_)}."
+        )
+    else:
+        second = f"None keeps more than {GLOBAL:.0%} of a state over the training length."
+    return f"{first} {second}"
+
+
+def _count(heads: Sequence[Sequence[int]], total: int) -> str:
+    verb = "collapses" if len(heads) == 1 else "collapse"
+    return f"{len(heads)} of {total} heads {verb}"
+
+
+def _list(heads: Sequence[Sequence[int]]) -> str:
+    named = ", ".join(f"layer {layer} head {head}" for layer, head in heads[:NAMED])
+    more = len(heads) - NAMED
+    return f"{named} and {more} more" if more > 0 else named
+
+
+def _is_defined(diagnosis: Diagnosis, name: str) -> bool:
+    return diagnosis.retention_is_defined() or name not in ("retention", "first_share")
+
+
+def _picture(diagnosis: Diagnosis, name: str) -> Picture:
+    """A panel for each prompt, a line for each head, coloured by layer."""
+    from matplotlib import colormaps
+
+    curves = diagnosis.curves
+    lines = _lines(diagnosis, name)  # positions, layers, prompts, heads
+    n_layers, n_prompts = lines.shape[1:3]
+    palette = colormaps["viridis"]
+    colours = [palette(0.9 * layer / max(1, n_layers - 1)) for layer in range(n_layers)]
+    named = {round(i * (n_layers - 1) / max(1, NAMED - 1)) for i in range(NAMED)}
+    collapsing = {
+        (f.layer, f.head, f.prompt) for f in diagnosis.findings if f.left and name in _PER_HEAD
+    }
+    figure = new_figure(4.6 * n_prompts + 0.6, 3.6)
+    panels = figure.subplots(1, n_prompts, squeeze=False, sharey=True)[0]
+    for row, (panel, prompt) in enumerate(zip(panels, diagnosis.prompts, strict=True)):
+        for layer in range(n_layers):
+            for head in range(lines.shape[3]):
+                ill = (layer, head, prompt.name) in collapsing
+                style = {"color": "tab:red" if ill else colours[layer], "lw": 1.8 if ill else 1.0}
+                line = lines[:, layer, row, head].tolist()
+                label = f"layer {layer}" if head == 0 and layer in named else None
+                panel.plot(curves.positions, line, alpha=0.9, **style, label=label)
+                if ill:
+                    panel.annotate(f"L{layer}H{head}", (curves.positions[-1], line[-1]), fontsize=7)
+        panel.axvline(diagnosis.about["train_length"], color="gray", linestyle=":", linewidth=1.2)
+        lengths_axis(panel, diagnosis.about["length"], least=curves.positions[0])
+        panel.set(title=prompt.name, xlabel="tokens read")
+        _scale(panel, name)
+    panels[0].set_ylabel(name.replace("_", " "))
+    _legend(panels[0], colours, sorted(named))
+    return Picture(name, CAPTIONS[name], png(figure))
+
+
+_PER_HEAD = (*STATISTICS, "retention", "first_share")
+
+
+def _lines(diagnosis: Diagnosis, name: str) -> Tensor:
+    """What is drawn of a statistic, `(positions, layers, prompts, heads)`."""
+    values = diagnosis.curves.values
+    if name == "output_norm":
+        return values[name][..., None]
+    if name not in STATISTICS:
+        return values[name]
+    inside = torch.tensor(diagnosis.curves.positions) <= diagnosis.about["train_length"]
+    sizes = {
+        "norm": values["norm"],
+        "deviation": values["variance"].sqrt(),
+        "mean": (values["variance"] + values["mean"].square()).sqrt(),
+    }
+    drawn = values["mean"] if name == "mean" else sizes[name]
+    return drawn / sizes[name][inside].amax(0)
+
+
+def _scale(panel: Axes, name: str) -> None:
+    if name in ("norm", "deviation", "output_norm"):
+        panel.set_yscale("log")
+    if name in ("norm", "deviation"):
+        panel.axhline(1 + MARGIN, color="tab:red", linestyle="--", linewidth=1)
+    if name == "retention":
+        panel.axhline(GLOBAL, color="gray", linestyle="--", linewidth=1)
+        panel.set_ylim(-0.02, 1.05)
+
+
+def _legend(panel: Axes, colours: Sequence[ColorType], layers: Sequence[int]) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], color=colours[layer], label=f"layer {layer}") for layer in layers]
+    panel.legend(handles=handles, fontsize=7)

@@ -1,0 +1,271 @@
+"""How the states of a model fare beyond its training length: a record, and a diagnosis of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from torch import Tensor
+
+from longrnn.diagnostics.collapse import CRITERION, GLOBAL, Finding, Judge
+from longrnn.diagnostics.record import Reading, check, read
+from longrnn.errors import UserError
+from longrnn.evaluation.texts import Document
+from longrnn.files import replacing, write_atomic
+from longrnn.mitigations import Mitigated
+from longrnn.models import RecurrentLM
+from longrnn.progress import Progress
+from longrnn.text import Tokenizer
+from longrnn.units import format_length
+
+FORMAT = "longrnn-diagnosis-1"
+# Readings inside the training length, at least: a range of two readings is none.
+INSIDE = 16
+# Readings that are kept to be drawn, evenly spaced in the logarithm of the position.
+DRAWN = 160
+
+
+class Prompt(NamedTuple):
+    """`tokens`: `(t,)` int64; `sha256`: of the text that they are the beginning of."""
+
+    name: str
+    sha256: str
+    tokens: Tensor
+
+
+class Curves(NamedTuple):
+    """Readings to draw.
+
+    Attributes:
+        positions: tokens read.
+        values: by the names of `Reading`, `(positions, layers, prompts, heads)`; `output_norm` is
+            `(positions, layers, prompts)`; what is not defined is left out.
+        low: widened lower ends of the ranges inside, `(layers, statistics, prompts, heads)`.
+        high: widened upper ends.
+    """
+
+    positions: list[int]
+    values: dict[str, Tensor]
+    low: Tensor
+    high: Tensor
+
+
+class Diagnosis(NamedTuple):
+    """What was found; `about` says of what, as the head of diagnosis.yaml."""
+
+    about: dict[str, Any]
+    prompts: list[Prompt]
+    findings: list[Finding]
+    curves: Curves
+
+    def collapsing(self) -> list[list[int]]:
+        """`[layer, head]` of heads that collapse on any prompt."""
+        return _pairs(finding for finding in self.findings if finding.left)
+
+    def global_heads(self) -> list[list[int]]:
+        """`[layer, head]` of heads that are global on any prompt."""
+        return _pairs(f for f in self.findings if f.retention is not None and f.retention > GLOBAL)
+
+    def retention_is_defined(self) -> bool:
+        """Whether heads could be judged to be global at all."""
+        return self.findings[0].retention is not None
+
+
+def diagnose(
+    model: RecurrentLM | Mitigated,
+    prompts: Sequence[Prompt],
+    *,
+    train_length: int,
+    output: Path,
+    checkpoint: str = "",
+    every: int = 128,
+    first: int = 128,
+    quiet: bool = False,
+) -> Diagnosis:
+    """Reads prompts and judges every head.
+
+    Args:
+        model: with or without a mitigation.
+        prompts: of one length.
+        train_length: tokens that the model was trained on.
+        output: a folder; `states.jsonl` (a row a layer, head, prompt and position) and
+            `diagnosis.yaml` are written there, each when it is complete.
+        checkpoint: its name, for the record.
+        every: tokens between readings; inside the training length there are INSIDE or more.
+        first: how many tokens the share of the first tokens is about.
+        quiet: no progress.
+
+    Raises:
+        UserError: a length that does not go beyond the training length; settings out of range.
+    """
+    check(model)
+    length = len(prompts[0].tokens)
+    if every < 1 or first < 1 or train_length < 1:
+        raise UserError("every, first and the training length must be at least 1")
+    if length <= train_length:
+        raise UserError(
+            f"collapse shows beyond the training length of {format_length(train_length)}: "
+            f"give a --length above it, not {format_length(length)}"
+        )
+    if first >= length:
+        raise UserError(f"first must be below the length of {format_length(length)}, not {first}")
+    named = _named(prompts)
+    stops = _stops(length, train_length, every)
+    drawn = set(_thinned(stops))
+    tokens = torch.stack([prompt.tokens for prompt in named])
+    names, heads = [prompt.name for prompt in named], model.mixers[0].n_heads
+    judge = Judge(train_length, layers=len(model.mixers), prompts=names, heads=heads)
+    points: list[tuple[int, list[Reading]]] = []
+    with (
+        Progress("states", tokens.numel(), unit="tokens", quiet=quiet) as progress,
+        replacing(output / "states.jsonl") as file,
+    ):
+        for position, readings in read(model, tokens, stops, first=first, progress=progress):
+            judge.see(position, readings)
+            if position in drawn:
+                points.append((position, readings))
+            for row in _rows(position, readings, names):
+                file.write((json.dumps(row) + "\n").encode())
+    about: dict[str, Any] = {
+        "format": FORMAT,
+        "checkpoint": checkpoint,
+        "fingerprint": model.fingerprint(),
+        "mitigation": str(model.mitigation) if isinstance(model, Mitigated) else None,
+        "train_length": train_length,
+        "length": length,
+        "every": every,
+        "first": first,
+        "criterion": CRITERION,
+        "prompts": [{"name": p.name, "sha256": p.sha256, "tokens": length} for p in named],
+    }
+    found = Diagnosis(about, named, judge.findings(), _curves(points, judge))
+    write_atomic(output / "diagnosis.yaml", _yaml(found))
+    return found
+
+
+def text_prompt(document: Document, length: int) -> Prompt:
+    """The first `length` tokens of a text.
+
+    Raises:
+        UserError: the text is shorter.
+    """
+    if len(document.tokens) < length:
+        raise UserError(
+            f"{document.name} has {len(document.tokens):,} tokens and {length:,} are asked: "
+            "give a longer text or a smaller --length"
+        )
+    return Prompt(document.name, document.sha256, document.tokens[:length])
+
+
+def newlines(tokenizer: Tokenizer, length: int) -> Prompt:
+    """The token of a newline, over and over; where a newline is several tokens, these.
+
+    Raises:
+        UserError: the tokenizer has no newline.
+    """
+    ids = tokenizer.encode("\n")
+    if not ids:
+        raise UserError("the tokenizer has no newline: give a text and --no-newlines")
+    count = -(-length // len(ids))
+    tokens = torch.tensor(ids, dtype=torch.long).repeat(count)[:length]
+    return Prompt("newlines", hashlib.sha256(b"\n" * count).hexdigest(), tokens)
+
+
+def _named(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Prompts whose names tell them apart."""
+    names = [prompt.name for prompt in prompts]
+    return [
+        p._replace(name=f"{p.name} ({p.sha256[:8]})") if names.count(p.name) > 1 else p
+        for p in prompts
+    ]
+
+
+def _stops(length: int, train_length: int, every: int) -> list[int]:
+    """Where readings are taken: every so many tokens, and at INSIDE places or more inside."""
+    dense = min(every, max(1, train_length // INSIDE))
+    inside = range(dense, train_length + 1, dense)
+    return sorted({*inside, *range(every, length + 1, every), train_length, length})
+
+
+def _thinned(stops: Sequence[int]) -> list[int]:
+    """About DRAWN of them, evenly spaced in the logarithm."""
+    step = (stops[-1] / stops[0]) ** (1 / DRAWN)
+    kept = [stops[0]]
+    for stop in stops[1:]:
+        if stop >= kept[-1] * step or stop == stops[-1]:
+            kept.append(stop)
+    return kept
+
+
+def _curves(points: Sequence[tuple[int, Sequence[Reading]]], judge: Judge) -> Curves:
+    defined = [name for name in Reading._fields if getattr(points[0][1][0], name) is not None]
+    values = {
+        name: torch.stack([torch.stack([getattr(r, name) for r in layers]) for _, layers in points])
+        for name in defined
+    }
+    low, high = judge.bounds()
+    return Curves([position for position, _ in points], values, low, high)
+
+
+def _rows(
+    position: int, readings: Sequence[Reading], prompts: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """A row a layer, head and prompt; what is no number, or not defined, is null."""
+    for layer, reading in enumerate(readings):
+        tables = {
+            name: None if table is None else table.tolist()
+            for name, table in zip(Reading._fields, reading, strict=True)
+        }
+        output_norms = tables.pop("output_norm")
+        for row, prompt in enumerate(prompts):
+            for head in range(reading.mean.shape[1]):
+                numbers = {
+                    name: None if table is None else _finite(table[row][head])
+                    for name, table in tables.items()
+                }
+                yield {
+                    "layer": layer,
+                    "head": head,
+                    "prompt": prompt,
+                    "position": position,
+                    **numbers,
+                    "output_norm": None if output_norms is None else _finite(output_norms[row]),
+                }
+
+
+def _yaml(found: Diagnosis) -> str:
+    evidence = [
+        {
+            "layer": finding.layer,
+            "head": finding.head,
+            "prompt": finding.prompt,
+            "left": list(finding.left),
+            "onset": finding.onset,
+            "growth": _finite(finding.growth),
+        }
+        for finding in found.findings
+        if finding.left
+    ]
+    content = {
+        **found.about,
+        "collapsing": found.collapsing(),
+        "global": found.global_heads(),
+        "evidence": evidence,
+    }
+    return yaml.safe_dump(
+        content, sort_keys=False, default_flow_style=None, width=100, allow_unicode=True
+    )
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def _pairs(findings: Iterable[Finding]) -> list[list[int]]:
+    return [list(pair) for pair in sorted({(f.layer, f.head) for f in findings})]

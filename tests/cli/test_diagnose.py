@@ -1,0 +1,146 @@
+"""`longrnn diagnose states` on a tiny checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from longrnn import load
+from longrnn.files import sha256
+from longrnn.mitigations.base import Calibration
+from longrnn.mitigations.spec import write_calibration
+from tests.cli.conftest import CLI
+from tests.cli.test_errors import refused
+
+SHORT = ["--length", "600", "--train-length", "64", "--quiet"]
+PICTURES = ["deviation", "first_share", "mean", "norm", "output_norm", "retention"]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> list[str]:
+    (tmp_path / "a.txt").write_text("It was a dark and stormy night. " * 20)
+    return ["--text", "a.txt"]
+
+
+def prompts(folder: Path) -> list[str]:
+    content = yaml.safe_load((folder / "diagnosis.yaml").read_text())
+    return [prompt["name"] for prompt in content["prompts"]]
+
+
+def test_diagnose_states(cli: CLI, models: Path, text: list[str], tmp_path: Path) -> None:
+    """A file that is missing or elsewhere, a finding that is not on screen."""
+    result = cli("diagnose", "states", models / "text", *text, *SHORT)
+    assert result.code == 0, result.err
+    assert result.err == ""
+    folder = tmp_path / "results/states/text"
+    files = {"diagnosis.yaml", "report.html", "states.jsonl", *(f"{n}.png" for n in PICTURES)}
+    assert {path.name for path in folder.iterdir()} == files
+    written = result.out.splitlines()[-len(files) :]
+    assert {Path(line).name for line in written} == files
+    assert all((tmp_path / line).is_file() for line in written)
+    assert "of 1 heads collapses" in result.out
+    assert "at more than half of the readings beyond the training length" in result.out
+    content = yaml.safe_load((folder / "diagnosis.yaml").read_text())
+    assert content["checkpoint"] == str(models / "text")
+    assert content["fingerprint"] == load(models / "text").fingerprint()
+    assert content["prompts"][0] == {
+        "name": "a.txt", "sha256": sha256(tmp_path / "a.txt"), "tokens": 600,
+    }  # fmt: skip
+    rows = [json.loads(line) for line in (folder / "states.jsonl").read_text().splitlines()]
+    assert {row["prompt"] for row in rows} == {"a.txt", "newlines"}
+    assert "<img" in (folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (["--newlines"], ["newlines"]),
+        (["--text", "a.txt", "--newlines"], ["a.txt", "newlines"]),
+        (["--text", "a.txt", "--no-newlines"], ["a.txt"]),
+    ],
+)
+def test_which_prompts(
+    options: list[str], names: list[str], cli: CLI, models: Path, text: list[str], tmp_path: Path
+) -> None:
+    """Newlines that were not asked, or left out."""
+    result = cli("diagnose", "states", models / "text", *options, *SHORT, "--output", "out")
+    assert result.code == 0, result.err
+    assert prompts(tmp_path / "out") == names
+
+
+def test_the_training_length_of_a_run(
+    cli: CLI, models: Path, text: list[str], tmp_path: Path
+) -> None:
+    """A train.yaml that is not read."""
+    shutil.copytree(models / "text", tmp_path / "run")
+    (tmp_path / "run/train.yaml").write_text("length: {max: 48}\n")
+    command = ["diagnose", "states", "run", *text, "--length", "300", "--quiet"]
+    assert cli(*command, "--every", "50", "--first", "10").code == 0
+    content = yaml.safe_load((tmp_path / "results/states/run/diagnosis.yaml").read_text())
+    assert (content["train_length"], content["every"], content["first"]) == (48, 50, 10)
+
+
+def test_a_mitigation(cli: CLI, models: Path, text: list[str], tmp_path: Path) -> None:
+    """States of the plain model under the name of the mitigated one."""
+    fingerprint = load(models / "text").fingerprint()
+    known = Calibration("c.yaml", fingerprint, 64, (sha256(tmp_path / "a.txt"),))
+    member = {"kind": "state_norm", "threshold": 0.01}
+    write_calibration(tmp_path / "c.yaml", [member], known)
+    result = cli("diagnose", "states", models / "text", *text, *SHORT, "--mitigation", "c.yaml")
+    assert result.code == 0, result.err
+    assert "warning: the mitigation was calibrated on a.txt" in result.err
+    folder = tmp_path / "results/states/text+c.yaml"
+    rows = [json.loads(line) for line in (folder / "states.jsonl").read_text().splitlines()]
+    assert max(row["norm"] for row in rows) < 0.0101
+    content = yaml.safe_load((folder / "diagnosis.yaml").read_text())
+    assert content["fingerprint"] != fingerprint
+    assert "state_norm" in content["mitigation"]
+
+
+@pytest.mark.parametrize("command", [["diagnose"], ["diagnose", "states"]], ids=" ".join)
+def test_help(command: list[str], cli: CLI) -> None:
+    """A command that nobody knows how to call."""
+    result = cli(*command, "--help")
+    assert result.code == 0
+    assert "Example: longrnn diagnose states" in " ".join(result.out.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--text", "none.txt"], ("no text file none.txt",)),
+        (["--text", "empty.txt"], ("empty.txt is empty",)),
+        (["--length", "1k"], ("has 640 tokens and 1,024 are asked", "give a longer text")),
+        (["--length", "64"], ("beyond the training length of 64", "give a --length above it")),
+        (["--length", "x"], ("'x' is no length",)),
+        (["--train-length", "0"], ("'0' is no length",)),
+        (["--every", "0"], ("at least 1",)),
+        (["--first", "600"], ("first must be below",)),
+        (["--mitigation", "slidingwindow"], ("unknown mitigation",)),
+        (["--device", "abacus"], ("cannot be used",)),
+    ],
+)
+def test_bad_input(
+    options: list[str],
+    says: tuple[str, ...],
+    cli: CLI,
+    models: Path,
+    text: list[str],
+    tmp_path: Path,
+) -> None:
+    """A traceback, or a folder of a diagnosis of nothing."""
+    (tmp_path / "empty.txt").write_text("")
+    refused(cli, "diagnose", "states", models / "text", *text, *SHORT, *options, says=says)
+
+
+def test_what_is_missing(cli: CLI, models: Path, text: list[str]) -> None:
+    """Defaults where there are none."""
+    command = ["diagnose", "states", models / "text", "--length", "600", "--quiet"]
+    refused(cli, *command, says=("give --text FILE, --newlines, or both",))
+    refused(cli, *command, "--no-newlines", says=("give --text FILE",))
+    refused(cli, *command, *text, says=("training length", "give --train-length"))
+    refused(cli, "diagnose", "states", "passkey-tyni", *text, says=("passkey-tiny",))
