@@ -1,7 +1,7 @@
 """Small members of every family, and the comparisons that the contract tests share.
 
 The contract tests run over the registries: a new member is covered once it is registered. Only a
-member whose defaults are unfit for a small model needs a line in the two tables below.
+member whose defaults are unfit for a small model needs a line in the tables below.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from longrnn.mitigations import MITIGATIONS, Mitigated, mitigation
 from longrnn.mixers import MIXERS, Edit, Mixer
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.recurrent import BLOCKS
@@ -28,6 +29,16 @@ MIXER_OPTIONS: dict[str, dict[str, Any]] = {"mamba2": {"d_state": 6, "head_dim":
 POSITION_OPTIONS: dict[str, dict[str, Any]] = {
     "learned": {"max_length": 2 * LONGEST},
     "random": {"max_length": 2 * LONGEST},
+}
+# Numbers that change a small model and leave something of it.
+MITIGATION_OPTIONS: dict[str, dict[str, Any]] = {
+    "forget_more": {"decay_scale": 0.9, "input_scale": 0.75},
+    "power_decay": {"scale": 1.3},
+    "scale_decay": {"scale": 1.5},
+    "scale_delta": {"scale": 0.7},
+    "sliding_window": {"window": 7, "heads": [0]},
+    "state_norm": {"threshold": 0.5},
+    "token_filter": {"threshold": 0.05},
 }
 # Options of one member that lead through code of their own.
 MORE_MIXERS: list[dict[str, Any]] = [
@@ -51,6 +62,20 @@ def position_spec(kind: str) -> dict[str, Any]:
     return {"kind": kind, **POSITION_OPTIONS.get(kind, {})}
 
 
+def mitigation_spec(kind: str) -> dict[str, Any]:
+    return {"kind": kind, **MITIGATION_OPTIONS.get(kind, {})}
+
+
+# Mitigations with every kind of cell for which they are defined, and those for which they are not.
+DEFINED, UNDEFINED = (
+    [
+        (mitigation_spec(kind), mixer_spec(mixer))
+        for kind, member in MITIGATIONS.items()
+        for mixer, cell in MIXERS.items()
+        if (member.undefined(cell) is None) == defined
+    ]
+    for defined in (True, False)
+)
 MIXER_SPECS = [mixer_spec(kind) for kind in MIXERS] + MORE_MIXERS
 POSITION_SPECS = [position_spec(kind) for kind in POSITIONS]
 
@@ -103,6 +128,13 @@ def build_model(
     return stirred(model.to(dtype), seed)
 
 
+def build_mitigated(
+    specs: Sequence[dict[str, Any]], mixer: str | dict[str, Any] = "mamba2", **model: Any
+) -> Mitigated:
+    """`build_model` under mitigations."""
+    return Mitigated(build_model(mixer, **model), [mitigation(spec) for spec in specs])
+
+
 def random_tokens(batch: int, time: int, seed: int = 0) -> Tensor:
     return torch.randint(VOCAB, (batch, time), generator=generator(seed))
 
@@ -122,6 +154,12 @@ def random_tree(like: PyTree, seed: int = 0) -> PyTree:
 
 def random_state(model: RecurrentLM, batch: int, seed: int = 0) -> LMState:
     return random_tree(model.init_state(batch), seed)
+
+
+def random_start(model: Mitigated, batch: int, seed: int = 0) -> LMState:
+    """Nothing read yet, and memories that are not zero: a carry is no matter of chance."""
+    state = model.init_state(batch)
+    return state._replace(layers=random_tree(state.layers, seed))
 
 
 def functional(tree: PyTree, seed: int) -> Tensor:
@@ -158,7 +196,7 @@ def mixer_outcome(
 
 
 def model_outcome(
-    model: RecurrentLM, tokens: Tensor, state: LMState, sizes: Sequence[int]
+    model: RecurrentLM | Mitigated, tokens: Tensor, state: LMState, sizes: Sequence[int]
 ) -> dict[str, Tensor]:
     """The same of a language model, with the final position."""
     state = differentiable(state)
@@ -177,7 +215,10 @@ def parameters(module: nn.Module) -> dict[str, Tensor]:
 
 
 def gradients(outputs: PyTree, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    found = torch.autograd.grad(functional(outputs, seed=99), list(inputs.values()))
+    """Of a random functional of the outputs; 0 where an input is not used (a window drops some)."""
+    found = torch.autograd.grad(
+        functional(outputs, seed=99), list(inputs.values()), materialize_grads=True
+    )
     return {f"gradient of {name}": g for name, g in zip(inputs, found, strict=True)}
 
 
@@ -224,13 +265,14 @@ def assert_trees_equal(actual: PyTree, expected: PyTree) -> None:
 
 
 @st.composite
-def splits(draw: st.DrawFn, *, empty: bool) -> list[int]:
-    """Sizes of the pieces of 1 to LONGEST tokens, a run of single tokens among them.
+def splits(draw: st.DrawFn, *, empty: bool, longest: int = LONGEST) -> list[int]:
+    """Sizes of the pieces of 1 to `longest` tokens, a run of single tokens among them.
 
     Args:
         empty: whether pieces of no token may occur.
+        longest: how long the whole may be.
     """
-    time = draw(st.integers(1, LONGEST))
+    time = draw(st.integers(1, longest))
     cuts = draw(st.lists(st.integers(0, time), max_size=5))
     first = draw(st.integers(0, time))
     cuts += range(first, min(first + draw(st.integers(1, 5)), time))

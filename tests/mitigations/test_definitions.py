@@ -1,0 +1,331 @@
+"""Every mitigation equals its definition, token by token in float64, with every gradient.
+
+Outputs, final state, and the gradients of the parameters and of the state before the first token,
+through a whole model of two layers; the definitions stand in `tests/mitigations/definitions.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from longrnn import state as states
+from longrnn.mitigations import Mitigated
+from longrnn.models import RecurrentLM
+from longrnn.ops.ssd import chunked, rescale, window
+from longrnn.state import LMState
+from tests.contracts.builders import (
+    BLOCK_KINDS,
+    DEFINED,
+    assert_near,
+    build_mitigated,
+    build_model,
+    differentiable,
+    gradients,
+    mixer_spec,
+    parameters,
+    random_state,
+    random_tokens,
+    real_leaves,
+    spec_id,
+    splits,
+)
+from tests.mitigations.definitions import Reference, Spec
+
+TOLERANCE = 1e-11
+# |A|^(s − 1) is taken once, when the model is wrapped, and has no gradient.
+CONSTANT = {"power_decay": "A_log"}
+seeds = st.integers(0, 10**6)
+Run = Callable[[Tensor, LMState], tuple[Tensor, LMState]]
+
+
+def outcome(
+    model: RecurrentLM, run: Run, pieces: Sequence[Tensor], start: LMState, cut: int | None = None
+) -> dict[str, Tensor]:
+    """What a run gives over pieces; from piece number `cut` on, nothing before it has a gradient.
+
+    Args:
+        start: its `extra` is what `run` starts with.
+    """
+    state = differentiable(start._replace(extra=()))
+    inputs = {**real_leaves(state, "state."), **parameters(model)}
+    logits, after = [], state._replace(extra=start.extra)
+    for number, piece in enumerate(pieces):
+        if number == cut:
+            after = states.detach(after)
+            if isinstance(run, Reference):
+                run.detach()
+        part, after = run(piece, after)
+        logits.append(part if cut is None or number >= cut else part.detach())
+    final = after._replace(extra=())
+    found = {"logits": torch.cat(logits, 1), "position": final.position}
+    found |= real_leaves(final, "final ")
+    return found | gradients((found["logits"], final), inputs)
+
+
+def assert_as_defined(
+    specs: Sequence[Spec],
+    mixer: str | Spec,
+    sizes: Sequence[int],
+    *,
+    batch: int = 1,
+    seed: int = 0,
+    cut: int | None = None,
+    **config: Any,
+) -> Reference:
+    """The model in pieces against the loop over all tokens, from memories that are not zero."""
+    ours = build_mitigated(specs, mixer, seed=seed, **config)
+    theirs = Reference(ours.model, specs)
+    tokens, start = random_tokens(batch, sum(sizes), seed), random_state(ours.model, batch, seed)
+    whole = [sum(sizes)] if cut is None else [sum(sizes[:cut]), sum(sizes[cut:])]
+    expected = outcome(
+        ours.model, theirs, tokens.split(whole, 1), start, None if cut is None else 1
+    )
+    begin = start._replace(extra=ours.init_state(batch).extra)
+    actual = outcome(ours.model, ours, tokens.split(list(sizes), 1), begin, cut)
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        if not any(name.endswith(CONSTANT.get(spec["kind"], "\0")) for spec in specs):
+            assert_near(actual[name], tensor, TOLERANCE, name, scale=1e-9)
+    return theirs
+
+
+@contextmanager
+def small_chunks(chunk: int, together: int) -> Iterator[None]:
+    """Edges of chunks, and of what is computed together, in texts of a few tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (chunked, rescale, window):
+            patch.setattr(module, "CHUNK", chunk)
+        patch.setattr(chunked, "SEGMENT", chunk * together)
+        patch.setattr(rescale, "SEGMENT", chunk * together)
+        patch.setattr(window, "TOGETHER", together)
+        yield
+
+
+@pytest.mark.parametrize(("spec", "mixer"), DEFINED, ids=spec_id)
+@settings(max_examples=5)
+@given(
+    sizes=splits(empty=False, longest=50),
+    batch=st.integers(1, 3),
+    seed=seeds,
+    block=st.sampled_from(BLOCK_KINDS),
+    chunk=st.sampled_from([1, 2, 3, 4, 7, 64]),
+    together=st.integers(1, 3),
+)
+def test_every_pair(
+    spec: Spec,
+    mixer: Spec,
+    sizes: list[int],
+    batch: int,
+    seed: int,
+    block: str,
+    chunk: int,
+    together: int,
+) -> None:
+    """Every mitigation with every cell for which it is defined, at random splits."""
+    with small_chunks(chunk, together):
+        assert_as_defined([spec], mixer, sizes, batch=batch, seed=seed, block=block)
+
+
+WIDE = {"kind": "mamba2", "d_state": 3, "head_dim": 2, "n_groups": 4}
+ONE_GROUP = {"kind": "mamba2", "d_state": 5, "head_dim": 8, "backend": "reference", "d_conv": 1}
+
+
+@settings(max_examples=12)
+@given(
+    r=st.integers(1, 60),
+    sizes=splits(empty=False, longest=70),
+    seed=seeds,
+    chunk=st.integers(1, 9),
+    together=st.integers(1, 3),
+    mixer=st.sampled_from([ONE_GROUP, ONE_GROUP | {"head_dim": 4}]),
+)
+def test_windows_of_many_chunks(
+    r: int, sizes: list[int], seed: int, chunk: int, together: int, mixer: Spec
+) -> None:
+    """Windows from one token to longer than the text, of no, one and many chunks and a rest."""
+    with small_chunks(chunk, together):
+        spec = {"kind": "sliding_window", "window": r}
+        assert_as_defined([spec], mixer, sizes, seed=seed, n_layers=1)
+
+
+@pytest.mark.parametrize(
+    ("r", "sizes"),
+    [
+        (1, [131]),
+        (63, [1, 1, 1, 126, 66, 7]),
+        (64, [64, 64, 64, 1]),
+        (65, [200]),
+        (130, [3, 126, 63, 150]),
+        (333, [1, 400, 50]),
+        (500, [90, 1, 101]),
+    ],
+)
+def test_windows_in_real_chunks(r: int, sizes: list[int]) -> None:
+    """Below a chunk, one, not a multiple, several hundred tokens, longer than the text."""
+    spec = {"kind": "sliding_window", "window": r}
+    assert_as_defined([spec], ONE_GROUP, sizes, n_layers=1)
+
+
+@pytest.mark.parametrize("mixer", ["lstm", "gru"])
+@pytest.mark.parametrize("r", [1, 2, 40, 200])
+def test_windows_of_gated_cells(mixer: str, r: int) -> None:
+    """Over several blocks of the window, and one that is longer than the text."""
+    spec = {"kind": "sliding_window", "window": r}
+    assert_as_defined([spec], mixer, [1, 1, 88, 3, 37], batch=2)
+
+
+def norms(mixer: str | Spec, time: int) -> Tensor:
+    """Of the memories of the first layer, from zero and without a limit, `(time, heads)`."""
+    model = build_model(mixer)
+    found: list[Tensor] = []
+    spec = {"kind": "state_norm", "threshold": 1e30}
+    reference = Reference(model, [spec])
+    definition = reference.definitions[0]
+    normed = definition.normed
+    definition.normed = lambda h, spec: (found.append(h.norm(dim=(2, 3))[0]), normed(h, spec))[1]
+    with torch.no_grad():
+        reference(random_tokens(1, time), model.init_state(1))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "lstm", "gru", "rnn"])
+@pytest.mark.parametrize("share", ["none", "some", "all"])
+def test_thresholds(kind: str, share: str) -> None:
+    """Limits that no token, some and all tokens reach, from a memory above and below its limit."""
+    sizes = [1, 64, 70, 2, 11] if kind == "mamba2" else [1, 30, 2]
+    plain = norms(kind, sum(sizes))
+    limit = {"none": 10 + plain.max(), "some": plain.median(), "all": 1e-4 * plain.min()}[share]
+    spec = {"kind": "state_norm", "threshold": float(limit)}
+    reference = assert_as_defined([spec], kind, sizes)
+    rescaled = torch.stack(reference.definitions[0].rescaled).double().mean()
+    if share == "some":
+        assert 0.02 < rescaled < 0.98
+    else:
+        assert rescaled == (share == "all")
+
+
+@settings(max_examples=15)
+@given(
+    level=st.floats(0.01, 1.5),
+    sizes=splits(empty=False, longest=60),
+    seed=seeds,
+    chunk=st.integers(1, 9),
+    mixer=st.sampled_from([mixer_spec("mamba2"), WIDE, ONE_GROUP]),
+)
+def test_any_threshold(level: float, sizes: list[int], seed: int, chunk: int, mixer: Spec) -> None:
+    """Chunks that are rescaled follow chunks that are not, in any order."""
+    with small_chunks(chunk, 2):
+        spec = {"kind": "state_norm", "threshold": level}
+        assert_as_defined([spec], mixer, sizes, batch=2, seed=seed, n_layers=1)
+
+
+HEADS = [
+    {"layers": [1]},
+    {"layers": []},
+    {"heads": [0, 2]},
+    {"heads": [3], "layers": [0]},
+    {"heads": [[0, 1], [1, 3], [1, 2]]},
+    {"heads": [[0, 1], [1, 3]], "layers": [1]},
+    {"heads": []},
+]
+# One number, by layer, by layer and head; null leaves alone.
+NUMBERS: list[tuple[str, str, Any]] = [
+    ("state_norm", "threshold", [0.4, None]),
+    ("state_norm", "threshold", [[0.4, None, 0.2, 3.0], 0.5]),
+    ("forget_more", "decay_scale", [[0.9, None, 0.99, 1.0], None]),
+    ("forget_more", "input_scale", [0.5, [None, 0.1, 1.0, 0.7]]),
+    ("scale_delta", "scale", [None, [0.5, 2.0, None, 1.0]]),
+    ("scale_decay", "scale", [3.0, [0.5, 2.0, None, 1.0]]),
+    ("token_filter", "threshold", [[0.05, None, 0.1, 0.0], None]),
+]
+KINDS = [spec for spec, mixer in DEFINED if mixer["kind"] == "mamba2" and len(spec) > 1]
+
+
+@pytest.mark.parametrize("mixer", [mixer_spec("mamba2"), WIDE | {"head_dim": 4}], ids=spec_id)
+@pytest.mark.parametrize("some", HEADS, ids=str)
+@pytest.mark.parametrize("spec", KINDS, ids=spec_id)
+def test_some_heads(spec: Spec, some: Spec, mixer: Spec) -> None:
+    """Subsets of layers, heads and pairs; the others stay plain, with groups and without."""
+    assert_as_defined([spec | some], mixer, [1, 20, 4])
+
+
+@pytest.mark.parametrize(("kind", "option", "numbers"), NUMBERS, ids=str)
+def test_lists_of_numbers(kind: str, option: str, numbers: Any) -> None:
+    """A number for each layer, or for each layer and head."""
+    spec = {"kind": kind, **MITIGATION_REST.get((kind, option), {}), option: numbers}
+    assert_as_defined([spec], "mamba2", [1, 20, 4])
+
+
+MITIGATION_REST = {
+    ("forget_more", "decay_scale"): {"input_scale": 0.75},
+    ("forget_more", "input_scale"): {"decay_scale": 1.0},
+}
+
+
+@pytest.mark.parametrize("kind", ["state_norm", "forget_more", "sliding_window"])
+def test_layers_of_a_gated_cell(kind: str) -> None:
+    """A cell without heads counts as one head."""
+    spec = next(spec for spec, _ in DEFINED if spec["kind"] == kind)
+    for some in ({"layers": [1]}, {"heads": [0], "layers": [0]}, {"heads": [[1, 0]]}):
+        assert_as_defined([spec | some], "lstm", [1, 20, 4])
+
+
+@pytest.mark.parametrize(("spec", "mixer"), DEFINED, ids=spec_id)
+def test_truncated_gradients(spec: Spec, mixer: Spec) -> None:
+    """A detached state cuts all that came before, what a window holds of it included."""
+    with small_chunks(4, 2):
+        assert_as_defined([spec], mixer, [9, 6, 1, 20], cut=2)
+
+
+IDENTITY: dict[str, list[Spec]] = {
+    "none": [{}],
+    "forget_more": [{"decay_scale": 1.0, "input_scale": 1.0}],
+    "state_norm": [{"threshold": 1e6}, {"threshold": [None, [None]]}, {"threshold": float("inf")}],
+    "sliding_window": [{"window": 150}],
+    "scale_delta": [{"scale": 1.0}],
+    "scale_decay": [{"scale": 1.0}],
+    "power_decay": [{"scale": 1.0}],
+    "token_filter": [{"threshold": 0.0}],
+}
+
+
+@pytest.mark.parametrize(("spec", "mixer"), DEFINED, ids=spec_id)
+def test_identity(spec: Spec, mixer: Spec) -> None:
+    """Numbers that change nothing change nothing; neither does a mitigation of no layer."""
+    plain = build_model(mixer)
+    heads = plain.mixers[0].n_heads
+    tokens, state = random_tokens(2, 140), plain.init_state(2)
+    expected = plain(tokens, state)
+    variants = IDENTITY[spec["kind"]] + [spec | {"layers": []}] * (spec["kind"] != "none")
+    for options in variants:
+        if options.get("threshold") == [None, [None]]:
+            options = {"threshold": [None, [None] * heads]}
+        ours = build_mitigated([spec | options], mixer)
+        logits, after = ours(tokens)
+        assert_near(logits, expected.logits, TOLERANCE, str(options))
+        for name, leaf in real_leaves(after._replace(extra=()), "").items():
+            assert_near(leaf, dict(states.leaves(expected.state))[name], TOLERANCE, name)
+
+
+def test_every_kind_has_a_definition() -> None:
+    """The tables above know every mitigation of this package."""
+    assert {spec["kind"] for spec, _ in DEFINED} == IDENTITY.keys()
+
+
+def test_a_mitigated_model_is_what_it_says() -> None:
+    """The harness of this file sees a difference where there is one."""
+    spec = {"kind": "forget_more", "decay_scale": 0.9, "input_scale": 1.0}
+    ours = build_mitigated([spec])
+    assert isinstance(ours, Mitigated)
+    theirs = Reference(ours.model, [spec | {"decay_scale": 0.9001}])
+    tokens = random_tokens(1, 20)
+    logits, _ = theirs(tokens, ours.model.init_state(1))
+    assert (ours(tokens).logits - logits).abs().max() > 1e-8
