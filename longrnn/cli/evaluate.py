@@ -60,6 +60,10 @@ def passkey(
         typer.Option(help="A text file to hide the keys in.", show_default="The grass is green. …"),
     ] = None,
     mitigation: Mitigation = None,
+    chunk_select: Annotated[
+        str | None,
+        typer.Option(help="Answer from the chunk of so many tokens that is surest."),
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Prompts in one batch.")] = 16,
     device: Device = "auto",
     quiet: Quiet = False,
@@ -82,7 +86,10 @@ def passkey(
         name, model = load_variant(variant, mitigation, target)
         label = variant if mitigation is None else f"{variant}+{mitigation}"
         subjects.append(measure.Subject(label, model, load_tokenizer(name)))
-    folder = output or results_folder("passkey", checkpoints, mitigation)
+    suffix = (
+        mitigation if chunk_select is None else f"{mitigation or ''}chunk_select={chunk_select}"
+    )
+    folder = output or results_folder("passkey", checkpoints, suffix)
     rows = measure.evaluate(
         subjects,
         lengths=asked_lengths,
@@ -91,6 +98,7 @@ def passkey(
         output=folder / "results.jsonl",
         seed=seed,
         filler=filler,
+        chunk=None if chunk_select is None else parse_length(chunk_select),
         batch_size=batch_size,
         quiet=quiet,
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.evaluation.intervals import Estimate, proportion
 from longrnn.evaluation.results import Results, Row
+from longrnn.mitigations.chunk_select import select
 from longrnn.models import LanguageModel, generate
 from longrnn.progress import Progress
 from longrnn.tasks.passkey import Passkey, keys
@@ -63,6 +64,7 @@ def evaluate(
     output: Path,
     seed: int = 0,
     filler: Path | None = None,
+    chunk: int | None = None,
     batch_size: int = 16,
     quiet: bool = False,
 ) -> list[Row]:
@@ -76,6 +78,8 @@ def evaluate(
         output: the results file, taken up where it was left; lengths, depths and n may grow.
         seed: of the keys.
         filler: a text file to hide the keys in; None for the sentences that everyone uses.
+        chunk: where set, the model answers from the one chunk of so many tokens that it is surest
+            about (see `longrnn.mitigations.chunk_select`).
         batch_size: prompts of one length in one batch.
         quiet: no progress.
 
@@ -92,6 +96,8 @@ def evaluate(
     tasks = {subject.name: _fitting_task(subject, min(lengths), filler) for subject in subjects}
     fingerprints = {subject.name: subject.model.fingerprint() for subject in subjects}
     header = {"evaluation": "passkey", "models": fingerprints, "seed": seed}
+    if chunk is not None:
+        header["chunk_select"] = chunk
     if filler is not None:
         header["filler"] = read_text(filler)[1]
     results = Results(output, header)
@@ -104,7 +110,20 @@ def evaluate(
         with Progress(title, len(todo), unit="tokens", quiet=quiet) as progress:
             for batch in _batches(todo, batch_size):
                 chosen = [sample.key(seed) for sample in batch]
-                said = _answers(subject.model, tasks[subject.name], batch, chosen, progress)
+                task = tasks[subject.name]
+                prompts = [
+                    task.prompt(key, length=sample.length, depth=sample.depth)
+                    for sample, key in zip(batch, chosen, strict=True)
+                ]
+                longest = max(len(task.answer(key)) for key in chosen)
+                if chunk is None:
+                    ids = _answers(subject.model, torch.stack(prompts), longest, progress)
+                else:
+                    ids = [
+                        _answer_by_chunk(subject.model, task, prompt, longest, chunk, progress)
+                        for prompt in prompts
+                    ]
+                said = [task.tokenizer.decode(row).strip() for row in ids]
                 results.append(
                     {
                         "model": subject.name,
@@ -150,28 +169,33 @@ def _batches(samples: Sequence[Sample], size: int) -> Iterator[list[Sample]]:
 
 @torch.no_grad()
 def _answers(
-    model: LanguageModel,
-    task: Passkey,
-    batch: Sequence[Sample],
-    chosen: Sequence[str],
-    progress: Progress,
-) -> list[str]:
-    """What the model says, greedily, stripped of space."""
-    prompts: Tensor = torch.stack(
-        [
-            task.prompt(key, length=sample.length, depth=sample.depth)
-            for sample, key in zip(batch, chosen, strict=True)
-        ]
-    )
+    model: LanguageModel, prompts: Tensor, longest: int, progress: Progress
+) -> list[list[int]]:
+    """The ids of greedy answers of `longest` tokens to prompts `(b, t)`."""
     state = model.init_state(len(prompts))
     *head, last = prompts.to(state.position.device).split(PIECE, dim=1)
     for piece in head:
         state = model(piece, state, keep=0).state
         progress.advance(0, piece.numel())
-    longest = max(len(task.answer(key)) for key in chosen)
     tokens = generate(model, last, state, max_new_tokens=longest).tokens
     progress.advance(0, last.numel())
-    return [task.tokenizer.decode(ids).strip() for ids in tokens]
+    return tokens
+
+
+def _answer_by_chunk(
+    model: LanguageModel,
+    task: Passkey,
+    prompt: Tensor,
+    longest: int,
+    chunk: int,
+    progress: Progress,
+) -> list[int]:
+    """The same for one prompt `(t,)`, from the chunk that is chosen."""
+    prefix, context, query = task.parts(prompt)
+    chosen = select(model, context, query, chunk=chunk, prefix=prefix)
+    progress.advance(0, len(prompt))
+    query = query[None].to(chosen.state.position.device)
+    return generate(model, query, chosen.state, max_new_tokens=longest).tokens[0]
 
 
 def by_model(rows: Sequence[Row]) -> dict[str, list[Row]]:

@@ -1,6 +1,7 @@
 """Mitigations of state collapse: one method a file, through the hooks of the cells."""
 
 from longrnn.mitigations.base import MITIGATIONS, Chain, Mitigation, NoMitigation
+from longrnn.mitigations.chunk_select import ChunkSelect
 from longrnn.mitigations.forget_more import ForgetMore
 from longrnn.mitigations.mitigated import Mitigated, MitigatedState
 from longrnn.mitigations.scaling import PowerDecay, ScaleDecay, ScaleDelta
@@ -12,6 +13,7 @@ from longrnn.mitigations.token_filter import TokenFilter
 __all__ = [
     "MITIGATIONS",
     "Chain",
+    "ChunkSelect",
     "ForgetMore",
     "Mitigated",
     "MitigatedState",

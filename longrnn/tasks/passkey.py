@@ -129,6 +129,11 @@ class Passkey(Task):
         filler = self._filler_ids(0, room)
         return torch.cat([self._header, filler[:before], line, filler[before:], self._question])
 
+    def parts(self, prompt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Header, what it is about, and question of a prompt `(t,)`."""
+        head, tail = len(self._header), len(prompt) - len(self._question)
+        return prompt[:head], prompt[head:tail], prompt[tail:]
+
     def answer(self, key: str) -> Tensor:
         """The ids of the right answer, `(k,)`."""
         return self._ids(ANSWER.format(key=key))

@@ -1,0 +1,106 @@
+"""Reading only the piece of a long context that the model is surest about."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longrnn.errors import UserError
+from longrnn.mitigations.base import MITIGATIONS, Mitigation
+from longrnn.mixers import Mixer
+from longrnn.models import LanguageModel
+from longrnn.state import LMState, expand, take
+
+
+@MITIGATIONS.register("chunk_select")
+class ChunkSelect(Mitigation):
+    """Not a change of the recurrence but a choice among states: see `select` (arXiv 2505.07793).
+
+    It stands in the registry so that its name is known; no cell takes it as a hook.
+    """
+
+    name = "chunk_select"
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    @classmethod
+    def undefined(cls, mixer: type[Mixer]) -> str | None:
+        return (
+            "it chooses among states and changes no recurrence: call "
+            "longrnn.mitigations.chunk_select.select, or give --chunk-select to eval passkey"
+        )
+
+
+class Choice(NamedTuple):
+    """The chunk that was chosen.
+
+    Attributes:
+        index: of the chunk, from 0.
+        entropies: `(chunks,)`, of the first token after the query, in nats, for each chunk.
+        state: after prefix and chunk, one row, before the query.
+    """
+
+    index: int
+    entropies: Tensor
+    state: LMState
+
+
+@torch.no_grad()
+def select(
+    model: LanguageModel,
+    context: Tensor,
+    query: Tensor,
+    *,
+    chunk: int,
+    prefix: Tensor | None = None,
+    batch_size: int = 16,
+) -> Choice:
+    """Reads prefix, chunk and query for each chunk of a context, and chooses one.
+
+    The chosen one has the lowest entropy of the first token after the query (arXiv 2505.07793).
+    The prefix is read once and its state forked, so any model with an explicit state will do; no
+    state sees more than prefix, chunk and query. What lies across the border of two chunks is
+    seen by neither.
+
+    Args:
+        model: any language model.
+        context: `(t,)` tokens, t >= 1.
+        query: `(q,)` tokens, q >= 1.
+        chunk: tokens of a chunk; the last one may be shorter.
+        prefix: `(k,)` tokens that come before every chunk.
+        batch_size: chunks that are read together.
+
+    Raises:
+        UserError: an empty context or query, or a chunk below 1.
+    """
+    if chunk < 1 or len(context) == 0 or len(query) == 0:
+        raise UserError("chunk_select needs a chunk of at least 1, a context and a query")
+    state = model.init_state(1)
+    device = state.position.device
+    if prefix is not None and len(prefix):
+        state = model(prefix[None].to(device), state, keep=0).state
+    pieces = context.to(device).split(chunk)
+    entropies: list[Tensor] = []
+    best: tuple[float, int, LMState] | None = None
+    for start in range(0, len(pieces), batch_size):
+        # The last chunk may be shorter, and rows of one batch have one length.
+        group = pieces[start : start + batch_size]
+        whole = [piece for piece in group if len(piece) == len(group[0])]
+        for rows in (whole, list(group[len(whole) :])):
+            if not rows:
+                continue
+            read = model(torch.stack(rows), expand(state, len(rows)), keep=0).state
+            asked = query.to(device).expand(len(rows), -1)
+            logits = model(asked, read, keep=1).logits[:, -1].float()
+            log_p = logits.log_softmax(-1)
+            found = -(log_p.exp() * log_p).sum(-1)
+            least = int(found.argmin())
+            if best is None or float(found[least]) < best[0]:
+                index = sum(map(len, entropies)) + least
+                best = float(found[least]), index, take(read, [least])
+            entropies.append(found.cpu())
+    assert best is not None
+    return Choice(best[1], torch.cat(entropies), best[2])
