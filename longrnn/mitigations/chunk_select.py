@@ -38,12 +38,12 @@ class Choice(NamedTuple):
     """The chunk that was chosen.
 
     Attributes:
-        index: of the chunk, from 0.
+        chunk: which one, from 0.
         entropies: `(chunks,)`, of the first token after the query, in nats, for each chunk.
         state: after prefix and chunk, one row, before the query.
     """
 
-    index: int
+    chunk: int
     entropies: Tensor
     state: LMState
 
