@@ -60,6 +60,8 @@ class Mitigation:
     """
 
     name = "none"
+    # A choice among states instead of a change to the recurrence: works with any cell, not as a hook.
+    over_states = False
     calibration: Calibration | None = None
 
     def __init__(self, *, layers: Any = None, heads: Any = None, diagnosis: Any = None) -> None:

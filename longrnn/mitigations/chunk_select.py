@@ -22,6 +22,7 @@ class ChunkSelect(Mitigation):
     """
 
     name = "chunk_select"
+    over_states = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +30,7 @@ class ChunkSelect(Mitigation):
     @classmethod
     def undefined(cls, mixer: type[Mixer]) -> str | None:
         return (
-            "it chooses among states and changes no recurrence: call "
+            "it chooses among the states of any model and changes no recurrence: call "
             "longrnn.mitigations.chunk_select.select, or give --chunk-select to eval passkey"
         )
 
