@@ -60,7 +60,7 @@ class Mitigation:
     """
 
     name = "none"
-    # A choice among states instead of a change to the recurrence: works with any cell, not as a hook.
+    # A choice among states and no change to the recurrence: works with any cell, not as a hook.
     over_states = False
     calibration: Calibration | None = None
 
