@@ -86,7 +86,10 @@ def _emptied(kind: Any, values: dict[str, Any], prefix: str = "") -> Iterator[st
 
 
 def _check_keys(kind: Any, values: Any, source: str, prefix: str = "") -> None:
-    """Refuses keys that the dataclass lacks; free mappings inside it are left to their registry."""
+    """Refuses keys that the dataclass lacks; free mappings inside it are left to their registry.
+
+    A dataclass may say in `FORMER` what to write for keys that it once had.
+    """
     if not (is_dataclass(kind) or get_origin(kind) is dict):
         return
     if not isinstance(values, dict):
@@ -96,7 +99,10 @@ def _check_keys(kind: Any, values: Any, source: str, prefix: str = "") -> None:
         return
     hints = get_type_hints(kind)
     known = [field.name for field in fields(kind)]
+    former: dict[str, str] = getattr(kind, "FORMER", {})
     for key, value in values.items():
+        if key in former:
+            raise UserError(f"{source}: key {prefix}{key} is gone: {former[key]}")
         if key not in known:
             raise UserError(f"{source}: unknown key {prefix}{key}: {nearest(str(key), known)}")
         _check_keys(hints[key], value, source, f"{prefix}{key}.")

@@ -23,6 +23,10 @@ class Tokenizer(Protocol):
         """The text of ids."""
         ...
 
+    def fingerprint(self) -> str:
+        """A short text: equal if and only if the ids of every text are."""
+        ...
+
 
 class ByteTokenizer:
     """One id per byte of UTF-8, 256 in all."""
@@ -35,6 +39,9 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text; bytes that are no UTF-8 come out as U+FFFD."""
         return bytes(ids).decode(errors="replace")
+
+    def fingerprint(self) -> str:
+        return "bytes"
 
 
 def read_text(path: Path) -> tuple[str, str]:

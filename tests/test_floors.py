@@ -35,6 +35,7 @@ STRANGERS = {"mixers", "positions", "tasks"}
 HOMES = {
     "transformers": "longrnn.hf",
     "accelerate": "longrnn.training",
+    "datasets": "longrnn.training.documents",
     "triton": "longrnn.ops.ssd",
     "mamba_ssm": "longrnn.ops.ssd",
     "lm_eval": "longrnn.evaluation.harness",
@@ -167,6 +168,7 @@ def test_there_are_modules() -> None:
         ("longrnn.models.base", "import transformers"),
         ("longrnn.training.data", "from transformers import AutoModel"),
         ("longrnn.evaluation.passkey", "import accelerate.utils"),
+        ("longrnn.training.data", "from datasets import load_dataset"),
         ("longrnn.mixers.mamba2", "import triton.language as tl"),
         ("longrnn.hf.loading", "from mamba_ssm import Mamba2"),
         ("longrnn.evaluation.passkey", "import lm_eval"),

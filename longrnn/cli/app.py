@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from longrnn.cli import calibrate, diagnose, evaluate, generate, info, train
+from longrnn.cli import calibrate, data, diagnose, evaluate, generate, info, train
 from longrnn.errors import UserError
 
 # How typer leaves after Ctrl-C.
@@ -23,6 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(data.app, name="data")
 app.command("train")(train.train)
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(diagnose.app, name="diagnose")

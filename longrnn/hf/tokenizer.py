@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from longrnn.errors import UserError
 from longrnn.hf.loading import embedded
@@ -13,6 +15,8 @@ from longrnn.text import ByteTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+PROBE = "The naïve reader's 1,024 tokens — tabs\t, lines\n\n, and Ünïcödé: 你好."
 
 
 class HFTokenizer:
@@ -35,6 +39,17 @@ class HFTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits of the SHA-256 of what turns a text into ids."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:  # a tokenizer written in Python: its vocabulary, and the ids of a text
+            parts: Any = [sorted(self.tokenizer.get_vocab().items()), self.encode(PROBE)]
+        else:
+            whole = json.loads(backend.to_str())
+            parts = [whole[name] for name in ("added_tokens", "normalizer", "pre_tokenizer")]
+            parts.append(whole["model"])
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def load_tokenizer(name_or_path: str | Path = "bytes") -> Tokenizer:

@@ -64,12 +64,10 @@ class Task(ABC):
     Attributes:
         vocab_size: ids in use; a model for the task needs at least so many.
         default_length: the `length` that `sample` gets where nobody says otherwise.
-        max_segments: segments of the longest document of `segment`.
     """
 
     vocab_size: int
     default_length: int
-    max_segments: int = 1
 
     @abstractmethod
     def __init__(self, tokenizer: Tokenizer | None = None) -> None: ...
@@ -82,17 +80,37 @@ class Task(ABC):
     def score(self, predictions: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Scores by name, `(b,)` float each, of predicted ids `(b, t)`."""
 
-    def segment(self, lanes: Sequence[int], step: int, *, length: int, seed: int) -> Batch:
+    def segment(
+        self, lanes: Sequence[int], step: int, *, n_lanes: int, length: int, seed: int
+    ) -> Batch:
         """The `step`-th segment of continuing documents, a row per lane.
 
         A pure function of its arguments: any process can make any lane at any step.
 
+        Args:
+            lanes: whose segments are wanted, counted from 0.
+            step: counted from 0.
+            n_lanes: lanes of the whole run, over which documents are shared out.
+            length: tokens of a segment; a task may add a question behind it (`Batch.tail`).
+            seed: of the run.
+
         Raises:
-            UserError: the task has no documents that go on.
+            UserError: the task has no documents that go on, or too few of them.
         """
-        raise UserError(
+        raise self._no_documents()
+
+    def longest_document(self, length: int) -> int:
+        """Segments of `length` tokens of the longest document that `segment` may give."""
+        raise self._no_documents()
+
+    def layout(self, n_lanes: int, *, length: int, seed: int) -> str:
+        """What a user should know of the documents of `segment`; nothing where all are used."""
+        return ""
+
+    def _no_documents(self) -> UserError:
+        return UserError(
             f"task {type(self).__name__.lower()!r} has no documents longer than one batch: "
-            "train it with carry=false"
+            "train it with initial_state={kind: zero}"
         )
 
 

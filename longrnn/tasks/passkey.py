@@ -157,7 +157,9 @@ class Passkey(Task):
         fresh = torch.ones(batch_size, dtype=torch.bool)
         return self._batch(prompts, chosen, fresh, asked=[True] * batch_size)
 
-    def segment(self, lanes: Sequence[int], step: int, *, length: int, seed: int) -> Batch:
+    def segment(
+        self, lanes: Sequence[int], step: int, *, n_lanes: int, length: int, seed: int
+    ) -> Batch:
         """See `Task.segment`; a segment has `length` tokens, the question follows on a fork."""
         bodies, chosen, fresh, asked = [], [], [], []
         for lane in lanes:
@@ -168,6 +170,9 @@ class Passkey(Task):
             fresh.append(index == 0)
             asked.append(document.asks(index))
         return self._batch(bodies, chosen, torch.tensor(fresh), asked, fork=length)
+
+    def longest_document(self, length: int) -> int:
+        return self.max_segments
 
     def score(self, predictions: Tensor, batch: Batch) -> dict[str, Tensor]:
         """`accuracy`: whether the whole key is right. Rows that were not asked are left out."""

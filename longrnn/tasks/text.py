@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from longrnn.corpus import Corpus
 from longrnn.errors import UserError
 from longrnn.tasks.base import TASKS, Batch, Task
+from longrnn.tasks.lanes import Lanes
 from longrnn.text import ByteTokenizer, Tokenizer, read_text
+
+
+class Documents(Protocol):
+    """Token ids of documents; `lengths`: `(documents,)` int64."""
+
+    lengths: NDArray[np.int64]
+
+    def read(self, document: int, start: int, stop: int) -> Tensor:
+        """Tokens `start` up to `stop` of a document, `(stop − start,)` int64."""
+        ...
+
+
+class Texts:
+    """Documents in memory: text files, one document each."""
+
+    def __init__(self, files: Sequence[str], tokenizer: Tokenizer) -> None:
+        self.texts = [
+            torch.tensor(tokenizer.encode(read_text(Path(file))[0]), dtype=torch.int32)
+            for file in files
+        ]
+        self.lengths = np.array([len(text) for text in self.texts], dtype=np.int64)
+
+    def read(self, document: int, start: int, stop: int) -> Tensor:
+        return self.texts[document][start:stop].long()
 
 
 @TASKS.register("text")
@@ -22,45 +51,101 @@ class Text(Task):
         tokens   t o   b
         targets  o   b e
 
-    Rows start at places drawn uniformly from all files; none runs over the end of a file. What is
-    held out is what is in other files.
+    Independent rows start at places drawn uniformly from all documents. Rows that are lanes read
+    documents from their beginning on, see `longrnn.tasks.lanes`. No row runs over the end of a
+    document. What is held out is what is in other files.
 
     Args:
         tokenizer: ids of the text; bytes where it is None.
-        files: UTF-8 text files to train on.
+        files: UTF-8 text files to train on, a document each, tokenised when training begins.
+        corpus: instead of files, a folder that `longrnn data build` wrote.
+        max_segments: lanes begin anew after so many segments of a document at the latest; None for
+            documents as long as they are.
     """
 
     default_length = 256
 
-    def __init__(self, tokenizer: Tokenizer | None = None, *, files: list[str]) -> None:
-        if not files:
-            raise UserError("the text task needs files: a list of UTF-8 text files to train on")
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None = None,
+        *,
+        files: list[str] | None = None,
+        corpus: str | None = None,
+        max_segments: int | None = None,
+    ) -> None:
+        if bool(files) == (corpus is not None):
+            raise UserError(
+                "the text task needs either files (a list of UTF-8 text files to train on) or "
+                "corpus (a folder that `longrnn data build` wrote)"
+            )
+        if max_segments is not None and max_segments < 1:
+            raise UserError(f"max_segments must be at least 1, not {max_segments}")
         tokenizer = tokenizer or ByteTokenizer()
-        self.vocab_size = tokenizer.vocab_size
-        self.texts = [
-            torch.tensor(tokenizer.encode(read_text(Path(file))[0]), dtype=torch.int32)
-            for file in files
-        ]
+        self.vocab_size, self.max_segments = tokenizer.vocab_size, max_segments
+        self.documents: Documents
+        if corpus is None:
+            self.documents = Texts(files or [], tokenizer)
+        else:
+            self.documents = opened = Corpus(Path(corpus))
+            opened.check_tokenizer(tokenizer)
+        self._lanes: dict[tuple[int, int, int], Lanes] = {}
 
     def sample(self, batch_size: int, *, length: int, generator: torch.Generator) -> Batch:
-        starts = [max(0, len(text) - length) for text in self.texts]
-        ends = list(accumulate(starts))
+        starts = np.maximum(0, self.documents.lengths - length)  # places of each document
+        ends = np.cumsum(starts)
         if ends[-1] == 0:
-            longest = max(len(text) for text in self.texts) - 1
+            longest = int(self.documents.lengths.max())
             raise UserError(
-                f"no text has more than {length} tokens, the longest has {longest + 1}: use a "
-                f"length of at most {longest}"
+                f"no text has more than {length} tokens, the longest has {longest}: use a "
+                f"length of at most {longest - 1}"
             )
-        drawn = torch.randint(ends[-1], (batch_size,), generator=generator).tolist()
-        rows = torch.stack([self._row(place, ends, starts, length) for place in drawn])
-        return Batch(rows[:, :-1], rows[:, 1:], torch.ones(batch_size, dtype=torch.bool))
+        drawn = torch.randint(int(ends[-1]), (batch_size,), generator=generator).numpy()
+        chosen = np.searchsorted(ends, drawn, side="right")
+        places = drawn - (ends[chosen] - starts[chosen])
+        pairs = zip(chosen.tolist(), places.tolist(), strict=True)
+        return self._batch(list(pairs), length, torch.ones(batch_size, dtype=torch.bool))
 
-    def _row(self, place: int, ends: list[int], starts: list[int], length: int) -> Tensor:
-        """`length` + 1 tokens of one text; `place` counts through the starts of all texts."""
-        index = next(i for i, end in enumerate(ends) if place < end)
-        start = place - (ends[index] - starts[index])
-        return self.texts[index][start : start + length + 1].long()
+    def segment(
+        self, lanes: Sequence[int], step: int, *, n_lanes: int, length: int, seed: int
+    ) -> Batch:
+        layout = self._laid_out(n_lanes, length, seed)
+        places = [layout.place(lane, step) for lane in lanes]
+        fresh = torch.tensor([place.fresh for place in places])
+        return self._batch([(place.document, place.start) for place in places], length, fresh)
+
+    def layout(self, n_lanes: int, *, length: int, seed: int) -> str:
+        """Lanes, their epochs, and what is left out."""
+        lanes = self._laid_out(n_lanes, length, seed)
+        share = lanes.dropped_tokens / int(self.documents.lengths.sum())
+        return (
+            f"{lanes.documents:,} documents in {n_lanes:,} lanes, whose epochs have "
+            f"{min(lanes.epochs):,} to {max(lanes.epochs):,} segments of {length:,} tokens; left "
+            f"out: {lanes.dropped_documents:,} documents shorter than a segment and the ends of "
+            f"the others, {lanes.dropped_tokens:,} tokens in all ({share:.2%})"
+        )
+
+    def longest_document(self, length: int) -> int:
+        longest = int(self.documents.lengths.max() - 1) // length
+        return longest if self.max_segments is None else min(longest, self.max_segments)
 
     def score(self, predictions: Tensor, batch: Batch) -> dict[str, Tensor]:
         """`accuracy`: the share of tokens that are right."""
         return {"accuracy": (predictions == batch.targets).float().mean(dim=1)}
+
+    def _laid_out(self, n_lanes: int, length: int, seed: int) -> Lanes:
+        key = n_lanes, length, seed
+        if key not in self._lanes:
+            self._lanes[key] = Lanes(
+                self.documents.lengths,
+                n_lanes=n_lanes,
+                length=length,
+                max_segments=self.max_segments,
+                seed=seed,
+            )
+        return self._lanes[key]
+
+    def _batch(self, places: Sequence[tuple[int, int]], length: int, fresh: Tensor) -> Batch:
+        """Rows of `length` + 1 tokens from (document, first token), shifted by one."""
+        rows = [self.documents.read(which, start, start + length + 1) for which, start in places]
+        tokens = torch.stack(rows)
+        return Batch(tokens[:, :-1], tokens[:, 1:], fresh)

@@ -6,10 +6,11 @@ Names are those of Hugging Face's training arguments where one exists.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from longrnn.errors import UserError, nearest
 from longrnn.models.recurrent import RecurrentConfig
+from longrnn.training.initial_states import uses_lanes
 
 SAMPLING = ("fixed", "log_uniform")
 
@@ -21,8 +22,9 @@ class LengthConfig:
     Attributes:
         max: the longest.
         min: the shortest, used by `log_uniform`.
-        sampling: `fixed` (always `max`) or `log_uniform`.
-        grow_steps: steps over which the longest grows, log-linearly, from `min` to `max`.
+        sampling: `fixed` (always the longest) or `log_uniform` (from `min` to the longest).
+        grow_steps: steps over which the longest grows, log-linearly, from `min` to `max`; 0 for
+            `max` from the first step on.
     """
 
     max: int = 256
@@ -41,8 +43,12 @@ class TrainConfig:
         task: `{"kind": "passkey" | "reverse", option: value, …}`; passkey where nothing is said.
         tokenizer: `bytes`, or a path; read by tasks made of text.
         init_from: a checkpoint to start from.
-        length: lengths of rows; with `carry`, `length.max` is that of a segment.
-        carry: whether rows are lanes whose state goes on from step to step, detached.
+        length: lengths of rows; where a state is carried, `length.max` is that of a segment.
+        initial_state: from what rows start: `{"kind": "zero" | "carry" | "pass" | "fitted_noise" |
+            "random_noise", option: value, …}`, see `longrnn.training.initial_states`.
+        segments_per_step: of truncated BPTT, with a carried state: consecutive segments through
+            which gradients go back in one optimizer step; the next step starts from their last
+            state, detached.
         per_device_train_batch_size: rows of one process in one micro-batch.
         batch_tokens: where set, rows are reduced so that rows · length stays below it.
         num_processes: where set, any other number of processes is refused.
@@ -63,7 +69,8 @@ class TrainConfig:
     tokenizer: str = "bytes"
     init_from: str | None = None
     length: LengthConfig = field(default_factory=LengthConfig)
-    carry: bool = False
+    initial_state: dict[str, Any] = field(default_factory=lambda: {"kind": "zero"})
+    segments_per_step: int = 1
     seed: int = 0
     max_steps: int = 1000
     per_device_train_batch_size: int = 16
@@ -85,10 +92,15 @@ class TrainConfig:
     save_total_limit: int = 2
     logging_steps: int = 20
 
+    # Keys of earlier versions, and what to write for them.
+    FORMER: ClassVar[dict[str, str]] = {
+        "carry": "write initial_state={kind: carry} for true, or initial_state={kind: zero}",
+    }
+
     def __post_init__(self) -> None:
         """Refuses values out of range."""
         positive = ("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps")
-        positive += ("save_steps", "save_total_limit", "logging_steps")
+        positive += ("save_steps", "save_total_limit", "logging_steps", "segments_per_step")
         for name in positive:
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -101,5 +113,22 @@ class TrainConfig:
             raise UserError(
                 f"length.min {self.length.min} must be between 1 and length.max {self.length.max}"
             )
+        if self.length.grow_steps < 0:
+            raise UserError(f"length.grow_steps must be at least 0, not {self.length.grow_steps}")
+        self._check_lanes()
         if self.mixed_precision not in ("no", "bf16", "fp16"):
             raise UserError(f"mixed_precision {self.mixed_precision!r}: use no, bf16 or fp16")
+
+    def _check_lanes(self) -> None:
+        """Refuses what lanes cannot have, and what only lanes can have."""
+        if not uses_lanes(self.initial_state):
+            if self.segments_per_step > 1:
+                raise UserError(
+                    "segments_per_step above 1 needs rows that go on from segment to segment: set "
+                    "initial_state={kind: carry}"
+                )
+        elif self.length.sampling != "fixed" or self.length.grow_steps or self.batch_tokens:
+            raise UserError(
+                "with a carried state every row has segments of length.max tokens: leave out "
+                "length.sampling, length.grow_steps and batch_tokens"
+            )

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 
 import torch
 
 from longrnn.tasks import Batch, Task
 from longrnn.training.config import TrainConfig
+from longrnn.training.initial_states import uses_lanes
+from longrnn.training.seeds import mix
 
 
 class Source:
     """The batches of one process of a run.
 
     Every process draws the same global batch and takes its own rows, so a run on two processes
-    sees the rows of a run on one with twice the batch.
+    sees the rows of a run on one with twice the batch. Lanes are numbered over all micro-batches
+    and processes, and stay where they are: no state ever moves.
 
     Args:
         task: where batches come from.
@@ -27,31 +29,47 @@ class Source:
     def __init__(self, task: Task, config: TrainConfig, rank: int, world_size: int) -> None:
         self.task, self.config = task, config
         self.rank, self.world_size = rank, world_size
+        self.lanes = uses_lanes(config.initial_state)
+        rows = config.per_device_train_batch_size
+        self.n_lanes = config.gradient_accumulation_steps * world_size * rows
 
-    def batch(self, step: int, micro: int) -> Batch:
-        """The rows of this process for one micro-batch of a step."""
-        return self._segment(step, micro) if self.config.carry else self._sample(step, micro)
+    def segments(self, step: int, micro: int) -> list[Batch]:
+        """The rows of this process for one micro-batch of a step.
+
+        Consecutive segments of lanes, `segments_per_step` of them, or one batch of independent
+        rows.
+        """
+        if not self.lanes:
+            return [self._sample(step, micro)]
+        count = self.config.segments_per_step
+        return [self._segment(step * count + index, micro) for index in range(count)]
 
     def check(self) -> None:
         """Raises UserError for lengths that the task cannot make."""
         length = self.config.length
-        if not self.config.carry and length.sampling != "fixed":
+        if not self.lanes and (length.grow_steps or length.sampling != "fixed"):
             self.task.sample(1, length=length.min, generator=torch.Generator())
-        self.batch(0, 0)
+        self.segments(0, 0)
+
+    def layout(self) -> str:
+        """How documents are laid out in lanes, in words; nothing where rows are no lanes."""
+        length, seed = self.config.length.max, self.config.seed
+        return self.task.layout(self.n_lanes, length=length, seed=seed) if self.lanes else ""
 
     def longest(self) -> int:
         """Tokens of the longest row, or document where a state is carried, that a run may see."""
         config = self.config
-        if not config.carry:
+        if not self.lanes:
             row = self.task.sample(1, length=config.length.max, generator=torch.Generator())
             return row.tokens.shape[1]
-        segment = self.batch(0, 0)
-        segments = min(config.max_steps, self.task.max_segments)
+        segment = self._segment(0, 0)
+        steps = config.max_steps * config.segments_per_step
+        segments = min(steps, self.task.longest_document(config.length.max))
         # Only the last segment's question counts: the others are asked on forks.
         return segments * config.length.max + segment.tail
 
     def _sample(self, step: int, micro: int) -> Batch:
-        seed = _mix(self.config.seed, step, micro)
+        seed = mix(self.config.seed, step, micro)
         length = self._length(step, random.Random(seed))
         rows = self.config.per_device_train_batch_size
         if self.config.batch_tokens is not None:
@@ -60,22 +78,18 @@ class Source:
         batch = self.task.sample(rows * self.world_size, length=length, generator=generator)
         return batch.rows(self.rank * rows, (self.rank + 1) * rows)
 
-    def _segment(self, step: int, micro: int) -> Batch:
-        rows = self.config.per_device_train_batch_size
+    def _segment(self, index: int, micro: int) -> Batch:
+        config = self.config
+        rows = config.per_device_train_batch_size
         first = (micro * self.world_size + self.rank) * rows
         lanes = range(first, first + rows)
-        length = self.config.length.max
-        return self.task.segment(lanes, step, length=length, seed=self.config.seed)
+        length = config.length.max
+        return self.task.segment(
+            lanes, index, n_lanes=self.n_lanes, length=length, seed=config.seed
+        )
 
     def _length(self, step: int, rng: random.Random) -> int:
         length = self.config.length
-        if length.sampling == "fixed":
-            return length.max
         grown = min(1.0, (step + 1) / length.grow_steps) if length.grow_steps else 1.0
-        return round(length.min * (length.max / length.min) ** (grown * rng.random()))
-
-
-def _mix(*numbers: int) -> int:
-    """One 63-bit seed from several numbers."""
-    digest = hashlib.sha256("/".join(map(str, numbers)).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+        drawn = rng.random() if length.sampling == "log_uniform" else 1.0
+        return round(length.min * (length.max / length.min) ** (grown * drawn))

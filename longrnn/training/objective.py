@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,16 +10,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longrnn.models.recurrent import RecurrentLM
-from longrnn.state import LMState
+from longrnn.state import LMState, reset
 from longrnn.tasks import Batch
 
 
 class StepOutput(NamedTuple):
-    """`loss`: scalar; `state`: what a carried row goes on from; `predictions`: `(b, t)` ids."""
+    """`loss`: scalar; `state`: what a carried row goes on from; `predictions`: `(b, t)` ids of
+    every segment."""
 
     loss: Tensor
     state: LMState
-    predictions: Tensor
+    predictions: list[Tensor]
 
 
 class Objective(nn.Module):
@@ -35,7 +37,25 @@ class Objective(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, batch: Batch, state: LMState) -> StepOutput:
+    def forward(self, segments: Sequence[Batch], state: LMState) -> StepOutput:
+        """The mean loss of consecutive segments, with one gradient through all of them.
+
+        Args:
+            segments: of equal rows.
+            state: from which the first one starts, whether it is fresh or not. In the others,
+                rows that begin a document start from zero.
+        """
+        losses: list[Tensor] = []
+        predictions: list[Tensor] = []
+        for batch in segments:
+            if losses:
+                state = reset(state, self.model.init_state(len(batch.fresh)), batch.fresh)
+            loss, state, said = self._segment(batch, state)
+            losses.append(loss)
+            predictions.append(said)
+        return StepOutput(torch.stack(losses).mean(), state, predictions)
+
+    def _segment(self, batch: Batch, state: LMState) -> tuple[Tensor, LMState, Tensor]:
         """The loss from an initial state; see `Batch` for its weights and its tail."""
         body = batch.tokens.shape[1] - batch.tail
         logits, state = self.model(batch.tokens[:, :body], state)
@@ -50,4 +70,4 @@ class Objective(nn.Module):
             scored = batch.answers().float()
             weights = scored / scored.sum(1, keepdim=True)
         loss = (per_token * weights).sum(1).mean()
-        return StepOutput(loss, state, logits.detach().argmax(-1))
+        return loss, state, logits.detach().argmax(-1)

@@ -10,6 +10,7 @@ Notable choices:
 from __future__ import annotations
 
 import json
+import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -27,11 +28,11 @@ from longrnn.hf.tokenizer import HFTokenizer, load_tokenizer
 from longrnn.models.checkpoint import load_model, save_model
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.progress import Progress
-from longrnn.state import LMState, detach, reset, tree_map
-from longrnn.tasks import TASKS, Batch
+from longrnn.tasks import TASKS
 from longrnn.training import checkpoint
 from longrnn.training.config import TrainConfig
 from longrnn.training.data import Source
+from longrnn.training.initial_states import INITIAL_STATES, Context
 from longrnn.training.objective import Objective
 from longrnn.training.optim import build_optimizer, learning_rate
 from longrnn.training.processes import Interrupts, build_accelerator
@@ -62,6 +63,8 @@ class Trainer:
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         self.source = Source(self.task, config, rank, world)
         model = self._build_model()
+        context = Context(model.init_state, config.seed, rank, world, self._total)
+        self.starts = INITIAL_STATES.build(config.initial_state, context)
         self.quiet = quiet or not self.accelerator.is_main_process
         learning_rate(0, config)  # an unknown schedule is refused before anything is written
         optimizer = build_optimizer(model, config)
@@ -78,9 +81,6 @@ class Trainer:
         self.step = 0
         self.tokens = 0
         self.pending: dict[str, list[float]] = {}  # what the next row of metrics averages
-        rows = config.per_device_train_batch_size
-        first = model.init_state(rows)
-        self.states = [first] * config.gradient_accumulation_steps
         if resume:
             self._restore()
 
@@ -116,6 +116,8 @@ class Trainer:
         """
         config = self.config
         left = config.max_steps - self.step
+        if not self.quiet and (layout := self.source.layout()):
+            print(layout, file=sys.stderr)
         with (
             Interrupts() as interrupts,
             Progress("training", left, unit="tokens", quiet=self.quiet) as progress,
@@ -149,34 +151,35 @@ class Trainer:
             group["lr"] = learning_rate(self.step, config)
         sums: dict[str, Tensor] = {"stop": torch.tensor([float(stop), 1.0])}  # of values, of counts
         for micro in range(n_micro):
-            batch = self.source.batch(self.step, micro).to(self.accelerator.device)
+            device = self.accelerator.device
+            segments = [batch.to(device) for batch in self.source.segments(self.step, micro)]
+            start = self.starts.before(segments[0], self.step, micro)
             # Gradients are reduced over processes once, with the last micro-batch.
             wait = micro < n_micro - 1
             sync = self.accelerator.no_sync(self.objective) if wait else nullcontext()
             with sync:
                 with self.accelerator.autocast():
-                    output = self.objective(batch, self._initial_state(batch, micro))
+                    output = self.objective(segments, start)
                 self.accelerator.backward(output.loss / n_micro)
-            if config.carry:
-                self.states[micro] = detach(output.state)
-            self.tokens += batch.tokens.numel() * self.accelerator.num_processes
-            parts = {"loss": output.loss.detach().cpu()[None]}
-            parts |= self.task.score(output.predictions.cpu(), batch.to(torch.device("cpu")))
-            for name, values in parts.items():
+            self.starts.after(output.state, micro)
+            scores = [{"loss": output.loss.detach().cpu()[None]}]
+            for batch, said in zip(segments, output.predictions, strict=True):
+                self.tokens += batch.tokens.numel() * self.accelerator.num_processes
+                scores.append(self.task.score(said.cpu(), batch.to(torch.device("cpu"))))
+            for name, values in [item for part in scores for item in part.items()]:
                 pair = torch.tensor([float(values.sum()), float(len(values))])
                 sums[name] = sums.get(name, torch.zeros(2)) + pair
         norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), config.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         table = torch.stack(list(sums.values())).to(self.accelerator.device)
-        totals = cast(Tensor, self.accelerator.reduce(table, "sum")).tolist()
+        totals = self._total(table).tolist()
         means = {n: t / count for n, (t, count) in zip(sums, totals, strict=True) if count}
         return means | {"grad_norm": float(norm if norm is not None else 0.0)}
 
-    def _initial_state(self, batch: Batch, micro: int) -> LMState:
-        model = self.accelerator.unwrap_model(self.objective).model
-        zero = model.init_state(len(batch.tokens))
-        return reset(self.states[micro], zero, batch.fresh) if self.config.carry else zero
+    def _total(self, part: Tensor) -> Tensor:
+        """The sum of `part` over processes."""
+        return cast(Tensor, self.accelerator.reduce(part, "sum"))
 
     def _log(self, rate: float) -> None:
         means = {name: sum(values) / len(values) for name, values in self.pending.items()}
@@ -196,9 +199,7 @@ class Trainer:
     def _save(self) -> None:
         folder = checkpoint.partial(self.output_dir, self.step)
         rank = self.accelerator.process_index
-        carried = [tuple(state) for state in self.states] if self.config.carry else []
-        plain = tree_map(lambda leaf: leaf.cpu(), _plain(carried))
-        checkpoint.write_tensors(folder / f"carry-{rank}.pt", plain)
+        checkpoint.write_tensors(folder / f"carry-{rank}.pt", self.starts.content())
         if self.accelerator.is_main_process:
             model = self.accelerator.unwrap_model(self.objective).model
             self._write_model(model, folder)
@@ -243,10 +244,8 @@ class Trainer:
         torch.set_rng_state(content["random"])
         self.step, self.tokens = content["step"], content["tokens"]
         self.pending = content["pending"]
-        if self.config.carry:
-            rank = self.accelerator.process_index
-            saved = checkpoint.read_tensors(folder / f"carry-{rank}.pt")
-            self.states = [_refill(s, v) for s, v in zip(self.states, saved, strict=True)]
+        rank = self.accelerator.process_index
+        self.starts.restore(checkpoint.read_tensors(folder / f"carry-{rank}.pt"))
         self._cut_metrics(self.step)
 
     def _cut_metrics(self, step: int) -> None:
@@ -271,19 +270,6 @@ class Trainer:
             for key in keys
             if key not in HARMLESS | length
         )
-
-
-def _plain(tree: Any) -> Any:
-    """Named tuples as lists, which a safe unpickler reads."""
-    return [_plain(item) for item in tree] if isinstance(tree, (tuple, list)) else tree
-
-
-def _refill(like: Any, values: Any) -> Any:
-    """The structure of `like` with the tensors of `values` (as `_plain` made them)."""
-    if isinstance(like, tuple):
-        branches = [_refill(a, b) for a, b in zip(like, values, strict=True)]
-        return type(like)(*branches) if hasattr(like, "_fields") else tuple(branches)
-    return values.to(like.device)
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -12,7 +12,7 @@ from longrnn.tasks.base import UNSCORED
 # A length at which each task's rows are real; a new task is asked for its default length.
 LENGTHS = {"passkey": 256, "reverse": 6, "text": 20}
 # Options that a task cannot be built without.
-OPTIONS = {"text": {"files": [__file__]}}
+OPTIONS = {"text": {"files": [__file__], "max_segments": 1}}
 # The score that is best at 0; every other score is best at 1.
 LOWER_IS_BETTER = {"edit_distance"}
 
@@ -107,8 +107,14 @@ def test_rows_and_devices_keep_every_field(task: Task) -> None:
 def test_segment_is_refused_or_pure(task: Task) -> None:
     """A task without documents must say so when it is asked to carry a state."""
     if type(task).segment is Task.segment:
-        with pytest.raises(UserError, match="carry=false"):
-            task.segment([0], 0, length=64, seed=0)
+        for ask in (
+            lambda: task.segment([0], 0, n_lanes=1, length=64, seed=0),
+            lambda: task.longest_document(64),
+        ):
+            with pytest.raises(UserError, match="initial_state={kind: zero}"):
+                ask()
     else:
-        first = task.segment([0, 1], 3, length=256, seed=0)
-        assert_batches_equal(task.segment([0, 1], 3, length=256, seed=0), first)
+        how = {"n_lanes": 3, "length": 256, "seed": 0}
+        first = task.segment([0, 1], 3, **how)
+        assert_batches_equal(task.segment([0, 1], 3, **how), first)
+        assert task.longest_document(256) >= 1

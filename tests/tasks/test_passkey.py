@@ -153,7 +153,7 @@ def test_training_never_shows_a_held_out_key() -> None:
     task = Passkey(max_segments=2)
     generator = torch.Generator().manual_seed(0)
     batch = task.sample(800, length=200, generator=generator)
-    lanes = task.segment(range(400), 0, length=200, seed=0)
+    lanes = task.segment(range(400), 0, n_lanes=400, length=200, seed=0)
     shown = [
         re.search(r"passkey is (\d{5})\.", ByteTokenizer().decode(row))
         for row in [*batch.tokens.tolist(), *lanes.tokens.tolist()]

@@ -32,7 +32,10 @@ def body(batch: Batch, row: int) -> str:
 def segments() -> list[Batch]:
     """All lanes at every step, in order."""
     task = build()
-    return [task.segment(range(LANES), step, length=LENGTH, seed=7) for step in range(STEPS)]
+    return [
+        task.segment(range(LANES), step, n_lanes=LANES, length=LENGTH, seed=7)
+        for step in range(STEPS)
+    ]
 
 
 def test_a_segment_depends_on_lane_step_and_seed_alone(segments: list[Batch]) -> None:
@@ -41,15 +44,15 @@ def test_a_segment_depends_on_lane_step_and_seed_alone(segments: list[Batch]) ->
     places = [(lane, step) for lane in range(LANES) for step in range(STEPS)]
     random.Random(0).shuffle(places)
     for lane, step in places:
-        alone = task.segment([lane], step, length=LENGTH, seed=7)
+        alone = task.segment([lane], step, n_lanes=LANES, length=LENGTH, seed=7)
         assert_batches_equal(alone, segments[step].rows(lane, lane + 1))
-    pair = task.segment([4, 1], 9, length=LENGTH, seed=7)
+    pair = task.segment([4, 1], 9, n_lanes=LANES, length=LENGTH, seed=7)
     assert_batches_equal(pair.rows(1, 2), segments[9].rows(1, 2))
 
 
 def test_seed_and_lane_make_a_difference(segments: list[Batch]) -> None:
     """Lanes that all hold one document."""
-    other = build().segment(range(LANES), 0, length=LENGTH, seed=8)
+    other = build().segment(range(LANES), 0, n_lanes=LANES, length=LENGTH, seed=8)
     assert not torch.equal(other.tokens, segments[0].tokens)
     assert len({body(segments[0], lane) for lane in range(LANES)}) > 1
 
@@ -174,13 +177,18 @@ def test_documents_grow_with_the_steps() -> None:
     """A curriculum that begins with the longest documents, or never reaches them."""
     task = build(max_segments=16, grow_steps=300)
     lanes = range(20)
-    early = [task.segment(lanes, step, length=LENGTH, seed=0).fresh for step in range(4)]
+    early = [
+        task.segment(lanes, step, n_lanes=LANES, length=LENGTH, seed=0).fresh for step in range(4)
+    ]
     assert torch.stack(early).float().mean() > 0.9
-    late = [task.segment(lanes, step, length=LENGTH, seed=0).fresh for step in range(400, 440)]
+    late = [
+        task.segment(lanes, step, n_lanes=LANES, length=LENGTH, seed=0).fresh
+        for step in range(400, 440)
+    ]
     assert torch.stack(late).float().mean() < 0.5
 
 
 def test_a_segment_too_short_says_what_it_needs() -> None:
     """A silent cut of the key line."""
     with pytest.raises(UserError, match=r"needs at least \d+ tokens"):
-        build().segment(range(20), 0, length=100, seed=0)
+        build().segment(range(20), 0, n_lanes=20, length=100, seed=0)

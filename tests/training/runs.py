@@ -38,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "task": {"kind": "passkey", "max_segments": 4, "grow_steps": 3},
         "model": MAMBA2,
         "length": {"max": 180},
-        "carry": True,
+        "initial_state": {"kind": "carry"},
         "gradient_accumulation_steps": 2,
     },
     "reverse": {

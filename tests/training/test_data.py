@@ -20,6 +20,11 @@ def source(config: TrainConfig, rank: int = 0, world_size: int = 1) -> Source:
     return Source(TASKS.build(config.task, None), config, rank, world_size)
 
 
+def batch(source: Source, step: int, micro: int) -> Batch:
+    """The first segment of a micro-batch."""
+    return source.segments(step, micro)[0]
+
+
 def joined(parts: list[Batch]) -> Batch:
     fields = [
         torch.cat(values) if isinstance(values[0], torch.Tensor) else values[0]
@@ -35,8 +40,11 @@ def test_two_processes_share_the_rows_of_one(kind: str) -> None:
     half = tiny(kind, NOWHERE, per_device_train_batch_size=3)
     halves = [source(half, rank, 2) for rank in (0, 1)]
     for step, micro in [(0, 0), (5, 0), (5, 1), (2, 0)]:
-        parts = [one.batch(step, micro) for one in halves]
-        assert_batches_equal(joined(parts), whole.batch(step, micro))
+        parts = [one.segments(step, micro) for one in halves]
+        for pieces, wanted in zip(
+            zip(*parts, strict=True), whole.segments(step, micro), strict=True
+        ):
+            assert_batches_equal(joined(list(pieces)), wanted)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -44,9 +52,9 @@ def test_batches_do_not_depend_on_earlier_ones(kind: str) -> None:
     """A stream that must be replayed to resume."""
     config = tiny(kind, NOWHERE)
     straight = source(config)
-    batches = {(step, micro): straight.batch(step, micro) for step in range(6) for micro in (0, 1)}
-    assert_batches_equal(source(config).batch(5, 1), batches[5, 1])
-    assert_batches_equal(straight.batch(3, 0), batches[3, 0])
+    batches = {(step, micro): batch(straight, step, micro) for step in range(6) for micro in (0, 1)}
+    assert_batches_equal(batch(source(config), 5, 1), batches[5, 1])
+    assert_batches_equal(batch(straight, 3, 0), batches[3, 0])
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -54,8 +62,8 @@ def test_steps_micro_batches_and_seeds_differ(kind: str) -> None:
     """The same rows seen again and again."""
     config = tiny(kind, NOWHERE)
     one, other = source(config), source(tiny(kind, NOWHERE, seed=1))
-    batches = [one.batch(0, 0), one.batch(0, 1), one.batch(1, 0), other.batch(0, 0)]
-    texts = {batch.tokens.numpy().tobytes() for batch in batches}
+    batches = [batch(one, 0, 0), batch(one, 0, 1), batch(one, 1, 0), batch(other, 0, 0)]
+    texts = {drawn.tokens.numpy().tobytes() for drawn in batches}
     assert len(texts) == len(batches)
 
 
@@ -63,7 +71,7 @@ def test_lengths_are_log_uniform_and_grow() -> None:
     """Lengths beyond their bounds, or a curriculum that begins at its end."""
     length = {"max": 64, "min": 4, "sampling": "log_uniform", "grow_steps": 100}
     grown = source(tiny("reverse", NOWHERE, length=length))
-    lengths = [grown.batch(step, 0).tokens.shape[1] // 2 for step in range(600)]
+    lengths = [batch(grown, step, 0).tokens.shape[1] // 2 for step in range(600)]
     assert min(lengths) >= 4
     assert max(lengths[:10]) <= 6  # at most 4 · 16^0.1
     late = sorted(lengths[100:])
@@ -76,14 +84,14 @@ def test_lengths_are_log_uniform_and_grow() -> None:
 def test_fixed_lengths_are_the_longest() -> None:
     """`min` that counts although nothing was asked of it."""
     fixed = source(tiny("reverse", NOWHERE, length={"max": 9, "min": 3}))
-    assert {fixed.batch(step, 0).tokens.shape[1] for step in range(20)} == {18}
+    assert {batch(fixed, step, 0).tokens.shape[1] for step in range(20)} == {18}
 
 
 def test_batch_tokens_bounds_rows_times_length() -> None:
     """A long batch that does not fit the memory that short ones fill."""
     length = {"max": 32, "min": 4, "sampling": "log_uniform"}
     bounded = source(tiny("reverse", NOWHERE, length=length, batch_tokens=48))
-    shapes = {tuple(bounded.batch(step, 0).tokens.shape) for step in range(60)}
+    shapes = {tuple(batch(bounded, step, 0).tokens.shape) for step in range(60)}
     for rows, width in shapes:
         assert rows == max(1, min(8, 48 // (width // 2)))
     assert len({rows for rows, _ in shapes}) > 2

@@ -16,6 +16,7 @@ from longrnn.mixers import MIXERS
 from longrnn.models.checkpoint import save_model
 from longrnn.tasks.passkey import QUESTION
 from longrnn.training.config import TrainConfig
+from longrnn.training.initial_states import Carry
 from longrnn.training.trainer import Trainer
 from tests.contracts.builders import mixer_spec
 from tests.training.runs import (
@@ -75,14 +76,16 @@ def test_carried_states_reach_across_steps(tmp_path: Path) -> None:
     """`carry` that resets at every step: the position counts the tokens of a document."""
     config = tiny("carry", tmp_path, max_steps=6, task={"kind": "passkey", "max_segments": 50})
     trainer = train(config)
-    positions = [int(p) for state in trainer.states for p in state.position]
+    assert isinstance(trainer.starts, Carry)
+    states = [trainer.starts.states[micro] for micro in (0, 1)]
+    positions = [int(p) for state in states for p in state.position]
     assert all(position % 180 == 0 for position in positions)
     assert max(positions) > 180
-    starts = [trainer.source.batch(5, micro).fresh for micro in (0, 1)]
+    starts = [trainer.source.segments(5, micro)[0].fresh for micro in (0, 1)]
     fresh = [bool(flag) for flags in starts for flag in flags]
     for flag, position in zip(fresh, positions, strict=True):
         assert (position == 180) == flag
-    assert not any(leaf.requires_grad for state in trainer.states for leaf in state.layers[0])
+    assert not any(leaf.requires_grad for state in states for leaf in state.layers[0])
 
 
 def test_checkpoints_are_kept_to_the_limit_and_load(tmp_path: Path) -> None:
@@ -263,7 +266,27 @@ def test_a_damaged_checkpoint_is_named(
         ({"tokenizer": "nowhere"}, "no tokenizer at nowhere"),
         ({"init_from": "nowhere"}, "no checkpoint 'nowhere'"),
         ({"num_processes": 2}, "2 processes were asked for and this one sees 1"),
-        ({"task": {"kind": "reverse"}, "carry": True}, "carry=false"),
+        (
+            {"task": {"kind": "reverse"}, "initial_state": {"kind": "carry"}},
+            "initial_state={kind: zero}",
+        ),
+        ({"initial_state": {"kind": "cary"}}, "unknown initial state 'cary': did you mean 'carry'"),
+        ({"initial_state": {"kind": "pass", "share": 1}}, "did you mean 'zero_share'"),
+        ({"initial_state": {"kind": "zero", "zero_share": 0.5}}, "it takes none"),
+        ({"initial_state": {"kind": "pass", "zero_share": 1.5}}, "between 0 and 1"),
+        ({"initial_state": {"kind": "fitted_noise", "momentum": 1.0}}, "below 1"),
+        ({"initial_state": {"kind": "random_noise", "std": 0.0}}, "above 0"),
+        ({"initial_state": {}}, "'kind'"),
+        ({"segments_per_step": 2}, "initial_state={kind: carry}"),
+        ({"segments_per_step": 0}, "segments_per_step must be at least 1"),
+        ({"carry": True}, "key carry is gone: write initial_state={kind: carry} for true"),
+        ({"initial_state": {"kind": "carry"}, "batch_tokens": 9}, "leave out length.sampling"),
+        (
+            {"initial_state": {"kind": "carry"}, "length": {"max": 180, "grow_steps": 3}},
+            "leave out length.sampling",
+        ),
+        ({"length": {"max": 180, "grow_steps": -1}}, "length.grow_steps must be at least 0"),
+        ({"length": {"max": 180, "min": 50, "grow_steps": 9}}, "needs at least 156 tokens"),
     ],
 )
 def test_bad_configurations_leave_nothing_behind(
