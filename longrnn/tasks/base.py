@@ -29,6 +29,8 @@ class Batch(NamedTuple):
         answer: `(b, t)` bool, the places that `Task.score` looks at; None for all scored ones.
         tail: the last `tail` tokens are asked on a fork of the state: a carried state is the one
             before them.
+        repeat: `(b,)` int64, how often the tokens before the tail count in what is carried; None
+            for once.
     """
 
     tokens: Tensor
@@ -37,6 +39,7 @@ class Batch(NamedTuple):
     weights: Tensor | None = None
     answer: Tensor | None = None
     tail: int = 0
+    repeat: Tensor | None = None
 
     def answers(self) -> Tensor:
         """`(b, t)` bool: the places that are scored."""

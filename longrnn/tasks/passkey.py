@@ -1,30 +1,26 @@
-"""Passkey retrieval: a five-digit key in a long filler, asked at the end (arXiv 2305.16300).
+"""Passkey retrieval: five-digit keys in a long filler, one asked at the end (arXiv 2305.16300).
 
 Notable choices:
 - Prompts are put together from token ids, so that a prompt has exactly the length asked, with any
   tokenizer.
 - Keys are split by a hash into those to train on and those to evaluate. A split by a digit would
   train a model that can never say that digit.
-- A document that goes on over many segments asks its question at the end of some of them, on a
-  fork of the state: the answer never enters what is carried, so the key must be remembered from
-  its own line. It asks 0, 1, 2, 4, 8, … segments after that line: asked at every step of a long
-  document, a key is learnt by the weights, and nothing is learnt about remembering.
+- Where a text holds several keys they are numbered, in a form in which the number stands next to
+  the digits: what is measured is memory, not reading.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.tasks.base import TASKS, UNSCORED, Batch, Task, exact_match
+from longrnn.tasks.passkey_documents import Document, Drawing, Needle, draw_needles, keys
 from longrnn.text import ByteTokenizer, Tokenizer, read_text
 
 HEADER = "Something important is hidden in the text below. Remember it.\n"
@@ -34,32 +30,9 @@ FILLER = (
 KEY_LINE = "\nThe passkey is {key}. Remember it. {key} is the passkey.\n"
 QUESTION = "\nWhat is the passkey? The passkey is"
 ANSWER = " {key}"
-
-
-def is_held_out(key: str) -> bool:
-    """Whether a key is kept for evaluation: one in eight, by the first byte of its SHA-256."""
-    return hashlib.sha256(key.encode()).digest()[0] % 8 == 0
-
-
-@lru_cache(maxsize=2)
-def keys(held_out: bool) -> tuple[str, ...]:
-    """All keys of one side of the split, in order."""
-    return tuple(k for k in (f"{i:05d}" for i in range(100_000)) if is_held_out(k) == held_out)
-
-
-class Document(NamedTuple):
-    """A passkey document over several segments; `start` is the step of its first one."""
-
-    start: int
-    segments: int
-    key: str
-    key_segment: int
-    depth: float
-
-    def asks(self, index: int) -> bool:
-        """Whether the question follows the segment `index`."""
-        since = index - self.key_segment
-        return since >= 0 and since & (since - 1) == 0
+NUMBERED_KEY_LINE = "\nPasskey {number}:{key}. Remember it. {number}:{key}.\n"
+NUMBERED_QUESTION = "\nWhat is passkey {number}? Passkey {number}:"
+NUMBERED_ANSWER = "{key}"
 
 
 @TASKS.register("passkey")
@@ -77,10 +50,18 @@ class Passkey(Task):
 
     Args:
         tokenizer: any; None for bytes.
-        answer_weight: the loss is the mean over all tokens plus this times that over the answer.
-        max_segments: longest document of `segment`; lengths are log-uniform.
-        grow_steps: steps over which the longest document grows from 1 to `max_segments`.
-        filler: a UTF-8 text file to take the filler from, over and over; None for `FILLER`.
+        answer_weight: the loss is text_weight times the mean over the text plus this times that
+            over the answer.
+        text_weight: see answer_weight.
+        n_keys: keys in one text, of which one is asked; a list to draw their number from.
+        min_segments: of the shortest document of `segment`.
+        max_segments: of the longest one; lengths are log-uniform.
+        max_repeat: how often a segment of filler counts at most; log-uniform. Above 1 only for
+            cells that are scanned.
+        grow_steps: segments over which the longest document grows from `min_segments` to
+            `max_segments`, and repeats from 1 to `max_repeat`.
+        filler: UTF-8 text files to take the filler from, over and over, from a place that is drawn;
+            None for `FILLER`.
     """
 
     default_length = 256
@@ -90,70 +71,116 @@ class Passkey(Task):
         tokenizer: Tokenizer | None = None,
         *,
         answer_weight: float = 1.0,
+        text_weight: float = 1.0,
+        n_keys: int | list[int] = 1,
+        min_segments: int = 1,
         max_segments: int = 64,
+        max_repeat: int = 1,
         grow_steps: int = 0,
-        filler: str | None = None,
+        filler: str | list[str] | None = None,
     ) -> None:
         self.tokenizer = tokenizer or ByteTokenizer()
         self.vocab_size = self.tokenizer.vocab_size
-        if max_segments < 1 or grow_steps < 0 or answer_weight < 0:
-            raise UserError("passkey needs max_segments >= 1, grow_steps >= 0, answer_weight >= 0")
-        self.answer_weight = answer_weight
-        self.max_segments, self.grow_steps = max_segments, grow_steps
+        if answer_weight < 0 or text_weight < 0:
+            raise UserError("passkey needs answer_weight >= 0 and text_weight >= 0")
+        self.n_keys = [n_keys] if isinstance(n_keys, int) else n_keys
+        if not self.n_keys or not all(1 <= count <= 9 for count in self.n_keys):
+            raise UserError(f"n_keys is a number of keys from 1 to 9, or a list, not {n_keys}")
+        self.answer_weight, self.text_weight = answer_weight, text_weight
+        files = [filler] if isinstance(filler, str) else filler
+        text = FILLER if files is None else "".join(read_text(Path(file))[0] for file in files)
         self._header = self._ids(HEADER)
-        self._filler = self._ids(FILLER if filler is None else read_text(Path(filler))[0])
-        self._question = self._ids(QUESTION)
+        self._filler = self._ids(text)
+        if len(self._filler) == 0:
+            raise UserError("passkey needs a filler: name text files, or leave filler out")
+        self.drawing = Drawing(
+            min_segments, max_segments, max_repeat, grow_steps, self.n_keys, len(self._filler)
+        )
+        self.drawing.check()
+        self.own_filler = files is not None
         self._lanes: dict[tuple[int, int], list[Document]] = {}
 
     # Prompts
 
     def prompt(self, key: str, *, length: int, depth: float) -> Tensor:
+        """One prompt of exactly `length` tokens about one key, see `prompt_of`."""
+        return self.prompt_of([Needle(key, depth)], 0, length=length)
+
+    def prompt_of(
+        self, needles: Sequence[Needle], asked: int, *, length: int, start: int = 0
+    ) -> Tensor:
         """One prompt of exactly `length` tokens.
 
         Args:
-            key: five digits.
+            needles: the keys.
+            asked: index of the one that is asked.
             length: tokens, the question included and the answer not.
-            depth: where the key line stands in the filler, from 0 (its start) to 1 (its end).
+            start: where in the filler the prompt begins.
 
         Raises:
-            UserError: a length too short to hold the key.
+            UserError: a length too short to hold the keys.
         """
-        line = self._ids(KEY_LINE.format(key=key))
-        room = length - len(self._header) - len(line) - len(self._question)
-        if room < 0:
-            raise UserError(
-                f"a passkey prompt needs at least {length - room} tokens with this tokenizer, "
-                f"not {length}"
-            )
-        before = round(depth * room)
-        filler = self._filler_ids(0, room)
-        return torch.cat([self._header, filler[:before], line, filler[before:], self._question])
+        question = self.question(needles[asked])
+        room = length - len(self._header) - len(question)
+        return torch.cat([self._header, self._hidden(needles, start, room, length), question])
 
-    def parts(self, prompt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def parts(self, prompt: Tensor, needle: Needle) -> tuple[Tensor, Tensor, Tensor]:
         """Header, what it is about, and question of a prompt `(t,)`."""
-        head, tail = len(self._header), len(prompt) - len(self._question)
+        head, tail = len(self._header), len(prompt) - len(self.question(needle))
         return prompt[:head], prompt[head:tail], prompt[tail:]
 
-    def answer(self, key: str) -> Tensor:
+    def question(self, needle: Needle) -> Tensor:
+        """The ids of what is asked, `(q,)`."""
+        return self._ids(
+            NUMBERED_QUESTION.format(number=needle.number) if needle.number else QUESTION
+        )
+
+    def answer(self, needle: Needle) -> Tensor:
         """The ids of the right answer, `(k,)`."""
-        return self._ids(ANSWER.format(key=key))
+        return self._ids((NUMBERED_ANSWER if needle.number else ANSWER).format(key=needle.key))
 
     def least_length(self) -> int:
-        """The shortest prompt that holds any key."""
-        line = max(len(self._ids(KEY_LINE.format(key=key))) for key in keys(True)[::97])
-        return len(self._header) + line + len(self._question)
+        """The shortest prompt that holds any keys."""
+        held_out = keys(True)
+        return max(self._least(held_out[i : i + 9]) for i in range(0, len(held_out) - 9, 97))
+
+    def _least(self, chosen: Sequence[str]) -> int:
+        needles = _numbered(chosen[: max(self.n_keys)])
+        lines = sum(len(self._line(needle)) for needle in needles)
+        return len(self._header) + lines + len(self.question(needles[-1]))
+
+    def _line(self, needle: Needle) -> Tensor:
+        form = NUMBERED_KEY_LINE if needle.number else KEY_LINE
+        return self._ids(form.format(key=needle.key, number=needle.number))
+
+    def _hidden(self, needles: Sequence[Needle], start: int, room: int, length: int) -> Tensor:
+        """`room` tokens of filler and key lines; `start` counts through the filler."""
+        lines = [self._line(needle) for needle in needles]
+        free = room - sum(map(len, lines))
+        if free < 0:
+            raise UserError(
+                f"the keys of a passkey text need at least {length - free} tokens with this "
+                f"tokenizer, not {length}"
+            )
+        filler = self._filler_ids(start, free)
+        parts, before = [], 0
+        for needle, line in sorted(zip(needles, lines, strict=True), key=lambda pair: pair[0].depth):
+            place = round(needle.depth * free)
+            parts += [filler[before:place], line]
+            before = place
+        return torch.cat([*parts, filler[before:]])
 
     # Training
 
     def sample(self, batch_size: int, *, length: int, generator: torch.Generator) -> Batch:
-        depths = torch.rand(batch_size, generator=generator).tolist()
-        train = keys(False)
-        picks = torch.randint(len(train), (batch_size,), generator=generator).tolist()
-        chosen = [train[pick] for pick in picks]
-        prompts = [
-            self.prompt(key, length=length, depth=depth)
-            for key, depth in zip(chosen, depths, strict=True)
-        ]
+        rng = random.Random(int(torch.randint(2**62, (), generator=generator)))
+        prompts, chosen = [], []
+        for _ in range(batch_size):
+            needles = draw_needles(rng, rng.choice(self.n_keys))
+            asked = rng.randrange(len(needles))
+            start = rng.randrange(len(self._filler)) if self.own_filler else 0
+            prompts.append(self.prompt_of(needles, asked, length=length, start=start))
+            chosen.append(needles[asked])
         fresh = torch.ones(batch_size, dtype=torch.bool)
         return self._batch(prompts, chosen, fresh, asked=[True] * batch_size)
 
@@ -161,18 +188,21 @@ class Passkey(Task):
         self, lanes: Sequence[int], step: int, *, n_lanes: int, length: int, seed: int
     ) -> Batch:
         """See `Task.segment`; a segment has `length` tokens, the question follows on a fork."""
-        bodies, chosen, fresh, asked = [], [], [], []
+        bodies, chosen, fresh, asked, repeat = [], [], [], [], []
         for lane in lanes:
             document = self._document(lane, step, seed)
             index = step - document.start
-            bodies.append(torch.cat([self._body(document, index, length), self._question]))
-            chosen.append(document.key)
+            needle = document.needles[document.asked]
+            bodies.append(torch.cat([self._body(document, index, length), self.question(needle)]))
+            chosen.append(needle)
             fresh.append(index == 0)
             asked.append(document.asks(index))
-        return self._batch(bodies, chosen, torch.tensor(fresh), asked, fork=length)
+            repeat.append(document.repeats[index])
+        batch = self._batch(bodies, chosen, torch.tensor(fresh), asked, fork=length)
+        return batch if set(repeat) == {1} else batch._replace(repeat=torch.tensor(repeat))
 
     def longest_document(self, length: int) -> int:
-        return self.max_segments
+        return self.drawing.max_segments
 
     def score(self, predictions: Tensor, batch: Batch) -> dict[str, Tensor]:
         """`accuracy`: whether the whole key is right. Rows that were not asked are left out."""
@@ -182,7 +212,7 @@ class Passkey(Task):
     def _batch(
         self,
         prompts: list[Tensor],
-        chosen: list[str],
+        chosen: list[Needle],
         fresh: Tensor,
         asked: list[bool],
         *,
@@ -192,8 +222,8 @@ class Passkey(Task):
 
         What comes from token `fork` on is asked on a fork of the state.
         """
-        answers = [self.answer(key) for key in chosen]
-        width = len(prompts[0]) + max(len(answer) for answer in answers)
+        answers = [self.answer(needle) for needle in chosen]
+        width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
         ids = torch.zeros(len(prompts), width, dtype=torch.long)
         targets = torch.full((len(prompts), width - 1), UNSCORED)
         answer_mask = torch.zeros(len(prompts), width - 1, dtype=torch.bool)
@@ -208,7 +238,7 @@ class Passkey(Task):
             # What follows the segment is both the question and more filler: it is no target.
             targets[:, fork - 1] = UNSCORED
         scored = (targets != UNSCORED).float()
-        weights = scored / scored.sum(1, keepdim=True)
+        weights = self.text_weight * scored / scored.sum(1, keepdim=True)
         per_answer = answer_mask.float() / answer_mask.sum(1, keepdim=True).clamp(min=1)
         weights = weights + self.answer_weight * per_answer
         tail = 0 if fork is None else width - 1 - fork
@@ -219,33 +249,21 @@ class Passkey(Task):
     def _document(self, lane: int, step: int, seed: int) -> Document:
         """The document that a lane is in at a step."""
         documents = self._lanes.setdefault((seed, lane), [])
-        while not documents or documents[-1].start + documents[-1].segments <= step:
-            start = documents[-1].start + documents[-1].segments if documents else 0
-            documents.append(self._draw(start, random.Random(f"{seed}/{lane}/{len(documents)}")))
+        while not documents or documents[-1].end <= step:
+            start = documents[-1].end if documents else 0
+            rng = random.Random(f"{seed}/{lane}/{len(documents)}")
+            documents.append(self.drawing.document(start, rng))
         return next(d for d in reversed(documents) if d.start <= step)
-
-    def _draw(self, start: int, rng: random.Random) -> Document:
-        grown = min(1.0, start / self.grow_steps) if self.grow_steps else 1.0
-        segments = int((self.max_segments + 1) ** (grown * rng.random()))
-        # Half of the documents begin with their key, so that the longest distances are seen too.
-        key_segment = rng.choice([0, rng.randrange(segments)])
-        return Document(start, segments, rng.choice(keys(False)), key_segment, rng.random())
 
     def _body(self, document: Document, index: int, length: int) -> Tensor:
         """The `length` tokens of segment `index`, as they stand in one long prompt."""
-        line = self._ids(KEY_LINE.format(key=document.key))
-        none = line[:0]
-        head = self._header if index == 0 else none
-        here = line if index == document.key_segment else none
-        room = length - len(head) - len(here)
-        if room < 0:
-            raise UserError(
-                f"a passkey segment needs at least {length - room} tokens, not {length}"
-            )
-        earlier = len(self._header) * (index > 0) + len(line) * (index > document.key_segment)
-        before = round(document.depth * room)
-        filler = self._filler_ids(index * length - earlier, room)
-        return torch.cat([head, filler[:before], here, filler[before:]])
+        head = self._header if index == 0 else self._header[:0]
+        here = document.needles if index == document.key_segment else []
+        earlier = len(self._header) if index > 0 else 0
+        if index > document.key_segment:
+            earlier += sum(len(self._line(needle)) for needle in document.needles)
+        start = document.filler + index * length - earlier
+        return torch.cat([head, self._hidden(here, start, length - len(head), length)])
 
     def _filler_ids(self, start: int, count: int) -> Tensor:
         index = torch.arange(start, start + count) % len(self._filler)
@@ -253,3 +271,9 @@ class Passkey(Task):
 
     def _ids(self, text: str) -> Tensor:
         return torch.tensor(self.tokenizer.encode(text), dtype=torch.long)
+
+
+def _numbered(chosen: Sequence[str]) -> list[Needle]:
+    """Keys as needles, numbered from 1 where there are several."""
+    numbers = range(1, len(chosen) + 1) if len(chosen) > 1 else [0]
+    return [Needle(key, 0.5, number) for key, number in zip(chosen, numbers, strict=True)]
