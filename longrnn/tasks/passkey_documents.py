@@ -1,0 +1,128 @@
+"""Passkey documents that go on over segments, as lanes read them.
+
+Notable choices:
+- A document asks its question at the end of some segments, on a fork of the state: the answer never
+  enters what is carried, so a key must be remembered from its own line. It asks 0, 1, 2, 4, 8, …
+  segments after that line: asked at every step of a long document, a key is learnt by the weights,
+  and nothing is learnt about remembering.
+- A segment of filler alone may count many times (see `longrnn.training.repeat`), so that few
+  segments stand for a long document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from longrnn.errors import UserError
+
+
+def is_held_out(key: str) -> bool:
+    """Whether a key is kept for evaluation: one in eight, by the first byte of its SHA-256."""
+    return hashlib.sha256(key.encode()).digest()[0] % 8 == 0
+
+
+@lru_cache(maxsize=2)
+def keys(held_out: bool) -> tuple[str, ...]:
+    """All keys of one side of the split, in order."""
+    return tuple(k for k in (f"{i:05d}" for i in range(100_000)) if is_held_out(k) == held_out)
+
+
+class Needle(NamedTuple):
+    """A key in its line.
+
+    Attributes:
+        key: five digits.
+        depth: where the line stands in the filler around it, from 0 (its start) to 1 (its end).
+        number: by which it is asked; 0 for the only key of a text.
+    """
+
+    key: str
+    depth: float
+    number: int = 0
+
+
+def draw_needles(rng: random.Random, count: int, *, held_out: bool = False) -> list[Needle]:
+    """`count` different keys at random depths, numbered from 1 where there are several."""
+    chosen = rng.sample(keys(held_out), count)
+    numbers = range(1, count + 1) if count > 1 else [0]
+    return [Needle(k, rng.random(), n) for k, n in zip(chosen, numbers, strict=True)]
+
+
+class Document(NamedTuple):
+    """One document.
+
+    Attributes:
+        start: the step of its first segment.
+        needles: its keys, all in one segment.
+        asked: index of the needle that is asked.
+        key_segment: which segment holds them.
+        repeats: how often each segment counts.
+        filler: where in the filler it begins.
+    """
+
+    start: int
+    needles: list[Needle]
+    asked: int
+    key_segment: int
+    repeats: list[int]
+    filler: int
+
+    @property
+    def end(self) -> int:
+        """The step after its last segment."""
+        return self.start + len(self.repeats)
+
+    def asks(self, index: int) -> bool:
+        """Whether the question follows the segment `index`."""
+        since = index - self.key_segment
+        return since >= 0 and since & (since - 1) == 0
+
+
+class Drawing(NamedTuple):
+    """How documents are drawn.
+
+    Attributes:
+        min_segments: of the shortest document.
+        max_segments: of the longest; lengths are log-uniform.
+        max_repeat: how often a segment of filler counts at most, log-uniform.
+        grow_steps: segments of a lane over which lengths and repeats grow to their full range.
+        n_keys: numbers of keys to choose from.
+        n_filler: tokens of filler to begin at; 1 to begin at its start.
+    """
+
+    min_segments: int
+    max_segments: int
+    max_repeat: int
+    grow_steps: int
+    n_keys: Sequence[int]
+    n_filler: int
+
+    def check(self) -> None:
+        """Refuses values out of range."""
+        if not 1 <= self.min_segments <= self.max_segments:
+            raise UserError(
+                f"passkey needs 1 <= min_segments <= max_segments, not {self.min_segments} and "
+                f"{self.max_segments}"
+            )
+        if self.max_repeat < 1 or self.grow_steps < 0:
+            raise UserError("passkey needs max_repeat >= 1 and grow_steps >= 0")
+
+    def document(self, start: int, rng: random.Random) -> Document:
+        """The document that begins at step `start`."""
+        grown = min(1.0, start / self.grow_steps) if self.grow_steps else 1.0
+        span = (self.max_segments + 1) / self.min_segments
+        segments = int(self.min_segments * span ** (grown * rng.random()))
+        # Half of the documents begin with their key, so that the longest distances are seen too.
+        key_segment = rng.choice([0, rng.randrange(segments)])
+        needles = draw_needles(rng, rng.choice(self.n_keys))
+        # What is read once stays read once: the beginning of a document, and its keys.
+        repeats = [
+            1 if index in (0, key_segment) else int(self.max_repeat ** (grown * rng.random()))
+            for index in range(segments)
+        ]
+        asked = rng.randrange(len(needles))
+        return Document(start, needles, asked, key_segment, repeats, rng.randrange(self.n_filler))
