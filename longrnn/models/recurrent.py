@@ -157,6 +157,21 @@ class RecurrentLM(nn.Module):
         Raises:
             UserError: ids outside the vocabulary, a state of another model or batch size.
         """
+        hidden, state = self.hidden(tokens, state, keep=keep, edits=edits)
+        return LMOutput(F.linear(hidden, self.head.weight), state)
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        state: LMState | None = None,
+        *,
+        keep: int | None = None,
+        edits: Sequence[Edit] | None = None,
+    ) -> tuple[Tensor, LMState]:
+        """`forward` without the head: what it multiplies, `(b, t, d_model)`, and the state.
+
+        For a loss that never holds all logits (`longrnn.ops.cross_entropy`).
+        """
         self._check_tokens(tokens)
         if state is None:
             state = self.init_state(len(tokens))
@@ -174,9 +189,11 @@ class RecurrentLM(nn.Module):
             if unwanted < hidden.shape[1]:
                 kept.append(hidden[:, unwanted:])
         if not kept:
-            empty = self.embedding.weight.new_zeros(len(tokens), 0, self.vocab_size)
-            return LMOutput(empty, state)
-        return LMOutput(self._logits(torch.cat(kept, 1) if len(kept) > 1 else kept[0]), state)
+            return self.embedding.weight.new_zeros(len(tokens), 0, self.config.d_model), state
+        hidden = torch.cat(kept, 1) if len(kept) > 1 else kept[0]
+        if self.norm is not None:
+            hidden = rms_norm(hidden, self.norm.weight, self.config.norm_eps)
+        return hidden, state
 
     def _segment(
         self, tokens: Tensor, state: LMState, edits: Sequence[Edit] | None
@@ -189,11 +206,6 @@ class RecurrentLM(nn.Module):
             x, layer = block(x, layer, None if edits is None else edits[index])
             layers.append(layer)
         return x, LMState(state.position + time, tuple(layers), state.extra)
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        if self.norm is not None:
-            hidden = rms_norm(hidden, self.norm.weight, self.config.norm_eps)
-        return F.linear(hidden, self.head.weight)
 
     def _check_tokens(self, tokens: Tensor) -> None:
         if tokens.ndim != 2:

@@ -53,6 +53,10 @@ class TrainConfig:
         batch_tokens: where set, rows are reduced so that rows · length stays below it.
         num_processes: where set, any other number of processes is refused.
         optim: `adamw` or `adam`.
+        learning_rate_scale: factors of the learning rate by pattern of parameter names, such as
+            `{"*.dt_bias": 10}`; where several match, the last counts.
+        weight_decay: of matrices, kernels, embeddings; never of A_log, dt_bias, D, norms, biases.
+        freeze: patterns of parameter names that are not trained, such as `["embedding.*"]`.
         lr_scheduler_type: `constant`, `cosine`, or `warmup_stable_decay`.
         max_steps: optimizer steps; a resumed run may change it where the schedule is `constant`.
         warmup_steps: linear warm-up from 0.
@@ -79,10 +83,12 @@ class TrainConfig:
     num_processes: int | None = None
     optim: str = "adamw"
     learning_rate: float = 2e-3
+    learning_rate_scale: dict[str, float] = field(default_factory=dict)
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
     adam_epsilon: float = 1e-8
     weight_decay: float = 0.0
+    freeze: list[str] = field(default_factory=list)
     lr_scheduler_type: str = "cosine"
     warmup_steps: int = 100
     decay_steps: int = 0
@@ -106,6 +112,12 @@ class TrainConfig:
                 raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.learning_rate <= 0 or self.max_grad_norm <= 0:
             raise UserError("learning_rate and max_grad_norm must be above 0")
+        for pattern, factor in self.learning_rate_scale.items():
+            if not 0 < factor < float("inf"):
+                raise UserError(
+                    f"learning_rate_scale[{pattern!r}] must be above 0 and finite, not {factor}: "
+                    "to train nothing of it, name it in freeze"
+                )
         if self.length.sampling not in SAMPLING:
             remedy = nearest(self.length.sampling, SAMPLING)
             raise UserError(f"unknown length.sampling {self.length.sampling!r}: {remedy}")

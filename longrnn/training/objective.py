@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from longrnn.models.recurrent import RecurrentLM
+from longrnn.ops.cross_entropy import weighted_cross_entropy
 from longrnn.state import LMState, reset
 from longrnn.tasks import Batch
+from longrnn.training.repeat import repeats
 
 
 class StepOutput(NamedTuple):
@@ -58,16 +59,16 @@ class Objective(nn.Module):
     def _segment(self, batch: Batch, state: LMState) -> tuple[Tensor, LMState, Tensor]:
         """The loss from an initial state; see `Batch` for its weights and its tail."""
         body = batch.tokens.shape[1] - batch.tail
-        logits, state = self.model(batch.tokens[:, :body], state)
+        edits = repeats(self.model.mixers, batch.repeat, body)
+        hidden, state = self.model.hidden(batch.tokens[:, :body], state, edits=edits)
         if batch.tail:
-            asked, _ = self.model(batch.tokens[:, body:], state)
-            logits = torch.cat([logits, asked], dim=1)
-        per_token = F.cross_entropy(
-            logits.float().flatten(0, 1), batch.targets.flatten(), reduction="none"
-        ).view_as(batch.targets)
+            asked, _ = self.model.hidden(batch.tokens[:, body:], state)
+            hidden = torch.cat([hidden, asked], dim=1)
         weights = batch.weights
         if weights is None:
             scored = batch.answers().float()
             weights = scored / scored.sum(1, keepdim=True)
-        loss = (per_token * weights).sum(1).mean()
-        return loss, state, logits.detach().argmax(-1)
+        loss, predictions = weighted_cross_entropy(
+            hidden, self.model.head.weight, batch.targets, weights / len(weights)
+        )
+        return loss, state, predictions

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -17,25 +19,76 @@ OPTIMIZERS: dict[str, type[torch.optim.Adam]] = {
 }
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer, with weight decay on matrices only.
+# Never decayed, however many axes they have: what sets time scales, what scales, what shifts.
+UNDECAYED = ("*A_log", "*dt_bias", "*.D", "*norm.weight", "*bias*")
 
-    Biases, norms and Mamba-2's A_log, dt_bias and D are vectors and are not decayed.
+
+def decays(name: str, parameter: nn.Parameter) -> bool:
+    """Whether weight decay applies: to matrices, kernels, embeddings and tables of positions.
+
+    Biases, norms and Mamba-2's A_log, dt_bias and D are left alone.
+    """
+    return parameter.ndim >= 2 and not any(fnmatchcase(name, pattern) for pattern in UNDECAYED)
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Takes the parameters that any of `patterns` matches out of training.
+
+    Raises:
+        UserError: a pattern matches nothing, or all of them together match everything.
+    """
+    for pattern in patterns:
+        for parameter in _matching(model, pattern, "freeze"):
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(f"freeze={list(patterns)} leaves nothing to train: name fewer parameters")
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """The optimizer of what is not frozen, in groups of one weight decay and learning rate each.
+
+    A group's `scale` is the factor of `config.learning_rate_scale`; see `set_learning_rate`.
+
+    Raises:
+        UserError: an unknown optimizer, or a pattern that matches nothing.
     """
     if config.optim not in OPTIMIZERS:
         raise UserError(f"unknown optim {config.optim!r}: {nearest(config.optim, OPTIMIZERS)}")
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    scales = {}
+    for pattern, factor in config.learning_rate_scale.items():
+        matched = _matching(model, pattern, "learning_rate_scale")
+        scales |= dict.fromkeys(matched, factor)
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            decay = config.weight_decay if decays(name, parameter) else 0.0
+            groups.setdefault((decay, scales.get(parameter, 1.0)), []).append(parameter)
     return OPTIMIZERS[config.optim](
-        groups,
+        [
+            {"params": parameters, "weight_decay": decay, "scale": scale}
+            for (decay, scale), parameters in groups.items()
+        ],
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,
         fused=True,
     )
+
+
+def _matching(model: nn.Module, pattern: str, key: str) -> list[nn.Parameter]:
+    """The parameters whose name `pattern` matches; a tied head is found by both of its names.
+
+    Raises:
+        UserError: there is none.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    found = [parameter for name, parameter in named.items() if fnmatchcase(name, pattern)]
+    if not found:
+        # Names as patterns, so that a deep model does not list each of its layers.
+        known = {re.sub(r"\.\d+\.", ".*.", name) for name in named}
+        known |= {f"*.{name.rpartition('.')[2]}" for name in named}
+        raise UserError(f"{key}: no parameter matches {pattern!r}: {nearest(pattern, known)}")
+    return found
 
 
 def constant(step: int, config: TrainConfig) -> float:
@@ -69,3 +122,10 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     return config.learning_rate * SCHEDULES[kind](step, config)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: TrainConfig) -> None:
+    """Gives each group the learning rate of a step times its own scale."""
+    rate = learning_rate(step, config)
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["scale"]

@@ -34,7 +34,7 @@ from longrnn.training.config import TrainConfig
 from longrnn.training.data import Source
 from longrnn.training.initial_states import INITIAL_STATES, Context
 from longrnn.training.objective import Objective
-from longrnn.training.optim import build_optimizer, learning_rate
+from longrnn.training.optim import build_optimizer, freeze, learning_rate, set_learning_rate
 from longrnn.training.processes import Interrupts, build_accelerator
 
 # Keys that may change between the parts of one run without changing what it computes so far.
@@ -67,6 +67,7 @@ class Trainer:
         self.starts = INITIAL_STATES.build(config.initial_state, context)
         self.quiet = quiet or not self.accelerator.is_main_process
         learning_rate(0, config)  # an unknown schedule is refused before anything is written
+        freeze(model, config.freeze)
         optimizer = build_optimizer(model, config)
         self.source.check()  # as is a length that the task cannot make
         self._check_positions(model)
@@ -147,8 +148,7 @@ class Trainer:
     def _train_step(self, *, stop: bool) -> dict[str, float]:
         """One optimizer step; returns what to log, and `stop` above 0 if any process wishes it."""
         config, n_micro = self.config, self.config.gradient_accumulation_steps
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.step, config)
+        set_learning_rate(self.optimizer, self.step, config)
         sums: dict[str, Tensor] = {"stop": torch.tensor([float(stop), 1.0])}  # of values, of counts
         for micro in range(n_micro):
             device = self.accelerator.device

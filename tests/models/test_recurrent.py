@@ -13,6 +13,7 @@ from longrnn.mixers import MIXERS, Edit
 from longrnn.models import LanguageModel, RecurrentConfig, RecurrentLM, recurrent
 from longrnn.models.recurrent import BLOCKS
 from longrnn.ops.ssd import resolve
+from longrnn.state import LMState
 from tests.contracts.builders import (
     D_MODEL,
     VOCAB,
@@ -51,17 +52,18 @@ def test_kept_logits_alone_are_computed(monkeypatch: pytest.MonkeyPatch) -> None
     """A long prefill never holds a row of logits per token."""
     model = build_model("rnn")
     seen: list[int] = []
-    computed = model._logits
+    computed = model.hidden
 
-    def watched(hidden: torch.Tensor) -> torch.Tensor:
+    def watched(*given: Any, **options: Any) -> tuple[torch.Tensor, LMState]:
+        hidden, state = computed(*given, **options)
         seen.append(hidden.shape[1])
-        return computed(hidden)
+        return hidden, state
 
-    monkeypatch.setattr(model, "_logits", watched)
+    monkeypatch.setattr(model, "hidden", watched)
     monkeypatch.setattr(recurrent, "SEGMENT_TOKENS", 1)
     model(random_tokens(1, 1000), keep=3)
     model(random_tokens(1, 1000), keep=0)
-    assert seen == [3]
+    assert seen == [3, 0]
 
 
 @pytest.mark.parametrize("time", [0, 5])

@@ -10,10 +10,16 @@ import torch
 
 from longrnn.config import build_config
 from longrnn.errors import UserError
-from longrnn.models import RecurrentConfig, RecurrentLM
+from longrnn.models import RecurrentLM
 from longrnn.training.config import TrainConfig
-from longrnn.training.optim import build_optimizer, learning_rate
-from tests.training.runs import MAMBA2
+from longrnn.training.optim import (
+    build_optimizer,
+    decays,
+    freeze,
+    learning_rate,
+    set_learning_rate,
+)
+from tests.contracts.builders import MIXER_SPECS, build_model, spec_id
 
 
 def config(**values: Any) -> TrainConfig:
@@ -58,30 +64,106 @@ def test_no_warm_up_and_no_decay() -> None:
     assert learning_rate(10, config(max_steps=10)) == 0.5  # warm-up as long as the run
 
 
-def test_vectors_do_not_decay() -> None:
-    """Decay of Mamba-2's A_log and dt_bias, which would move its time scales."""
-    torch.manual_seed(0)
-    model = RecurrentLM(build_config(RecurrentConfig, MAMBA2))
+DECAYED = {"embedding.weight", "head.weight", "merge.weight", "position.table"}
+DECAYED |= {"cell.weight_ih_l0", "cell.weight_hh_l0"}
+DECAYED |= {"in_proj.weight", "conv1d.weight", "out_proj.weight"}
+UNDECAYED = {"A_log", "dt_bias", "D", "norm.weight"}
+UNDECAYED |= {"conv1d.bias", "in_proj.bias", "out_proj.bias", "cell.bias_ih_l0", "cell.bias_hh_l0"}
+
+
+@pytest.mark.parametrize("spec", MIXER_SPECS, ids=spec_id)
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_decays(spec: dict[str, Any], tied: bool) -> None:
+    """Decay of A_log and dt_bias, which would move time scales, of D, of a norm, of a bias.
+
+    A new kind of parameter must be entered above, on one of the two sides.
+    """
+    model = build_model(spec, position="learned", tie_embeddings=tied)
     optimizer = build_optimizer(model, config(weight_decay=0.1, adam_beta2=0.9))
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = {
-        group["weight_decay"]: {names[id(parameter)] for parameter in group["params"]}
-        for group in optimizer.param_groups
-    }
-    assert groups.keys() == {0.1, 0.0}
-    assert groups[0.0] | groups[0.1] == set(names.values())
-    for layer in range(2):
-        for name in ("A_log", "dt_bias", "D", "norm.weight", "conv1d.bias"):
-            assert f"blocks.{layer}.mixer.{name}" in groups[0.0]
-        assert f"blocks.{layer}.mixer.in_proj.weight" in groups[0.1]
-    assert "embedding.weight" in groups[0.1]
+    decayed, undecayed = set(), set()
+    for name, _ in model.named_parameters():
+        decayed |= {name for end in DECAYED if name == end or name.endswith(f".{end}")}
+        undecayed |= {name for end in UNDECAYED if name == end or name.endswith(f".{end}")}
+    names = {name for name, _ in model.named_parameters()}
+    assert decayed | undecayed == names
+    assert not decayed & undecayed
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     for name, value in model.named_parameters():
-        moved = not torch.equal(value, before[name])
-        assert moved == (name in groups[0.1]), name
+        assert (not torch.equal(value, before[name])) == (name in decayed), name
+
+
+def test_the_rule_goes_by_names_and_not_by_axes_alone() -> None:
+    """A cell whose A_log is a matrix."""
+    matrix = torch.nn.Parameter(torch.ones(3, 4))
+    assert decays("blocks.0.mixer.in_proj.weight", matrix)
+    for name in ("A_log", "dt_bias", "D", "norm.weight", "conv1d.bias"):
+        assert not decays(f"blocks.0.mixer.{name}", matrix)
+    assert not decays("blocks.0.mixer.in_proj.weight", torch.nn.Parameter(torch.ones(3)))
+
+
+def rates(model: RecurrentLM, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """The learning rate of each parameter that the optimizer has."""
+    found = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    return {name: found[p] for name, p in model.named_parameters() if p in found}
+
+
+def test_scales_of_the_learning_rate() -> None:
+    """A factor that the schedule overwrites, that misses a layer, or that reaches another."""
+    model = build_model("mamba2")
+    scale = {"*.mixer.*": 0.5, "*.dt_bias": 10.0, "blocks.0.*.dt_bias": 3.0}
+    settings = config(learning_rate_scale=scale, weight_decay=0.1)
+    optimizer = build_optimizer(model, settings)
+    for step in (4, 50):
+        set_learning_rate(optimizer, step, settings)
+        base = learning_rate(step, settings)
+        found = rates(model, optimizer)
+        assert found.keys() == {name for name, _ in model.named_parameters()}
+        assert found["embedding.weight"] == found["blocks.0.norm.weight"] == base
+        assert found["blocks.1.mixer.in_proj.weight"] == 0.5 * base
+        assert found["blocks.1.mixer.A_log"] == 0.5 * base
+        # The last pattern that matches counts.
+        assert found["blocks.0.mixer.dt_bias"] == 3 * base
+        assert found["blocks.1.mixer.dt_bias"] == 10 * base
+
+
+def test_frozen_parts() -> None:
+    """Parts that the optimizer has nevertheless, or a tied head that one of its names misses."""
+    model = build_model("mamba2", tie_embeddings=True)
+    freeze(model, ["head.weight", "blocks.0.*"])
+    found = rates(model, build_optimizer(model, config()))
+    assert "embedding.weight" not in found
+    assert {name.split(".")[1] for name in found if name.startswith("blocks.")} == {"1"}
+    assert not model.embedding.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"freeze": ["*.dt_bais"]}, r"freeze: no parameter matches '\*.dt_bais': did you mean"),
+        ({"freeze": ["embeding.weight"]}, "did you mean 'embedding.weight'"),
+        ({"freeze": ["blocks.2.*"]}, r"no parameter matches 'blocks.2.\*'"),
+        ({"freeze": ["*"]}, "leaves nothing to train"),
+        ({"learning_rate_scale": {"*.A_lag": 2.0}}, r"did you mean '\*.A_log'"),
+    ],
+)
+def test_patterns_that_cannot_be_meant_are_refused(changes: dict[str, Any], message: str) -> None:
+    """A misspelt pattern that trains what was to be frozen, without a word."""
+    model, settings = build_model("mamba2"), config(**changes)
+    with pytest.raises(UserError, match=message) as error:
+        freeze(model, settings.freeze)
+        build_optimizer(model, settings)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("inf"), float("nan")])
+def test_factors_out_of_range(factor: float) -> None:
+    """A learning rate of 0 that decays nothing and trains nothing."""
+    with pytest.raises(UserError, match="name it in freeze"):
+        config(learning_rate_scale={"*": factor})
 
 
 def test_settings_reach_the_optimizer() -> None:

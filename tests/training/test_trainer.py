@@ -265,6 +265,8 @@ def test_a_damaged_checkpoint_is_named(
         ),
         ({"tokenizer": "nowhere"}, "no tokenizer at nowhere"),
         ({"init_from": "nowhere"}, "no checkpoint 'nowhere'"),
+        ({"freeze": ["*.A_lag"]}, r"did you mean '\*.A_log'"),
+        ({"learning_rate_scale": {"heads.*": 2.0}}, "no parameter matches 'heads"),
         ({"num_processes": 2}, "2 processes were asked for and this one sees 1"),
         (
             {"task": {"kind": "reverse"}, "initial_state": {"kind": "carry"}},
@@ -387,6 +389,29 @@ def test_init_from_starts_where_another_run_ended(tmp_path: Path) -> None:
     again = tiny("reverse", tmp_path / "second", warmup_steps=10**6, **changes)
     resumed = Trainer(again, resume=True, quiet=True)
     assert resumed.step == 1
+
+
+def test_fine_tuning_with_frozen_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frozen parts that move by decay or after a resume; a scale that a resume forgets."""
+    train(tiny("passkey", tmp_path / "first", max_steps=1))
+    changes = {
+        "init_from": str(tmp_path / "first"),
+        "freeze": ["embedding.weight", "blocks.0.*"],
+        "learning_rate_scale": {"*.dt_bias": 10.0},
+        "weight_decay": 0.1,
+    }
+    straight, broken = (tiny("carry", tmp_path / name, **changes) for name in ("a", "b"))
+    trainer = train(straight)
+    crash(broken, 6, monkeypatch)
+    train(broken, resume=True)
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+    before, after = (load(tmp_path / name).state_dict() for name in ("first", "b"))
+    for name, value in after.items():
+        frozen = name in ("embedding.weight", "head.weight") or name.startswith("blocks.0.")
+        assert torch.equal(value, before[name]) == frozen, name
+    scales = {group["scale"]: group["lr"] for group in trainer.optimizer.param_groups}
+    assert scales.keys() == {1.0, 10.0}
+    assert scales[10.0] == pytest.approx(10 * scales[1.0])
 
 
 def test_training_with_a_tokenizer_of_ones_own(

@@ -1,0 +1,104 @@
+"""Head and cross-entropy on the CPU, in pieces and with all logits at once: time and peak memory.
+
+Forward and backward pass of the loss alone, from hidden states to the gradients of hidden states
+and head, for 64 rows of 64 tokens. `all logits` is `F.cross_entropy(F.linear(hidden, head))`. Peaks
+are those of processes of their own, above what the same process held before the loss.
+
+Example:
+    python -m benchmarks.head_cpu --threads 1 --json benchmarks/results/head_cpu.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from benchmarks.prefill_cpu import mebibytes
+from benchmarks.timing import add_threads, interleaved, use_threads, write_json
+from longrnn.ops.cross_entropy import weighted_cross_entropy
+
+WAYS = ("all logits", "2^20", "2^21", "2^22", "2^23", "2^24", "2^25")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--vocab", type=int, nargs="+", default=[16_384, 50_288])
+    parser.add_argument("--d-model", type=int, default=512)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=64, help="of one row")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # what a child is given
+    add_threads(parser)
+    return parser.parse_args()
+
+
+def prepare(args: argparse.Namespace, vocab: int, way: str) -> Callable[[], float]:
+    """Draws hidden states, head and targets; returns the loss with its backward pass."""
+    torch.manual_seed(0)
+    hidden = torch.randn(args.rows, args.tokens, args.d_model, requires_grad=True)
+    head = torch.nn.Parameter(torch.randn(vocab, args.d_model) * args.d_model**-0.5)
+    targets = torch.randint(vocab, (args.rows, args.tokens))
+    weights = torch.full(targets.shape, 1 / targets.numel())
+
+    def run() -> float:
+        hidden.grad = head.grad = None
+        if way == "all logits":
+            logits = F.linear(hidden, head)
+            per_token = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+            loss = (per_token * weights.flatten()).sum()
+            logits.detach().argmax(-1)
+        else:
+            size = 2 ** int(way.removeprefix("2^"))
+            loss = weighted_cross_entropy(hidden, head, targets, weights, piece=size).loss
+        loss.backward()
+        return loss.item()
+
+    return run
+
+
+def peak(args: argparse.Namespace, vocab: int, way: str) -> float:
+    """Mebibytes above what was held before, in a process of its own."""
+    shape = {"vocab": vocab, "d-model": args.d_model, "rows": args.rows, "tokens": args.tokens}
+    options = [text for name, value in shape.items() for text in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "benchmarks.head_cpu", *options, "--memory-of", way]
+    command += ["--threads", str(torch.get_num_threads())]
+    return json.loads(subprocess.check_output(command))
+
+
+def main() -> None:
+    args = arguments()
+    use_threads(args)
+    if args.memory_of:
+        run = prepare(args, args.vocab[0], args.memory_of)
+        before, _ = mebibytes()
+        run()
+        print(json.dumps(mebibytes()[1] - before))
+        return
+    figures: dict[str, dict[str, float]] = {}
+    for vocab in args.vocab:
+        # While this process is small: a child's peak starts at what its parent held.
+        peaks = {way: peak(args, vocab, way) for way in WAYS}
+        calls = {way: prepare(args, vocab, way) for way in WAYS}
+        losses = [call() for call in calls.values()]
+        assert max(losses) - min(losses) < 1e-3, losses
+        seconds = interleaved(calls, args.repeats, warm=True)
+        print(f"vocabulary {vocab:,}, {args.rows} × {args.tokens} tokens")
+        for way in WAYS:
+            figures[f"{vocab}, {way}"] = {"seconds": seconds[way], "peak_mib": peaks[way]}
+            print(f"  {way:12} {seconds[way]:7.2f} s {peaks[way]:8.0f} MiB")
+    if args.json:
+        write_json(args.json, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""Training on the CPU: speed against transformers, the cost of a carried state, and flatness.
+
+The shape is a Mamba-2 of 12 layers × 512 with random weights, in float32, batch 1. Three questions:
+- How many tokens a second (forward, backward and optimizer step), beside transformers'
+  `Mamba2ForCausalLM` with the same weights, the same loss, and the same optimizer?
+- What does it cost to begin each step with the state of the step before?
+- Do time and memory of a step stay what they are over thousands of steps of the real trainer?
+
+Example:
+    python -m benchmarks.training_cpu --threads 1 --json benchmarks/results/training_cpu.json
+    python -m benchmarks.training_cpu --layers 2 --d-model 128 --tokens 256 --vocab 256 --steps 200
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.prefill_cpu import MIXER, mebibytes, transformers_twin
+from benchmarks.timing import add_threads, clock, interleaved, use_threads, write_json
+from longrnn.config import build_config
+from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
+from longrnn.state import detach, reset
+from longrnn.tasks import Batch
+from longrnn.training.config import TrainConfig
+from longrnn.training.objective import Objective
+from longrnn.training.optim import build_optimizer
+from longrnn.training.trainer import Trainer
+
+# Seconds between two looks at the running trainer.
+LOOK = 0.2
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--d-model", type=int, default=512)
+    parser.add_argument("--vocab", type=int, nargs="+", default=[50_288, 256])
+    parser.add_argument("--tokens", type=int, default=1024, help="length of the one row")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=2000, help="of the trainer; 0 leaves it out")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    add_threads(parser)
+    return parser.parse_args()
+
+
+def build(args: argparse.Namespace, vocab: int) -> RecurrentLM:
+    """The model, its random weights a function of the shape alone."""
+    torch.manual_seed(0)
+    return RecurrentLM(RecurrentConfig(vocab, args.d_model, args.layers, MIXER)).train()
+
+
+def draw(args: argparse.Namespace, vocab: int) -> Batch:
+    """One row whose every next token is a target."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocab, (1, args.tokens + 1), generator=generator)
+    return Batch(ids[:, :-1], ids[:, 1:], torch.ones(1, dtype=torch.bool))
+
+
+def stepper(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], float]:
+    """A function that makes one training step and returns its loss."""
+    optimizer = build_optimizer(model, TrainConfig(learning_rate=1e-5, weight_decay=0.1))
+
+    def step() -> float:
+        value = loss()
+        value.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return value.item()
+
+    return step
+
+
+def ours(model: RecurrentLM, batch: Batch, *, carry: bool = False) -> Callable[[], float]:
+    """Our training step; with `carry`, each begins with the detached state of the one before."""
+    objective = Objective(model)
+    zero = model.init_state(len(batch.tokens))
+    state, fresh = zero, ~batch.fresh
+
+    def loss() -> Tensor:
+        nonlocal state
+        start = reset(state, model.init_state(len(batch.tokens)), fresh) if carry else zero
+        output = objective(batch, start)
+        state = detach(output.state)
+        return output.loss
+
+    return stepper(model, loss)
+
+
+def theirs(twin: Any, batch: Batch) -> Callable[[], float]:
+    """The same step of transformers' model."""
+
+    def loss() -> Tensor:
+        logits = twin(batch.tokens, use_cache=False).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten())
+
+    return stepper(twin, loss)
+
+
+def throughput(args: argparse.Namespace, vocab: int) -> dict[str, float]:
+    """Tokens a second of both and of a carried state, after a check that the losses agree."""
+    batch = draw(args, vocab)
+    model = build(args, vocab)
+    twin = transformers_twin(model).train()
+    calls = {
+        "longrnn": ours(model, batch),
+        "longrnn, carried": ours(build(args, vocab), batch, carry=True),
+        "transformers": theirs(twin, batch),
+    }
+    losses = {name: [call() for _ in range(2)] for name, call in calls.items()}
+    for name, values in losses.items():
+        # The second loss has been through one whole step: gradients and optimizer agree too.
+        assert abs(values[0] - losses["longrnn"][0]) < 1e-3 * values[0], losses
+        assert name == "longrnn, carried" or abs(values[1] - losses["longrnn"][1]) < 1e-3, losses
+    seconds = interleaved(calls, args.repeats, warm=True)
+    figures = {f"tokens_per_second_{n}": args.tokens / value for n, value in seconds.items()}
+    figures["speedup"] = seconds["transformers"] / seconds["longrnn"]
+    figures["carry_cost"] = seconds["longrnn, carried"] / seconds["longrnn"] - 1
+    print(f"vocabulary {vocab:,}")
+    for name, value in seconds.items():
+        print(f"  {name:18} {args.tokens / value:8.1f} tokens/s   {value:6.2f} s a step")
+    print(f"  speedup {figures['speedup']:.2f}, cost of carrying {figures['carry_cost']:+.1%}")
+    return figures
+
+
+def flatness(args: argparse.Namespace) -> dict[str, float]:
+    """Time of a step and resident memory of the trainer, early and late in a run that carries."""
+    with tempfile.TemporaryDirectory() as folder:
+        values = {
+            "output_dir": f"{folder}/run",
+            "task": {"kind": "passkey", "max_segments": 64},
+            "model": {
+                "vocab_size": 256,
+                "d_model": 64,
+                "n_layers": 2,
+                "mixer": {"kind": "mamba2", "d_state": 16, "head_dim": 32},
+            },
+            "length": {"max": 192},
+            "carry": True,
+            "per_device_train_batch_size": 4,
+            "max_steps": args.steps,
+            "save_steps": args.steps,
+        }
+        trainer = Trainer(build_config(TrainConfig, values), quiet=True)
+        looks = [(trainer.step, clock(), mebibytes()[0])]
+        done = threading.Event()
+
+        def watch() -> None:
+            while not done.wait(LOOK):
+                looks.append((trainer.step, clock(), mebibytes()[0]))
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            trainer.train()
+        finally:
+            done.set()
+            watcher.join()
+    fifth = args.steps // 5
+    # The first tenth is left out: allocators and kernels are warming up.
+    early = [look for look in looks if fifth // 2 <= look[0] <= fifth // 2 + fifth]
+    late = [look for look in looks if look[0] >= args.steps - fifth]
+    figures = {}
+    for name, part in (("early", early), ("late", late)):
+        steps = part[-1][0] - part[0][0]
+        figures[f"ms_per_step_{name}"] = 1e3 * (part[-1][1] - part[0][1]) / steps
+        figures[f"resident_mib_{name}"] = median(look[2] for look in part)
+    figures["time_growth"] = figures["ms_per_step_late"] / figures["ms_per_step_early"] - 1
+    figures["memory_growth"] = figures["resident_mib_late"] / figures["resident_mib_early"] - 1
+    print(f"{args.steps} steps of the trainer, the first fifth after warming up, and the last:")
+    print(
+        f"  {figures['ms_per_step_early']:.2f} and {figures['ms_per_step_late']:.2f} ms a step "
+        f"({figures['time_growth']:+.1%}), {figures['resident_mib_early']:.1f} and "
+        f"{figures['resident_mib_late']:.1f} MiB resident ({figures['memory_growth']:+.1%})"
+    )
+    return figures
+
+
+def main() -> None:
+    args = arguments()
+    use_threads(args)
+    figures: dict[str, Any] = {"shape": [args.layers, args.d_model], "tokens": args.tokens}
+    if args.steps:
+        figures["flatness"] = flatness(args)
+    for vocab in args.vocab:
+        figures[f"vocabulary_{vocab}"] = throughput(args, vocab)
+    if args.json:
+        write_json(args.json, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Cross-entropy over a large vocabulary without the tensor of all logits.
+
+Notable choices:
+- Tokens are taken in pieces. A piece's logits become its loss, its likeliest ids and its gradients
+  at once and are then dropped: nothing is computed twice, because the weight of each token's loss
+  is known beforehand. What stays for the backward pass is the gradient itself, as large as hidden
+  states and head and not as the logits.
+- PIECE was chosen by `benchmarks/head_cpu.py`. A small vocabulary is one piece of the same code.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Logits of one piece.
+PIECE = 2**22
+
+
+class HeadLoss(NamedTuple):
+    """`loss`: scalar, float32 at least; `predictions`: `(…,)` int64, the likeliest ids."""
+
+    loss: Tensor
+    predictions: Tensor
+
+
+def weighted_cross_entropy(
+    hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, *, piece: int = PIECE
+) -> HeadLoss:
+    """Σ weights · (−log softmax(hidden headᵀ)[targets]), and the argmax of the logits.
+
+    The products run in the dtype of autocast where it is on; logits become float32 at least before
+    the softmax. The loss is differentiable once, in `hidden` and `head`.
+
+    Args:
+        hidden: `(…, d)`.
+        head: `(v, d)`.
+        targets: `(…,)` int64; below 0 where unscored.
+        weights: `(…,)`, of each token's loss; no gradient flows into them.
+        piece: how many logits exist at a time.
+    """
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    weights = weights.detach() * (targets >= 0)
+    rows = max(1, piece // len(head))
+    loss, predictions = _HeadLoss.apply(
+        hidden.flatten(0, -2), head, targets.flatten(), weights.flatten(), rows, dtype
+    )
+    return HeadLoss(loss, predictions.view_as(targets))
+
+
+class _HeadLoss(torch.autograd.Function):
+    """`weighted_cross_entropy` of `(t, d)`, in pieces of `rows` tokens, products in `dtype`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        rows: int,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        narrow = head.to(dtype)
+        of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        of_head = torch.zeros_like(head, dtype=wide) if ctx.needs_input_grad[1] else None
+        # float16 has no numbers for weights as small as one token's among many: the largest
+        # becomes 1 in the products.
+        weights = weights.to(wide)
+        scale = weights.abs().amax() if len(weights) else weights.sum()
+        relative = weights / scale.clamp(min=torch.finfo(wide).tiny)
+        loss = hidden.new_zeros((), dtype=wide)
+        predictions = torch.empty_like(targets)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, len(hidden), rows):
+                part = slice(start, start + rows)
+                x, weight = hidden[part].to(dtype), relative[part, None]
+                logits = (x @ narrow.t()).to(wide)
+                predictions[part] = logits.argmax(-1)
+                place = targets[part, None].clamp(min=0)
+                said = logits.gather(1, place)
+                normaliser = logits.logsumexp(-1, keepdim=True)
+                loss += ((normaliser - said) * weight).sum()
+                if of_hidden is None and of_head is None:
+                    continue
+                # In place: softmax − one-hot, the gradient of a token's loss in its logits.
+                gradient = logits.sub_(normaliser).exp_()
+                gradient.scatter_add_(1, place, torch.full_like(said, -1.0))
+                gradient = gradient.to(dtype)
+                if of_hidden is not None:
+                    of_hidden[part] = (gradient @ narrow).to(wide) * weight * scale
+                weighted = (x * weight).to(dtype)
+                if of_head is not None and dtype == wide:
+                    of_head.addmm_(gradient.t(), weighted)  # without a second tensor of its size
+                elif of_head is not None:
+                    of_head += gradient.t() @ weighted
+        if of_head is not None:
+            of_head = of_head.mul_(scale).to(head.dtype)
+        ctx.save_for_backward(of_hidden, of_head)
+        ctx.mark_non_differentiable(predictions)
+        return loss * scale, predictions
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        of_hidden, of_head = ctx.saved_tensors
+        return (
+            None if of_hidden is None else of_hidden * of_loss.to(of_hidden.dtype),
+            None if of_head is None else of_head * of_loss.to(of_head.dtype),
+            None,
+            None,
+            None,
+            None,
+        )

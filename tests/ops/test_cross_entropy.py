@@ -1,0 +1,126 @@
+"""The head in pieces against all logits at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longrnn.ops.cross_entropy import weighted_cross_entropy
+from tests.contracts.builders import generator
+
+VOCAB, D = 37, 8
+# 1 logit is less than a token has: pieces of one token; the last leaves one piece.
+PIECES = [1, 5 * VOCAB, 8 * VOCAB, 10**6]
+
+
+def draw(dtype: torch.dtype, rows: int = 3, time: int = 8) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hidden, head, targets of which some are unscored, weights."""
+    randomness = generator(5)
+    hidden = torch.randn(rows, time, D, generator=randomness, dtype=torch.float64)
+    head = torch.randn(VOCAB, D, generator=randomness, dtype=torch.float64)
+    targets = torch.randint(VOCAB, (rows, time), generator=randomness)
+    targets[torch.rand(rows, time, generator=randomness) < 0.3] = -100
+    weights = torch.rand(rows, time, generator=randomness)
+    return hidden.to(dtype).requires_grad_(), head.to(dtype).requires_grad_(), targets, weights
+
+
+def plain(
+    hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, predictions and logits as the formula says."""
+    logits = F.linear(hidden, head)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    per_token = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), reduction="none")
+    return (per_token * weights.flatten()).sum(), logits.argmax(-1), logits
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_loss_predictions_and_gradients(piece: int) -> None:
+    """A piece left out or counted twice, an unscored token that pulls, a factor that is lost."""
+    given = draw(torch.float64)
+    loss, predictions, _ = plain(*given)
+    actual = weighted_cross_entropy(*given, piece=piece)
+    assert torch.equal(actual.predictions, predictions)
+    torch.testing.assert_close(actual.loss, loss, rtol=1e-12, atol=0)
+    # Scaled, as by a loss that is one of several: the factor arrives behind the forward pass.
+    expected = torch.autograd.grad(-3.7 * loss, given[:2])
+    found = torch.autograd.grad(-3.7 * actual.loss, given[:2])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+def test_a_frozen_side(trained: int) -> None:
+    """A head or a body that is not trained."""
+    given = draw(torch.float64)
+    given[1 - trained].requires_grad_(False)
+    (expected,) = torch.autograd.grad(plain(*given)[0], given[trained])
+    (found,) = torch.autograd.grad(weighted_cross_entropy(*given, piece=100).loss, given[trained])
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+
+
+def test_nothing_to_learn_from() -> None:
+    """A division by the largest weight where all are 0, or where there is no token."""
+    hidden, head, targets, weights = draw(torch.float64)
+    none = weighted_cross_entropy(hidden, head, targets, 0 * weights)
+    assert none.loss.item() == 0
+    assert not torch.autograd.grad(none.loss, head)[0].any()
+    empty = weighted_cross_entropy(hidden[:, :0], head, targets[:, :0], weights[:, :0])
+    assert (empty.loss.item(), empty.predictions.shape) == (0, (3, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_leaves_the_loss_in_float32(dtype: torch.dtype) -> None:
+    """A softmax in 8 bits, or gradients of another dtype than their tensors."""
+    given = draw(torch.float32)
+    with torch.autocast("cpu", dtype=dtype):
+        expected, predictions, logits = plain(*given)
+        actual = weighted_cross_entropy(*given, piece=10 * VOCAB)
+    assert logits.dtype == dtype
+    assert actual.loss.dtype == torch.float32
+    assert torch.equal(actual.predictions, predictions)
+    torch.testing.assert_close(actual.loss, expected, rtol=1e-5, atol=0)
+    found = torch.autograd.grad(actual.loss, given[:2])
+    wanted = torch.autograd.grad(plain(*given)[0], given[:2])
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == torch.float32
+        assert (one - other).norm() < 0.02 * other.norm()
+
+
+def test_float16_keeps_the_gradient_of_one_token_among_many() -> None:
+    """A weight of 1e-7 that float16 rounds to nothing."""
+    hidden, head, targets, weights = draw(torch.float32)
+    with torch.autocast("cpu", dtype=torch.float16):
+        small = weighted_cross_entropy(hidden, head, targets, 1e-7 * weights).loss
+        large = weighted_cross_entropy(hidden, head, targets, weights).loss
+    of_small = torch.autograd.grad(small, (hidden, head))
+    of_large = torch.autograd.grad(large, (hidden, head))
+    for one, other in zip(of_small, of_large, strict=True):
+        torch.testing.assert_close(1e7 * one, other, rtol=1e-4, atol=1e-6)
+
+
+class Largest(TorchDispatchMode):
+    """The most entries that a result of any operation has."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for one in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(one, Tensor):
+                self.entries = max(self.entries, one.numel())
+        return result
+
+
+def test_no_tensor_of_all_logits() -> None:
+    """Pieces that are put together again."""
+    hidden, head, targets, weights = draw(torch.float32, rows=8, time=64)
+    with Largest() as largest:
+        weighted_cross_entropy(hidden, head, targets, weights, piece=20 * VOCAB).loss.backward()
+    assert largest.entries == max(hidden.numel(), 20 * VOCAB)
+    with Largest() as largest:
+        plain(hidden, head, targets, weights)[0].backward()
+    assert largest.entries == 8 * 64 * VOCAB

@@ -1,0 +1,72 @@
+"""The objective against its definition, for every cell, with weights, a tail and none of both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longrnn.mixers import MIXERS
+from longrnn.models import RecurrentLM
+from longrnn.state import LMState, leaves
+from longrnn.tasks import Batch
+from longrnn.training.objective import Objective
+from tests.contracts.builders import VOCAB, build_model, generator, random_state, random_tokens
+
+TIME, TAIL = 20, 6
+
+
+def batch(*, weighted: bool, tail: int) -> Batch:
+    randomness = generator(1)
+    targets = torch.randint(VOCAB, (2, TIME), generator=randomness)
+    targets[torch.rand(2, TIME, generator=randomness) < 0.4] = -100
+    weights = torch.rand(2, TIME, generator=randomness) if weighted else None
+    return Batch(random_tokens(2, TIME), targets, torch.ones(2, dtype=torch.bool), weights,
+                 tail=tail)  # fmt: skip
+
+
+def defined(model: RecurrentLM, batch: Batch, state: LMState) -> tuple[Tensor, Tensor, LMState]:
+    """The mean over rows of the weighted sum, from all logits; predictions; the carried state."""
+    body = TIME - batch.tail
+    logits, carried = model(batch.tokens[:, :body], state)
+    logits = torch.cat([logits, model(batch.tokens[:, body:], carried).logits], 1)
+    per_token = F.cross_entropy(logits.transpose(1, 2), batch.targets, reduction="none")
+    scored = (batch.targets != -100).double()
+    weights = scored / scored.sum(1, keepdim=True) if batch.weights is None else batch.weights
+    return (per_token * weights).sum(1).mean(), logits.argmax(-1), carried
+
+
+@pytest.mark.parametrize("kind", sorted(MIXERS))
+@pytest.mark.parametrize(("weighted", "tail"), [(False, 0), (True, TAIL)])
+def test_against_the_definition(kind: str, weighted: bool, tail: int) -> None:
+    """A norm or a scale that the head in pieces misses, a carried state with the tail in it."""
+    model, given = build_model(kind), batch(weighted=weighted, tail=tail)
+    state = random_state(model, 2)
+    loss, predictions, carried = defined(model, given, state)
+    output = Objective(model)(given, state)
+    assert torch.equal(output.predictions, predictions)
+    torch.testing.assert_close(output.loss, loss, rtol=1e-6, atol=0)
+    for (name, one), (_, other) in zip(leaves(output.state), leaves(carried), strict=True):
+        assert torch.equal(one, other), name
+    parameters = dict(model.named_parameters())
+    found = torch.autograd.grad(output.loss, list(parameters.values()))
+    expected = torch.autograd.grad(loss, list(parameters.values()))
+    for name, one, other in zip(parameters, found, expected, strict=True):
+        # The weights of the loss are float32 numbers.
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("kind", sorted(MIXERS))
+def test_bf16_autocast(kind: str) -> None:
+    """A loss, a state or a decay that loses its digits under mixed precision."""
+    model, given = build_model(kind, dtype=torch.float32), batch(weighted=True, tail=TAIL)
+    state = model.init_state(2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = Objective(model)(given, state)
+    output.loss.backward()
+    assert output.loss.dtype == torch.float32
+    assert {leaf.dtype for _, leaf in leaves(output.state.layers)} == {torch.float32}
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+    exact = defined(model, given, state)[0].item()
+    assert output.loss.item() == pytest.approx(exact, rel=0.02)
