@@ -9,17 +9,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from longrnn.errors import UserError
-from longrnn.files import leftovers, sync_folder, write_atomic
+from longrnn.files import sync_folder, write_atomic
 
-# What a run writes into its output folder itself.
-FILES = ("train.yaml", "metrics.jsonl", "config.json", "model.safetensors")
 NAME = re.compile(r"checkpoint-(\d{8})")
 
 
@@ -81,39 +78,3 @@ def read_tensors(path: Path) -> Any:
             f"{path} is missing or damaged ({type(error).__name__}): remove the folder "
             f"{path.parent} to resume from the checkpoint before it"
         ) from error
-
-
-def claim(output_dir: Path, config: str, *, resume: bool, differs: Callable[[str], str]) -> None:
-    """Takes an output folder for a run whose configuration is the YAML text `config`.
-
-    Args:
-        output_dir: made where it is missing.
-        config: written to `train.yaml`.
-        resume: whether a run of the same configuration may be in it.
-        differs: from the YAML text found there, what differs from this run ("" for nothing).
-
-    Raises:
-        UserError: the folder holds another run, or one that was not asked to be resumed.
-    """
-    recorded = output_dir / "train.yaml"
-    if recorded.is_file():
-        difference = differs(recorded.read_text())
-        if difference:
-            raise UserError(
-                f"{output_dir} holds a run with another configuration ({difference}): "
-                "choose another output_dir"
-            )
-        if not resume:
-            raise UserError(
-                f"{output_dir} holds this run already: add --resume to go on with it, or choose "
-                "another output_dir"
-            )
-    # A kill during the first write below leaves half a file, which is nobody's.
-    elif output_dir.is_dir() and set(output_dir.iterdir()) - set(leftovers(recorded)):
-        raise UserError(f"{output_dir} is not empty and holds no run: choose another output_dir")
-    write_atomic(recorded, config)
-    for unfinished in output_dir.glob(".checkpoint-*.partial"):
-        shutil.rmtree(unfinished)
-    for name in FILES:
-        for unfinished in leftovers(output_dir / name):
-            unfinished.unlink()

@@ -12,32 +12,30 @@ from __future__ import annotations
 import json
 import time
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from longrnn.config import dump_config
 from longrnn.errors import UserError
-from longrnn.files import write_atomic
 from longrnn.hf.loading import load
-from longrnn.hf.tokenizer import HFTokenizer, load_tokenizer
-from longrnn.models.checkpoint import load_model, save_model
+from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.progress import Progress
-from longrnn.state import LMState, detach, reset, tree_map
+from longrnn.state import LMState, detach, reset
 from longrnn.tasks import TASKS, Batch
 from longrnn.training import checkpoint
 from longrnn.training.config import TrainConfig
 from longrnn.training.data import Source
+from longrnn.training.folder import claim, cut_metrics
 from longrnn.training.objective import Objective
 from longrnn.training.optim import build_optimizer, learning_rate
 from longrnn.training.processes import Interrupts, build_accelerator
+from longrnn.training.saver import Saver
 
-# Keys that may change between the parts of one run without changing what it computes so far.
-HARMLESS = {"output_dir", "save_steps", "save_total_limit", "logging_steps", "num_processes"}
+# What a checkpoint holds of a trainer beside weights, optimizer and carried states.
+COUNTERS = ("step", "tokens", "pending")
 
 
 class Trainer:
@@ -70,9 +68,9 @@ class Trainer:
         if resume:
             checkpoint.check_steps(self.output_dir, config.max_steps)
         if self.accelerator.is_main_process:
-            text = dump_config(config)
-            checkpoint.claim(self.output_dir, text, resume=resume, differs=self._differs)
+            claim(self.output_dir, config, resume=resume)
         self.accelerator.wait_for_everyone()
+        self.saver = Saver(config, self.accelerator, self.tokenizer)
         self.objective, self.optimizer = self.accelerator.prepare(Objective(model), optimizer)
 
         self.step = 0
@@ -81,8 +79,11 @@ class Trainer:
         rows = config.per_device_train_batch_size
         first = model.init_state(rows)
         self.states = [first] * config.gradient_accumulation_steps
-        if resume:
-            self._restore()
+        found = checkpoint.checkpoints(self.output_dir) if resume else []
+        if found:
+            self._restore(found[-1])
+        if self.accelerator.is_main_process:
+            cut_metrics(self.output_dir, self.step)
 
     def _build_model(self) -> RecurrentLM:
         torch.manual_seed(self.config.seed)
@@ -135,9 +136,9 @@ class Trainer:
                     self._save()
                 if stop and not last:
                     raise KeyboardInterrupt
-        model = self.accelerator.unwrap_model(self.objective).model
+        model = self._model()
         if self.accelerator.is_main_process:
-            self._write_model(model, self.output_dir)
+            self.saver.write_model(model, self.output_dir)
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
         return model
@@ -174,8 +175,7 @@ class Trainer:
         return means | {"grad_norm": float(norm if norm is not None else 0.0)}
 
     def _initial_state(self, batch: Batch, micro: int) -> LMState:
-        model = self.accelerator.unwrap_model(self.objective).model
-        zero = model.init_state(len(batch.tokens))
+        zero = self._model().init_state(len(batch.tokens))
         return reset(self.states[micro], zero, batch.fresh) if self.config.carry else zero
 
     def _log(self, rate: float) -> None:
@@ -193,102 +193,17 @@ class Trainer:
         with open(self.output_dir / "metrics.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
 
+    def _model(self) -> RecurrentLM:
+        return self.accelerator.unwrap_model(self.objective).model
+
     def _save(self) -> None:
-        folder = checkpoint.partial(self.output_dir, self.step)
-        rank = self.accelerator.process_index
-        carried = [tuple(state) for state in self.states] if self.config.carry else []
-        plain = tree_map(lambda leaf: leaf.cpu(), _plain(carried))
-        checkpoint.write_tensors(folder / f"carry-{rank}.pt", plain)
-        if self.accelerator.is_main_process:
-            model = self.accelerator.unwrap_model(self.objective).model
-            self._write_model(model, folder)
-            content = {
-                "step": self.step,
-                "tokens": self.tokens,
-                "pending": self.pending,
-                "world_size": self.accelerator.num_processes,
-                "optimizer": self.optimizer.state_dict(),
-                "random": torch.get_rng_state(),
-            }
-            checkpoint.write_tensors(folder / "training.pt", content)
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            checkpoint.publish(self.output_dir, self.step, self.config.save_total_limit)
-        self.accelerator.wait_for_everyone()
+        counters = {name: getattr(self, name) for name in COUNTERS}
+        carried = self.states if self.config.carry else []
+        self.saver.save(counters, self._model(), self.optimizer, carried)
 
-    def _write_model(self, model: RecurrentLM, folder: Path) -> None:
-        """A checkpoint with its tokenizer, so that it can be moved."""
-        if isinstance(self.tokenizer, HFTokenizer):
-            save_model(model, folder, tokenizer="tokenizer.json")
-            self.tokenizer.save(folder)
-        else:
-            save_model(model, folder)
-
-    def _restore(self) -> None:
-        found = checkpoint.checkpoints(self.output_dir)
-        if not found:
-            self._cut_metrics(0)
-            return
-        folder = found[-1]
-        content = checkpoint.read_tensors(folder / "training.pt")
-        world = self.accelerator.num_processes
-        if content["world_size"] != world:
-            raise UserError(
-                f"{folder} was written by {content['world_size']} processes and this run has "
-                f"{world}: launch as many as before"
-            )
-        model = self.accelerator.unwrap_model(self.objective).model
-        model.load_state_dict(load_model(folder).state_dict())
-        self.optimizer.load_state_dict(content["optimizer"])
-        torch.set_rng_state(content["random"])
-        self.step, self.tokens = content["step"], content["tokens"]
-        self.pending = content["pending"]
-        if self.config.carry:
-            rank = self.accelerator.process_index
-            saved = checkpoint.read_tensors(folder / f"carry-{rank}.pt")
-            self.states = [_refill(s, v) for s, v in zip(self.states, saved, strict=True)]
-        self._cut_metrics(self.step)
-
-    def _cut_metrics(self, step: int) -> None:
-        """Drops the rows of steps that will be run again."""
-        path = self.output_dir / "metrics.jsonl"
-        if not (self.accelerator.is_main_process and path.is_file()):
-            return
-        lines = path.read_text().splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith("\n")]
-        write_atomic(path, "".join(r for r in whole if json.loads(r)["step"] <= step))
-
-    def _differs(self, recorded: str) -> str:
-        """Which keys of a recorded configuration differ from this run's, harmless ones left out."""
-        import yaml
-
-        before, now = _flat(yaml.safe_load(recorded)), _flat(asdict(self.config))
-        keys = [k for k in {**before, **now} if before.get(k) != now.get(k)]
-        # Every schedule but `constant` has another learning rate at every step of a longer run.
-        length = {"max_steps"} if self.config.lr_scheduler_type == "constant" else set()
-        return ", ".join(
-            f"{key}: {before.get(key)} there, {now.get(key)} here"
-            for key in keys
-            if key not in HARMLESS | length
-        )
-
-
-def _plain(tree: Any) -> Any:
-    """Named tuples as lists, which a safe unpickler reads."""
-    return [_plain(item) for item in tree] if isinstance(tree, (tuple, list)) else tree
-
-
-def _refill(like: Any, values: Any) -> Any:
-    """The structure of `like` with the tensors of `values` (as `_plain` made them)."""
-    if isinstance(like, tuple):
-        branches = [_refill(a, b) for a, b in zip(like, values, strict=True)]
-        return type(like)(*branches) if hasattr(like, "_fields") else tuple(branches)
-    return values.to(like.device)
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """A nested mapping as dotted keys."""
-    if isinstance(tree, dict):
-        items = [_flat(value, f"{prefix}{key}.") for key, value in tree.items()]
-        return {key: value for item in items for key, value in item.items()}
-    return {prefix.rstrip("."): tree}
+    def _restore(self, folder: Path) -> None:
+        like = self.states if self.config.carry else []
+        counters, carried = self.saver.restore(folder, self._model(), self.optimizer, like)
+        for name in COUNTERS:
+            setattr(self, name, counters[name])
+        self.states = carried or self.states
