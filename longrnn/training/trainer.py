@@ -9,7 +9,7 @@ Notable choices:
 
 from __future__ import annotations
 
-import json
+import signal
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,20 +18,19 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from longrnn.errors import UserError
+from longrnn.errors import Terminated, UserError
 from longrnn.hf.loading import load
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.progress import Progress
 from longrnn.state import LMState, detach, reset
 from longrnn.tasks import TASKS, Batch
-from longrnn.training import checkpoint
 from longrnn.training.config import TrainConfig
 from longrnn.training.data import Source
-from longrnn.training.folder import claim, cut_metrics
+from longrnn.training.folder import append_metrics, claim
 from longrnn.training.objective import Objective
 from longrnn.training.optim import build_optimizer, learning_rate
-from longrnn.training.processes import Interrupts, build_accelerator
+from longrnn.training.processes import Interrupts, build_accelerator, on_main
 from longrnn.training.saver import Saver
 
 # What a checkpoint holds of a trainer beside weights, optimizer and carried states.
@@ -65,11 +64,7 @@ class Trainer:
         optimizer = build_optimizer(model, config)
         self.source.check()  # as is a length that the task cannot make
         self._check_positions(model)
-        if resume:
-            checkpoint.check_steps(self.output_dir, config.max_steps)
-        if self.accelerator.is_main_process:
-            claim(self.output_dir, config, resume=resume)
-        self.accelerator.wait_for_everyone()
+        found = on_main(self.accelerator, lambda: claim(config, resume=resume, processes=world))
         self.saver = Saver(config, self.accelerator, self.tokenizer)
         self.objective, self.optimizer = self.accelerator.prepare(Objective(model), optimizer)
 
@@ -79,11 +74,8 @@ class Trainer:
         rows = config.per_device_train_batch_size
         first = model.init_state(rows)
         self.states = [first] * config.gradient_accumulation_steps
-        found = checkpoint.checkpoints(self.output_dir) if resume else []
-        if found:
-            self._restore(found[-1])
-        if self.accelerator.is_main_process:
-            cut_metrics(self.output_dir, self.step)
+        if found is not None:
+            self._restore(found)
 
     def _build_model(self) -> RecurrentLM:
         torch.manual_seed(self.config.seed)
@@ -114,6 +106,7 @@ class Trainer:
 
         Raises:
             KeyboardInterrupt: after Ctrl-C, when the step was finished and saved.
+            Terminated: likewise after SIGTERM, or where another process was asked to stop.
         """
         config = self.config
         left = config.max_steps - self.step
@@ -123,7 +116,7 @@ class Trainer:
         ):
             while self.step < config.max_steps:
                 begun, before = time.monotonic(), self.tokens
-                values = self._train_step(stop=interrupts.asked)
+                values = self._train_step(stop=interrupts.asked is not None)
                 stop = values.pop("stop") > 0
                 self.step += 1
                 for name, value in values.items():
@@ -135,11 +128,11 @@ class Trainer:
                 if self.step % config.save_steps == 0 or last or stop:
                     self._save()
                 if stop and not last:
-                    raise KeyboardInterrupt
-        model = self._model()
-        if self.accelerator.is_main_process:
-            self.saver.write_model(model, self.output_dir)
-        self.accelerator.wait_for_everyone()
+                    if interrupts.asked == signal.SIGINT:
+                        raise KeyboardInterrupt
+                    raise Terminated(f"{self.output_dir}: step {self.step} is done and saved")
+            model = self._model()
+            on_main(self.accelerator, lambda: self.saver.write_model(model, self.output_dir))
         self.accelerator.end_training()
         return model
 
@@ -190,8 +183,7 @@ class Trainer:
             "tokens": self.tokens,
             "tokens_per_second": rate,
         }
-        with open(self.output_dir / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(row) + "\n")
+        append_metrics(self.output_dir, row)
 
     def _model(self) -> RecurrentLM:
         return self.accelerator.unwrap_model(self.objective).model
