@@ -1,4 +1,4 @@
-"""The one error that a user can cause, and the search for the name they meant."""
+"""The one error that a user can cause, the search for the name they meant, and SIGTERM."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ class UserError(ValueError):
 
     The command line prints it without a traceback and exits with code 2; in Python it is a
     `ValueError`.
+    """
+
+
+class Terminated(BaseException):
+    """The process was asked to end by SIGTERM; what was finished is kept.
+
+    Like KeyboardInterrupt it is no Exception, so that nothing that handles errors holds it up. The
+    command line prints how to go on and exits with code 0.
     """
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 
-def write_atomic(path: Path, content: bytes | str) -> None:
+def write_atomic(path: Path, content: bytes | memoryview | str) -> None:
     """Replaces `path` by `content`; a reader (or a crash) sees the old or the new."""
     with replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -29,6 +29,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk does not say where it is
+        raise
     finally:
         beside.unlink(missing_ok=True)
     sync_folder(path.parent)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import typer
 
 from longrnn.cli import calibrate, data, diagnose, evaluate, generate, info, train
-from longrnn.errors import UserError
+from longrnn.errors import Terminated, UserError
 
 # How typer leaves after Ctrl-C.
 INTERRUPTED = 130
@@ -56,6 +56,10 @@ def run() -> NoReturn:
         code = _fail(str(error))
     except KeyboardInterrupt:
         code = _interrupted()
+    except Terminated as reason:
+        code = 0
+        if os.environ.get("RANK", "0") == "0":
+            print(f"terminated; {reason}; go on with: {_again()}")
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         reason = error.strerror or str(error)
@@ -81,4 +85,6 @@ def _again() -> str:
     arguments = [argument for argument in sys.argv[1:] if argument != "--resume"]
     if arguments[:1] == ["train"]:
         arguments.append("--resume")
-    return shlex.join(["longrnn", *arguments])
+    # What came before the module's name in a launch is not seen from inside.
+    launch = "accelerate launch … -m longrnn.cli" if "WORLD_SIZE" in os.environ else "longrnn"
+    return f"{launch} {shlex.join(arguments)}"

@@ -59,6 +59,9 @@ def passkey(
         Path | None,
         typer.Option(help="A text file to hide the keys in.", show_default="The grass is green. …"),
     ] = None,
+    n_keys: Annotated[
+        int, typer.Option(help="Keys in one prompt, numbered, of which one is asked.")
+    ] = 1,
     mitigation: Mitigation = None,
     chunk_select: Annotated[
         str | None,
@@ -98,6 +101,7 @@ def passkey(
         output=folder / "results.jsonl",
         seed=seed,
         filler=filler,
+        n_keys=n_keys,
         chunk=None if chunk_select is None else parse_length(chunk_select),
         batch_size=batch_size,
         quiet=quiet,

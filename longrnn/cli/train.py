@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from types import FrameType
+from typing import Annotated, NoReturn
 
 import typer
 
 from longrnn.cli.options import Quiet
+from longrnn.errors import Terminated
 
 
 def train(
@@ -22,14 +27,31 @@ def train(
 ) -> None:
     """Train a model from a configuration file.
 
+    Ctrl-C and SIGTERM finish the step, save it, and print the command to go on with.
+
     Example: longrnn train configs/train/passkey_tiny_short.yaml max_steps=500 output_dir=runs/try
     """
-    from longrnn.config import load_config
-    from longrnn.training.config import TrainConfig
-    from longrnn.training.trainer import Trainer
+    with _terminable():
+        from longrnn.config import load_config
+        from longrnn.training.config import TrainConfig
+        from longrnn.training.trainer import Trainer
 
-    settings = load_config(TrainConfig, config, overrides or [])
-    trainer = Trainer(settings, resume=resume, quiet=quiet)
-    trainer.train()
-    if trainer.accelerator.is_main_process:
-        typer.echo(f"{settings.output_dir}: trained for {trainer.step} steps")
+        settings = load_config(TrainConfig, config, overrides or [])
+        trainer = Trainer(settings, resume=resume, quiet=quiet)
+        trainer.train()
+        if trainer.accelerator.is_main_process:
+            typer.echo(f"{settings.output_dir}: trained for {trainer.step} steps")
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Within this context, SIGTERM raises `Terminated` where Ctrl-C raises KeyboardInterrupt."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise Terminated("what was finished is kept")
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

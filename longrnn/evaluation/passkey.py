@@ -18,7 +18,8 @@ from longrnn.evaluation.results import Results, Row
 from longrnn.mitigations.chunk_select import select
 from longrnn.models import LanguageModel, generate
 from longrnn.progress import Progress
-from longrnn.tasks.passkey import Passkey, keys
+from longrnn.tasks.passkey import Passkey
+from longrnn.tasks.passkey_documents import Needle, draw_needles, keys
 from longrnn.text import Tokenizer, read_text
 from longrnn.units import format_length
 
@@ -34,6 +35,19 @@ class Subject(NamedTuple):
     tokenizer: Tokenizer
 
 
+class Question(NamedTuple):
+    """What a prompt is about: its keys, which one is asked, and where in the filler it begins."""
+
+    needles: list[Needle]
+    asked: int
+    start: float
+
+    @property
+    def needle(self) -> Needle:
+        """The one that is asked."""
+        return self.needles[self.asked]
+
+
 @dataclass(frozen=True)
 class Sample:
     """One prompt: the `index`-th of its cell."""
@@ -42,10 +56,15 @@ class Sample:
     depth: float
     index: int
 
-    def key(self, seed: int) -> str:
-        """Its key, one of those that training never sees."""
+    def question(self, seed: int, n_keys: int) -> Question:
+        """Its keys, which training never sees; the one that is asked is at `depth`."""
         rng = random.Random(f"{seed}/{self.length}/{self.depth}/{self.index}")
-        return rng.choice(keys(True))
+        if n_keys == 1:
+            return Question([Needle(rng.choice(keys(True)), self.depth)], 0, rng.random())
+        needles = draw_needles(rng, n_keys, held_out=True)
+        asked = rng.randrange(n_keys)
+        needles[asked] = needles[asked]._replace(depth=self.depth)
+        return Question(needles, asked, rng.random())
 
 
 def evenly_spaced(count: int) -> list[float]:
@@ -64,6 +83,7 @@ def evaluate(
     output: Path,
     seed: int = 0,
     filler: Path | None = None,
+    n_keys: int = 1,
     chunk: int | None = None,
     batch_size: int = 16,
     quiet: bool = False,
@@ -77,7 +97,9 @@ def evaluate(
         n: prompts per cell.
         output: the results file, taken up where it was left; lengths, depths and n may grow.
         seed: of the keys.
-        filler: a text file to hide the keys in; None for the sentences that everyone uses.
+        filler: a text file to hide the keys in, each prompt beginning at another place of it; None
+            for the sentences that everyone uses.
+        n_keys: keys in one prompt, numbered, of which one is asked.
         chunk: where set, the model answers from the one chunk of so many tokens that it is surest
             about (see `longrnn.mitigations.chunk_select`).
         batch_size: prompts of one length in one batch.
@@ -93,9 +115,13 @@ def evaluate(
         raise UserError("n and the batch size must be at least 1")
     if not all(0 <= depth <= 1 for depth in depths):
         raise UserError("depths lie between 0 (the start of the filler) and 1 (its end)")
-    tasks = {subject.name: _fitting_task(subject, min(lengths), filler) for subject in subjects}
+    tasks = {
+        subject.name: _fitting_task(subject, min(lengths), filler, n_keys) for subject in subjects
+    }
     fingerprints = {subject.name: subject.model.fingerprint() for subject in subjects}
     header = {"evaluation": "passkey", "models": fingerprints, "seed": seed}
+    if n_keys > 1:
+        header["n_keys"] = n_keys
     if chunk is not None:
         header["chunk_select"] = chunk
     if filler is not None:
@@ -109,39 +135,48 @@ def evaluate(
         title = f"passkey {subject.name}"
         with Progress(title, len(todo), unit="tokens", quiet=quiet) as progress:
             for batch in _batches(todo, batch_size):
-                chosen = [sample.key(seed) for sample in batch]
                 task = tasks[subject.name]
+                asked = [sample.question(seed, n_keys) for sample in batch]
                 prompts = [
-                    task.prompt(key, length=sample.length, depth=sample.depth)
-                    for sample, key in zip(batch, chosen, strict=True)
+                    task.prompt_of(
+                        question.needles,
+                        question.asked,
+                        length=sample.length,
+                        start=int(question.start * task.n_filler) if filler is not None else 0,
+                    )
+                    for sample, question in zip(batch, asked, strict=True)
                 ]
-                longest = max(len(task.answer(key)) for key in chosen)
+                longest = max(len(task.answer(question.needle)) for question in asked)
                 if chunk is None:
                     ids = _answers(subject.model, torch.stack(prompts), longest, progress)
                 else:
                     ids = [
-                        _answer_by_chunk(subject.model, task, prompt, longest, chunk, progress)
-                        for prompt in prompts
+                        _answer_by_chunk(subject.model, parts, longest, chunk, progress)
+                        for parts in (
+                            task.parts(prompt, question.needle)
+                            for prompt, question in zip(prompts, asked, strict=True)
+                        )
                     ]
                 said = [task.tokenizer.decode(row).strip() for row in ids]
                 results.append(
                     {
                         "model": subject.name,
                         **asdict(sample),
-                        "key": key,
+                        "key": question.needle.key,
                         "said": text,
-                        "correct": text[:5] == key,
+                        "correct": text[:5] == question.needle.key,
                     }
-                    for sample, key, text in zip(batch, chosen, said, strict=True)
+                    for sample, question, text in zip(batch, asked, said, strict=True)
                 )
                 progress.advance(len(batch), 0, f"at {format_length(batch[0].length)}")
-    asked = set(wanted)
-    return [row for row in results.rows if _sample(row) in asked]
+    kept = set(wanted)
+    return [row for row in results.rows if _sample(row) in kept]
 
 
-def _fitting_task(subject: Subject, shortest: int, filler: Path | None) -> Passkey:
+def _fitting_task(subject: Subject, shortest: int, filler: Path | None, n_keys: int) -> Passkey:
     """The task with a subject's tokenizer, if both fit the model and the shortest length."""
-    task = Passkey(subject.tokenizer, filler=None if filler is None else str(filler))
+    files = None if filler is None else [str(filler)]
+    task = Passkey(subject.tokenizer, filler=files, n_keys=n_keys)
     least = task.least_length()
     if shortest < least:
         raise UserError(
@@ -184,16 +219,15 @@ def _answers(
 
 def _answer_by_chunk(
     model: LanguageModel,
-    task: Passkey,
-    prompt: Tensor,
+    parts: tuple[Tensor, Tensor, Tensor],
     longest: int,
     chunk: int,
     progress: Progress,
 ) -> list[int]:
-    """The same for one prompt `(t,)`, from the chunk that is chosen."""
-    prefix, context, query = task.parts(prompt)
+    """The same for one prompt, in parts, from the chunk that is chosen."""
+    prefix, context, query = parts
     chosen = select(model, context, query, chunk=chunk, prefix=prefix)
-    progress.advance(0, len(prompt))
+    progress.advance(0, sum(map(len, parts)))
     query = query[None].to(chosen.state.position.device)
     return generate(model, query, chosen.state, max_new_tokens=longest).tokens[0]
 

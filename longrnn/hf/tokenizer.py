@@ -6,9 +6,11 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from longrnn.errors import UserError
+from longrnn.files import write_atomic
 from longrnn.hf.loading import embedded
 from longrnn.models.checkpoint import read_description
 from longrnn.text import ByteTokenizer, Tokenizer
@@ -35,7 +37,10 @@ class HFTokenizer:
 
     def save(self, folder: Path) -> None:
         """Writes its files, so that `load_tokenizer` finds it in `folder`."""
-        self.tokenizer.save_pretrained(folder)
+        with TemporaryDirectory() as draft:
+            self.tokenizer.save_pretrained(draft)
+            for file in sorted(Path(draft).iterdir()):
+                write_atomic(folder / file.name, file.read_bytes())
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))

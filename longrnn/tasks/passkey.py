@@ -62,6 +62,9 @@ class Passkey(Task):
             `max_segments`, and repeats from 1 to `max_repeat`.
         filler: UTF-8 text files to take the filler from, over and over, from a place that is drawn;
             None for `FILLER`.
+
+    Attributes:
+        n_filler: tokens of filler before it begins anew.
     """
 
     default_length = 256
@@ -91,10 +94,11 @@ class Passkey(Task):
         text = FILLER if files is None else "".join(read_text(Path(file))[0] for file in files)
         self._header = self._ids(HEADER)
         self._filler = self._ids(text)
-        if len(self._filler) == 0:
+        self.n_filler = len(self._filler)
+        if self.n_filler == 0:
             raise UserError("passkey needs a filler: name text files, or leave filler out")
         self.drawing = Drawing(
-            min_segments, max_segments, max_repeat, grow_steps, self.n_keys, len(self._filler)
+            min_segments, max_segments, max_repeat, grow_steps, self.n_keys, self.n_filler
         )
         self.drawing.check()
         self.own_filler = files is not None
@@ -164,9 +168,9 @@ class Passkey(Task):
             )
         filler = self._filler_ids(start, free)
         parts, before = [], 0
-        for needle, line in sorted(zip(needles, lines, strict=True), key=lambda pair: pair[0].depth):
-            place = round(needle.depth * free)
-            parts += [filler[before:place], line]
+        for index in sorted(range(len(needles)), key=lambda i: needles[i].depth):
+            place = round(needles[index].depth * free)
+            parts += [filler[before:place], lines[index]]
             before = place
         return torch.cat([*parts, filler[before:]])
 
@@ -178,7 +182,7 @@ class Passkey(Task):
         for _ in range(batch_size):
             needles = draw_needles(rng, rng.choice(self.n_keys))
             asked = rng.randrange(len(needles))
-            start = rng.randrange(len(self._filler)) if self.own_filler else 0
+            start = rng.randrange(self.n_filler) if self.own_filler else 0
             prompts.append(self.prompt_of(needles, asked, length=length, start=start))
             chosen.append(needles[asked])
         fresh = torch.ones(batch_size, dtype=torch.bool)
@@ -266,7 +270,7 @@ class Passkey(Task):
         return torch.cat([head, self._hidden(here, start, length - len(head), length)])
 
     def _filler_ids(self, start: int, count: int) -> Tensor:
-        index = torch.arange(start, start + count) % len(self._filler)
+        index = torch.arange(start, start + count) % self.n_filler
         return self._filler[index]
 
     def _ids(self, text: str) -> Tensor:

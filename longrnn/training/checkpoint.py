@@ -1,44 +1,93 @@
-"""Training checkpoints: folders written beside, synced, and renamed into place.
+"""Training checkpoints: folders written beside, synced, checked and renamed into place.
 
 `checkpoint-00000500/` holds a model that `load` reads, `training.pt` (optimizer, random state,
-counters) and one `carry-RANK.pt` per process with the states of its lanes.
+counters), one `carry-RANK.pt` per process with the states of its lanes and, written last,
+`checksums.json` with the SHA-256 of each of these files. A folder of that name that does not agree
+with its checksums was damaged after it was written.
 """
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from longrnn.errors import UserError
-from longrnn.files import leftovers, sync_folder, write_atomic
+from longrnn.files import sha256, sync_folder, write_atomic
 
-# What a run writes into its output folder itself.
-FILES = ("train.yaml", "metrics.jsonl", "config.json", "model.safetensors")
 NAME = re.compile(r"checkpoint-(\d{8})")
+CHECKSUMS = "checksums.json"
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
+    """The checkpoints of a run, oldest first."""
     if not output_dir.is_dir():
         return []
     return sorted(path for path in output_dir.iterdir() if NAME.fullmatch(path.name))
 
 
-def check_steps(output_dir: Path, max_steps: int) -> None:
-    """Refuses to resume a run that has more steps than are asked."""
-    for folder in checkpoints(output_dir)[-1:]:
-        done = int(folder.name.removeprefix("checkpoint-"))
-        if done > max_steps:
-            raise UserError(
-                f"{output_dir} holds {done} steps, more than max_steps={max_steps}: set "
-                f"max_steps={done} or more"
-            )
+def steps(folder: Path) -> int:
+    """How many steps a checkpoint has done, by its name."""
+    return int(folder.name.removeprefix("checkpoint-"))
+
+
+def processes(folder: Path) -> int:
+    """How many processes wrote a checkpoint."""
+    return len(list(folder.glob("carry-*.pt")))
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, by its checksums; None where it is whole."""
+    try:
+        recorded = json.loads((folder / CHECKSUMS).read_text())
+    except (OSError, ValueError) as error:
+        return f"{CHECKSUMS} cannot be read, {type(error).__name__}"
+    if not isinstance(recorded, dict) or not recorded:
+        return f"{CHECKSUMS} names no files"
+    for name, digest in recorded.items():
+        try:
+            found = sha256(folder / name)
+        except (OSError, ValueError) as error:
+            return f"{name!r} cannot be read, {type(error).__name__}"
+        if found != digest:
+            return f"{name!r} is not what was written"
+    return None
+
+
+def newest_whole(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
+    """The newest checkpoint that is whole, and what is wrong with each newer one.
+
+    Raises:
+        UserError: there are checkpoints, and all are damaged.
+    """
+    damaged: dict[Path, str] = {}
+    for folder in reversed(checkpoints(output_dir)):
+        wrong = damage(folder)
+        if wrong is None:
+            return folder, damaged
+        damaged[folder] = wrong
+    if damaged:
+        listed = "; ".join(f"{folder.name}: {wrong}" for folder, wrong in damaged.items())
+        raise UserError(
+            f"no checkpoint in {output_dir} is whole ({listed}): put one back from a copy, or "
+            "begin again in another output_dir"
+        )
+    return None, damaged
+
+
+def set_aside(folder: Path) -> Path:
+    """Takes a damaged checkpoint out of the row of checkpoints; nothing of it is deleted."""
+    aside = folder.with_name(f"{folder.name}.damaged")
+    if aside.exists():
+        shutil.rmtree(aside)
+    os.replace(folder, aside)
+    return aside
 
 
 def partial(output_dir: Path, step: int) -> Path:
@@ -49,23 +98,22 @@ def partial(output_dir: Path, step: int) -> Path:
 def publish(output_dir: Path, step: int, keep: int) -> None:
     """Renames a written checkpoint into place and removes all but the newest `keep`."""
     beside = partial(output_dir, step)
-    sync_folder(beside)
-    target = output_dir / beside.name.removeprefix(".").removesuffix(".partial")
-    if target.exists():
-        shutil.rmtree(target)
-    os.replace(beside, target)
+    digests = {path.name: sha256(path) for path in sorted(beside.iterdir())}
+    write_atomic(beside / CHECKSUMS, json.dumps(digests, indent=2) + "\n")
+    os.replace(beside, output_dir / f"checkpoint-{step:08d}")
     sync_folder(output_dir)
     for old in checkpoints(output_dir)[:-keep]:
-        shutil.rmtree(old)
+        # Half a folder must not bear a checkpoint's name: it is renamed before it is removed.
+        unnamed = partial(output_dir, steps(old))
+        os.replace(old, unnamed)
+        shutil.rmtree(unnamed)
 
 
 def write_tensors(path: Path, content: Any) -> None:
     """`torch.save`, atomically."""
-    import io
-
     buffer = io.BytesIO()
     torch.save(content, buffer)
-    write_atomic(path, buffer.getvalue())
+    write_atomic(path, buffer.getbuffer())
 
 
 def read_tensors(path: Path) -> Any:
@@ -78,42 +126,6 @@ def read_tensors(path: Path) -> Any:
         return torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # torch raises many kinds for a damaged file
         raise UserError(
-            f"{path} is missing or damaged ({type(error).__name__}): remove the folder "
-            f"{path.parent} to resume from the checkpoint before it"
+            f"{path} is missing or damaged ({type(error).__name__}): give a file that longrnn "
+            "has written"
         ) from error
-
-
-def claim(output_dir: Path, config: str, *, resume: bool, differs: Callable[[str], str]) -> None:
-    """Takes an output folder for a run whose configuration is the YAML text `config`.
-
-    Args:
-        output_dir: made where it is missing.
-        config: written to `train.yaml`.
-        resume: whether a run of the same configuration may be in it.
-        differs: from the YAML text found there, what differs from this run ("" for nothing).
-
-    Raises:
-        UserError: the folder holds another run, or one that was not asked to be resumed.
-    """
-    recorded = output_dir / "train.yaml"
-    if recorded.is_file():
-        difference = differs(recorded.read_text())
-        if difference:
-            raise UserError(
-                f"{output_dir} holds a run with another configuration ({difference}): "
-                "choose another output_dir"
-            )
-        if not resume:
-            raise UserError(
-                f"{output_dir} holds this run already: add --resume to go on with it, or choose "
-                "another output_dir"
-            )
-    # A kill during the first write below leaves half a file, which is nobody's.
-    elif output_dir.is_dir() and set(output_dir.iterdir()) - set(leftovers(recorded)):
-        raise UserError(f"{output_dir} is not empty and holds no run: choose another output_dir")
-    write_atomic(recorded, config)
-    for unfinished in output_dir.glob(".checkpoint-*.partial"):
-        shutil.rmtree(unfinished)
-    for name in FILES:
-        for unfinished in leftovers(output_dir / name):
-            unfinished.unlink()

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
 
 from longrnn.errors import UserError
 from longrnn.training.config import TrainConfig
+
+T = TypeVar("T")
 
 LAUNCH = (
     "launch with `accelerate launch --config_file configs/accelerate/cpu2.yaml -m longrnn.cli "
@@ -47,17 +51,57 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
     return accelerator
 
 
+def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
+    """What `work` returns, run by the main process alone; the others wait for it.
+
+    Raises:
+        UserError, OSError: in all processes, where `work` raises it.
+    """
+    outcome: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            outcome[0] = work()
+        except (UserError, OSError) as error:
+            outcome[1] = error
+    result, error = broadcast_object_list(outcome)
+    if error is not None:
+        raise error
+    return result
+
+
+def together(accelerator: Accelerator, work: Callable[[], None]) -> None:
+    """Each process does its part, and waits for the others.
+
+    Raises:
+        OSError: in all processes, where one of them raises it.
+    """
+    failed: list[OSError | None] = [None]
+    try:
+        work()
+    except OSError as error:
+        failed = [error]
+    for error in gather_object(failed):
+        if error is not None:
+            raise error
+
+
 class Interrupts:
-    """Within this context, Ctrl-C is noted in `asked` and does not break a step in two."""
+    """Within this context, Ctrl-C and SIGTERM are noted and do not break a step in two.
+
+    Attributes:
+        asked: the first of the two that came, or None.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked: int | None = None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+        self.asked = self.asked or number
 
     def __enter__(self) -> Self:
-        self._before: Any = signal.signal(signal.SIGINT, self._note)
+        self._before: Any = [signal.signal(number, self._note) for number in self.SIGNALS]
         return self
 
     def __exit__(
@@ -66,4 +110,5 @@ class Interrupts:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        for number, handler in zip(self.SIGNALS, self._before, strict=True):
+            signal.signal(number, handler)

@@ -9,36 +9,33 @@ Notable choices:
 
 from __future__ import annotations
 
-import json
+import signal
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from longrnn.config import dump_config
-from longrnn.errors import UserError
-from longrnn.files import write_atomic
+from longrnn.errors import Terminated, UserError
 from longrnn.hf.loading import load
-from longrnn.hf.tokenizer import HFTokenizer, load_tokenizer
-from longrnn.models.checkpoint import load_model, save_model
+from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.progress import Progress
 from longrnn.tasks import TASKS
-from longrnn.training import checkpoint
 from longrnn.training.config import TrainConfig
 from longrnn.training.data import Source
+from longrnn.training.folder import append_metrics, claim
 from longrnn.training.initial_states import INITIAL_STATES, Context
 from longrnn.training.objective import Objective
 from longrnn.training.optim import build_optimizer, freeze, learning_rate, set_learning_rate
-from longrnn.training.processes import Interrupts, build_accelerator
+from longrnn.training.processes import Interrupts, build_accelerator, on_main
+from longrnn.training.saver import Saver
 
-# Keys that may change between the parts of one run without changing what it computes so far.
-HARMLESS = {"output_dir", "save_steps", "save_total_limit", "logging_steps", "num_processes"}
+# What a checkpoint holds of a trainer beside weights, optimizer and carried states.
+COUNTERS = ("step", "tokens", "pending")
 
 
 class Trainer:
@@ -71,19 +68,15 @@ class Trainer:
         optimizer = build_optimizer(model, config)
         self.source.check()  # as is a length that the task cannot make
         self._check_positions(model)
-        if resume:
-            checkpoint.check_steps(self.output_dir, config.max_steps)
-        if self.accelerator.is_main_process:
-            text = dump_config(config)
-            checkpoint.claim(self.output_dir, text, resume=resume, differs=self._differs)
-        self.accelerator.wait_for_everyone()
+        found = on_main(self.accelerator, lambda: claim(config, resume=resume, processes=world))
+        self.saver = Saver(config, self.accelerator, self.tokenizer)
         self.objective, self.optimizer = self.accelerator.prepare(Objective(model), optimizer)
 
         self.step = 0
         self.tokens = 0
         self.pending: dict[str, list[float]] = {}  # what the next row of metrics averages
-        if resume:
-            self._restore()
+        if found is not None:
+            self._restore(found)
 
     def _build_model(self) -> RecurrentLM:
         torch.manual_seed(self.config.seed)
@@ -114,6 +107,7 @@ class Trainer:
 
         Raises:
             KeyboardInterrupt: after Ctrl-C, when the step was finished and saved.
+            Terminated: likewise after SIGTERM, or where another process was asked to stop.
         """
         config = self.config
         left = config.max_steps - self.step
@@ -125,7 +119,7 @@ class Trainer:
         ):
             while self.step < config.max_steps:
                 begun, before = time.monotonic(), self.tokens
-                values = self._train_step(stop=interrupts.asked)
+                values = self._train_step(stop=interrupts.asked is not None)
                 stop = values.pop("stop") > 0
                 self.step += 1
                 for name, value in values.items():
@@ -137,11 +131,11 @@ class Trainer:
                 if self.step % config.save_steps == 0 or last or stop:
                     self._save()
                 if stop and not last:
-                    raise KeyboardInterrupt
-        model = self.accelerator.unwrap_model(self.objective).model
-        if self.accelerator.is_main_process:
-            self._write_model(model, self.output_dir)
-        self.accelerator.wait_for_everyone()
+                    if interrupts.asked == signal.SIGINT:
+                        raise KeyboardInterrupt
+                    raise Terminated(f"{self.output_dir}: step {self.step} is done and saved")
+            model = self._model()
+            on_main(self.accelerator, lambda: self.saver.write_model(model, self.output_dir))
         self.accelerator.end_training()
         return model
 
@@ -193,88 +187,17 @@ class Trainer:
             "tokens": self.tokens,
             "tokens_per_second": rate,
         }
-        with open(self.output_dir / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(row) + "\n")
+        append_metrics(self.output_dir, row)
+
+    def _model(self) -> RecurrentLM:
+        return self.accelerator.unwrap_model(self.objective).model
 
     def _save(self) -> None:
-        folder = checkpoint.partial(self.output_dir, self.step)
-        rank = self.accelerator.process_index
-        checkpoint.write_tensors(folder / f"carry-{rank}.pt", self.starts.content())
-        if self.accelerator.is_main_process:
-            model = self.accelerator.unwrap_model(self.objective).model
-            self._write_model(model, folder)
-            content = {
-                "step": self.step,
-                "tokens": self.tokens,
-                "pending": self.pending,
-                "world_size": self.accelerator.num_processes,
-                "optimizer": self.optimizer.state_dict(),
-                "random": torch.get_rng_state(),
-            }
-            checkpoint.write_tensors(folder / "training.pt", content)
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            checkpoint.publish(self.output_dir, self.step, self.config.save_total_limit)
-        self.accelerator.wait_for_everyone()
+        counters = {name: getattr(self, name) for name in COUNTERS}
+        self.saver.save(counters, self._model(), self.optimizer, self.starts.content())
 
-    def _write_model(self, model: RecurrentLM, folder: Path) -> None:
-        """A checkpoint with its tokenizer, so that it can be moved."""
-        if isinstance(self.tokenizer, HFTokenizer):
-            save_model(model, folder, tokenizer="tokenizer.json")
-            self.tokenizer.save(folder)
-        else:
-            save_model(model, folder)
-
-    def _restore(self) -> None:
-        found = checkpoint.checkpoints(self.output_dir)
-        if not found:
-            self._cut_metrics(0)
-            return
-        folder = found[-1]
-        content = checkpoint.read_tensors(folder / "training.pt")
-        world = self.accelerator.num_processes
-        if content["world_size"] != world:
-            raise UserError(
-                f"{folder} was written by {content['world_size']} processes and this run has "
-                f"{world}: launch as many as before"
-            )
-        model = self.accelerator.unwrap_model(self.objective).model
-        model.load_state_dict(load_model(folder).state_dict())
-        self.optimizer.load_state_dict(content["optimizer"])
-        torch.set_rng_state(content["random"])
-        self.step, self.tokens = content["step"], content["tokens"]
-        self.pending = content["pending"]
-        rank = self.accelerator.process_index
-        self.starts.restore(checkpoint.read_tensors(folder / f"carry-{rank}.pt"))
-        self._cut_metrics(self.step)
-
-    def _cut_metrics(self, step: int) -> None:
-        """Drops the rows of steps that will be run again."""
-        path = self.output_dir / "metrics.jsonl"
-        if not (self.accelerator.is_main_process and path.is_file()):
-            return
-        lines = path.read_text().splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith("\n")]
-        write_atomic(path, "".join(r for r in whole if json.loads(r)["step"] <= step))
-
-    def _differs(self, recorded: str) -> str:
-        """Which keys of a recorded configuration differ from this run's, harmless ones left out."""
-        import yaml
-
-        before, now = _flat(yaml.safe_load(recorded)), _flat(asdict(self.config))
-        keys = [k for k in {**before, **now} if before.get(k) != now.get(k)]
-        # Every schedule but `constant` has another learning rate at every step of a longer run.
-        length = {"max_steps"} if self.config.lr_scheduler_type == "constant" else set()
-        return ", ".join(
-            f"{key}: {before.get(key)} there, {now.get(key)} here"
-            for key in keys
-            if key not in HARMLESS | length
-        )
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """A nested mapping as dotted keys."""
-    if isinstance(tree, dict):
-        items = [_flat(value, f"{prefix}{key}.") for key, value in tree.items()]
-        return {key: value for item in items for key, value in item.items()}
-    return {prefix.rstrip("."): tree}
+    def _restore(self, folder: Path) -> None:
+        counters, carried = self.saver.restore(folder, self._model(), self.optimizer)
+        for name in COUNTERS:
+            setattr(self, name, counters[name])
+        self.starts.restore(carried)

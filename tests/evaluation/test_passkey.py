@@ -16,7 +16,7 @@ from longrnn.evaluation.passkey import Subject, evaluate, evenly_spaced, summari
 from longrnn.evaluation.results import Row, read_results
 from longrnn.models import LanguageModel
 from longrnn.tasks import Passkey
-from longrnn.tasks.passkey import is_held_out
+from longrnn.tasks.passkey_documents import is_held_out
 from longrnn.text import ByteTokenizer
 from tests.evaluation.oracles import Oracle
 from tests.tasks.test_passkey import trained_bpe

@@ -16,7 +16,8 @@ from longrnn.errors import UserError
 from longrnn.hf.tokenizer import HFTokenizer, load_tokenizer
 from longrnn.tasks import Passkey
 from longrnn.tasks.base import UNSCORED
-from longrnn.tasks.passkey import ANSWER, FILLER, HEADER, KEY_LINE, QUESTION, is_held_out, keys
+from longrnn.tasks.passkey import ANSWER, FILLER, HEADER, KEY_LINE, QUESTION
+from longrnn.tasks.passkey_documents import Needle, is_held_out, keys
 from longrnn.text import ByteTokenizer, Tokenizer
 from tests.tasks.drawings import drawing
 
@@ -76,7 +77,7 @@ def test_the_drawing_in_the_docstring() -> None:
     """A docstring that no longer shows what the task makes."""
     task = Passkey(Signs())
     prompt = task.prompt("42719", length=14, depth=3 / 8)
-    batch = task._batch([prompt], ["42719"], torch.tensor([True]), [True])
+    batch = task._batch([prompt], [Needle("42719", 3 / 8)], torch.tensor([True]), [True])
     targets = [chr(i).replace(" ", "_") for i in batch.targets[0].tolist()]
     assert drawing(Passkey) == {
         "tokens": [chr(i) for i in batch.tokens[0].tolist()],
@@ -192,5 +193,68 @@ def test_weights_sum_to_text_plus_answer(weight: float) -> None:
 def test_options_out_of_range_are_refused() -> None:
     """Documents of no segment, or negative weights."""
     for options in ({"max_segments": 0}, {"grow_steps": -1}, {"answer_weight": -0.5}):
-        with pytest.raises(UserError, match="needs max_segments >= 1"):
+        with pytest.raises(UserError, match="passkey needs"):
             Passkey(**options)
+    for n_keys in (0, 10, [], [1, 12]):
+        with pytest.raises(UserError, match="n_keys is a number of keys from 1 to 9"):
+            Passkey(n_keys=n_keys)
+
+
+def test_numbered_keys() -> None:
+    """A number that is not asked, a line that is missing, a prompt of another length."""
+    task = Passkey(n_keys=3)
+    needles = [Needle("40913", 0.9, 1), Needle("00001", 0.1, 2), Needle("77777", 0.5, 3)]
+    prompt = task.prompt_of(needles, 1, length=600)
+    assert len(prompt) == 600
+    text = task.tokenizer.decode(prompt.tolist())
+    lines = ["Passkey 2:00001.", "Passkey 3:77777.", "Passkey 1:40913."]
+    places = [text.index(line) for line in lines]
+    assert places == sorted(places)
+    assert text.endswith("What is passkey 2? Passkey 2:")
+    assert task.tokenizer.decode(task.answer(needles[1]).tolist()) == "00001"
+    header, context, question = task.parts(prompt, needles[1])
+    assert torch.equal(torch.cat([header, context, question]), prompt)
+    with pytest.raises(UserError, match="at least"):
+        task.prompt_of(needles, 0, length=task.least_length() - 30)
+
+
+def test_rows_with_several_keys_ask_one_of_them() -> None:
+    """Numbers of keys that are never drawn, keys of evaluation, an answer to another number."""
+    task = Passkey(n_keys=[1, 4, 8])
+    batch = task.sample(60, length=700, generator=torch.Generator().manual_seed(0))
+    counts, asked = set(), set()
+    for row in range(60):
+        text = task.tokenizer.decode(batch.tokens[row].tolist())
+        answer = task.tokenizer.decode(batch.targets[row][batch.answers()[row]].tolist())
+        numbered = dict(re.findall(r"Passkey (\d):(\d{5})\. Remember", text))
+        counts.add(len(numbered) or 1)
+        if numbered:
+            number = re.search(r"What is passkey (\d)\?", text)
+            assert number is not None
+            assert answer == numbered[number[1]]
+            asked.add(number[1])
+            assert not any(is_held_out(key) for key in numbered.values())
+    assert counts == {1, 4, 8}
+    assert len(asked) == 8
+
+
+def test_fillers_of_files_begin_anywhere(tmp_path: Path) -> None:
+    """Training on the first page of a book alone."""
+    files = []
+    for name in ("a", "b"):
+        files.append(str(tmp_path / name))
+        Path(files[-1]).write_text(name * 5000)
+    task = Passkey(filler=files)
+    assert task.n_filler == 10_000
+    batch = task.sample(40, length=256, generator=torch.Generator().manual_seed(0))
+    rows = [task.tokenizer.decode(row.tolist()).split("hidden")[1] for row in batch.tokens]
+    assert any("aaaaa" in row for row in rows)
+    assert any("bbbbb" in row for row in rows)
+
+
+def test_the_text_weighs_what_is_asked() -> None:
+    """A weight that is read and not used."""
+    task = Passkey(text_weight=0.25)
+    batch = task.sample(4, length=256, generator=torch.Generator().manual_seed(2))
+    assert batch.weights is not None
+    torch.testing.assert_close(batch.weights.sum(1), torch.full((4,), 1.25))

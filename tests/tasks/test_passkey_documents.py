@@ -95,10 +95,14 @@ def test_documents_are_header_filler_key_line_filler(segments: list[Batch]) -> N
 
 def test_the_filler_runs_on_over_segments(segments: list[Batch]) -> None:
     """Filler that jumps between segments, as no prompt of an evaluation does."""
+    starts = set()
     for lane in range(LANES):
         for document in documents(segments, lane):
             text = "".join(fillers(document))
-            assert text == (FILLER * (len(text) // len(FILLER) + 1))[: len(text)]
+            endless = FILLER * (len(text) // len(FILLER) + 2)
+            assert text in endless
+            starts.add(endless.index(text))
+    assert len(starts) > 3  # a question is asked anywhere in the filler
 
 
 def test_fresh_marks_exactly_the_starts(segments: list[Batch]) -> None:
@@ -190,5 +194,39 @@ def test_documents_grow_with_the_steps() -> None:
 
 def test_a_segment_too_short_says_what_it_needs() -> None:
     """A silent cut of the key line."""
-    with pytest.raises(UserError, match=r"needs at least \d+ tokens"):
+    with pytest.raises(UserError, match=r"at least \d+ tokens"):
         build().segment(range(20), 0, n_lanes=20, length=100, seed=0)
+
+
+def test_segments_of_filler_count_many_times() -> None:
+    """Keys or headers that are read again and again, or counts that never grow."""
+    task = build(min_segments=3, max_segments=3, max_repeat=1000, grow_steps=60)
+    counts: dict[int, list[int]] = {}
+    for step in range(120):
+        batch = task.segment(range(20), step, n_lanes=20, length=LENGTH, seed=1)
+        assert bool(batch.fresh.any()) == (step % 3 == 0)
+        if batch.repeat is None:
+            continue
+        for row, times in enumerate(batch.repeat.tolist()):
+            counts.setdefault(step, []).append(times)
+            assert 1 <= times <= 1000
+            assert times == 1 or fillers_only(body(batch, row))
+    assert max(max(counts.get(step, [1])) for step in range(6)) < 30
+    assert max(max(counts.get(step, [1])) for step in range(60, 120)) > 300
+    assert build().segment(range(20), 5, n_lanes=20, length=LENGTH, seed=1).repeat is None
+
+
+def fillers_only(text: str) -> bool:
+    return text in FILLER * (len(text) // len(FILLER) + 2)
+
+
+def test_numbered_documents_hold_all_keys_in_one_segment() -> None:
+    """Keys over several segments, or a question about a number that was not given."""
+    task = build(min_segments=2, max_segments=3, n_keys=[4])
+    for step in range(12):
+        batch = task.segment(range(8), step, n_lanes=8, length=300, seed=2)
+        for row in range(8):
+            lines = re.findall(r"Passkey (\d):(\d{5})\. Remember", body(batch, row))
+            assert len(lines) in (0, 4)
+            tail = ByteTokenizer().decode(batch.tokens[row, 300:].tolist())
+            assert re.fullmatch(r"\nWhat is passkey [1-4]\? Passkey [1-4]:\d{4}", tail)

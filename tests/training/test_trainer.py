@@ -232,22 +232,6 @@ def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == mine
 
 
-@pytest.mark.parametrize("name", ["training.pt", "model.safetensors", "config.json", "carry-0.pt"])
-@pytest.mark.parametrize("damage", ["truncated", "missing"])
-def test_a_damaged_checkpoint_is_named(
-    name: str, damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A traceback, or a run that goes on from half a checkpoint."""
-    config = tiny("carry", tmp_path, gradient_accumulation_steps=1)
-    crash(config, 5, monkeypatch)
-    file = last_checkpoint(tmp_path) / name
-    content = file.read_bytes()
-    file.unlink() if damage == "missing" else file.write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserError, match="checkpoint-00000004") as error:
-        Trainer(config, resume=True, quiet=True)
-    assert "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

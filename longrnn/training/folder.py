@@ -1,0 +1,144 @@
+"""The output folder of a run: whose it is, and what a resumed run may change."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from longrnn.config import dump_config
+from longrnn.errors import UserError
+from longrnn.files import leftovers, write_atomic
+from longrnn.training import checkpoint
+from longrnn.training.config import TrainConfig
+
+# What a run writes into its output folder itself.
+FILES = ("train.yaml", "metrics.jsonl", "config.json", "model.safetensors")
+FILES += ("tokenizer.json", "tokenizer_config.json")
+# Keys that may change between the parts of one run without changing what it computes so far.
+HARMLESS = {"output_dir", "save_steps", "save_total_limit", "logging_steps", "num_processes"}
+
+
+def claim(config: TrainConfig, *, resume: bool, processes: int) -> Path | None:
+    """Takes the output folder for a run: makes it where it is missing, and writes `train.yaml`.
+
+    A newest checkpoint that is damaged is named on standard error and set aside.
+
+    Args:
+        config: the run.
+        resume: whether a run of the same configuration may be in the folder.
+        processes: how many the run has.
+
+    Returns:
+        The checkpoint to go on from, if there is one.
+
+    Raises:
+        UserError: the folder holds another run, or one that was not asked to be resumed, one of
+            more steps or of another number of processes, or one whose checkpoints are all damaged.
+    """
+    output_dir = Path(config.output_dir)
+    _check_owner(output_dir, config, resume=resume)
+    found, damaged = checkpoint.newest_whole(output_dir)
+    if found is not None:
+        _check_fits(found, config, processes)
+    write_atomic(output_dir / "train.yaml", dump_config(config))
+    _clean(output_dir)
+    for path, wrong in damaged.items():
+        aside = checkpoint.set_aside(path)
+        print(
+            f"warning: {path} is damaged ({wrong}) and now named {aside.name}: "
+            f"going on from {found}",
+            file=sys.stderr,
+        )
+    _cut_metrics(output_dir, checkpoint.steps(found) if found is not None else 0)
+    return found
+
+
+def _check_owner(output_dir: Path, config: TrainConfig, *, resume: bool) -> None:
+    """Refuses a folder that is not this run's."""
+    recorded = output_dir / "train.yaml"
+    if recorded.is_file():
+        difference = differences(recorded.read_text(), config)
+        if difference:
+            raise UserError(
+                f"{output_dir} holds a run with another configuration ({difference}): "
+                "choose another output_dir"
+            )
+        if not resume:
+            raise UserError(
+                f"{output_dir} holds this run already: add --resume to go on with it, or choose "
+                "another output_dir"
+            )
+    # A kill during the first write below leaves half a file, which is nobody's.
+    elif output_dir.is_dir() and set(output_dir.iterdir()) - set(leftovers(recorded)):
+        raise UserError(f"{output_dir} is not empty and holds no run: choose another output_dir")
+
+
+def _check_fits(found: Path, config: TrainConfig, processes: int) -> None:
+    """Refuses a checkpoint that this run cannot go on from."""
+    done = checkpoint.steps(found)
+    if done > config.max_steps:
+        raise UserError(
+            f"{found.parent} holds {done} steps, more than max_steps={config.max_steps}: set "
+            f"max_steps={done} or more"
+        )
+    wrote = checkpoint.processes(found)
+    if wrote != processes:
+        raise UserError(
+            f"{found} was written by {wrote} processes and this run has {processes}: launch as "
+            "many as before"
+        )
+
+
+def _clean(output_dir: Path) -> None:
+    """Removes what a kill left half-written."""
+    for unfinished in output_dir.glob(".checkpoint-*.partial"):
+        shutil.rmtree(unfinished)
+    for name in FILES:
+        for unfinished in leftovers(output_dir / name):
+            unfinished.unlink()
+
+
+def differences(recorded: str, config: TrainConfig) -> str:
+    """Which keys of a recorded configuration (YAML) differ from a run's, harmless ones left out."""
+    import yaml
+
+    before, now = _flat(yaml.safe_load(recorded)), _flat(asdict(config))
+    keys = [k for k in {**before, **now} if before.get(k) != now.get(k)]
+    # Every schedule but `constant` has another learning rate at every step of a longer run.
+    length = {"max_steps"} if config.lr_scheduler_type == "constant" else set()
+    return ", ".join(
+        f"{key}: {before.get(key)} there, {now.get(key)} here"
+        for key in keys
+        if key not in HARMLESS | length
+    )
+
+
+def append_metrics(output_dir: Path, row: dict[str, float]) -> None:
+    """Adds a row to `metrics.jsonl` and makes it durable: no checkpoint is newer than its rows."""
+    with open(output_dir / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _cut_metrics(output_dir: Path, step: int) -> None:
+    """Drops the rows of steps after `step`, which will be run again, and a torn last row."""
+    path = output_dir / "metrics.jsonl"
+    if not path.is_file():
+        return
+    lines = path.read_text().splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith("\n")]
+    write_atomic(path, "".join(row for row in whole if json.loads(row)["step"] <= step))
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """A nested mapping as dotted keys."""
+    if isinstance(tree, dict):
+        items = [_flat(value, f"{prefix}{key}.") for key, value in tree.items()]
+        return {key: value for item in items for key, value in item.items()}
+    return {prefix.rstrip("."): tree}

@@ -1,0 +1,109 @@
+"""What a checkpoint of a run holds, and how a run is taken up from one."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from longrnn.hf.tokenizer import HFTokenizer
+from longrnn.models.checkpoint import load_model, save_model
+from longrnn.models.recurrent import RecurrentLM
+from longrnn.text import Tokenizer
+from longrnn.training import checkpoint
+from longrnn.training.config import TrainConfig
+from longrnn.training.processes import on_main, together
+
+
+class Saver:
+    """Writes and reads the checkpoints of one run, a part by each process.
+
+    Args:
+        config: the run; `output_dir` and `save_total_limit` are read.
+        accelerator: its processes.
+        tokenizer: what the model is saved with.
+    """
+
+    def __init__(self, config: TrainConfig, accelerator: Accelerator, tokenizer: Tokenizer) -> None:
+        self.output_dir, self.keep = Path(config.output_dir), config.save_total_limit
+        self.accelerator, self.tokenizer = accelerator, tokenizer
+
+    def save(
+        self,
+        counters: dict[str, Any],
+        model: RecurrentLM,
+        optimizer: torch.optim.Optimizer,
+        carried: dict[str, Tensor],
+    ) -> None:
+        """Writes a checkpoint, or in no process.
+
+        Args:
+            counters: plain values; `step` is how many steps are done.
+            model: its weights are equal in all processes.
+            optimizer: likewise.
+            carried: what the policy of initial states remembers in this process.
+
+        Raises:
+            OSError: in all processes, where one of them cannot write its part.
+        """
+        step = counters["step"]
+        folder = checkpoint.partial(self.output_dir, step)
+
+        def write() -> None:
+            rank = self.accelerator.process_index
+            checkpoint.write_tensors(folder / f"carry-{rank}.pt", carried)
+            if not self.accelerator.is_main_process:
+                return
+            self.write_model(model, folder)
+            content = {
+                **counters,
+                "optimizer": optimizer.state_dict(),
+                "random": torch.get_rng_state(),
+            }
+            checkpoint.write_tensors(folder / "training.pt", content)
+
+        try:
+            together(self.accelerator, write)
+            publish = partial(checkpoint.publish, self.output_dir, step, self.keep)
+            on_main(self.accelerator, publish)
+        except OSError:
+            # A full disk is not helped by half a checkpoint; what cannot be removed now is
+            # removed when the run is resumed.
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def write_model(self, model: RecurrentLM, folder: Path) -> None:
+        """A model with its tokenizer, so that the folder can be moved."""
+        if isinstance(self.tokenizer, HFTokenizer):
+            self.tokenizer.save(folder)
+            save_model(model, folder, tokenizer="tokenizer.json")
+        else:
+            save_model(model, folder)
+
+    def restore(
+        self, folder: Path, model: RecurrentLM, optimizer: torch.optim.Optimizer
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Fills model and optimizer from a checkpoint.
+
+        Args:
+            folder: the checkpoint.
+            model: as it was when the run began.
+            optimizer: likewise.
+
+        Returns:
+            The counters, and what the policy of initial states remembered.
+
+        Raises:
+            UserError: the checkpoint is damaged.
+        """
+        content = checkpoint.read_tensors(folder / "training.pt")
+        model.load_state_dict(load_model(folder).state_dict())
+        optimizer.load_state_dict(content["optimizer"])
+        torch.set_rng_state(content["random"])
+        rank = self.accelerator.process_index
+        return content, checkpoint.read_tensors(folder / f"carry-{rank}.pt")

@@ -1,0 +1,101 @@
+"""The command line in processes that start at once.
+
+They are forks of a server that has imported everything and done nothing: real processes with real
+signals, whose life is not mostly imports, so that a random moment of it falls within the training.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from tests.training.runs import ENVIRONMENT
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    ["longrnn.training.trainer", "longrnn.cli.app", "omegaconf", "yaml", "accelerate"]
+)
+LIMIT = 100  # seconds that anything may take
+
+
+class Fork:
+    """`longrnn …` as a process; its output goes to files in `folder`."""
+
+    def __init__(self, *arguments: str | Path, folder: Path, **environment: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._out, self._err = folder / "out", folder / "err"
+        variables = {**ENVIRONMENT, **environment}
+        self.process: ForkServerProcess = SERVER.Process(
+            target=_main, args=([*map(str, arguments)], self._out, self._err, variables)
+        )
+        self.process.start()
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text()
+
+    def send(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def when(self, ready: Callable[[], bool]) -> bool:
+        """Waits until `ready()`; false where the process ends before."""
+        deadline = time.monotonic() + LIMIT
+        while not ready():
+            if not self.process.is_alive():
+                return False
+            assert time.monotonic() < deadline, self.err
+            time.sleep(0.0005)
+        return True
+
+    def end(self) -> int:
+        """Waits for the exit code, that of a signal negative."""
+        self.process.join(LIMIT)
+        assert self.process.exitcode is not None, f"still running\n{self.out}\n{self.err}"
+        return self.process.exitcode
+
+
+def _main(arguments: list[str], out: Path, err: Path, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    for path, descriptor in ((out, 1), (err, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    sys.argv = ["longrnn", *arguments]
+    from longrnn.cli.app import run
+
+    run()
+
+
+def pair(*arguments: str | Path, folder: Path) -> list[Fork]:
+    """Two processes that gloo joins, as a launcher starts them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [
+        Fork(*arguments, folder=folder / str(rank), RANK=str(rank), LOCAL_RANK=str(rank), **world)
+        for rank in (0, 1)
+    ]
+
+
+def kill_at_random(process: Fork, rng: random.Random, begun: Path, longest: float) -> bool:
+    """SIGKILL within `longest` seconds after `begun` exists; false where the run ended before."""
+    if not process.when(begun.exists):
+        return False
+    process.process.join(rng.uniform(0, longest))
+    if not process.process.is_alive():
+        return False
+    process.send(signal.SIGKILL)
+    return process.end() == -signal.SIGKILL

@@ -1,0 +1,53 @@
+"""Segments that count many times, through a model and through the objective."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longrnn.errors import UserError
+from longrnn.tasks import Batch
+from longrnn.training.objective import Objective
+from longrnn.training.repeat import repeats
+from tests.contracts.builders import build_model, random_tokens
+
+# Without a convolution, what the one layer reads is the same in every reading.
+MIXER = {"kind": "mamba2", "d_state": 4, "head_dim": 4, "d_conv": 1}
+
+
+@pytest.mark.parametrize("time", [5, 150])
+def test_a_model_of_one_layer_ends_where_reading_again_ends(time: int) -> None:
+    """Pieces of a long segment that are repeated each by itself; rows that share a count."""
+    model = build_model(MIXER, n_layers=1)
+    text, tokens = random_tokens(2, 7, seed=1), random_tokens(2, time, seed=2)
+    before = model(text).state
+    times = torch.tensor([3, 5])
+    edits = repeats(model.mixers, times, time)
+    found = model(tokens, before, edits=edits).state.layers[0].ssm
+    for row, count in enumerate(times.tolist()):
+        again = tokens[row : row + 1].repeat(1, count)
+        start = model(text[row : row + 1]).state
+        expected = model(again, start).state.layers[0].ssm
+        torch.testing.assert_close(found[row : row + 1], expected, rtol=1e-9, atol=1e-11)
+
+
+def test_the_objective_repeats_what_is_carried() -> None:
+    """A count that is dropped on the way, or that also repeats the question."""
+    model = build_model(MIXER, n_layers=1)
+    tokens = random_tokens(2, 12, seed=3)
+    batch = Batch(tokens, tokens, torch.ones(2, dtype=torch.bool), tail=4)
+    objective = Objective(model)
+    plain = objective([batch], model.init_state(2))
+    lapsed = objective([batch._replace(repeat=torch.tensor([1, 9]))], model.init_state(2))
+    ssm = [output.state.layers[0].ssm for output in (plain, lapsed)]
+    torch.testing.assert_close(ssm[0][0], ssm[1][0])
+    assert not torch.allclose(ssm[0][1], ssm[1][1])
+    assert float(plain.loss.detach()) != float(lapsed.loss.detach())
+
+
+def test_cells_that_step_are_refused() -> None:
+    """A count that an LSTM ignores."""
+    model = build_model("lstm")
+    assert repeats(model.mixers, torch.tensor([1, 1]), 5) is None
+    with pytest.raises(UserError, match="max_repeat=1"):
+        repeats(model.mixers, torch.tensor([1, 2]), 5)
