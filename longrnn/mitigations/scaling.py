@@ -6,6 +6,7 @@ different things can be scaled, and they are named apart.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ class Scaling(Mitigation):
 
     def __init__(self, scale: Any, layers: Any, heads: Any, diagnosis: Any) -> None:
         super().__init__(layers=layers, heads=heads, diagnosis=diagnosis)
-        self.scale = check_values("scale", scale, above=0)
+        self.scale = check_values("scale", scale, above=0, below=math.inf)
         self.factors: list[Tensor] = []
 
     @classmethod
