@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.mixers import Mixer, Update
+from longrnn.mixers import Mixer, ScanningMixer, StepwiseMixer, Update
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.ops.ssd import SSD, ScanInputs
 from longrnn.registry import Registry
@@ -201,6 +201,15 @@ class Mitigation:
         if found.get("fingerprint") not in (None, model.fingerprint()):
             raise UserError(f"{path} is the diagnosis of another model: make one of this model")
         return found[COLLAPSING]
+
+
+def without_steps(mixer: type[Mixer]) -> str | None:
+    """Why what changes step sizes is not defined for a kind of cell; None where it is."""
+    if issubclass(mixer, ScanningMixer):
+        return None
+    if issubclass(mixer, StepwiseMixer) and mixer.gated:
+        return "it has gates and no step size dt; use forget_more or state_norm"
+    return "it has no step size dt; use state_norm"
 
 
 class Chain(Mitigation):
