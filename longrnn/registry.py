@@ -61,7 +61,8 @@ class Registry(Mapping[str, "type[T]"], Generic[T]):
             context: positional arguments that the family's contract gives to every member.
 
         Raises:
-            UserError: unknown kind, unknown option, or a value of the wrong type.
+            UserError: unknown kind, unknown option, a value of the wrong type, or no value where
+                there is no default.
         """
         options = dict(spec)
         kind = options.pop("kind", None)
@@ -84,6 +85,10 @@ class Registry(Mapping[str, "type[T]"], Generic[T]):
             if name not in known:
                 remedy = nearest(str(name), known) if known else "it takes none"
                 raise UserError(f"{self.family} {kind!r} has no option {name!r}: {remedy}")
+        optional = getattr(self[kind].__init__, "__kwdefaults__", None) or {}
+        for name in known:
+            if name not in options and name not in optional:
+                raise UserError(f"{self.family} {kind!r} needs its option {name!r}: give it")
         given = [(name, known[name], field()) for name in options]
         schema = OmegaConf.structured(make_dataclass(f"{kind}_options", given))
         try:

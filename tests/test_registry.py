@@ -9,6 +9,8 @@ from longrnn.mixers import MIXERS
 from longrnn.positions import POSITIONS
 from longrnn.registry import Registry, keyword_options
 
+NO_KIND = "a shape is described by a mapping with 'kind', one of"
+
 
 class Shape:
     """What the registry below registers."""
@@ -37,6 +39,11 @@ def shapes() -> Registry[Shape]:
         def __init__(self, scale: float) -> None:
             self.given = (scale,)
 
+    @registry.register("polygon")
+    class Polygon(Shape):
+        def __init__(self, scale: float, *, corners: int, filled: bool = False) -> None:
+            self.given = (scale, corners, filled)
+
     return registry
 
 
@@ -59,8 +66,8 @@ def test_null_where_the_signature_allows_it(shapes: Registry[Shape]) -> None:
 
 def test_mapping(shapes: Registry[Shape]) -> None:
     """A registry is a mapping in order of registration."""
-    assert list(shapes) == ["circle", "point"]
-    assert len(shapes) == 2
+    assert list(shapes) == ["circle", "point", "polygon"]
+    assert len(shapes) == 3
     assert "circle" in shapes
     assert "square" not in shapes
     assert shapes["point"].__name__ == "Point"
@@ -80,9 +87,13 @@ def test_registered_twice(shapes: Registry[Shape]) -> None:
     ("spec", "message"),
     [
         ({"kind": "circel"}, "unknown shape 'circel': did you mean 'circle'?"),
-        ({"kind": "zzz"}, "unknown shape 'zzz': known: circle, point"),
-        ({"radius": 1.0}, "a shape is described by a mapping with 'kind', one of: circle, point"),
-        ({"kind": 3}, "a shape is described by a mapping with 'kind', one of: circle, point"),
+        ({"kind": "zzz"}, "unknown shape 'zzz': known: circle, point, polygon"),
+        ({"radius": 1.0}, f"{NO_KIND}: circle, point, polygon"),
+        ({"kind": 3}, f"{NO_KIND}: circle, point, polygon"),
+        (
+            {"kind": "polygon", "filled": True},
+            "shape 'polygon' needs its option 'corners': give it",
+        ),
         (
             {"kind": "circle", "radios": 1.0},
             "shape 'circle' has no option 'radios': did you mean 'radius'?",

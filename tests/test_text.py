@@ -1,11 +1,16 @@
-"""The byte tokenizer."""
+"""The byte tokenizer, and text files."""
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longrnn.text import ByteTokenizer
+from longrnn.errors import UserError
+from longrnn.text import ByteTokenizer, read_text
 
 
 @given(st.text())
@@ -27,3 +32,34 @@ def test_any_ids_decode() -> None:
     """A model's nonsense that raises while it is shown."""
     assert ByteTokenizer().decode([97, 255, 98]) == "a\ufffdb"
     assert ByteTokenizer().decode([]) == ""
+
+
+def test_a_text_file(tmp_path: Path) -> None:
+    """A hash of something else than the file, line ends that are changed."""
+    content = "a\r\nü\n"
+    (tmp_path / "a.txt").write_bytes(content.encode())
+    expected = content, hashlib.sha256(content.encode()).hexdigest()
+    assert read_text(tmp_path / "a.txt") == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "no text file .*a.txt: give a file of UTF-8 text"),
+        (b"", "a.txt is empty"),
+        (b"ab\x00c", r"a.txt is binary \(a NUL at byte 2\)"),
+        (b"abc\xff", r"a.txt is not UTF-8 \(at byte 3\)"),
+    ],
+)
+def test_files_that_are_no_texts(content: bytes | None, says: str, tmp_path: Path) -> None:
+    """A picture measured as if it were prose."""
+    if content is not None:
+        (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(UserError, match=says):
+        read_text(tmp_path / "a.txt")
+
+
+def test_a_folder_is_no_text(tmp_path: Path) -> None:
+    """A traceback of the operating system."""
+    with pytest.raises(UserError, match="cannot be read .*: give a file of UTF-8 text"):
+        read_text(tmp_path)

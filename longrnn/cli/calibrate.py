@@ -77,6 +77,9 @@ def calibrate(
     from longrnn.mitigations.spec import write_calibration
     from longrnn.units import parse_length
 
+    path = output or results_folder("calibrate", [checkpoint]) / f"{method}.yaml"
+    if path.suffix not in (".yaml", ".yml"):
+        raise UserError(f"the output {path} must end in .yaml, so that --mitigation knows it")
     trained = training_length(checkpoint, train_length)
     if trained is None:
         raise UserError(f"{checkpoint} does not say its training length: give --train-length")
@@ -93,9 +96,6 @@ def calibrate(
     model = load(checkpoint, device=pick_device(device))
     documents = read_documents(text, load_tokenizer(checkpoint), model)
     member = measure(model, documents, method, settings, quiet=quiet)
-    path = output or results_folder("calibrate", [checkpoint]) / f"{method}.yaml"
-    if path.suffix not in (".yaml", ".yml"):
-        raise UserError(f"the output {path} must end in .yaml, so that --mitigation knows it")
     known = Calibration(
         source=str(path),
         fingerprint=model.fingerprint(),

@@ -80,6 +80,7 @@ def passkey(
     """
     from longrnn.diagnostics.plots import passkey_heat_map
     from longrnn.evaluation import passkey as measure
+    from longrnn.evaluation.texts import read_documents
     from longrnn.hf.tokenizer import load_tokenizer
 
     asked_lengths, asked_depths = parse_lengths(lengths), _depths(depths)
@@ -89,9 +90,11 @@ def passkey(
         name, model = load_variant(variant, mitigation, target)
         label = variant if mitigation is None else f"{variant}+{mitigation}"
         subjects.append(measure.Subject(label, model, load_tokenizer(name)))
-    suffix = (
-        mitigation if chunk_select is None else f"{mitigation or ''}chunk_select={chunk_select}"
-    )
+        if filler is not None:
+            warn_if_calibrated_on(model, read_documents([filler], subjects[-1].tokenizer, model))
+    chunk = None if chunk_select is None else parse_length(chunk_select)
+    more = [mitigation, None if chunk is None else f"chunk_select={chunk}"]
+    suffix = "+".join(part for part in more if part is not None) or None
     folder = output or results_folder("passkey", checkpoints, suffix)
     rows = measure.evaluate(
         subjects,
@@ -102,7 +105,7 @@ def passkey(
         seed=seed,
         filler=filler,
         n_keys=n_keys,
-        chunk=None if chunk_select is None else parse_length(chunk_select),
+        chunk=chunk,
         batch_size=batch_size,
         quiet=quiet,
     )

@@ -36,11 +36,12 @@ def generate(
     from longrnn.hf.loading import load
     from longrnn.hf.tokenizer import load_tokenizer
     from longrnn.models.generate import stream
+    from longrnn.text import read_text
 
     if (prompt is None) == (prompt_file is None):
         raise UserError("give either --prompt or --prompt-file")
     if prompt_file is not None:
-        prompt = _read(prompt_file)
+        prompt, _ = read_text(prompt_file)
     try:
         (prompt or "").encode()
     except UnicodeEncodeError as error:
@@ -64,12 +65,3 @@ def generate(
             typer.echo(text[len(shown) :], nl=False)
             shown = text
     typer.echo()
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except FileNotFoundError as error:
-        raise UserError(f"no prompt file {path}: give the path of a text file") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: give a text file") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from longrnn.evaluation.texts import Document
     from longrnn.mitigations import Mitigated
     from longrnn.models import RecurrentLM
+
+# Bytes of a folder's name, of the 255 that file systems take.
+LONGEST_NAME = 120
 
 Checkpoint = Annotated[
     str, typer.Argument(help="Name of an embedded checkpoint, or a folder.", show_default=False)
@@ -75,19 +79,38 @@ def load_variant(text: str, spec: str | None, device: str) -> tuple[str, Recurre
     Returns:
         The checkpoint's own name, and the model.
     """
-    from longrnn.hf.loading import embedded, load
+    from longrnn.hf.loading import load
 
-    whole = text in embedded() or Path(text).exists()
-    name, _, own = (text, "", "") if whole else text.partition("+")
-    specs = [part for part in (own, spec) if part]
+    name, own = split_variant(text)
+    specs = [part for part in (own, spec) if part is not None]
     return name, mitigated(load(name, device=device), specs or None)
+
+
+def split_variant(text: str) -> tuple[str, str | None]:
+    """Name of the checkpoint and mitigation of `CHECKPOINT+MITIGATION`; None without a plus.
+
+    A folder may have a plus in its name, and so may the file of a calibrated mitigation.
+    """
+    from longrnn.hf.loading import embedded
+
+    pluses = [index for index, character in enumerate(text) if character == "+"]
+    for cut in (len(text), *pluses):
+        # `Path.exists` fails at names that are too long for a file.
+        if text[:cut] in embedded() or os.path.exists(text[:cut]):
+            break
+    else:
+        cut = pluses[0] if pluses else len(text)
+    return text[:cut], text[cut + 1 :] if cut < len(text) else None
 
 
 def warn_if_calibrated_on(model: RecurrentLM | Mitigated, documents: Iterable[Document]) -> None:
     """Says on standard error which texts a mitigation's numbers were taken from."""
-    calibration = getattr(model, "calibration", None)
+    from longrnn.mitigations import Mitigated
+
+    parts = model.parts if isinstance(model, Mitigated) else ()
+    used = {digest for part in parts if part.calibration for digest in part.calibration.text_sha256}
     for document in documents:
-        if calibration is not None and document.sha256 in calibration.text_sha256:
+        if document.sha256 in used:
             typer.echo(
                 f"warning: the mitigation was calibrated on {document.name}: "
                 "measure it on another text",
@@ -117,10 +140,23 @@ def training_length(checkpoint: str, given: str | None) -> int | None:
 
 
 def results_folder(evaluation: str, checkpoints: Sequence[str], spec: str | None = None) -> Path:
-    """Where results go when nobody says: one folder for each set of checkpoints."""
+    """Where results go when nobody says: one folder for each set of checkpoints.
+
+    Args:
+        evaluation: folder above it.
+        checkpoints: names, or `CHECKPOINT+MITIGATION`.
+        spec: what else tells these results from others.
+    """
+    import hashlib
     import re
 
-    names = [Path(name).resolve().name for name in checkpoints]
-    if spec is not None:
-        names.append(re.sub(r"[^\w.,=()-]+", "_", spec)[:80])
-    return Path("results") / evaluation / "+".join(names)
+    names: list[str] = []
+    for checkpoint in checkpoints:
+        path, own = split_variant(checkpoint)
+        names += [Path(path).resolve().name, *([] if own is None else [own])]
+    whole = "+".join([*names, *([] if spec is None else [spec])])
+    name = re.sub(r"[^\w.,=()+-]+", "_", whole)
+    if len(name.encode()) > LONGEST_NAME:
+        digest = hashlib.sha256(whole.encode()).hexdigest()[:8]
+        name = f"{name.encode()[:LONGEST_NAME].decode(errors='ignore')}-{digest}"
+    return Path("results") / evaluation / name

@@ -131,7 +131,7 @@ def calibrate(
 def _state_norm(
     model: RecurrentLM, documents: Sequence[Document], settings: Settings, quiet: bool
 ) -> dict[str, Any]:
-    """The largest norm that each head reached inside the training length, times the margin."""
+    """The largest norm seen of each head inside the training length, times the margin."""
     found = statistics(model, _windows(documents, settings.train_length, settings.windows), quiet)
     thresholds = [settings.margin * layer.norms.flatten(0, 1).amax(0) for layer in found]
     for index, threshold in enumerate(thresholds):
@@ -154,7 +154,8 @@ def _token_filter(
         assert layer.log_decay is not None
         assert layer.dt is not None
         retention = layer.log_decay.sum(1).mean(0).exp()
-        limit = layer.dt.flatten(0, 1).quantile(share, dim=0)
+        # Head by head: `quantile` takes at most 16 million numbers.
+        limit = torch.stack([dt.quantile(share) for dt in layer.dt.flatten(0, 1).unbind(1)])
         # Up, so that the token that was taken for the threshold is filtered in float32 too.
         pairs = zip(retention.tolist(), (limit * (1 + 1e-6)).tolist(), strict=True)
         thresholds.append([theta if kept > GLOBAL else None for kept, theta in pairs])
@@ -306,7 +307,7 @@ def _windows(documents: Sequence[Document], length: int, most: int) -> Tensor:
         for start in range(0, len(document.tokens) - length + 1, length)
     ]
     if not starts:
-        longest = max(len(document.tokens) for document in documents)
+        longest = max((len(document.tokens) for document in documents), default=0)
         raise UserError(
             f"the longest text has {longest:,} tokens and a window needs {length:,}: give more text"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.models import LanguageModel
-from longrnn.text import Tokenizer
+from longrnn.text import Tokenizer, read_text
 
 
 class Document(NamedTuple):
@@ -52,29 +51,9 @@ def read_documents(
         )
     documents: dict[str, Document] = {}
     for path in paths:
-        data, text = _read(path)
-        digest = hashlib.sha256(data).hexdigest()
+        text, digest = read_text(path)
         if digest in documents:
             raise UserError(f"{path} and {documents[digest].name} are the same text: give it once")
         tokens = torch.tensor(tokenizer.encode(text), dtype=torch.long)
-        documents[digest] = Document(path.name, digest, tokens, len(data) / len(tokens))
+        documents[digest] = Document(path.name, digest, tokens, len(text.encode()) / len(tokens))
     return list(documents.values())
-
-
-def _read(path: Path) -> tuple[bytes, str]:
-    """The bytes of a file and the text that they are."""
-    remedy = "give a file of UTF-8 text"
-    if not path.exists():
-        raise UserError(f"no text file {path}: {remedy}")
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): {remedy}") from error
-    if not data:
-        raise UserError(f"{path} is empty: {remedy}")
-    if 0 in data:
-        raise UserError(f"{path} is binary (a NUL at byte {data.index(0)}): {remedy}")
-    try:
-        return data, data.decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 (at byte {error.start}): {remedy}") from error

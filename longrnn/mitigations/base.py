@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.mixers import Mixer, Update
+from longrnn.mixers import Mixer, ScanningMixer, StepwiseMixer, Update
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.ops.ssd import SSD, ScanInputs
 from longrnn.registry import Registry
@@ -67,8 +67,7 @@ class Mitigation:
     def __init__(self, *, layers: Any = None, heads: Any = None, diagnosis: Any = None) -> None:
         if layers is not None and not _indices(layers):
             raise UserError(f"layers are a list of indices from 0, not {layers!r}")
-        pairs = isinstance(heads, list) and all(_indices(pair) and len(pair) == 2 for pair in heads)
-        if heads not in (None, COLLAPSING) and not pairs and not _indices(heads):
+        if heads not in (None, COLLAPSING) and not _pairs(heads) and not _indices(heads):
             raise UserError(
                 "heads are a list of indices from 0, a list of pairs [layer, head], or "
                 f"{COLLAPSING!r}, not {heads!r}"
@@ -164,23 +163,26 @@ class Mitigation:
         """Per layer, which heads are changed: `(h,)` bool."""
         counts = [mixer.n_heads for mixer in model.mixers]
         heads: Any = self._collapsing(model) if self.heads == COLLAPSING else self.heads
-        layers = range(len(counts)) if self.layers is None else self.layers
+        every = range(len(counts))
+        layers = every if self.layers is None else self.layers
         pairs: list[tuple[int, int | None]]
         if heads is None:
             pairs = [(layer, None) for layer in layers]
-        elif all(isinstance(head, int) for head in heads):
+        elif _indices(heads):
             pairs = [(layer, head) for layer in layers for head in heads]
         else:
-            pairs = [(layer, head) for layer, head in heads if layer in layers]
+            pairs = [(layer, head) for layer, head in heads]
+        for layer in (*layers, *(layer for layer, _ in pairs)):
+            if layer not in every:
+                raise UserError(f"the model has no layer {layer}: it has 0 to {len(counts) - 1}")
         masks = [torch.zeros(count, dtype=torch.bool) for count in counts]
         for layer, head in pairs:
-            if not 0 <= layer < len(counts):
-                raise UserError(f"the model has no layer {layer}: it has 0 to {len(counts) - 1}")
-            if head is not None and not 0 <= head < counts[layer]:
+            if head is not None and head >= counts[layer]:
                 raise UserError(
                     f"layer {layer} has no head {head}: it has 0 to {counts[layer] - 1}"
                 )
-            masks[layer][slice(None) if head is None else head] = True
+            if layer in layers:
+                masks[layer][slice(None) if head is None else head] = True
         return masks
 
     def _collapsing(self, model: RecurrentLM) -> list[list[int]]:
@@ -196,11 +198,20 @@ class Mitigation:
             found = yaml.safe_load(path.read_text())
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise UserError(f"{path} is not YAML: make it again") from error
-        if not isinstance(found, dict) or COLLAPSING not in found:
+        if not isinstance(found, dict) or not _pairs(found.get(COLLAPSING)):
             raise UserError(f"{path} is no diagnosis: give the diagnosis.yaml of diagnose states")
         if found.get("fingerprint") not in (None, model.fingerprint()):
             raise UserError(f"{path} is the diagnosis of another model: make one of this model")
-        return [list(pair) for pair in found[COLLAPSING]]
+        return found[COLLAPSING]
+
+
+def without_steps(mixer: type[Mixer]) -> str | None:
+    """Why what changes step sizes is not defined for a kind of cell; None where it is."""
+    if issubclass(mixer, ScanningMixer):
+        return None
+    if issubclass(mixer, StepwiseMixer) and mixer.gated:
+        return "it has gates and no step size dt; use forget_more or state_norm"
+    return "it has no step size dt; use state_norm"
 
 
 class Chain(Mitigation):
@@ -230,7 +241,6 @@ class Chain(Mitigation):
                 "together: choose one"
             )
         self.members = tuple(sorted(flat, key=lambda part: part.runs_the_scan()))
-        self.calibration = next((part.calibration for part in flat if part.calibration), None)
 
     def parts(self) -> tuple[Mitigation, ...]:
         return self.members
@@ -254,3 +264,7 @@ def _indices(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value
     )
+
+
+def _pairs(value: Any) -> bool:
+    return isinstance(value, list) and all(_indices(pair) and len(pair) == 2 for pair in value)

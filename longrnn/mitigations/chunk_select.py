@@ -75,10 +75,12 @@ def select(
         batch_size: chunks that are read together.
 
     Raises:
-        UserError: an empty context or query, or a chunk below 1.
+        UserError: an empty context or query, a chunk or a batch size below 1.
     """
-    if chunk < 1 or len(context) == 0 or len(query) == 0:
-        raise UserError("chunk_select needs a chunk of at least 1, a context and a query")
+    if chunk < 1 or batch_size < 1 or len(context) == 0 or len(query) == 0:
+        raise UserError(
+            "chunk_select needs a chunk and a batch size of at least 1, a context and a query"
+        )
     state = model.init_state(1)
     device = state.position.device
     if prefix is not None and len(prefix):
@@ -95,9 +97,9 @@ def select(
                 continue
             read = model(torch.stack(rows), expand(state, len(rows)), keep=0).state
             asked = query.to(device).expand(len(rows), -1)
-            logits = model(asked, read, keep=1).logits[:, -1].float()
-            log_p = logits.log_softmax(-1)
-            found = -(log_p.exp() * log_p).sum(-1)
+            logits = model(asked, read, keep=1).logits[:, -1]
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            found = torch.special.entr(wide.softmax(-1)).sum(-1)
             least = int(found.argmin())
             if best is None or float(found[least]) < best[0]:
                 index = sum(map(len, entropies)) + least

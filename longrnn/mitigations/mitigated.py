@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from longrnn.errors import UserError
-from longrnn.mitigations.base import Chain, Mitigation
+from longrnn.mitigations.base import COLLAPSING, Chain, Mitigation
 from longrnn.mixers import Edit, Mixer, Update
 from longrnn.models.base import LMOutput
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
@@ -51,7 +51,6 @@ class Mitigated(nn.Module):
             )
         members = [mitigation] if isinstance(mitigation, Mitigation) else list(mitigation)
         self.mitigation = Chain(members)
-        self.calibration = self.mitigation.calibration
         for part in self.mitigation.parts():
             known = part.calibration
             if known is not None and known.fingerprint != model.fingerprint():
@@ -61,8 +60,14 @@ class Mitigated(nn.Module):
                 )
         self.model = model
         self.parts = tuple(part.bind(model) for part in self.mitigation.parts())
-        digest = hashlib.sha256(f"{model.fingerprint()}/{self.mitigation.describe()}".encode())
-        self._fingerprint = digest.hexdigest()[:16]
+        # What a diagnosis names is not in the description, which has only the file's path.
+        named = "".join(
+            f"/{[mask.nonzero()[:, 0].tolist() for mask in part.masks]}"
+            for part in self.parts
+            if part.heads == COLLAPSING
+        )
+        identity = f"{model.fingerprint()}/{self.mitigation.describe()}{named}"
+        self._fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
         self._tag = int(self._fingerprint, 16) >> 1
 
     @property

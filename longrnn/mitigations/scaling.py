@@ -6,12 +6,13 @@ different things can be scaled, and they are named apart.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longrnn.mitigations.base import MITIGATIONS, Mitigation
+from longrnn.mitigations.base import MITIGATIONS, Mitigation, without_steps
 from longrnn.mitigations.values import check_values, of_layer
 from longrnn.mixers import Mixer, ScanningMixer
 from longrnn.ops.ssd import ScanInputs
@@ -22,14 +23,12 @@ class Scaling(Mitigation):
 
     def __init__(self, scale: Any, layers: Any, heads: Any, diagnosis: Any) -> None:
         super().__init__(layers=layers, heads=heads, diagnosis=diagnosis)
-        self.scale = check_values("scale", scale, above=0)
+        self.scale = check_values("scale", scale, above=0, below=math.inf)
         self.factors: list[Tensor] = []
 
     @classmethod
     def undefined(cls, mixer: type[Mixer]) -> str | None:
-        if not issubclass(mixer, ScanningMixer):
-            return "it has gates and no step size dt; use forget_more, state_norm"
-        return None
+        return without_steps(mixer)
 
     def prepare(self, layer: int, mixer: Mixer) -> None:
         scale = of_layer("scale", self.scale, layer, len(self.masks), self.masks[layer], 1.0)

@@ -75,6 +75,8 @@ class SlidingWindow(Mitigation):
         assert isinstance(mixer, ScanningMixer)
         like = mixer.inputs_like()
         state = mixer.memory(mixer.init_state(batch_size))
+        if len(self.chosen[layer].outside) == 0:
+            return init_carry(like, state, self.window)  # heads share B within a group
         with_time = ScanInputs(*(tensor[None] for tensor in like))
         chosen = ScanInputs(*(tensor[0] for tensor in _take_heads(with_time, inside)))
         return init_carry(chosen, state[:, inside.to(state.device)], self.window)

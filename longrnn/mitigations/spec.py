@@ -3,10 +3,12 @@
 state_norm(threshold=30)+forget_more(decay_scale=0.9999)
 {"kind": "sliding_window", "window": 8192}
 calibrated.yaml
+calibrated.yaml+forget_more
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,8 +27,9 @@ def mitigation(spec: str | Path | Mapping[str, Any] | Sequence[Any] | Mitigation
     """Builds a mitigation.
 
     Args:
-        spec: `"name(option=value, …)"`, several joined by `+`; a mapping with `kind`; the path of
-            a file that `longrnn calibrate` wrote; or a list of any of these.
+        spec: `"name(option=value, …)"`; the path of a file that `longrnn calibrate` wrote, ending
+            in .yaml or .yml; several of these joined by `+`; a mapping with `kind`; or a list of
+            any of these.
 
     Raises:
         UserError: unknown names (the nearest is named), values out of range, a file that is none.
@@ -38,9 +41,11 @@ def mitigation(spec: str | Path | Mapping[str, Any] | Sequence[Any] | Mitigation
     if isinstance(spec, Sequence) and not isinstance(spec, str):
         return Chain([mitigation(item) for item in spec])
     text = str(spec).strip()
-    if text.endswith((".yaml", ".yml")):
-        return _read(Path(text))
-    members = [_parse(member) for member in _split(text, "+")]
+    # The name of a file may have a + in it; `Path.is_file` would fail at a long description.
+    texts = [text] if os.path.isfile(text) else [one.strip() for one in _split(text, "+")]
+    members = [
+        _read(Path(one)) if one.endswith((".yaml", ".yml")) else _parse(one) for one in texts
+    ]
     return members[0] if len(members) == 1 else Chain(members)
 
 
@@ -71,6 +76,11 @@ def _read(path: Path) -> Mitigation:
         raise UserError(f"{path} is not YAML: write it again with `longrnn calibrate`") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(f"{path} is no mitigation file: write one with `longrnn calibrate`")
+    described = content.get("mitigation")
+    if not isinstance(described, list) or not all(isinstance(one, dict) for one in described):
+        described = []
+    if not described:
+        raise UserError(f"{path} describes no mitigation: calibrate again")
     try:
         known = Calibration(
             source=str(path),
@@ -78,9 +88,9 @@ def _read(path: Path) -> Mitigation:
             length=int(content["length"]),
             text_sha256=tuple(content["text_sha256"]),
         )
-        members = [mitigation(member) for member in content["mitigation"]]
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is incomplete ({error}): calibrate again") from error
+    members = [mitigation(one) for one in described]
     for member in members:
         member.calibration = known
     return members[0] if len(members) == 1 else Chain(members)
@@ -97,13 +107,19 @@ def _parse(text: str) -> Mitigation:
     options: dict[str, Any] = {}
     for item in _split(match[2] or "", ","):
         name, equals, value = item.partition("=")
-        if item.strip() and not equals:
-            raise UserError(f"{item.strip()!r} is not of the form option=value")
-        if item.strip():
-            try:
-                options[name.strip()] = yaml.safe_load(value)
-            except yaml.YAMLError as error:
-                raise UserError(f"{value.strip()!r} is no value of {name.strip()}") from error
+        name = name.strip()
+        if not item.strip():
+            continue
+        if not equals:
+            raise UserError(f"{item.strip()!r} is no option: write it as option=value")
+        if name in options:
+            raise UserError(f"{match[1]} is given {name} twice: give it once")
+        try:
+            options[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise UserError(
+                f"{value.strip()!r} is no value of {name}: write a number, or a list as [1, 2]"
+            ) from error
     return MITIGATIONS.build({"kind": match[1], **options})
 
 

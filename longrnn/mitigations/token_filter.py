@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longrnn.mitigations.base import MITIGATIONS, Mitigation
+from longrnn.mitigations.base import MITIGATIONS, Mitigation, without_steps
 from longrnn.mitigations.values import check_values, of_layer
 from longrnn.mixers import Mixer, ScanningMixer
 from longrnn.ops.ssd import ScanInputs
@@ -39,9 +39,7 @@ class TokenFilter(Mitigation):
 
     @classmethod
     def undefined(cls, mixer: type[Mixer]) -> str | None:
-        if not issubclass(mixer, ScanningMixer):
-            return "it has gates and no step size dt; use forget_more, state_norm"
-        return None
+        return without_steps(mixer)
 
     def prepare(self, layer: int, mixer: Mixer) -> None:
         mask, n_layers = self.masks[layer], len(self.masks)

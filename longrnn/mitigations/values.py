@@ -17,6 +17,7 @@ def check_values(
     above: float | None = None,
     least: float | None = None,
     most: float | None = None,
+    below: float | None = None,
 ) -> Any:
     """Checks every number in a nested list (None means: leave this layer or head alone).
 
@@ -26,13 +27,17 @@ def check_values(
         above: every number is above this one.
         least: every number is at least this one.
         most: every number is at most this one.
+        below: every number is below this one.
     """
     if isinstance(value, list):
-        return [
-            item if item is None else check_values(name, item, above=above, least=least, most=most)
-            for item in value
-        ]
+
+        def check(item: Any) -> Any:
+            return check_values(name, item, above=above, least=least, most=most, below=below)
+
+        return [item if item is None else check(item) for item in value]
     try:
+        if isinstance(value, bool):
+            raise TypeError("float takes it for a number")
         number = float(value)
     except (TypeError, ValueError) as error:
         raise UserError(
@@ -42,6 +47,7 @@ def check_values(
         (above is not None and not number > above, f"above {above}"),
         (least is not None and not number >= least, f"at least {least}"),
         (most is not None and not number <= most, f"at most {most}"),
+        (below is not None and not number < below, f"below {below}"),
         (number != number, "a number"),
     ]
     for broken, limit in limits:

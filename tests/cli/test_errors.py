@@ -119,9 +119,10 @@ def test_eval_reverse_options(
         ([], ("give either --prompt or --prompt-file",)),
         (["--prompt", "a", "--prompt-file", "p.txt"], ("give either --prompt or --prompt-file",)),
         (["--prompt", ""], ("the prompt is empty",)),
-        (["--prompt-file", "empty.txt"], ("the prompt is empty",)),
-        (["--prompt-file", "none.txt"], ("no prompt file none.txt",)),
+        (["--prompt-file", "empty.txt"], ("empty.txt is empty",)),
+        (["--prompt-file", "none.txt"], ("no text file none.txt",)),
         (["--prompt-file", "bytes.txt"], ("bytes.txt is not UTF-8",)),
+        (["--prompt-file", "."], ("cannot be read", "give a file of UTF-8 text")),
         (["--prompt", "a", "--max-new-tokens", "-1"], ("max_new_tokens",)),
         (["--prompt", "a", "--temperature", "-1"], ("temperature",)),
         (["--prompt", "a", "--top-p", "0"], ("top_p in (0, 1]",)),
@@ -133,7 +134,7 @@ def test_generate_options(
 ) -> None:
     """A prompt that is not there, or there twice."""
     (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "bytes.txt").write_bytes(b"\xff\x00")
+    (tmp_path / "bytes.txt").write_bytes(b"a\xff")
     refused(cli, "generate", models / "text", *options, says=says)
 
 

@@ -242,25 +242,8 @@ def test_documents(tmp_path: Path) -> None:
     assert b.bytes_per_token == 2
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (None, "no text file .*a.txt: give a file"),
-        (b"", "a.txt is empty"),
-        (b"ab\x00c", r"a.txt is binary \(a NUL at byte 2\)"),
-        (b"abc\xff", r"a.txt is not UTF-8 \(at byte 3\)"),
-    ],
-)
-def test_files_that_are_no_texts(content: bytes | None, says: str, tmp_path: Path) -> None:
-    """A picture measured as if it were prose."""
-    if content is not None:
-        (tmp_path / "a.txt").write_bytes(content)
-    with pytest.raises(UserError, match=says):
-        read_documents([tmp_path / "a.txt"], ByteTokenizer(), build_model("gru", vocab_size=256))
-
-
 def test_texts_that_do_not_belong_together(tmp_path: Path) -> None:
-    """One text that counts as two documents; a tokenizer of another model; a folder."""
+    """One text that counts as two documents; a tokenizer of another model."""
     model = build_model("gru", vocab_size=256)
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("the same")
@@ -268,5 +251,3 @@ def test_texts_that_do_not_belong_together(tmp_path: Path) -> None:
         read_documents([tmp_path / "a.txt", tmp_path / "b.txt"], ByteTokenizer(), model)
     with pytest.raises(UserError, match="256 ids and the model 11"):
         read_documents([tmp_path / "a.txt"], ByteTokenizer(), build_model("gru"))
-    with pytest.raises(UserError, match="cannot be read"):
-        read_documents([tmp_path], ByteTokenizer(), model)

@@ -174,6 +174,15 @@ def test_windows_in_real_chunks(r: int, sizes: list[int]) -> None:
     assert_as_defined([spec], ONE_GROUP, sizes, n_layers=1)
 
 
+@pytest.mark.parametrize("options", [{}, {"layers": [0]}, {"heads": [0, 1, 2, 3]}], ids=str)
+def test_windows_of_all_heads_in_groups(options: Spec) -> None:
+    """Where every head has the window they share B within a group; where some have, they do not."""
+    spec = {"kind": "sliding_window", "window": 6, **options}
+    for mixer in ("mamba2", WIDE | {"head_dim": 4}):
+        with small_chunks(4, 2):
+            assert_as_defined([spec], mixer, [1, 20, 4, 9], batch=2)
+
+
 @pytest.mark.parametrize("mixer", ["lstm", "gru"])
 @pytest.mark.parametrize("r", [1, 2, 40, 200])
 def test_windows_of_gated_cells(mixer: str, r: int) -> None:

@@ -1,0 +1,369 @@
+"""Calibrate, then use: every command that takes a mitigation, on an embedded checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from longrnn import Mitigated, load, mitigation
+from longrnn.evaluation.calibrate import METHODS
+from longrnn.evaluation.results import read_results
+from longrnn.files import sha256
+from longrnn.mitigations.spec import FORMAT
+from longrnn.tasks.passkey import FILLER, KEY_LINE, QUESTION
+from tests.cli.conftest import CLI
+from tests.cli.test_errors import refused
+
+CHECKPOINT = "passkey-tiny-short"  # two layers of four heads, trained on 256 tokens
+SMALL = ["--lengths", "160", "--depths", "1", "--n", "2", "--quiet"]
+PASSKEY = ["eval", "passkey", CHECKPOINT, *SMALL]
+PROSE = "Call me Ishmael. Some years ago, never mind how long precisely, I went to sea. " * 8
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> None:
+    """`filler.txt` to calibrate on, `prose.txt` to measure on."""
+    (tmp_path / "filler.txt").write_text(FILLER * 12)
+    (tmp_path / "prose.txt").write_text(PROSE)
+
+
+@pytest.fixture
+def calibrated(cli: CLI, texts: None, tmp_path: Path) -> str:
+    """A state norm of CHECKPOINT, low enough to be felt, in `norm.yaml`."""
+    options = ["--method", "state_norm", "--margin", "0.3", "--output", "norm.yaml", "--quiet"]
+    result = cli("calibrate", CHECKPOINT, "--text", "filler.txt", *options)
+    assert (result.code, result.err) == (0, "")
+    return "norm.yaml"
+
+
+def fingerprint(spec: str) -> str:
+    return Mitigated(load(CHECKPOINT), mitigation(spec)).fingerprint()
+
+
+OPTIONS: dict[str, list[str]] = {
+    "state_norm": ["--margin", "2"],
+    "token_filter": ["--target-length", "1k"],
+    "scale_delta": ["--target-length", "512", "--steps", "1", "--windows", "1"],
+    "scale_decay": ["--target-length", "300", "--steps", "1", "--windows", "1", "--seed", "3"],
+    "power_decay": ["--target-length", "300", "--steps", "1", "--windows", "1"],
+}
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_calibrate(method: str, cli: CLI, texts: None, tmp_path: Path) -> None:
+    """A file that is elsewhere, that says nothing of its origin, or that no command takes."""
+    command = ["calibrate", CHECKPOINT, "--text", "filler.txt", "--text", "prose.txt"]
+    result = cli(*command, "--method", method, *OPTIONS[method], "--quiet")
+    assert (result.code, result.err) == (0, "")
+    path = f"results/calibrate/{CHECKPOINT}/{method}.yaml"
+    said, where = result.out.splitlines()
+    assert said == str(mitigation(path))
+    assert said.startswith(f"{method}(")
+    assert where == path
+    content = yaml.safe_load((tmp_path / path).read_text())
+    assert content["format"] == FORMAT
+    assert content["fingerprint"] == load(CHECKPOINT).fingerprint()
+    assert content["length"] == 256
+    assert content["text_sha256"] == [
+        sha256(tmp_path / name) for name in ("filler.txt", "prose.txt")
+    ]
+    use = ["generate", CHECKPOINT, "--prompt", "a", "--max-new-tokens", "1", "--mitigation", path]
+    assert cli(*use).code == 0
+
+
+def folder_of(spec: str) -> str:
+    """The folder of results of CHECKPOINT under a spec, when nobody chooses one."""
+    return f"{CHECKPOINT}+{spec}".replace("/", "_").replace(" ", "_")
+
+
+def test_eval_passkey(cli: CLI, calibrated: str, tmp_path: Path) -> None:
+    """Answers of the plain model under another name, or a mitigation that gets lost."""
+    strong = "forget_more(decay_scale=0.5, input_scale=1.0)"
+    variants = [CHECKPOINT, f"{CHECKPOINT}+{calibrated}", f"{CHECKPOINT}+{strong}"]
+    both = f"{CHECKPOINT}+{calibrated}+{strong}"
+    result = cli("eval", "passkey", *variants, both, *SMALL, "--output", "out")
+    assert (result.code, result.err) == (0, "")
+    header, rows = read_results(tmp_path / "out/results.jsonl")
+    assert header["models"] == {
+        CHECKPOINT: load(CHECKPOINT).fingerprint(),
+        variants[1]: fingerprint(calibrated),
+        variants[2]: fingerprint(strong),
+        both: fingerprint(f"{calibrated}+{strong}"),
+    }
+    assert len(set(header["models"].values())) == 4
+    right = {
+        name: [row["correct"] for row in rows if row["model"] == name] for name in [*variants, both]
+    }
+    assert right[CHECKPOINT] == [True, True]
+    assert right[variants[2]] == right[both] == [False, False]
+    for name in (*variants, both):
+        assert f"{name}: passkeys recalled" in " ".join(result.out.split())
+    # What stands behind the checkpoint, and what --mitigation says, apply both, in this order.
+    again = cli("eval", "passkey", variants[1], *SMALL, "--output", "two", "--mitigation", strong)
+    assert again.code == 0
+    header, _ = read_results(tmp_path / "two/results.jsonl")
+    assert header["models"] == {both: fingerprint(f"{calibrated}+{strong}")}
+
+
+def test_results_folders(cli: CLI, texts: None, tmp_path: Path) -> None:
+    """Results of two mitigations in one folder, or a name that no file system takes."""
+    numbers = ", ".join(["1000.0"] * 4)
+    long = f"state_norm(threshold=[[{numbers}], [{numbers}]])+forget_more(decay_scale=0.99)" + (
+        "+scale_delta(scale=0.99)+scale_decay(scale=1.01)+power_decay(scale=1.01)" * 2
+    )
+    assert len(long) > 255
+    for arguments in ([f"{CHECKPOINT}+{long}"], [CHECKPOINT, "--mitigation", long]):
+        assert cli("eval", "passkey", *arguments, *SMALL).code == 0
+    assert cli("eval", "passkey", f"{CHECKPOINT}+none", *SMALL).code == 0
+    folders = sorted(path.name for path in (tmp_path / "results/passkey").iterdir())
+    assert len(folders) == 2
+    assert folders[0] == f"{CHECKPOINT}+none"
+    assert len(folders[1]) < 150
+
+
+def test_a_filler_that_was_calibrated_on(cli: CLI, calibrated: str, tmp_path: Path) -> None:
+    """Keys hidden in the very text that the numbers were taken from."""
+    result = cli(*PASSKEY, "--mitigation", calibrated, "--filler", "filler.txt")
+    assert result.code == 0
+    assert result.err == (
+        "warning: the mitigation was calibrated on filler.txt: measure it on another text\n"
+    )
+    command = [*PASSKEY, "--output", "prose", "--filler", "prose.txt"]
+    assert cli(*command, "--mitigation", calibrated).err == ""
+    assert cli(*PASSKEY, "--filler", "filler.txt").err == ""
+
+
+def test_eval_perplexity(cli: CLI, calibrated: str, tmp_path: Path) -> None:
+    """The loss of the plain model, or no word about a text that was calibrated on."""
+    command = ["eval", "perplexity", CHECKPOINT, "--length", "300", "--quiet"]
+    plain = cli(*command, "--text", "prose.txt")
+    ours = cli(*command, "--text", "prose.txt", "--mitigation", calibrated, "--by-position")
+    assert (ours.code, ours.err) == (0, "")
+    assert plain.out.splitlines()[0] not in ours.out
+    header, rows = read_results(
+        tmp_path / f"results/perplexity/{folder_of(calibrated)}/results.jsonl"
+    )
+    assert header["model"] == fingerprint(calibrated)
+    assert len(rows) == 2
+    warned = cli(*command, "--text", "filler.txt", "--mitigation", calibrated)
+    assert warned.code == 0
+    assert "the mitigation was calibrated on filler.txt" in warned.err
+
+
+def test_generate(cli: CLI, calibrated: str) -> None:
+    """A text that no mitigation touched."""
+    prompt = f"{KEY_LINE.format(key=40913)}{FILLER}{QUESTION}"
+    command = ["generate", CHECKPOINT, "--max-new-tokens", "6", "--prompt", prompt]
+    assert cli(*command, "--mitigation", "none") == (0, " 40913\n", "")
+    spec = f"{calibrated}+forget_more(decay_scale=0.9)"
+    result = cli(*command, "--mitigation", spec)
+    assert (result.code, result.err) == (0, "")
+    assert result.out != " 40913\n"
+
+
+def test_diagnose_states(cli: CLI, calibrated: str, tmp_path: Path) -> None:
+    """The states of the plain model; a diagnosis that the next mitigation does not accept."""
+    command = ["diagnose", "states", CHECKPOINT, "--text", "prose.txt", "--length", "400"]
+    command += ["--no-newlines", "--quiet"]
+    ours = cli(*command, "--mitigation", calibrated, "--output", "ours")
+    assert (ours.code, ours.err) == (0, "")
+    limits: Any = mitigation(calibrated).threshold  # type: ignore[attr-defined]
+    rows = [json.loads(line) for line in (tmp_path / "ours/states.jsonl").open()]
+    shares = [row["norm"] / limits[row["layer"]][row["head"]] for row in rows]
+    assert 0.9999 < max(shares) < 1.0001
+    # The heads that a diagnosis names can be given to a mitigation.
+    assert cli(*command, "--output", "plain").code == 0
+    spec = "forget_more(heads=collapsing, diagnosis={}/diagnosis.yaml)"
+    assert cli(*PASSKEY, "--mitigation", spec.format("plain")).code == 0
+    says = ("the diagnosis of another model",)
+    refused(cli, *PASSKEY, "--mitigation", spec.format("ours"), says=says)
+
+
+KNOWN = "format: longrnn-mitigation-1\nfingerprint: {}\nlength: 256\ntext_sha256: [aa]\n"
+FILES = {
+    "empty.yaml": "",
+    "words.yaml": "just words\n",
+    "list.yaml": "[1, 2]\n",
+    "open.yaml": "a: [\n",
+    "bare.yaml": "fingerprint: a\nlength: 256\ntext_sha256: []\nmitigation: [{kind: none}]\n",
+    "none.yaml": KNOWN + "mitigation: []\n",
+    "itself.yaml": KNOWN + "mitigation: [itself.yaml]\n",
+    "half.yaml": "format: longrnn-mitigation-1\nmitigation: [{kind: none}]\n",
+    "length.yaml": KNOWN.replace("256", "soon") + "mitigation: [{kind: none}]\n",
+    "kind.yaml": KNOWN + "mitigation: [{kind: stat_norm, threshold: 1}]\n",
+    "value.yaml": KNOWN + "mitigation: [{kind: state_norm, threshold: -1}]\n",
+    "other.yaml": KNOWN.format("0123456789abcdef") + "mitigation: [{kind: forget_more}]\n",
+    "diagnosis.yaml": "collapsing: [[0, 4]]\n",
+    "nodiagnosis.yaml": "collapsing: 3\n",
+    "triples.yaml": "collapsing: [[0, 1, 2]]\n",
+    "foreign.yaml": "collapsing: [[0, 1]]\nfingerprint: 0123456789abcdef\n",
+}
+COLLAPSING = "forget_more(heads=collapsing, diagnosis={})"
+SPECS: list[tuple[str, tuple[str, ...]]] = [
+    # Names.
+    ("statenorm(threshold=1)", ("unknown mitigation 'statenorm'", "did you mean 'state_norm'")),
+    ("xyz", ("unknown mitigation 'xyz'", "known: chunk_select, forget_more")),
+    ("sliding_window(windw=3)", ("no option 'windw'", "did you mean 'window'")),
+    ("forget_more(threshold=3)", ("no option 'threshold'", "known: decay_scale")),
+    ("none(window=3)", ("no option 'window'", "it takes none")),
+    ("state_norm", ("'state_norm' needs its option 'threshold'",)),
+    ("sliding_window()", ("'sliding_window' needs its option 'window'",)),
+    # Values.
+    ("state_norm(threshold=0)", ("threshold must be above 0, not 0",)),
+    ("state_norm(threshold=[[1, -2, 1, 1], 3])", ("threshold must be above 0, not -2",)),
+    ("state_norm(threshold=nan)", ("threshold must be above 0",)),
+    ("state_norm(threshold=true)", ("threshold takes a number",)),
+    ("state_norm(threshold=much)", ("threshold takes a number", "not 'much'")),
+    ("token_filter(threshold=-0.1)", ("threshold must be at least 0",)),
+    ("sliding_window(window=0)", ("window must be at least 1, not 0",)),
+    ("sliding_window(window=-8)", ("window must be at least 1",)),
+    ("sliding_window(window=2.5)", ("option 'window'",)),
+    ("sliding_window(window=8k)", ("option 'window'",)),
+    ("forget_more(decay_scale=0)", ("decay_scale must be above 0",)),
+    ("forget_more(decay_scale=1.1)", ("decay_scale must be at most 1",)),
+    ("forget_more(input_scale=-1)", ("input_scale must be above 0",)),
+    ("scale_delta(scale=0)", ("scale must be above 0",)),
+    ("scale_decay(scale=inf)", ("scale must be below inf",)),
+    ("power_decay(scale=-2)", ("scale must be above 0",)),
+    # Layers and heads.
+    ("forget_more(layers=[2])", ("the model has no layer 2: it has 0 to 1",)),
+    ("forget_more(layers=[-1])", ("layers are a list of indices from 0",)),
+    ("forget_more(layers=1)", ("layers are a list of indices from 0",)),
+    ("forget_more(heads=[4])", ("layer 0 has no head 4: it has 0 to 3",)),
+    ("forget_more(heads=[[1, 4]])", ("layer 1 has no head 4",)),
+    ("forget_more(heads=[[2, 0]])", ("the model has no layer 2",)),
+    ("forget_more(heads=[[0, 0, 0]])", ("heads are a list of indices", "pairs [layer, head]")),
+    ("state_norm(threshold=[1, 2, 3])", ("threshold lists 3 layers, the model has 2",)),
+    ("state_norm(threshold=[[1, 2], 3])", ("threshold lists 2 heads for layer 0, which has 4",)),
+    ("forget_more(heads=collapsing)", ("needs diagnosis=FILE", "longrnn diagnose states")),
+    (COLLAPSING.format("no.yaml"), ("no diagnosis at no.yaml", "longrnn diagnose states")),
+    (COLLAPSING.format("diagnosis.yaml"), ("layer 0 has no head 4",)),
+    (COLLAPSING.format("nodiagnosis.yaml"), ("nodiagnosis.yaml is no diagnosis",)),
+    (COLLAPSING.format("triples.yaml"), ("triples.yaml is no diagnosis",)),
+    (COLLAPSING.format("foreign.yaml"), ("the diagnosis of another model",)),
+    (COLLAPSING.format("open.yaml"), ("open.yaml is not YAML",)),
+    # What has no meaning.
+    (
+        "state_norm(threshold=1)+sliding_window(window=9)",
+        ("have no meaning together", "choose one"),
+    ),
+    ("state_norm(threshold=1)+none+state_norm(threshold=2)", ("have no meaning together",)),
+    ("chunk_select", ("chunk_select is not defined for mamba2", "give --chunk-select")),
+    # What is no spec at all.
+    ("", ("'' is no mitigation", "write name(option=value)")),
+    ("+", ("'' is no mitigation",)),
+    ("forget_more+", ("'' is no mitigation",)),
+    ("forget_more(decay_scale=0.9", ("is no mitigation", "write name(option=value)")),
+    ("forget_more)", ("is no mitigation",)),
+    ("forget_more()()", ("')(' is no option", "option=value")),
+    ("forget_more(0.9)", ("'0.9' is no option", "option=value")),
+    ("forget_more(decay_scale=[)", ("'[' is no value of decay_scale",)),
+    ("forget_more(decay_scale=0.9, decay_scale=0.8)", ("decay_scale twice",)),
+    # Files.
+    ("nowhere.yaml", ("no mitigation file nowhere.yaml", "longrnn calibrate")),
+    ("forget_more+nowhere.yml", ("no mitigation file nowhere.yml",)),
+    ("binary.yaml", ("binary.yaml is not YAML",)),
+    ("open.yaml", ("open.yaml is not YAML",)),
+    ("empty.yaml", ("empty.yaml is no mitigation file",)),
+    ("words.yaml", ("words.yaml is no mitigation file",)),
+    ("list.yaml", ("list.yaml is no mitigation file",)),
+    ("bare.yaml", ("bare.yaml is no mitigation file",)),
+    ("none.yaml", ("none.yaml describes no mitigation", "calibrate again")),
+    ("itself.yaml", ("itself.yaml describes no mitigation",)),
+    ("half.yaml", ("half.yaml is incomplete", "fingerprint")),
+    ("length.yaml", ("length.yaml is incomplete", "soon")),
+    ("kind.yaml", ("did you mean 'state_norm'",)),
+    ("value.yaml", ("threshold must be above 0",)),
+    ("other.yaml", ("other.yaml was calibrated for another model", "calibrate again")),
+]
+
+
+@pytest.mark.parametrize(("spec", "says"), SPECS, ids=[spec or "nothing" for spec, _ in SPECS])
+def test_bad_specs(spec: str, says: tuple[str, ...], cli: CLI, tmp_path: Path) -> None:
+    """A traceback, a mitigation that is not there, results of nothing."""
+    for name, content in FILES.items():
+        (tmp_path / name).write_text(content)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\x00\x01")
+    refused(cli, *PASSKEY, "--mitigation", spec, says=says)
+    refused(cli, "eval", "passkey", f"{CHECKPOINT}+{spec}", *SMALL, says=says)
+
+
+@pytest.mark.parametrize("command", ["eval perplexity", "generate", "diagnose states"])
+def test_every_command_refuses(command: str, cli: CLI, texts: None, models: Path) -> None:
+    """One command that goes its own way."""
+    options: dict[str, list[Any]] = {
+        "eval perplexity": ["--text", "prose.txt", "--length", "100", "--quiet"],
+        "generate": ["--prompt", "a"],
+        "diagnose states": ["--text", "prose.txt", "--length", "600", "--quiet"],
+    }
+    spec = ["--mitigation", "sliding_window(window=0)"]
+    refused(cli, *command.split(), CHECKPOINT, *options[command], *spec, says=("at least 1",))
+    spec = ["--mitigation", ""]
+    refused(cli, *command.split(), CHECKPOINT, *options[command], *spec, says=("no mitigation",))
+    spec = ["--mitigation", "token_filter(threshold=0.1)"]
+    trained = ["--train-length", "64"] if command == "diagnose states" else []
+    arguments = [*command.split(), models / "text", *options[command], *trained, *spec]
+    refused(cli, *arguments, says=("token_filter is not defined for lstm", "use forget_more"))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--method", "statenorm"], ("'statenorm' cannot be calibrated", "'state_norm'")),
+        (["--method", "sliding_window"], ("cannot be calibrated: known: power_decay",)),
+        (["--method", "token_filter"], ("needs --target-length",)),
+        (["--target-length", "soon"], ("'soon' is no length",)),
+        (["--target-length", "256"], ("must be above the training length 256",)),
+        (["--train-length", "0"], ("'0' is no length",)),
+        (["--train-length", "1"], ("training length must be at least 2",)),
+        (["--train-length", "2k"], ("longest text has 1,080 tokens", "give more text")),
+        (["--method", "scale_decay", "--target-length", "2k"], ("a window needs 2,049",)),
+        (["--windows", "0"], ("windows and steps at least 1",)),
+        (["--margin", "0"], ("margin must be above 0",)),
+        (["--quantile", "1.5"], ("quantile must be in (0, 1]",)),
+        (["--share", "0"], ("share must be in (0, 1]",)),
+        (["--output", "norm.json"], ("norm.json must end in .yaml",)),
+        (["--text", "nowhere.txt"], ("no text file nowhere.txt",)),
+        (["--text", "empty.txt"], ("empty.txt is empty",)),
+        (["--text", "binary.txt"], ("binary.txt is binary",)),
+        (["--text", "filler.txt"], ("are the same text",)),
+        (["--device", "abacus"], ("cannot be used",)),
+    ],
+)
+def test_calibrate_refuses(
+    options: list[str], says: tuple[str, ...], cli: CLI, texts: None, tmp_path: Path
+) -> None:
+    """A file of numbers that were taken from nothing."""
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "binary.txt").write_bytes(b"\x89PNG\x00\x01")
+    method = [] if "--method" in options else ["--method", "state_norm"]
+    command = ["calibrate", CHECKPOINT, "--text", "filler.txt", *method, "--quiet"]
+    refused(cli, *command, *options, says=says)
+
+
+def test_calibrate_refuses_models(cli: CLI, texts: None, models: Path) -> None:
+    """A training length that is guessed, a cell without steps."""
+    command = ["calibrate", models / "text", "--text", "filler.txt", "--quiet"]
+    refused(cli, *command, "--method", "state_norm", says=("give --train-length",))
+    lengths = ["--train-length", "64", "--target-length", "128"]
+    says = ("scale_delta is not defined for lstm",)
+    refused(cli, *command, "--method", "scale_delta", *lengths, says=says)
+
+
+def test_misspelt_options(cli: CLI) -> None:
+    """The nearest option is named by the library that reads the command line."""
+    result = cli("calibrate", CHECKPOINT, "--text", "a.txt", "--method", "x", "--margni", "1")
+    assert result.code == 2
+    assert "--margin" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_help(cli: CLI) -> None:
+    """A command that nobody knows how to call."""
+    result = cli("calibrate", "--help")
+    assert result.code == 0
+    assert "Example: longrnn calibrate passkey-tiny-short" in " ".join(result.out.split())

@@ -1,0 +1,425 @@
+"""Every calibrated number against its definition, computed here on its own, on a page of prose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+import longrnn
+from longrnn import Mitigated, load
+from longrnn.cli.options import warn_if_calibrated_on
+from longrnn.errors import UserError
+from longrnn.evaluation.calibrate import EVERY, METHODS, Settings, calibrate
+from longrnn.evaluation.texts import Document, read_documents
+from longrnn.files import sha256
+from longrnn.mitigations import mitigation
+from longrnn.mitigations.base import Calibration
+from longrnn.mitigations.spec import write_calibration
+from longrnn.mixers import MIXERS
+from longrnn.models import RecurrentLM
+from longrnn.tasks.passkey import FILLER
+from longrnn.text import ByteTokenizer
+from tests.contracts.builders import build_model
+
+PROSE = (
+    "Call me Ishmael. Some years ago, never mind how long precisely, having little or no money in "
+    "my purse, and nothing particular to interest me on shore, I thought I would sail about a "
+    "little and see the watery part of the world. It is a way I have of driving off the spleen and "
+    "regulating the circulation. Whenever I find myself growing grim about the mouth; whenever it "
+    "is a damp, drizzly November in my soul; then, I account it high time to get to sea."
+)
+OTHER = "There is nothing surprising in this. If they but knew it, almost all men in their degree."
+LENGTH, TARGET = 40, 150  # LENGTH is no multiple of EVERY
+SEARCHED = ["scale_delta", "scale_decay", "power_decay"]
+# What every method needs to run on PROSE.
+QUICK = Settings(LENGTH, TARGET, windows=2, steps=2)
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> list[Document]:
+    """A long and a short text, read from files."""
+    for name, text in (("ishmael.txt", PROSE), ("other.txt", OTHER)):
+        (tmp_path / name).write_text(text)
+    paths = [tmp_path / "ishmael.txt", tmp_path / "other.txt"]
+    return read_documents(paths, ByteTokenizer(), build("mamba2"))
+
+
+def build(mixer: str = "mamba2", **config: Any) -> RecurrentLM:
+    return build_model(mixer, **{"vocab_size": 256, **config})
+
+
+def windows(length: int, chosen: list[int] | None = None) -> Tensor:
+    """Disjoint pieces of both texts, `(w, length)`; all of them, or those with these numbers."""
+    pieces = [
+        text.encode()[start : start + length]
+        for text in (PROSE, OTHER)
+        for start in range(0, len(text) - length + 1, length)
+    ]
+    kept = pieces if chosen is None else [pieces[number] for number in chosen]
+    return torch.tensor([list(piece) for piece in kept])
+
+
+def largest_norms(model: RecurrentLM, tokens: Tensor) -> list[list[float]]:
+    """Of each layer and head, over rows and over the positions at which states are looked at."""
+    state, found = model.init_state(len(tokens)), []
+    for position, token in enumerate(tokens.split(1, dim=1), start=1):
+        state = model(token, state).state
+        if position % EVERY == 0 or position == tokens.shape[1]:
+            memories = [getattr(layer, field_of(layer)) for layer in state.layers]
+            found.append([m.reshape(len(m), heads_of(m), -1).norm(dim=2) for m in memories])
+    by_layer = [torch.stack(norms).amax((0, 1)) for norms in zip(*found, strict=True)]
+    return [norms.tolist() for norms in by_layer]
+
+
+def field_of(layer: Any) -> str:
+    """The part of a cell's state that its recurrence is about."""
+    return next(name for name in ("ssm", "c", "h") if hasattr(layer, name))
+
+
+def heads_of(memory: Tensor) -> int:
+    return memory.shape[1] if memory.ndim == 4 else 1
+
+
+def steps(model: RecurrentLM, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """dt `(w, t, h)` and A `(h,)` of every layer of a Mamba-2, from its weights."""
+    read: list[Tensor] = []
+    hooks = [
+        mixer.register_forward_pre_hook(lambda _, args: read.append(args[0]))
+        for mixer in model.mixers
+    ]
+    model(tokens)
+    for hook in hooks:
+        hook.remove()
+    found = []
+    for mixer, x in zip(model.mixers, read, strict=True):
+        weights: Any = mixer
+        raw = x @ weights.in_proj.weight[-mixer.n_heads :].T + weights.dt_bias
+        found.append((torch.log1p(raw.exp()), -weights.A_log.exp()))
+    return found
+
+
+@torch.no_grad()
+def mean_loss(model: Any, tokens: Tensor) -> float:
+    """In nats a token, from all logits at once."""
+    chances = model(tokens[:, :-1]).logits.softmax(-1)
+    return float(-chances.gather(2, tokens[:, 1:, None]).log().mean())
+
+
+def written(
+    folder: Path, model: RecurrentLM, documents: list[Document], member: dict[str, Any]
+) -> Path:
+    """The file that `longrnn calibrate` would write."""
+    path = folder / f"{member['kind']}.yaml"
+    hashes = tuple(document.sha256 for document in documents)
+    write_calibration(path, [member], Calibration(str(path), model.fingerprint(), LENGTH, hashes))
+    return path
+
+
+@pytest.mark.parametrize("mixer", list(MIXERS))
+@torch.no_grad()
+def test_state_norm(mixer: str, documents: list[Document]) -> None:
+    """Norms of other windows, of other parts of the state, or at another length."""
+    model = build(mixer)
+    member = calibrate(model, documents, "state_norm", Settings(LENGTH, margin=0.8), quiet=True)
+    expected = largest_norms(model, windows(LENGTH))
+    assert member["kind"] == "state_norm"
+    for found, norms in zip(member["threshold"], expected, strict=True):
+        assert found == pytest.approx([0.8 * norm for norm in norms], rel=1e-5)
+
+
+def test_few_windows_are_spread_over_all_texts(documents: list[Document]) -> None:
+    """Calibration on the first page of a book alone."""
+    member = calibrate(build(), documents, "state_norm", Settings(LENGTH, windows=3), quiet=True)
+    assert len(windows(LENGTH)) == 13
+    expected = largest_norms(build(), windows(LENGTH, [0, 4, 8]))
+    assert member["threshold"][1] == pytest.approx(expected[1], rel=1e-5)
+
+
+def test_a_state_that_holds_nothing(documents: list[Document]) -> None:
+    """A threshold of 0, which no file may hold."""
+    model = build("gru")
+    with torch.no_grad():
+        for parameter in model.mixers[1].parameters():
+            parameter.zero_()
+    with pytest.raises(UserError, match="a head of layer 1 holds nothing on this text"):
+        calibrate(model, documents, "state_norm", Settings(LENGTH), quiet=True)
+
+
+@pytest.mark.parametrize("quantile", [1.0, 0.6, None])
+def test_token_filter(quantile: float | None, documents: list[Document]) -> None:
+    """Local heads that are filtered, or a threshold that is no quantile of the steps."""
+    model = build(n_layers=3)
+    asked = Settings(LENGTH, TARGET, quantile=quantile)
+    member = calibrate(model, documents, "token_filter", asked, quiet=True)
+    share = 1 - LENGTH / TARGET if quantile is None else quantile
+    kinds = set()
+    found = zip(member["threshold"], steps(model, windows(LENGTH)), strict=True)
+    for thresholds, (dt, A) in found:
+        kept = (dt * A).sum(1).mean(0).exp().tolist()  # of the state before the window
+        for head, threshold in enumerate(thresholds):
+            values = dt[..., head].detach().flatten().numpy()
+            kinds.add(threshold is None)
+            assert (threshold is None) == (kept[head] <= 0.05)
+            if threshold is not None:
+                assert threshold == pytest.approx(np.quantile(values, share), rel=2e-6)
+                assert threshold >= np.quantile(values, share)
+    assert kinds == {True, False}, "this model has heads of one kind only"
+
+
+@torch.no_grad()
+def test_the_largest_step_filters_all_of_the_text(documents: list[Document]) -> None:
+    """A threshold that its own token passes, by rounding: float32, as checkpoints are."""
+    model = build(dtype=torch.float32)
+    asked = Settings(LENGTH, quantile=1.0)
+    member = calibrate(model, documents, "token_filter", asked, quiet=True)
+    after = Mitigated(model, mitigation(member))(windows(LENGTH)).state
+    # Below the first layer the filter itself changes what is read.
+    for head, threshold in enumerate(member["threshold"][0]):
+        assert bool((after.layers[0].ssm[:, head] == 0).all()) == (threshold is not None)
+
+
+def test_nothing_to_filter(documents: list[Document]) -> None:
+    """A filter of no head, which changes nothing and says so nowhere."""
+    model = build({"kind": "mamba2", "d_state": 4, "head_dim": 4, "A_init": [900, 900]})
+    with pytest.raises(UserError, match=r"no head keeps more than 0.05 .* over 40 tokens"):
+        calibrate(model, documents, "token_filter", Settings(LENGTH, TARGET), quiet=True)
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.3, 2), (0.5, 4), (0.01, 1), (1.0, 8)])
+def test_scale_delta_by_share(share: float, count: int, documents: list[Document]) -> None:
+    """Factors for heads that forget anyway, or too many of them."""
+    model = build()
+    asked = Settings(LENGTH, TARGET, share=share)
+    member = calibrate(model, documents, "scale_delta", asked, quiet=True)
+    slowness = torch.stack(
+        [(dt * A).flatten(0, 1).mean(0) for dt, A in steps(model, windows(LENGTH))]
+    )
+    slow = slowness >= slowness.flatten().sort(descending=True).values[count - 1]
+    assert int(slow.sum()) == count
+    expected = [[LENGTH / TARGET if one else 1.0 for one in layer] for layer in slow.tolist()]
+    assert member == {"kind": "scale_delta", "scale": expected}
+
+
+@pytest.mark.parametrize("kind", SEARCHED)
+def test_a_search_never_ends_worse(kind: str, documents: list[Document]) -> None:
+    """The last factors instead of the best; a loss at another length, or on other windows."""
+    model, tokens = build(), windows(TARGET + 1)
+    assert len(tokens) == 2
+    plain, better = mean_loss(model, tokens), []
+    for seed in range(4):
+        asked = Settings(LENGTH, TARGET, steps=1 + seed, seed=seed)
+        member = calibrate(model, documents, kind, asked, quiet=True)
+        assert member["kind"] == kind
+        assert len(member["scale"]) == 2
+        better.append(plain - mean_loss(Mitigated(model, mitigation(member)), tokens))
+        assert (better[-1] == 0) == (member["scale"] == [1.0, 1.0])
+    assert min(better) >= 0
+    assert max(better) > 1e-6, "nothing was found in four searches"
+
+
+def test_a_search_keeps_the_best_of_what_it_tried(documents: list[Document]) -> None:
+    """The first step is known: both factors move by exp(±0.2), in four ways."""
+    model, tokens = build(), windows(TARGET + 1)
+    member = calibrate(model, documents, "scale_delta", Settings(LENGTH, TARGET, steps=1))
+    up, down = float(np.exp(0.2)), float(np.exp(-0.2))
+    sides = [[[up, up], [down, down]], [[up, down], [down, up]]]
+    best = []
+    for pair in sides:
+        tried = [[1.0, 1.0], *pair]
+        losses = [
+            mean_loss(Mitigated(model, mitigation({"kind": "scale_delta", "scale": scale})), tokens)
+            for scale in tried
+        ]
+        best.append(tried[losses.index(min(losses))])
+    assert any(member["scale"] == pytest.approx(scale, abs=1e-6) for scale in best)
+
+
+@pytest.mark.parametrize("kind", SEARCHED)
+def test_a_search_is_repeatable(kind: str, documents: list[Document]) -> None:
+    """Randomness from anywhere but the seed."""
+    model = build()
+
+    def search(seed: int) -> dict[str, Any]:
+        asked = Settings(LENGTH, TARGET, windows=1, steps=3, seed=seed)
+        return calibrate(model, documents, kind, asked, quiet=True)
+
+    torch.manual_seed(1)
+    first = search(0)
+    torch.manual_seed(2)
+    assert search(0) == first
+    assert any(search(seed) != first for seed in (1, 2, 3))
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_files(method: str, documents: list[Document], tmp_path: Path) -> None:
+    """Numbers that change on their way through a file, or a file that is taken for any model."""
+    model = build()
+    member = calibrate(model, documents, method, QUICK, quiet=True)
+    path = written(tmp_path, model, documents, member)
+    content = yaml.safe_load(path.read_text())
+    assert content["fingerprint"] == model.fingerprint()
+    assert content["length"] == LENGTH
+    hashes = [sha256(tmp_path / name) for name in ("ishmael.txt", "other.txt")]
+    assert content["text_sha256"] == hashes
+    assert content["mitigation"] == [member]
+    read = longrnn.mitigation(path)
+    assert read.describe() == mitigation(member).describe()
+    assert read.calibration == Calibration(str(path), model.fingerprint(), LENGTH, tuple(hashes))
+    tokens = windows(LENGTH)
+    ours = Mitigated(model, longrnn.mitigation(str(path)))(tokens).logits
+    assert torch.equal(ours, Mitigated(model, mitigation(member))(tokens).logits)
+    for other in (build(seed=1), build("lstm")):
+        with pytest.raises(UserError, match=r"\.yaml was calibrated for another model"):
+            Mitigated(other, longrnn.mitigation(path))
+    # Nor may it come in as a part of something else.
+    with pytest.raises(UserError, match="calibrated for another model"):
+        Mitigated(build(seed=1), mitigation(f"none+{path}"))
+
+
+SELECTIONS = [{"layers": [1]}, {"heads": [0, 2]}, {"heads": [[0, 3], [1, 1]]}]
+
+
+@pytest.mark.parametrize("selection", SELECTIONS, ids=str)
+@pytest.mark.parametrize("method", list(METHODS))
+@torch.no_grad()
+def test_some_heads_of_a_file(
+    method: str, selection: dict[str, Any], documents: list[Document], tmp_path: Path
+) -> None:
+    """A calibrated file whose layers and heads were narrowed by hand, or by a diagnosis."""
+    model = build()
+    member = calibrate(model, documents, method, QUICK, quiet=True)
+    option = "threshold" if "threshold" in member else "scale"
+    alone = None if option == "threshold" else 1.0
+    named = [
+        [layer, head]
+        for layer in range(2)
+        for head in range(4)
+        if layer in selection.get("layers", [0, 1])
+        and any(one in selection.get("heads", [head]) for one in (head, [layer, head]))
+    ]
+    numbers = [
+        [
+            (values[head] if isinstance(values, list) else values)
+            if [layer, head] in named
+            else alone
+            for head in range(4)
+        ]
+        for layer, values in enumerate(member[option])
+    ]
+    tokens = windows(LENGTH)
+    expected = Mitigated(model, mitigation({"kind": method, option: numbers}))(tokens).logits
+    diagnosis = tmp_path / "diagnosis.yaml"
+    diagnosis.write_text(yaml.safe_dump({"collapsing": named, "fingerprint": model.fingerprint()}))
+    for narrowed in (selection, {"heads": "collapsing", "diagnosis": str(diagnosis)}):
+        path = written(tmp_path, model, documents, member | narrowed)
+        torch.testing.assert_close(Mitigated(model, mitigation(path))(tokens).logits, expected)
+    assert not torch.equal(expected, model(tokens).logits) or numbers == [[alone] * 4] * 2
+
+
+def test_a_diagnosis_is_part_of_what_a_mitigation_is(tmp_path: Path) -> None:
+    """Results and states of one set of heads taken for those of another."""
+    model, path = build(), tmp_path / "diagnosis.yaml"
+    spec = {"kind": "forget_more", "heads": "collapsing", "diagnosis": str(path)}
+    path.write_text("collapsing: [[0, 1]]\n")
+    one = Mitigated(model, mitigation(spec))
+    assert one.fingerprint() == Mitigated(model, mitigation(spec)).fingerprint()
+    path.write_text("collapsing: [[0, 2]]\n")
+    other = Mitigated(model, mitigation(spec))
+    assert one.fingerprint() != other.fingerprint()
+    with pytest.raises(UserError, match="another model or mitigation"):
+        other(windows(LENGTH), one.init_state(len(windows(LENGTH))))
+    path.write_text(f"collapsing: [[0, 2]]\nfingerprint: {build(seed=1).fingerprint()}\n")
+    with pytest.raises(UserError, match="the diagnosis of another model"):
+        Mitigated(model, mitigation(spec))
+
+
+def test_the_heads_of_passkey_tiny_short(tmp_path: Path) -> None:
+    """The published criterion finds the head that carries the key, on filler without a key."""
+    (tmp_path / "filler.txt").write_text(FILLER * 20)
+    model = load("passkey-tiny-short")
+    texts = read_documents([tmp_path / "filler.txt"], ByteTokenizer(), model)
+    asked = Settings(256, 65536, windows=4)
+    member = calibrate(model, texts, "token_filter", asked, quiet=True)
+    none = [None] * 4
+    (theta,) = [value for value in member["threshold"][0] if value is not None]
+    assert member["threshold"] == [[None, theta, None, None], none]
+
+
+@pytest.mark.parametrize(
+    ("method", "mixer", "message"),
+    [
+        ("statenorm", "mamba2", "'statenorm' cannot be calibrated: did you mean 'state_norm'"),
+        ("sliding_window", "mamba2", "'sliding_window' cannot be calibrated: known: power_decay"),
+        ("token_filter", "lstm", "token_filter is not defined for lstm: it has gates"),
+        ("scale_delta", "gru", "scale_delta is not defined for gru"),
+        ("power_decay", "rnn", "power_decay is not defined for rnn"),
+    ],
+)
+def test_methods_that_cannot_be(
+    method: str, mixer: str, message: str, documents: list[Document]
+) -> None:
+    """Another method in its place, or numbers that mean nothing."""
+    with pytest.raises(UserError, match=message):
+        calibrate(build(mixer), documents, method, QUICK, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train_length": 1}, "training length must be at least 2"),
+        ({"windows": 0}, "windows and steps at least 1"),
+        ({"steps": 0}, "windows and steps at least 1"),
+        ({"target_length": LENGTH}, "target length 40 must be above the training length 40"),
+        ({"margin": 0.0}, "margin must be above 0"),
+        ({"margin": float("nan")}, "margin must be above 0"),
+        ({"margin": float("inf")}, "margin must be above 0"),
+        ({"quantile": 0.0}, r"quantile must be in \(0, 1\]"),
+        ({"quantile": 1.1}, r"quantile must be in \(0, 1\]"),
+        ({"share": -0.2}, r"share must be in \(0, 1\]"),
+    ],
+)
+def test_settings_out_of_range(options: dict[str, Any], message: str) -> None:
+    """A search of no steps, a quantile of more than all."""
+    with pytest.raises(UserError, match=message):
+        Settings(**{"train_length": LENGTH, **options})
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_texts_that_are_too_short(method: str, documents: list[Document]) -> None:
+    """A window that is padded, or shorter than it says."""
+    need = 600 if method in SEARCHED else 500
+    with pytest.raises(UserError, match=rf"longest text has {len(PROSE)} .* needs {need + 1}"):
+        calibrate(build(), documents, method, Settings(501, 600), quiet=True)
+    with pytest.raises(UserError, match="longest text has 0 tokens"):
+        calibrate(build(), [], method, QUICK, quiet=True)
+
+
+@pytest.mark.parametrize("method", sorted(METHODS.keys() - {"state_norm"}))
+def test_the_target_length_must_be_said(method: str, documents: list[Document]) -> None:
+    """A target that nobody chose."""
+    with pytest.raises(UserError, match="needs --target-length"):
+        calibrate(build(), documents, method, Settings(LENGTH), quiet=True)
+
+
+def test_measuring_on_what_was_calibrated_on(
+    documents: list[Document], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Silence, a warning about another text, or about one file of two only."""
+    model = build()
+    long, short = documents
+    first = written(tmp_path, model, [long], {"kind": "state_norm", "threshold": 1.0})
+    second = written(tmp_path, model, [short], {"kind": "scale_delta", "scale": 0.9})
+
+    def warned(subject: Any) -> list[str]:
+        warn_if_calibrated_on(subject, documents)
+        return [line.split()[6].rstrip(":") for line in capsys.readouterr().err.splitlines()]
+
+    assert warned(model) == warned(Mitigated(model, mitigation("forget_more"))) == []
+    assert warned(Mitigated(model, mitigation(first))) == ["ishmael.txt"]
+    assert warned(Mitigated(model, mitigation([first, second]))) == ["ishmael.txt", "other.txt"]

@@ -1,0 +1,211 @@
+"""The choice among chunks against a loop that reads each chunk alone."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longrnn.errors import UserError
+from longrnn.evaluation.passkey import Subject, evaluate
+from longrnn.evaluation.results import read_results
+from longrnn.mitigations.chunk_select import Choice, select
+from longrnn.models import LanguageModel
+from longrnn.state import LMState
+from longrnn.text import ByteTokenizer
+from tests.cli.conftest import CLI, cli  # noqa: F401 (a fixture)
+from tests.cli.test_errors import refused
+from tests.contracts.builders import (
+    assert_near,
+    build_mitigated,
+    build_model,
+    random_tokens,
+    real_leaves,
+)
+from tests.evaluation.oracles import Oracle
+
+MODELS: dict[str, LanguageModel] = {
+    "mamba2": build_model("mamba2"),
+    "lstm": build_model("lstm", position="sinusoidal"),
+    "windowed": build_mitigated([{"kind": "sliding_window", "window": 5}]),
+}
+every_model = pytest.mark.parametrize("name", list(MODELS))
+CONTEXT, QUERY, PREFIX = random_tokens(1, 47, 1)[0], random_tokens(1, 4, 2)[0], [3, 1, 2]
+
+
+@torch.no_grad()
+def loop(
+    model: LanguageModel, context: Tensor, query: Tensor, chunk: int, prefix: list[int]
+) -> tuple[list[float], list[LMState]]:
+    """For each chunk the entropy, and the state after prefix and chunk."""
+    entropies, states = [], []
+    ids = context.tolist()
+    for start in range(0, len(ids), chunk):
+        read = model(torch.tensor([prefix + ids[start : start + chunk]]))
+        states.append(read.state)
+        chances = model(query[None], read.state).logits[0, -1].softmax(-1).tolist()
+        entropies.append(-sum(p * math.log(p) for p in chances))
+    return entropies, states
+
+
+def assert_as_the_loop(model: LanguageModel, chunk: int, prefix: list[int], batch: int) -> Choice:
+    entropies, states = loop(model, CONTEXT, QUERY, chunk, prefix)
+    given = torch.tensor(prefix, dtype=torch.long) if prefix else None
+    ours = select(model, CONTEXT, QUERY, chunk=chunk, prefix=given, batch_size=batch)
+    assert ours.entropies.tolist() == pytest.approx(entropies, rel=1e-12)
+    # Chunks of one token repeat each other, and equal chunks differ by rounding.
+    assert entropies[ours.chunk] == pytest.approx(min(entropies), rel=1e-12)
+    assert torch.equal(ours.state.position, states[ours.chunk].position)
+    expected = real_leaves(states[ours.chunk], "")
+    for leaf, tensor in real_leaves(ours.state, "").items():
+        assert_near(tensor, expected[leaf], 1e-12, leaf)
+    return ours
+
+
+@every_model
+@pytest.mark.parametrize("chunk", [1, 10, 16, 47, 100])
+@pytest.mark.parametrize("prefix", [[], PREFIX], ids=["alone", "prefix"])
+def test_select(name: str, chunk: int, prefix: list[int]) -> None:
+    """A chunk that has seen another one, a last shorter one that is padded or left out."""
+    assert_as_the_loop(MODELS[name], chunk, prefix, batch=16)
+
+
+@every_model
+@pytest.mark.parametrize("batch", [1, 2, 3, 5])
+def test_batches(name: str, batch: int) -> None:
+    """A number of a chunk that is counted within its batch; 47 tokens are 4 chunks of 11 and 3."""
+    assert_as_the_loop(MODELS[name], 11, PREFIX, batch)
+
+
+def test_every_chunk_can_win() -> None:
+    """The first or the last of equals, whatever was read."""
+    model, found = MODELS["mamba2"], set()
+    for seed in range(20):
+        context = random_tokens(1, 35, seed)[0]
+        entropies, _ = loop(model, context, QUERY, 11, [])
+        ours = select(model, context, QUERY, chunk=11, batch_size=2)
+        assert ours.chunk == entropies.index(min(entropies))
+        found.add(ours.chunk)
+    assert found == {0, 1, 2, 3}
+
+
+@every_model
+@torch.no_grad()
+def test_the_prefix_is_not_used_up(name: str) -> None:
+    """A second choice that starts from where the first one ended."""
+    first = assert_as_the_loop(MODELS[name], 11, PREFIX, batch=2)
+    again = assert_as_the_loop(MODELS[name], 11, PREFIX, batch=2)
+    assert torch.equal(first.entropies, again.entropies)
+    # What was chosen is a value too: it can be asked twice.
+    answers = [MODELS[name](QUERY[None], first.state).logits for _ in range(2)]
+    assert torch.equal(*answers)
+
+
+class Forbidding(Oracle):
+    """Says one byte with certainty: all other logits are minus infinity."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().__call__(*args, **kwargs)
+        return output._replace(logits=output.logits.log())
+
+
+def test_a_certain_model() -> None:
+    """0 · log 0, which is a NaN and the least of all."""
+    chosen = select(Forbidding(), torch.arange(20), torch.arange(3), chunk=8)
+    assert chosen.entropies.tolist() == [0, 0, 0]
+    assert chosen.chunk == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"chunk": 0},
+        {"chunk": -3},
+        {"batch_size": 0},
+        {"context": CONTEXT[:0]},
+        {"query": CONTEXT[:0]},
+    ],
+    ids=str,
+)
+def test_refusals(changes: dict[str, Any]) -> None:
+    """A choice among nothing."""
+    options = {"context": CONTEXT, "query": QUERY, "chunk": 8, **changes}
+    with pytest.raises(UserError, match="chunk_select needs a chunk"):
+        select(MODELS["lstm"], options.pop("context"), options.pop("query"), **options)
+
+
+def measure(output: Path, chunk: int | None, **options: Any) -> list[bool]:
+    rows = evaluate(
+        [Subject("oracle", Oracle(**options), ByteTokenizer())],
+        lengths=[600],
+        depths=[0, 0.35, 1],
+        n=2,
+        output=output,
+        chunk=chunk,
+        quiet=True,
+    )
+    return [row["correct"] for row in rows]
+
+
+def test_passkeys(tmp_path: Path) -> None:
+    """A model that forgets after 300 tokens, and a chunk that lets it see no more."""
+    assert measure(tmp_path / "plain", None, forgets=300) == [False] * 6
+    # A chunk of all is the plain prompt, and one that is too long as well.
+    assert measure(tmp_path / "all", 600, forgets=300) == [False] * 6
+    assert measure(tmp_path / "never", 600) == measure(tmp_path / "none", None) == [True] * 6
+
+
+def test_settings_are_not_mixed(tmp_path: Path) -> None:
+    """Rows of two chunk lengths in one table."""
+    output = tmp_path / "r.jsonl"
+    measure(output, 200)
+    assert read_results(output)[0]["chunk_select"] == 200
+    before = output.read_bytes()
+    for other in (None, 100):
+        with pytest.raises(UserError, match=r"different chunk_select\): choose another"):
+            measure(output, other)
+    measure(output, 200)
+    assert output.read_bytes() == before
+    plain = tmp_path / "plain.jsonl"
+    measure(plain, None)
+    with pytest.raises(UserError, match="different chunk_select"):
+        measure(plain, 200)
+
+
+PASSKEY = ["eval", "passkey", "passkey-tiny-short", "--lengths", "700", "--depths", "0,0.5,1"]
+PASSKEY += ["--n", "1", "--quiet"]
+
+
+def test_command_line(cli: CLI, tmp_path: Path) -> None:  # noqa: F811
+    """An option that changes nothing, or answers that are those of another chunk."""
+    for chunk in ("128", "0.5k", "4k"):
+        result = cli(*PASSKEY, "--chunk-select", chunk)
+        assert (result.code, result.err) == (0, "")
+    spec = ["--mitigation", "forget_more(decay_scale=0.5)", "--chunk-select", "4k"]
+    assert cli(*PASSKEY, *spec).code == 0
+    assert cli(*PASSKEY).code == 0
+    root = tmp_path / "results/passkey"
+    rows = {}
+    for folder in root.iterdir():
+        header, found = read_results(folder / "results.jsonl")
+        rows[folder.name] = [row["said"] for row in found], header.get("chunk_select")
+    name = "passkey-tiny-short"
+    assert {folder: chunk for folder, (_, chunk) in rows.items()} == {
+        name: None,
+        f"{name}+chunk_select=128": 128,
+        f"{name}+chunk_select=512": 512,
+        f"{name}+chunk_select=4096": 4096,
+        f"{name}+forget_more(decay_scale=0.5)+chunk_select=4096": 4096,
+    }
+    assert rows[f"{name}+chunk_select=4096"][0] == rows[name][0]
+    assert rows[f"{name}+forget_more(decay_scale=0.5)+chunk_select=4096"][0] != rows[name][0]
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "many", "", "1.5"])
+def test_command_line_refuses(value: str, cli: CLI) -> None:  # noqa: F811
+    """A chunk of no tokens, after the models were measured."""
+    refused(cli, *PASSKEY, "--chunk-select", value, says=(f"'{value}' is no length",))

@@ -1,0 +1,120 @@
+"""Long streams: float32 keeps its digits, and what is remembered keeps its size."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longrnn import state as states
+from longrnn.mitigations.mitigated import LayerEdit
+from longrnn.ops.ssd import ScanInputs, chunked
+from longrnn.state import leaves
+from tests.contracts.builders import (
+    assert_near,
+    build_mitigated,
+    build_model,
+    generator,
+    random_tokens,
+)
+from tests.mitigations.definitions import Definition, Loop, Spec
+
+HEADS, GROUPS, P, N = 4, 2, 4, 5
+MIXER: dict[str, Any] = {"kind": "mamba2", "d_state": N, "head_dim": P, "n_groups": GROUPS}
+SPECS: list[Spec] = [
+    {"kind": "state_norm", "threshold": [[6.0, 30.0, 90.0, 12.0]]},
+    {"kind": "sliding_window", "window": 150},
+    {"kind": "forget_more", "decay_scale": 0.9999, "input_scale": 0.75},
+]
+slow = pytest.mark.slow
+
+
+def stream(time: int) -> ScanInputs:
+    """Float32 inputs of one row; heads from a short memory to one of a thousand tokens."""
+    randomness = generator(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(1, time, *shape, generator=randomness)
+
+    # Slower decays would cost a float32 loop its digits: it rounds exp(log_decay) at every token.
+    rates = torch.tensor([-3.0, -0.05, -1e-3, -1e-2])
+    log_decay = rates * (0.5 + torch.rand(1, time, HEADS, generator=randomness))
+    return ScanInputs(normal(HEADS, P), log_decay, normal(GROUPS, N), normal(GROUPS, N))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec["kind"])
+@pytest.mark.parametrize("time", [4000, pytest.param(100_000, marks=slow)])
+@torch.no_grad()
+def test_float32(spec: Spec, time: int) -> None:
+    """Rounding that adds up along the text, in outputs or in what goes on to the next piece."""
+    inputs, start = stream(time), torch.zeros(1, HEADS, P, N)
+    definition = Definition([spec], layer=0, n_layers=1, n_heads=HEADS)
+    wide = ScanInputs(*(tensor.double() for tensor in inputs))
+    loop = Loop(definition, torch.full((HEADS,), -1.0, dtype=torch.float64))
+    expected, final = loop.scan(wide, start.double(), chunked.ssd)
+    if spec["kind"] == "state_norm":
+        share = torch.cat(definition.rescaled).double().mean((0, 2, 3))
+        assert ((share > 0.1) & (share < 0.999)).any(), share
+
+    model = build_mitigated([spec], MIXER, dtype=torch.float32, n_layers=1)
+    carry = [part.init_carry(0, 1) for part in model.parts]
+    outputs, state, sizes = [], start, [1, 62, 3, 1000]
+    sizes += [4096] * ((time - sum(sizes)) // 4096)
+    sizes += [time - sum(sizes)]
+    for piece in zip(*(tensor.split(sizes, dim=1) for tensor in inputs), strict=True):
+        edit = LayerEdit(model.parts, 0, carry)
+        y, state = edit.scan(edit.edit_inputs(ScanInputs(*piece)), state, chunked.ssd)
+        assert y.dtype == state.dtype == torch.float32
+        carry = edit.carry
+        outputs.append(y)
+    ours = torch.cat(outputs, dim=1)
+    for head in range(HEADS):
+        assert_near(ours[:, :, head], expected[:, :, head], 1e-5, f"y of head {head}")
+        assert_near(state[:, head], final[:, head], 1e-5, f"state of head {head}")
+
+
+def held(state: Any) -> int:
+    """Bytes that a state keeps alive, memory that is shared counted once."""
+    storages = {
+        leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes()
+        for _, leaf in leaves(state)
+    }
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("window", [1, 5, 64, 100, 300])
+@pytest.mark.parametrize("mixer", [MIXER, "lstm"], ids=["mamba2", "lstm"])
+@torch.no_grad()
+def test_a_window_has_a_size(mixer: Any, window: int) -> None:
+    """A carry that grows with the stream, or that holds on to the long call that made it."""
+    model = build_mitigated([{"kind": "sliding_window", "window": window}], mixer)
+    state = model.init_state(1)
+    size, most = states.nbytes(state), 0
+    for time in (1, 90, 700 if mixer is MIXER else 300, 1):
+        state = model(random_tokens(1, time), state, keep=0).state
+        assert states.nbytes(state) == size
+        most = max(most, held(state))
+    assert most <= 1.2 * size + 20_000
+
+
+def test_a_window_is_remembered_in_chunks() -> None:
+    """64 tokens more of a window cost the inputs of one chunk and one state a layer."""
+    sizes = [
+        states.nbytes(
+            build_mitigated([{"kind": "sliding_window", "window": 64 * k}], MIXER).init_state(1)
+        )
+        for k in range(2, 6)
+    ]
+    inputs = 64 * (HEADS * P + HEADS + GROUPS * N)  # x, log_decay and B
+    one = 2 * 8 * (inputs + HEADS * P * N + HEADS)
+    assert [after - before for before, after in pairwise(sizes)] == [one] * 3
+
+
+@pytest.mark.parametrize("spec", [SPECS[0], SPECS[2]], ids=lambda spec: spec["kind"])
+def test_what_needs_no_memory_has_none(spec: Spec) -> None:
+    """A carry beside the tag that names the mitigation."""
+    ours, plain = build_mitigated([spec], MIXER, n_layers=1), build_model(MIXER, n_layers=1)
+    assert states.nbytes(ours.init_state(3)) == states.nbytes(plain.init_state(3)) + 3 * 8
