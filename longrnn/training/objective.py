@@ -62,8 +62,9 @@ class Objective(nn.Module):
         if batch.tail:
             asked, _ = self.model(batch.tokens[:, body:], state)
             logits = torch.cat([logits, asked], dim=1)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         per_token = F.cross_entropy(
-            logits.float().flatten(0, 1), batch.targets.flatten(), reduction="none"
+            wide.flatten(0, 1), batch.targets.flatten(), reduction="none"
         ).view_as(batch.targets)
         weights = batch.weights
         if weights is None:
