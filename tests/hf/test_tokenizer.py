@@ -93,3 +93,23 @@ def test_what_is_no_tokenizer_is_refused(saved: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="is no tokenizer") as error:
             load_tokenizer(saved / "tokenizer.json")
         assert "\n" not in str(error.value)
+
+
+def test_fingerprints(tmp_path: Path) -> None:
+    """A tokenizer that is not known again when it is saved, or taken for another one."""
+    from tokenizers import Tokenizer as Fast
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    def small(merges: list[tuple[str, str]]) -> HFTokenizer:
+        vocab = {"a": 0, "b": 1, "ab": 2, "ba": 3}
+        fast = Fast(BPE(vocab=vocab, merges=merges))
+        return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=fast))
+
+    one, other = small([("a", "b"), ("b", "a")]), small([("b", "a"), ("a", "b")])
+    assert one.encode("aba") != other.encode("aba")
+    assert one.fingerprint() == small([("a", "b"), ("b", "a")]).fingerprint()
+    assert len({one.fingerprint(), other.fingerprint(), ByteTokenizer().fingerprint()}) == 3
+    one.save(tmp_path)
+    for place in (tmp_path, tmp_path / "tokenizer.json"):
+        assert load_tokenizer(place).fingerprint() == one.fingerprint()

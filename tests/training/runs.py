@@ -25,6 +25,7 @@ MAMBA2 = {
     "n_layers": 2,
     "mixer": {"kind": "mamba2", "d_state": 4, "head_dim": 8},
 }
+TEXTS = [str(path) for path in sorted(Path(__file__).parent.glob("test_*.py"))]
 BASE: dict[str, Any] = {
     "per_device_train_batch_size": 2,
     "warmup_steps": 3,
@@ -40,6 +41,28 @@ KINDS: dict[str, dict[str, Any]] = {
         "length": {"max": 180},
         "initial_state": {"kind": "carry"},
         "gradient_accumulation_steps": 2,
+    },
+    "lanes": {
+        "task": {"kind": "text", "files": TEXTS, "max_segments": 5},
+        "model": MAMBA2,
+        "length": {"max": 64},
+        "initial_state": {"kind": "carry", "zero_share": 0.2},
+        "segments_per_step": 2,
+        "gradient_accumulation_steps": 2,
+    },
+    "pass": {
+        "task": {"kind": "text", "files": TEXTS},
+        "model": LSTM,
+        "length": {"max": 64, "min": 8, "sampling": "log_uniform"},
+        "initial_state": {"kind": "pass"},
+        "per_device_train_batch_size": 6,
+        "batch_tokens": 128,
+    },
+    "fitted_noise": {
+        "task": {"kind": "text", "files": TEXTS},
+        "model": MAMBA2,
+        "length": {"max": 64, "min": 8, "grow_steps": 6},
+        "initial_state": {"kind": "fitted_noise"},
     },
     "reverse": {
         "task": {"kind": "reverse", "vocab_size": 8, "held_out": 16},

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from longrnn.errors import UserError
 from longrnn.tasks import TASKS, Batch
 from longrnn.training.config import TrainConfig
 from longrnn.training.data import Source
 from tests.tasks.test_contract import assert_batches_equal
-from tests.training.runs import KINDS, tiny
+from tests.training.runs import KINDS, TEXTS, tiny
 
 NOWHERE = Path("unused")
 
@@ -36,8 +37,9 @@ def joined(parts: list[Batch]) -> Batch:
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_two_processes_share_the_rows_of_one(kind: str) -> None:
     """Two processes that train on the same rows, or on others than one process would."""
-    whole = source(tiny(kind, NOWHERE, per_device_train_batch_size=6))
-    half = tiny(kind, NOWHERE, per_device_train_batch_size=3)
+    # batch_tokens is a bound for each process, and would change the number of rows.
+    whole = source(tiny(kind, NOWHERE, per_device_train_batch_size=6, batch_tokens=None))
+    half = tiny(kind, NOWHERE, per_device_train_batch_size=3, batch_tokens=None)
     halves = [source(half, rank, 2) for rank in (0, 1)]
     for step, micro in [(0, 0), (5, 0), (5, 1), (2, 0)]:
         parts = [one.segments(step, micro) for one in halves]
@@ -85,6 +87,55 @@ def test_fixed_lengths_are_the_longest() -> None:
     """`min` that counts although nothing was asked of it."""
     fixed = source(tiny("reverse", NOWHERE, length={"max": 9, "min": 3}))
     assert {batch(fixed, step, 0).tokens.shape[1] for step in range(20)} == {18}
+
+
+def test_a_fixed_length_grows() -> None:
+    """A curriculum that is ignored without sampling, ends elsewhere, or does not rise evenly."""
+    length = {"max": 64, "min": 4, "grow_steps": 100}
+    grown = source(tiny("reverse", NOWHERE, length=length))
+    lengths = [batch(grown, step, 0).tokens.shape[1] // 2 for step in range(150)]
+    assert lengths == sorted(lengths)
+    assert (lengths[0], lengths[49], lengths[99], lengths[149]) == (4, 16, 64, 64)
+    assert grown.longest() == 128
+
+
+def test_segments_of_a_step_follow_each_other() -> None:
+    """Segments read twice, or left out, where a step takes several."""
+    config = tiny("lanes", NOWHERE)
+    two, one = source(config), source(tiny("lanes", NOWHERE, segments_per_step=1))
+    for step in range(4):
+        for micro in (0, 1):
+            pair = two.segments(step, micro)
+            assert len(pair) == 2
+            for index, found in enumerate(pair):
+                assert_batches_equal(found, one.segments(2 * step + index, micro)[0])
+    micros = [two.segments(0, micro)[0].tokens for micro in (0, 1)]
+    assert not torch.equal(micros[0], micros[1])
+
+
+def test_longest_knows_lanes() -> None:
+    """A table of positions that ends before a document does."""
+    assert source(tiny("lanes", NOWHERE)).longest() == 5 * 64
+    assert source(tiny("lanes", NOWHERE, max_steps=2)).longest() == 4 * 64
+    uncut = {**KINDS["lanes"]["task"], "max_segments": None}
+    longest = max(Path(file).stat().st_size for file in TEXTS)
+    found = source(tiny("lanes", NOWHERE, task=uncut, max_steps=10**6)).longest()
+    assert found == (longest - 1) // 64 * 64
+
+
+def test_layout_says_what_is_left_out() -> None:
+    """Text that is dropped without a word."""
+    said = source(tiny("lanes", NOWHERE)).layout()
+    assert "documents in 4 lanes" in said
+    assert "segments of 64 tokens" in said
+    assert "left out: 0 documents shorter than a segment and the ends of the others" in said
+    assert source(tiny("reverse", NOWHERE)).layout() == ""
+
+
+def test_fewer_documents_than_lanes() -> None:
+    config = tiny("lanes", NOWHERE, per_device_train_batch_size=10**5)
+    with pytest.raises(UserError, match="200,000 lanes"):
+        source(config).check()
 
 
 def test_batch_tokens_bounds_rows_times_length() -> None:

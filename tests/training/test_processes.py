@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from longrnn import load
+from longrnn.text import ByteTokenizer
 from longrnn.training.config import TrainConfig
-from tests.training.runs import ENVIRONMENT, metrics, run, tiny, train, write_config
+from longrnn.training.documents import build_corpus
+from tests.training.runs import ENVIRONMENT, TEXTS, metrics, run, tiny, train, write_config
 
 REPOSITORY = Path(__file__).parents[2]
 SHORT: dict[str, Any] = {"max_steps": 5, "logging_steps": 1, "save_steps": 3}
@@ -43,22 +45,34 @@ def launch(
 CPU2 = ("--config_file", "configs/accelerate/cpu2.yaml")
 
 
-@pytest.mark.parametrize("kind", ["passkey", "carry"])
+@pytest.mark.parametrize("kind", ["passkey", "carry", "lanes", "fitted_noise"])
 def test_two_processes_train_like_one(kind: str, tmp_path: Path) -> None:
     """Gradients that are not averaged, rows seen twice, lanes mixed up, metrics of one process."""
-    one = tiny(kind, tmp_path / "one", per_device_train_batch_size=4, **SHORT)
-    two = tiny(kind, tmp_path / "two", per_device_train_batch_size=2, num_processes=2, **SHORT)
+    how = dict(SHORT)
+    if kind == "lanes":  # states carried over 20 steps of two segments, from a corpus
+        build_corpus(
+            [Path(file) for file in TEXTS],
+            ByteTokenizer(),
+            tmp_path / "c",
+            name="bytes",
+            quiet=True,
+        )
+        task = {"kind": "text", "corpus": str(tmp_path / "c"), "max_segments": 7}
+        how |= {"max_steps": 20, "task": task, "initial_state": {"kind": "carry"}}
+    steps = how["max_steps"]
+    one = tiny(kind, tmp_path / "one", per_device_train_batch_size=4, **how)
+    two = tiny(kind, tmp_path / "two", per_device_train_batch_size=2, num_processes=2, **how)
     train(one)
     done = launch(two, tmp_path, *CPU2)
     assert (tmp_path / "two/model.safetensors").is_file(), done.stderr
     expected, rows = metrics(tmp_path / "one"), metrics(tmp_path / "two")
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
     for row, wanted in zip(rows, expected, strict=True):
         assert row.keys() == wanted.keys()
         for name, value in row.items():
             assert value == pytest.approx(wanted[name], rel=1e-4, abs=1e-5), name
         assert row["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
-    checkpoint = tmp_path / "two/checkpoint-00000005"
+    checkpoint = tmp_path / f"two/checkpoint-{steps:08d}"
     carried = sorted(path.name for path in checkpoint.glob("carry-*.pt"))
     assert carried == ["carry-0.pt", "carry-1.pt"]
     assert load(checkpoint).fingerprint() == load(tmp_path / "two").fingerprint()

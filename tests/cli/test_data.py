@@ -1,0 +1,114 @@
+"""`longrnn data`, and training on what it wrote."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from longrnn.config import dump_config
+from tests.cli.conftest import CLI
+from tests.cli.test_errors import refused
+from tests.tasks.test_passkey import trained_bpe
+from tests.training.runs import metrics, tiny
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> list[Path]:
+    """Three stories, the last one of a single character."""
+    stories = ["Once upon a time. " * 60, "The end.\n\n\nAnd again. " * 50, "x"]
+    paths = [tmp_path / f"{index}.txt" for index in range(3)]
+    for path, story in zip(paths, stories, strict=True):
+        path.write_text(story)
+    return paths
+
+
+def test_build_and_check(cli: CLI, texts: list[Path]) -> None:
+    """What was dropped is said."""
+    built = cli("data", "build", "--out", "corpus", "--quiet", *texts)
+    assert built.code == 0, built.err
+    assert built.out.splitlines() == [
+        "corpus: 2 documents, 2,180 tokens (uint16)",
+        "dropped: 1 documents of fewer than 2 tokens, 1 tokens in all",
+    ]
+    checked = cli("data", "check", "corpus")
+    assert checked.code == 0
+    assert "bytes (bytes, 256 ids)" in checked.out
+    assert "1,080 to 1,100, median 1,100" in checked.out
+    split = ["--split-on", r"\n\n\n", "--min-length", "10"]
+    done = cli("data", "build", "--out", "split", "--quiet", *split, texts[1])
+    assert done.out.startswith("split: 50 documents, ")
+
+
+def test_build_refuses(cli: CLI, texts: list[Path], tmp_path: Path) -> None:
+    """Half a corpus, or one overwritten."""
+    assert cli("data", "build", "--out", "corpus", "--quiet", texts[0]).code == 0
+    build = ["data", "build", "--quiet", "--out"]
+    (tmp_path / "binary").write_bytes(b"text\0")
+    (tmp_path / "empty.txt").write_text("")
+    for arguments, says in [
+        (["corpus", texts[1]], "corpus exists and is not overwritten"),
+        (["new", texts[0], "nowhere.txt"], "no file nowhere.txt"),
+        (["new", tmp_path], "no file"),
+        (["new", texts[0], "binary"], "binary is binary (a NUL at byte 4)"),
+        (["new", texts[2]], "no document has 2 tokens or more (1 shorter ones were dropped)"),
+        (["new", "empty.txt"], "no document has 2 tokens or more"),
+        (["new", "--min-length", "4k", texts[0]], "no document has 4096 tokens"),
+        (["new", "--min-length", "0", texts[0]], "'0' is no length"),
+        (["new", "--split-on", "", texts[0]], "a --split-on that is not empty"),
+        (["new", "--split-on", "<end>", texts[0]], "'<end>' is in none of the files"),
+        (["new", "--tokenizer", "gpt9", texts[0]], "no tokenizer at gpt9"),
+        (["binary/new", texts[0]], "choose another folder"),
+    ]:
+        refused(cli, *build, *arguments, says=(says,))
+    refused(cli, "data", "check", "new", says=("no corpus at new",))
+
+
+def test_training_on_a_corpus(cli: CLI, texts: list[Path], tmp_path: Path) -> None:
+    """A corpus that is carried, and everything that a run must refuse before it begins."""
+    assert cli("data", "build", "--out", "corpus", "--quiet", *texts).code == 0
+    config = tiny(
+        "lanes", Path("run"), task={"kind": "text", "corpus": "corpus", "max_segments": 5}
+    )
+    (tmp_path / "c.yaml").write_text(dump_config(config))
+    done = cli("train", "c.yaml")
+    assert done.code == 0, done.err
+    assert "8 documents in 4 lanes, whose epochs have 8 to 9 segments of 64 tokens" in done.err
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [3, 6, 9, 10]
+
+    train = ["train", "c.yaml", "output_dir=other", "--quiet"]
+    refused(cli, *train, "task.corpus=nowhere", says=("no corpus at nowhere", "longrnn data build"))
+    refused(cli, *train, "task.files=[0.txt]", says=("either files", "or corpus"))
+    refused(cli, *train, "task.max_segments=0", says=("max_segments must be at least 1",))
+    rows = "per_device_train_batch_size=9"
+    refused(cli, *train, rows, says=("18 lanes", "task.max_segments=1 or less"))
+    refused(cli, *train, "length.max=2000", says=("4 lanes", "a smaller length.max"))
+    refused(cli, *train, "carry=true", says=("carry is gone", "initial_state={kind: carry}"))
+    refused(cli, *train, "initial_state.kind=cary", says=("did you mean 'carry'",))
+    bpe = trained_bpe()
+    bpe.save(tmp_path / "bpe")
+    vocab = f"model.vocab_size={bpe.vocab_size}"
+    says = ("made with the tokenizer 'bytes'", "set tokenizer=bytes")
+    refused(cli, *train, "tokenizer=bpe", vocab, says=says)
+    shutil.copytree("corpus", "half")
+    with open("half/tokens.bin", "rb+") as file:
+        file.truncate(100)
+    refused(cli, *train, "task.corpus=half", says=("half/tokens.bin has 100 bytes", "truncated"))
+
+
+def test_a_corpus_of_another_tokenizer(cli: CLI, texts: list[Path], tmp_path: Path) -> None:
+    """Its tokenizer is known again wherever it is kept: in a folder, a file, a checkpoint."""
+    bpe = trained_bpe()
+    bpe.save(tmp_path / "bpe")
+    build = ["data", "build", "--quiet", "--tokenizer", "bpe", "--out"]
+    assert cli(*build, "corpus", *texts).code == 0
+    config = tiny("lanes", Path("run"), task={"kind": "text", "corpus": "corpus"}, tokenizer="bpe")
+    (tmp_path / "c.yaml").write_text(dump_config(config))
+    small = ["length.max=8", "gradient_accumulation_steps=1", f"model.vocab_size={bpe.vocab_size}"]
+    train = ["train", "c.yaml", "--quiet", "max_steps=2", *small]
+    assert cli(*train).code == 0
+    for index, place in enumerate(("run", "bpe/tokenizer.json", "run/checkpoint-00000002")):
+        done = cli(*train, f"tokenizer={place}", f"output_dir=run{index}")
+        assert done.code == 0, done.err
+    refused(cli, *train, "tokenizer=bytes", "output_dir=x", says=("set tokenizer=bpe",))

@@ -1,0 +1,263 @@
+"""Initial states: what each policy hands on, to whom, and that nothing else matters."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from longrnn.errors import UserError
+from longrnn.mixers import MIXERS
+from longrnn.state import LMState, leaves, take, tree_map
+from longrnn.tasks import Batch
+from longrnn.training.initial_states import INITIAL_STATES, Context, InitialState, uses_lanes
+from tests.contracts.builders import assert_near, assert_trees_equal, build_model, random_state
+
+cells = pytest.mark.parametrize("mixer", list(MIXERS))
+policies = pytest.mark.parametrize("kind", list(INITIAL_STATES))
+ROWS = 6
+
+
+def policy(
+    kind: str, mixer: str = "mamba2", rank: int = 0, world_size: int = 1, **options: Any
+) -> InitialState:
+    model = build_model(mixer, dtype=torch.float32)
+    # The other processes are the same as this one.
+    context = Context(model.init_state, 7, rank, world_size, lambda part: part * world_size)
+    return INITIAL_STATES.build({"kind": kind, **options}, context)
+
+
+def batch(fresh: list[bool] | None = None, rows: int = ROWS) -> Batch:
+    tokens = torch.zeros(rows, 3, dtype=torch.long)
+    flags = torch.ones(rows, dtype=torch.bool) if fresh is None else torch.tensor(fresh)
+    return Batch(tokens, tokens, flags)
+
+
+def final(seed: int = 0, mixer: str = "mamba2", rows: int = ROWS) -> LMState:
+    return random_state(build_model(mixer, dtype=torch.float32), rows, seed)
+
+
+def is_zero(state: LMState) -> list[bool]:
+    """Which rows are zero, in all leaves."""
+    parts = [(leaf == 0).flatten(1).all(1) for _, leaf in leaves(state.layers)]
+    return torch.stack(parts).all(0).tolist()
+
+
+@cells
+@policies
+def test_the_first_step(kind: str, mixer: str) -> None:
+    """A policy that needs a past; what is not yet known is zero. The zero state keeps its shape."""
+    found = policy(kind, mixer)
+    state = found.before(batch(), 0, 0)
+    like = final(mixer=mixer)
+    for (name, leaf), (_, other) in zip(leaves(state), leaves(like), strict=True):
+        assert leaf.shape == other.shape, name
+        assert leaf.dtype == other.dtype, name
+    assert state.position.tolist() == [0] * ROWS
+    if kind != "random_noise":
+        assert is_zero(state) == [True] * ROWS
+
+
+@cells
+@policies
+def test_content_is_all_that_is_remembered(kind: str, mixer: str) -> None:
+    """A resume that goes on from other states: tensors only, which a safe unpickler reads."""
+    one, other = policy(kind, mixer), policy(kind, mixer)
+    for step in range(3):
+        for micro in (0, 1):
+            one.before(batch(), step, micro)
+            one.after(final(10 * step + micro, mixer), micro)
+    content = one.content()
+    assert all(isinstance(value, torch.Tensor) for value in content.values())
+    other.restore(content)
+    for micro in (0, 1):
+        fresh = batch([False] * ROWS)
+        assert_trees_equal(other.before(fresh, 3, micro), one.before(fresh, 3, micro))
+    other.after(final(99, mixer), 0)
+    one.after(final(99, mixer), 0)
+    assert_trees_equal(other.before(batch(), 4, 0), one.before(batch(), 4, 0))
+
+
+@cells
+@policies
+def test_states_are_detached_and_not_used_up(kind: str, mixer: str) -> None:
+    """A gradient that reaches an earlier step, or a state that its reader changes."""
+    found = policy(kind, mixer)
+    state = tree_map(lambda x: x.requires_grad_() if x.is_floating_point() else x, final(0, mixer))
+    found.after(state, 0)
+    fresh = batch([False] * ROWS)
+    first = found.before(fresh, 1, 0)
+    assert not any(leaf.requires_grad for _, leaf in leaves(first))
+    assert_trees_equal(found.before(fresh, 1, 0), first)
+
+
+@cells
+def test_carry_goes_on_row_by_row(mixer: str) -> None:
+    """Rows mixed up, a document that sees another, a part of the state (conv, c) left behind."""
+    found, states = policy("carry", mixer), [final(seed, mixer) for seed in (0, 1)]
+    for micro in (0, 1):
+        found.after(states[micro], micro)
+    fresh = [False, True, False, False, True, False]
+    for micro in (1, 0):
+        state = found.before(batch(fresh), 1, micro)
+        assert is_zero(state) == fresh
+        for row in range(ROWS):
+            if not fresh[row]:
+                assert_trees_equal(take(state, [row]), take(states[micro], [row]))
+            else:
+                assert int(state.position[row]) == 0
+
+
+@cells
+def test_pass_shuffles_rows(mixer: str) -> None:
+    """A row that gets its own state again at every step, or a part of another one's."""
+    found, last = policy("pass", mixer, zero_share=0.0), final(mixer=mixer)
+    found.after(last, 0)
+    orders = set()
+    for step in range(1, 8):
+        state = found.before(batch(), step, 0)
+        assert state.position.tolist() == [0] * ROWS  # a new text begins
+        order = []
+        for row in range(ROWS):
+            same = [
+                other for other in range(ROWS) if torch.equal(_flat(state, row), _flat(last, other))
+            ]
+            assert len(same) == 1
+            order += same
+        assert sorted(order) == list(range(ROWS))
+        orders.add(tuple(order))
+    assert len(orders) > 4
+
+
+def _flat(state: LMState, row: int) -> torch.Tensor:
+    return torch.cat([leaf[row].flatten() for _, leaf in leaves(state.layers)])
+
+
+@pytest.mark.parametrize("rows", [2, 4, 13])
+def test_pass_between_batches_of_other_sizes(rows: int) -> None:
+    """batch_tokens changes the number of rows from step to step."""
+    found, last = policy("pass", zero_share=0.0), final()
+    found.after(last, 0)
+    state = found.before(batch(rows=rows), 1, 0)
+    known = [_flat(last, row).tolist() for row in range(ROWS)]
+    used = [known.index(_flat(state, row).tolist()) for row in range(rows)]
+    counts = [used.count(row) for row in range(ROWS)]
+    assert max(counts) - min(counts) <= 1
+
+
+@cells
+def test_fitted_noise_has_the_moments_of_final_states(mixer: str) -> None:
+    """Moments over the wrong axes, of one step only, or biased by the empty beginning.
+
+    Heads of the recurrence's state and units of other vectors have means and deviations of their
+    own; two batches, added with momentum, have the moments of a mixture.
+    """
+    found = policy("fitted_noise", mixer, zero_share=0.0, momentum=0.75)
+    batches = []
+    for seed, weight in ((0, 0.75), (1, 1.0)):
+        state = final(seed, mixer, rows=50)
+        units = tree_map(_units, state.layers)
+        moved = tree_map(
+            lambda x, u, s=seed: (1 + 0.3 * u) * x + (u - 2) * (s + 1), state.layers, units
+        )
+        found.after(state._replace(layers=moved), 0)
+        batches.append((weight, moved))
+    drawn = found.before(batch(rows=2000), 2, 0)
+    total = 0.25 * 0.75 + 0.25
+    for (name, leaf), (_, a), (_, b) in zip(
+        leaves(drawn.layers), leaves(batches[0][1]), leaves(batches[1][1]), strict=True
+    ):
+        dims = (0, 2, 3) if leaf.ndim == 4 else tuple(range(leaf.ndim - 1))
+        mean = (0.25 * 0.75 * a.double().mean(dims) + 0.25 * b.double().mean(dims)) / total
+        square = 0.25 * 0.75 * a.double().square().mean(dims) + 0.25 * b.double().square().mean(
+            dims
+        )
+        deviation = (square / total - mean.square()).sqrt()
+        assert_near(
+            leaf.double().mean(dims), mean, 0.1, f"{name} mean", scale=deviation.max().item()
+        )
+        assert_near(leaf.double().std(dims), deviation, 0.1, f"{name} deviation")
+        assert deviation.max() > 1.2 * deviation.min()
+
+
+def _units(leaf: torch.Tensor) -> torch.Tensor:
+    """The number of its head or unit in every entry, modulo 5."""
+    axis = 1 if leaf.ndim == 4 else leaf.ndim - 1
+    shape = [-1 if dim == axis else 1 for dim in range(leaf.ndim)]
+    return (torch.arange(leaf.shape[axis]) % 5).view(shape).expand(leaf.shape).to(leaf.dtype)
+
+
+@cells
+def test_random_noise_has_one_deviation(mixer: str) -> None:
+    """Noise that is the same in every row or at every step."""
+    found = policy("random_noise", mixer, zero_share=0.0, std=0.25)
+    state = found.before(batch(rows=400), 0, 0)
+    for name, leaf in leaves(state.layers):
+        assert leaf.std().item() == pytest.approx(0.25, rel=0.1), name
+        assert abs(leaf.mean().item()) < 0.02, name
+    rows = {tuple(_flat(state, row).tolist()) for row in range(400)}
+    rows |= {tuple(_flat(found.before(batch(), *place), 0).tolist()) for place in ((1, 0), (0, 1))}
+    assert len(rows) == 402
+
+
+@pytest.mark.parametrize("kind", ["carry", "pass", "fitted_noise", "random_noise"])
+def test_a_share_of_rows_starts_from_zero(kind: str) -> None:
+    """No zero starts, only zero starts, or always the same rows."""
+    lanes = [False] * ROWS
+    for share, expected in ((0.0, 0.0), (0.3, 0.3), (1.0, 1.0)):
+        found = policy(kind, zero_share=share)
+        found.after(final(), 0)
+        zeros = [is_zero(found.before(batch(lanes), step, 0)) for step in range(1, 200)]
+        by_row = torch.tensor(zeros).float().mean(0)
+        assert by_row.mean().item() == pytest.approx(expected, abs=0.05)
+        assert (by_row - expected).abs().max() < 0.12
+    default = {"carry": 0.0}.get(kind, 0.1)
+    assert policy(kind).zero_share == default
+
+
+@pytest.mark.parametrize("kind", ["zero", "carry", "fitted_noise", "random_noise"])
+def test_two_processes_start_as_one(kind: str) -> None:
+    """A run that depends on how many processes it has; `pass` does, and says so."""
+    options = {} if kind == "zero" else {"zero_share": 0.4}
+    whole = policy(kind, **options)
+    halves = [policy(kind, rank=rank, world_size=2, **options) for rank in (0, 1)]
+    state = final()
+    state = tree_map(lambda leaf: torch.cat([leaf[:3], leaf[:3]]), state)  # equal halves
+    whole.after(state, 0)
+    for rank, half in enumerate(halves):
+        half.after(take(state, range(3 * rank, 3 * rank + 3)), 0)
+    fresh = [False, True, False, False, False, True]
+    wanted = whole.before(batch(fresh), 5, 0)
+    for rank, half in enumerate(halves):
+        rows = range(3 * rank, 3 * rank + 3)
+        found = half.before(batch([fresh[row] for row in rows], rows=3), 5, 0)
+        for (name, ours), (_, theirs) in zip(
+            leaves(found), leaves(take(wanted, rows)), strict=True
+        ):
+            assert_near(ours, theirs, 1e-6, name)
+
+
+@cells
+@pytest.mark.parametrize("kind", ["carry", "pass", "fitted_noise"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_is_not_handed_on(kind: str, mixer: str, bad: float) -> None:
+    """One step with a NaN that spoils every later one."""
+    found = policy(kind, mixer, zero_share=0.0)
+    found.after(final(0, mixer), 0)
+    spoilt = final(1, mixer)
+    for _, leaf in leaves(spoilt.layers):
+        leaf[2].view(-1)[0] = bad
+    found.after(spoilt, 0)
+    state = found.before(batch([False] * ROWS), 1, 0)
+    assert all(leaf.isfinite().all() for _, leaf in leaves(state))
+    assert sum(is_zero(state)) == (0 if kind == "fitted_noise" else 1)
+
+
+def test_which_policies_use_lanes() -> None:
+    """Documents in lanes without a state that is carried, or the other way round."""
+    assert [kind for kind in INITIAL_STATES if uses_lanes({"kind": kind})] == ["carry"]
+    assert not uses_lanes({})
+    with pytest.raises(UserError, match="did you mean 'fitted_noise'"):
+        uses_lanes({"kind": "fited_noise"})

@@ -1,0 +1,134 @@
+"""Gradients through several segments equal those of one long call; resets are exact."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longrnn.mixers import MIXERS
+from longrnn.models import RecurrentLM
+from longrnn.state import LMState, leaves, reset, take
+from longrnn.tasks import Batch
+from longrnn.training.objective import Objective
+from tests.contracts.builders import (
+    assert_near,
+    build_model,
+    differentiable,
+    random_state,
+    random_tokens,
+)
+
+LENGTH, K, ROWS = 7, 4, 3
+cells = pytest.mark.parametrize("mixer", list(MIXERS))
+
+
+def segments(tokens: Tensor, fresh: dict[int, list[bool]]) -> list[Batch]:
+    """K segments of rows of K · LENGTH + 1 tokens; `fresh` by segment, false where unsaid."""
+    starts = range(0, K * LENGTH, LENGTH)
+    return [
+        Batch(
+            tokens[:, start : start + LENGTH],
+            tokens[:, start + 1 : start + LENGTH + 1],
+            torch.tensor(fresh.get(index, [False] * ROWS)),
+            torch.full((ROWS, LENGTH), 1 / LENGTH, dtype=torch.float64),
+        )
+        for index, start in enumerate(starts)
+    ]
+
+
+def gradients(model: RecurrentLM, loss: Tensor, state: LMState) -> dict[str, Tensor]:
+    inputs = dict(model.named_parameters())
+    inputs |= {n: leaf for n, leaf in leaves(state) if leaf.is_floating_point()}
+    found = torch.autograd.grad(loss, list(inputs.values()), materialize_grads=True)
+    return dict(zip(inputs, found, strict=True))
+
+
+def summed(model: RecurrentLM, tokens: Tensor, state: LMState) -> tuple[Tensor, LMState]:
+    """The summed loss of one call over whole rows."""
+    logits, after = model(tokens[:, :-1], state)
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    return loss, after
+
+
+def compare(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    scale = max(value.abs().max().item() for value in expected.values())
+    for name, value in expected.items():
+        assert_near(actual[name], value, 1e-10, name, scale=scale)
+
+
+@cells
+@pytest.mark.parametrize("position", ["none", "sinusoidal"])
+def test_k_segments_are_one_long_call(mixer: str, position: str) -> None:
+    """A state that is detached, or lost, between the segments of a step."""
+    model = build_model(mixer, position)
+    tokens = random_tokens(ROWS, K * LENGTH + 1)
+    state = differentiable(random_state(model, ROWS))
+    # The first segment starts where the initial state says, fresh or not.
+    output = Objective(model)(segments(tokens, {0: [True] * ROWS}), state)
+    loss, after = summed(model, tokens, state)
+    loss = loss / (ROWS * K * LENGTH)
+    assert_near(output.loss, loss, 1e-12)
+    compare(gradients(model, output.loss, state), gradients(model, loss, state))
+    for (name, ours), (_, theirs) in zip(leaves(output.state), leaves(after), strict=True):
+        assert_near(ours, theirs, 1e-10, name)
+    assert len(output.predictions) == K
+
+
+@cells
+def test_resets_inside_a_step_are_exact(mixer: str) -> None:
+    """A document that sees the one before it, in its loss or in its gradient.
+
+    Row 0 begins a document with segment 2, row 1 with segments 1 and 3, row 2 none.
+    """
+    model = build_model(mixer, "sinusoidal")
+    tokens = random_tokens(ROWS, K * LENGTH + 1)
+    fresh = {1: [False, True, False], 2: [True, False, False], 3: [False, True, False]}
+    state = differentiable(random_state(model, ROWS))
+    output = Objective(model)(segments(tokens, fresh), state)
+
+    losses, ends = [], []
+    for row in range(ROWS):
+        cuts = [0, *(k for k in range(1, K) if fresh.get(k, [False] * ROWS)[row]), K]
+        one = take(state, [row])
+        for begin, end in pairwise(cuts):
+            if begin:
+                one = model.init_state(1)
+            piece = tokens[row : row + 1, begin * LENGTH : end * LENGTH + 1]
+            loss, one = summed(model, piece, one)
+            losses.append(loss)
+        ends.append(one)
+    loss = torch.stack(losses).sum() / (ROWS * K * LENGTH)
+    assert_near(output.loss, loss, 1e-12)
+    compare(gradients(model, output.loss, state), gradients(model, loss, state))
+    for row, end in enumerate(ends):
+        for (name, ours), (_, theirs) in zip(
+            leaves(take(output.state, [row])), leaves(end), strict=True
+        ):
+            assert_near(ours, theirs, 1e-10, name)
+
+
+@cells
+def test_nothing_survives_a_reset(mixer: str) -> None:
+    """A reset by multiplication: 0 · NaN is NaN."""
+    model = build_model(mixer)
+    tokens = random_tokens(ROWS, K * LENGTH + 1)
+    poison = random_state(model, ROWS)
+    poison = reset(
+        poison,
+        poison._replace(layers=tuple(_nan(layer) for layer in poison.layers)),
+        torch.tensor([True, False, False]),
+    )
+    output = Objective(model)(segments(tokens, {2: [True, False, False]}), poison)
+    assert math.isnan(output.loss.item())  # segments 0 and 1 of row 0
+    for name, leaf in leaves(output.state):
+        assert leaf.isfinite().all(), name
+
+
+def _nan(layer):
+    return type(layer)(*(torch.full_like(leaf, math.nan) for leaf in layer))
