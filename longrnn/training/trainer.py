@@ -29,11 +29,11 @@ from longrnn.models.recurrent import RecurrentLM
 from longrnn.progress import Progress
 from longrnn.state import LMState, detach, reset, tree_map
 from longrnn.tasks import TASKS, Batch
-from longrnn.training import checkpoint
+from longrnn.training import checkpoint, sharding
 from longrnn.training.config import TrainConfig
 from longrnn.training.data import Source
 from longrnn.training.objective import Objective
-from longrnn.training.optim import build_optimizer, freeze, learning_rate, set_learning_rate
+from longrnn.training.optim import freeze, learning_rate, set_learning_rate
 from longrnn.training.processes import Interrupts, build_accelerator
 
 # Keys that may change between the parts of one run without changing what it computes so far.
@@ -65,7 +65,8 @@ class Trainer:
         self.quiet = quiet or not self.accelerator.is_main_process
         learning_rate(0, config)  # an unknown schedule is refused before anything is written
         freeze(model, config.freeze)
-        optimizer = build_optimizer(model, config)
+        objective = Objective(model)
+        self.objective, self.optimizer = sharding.prepare(self.accelerator, objective, config)
         self.source.check()  # as is a length that the task cannot make
         self._check_positions(model)
         if resume:
@@ -74,7 +75,6 @@ class Trainer:
             text = dump_config(config)
             checkpoint.claim(self.output_dir, text, resume=resume, differs=self._differs)
         self.accelerator.wait_for_everyone()
-        self.objective, self.optimizer = self.accelerator.prepare(Objective(model), optimizer)
 
         self.step = 0
         self.tokens = 0
@@ -137,8 +137,9 @@ class Trainer:
                 if stop and not last:
                     raise KeyboardInterrupt
         model = self.accelerator.unwrap_model(self.objective).model
+        weights = sharding.gathered(model.state_dict())
         if self.accelerator.is_main_process:
-            self._write_model(model, self.output_dir)
+            self._write_model(model, weights, self.output_dir)
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
         return model
@@ -199,15 +200,17 @@ class Trainer:
         carried = [tuple(state) for state in self.states] if self.config.carry else []
         plain = tree_map(lambda leaf: leaf.cpu(), _plain(carried))
         checkpoint.write_tensors(folder / f"carry-{rank}.pt", plain)
+        model = self.accelerator.unwrap_model(self.objective).model
+        weights = sharding.gathered(model.state_dict())
+        optimizer = sharding.gathered(self.optimizer.state_dict())
         if self.accelerator.is_main_process:
-            model = self.accelerator.unwrap_model(self.objective).model
-            self._write_model(model, folder)
+            self._write_model(model, weights, folder)
             content = {
                 "step": self.step,
                 "tokens": self.tokens,
                 "pending": self.pending,
                 "world_size": self.accelerator.num_processes,
-                "optimizer": self.optimizer.state_dict(),
+                "optimizer": optimizer,
                 "random": torch.get_rng_state(),
             }
             checkpoint.write_tensors(folder / "training.pt", content)
@@ -216,13 +219,13 @@ class Trainer:
             checkpoint.publish(self.output_dir, self.step, self.config.save_total_limit)
         self.accelerator.wait_for_everyone()
 
-    def _write_model(self, model: RecurrentLM, folder: Path) -> None:
+    def _write_model(self, model: RecurrentLM, weights: dict[str, Tensor], folder: Path) -> None:
         """A checkpoint with its tokenizer, so that it can be moved."""
         if isinstance(self.tokenizer, HFTokenizer):
-            save_model(model, folder, tokenizer="tokenizer.json")
+            save_model(model, folder, tokenizer="tokenizer.json", weights=weights)
             self.tokenizer.save(folder)
         else:
-            save_model(model, folder)
+            save_model(model, folder, weights=weights)
 
     def _restore(self) -> None:
         found = checkpoint.checkpoints(self.output_dir)
@@ -238,8 +241,10 @@ class Trainer:
                 f"{world}: launch as many as before"
             )
         model = self.accelerator.unwrap_model(self.objective).model
-        model.load_state_dict(load_model(folder).state_dict())
-        self.optimizer.load_state_dict(content["optimizer"])
+        weights = load_model(folder).state_dict()
+        model.load_state_dict(sharding.sharded_weights(weights, model.state_dict()))
+        saved = sharding.sharded_optimizer(content["optimizer"], self.optimizer)
+        self.optimizer.load_state_dict(saved)
         torch.set_rng_state(content["random"])
         self.step, self.tokens = content["step"], content["tokens"]
         self.pending = content["pending"]
