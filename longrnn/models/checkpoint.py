@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from longrnn.config import build_config
 from longrnn.errors import UserError
@@ -17,17 +19,25 @@ from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 FORMAT = 1
 
 
-def save_model(model: RecurrentLM, folder: Path, *, tokenizer: str = "bytes") -> None:
+def save_model(
+    model: RecurrentLM,
+    folder: Path,
+    *,
+    tokenizer: str = "bytes",
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
     """Writes a model so that `load` finds it.
 
     Args:
         model: the model.
         folder: made where it is missing.
         tokenizer: `bytes`, or a path for `load_tokenizer`.
+        weights: the model's state dict, where the model itself holds shards of it.
     """
     from safetensors.torch import save
 
-    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    whole = model.state_dict() if weights is None else weights
+    tensors = {name: tensor.contiguous() for name, tensor in whole.items()}
     if model.config.tie_embeddings:
         del tensors["head.weight"]
     description = {

@@ -14,6 +14,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from longrnn.errors import UserError
 from longrnn.training.config import TrainConfig
+from longrnn.training.sharding import unseen_by_accelerate
 
 T = TypeVar("T")
 
@@ -30,7 +31,7 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
     models without a word.
 
     Raises:
-        UserError: the numbers differ.
+        UserError: the numbers differ, or the launch wants another mixed precision than the run.
     """
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and "RANK" not in os.environ:
@@ -38,9 +39,16 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
         raise UserError(
             f"{launched} processes were asked for (WORLD_SIZE) and this one has no RANK: {LAUNCH}"
         )
-    accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(), mixed_precision=config.mixed_precision
-    )
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision not in ("no", config.mixed_precision):
+        raise UserError(
+            f"the launch configuration says mixed_precision {precision} and the run says "
+            f"{config.mixed_precision}: add mixed_precision={precision} behind the configuration"
+        )
+    with unseen_by_accelerate():
+        accelerator = Accelerator(
+            cpu=not torch.cuda.is_available(), mixed_precision=config.mixed_precision
+        )
     expected = config.num_processes or launched
     seen = accelerator.num_processes
     if seen != launched or seen != expected:

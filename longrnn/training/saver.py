@@ -15,7 +15,7 @@ from longrnn.hf.tokenizer import HFTokenizer
 from longrnn.models.checkpoint import load_model, save_model
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.text import Tokenizer
-from longrnn.training import checkpoint
+from longrnn.training import checkpoint, sharding
 from longrnn.training.config import TrainConfig
 from longrnn.training.processes import on_main, together
 
@@ -44,7 +44,7 @@ class Saver:
 
         Args:
             counters: plain values; `step` is how many steps are done.
-            model: its weights are equal in all processes.
+            model: equal in all processes, or a part in each.
             optimizer: likewise.
             carried: what the policy of initial states remembers in this process.
 
@@ -53,16 +53,18 @@ class Saver:
         """
         step = counters["step"]
         folder = checkpoint.partial(self.output_dir, step)
+        weights = sharding.gathered(model.state_dict())
+        moments = sharding.gathered(optimizer.state_dict())
 
         def write() -> None:
             rank = self.accelerator.process_index
             checkpoint.write_tensors(folder / f"carry-{rank}.pt", carried)
             if not self.accelerator.is_main_process:
                 return
-            self.write_model(model, folder)
+            self._write_model(model, weights, folder)
             content = {
                 **counters,
-                "optimizer": optimizer.state_dict(),
+                "optimizer": moments,
                 "random": torch.get_rng_state(),
             }
             checkpoint.write_tensors(folder / "training.pt", content)
@@ -77,13 +79,18 @@ class Saver:
             shutil.rmtree(folder, ignore_errors=True)
             raise
 
-    def write_model(self, model: RecurrentLM, folder: Path) -> None:
+    def write_final(self, model: RecurrentLM) -> None:
+        """Writes the model into the output folder itself."""
+        weights = sharding.gathered(model.state_dict())
+        on_main(self.accelerator, lambda: self._write_model(model, weights, self.output_dir))
+
+    def _write_model(self, model: RecurrentLM, weights: dict[str, Tensor], folder: Path) -> None:
         """A model with its tokenizer, so that the folder can be moved."""
         if isinstance(self.tokenizer, HFTokenizer):
             self.tokenizer.save(folder)
-            save_model(model, folder, tokenizer="tokenizer.json")
+            save_model(model, folder, tokenizer="tokenizer.json", weights=weights)
         else:
-            save_model(model, folder)
+            save_model(model, folder, weights=weights)
 
     def restore(
         self, folder: Path, model: RecurrentLM, optimizer: torch.optim.Optimizer
@@ -102,8 +109,9 @@ class Saver:
             UserError: the checkpoint is damaged.
         """
         content = checkpoint.read_tensors(folder / "training.pt")
-        model.load_state_dict(load_model(folder).state_dict())
-        optimizer.load_state_dict(content["optimizer"])
+        weights = load_model(folder).state_dict()
+        model.load_state_dict(sharding.sharded_weights(weights, model.state_dict()))
+        optimizer.load_state_dict(sharding.sharded_optimizer(content["optimizer"], optimizer))
         torch.set_rng_state(content["random"])
         rank = self.accelerator.process_index
         return content, checkpoint.read_tensors(folder / f"carry-{rank}.pt")

@@ -25,12 +25,13 @@ from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.progress import Progress
 from longrnn.tasks import TASKS
+from longrnn.training import sharding
 from longrnn.training.config import TrainConfig
 from longrnn.training.data import Source
 from longrnn.training.folder import append_metrics, claim
 from longrnn.training.initial_states import INITIAL_STATES, Context
 from longrnn.training.objective import Objective
-from longrnn.training.optim import build_optimizer, freeze, learning_rate, set_learning_rate
+from longrnn.training.optim import freeze, learning_rate, set_learning_rate
 from longrnn.training.processes import Interrupts, build_accelerator, on_main
 from longrnn.training.saver import Saver
 
@@ -65,12 +66,12 @@ class Trainer:
         self.quiet = quiet or not self.accelerator.is_main_process
         learning_rate(0, config)  # an unknown schedule is refused before anything is written
         freeze(model, config.freeze)
-        optimizer = build_optimizer(model, config)
+        objective = Objective(model)
+        self.objective, self.optimizer = sharding.prepare(self.accelerator, objective, config)
         self.source.check()  # as is a length that the task cannot make
         self._check_positions(model)
         found = on_main(self.accelerator, lambda: claim(config, resume=resume, processes=world))
         self.saver = Saver(config, self.accelerator, self.tokenizer)
-        self.objective, self.optimizer = self.accelerator.prepare(Objective(model), optimizer)
 
         self.step = 0
         self.tokens = 0
@@ -135,7 +136,7 @@ class Trainer:
                         raise KeyboardInterrupt
                     raise Terminated(f"{self.output_dir}: step {self.step} is done and saved")
             model = self._model()
-            on_main(self.accelerator, lambda: self.saver.write_model(model, self.output_dir))
+            self.saver.write_final(model)
         self.accelerator.end_training()
         return model
 

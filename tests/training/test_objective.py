@@ -44,8 +44,8 @@ def test_against_the_definition(kind: str, weighted: bool, tail: int) -> None:
     model, given = build_model(kind), batch(weighted=weighted, tail=tail)
     state = random_state(model, 2)
     loss, predictions, carried = defined(model, given, state)
-    output = Objective(model)(given, state)
-    assert torch.equal(output.predictions, predictions)
+    output = Objective(model)([given], state)
+    assert torch.equal(output.predictions[0], predictions)
     torch.testing.assert_close(output.loss, loss, rtol=1e-6, atol=0)
     for (name, one), (_, other) in zip(leaves(output.state), leaves(carried), strict=True):
         assert torch.equal(one, other), name
@@ -63,7 +63,7 @@ def test_bf16_autocast(kind: str) -> None:
     model, given = build_model(kind, dtype=torch.float32), batch(weighted=True, tail=TAIL)
     state = model.init_state(2)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = Objective(model)(given, state)
+        output = Objective(model)([given], state)
     output.loss.backward()
     assert output.loss.dtype == torch.float32
     assert {leaf.dtype for _, leaf in leaves(output.state.layers)} == {torch.float32}

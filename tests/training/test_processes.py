@@ -5,6 +5,7 @@ Judged by what was written: gloo aborts about one run in ten at its very end.
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -12,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from accelerate.commands.config.config_args import load_config_from_file
 
 from longrnn import load
+from longrnn.errors import UserError
 from longrnn.text import ByteTokenizer
 from longrnn.training.config import TrainConfig
 from longrnn.training.documents import build_corpus
+from longrnn.training.trainer import Trainer
 from tests.training.runs import ENVIRONMENT, TEXTS, metrics, run, tiny, train, write_config
 
 REPOSITORY = Path(__file__).parents[2]
@@ -24,16 +29,21 @@ SHORT: dict[str, Any] = {"max_steps": 5, "logging_steps": 1, "save_steps": 3}
 
 
 def launch(
-    config: TrainConfig, folder: Path, *flags: str, use_cpu: bool = True
+    config: TrainConfig,
+    folder: Path,
+    *flags: str,
+    use_cpu: bool = True,
+    program: tuple[str, ...] = ("-m", "longrnn.cli", "train"),
+    options: tuple[str, ...] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Trains under `accelerate launch`, on a port of its own."""
+    """Runs `program` on a configuration under `accelerate launch`, on a port of its own."""
     path = write_config(config, folder / "config.yaml")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     command = [sys.executable, "-m", "accelerate.commands.launch", *flags]
     command += ["--main_process_port", port] if "--cpu" not in flags else []
-    command += ["-m", "longrnn.cli", "train", str(path), "--quiet"]
+    command += [*program, str(path), "--quiet", *options]
     environment = dict(ENVIRONMENT)
     if not use_cpu:
         del environment["ACCELERATE_USE_CPU"]
@@ -43,6 +53,8 @@ def launch(
 
 
 CPU2 = ("--config_file", "configs/accelerate/cpu2.yaml")
+FSDP2 = ("--config_file", "configs/accelerate/cpu2_fsdp2.yaml")
+CONFIGS = sorted((REPOSITORY / "configs/accelerate").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("kind", ["passkey", "carry", "lanes", "fitted_noise"])
@@ -76,6 +88,107 @@ def test_two_processes_train_like_one(kind: str, tmp_path: Path) -> None:
     carried = sorted(path.name for path in checkpoint.glob("carry-*.pt"))
     assert carried == ["carry-0.pt", "carry-1.pt"]
     assert load(checkpoint).fingerprint() == load(tmp_path / "two").fingerprint()
+
+
+# Trains, and writes what part of the weights each process holds.
+SHARDS = """
+import json, sys
+from pathlib import Path
+from longrnn.cli.app import run
+from longrnn.training.trainer import Trainer
+
+trained = Trainer.train
+
+def train(self):
+    held = sum(getattr(p, "_local_tensor", p).numel() for p in self.objective.parameters())
+    whole = sum(p.numel() for p in self.objective.parameters())
+    rank = self.accelerator.process_index
+    Path(sys.argv[-2]).with_name(f"held-{rank}.json").write_text(json.dumps([held, whole]))
+    return trained(self)
+
+Trainer.train = train
+sys.argv.insert(1, "train")
+run()
+"""
+
+
+def test_shards_train_like_one_process(tmp_path: Path) -> None:
+    """FSDP2: a model that is not sharded after all, gradients summed instead of averaged, a
+    checkpoint of shards, a resume that drops the optimizer's state."""
+    script = tmp_path / "shards.py"
+    script.write_text(SHARDS)
+    changes = {"lr_scheduler_type": "constant", "freeze": ["*.D"], **SHORT}
+    # Rows so many that a step walks through several segments, each through every block.
+    one = tiny("carry", tmp_path / "one", per_device_train_batch_size=12, **changes)
+    two = {"per_device_train_batch_size": 6, "num_processes": 2, **changes}
+    first = tiny("carry", tmp_path / "two", **{**two, "max_steps": 3})
+    train(one)
+    done = launch(first, tmp_path, *FSDP2, program=(str(script),))
+    assert (tmp_path / "two/model.safetensors").is_file(), done.stderr
+    held = [json.loads((tmp_path / f"held-{rank}.json").read_text()) for rank in (0, 1)]
+    assert held[0][0] + held[1][0] == held[0][1] == held[1][1]
+    assert max(held[0][0], held[1][0]) < 0.6 * held[0][1]
+    done = launch(tiny("carry", tmp_path / "two", **two), tmp_path, *FSDP2, options=("--resume",))
+    rows = metrics(tmp_path / "two")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5], done.stderr
+    for row, wanted in zip(rows, metrics(tmp_path / "one"), strict=True):
+        assert row == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+        assert row["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
+    weights = [load(tmp_path / name).state_dict() for name in ("one", "two")]
+    for name, value in weights[1].items():
+        torch.testing.assert_close(value, weights[0][name], atol=1e-4, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "environment", "message"),
+    [
+        ({}, {"FSDP_VERSION": "1"}, "FSDP of version 1 is not supported"),
+        ({}, {"FSDP_VERSION": "2"}, "there is one: launch at least 2"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(
+    changes: dict[str, Any], environment: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    """A run that trains whole copies where shards were asked for."""
+    path = write_config(tiny("passkey", tmp_path / "run", **changes), tmp_path / "config.yaml")
+    done = run("train", path, "--quiet", ACCELERATE_USE_FSDP="true", **environment)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_mixed_precision_than_launched_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch for bf16 that trains in float32 without a word."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(UserError, match="add mixed_precision=bf16 behind the configuration"):
+        Trainer(tiny("passkey", tmp_path / "run"), quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_launch_configurations(path: Path) -> None:
+    """A key that accelerate does not know, a command for another file, an unrun promise."""
+    config: Any = load_config_from_file(str(path))
+    text = path.read_text()
+    assert f"--config_file configs/accelerate/{path.name} " in text
+    assert config.use_cpu == path.name.startswith("cpu")
+    assert config.use_cpu != ("Not yet run on a GPU" in text)
+    assert (config.distributed_type == "FSDP") == ("fsdp2" in path.name)
+    assert (config.num_processes > 1) == (config.distributed_type != "NO")
+    assert str(config.num_processes) in path.stem
+
+
+@pytest.mark.slow
+def test_one_process_under_accelerate(tmp_path: Path) -> None:
+    """A launch of one that trains otherwise than the plain command."""
+    config = tiny("reverse", tmp_path / "launched", **SHORT)
+    done = launch(config, tmp_path, "--config_file", "configs/accelerate/cpu1.yaml")
+    assert done.returncode == 0, done.stderr
+    train(tiny("reverse", tmp_path / "plain", **SHORT))
+    assert metrics(tmp_path / "launched") == metrics(tmp_path / "plain")
 
 
 @pytest.mark.slow
