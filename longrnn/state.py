@@ -95,6 +95,12 @@ def expand(state: S, n: int) -> S:
     return tree_map(lambda leaf: leaf.repeat_interleave(n, dim=0), state)
 
 
+def join(states: Sequence[S]) -> S:
+    """The rows of several states of one model, one after another."""
+    first, *others = states
+    return tree_map(lambda *rows: torch.cat(rows), first, *others)
+
+
 def nbytes(state: PyTree) -> int:
     """Bytes that the tensors of a state hold."""
     return sum(leaf.numel() * leaf.element_size() for _, leaf in leaves(state))

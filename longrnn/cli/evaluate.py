@@ -67,6 +67,10 @@ def passkey(
         str | None,
         typer.Option(help="Answer from the chunk of so many tokens that is surest."),
     ] = None,
+    naive: Annotated[
+        bool,
+        typer.Option("--naive", help="Read every prompt by itself: slower, for comparison."),
+    ] = False,
     batch_size: Annotated[int, typer.Option(help="Prompts in one batch.")] = 16,
     device: Device = "auto",
     quiet: Quiet = False,
@@ -106,6 +110,7 @@ def passkey(
         filler=filler,
         n_keys=n_keys,
         chunk=chunk,
+        naive=naive,
         batch_size=batch_size,
         quiet=quiet,
     )

@@ -9,22 +9,18 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from longrnn.errors import UserError
 from longrnn.evaluation.intervals import Estimate, proportion
+from longrnn.evaluation.prefix import Answer, Prompt, answers
 from longrnn.evaluation.results import Results, Row
 from longrnn.mitigations.chunk_select import select
 from longrnn.models import LanguageModel, generate
 from longrnn.progress import Progress
 from longrnn.tasks.passkey import Passkey
 from longrnn.tasks.passkey_documents import Needle, draw_needles, keys
+from longrnn.tasks.spans import read
 from longrnn.text import Tokenizer, read_text
 from longrnn.units import format_length
-
-# A prompt is fed in pieces of so many tokens, so that progress shows within a long one.
-PIECE = 16384
 
 
 class Subject(NamedTuple):
@@ -58,13 +54,15 @@ class Sample:
 
     def question(self, seed: int, n_keys: int) -> Question:
         """Its keys, which training never sees; the one that is asked is at `depth`."""
-        rng = random.Random(f"{seed}/{self.length}/{self.depth}/{self.index}")
+        # The same at every length, so that a longer prompt goes on from a shorter one.
+        rng = random.Random(f"{seed}/{self.depth}/{self.index}")
+        start = random.Random(f"{seed}/{self.index}").random()
         if n_keys == 1:
-            return Question([Needle(rng.choice(keys(True)), self.depth)], 0, rng.random())
+            return Question([Needle(rng.choice(keys(True)), self.depth)], 0, start)
         needles = draw_needles(rng, n_keys, held_out=True)
         asked = rng.randrange(n_keys)
         needles[asked] = needles[asked]._replace(depth=self.depth)
-        return Question(needles, asked, rng.random())
+        return Question(needles, asked, start)
 
 
 def evenly_spaced(count: int) -> list[float]:
@@ -85,6 +83,7 @@ def evaluate(
     filler: Path | None = None,
     n_keys: int = 1,
     chunk: int | None = None,
+    naive: bool = False,
     batch_size: int = 16,
     quiet: bool = False,
 ) -> list[Row]:
@@ -102,7 +101,8 @@ def evaluate(
         n_keys: keys in one prompt, numbered, of which one is asked.
         chunk: where set, the model answers from the one chunk of so many tokens that it is surest
             about (see `longrnn.mitigations.chunk_select`).
-        batch_size: prompts of one length in one batch.
+        naive: read every prompt by itself; the answers are the same, to rounding.
+        batch_size: prompts in one batch.
         quiet: no progress.
 
     Returns:
@@ -130,47 +130,34 @@ def evaluate(
     cells = product(lengths, map(float, depths), range(n))
     wanted = list(dict.fromkeys(Sample(*cell) for cell in cells))
     for subject in subjects:
+        task = tasks[subject.name]
         done = {_sample(row) for row in results.rows if row["model"] == subject.name}
         todo = [sample for sample in wanted if sample not in done]
+        asked = [sample.question(seed, n_keys) for sample in todo]
         title = f"passkey {subject.name}"
         with Progress(title, len(todo), unit="tokens", quiet=quiet) as progress:
-            for batch in _batches(todo, batch_size):
-                task = tasks[subject.name]
-                asked = [sample.question(seed, n_keys) for sample in batch]
-                prompts = [
-                    task.prompt_of(
-                        question.needles,
-                        question.asked,
-                        length=sample.length,
-                        start=int(question.start * task.n_filler) if filler is not None else 0,
-                    )
-                    for sample, question in zip(batch, asked, strict=True)
-                ]
-                longest = max(len(task.answer(question.needle)) for question in asked)
-                if chunk is None:
-                    ids = _answers(subject.model, torch.stack(prompts), longest, progress)
-                else:
-                    ids = [
-                        _answer_by_chunk(subject.model, parts, longest, chunk, progress)
-                        for parts in (
-                            task.parts(prompt, question.needle)
-                            for prompt, question in zip(prompts, asked, strict=True)
-                        )
-                    ]
-                said = [task.tokenizer.decode(row).strip() for row in ids]
-                results.append(
-                    {
-                        "model": subject.name,
-                        **asdict(sample),
-                        "key": question.needle.key,
-                        "said": text,
-                        "correct": text[:5] == question.needle.key,
-                    }
-                    for sample, question, text in zip(batch, asked, said, strict=True)
+            prompts = [
+                _prompt(task, sample, question, index if naive else None)
+                for index, (sample, question) in enumerate(zip(todo, asked, strict=True))
+            ]
+            if chunk is None:
+                found = answers(
+                    subject.model,
+                    prompts,
+                    max_new_tokens=max((len(task.answer(q.needle)) for q in asked), default=1),
+                    batch_size=batch_size,
+                    progress=progress,
                 )
-                progress.advance(len(batch), 0, f"at {format_length(batch[0].length)}")
-    kept = set(wanted)
-    return [row for row in results.rows if _sample(row) in kept]
+            else:
+                found = _by_chunk(subject.model, task, prompts, asked, chunk, progress)
+            for batch in found:
+                results.append(
+                    _row(subject, task, todo[index], asked[index], ids) for index, ids in batch
+                )
+                lengths_done = {format_length(todo[index].length) for index, _ in batch}
+                progress.advance(len(batch), 0, f"at {', '.join(lengths_done)}")
+    rows = {(row["model"], _sample(row)): row for row in results.rows}
+    return [rows[subject.name, sample] for subject in subjects for sample in wanted]
 
 
 def _fitting_task(subject: Subject, shortest: int, filler: Path | None, n_keys: int) -> Passkey:
@@ -195,41 +182,50 @@ def _sample(row: Row) -> Sample:
     return Sample(row["length"], row["depth"], row["index"])
 
 
-def _batches(samples: Sequence[Sample], size: int) -> Iterator[list[Sample]]:
-    """Samples of one length at a time: padding would enter the state."""
-    for length in dict.fromkeys(sample.length for sample in samples):
-        same = [sample for sample in samples if sample.length == length]
-        yield from (same[start : start + size] for start in range(0, len(same), size))
+def _prompt(task: Passkey, sample: Sample, question: Question, alone: int | None) -> Prompt:
+    """What is asked; `alone` is its number where it shall share nothing with others."""
+    start = int(question.start * task.n_filler) if task.own_filler else 0
+    needles, asked = question.needles, question.asked
+    context = task.context(needles, asked, length=sample.length, start=start)
+    ids = task.question(question.needle)
+    if alone is not None:
+        return Prompt(context, ids, None, 0, alone)
+    # Header and filler, up to the first key line. Longer texts about one key go on in one branch;
+    # with several, what follows the first differs with the length.
+    fork = context[0].count + context[1].count
+    branch = needles[0].key if len(needles) == 1 else sample
+    return Prompt(context, ids, start, fork, branch)
 
 
-@torch.no_grad()
-def _answers(
-    model: LanguageModel, prompts: Tensor, longest: int, progress: Progress
-) -> list[list[int]]:
-    """The ids of greedy answers of `longest` tokens to prompts `(b, t)`."""
-    state = model.init_state(len(prompts))
-    *head, last = prompts.to(state.position.device).split(PIECE, dim=1)
-    for piece in head:
-        state = model(piece, state, keep=0).state
-        progress.advance(0, piece.numel())
-    tokens = generate(model, last, state, max_new_tokens=longest).tokens
-    progress.advance(0, last.numel())
-    return tokens
-
-
-def _answer_by_chunk(
+def _by_chunk(
     model: LanguageModel,
-    parts: tuple[Tensor, Tensor, Tensor],
-    longest: int,
+    task: Passkey,
+    prompts: Sequence[Prompt],
+    asked: Sequence[Question],
     chunk: int,
     progress: Progress,
-) -> list[int]:
-    """The same for one prompt, in parts, from the chunk that is chosen."""
-    prefix, context, query = parts
-    chosen = select(model, context, query, chunk=chunk, prefix=prefix)
-    progress.advance(0, sum(map(len, parts)))
-    query = query[None].to(chosen.state.position.device)
-    return generate(model, query, chosen.state, max_new_tokens=longest).tokens[0]
+) -> Iterator[list[Answer]]:
+    """Answers from the chunk that is chosen, one after another."""
+    for index, (prompt, question) in enumerate(zip(prompts, asked, strict=True)):
+        header, *rest = prompt.context
+        text = read(rest)
+        chosen = select(model, text, prompt.question, chunk=chunk, prefix=read([header]))
+        progress.advance(0, header.count + len(text) + len(prompt.question))
+        ids = prompt.question[None].to(chosen.state.position.device)
+        longest = len(task.answer(question.needle))
+        said = generate(model, ids, chosen.state, max_new_tokens=longest)
+        yield [Answer(index, said.tokens[0])]
+
+
+def _row(
+    subject: Subject, task: Passkey, sample: Sample, question: Question, ids: list[int]
+) -> Row:
+    key = question.needle.key
+    said = task.tokenizer.decode(ids).strip()
+    correct = said[: len(key)] == key
+    return {
+        "model": subject.name, **asdict(sample), "key": key, "said": said, "correct": correct
+    }  # fmt: skip
 
 
 def by_model(rows: Sequence[Row]) -> dict[str, list[Row]]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.tasks.base import TASKS, UNSCORED, Batch, Task, exact_match
 from longrnn.tasks.passkey_documents import Document, Drawing, Needle, draw_needles, keys
+from longrnn.tasks.spans import Span, read, whole
 from longrnn.text import ByteTokenizer, Tokenizer, read_text
 
 HEADER = "Something important is hidden in the text below. Remember it.\n"
@@ -124,14 +125,15 @@ class Passkey(Task):
         Raises:
             UserError: a length too short to hold the keys.
         """
-        question = self.question(needles[asked])
-        room = length - len(self._header) - len(question)
-        return torch.cat([self._header, self._hidden(needles, start, room, length), question])
+        context = self.context(needles, asked, length=length, start=start)
+        return torch.cat([read(context), self.question(needles[asked])])
 
-    def parts(self, prompt: Tensor, needle: Needle) -> tuple[Tensor, Tensor, Tensor]:
-        """Header, what it is about, and question of a prompt `(t,)`."""
-        head, tail = len(self._header), len(prompt) - len(self.question(needle))
-        return prompt[:head], prompt[head:tail], prompt[tail:]
+    def context(
+        self, needles: Sequence[Needle], asked: int, *, length: int, start: int = 0
+    ) -> list[Span]:
+        """What comes before the question of `prompt_of`: the header, then filler and keys."""
+        room = length - len(self._header) - len(self.question(needles[asked]))
+        return [whole(self._header), *self._hidden(needles, start, room, length)]
 
     def question(self, needle: Needle) -> Tensor:
         """The ids of what is asked, `(q,)`."""
@@ -157,7 +159,7 @@ class Passkey(Task):
         form = NUMBERED_KEY_LINE if needle.number else KEY_LINE
         return self._ids(form.format(key=needle.key, number=needle.number))
 
-    def _hidden(self, needles: Sequence[Needle], start: int, room: int, length: int) -> Tensor:
+    def _hidden(self, needles: Sequence[Needle], start: int, room: int, length: int) -> list[Span]:
         """`room` tokens of filler and key lines; `start` counts through the filler."""
         lines = [self._line(needle) for needle in needles]
         free = room - sum(map(len, lines))
@@ -166,13 +168,12 @@ class Passkey(Task):
                 f"the keys of a passkey text need at least {length - free} tokens with this "
                 f"tokenizer, not {length}"
             )
-        filler = self._filler_ids(start, free)
-        parts, before = [], 0
+        spans, before = [], 0
         for index in sorted(range(len(needles)), key=lambda i: needles[i].depth):
             place = round(needles[index].depth * free)
-            parts += [filler[before:place], lines[index]]
+            spans += [Span(self._filler, start + before, place - before), whole(lines[index])]
             before = place
-        return torch.cat([*parts, filler[before:]])
+        return [*spans, Span(self._filler, start + before, free - before)]
 
     # Training
 
@@ -267,11 +268,7 @@ class Passkey(Task):
         if index > document.key_segment:
             earlier += sum(len(self._line(needle)) for needle in document.needles)
         start = document.filler + index * length - earlier
-        return torch.cat([head, self._hidden(here, start, length - len(head), length)])
-
-    def _filler_ids(self, start: int, count: int) -> Tensor:
-        index = torch.arange(start, start + count) % self.n_filler
-        return self._filler[index]
+        return torch.cat([head, read(self._hidden(here, start, length - len(head), length))])
 
     def _ids(self, text: str) -> Tensor:
         return torch.tensor(self.tokenizer.encode(text), dtype=torch.long)

@@ -28,14 +28,13 @@ class Oracle:
         self, *, forgets: int | None = None, fails_after: int | None = None, name: str = "oracle"
     ) -> None:
         self.forgets, self.fails_after, self.name = forgets, fails_after, name
-        self.prompts = 0  # rows of prompts that were begun
+        self.prompts = 0  # rows that were asked the question
         self.longest = 0  # tokens of the longest single call
 
     def fingerprint(self) -> str:
         return self.name
 
     def init_state(self, batch_size: int) -> LMState:
-        self.prompts += batch_size
         key = torch.zeros(batch_size, 5, dtype=torch.long)
         counters = torch.zeros(batch_size, 3, dtype=torch.long)  # digits, of the question, said
         return LMState(torch.zeros(batch_size, dtype=torch.long), (key, counters))
@@ -69,6 +68,7 @@ class Oracle:
                 counts[2] += 1
             elif byte == question[counts[1]]:
                 counts[1] += 1
+                self.prompts += counts[1] == len(question)
             else:
                 counts[1] = int(byte == question[0])
         lost = self.forgets is not None and position + len(ids) >= self.forgets

