@@ -11,23 +11,25 @@ table in Markdown. Results go to `--output`.
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from longrnn import Mitigated, load, load_tokenizer, mitigation
-from longrnn.cli.options import training_length
+from longrnn.cli.options import TrainLength, training_length
 from longrnn.errors import UserError
 from longrnn.evaluation import passkey as recall
 from longrnn.evaluation import perplexity as loss
 from longrnn.evaluation.calibrate import METHODS, Settings, calibrate
-from longrnn.evaluation.texts import read_documents
+from longrnn.evaluation.texts import Document, read_documents
+from longrnn.files import write_atomic
 from longrnn.mitigations.base import Calibration
 from longrnn.mitigations.spec import write_calibration
 from longrnn.models import RecurrentLM
 from longrnn.tasks.passkey import FILLER
-from longrnn.text import Tokenizer
 from longrnn.units import format_length, parse_length, parse_lengths
 
 app = typer.Typer(help=__doc__, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -41,23 +43,30 @@ def books(
     calibration: Annotated[list[Path], typer.Option(help="Text to calibrate on.")],
     text: Annotated[list[Path], typer.Option(help="Text to measure on.")],
     length: Annotated[str, typer.Option(help="Tokens of a window.")] = "64k",
+    train_length: TrainLength = None,
     target: Annotated[str, typer.Option(help="Length to calibrate for.")] = "8k",
     output: Output = Path("results/state_collapse"),
 ) -> None:
     """Loss by position on held-out books, plain and under every mitigation."""
     model, tokenizer = load(checkpoint), load_tokenizer(checkpoint)
-    trained = training_length(checkpoint, None) or 0
-    known = calibrated(model, tokenizer, calibration, trained, parse_length(target), output)
+    trained, tokens = training_length(checkpoint, train_length), parse_length(length)
+    if trained is None:
+        raise UserError(f"{checkpoint} does not say its training length: give --train-length")
+    if tokens <= trained:
+        raise UserError(f"collapse shows beyond {format_length(trained)}: give a longer --length")
     documents = read_documents(text, tokenizer, model)
-    columns = [trained, *(4**k * 1024 for k in range(6) if 4**k * 1024 <= parse_length(length))]
+    known = calibrated(
+        model, read_documents(calibration, tokenizer, model), trained, parse_length(target), output
+    )
+    columns = sorted({trained, *(4**k * 1024 for k in range(6) if 4**k * 1024 <= tokens)})
     print("| mitigation | " + " | ".join(f"≤ {format_length(c)}" for c in columns), end=" | ")
     print("forgets robustly |\n" + "| --- " * (len(columns) + 2) + "|")
     for name, spec in {**uncalibrated(trained), **known}.items():
         rows = loss.evaluate(
             Mitigated(model, mitigation(spec)),
             documents,
-            length=parse_length(length),
-            output=output / "books" / format_length(parse_length(length)) / f"{name}.jsonl",
+            length=tokens,
+            output=output / "books" / format_length(tokens) / f"{name}.jsonl",
         )
         buckets = loss.summarise(rows)[1]
         cells = [f"{next(b for b in buckets if b.stop >= c).nats.mean:.3f}" for c in columns]
@@ -88,17 +97,20 @@ def passkey(
     A variant that recalls less than one in five at a length is not asked at longer ones.
     """
     model, tokenizer = load(checkpoint), load_tokenizer(checkpoint)
-    folder = output / "-".join(["passkey", checkpoint, *([filler.stem] if filler else [])])
-    if calibration is None:
-        folder.mkdir(parents=True, exist_ok=True)
-        calibration = [folder / "filler.txt"]
-        calibration[0].write_text(FILLER * 400)
-    trained = parse_length(train_length)
-    known = calibrated(model, tokenizer, calibration, trained, parse_length(target), folder)
+    trained, tokens = parse_length(train_length), parse_length(target)
     columns = parse_lengths(lengths)
+    what = [Path(checkpoint).resolve().name, *([filler.stem] if filler else [])]
+    folder = output / "-".join(["passkey", *what])
+    if calibration is None:
+        calibration = [folder / "filler.txt"]
+        # Two windows of the target length, at least.
+        write_atomic(calibration[0], FILLER * max(400, 2 * tokens // len(FILLER) + 1))
+    documents = read_documents(calibration, tokenizer, model)
+    known = calibrated(model, documents, trained, tokens, folder)
     print("| mitigation | " + " | ".join(format_length(c) for c in columns) + " |")
     print("| --- " * (len(columns) + 1) + "|")
-    for name, spec in {**uncalibrated(trained), **known}.items():
+    variants = [(name, spec, None) for name, spec in {**uncalibrated(trained), **known}.items()]
+    for name, spec, chunk in [*variants, ("chunk_select-4x", "none", 4 * trained)]:
         subject = recall.Subject(name, Mitigated(model, mitigation(spec)), tokenizer)
         cells: list[str] = []
         for length in columns:
@@ -109,6 +121,7 @@ def passkey(
                 n=n,
                 output=folder / f"{name}.jsonl",
                 filler=filler,
+                chunk=chunk,
             )
             share = recall.summarise(rows)[length, None]
             cells.append(f"{share} ({share.n})")
@@ -131,16 +144,22 @@ def uncalibrated(trained: int) -> dict[str, str]:
 
 
 def calibrated(
-    model: RecurrentLM,
-    tokenizer: Tokenizer,
-    texts: list[Path],
-    trained: int,
-    target: int,
-    folder: Path,
+    model: RecurrentLM, documents: list[Document], trained: int, target: int, folder: Path
 ) -> dict[str, Path]:
-    """Files of every method that can be calibrated; those that were made before are kept."""
-    documents = read_documents(texts, tokenizer, model)
+    """Files of every method that can be calibrated; those that were made before are kept.
+
+    Raises:
+        UserError: those were made of other texts, or for other lengths.
+    """
     settings = Settings(trained, target, windows=16)
+    hashes = tuple(document.sha256 for document in documents)
+    about = {"train_length": trained, "target_length": target, "text_sha256": list(hashes)}
+    record = folder / "calibrated" / "about.json"
+    if record.is_file() and json.loads(record.read_text()) != about:
+        raise UserError(
+            f"{record.parent} was made with other texts or lengths: choose another --output"
+        )
+    write_atomic(record, json.dumps(about) + "\n")
     ways = {name: (name, settings) for name in METHODS}
     # A search runs windows of the target length again and again: fewer of them.
     for name in ("scale_delta", "scale_decay", "power_decay"):
@@ -156,7 +175,6 @@ def calibrated(
             except UserError as error:
                 print(f"{name}: {error}")
                 continue
-            hashes = tuple(document.sha256 for document in documents)
             known = Calibration(str(path), model.fingerprint(), trained, hashes)
             write_calibration(path, [member], known)
         files[name] = path
@@ -164,4 +182,8 @@ def calibrated(
 
 
 if __name__ == "__main__":
-    app()
+    try:
+        app()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

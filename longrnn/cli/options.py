@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from longrnn.mitigations import Mitigated
     from longrnn.models import RecurrentLM
 
-# Bytes of a folder's name, of the 255 that file systems take.
+# Bytes of a folder's name, of the 255 that file systems take; what it is better without.
 LONGEST_NAME = 120
+UNFIT = r"[^\w.,=()+-]+"
 
 Checkpoint = Annotated[
     str, typer.Argument(help="Name of an embedded checkpoint, or a folder.", show_default=False)
@@ -150,13 +151,13 @@ def results_folder(evaluation: str, checkpoints: Sequence[str], spec: str | None
     import hashlib
     import re
 
-    names: list[str] = []
+    parts: list[str | None] = []
     for checkpoint in checkpoints:
         path, own = split_variant(checkpoint)
-        names += [Path(path).resolve().name, *([] if own is None else [own])]
-    whole = "+".join([*names, *([] if spec is None else [spec])])
-    name = re.sub(r"[^\w.,=()+-]+", "_", whole)
+        parts += [Path(path).resolve().name, own and re.sub(UNFIT, "_", own)]
+    parts.append(spec and re.sub(UNFIT, "_", spec))
+    name = "+".join(part for part in parts if part)
     if len(name.encode()) > LONGEST_NAME:
-        digest = hashlib.sha256(whole.encode()).hexdigest()[:8]
+        digest = hashlib.sha256(name.encode()).hexdigest()[:8]
         name = f"{name.encode()[:LONGEST_NAME].decode(errors='ignore')}-{digest}"
     return Path("results") / evaluation / name

@@ -1,0 +1,79 @@
+"""Studies run from their first line to their last, at lengths that prove nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import longrnn
+from longrnn.evaluation.results import read_results
+from longrnn.mitigations import mitigation
+from tests.training.runs import ENVIRONMENT
+
+SCRIPT = Path(longrnn.__file__).parents[1] / "scripts/study_state_collapse.py"
+PASSKEY = ["passkey", "passkey-tiny-short", "--train-length", "64", "--target", "128", "--n", "1"]
+VARIANTS = [
+    "none", "forget_more-1.0", "forget_more-0.75", "forget_more-train", "sliding_window-1x",
+    "sliding_window-4x", "state_norm", "token_filter", "scale_delta", "scale_decay",
+    "power_decay", "scale_delta-selective", "state_norm-0.7", "chunk_select-4x",
+]  # fmt: skip
+
+
+def study(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**ENVIRONMENT, "PYTHONPATH": str(SCRIPT.parents[1])},
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_the_passkey_part_of_the_study(tmp_path: Path) -> None:
+    """A variant that is left out, a file that is not taken up, numbers of another length."""
+    done = study(tmp_path, *PASSKEY, "--lengths", "160,180")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "| mitigation | 160 | 180 |"
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    assert [row[0] for row in cells] == VARIANTS
+    assert cells[0][1:] == ["1.00 [0.57, 1.00] (5)"] * 2
+    folder = tmp_path / "results/state_collapse/passkey-passkey-tiny-short"
+    for name, *shares in cells:
+        _, rows = read_results(folder / f"{name}.jsonl")
+        assert {row["model"] for row in rows} == {name}
+        assert len(rows) == 5 * sum(share != "–" for share in shares)
+    files = {path.stem: mitigation(path) for path in (folder / "calibrated").glob("*.yaml")}
+    assert files.keys() == set(VARIANTS[6:-1])
+    # What is there is neither calibrated nor asked again.
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("calibrated/*.yaml")}
+    again = study(tmp_path, *PASSKEY, "--lengths", "160,180")
+    assert again.stdout == done.stdout
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    other = study(tmp_path, *PASSKEY, "--lengths", "160", "--target", "256")
+    assert (other.returncode, other.stdout) == (2, "")
+    assert "made with other texts or lengths: choose another --output" in other.stderr
+    assert "Traceback" not in other.stderr
+
+
+@pytest.mark.slow
+def test_the_books_part_of_the_study(tmp_path: Path) -> None:
+    """A checkpoint without a training length, a column without a bucket, no verdict."""
+    (tmp_path / "a.txt").write_text("It was a dark and stormy night; the rain fell. " * 60)
+    (tmp_path / "b.txt").write_text("Call me Ishmael. Some years ago, never mind. " * 60)
+    command = ["books", "passkey-tiny-short", "--calibration", "a.txt", "--text", "b.txt"]
+    command += ["--train-length", "64", "--target", "128"]
+    done = study(tmp_path, *command, "--length", "1k")
+    assert done.returncode == 0, done.stderr
+    head, _, *rows = done.stdout.splitlines()
+    assert head == "| mitigation | ≤ 64 | ≤ 1k | forgets robustly |"
+    assert [row.split("|")[1].strip() for row in rows] == VARIANTS[:-1]
+    assert all(" ×)" in row for row in rows)
+    short = study(tmp_path, *command, "--length", "64")
+    assert (short.returncode, short.stdout) == (2, "")
+    assert "give a longer --length" in short.stderr
