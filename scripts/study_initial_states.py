@@ -22,7 +22,6 @@ import typer
 from longrnn import load, load_tokenizer
 from longrnn.cli.options import training_length
 from longrnn.config import build_config, load_config
-from longrnn.corpus import Corpus
 from longrnn.errors import UserError
 from longrnn.evaluation import perplexity as measure
 from longrnn.evaluation.intervals import Estimate, mean
@@ -76,28 +75,16 @@ def main(
     kinds = policy or list(INITIAL_STATES)
     for kind in kinds:
         INITIAL_STATES[kind]  # an unknown one is refused now
-    books = train or [Path(f"data/{name}.txt") for name in TRAIN]
-    held_out = text or [Path(f"data/{name}.txt") for name in HELD_OUT]
-    tokenizer = load_tokenizer(base or "bytes")
     name = base or "bytes"
-    corpus = output / "corpus"
-    if corpus.exists():
-        Corpus(corpus).check_tokenizer(tokenizer)
-    else:
-        build_corpus(books, tokenizer, corpus, name=name, quiet=quiet)
-    task = {"kind": "text", "corpus": str(corpus), "max_segments": MAX_SEGMENTS}
+    tokenizer = load_tokenizer(name)
+    task = books(train or [Path(f"data/{book}.txt") for book in TRAIN], tokenizer, name, output)
     if base is None:
-        base = str(output / "base")
-        settings = [f"output_dir={base}", f"max_steps={base_steps}"]
-        if train_length is not None:
-            settings.append(f"length.max={parse_length(train_length)}")
-        config = load_config(TrainConfig, CONFIG, settings)
-        config.task = task
-        Trainer(config, resume=True, quiet=quiet).train()
+        base = trained_base(output / "base", task, base_steps, train_length, quiet)
     trained = training_length(base, train_length)
     if trained is None:
         raise UserError(f"{base} does not say its training length: give --train-length")
     reach = 64 * trained if length is None else parse_length(length)
+    held_out = text or [Path(f"data/{book}.txt") for book in HELD_OUT]
     documents = shortened(held_out, tokenizer, base, reach, windows)
 
     found = {"base": [measured(base, documents, reach, output / "loss/base.jsonl", quiet)]}
@@ -111,6 +98,27 @@ def main(
     lines = table(found, trained, reach)
     write_atomic(output / "table.md", "\n".join(lines) + "\n")
     typer.echo("\n".join(lines))
+
+
+def books(files: list[Path], tokenizer: Tokenizer, name: str, output: Path) -> dict[str, Any]:
+    """The task, on a corpus of the books; one that was made before is kept."""
+    corpus = output / "corpus"
+    if not corpus.exists():
+        build_corpus(files, tokenizer, corpus, name=name, quiet=True)
+    return {"kind": "text", "corpus": str(corpus), "max_segments": MAX_SEGMENTS}
+
+
+def trained_base(
+    run: Path, task: dict[str, Any], steps: int, train_length: str | None, quiet: bool
+) -> str:
+    """The folder of the model that all policies go on from."""
+    settings = [f"output_dir={run}", f"max_steps={steps}"]
+    if train_length is not None:
+        settings.append(f"length.max={parse_length(train_length)}")
+    config = load_config(TrainConfig, CONFIG, settings)
+    config.task = task
+    Trainer(config, resume=True, quiet=quiet).train()
+    return str(run)
 
 
 def continued(

@@ -79,7 +79,8 @@ class Passkey(Task):
         tokenizer: any; None for bytes.
         answer_weight: the loss is the mean over all tokens plus this times that over the answer.
         max_segments: longest document of `segment`; lengths are log-uniform.
-        grow_steps: steps over which the longest document grows from 1 to `max_segments`.
+        grow_steps: segments of a lane over which the longest document grows from 1 to
+            `max_segments`.
         filler: a UTF-8 text file to take the filler from, over and over; None for `FILLER`.
     """
 
