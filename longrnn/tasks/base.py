@@ -92,7 +92,7 @@ class Task(ABC):
 
         Args:
             lanes: whose segments are wanted, counted from 0.
-            step: counted from 0.
+            step: which segment of its lane, counted from 0; one a step, or `segments_per_step`.
             n_lanes: lanes of the whole run, over which documents are shared out.
             length: tokens of a segment; a task may add a question behind it (`Batch.tail`).
             seed: of the run.

@@ -59,7 +59,7 @@ class Passkey(Task):
         max_segments: of the longest one; lengths are log-uniform.
         max_repeat: how often a segment of filler counts at most; log-uniform. Above 1 only for
             cells that are scanned.
-        grow_steps: segments over which the longest document grows from `min_segments` to
+        grow_steps: segments of a lane over which the longest document grows from `min_segments` to
             `max_segments`, and repeats from 1 to `max_repeat`.
         filler: UTF-8 text files to take the filler from, over and over, from a place that is drawn;
             None for `FILLER`.

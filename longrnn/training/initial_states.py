@@ -15,7 +15,6 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -267,15 +266,11 @@ def _generator(seed: int, device: torch.device | str = "cpu") -> torch.Generator
 def _noise(like: PyTree, seeds: Sequence[int]) -> PyTree:
     """Standard normal entries in the shape of `like`, each row from its own seed."""
 
+    device = next(leaf for _, leaf in leaves(like)).device
+
     def row(seed: int) -> PyTree:
-        device = next(leaf for _, leaf in leaves(like)).device
-        generator = _generator(seed, device)
-        return tree_map(
-            lambda leaf: torch.randn(
-                leaf.shape[1:], generator=generator, dtype=leaf.dtype, device=device
-            ),
-            like,
-        )
+        how: dict[str, Any] = {"generator": _generator(seed, device), "device": device}
+        return tree_map(lambda leaf: torch.randn(leaf.shape[1:], dtype=leaf.dtype, **how), like)
 
     rows = [row(seed) for seed in seeds]
     return tree_map(lambda *drawn: torch.stack(drawn), *rows)
@@ -291,14 +286,12 @@ def _moments(leaf: Tensor) -> Tensor:
 
 def _spread(values: Tensor, like: Tensor) -> Tensor:
     """`(units,)` in a shape that `like` takes, the inverse of what `_moments` does to axes."""
-    shape = (-1, 1, 1) if like.ndim == 4 else (-1,)
-    return values.view(shape).to(like.dtype)
+    return values.view((-1, 1, 1) if like.ndim == 4 else (-1,)).to(like.dtype)
 
 
 def _finite(state: LMState) -> Tensor:
     """`(b,)` bool: which rows have no NaN and no infinity."""
-    rows = [leaf.isfinite().flatten(1).all(1) for _, leaf in leaves(state.layers)]
-    return reduce(torch.logical_and, rows)
+    return torch.stack([x.isfinite().flatten(1).all(1) for _, x in leaves(state.layers)]).all(0)
 
 
 def _filled(like: PyTree, values: Iterable[Tensor]) -> PyTree:

@@ -1,0 +1,215 @@
+"""From which state should a row start? Every policy, the same budget, loss by position on books.
+
+    python scripts/study_initial_states.py
+    python scripts/study_initial_states.py --base runs/books-collapse --train-length 128
+
+One model is trained on books from zero states (`configs/train/books_256.yaml`, or `--base`). From
+there each policy goes on for the same steps over the same number of tokens, with each seed, on the
+same books; `zero` going on is what the others are compared with. All are measured on books that
+none has seen, at positions up to 64 times the training length. Intervals are over seeds, of which
+the base has one: they say how sure it is for this base. Every part is resumable, and finished runs
+are skipped: give the same command again.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from longrnn import load, load_tokenizer
+from longrnn.cli.options import training_length
+from longrnn.config import build_config, load_config
+from longrnn.errors import UserError
+from longrnn.evaluation import perplexity as measure
+from longrnn.evaluation.intervals import Estimate, mean
+from longrnn.evaluation.results import Row
+from longrnn.evaluation.texts import Document, read_documents
+from longrnn.files import write_atomic
+from longrnn.text import Tokenizer
+from longrnn.training.config import TrainConfig
+from longrnn.training.documents import build_corpus
+from longrnn.training.initial_states import INITIAL_STATES
+from longrnn.training.trainer import Trainer
+from longrnn.units import format_length, parse_length
+
+CONFIG = Path(__file__).parents[1] / "configs/train/books_256.yaml"
+TRAIN = ("war_and_peace", "les_miserables", "karamazov_brothers", "don_quixote")
+HELD_OUT = ("moby_dick", "tom_sawyer")
+# Tokens of a step, and segments after which a lane takes up another document.
+STEP_TOKENS, MAX_SEGMENTS = 4096, 64
+
+
+def main(
+    train: Annotated[
+        list[Path] | None, typer.Option(help="Books to train on.", show_default="four in data/")
+    ] = None,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="Held-out books.", show_default="two in data/")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(help="Checkpoint to go on from.", show_default="trained here")
+    ] = None,
+    base_steps: Annotated[int, typer.Option(help="Steps of the base that is trained here.")] = 1200,
+    train_length: Annotated[
+        str | None, typer.Option(help="Tokens of a row.", show_default="that of the base")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Of every policy.")] = 300,
+    seeds: Annotated[int, typer.Option(help="Runs of every policy.")] = 3,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Policies to run.", show_default="all")
+    ] = None,
+    length: Annotated[
+        str | None,
+        typer.Option(help="Positions to measure.", show_default="64 × the training length"),
+    ] = None,
+    windows: Annotated[int, typer.Option(help="Stretches of that length a book.")] = 4,
+    output: Annotated[Path, typer.Option(help="Folder of everything.")] = Path(
+        "runs/initial-states"
+    ),
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+) -> None:
+    """Trains, measures and prints a table in Markdown."""
+    kinds = policy or list(INITIAL_STATES)
+    for kind in kinds:
+        INITIAL_STATES[kind]  # an unknown one is refused now
+    name = base or "bytes"
+    tokenizer = load_tokenizer(name)
+    task = books(train or [Path(f"data/{book}.txt") for book in TRAIN], tokenizer, name, output)
+    if base is None:
+        base = trained_base(output / "base", task, base_steps, train_length, quiet)
+    trained = training_length(base, train_length)
+    if trained is None:
+        raise UserError(f"{base} does not say its training length: give --train-length")
+    reach = 64 * trained if length is None else parse_length(length)
+    held_out = text or [Path(f"data/{book}.txt") for book in HELD_OUT]
+    documents = shortened(held_out, tokenizer, base, reach, windows)
+
+    found = {"base": [measured(base, documents, reach, output / "loss/base.jsonl", quiet)]}
+    for seed in range(seeds):  # seed by seed: a study that is stopped has whole comparisons
+        for kind in kinds:
+            run = output / kind / f"seed{seed}"
+            config = continued(base, run, task, kind, seed, trained, steps, name)
+            Trainer(config, resume=True, quiet=quiet).train()
+            rows = measured(str(run), documents, reach, output / f"loss/{kind}-{seed}.jsonl", quiet)
+            found.setdefault(kind, []).append(rows)
+    lines = table(found, trained, reach)
+    write_atomic(output / "table.md", "\n".join(lines) + "\n")
+    typer.echo("\n".join(lines))
+
+
+def books(files: list[Path], tokenizer: Tokenizer, name: str, output: Path) -> dict[str, Any]:
+    """The task, on a corpus of the books; one that was made before is kept."""
+    corpus = output / "corpus"
+    if not corpus.exists():
+        build_corpus(files, tokenizer, corpus, name=name, quiet=True)
+    return {"kind": "text", "corpus": str(corpus), "max_segments": MAX_SEGMENTS}
+
+
+def trained_base(
+    run: Path, task: dict[str, Any], steps: int, train_length: str | None, quiet: bool
+) -> str:
+    """The folder of the model that all policies go on from."""
+    settings = [f"output_dir={run}", f"max_steps={steps}"]
+    if train_length is not None:
+        settings.append(f"length.max={parse_length(train_length)}")
+    config = load_config(TrainConfig, CONFIG, settings)
+    config.task = task
+    Trainer(config, resume=True, quiet=quiet).train()
+    return str(run)
+
+
+def continued(
+    base: str,
+    run: Path,
+    task: dict[str, Any],
+    kind: str,
+    seed: int,
+    trained: int,
+    steps: int,
+    tokenizer: str,
+) -> TrainConfig:
+    """The run of one policy and seed; everything else is equal among them."""
+    values = {
+        "output_dir": str(run),
+        "init_from": base,
+        "tokenizer": tokenizer,
+        "task": task,
+        "initial_state": {"kind": kind},
+        "seed": seed,
+        "length": {"max": trained},
+        "per_device_train_batch_size": max(1, STEP_TOKENS // trained),
+        "max_steps": steps,
+        "learning_rate": 5e-4,
+        "lr_scheduler_type": "warmup_stable_decay",
+        "warmup_steps": steps // 15,
+        "decay_steps": steps // 3,
+        "weight_decay": 0.1,
+        "save_steps": 100,
+        "logging_steps": 50,
+    }
+    return build_config(TrainConfig, values)
+
+
+def shortened(
+    paths: list[Path], tokenizer: Tokenizer, base: str, reach: int, windows: int
+) -> list[Document]:
+    """The held-out books, each cut to so many windows."""
+    books = read_documents(paths, tokenizer, load(base))
+    return [book._replace(tokens=book.tokens[: windows * reach + 1]) for book in books]
+
+
+def measured(
+    checkpoint: str, documents: list[Document], reach: int, output: Path, quiet: bool
+) -> list[Row]:
+    """Losses by position of one checkpoint."""
+    return measure.evaluate(load(checkpoint), documents, length=reach, output=output, quiet=quiet)
+
+
+def table(found: dict[str, list[list[Row]]], trained: int, reach: int) -> list[str]:
+    """Mean loss in nats by position, and its difference from `zero`, a row a policy."""
+    spans = list(pairwise([0, *(edge for edge in measure.edges(reach) if edge >= trained)]))
+    head = [f"{format_length(a)} to {format_length(b)}" for a, b in spans]
+    lines = [
+        "| start | seeds | " + " | ".join(head) + " | most beyond / inside |",
+        "| --- " * (len(spans) + 3) + "|",
+    ]
+    losses = {
+        kind: [[stretch(rows, a, b) for a, b in spans] for rows in runs]
+        for kind, runs in found.items()
+    }
+    for kind, runs in losses.items():
+        cells = [shown(mean(values)) for values in zip(*runs, strict=True)]
+        ratios = []
+        for rows in found[kind]:
+            judged = measure.forgetting(rows, trained)
+            assert judged is not None  # reach is beyond the training length
+            ratios.append(judged.beyond / judged.inside)
+        lines.append(f"| {kind} | {len(runs)} | {' | '.join(cells)} | {shown(mean(ratios))} |")
+    for kind, runs in losses.items():
+        if kind not in ("base", "zero") and "zero" in losses:
+            pairs = zip(runs, losses["zero"], strict=True)
+            less = [[a - b for a, b in zip(one, zero, strict=True)] for one, zero in pairs]
+            cells = [shown(mean(values)) for values in zip(*less, strict=True)]
+            lines.append(f"| {kind} − zero | {len(runs)} | {' | '.join(cells)} | |")
+    return lines
+
+
+def stretch(rows: list[Row], start: int, stop: int) -> float:
+    """Mean loss at positions from `start` up to `stop`, over documents."""
+    buckets = [b for b in measure.summarise(rows)[1] if start <= b.start and b.stop <= stop]
+    total = sum((b.stop - b.start) * b.nats.mean for b in buckets)
+    return total / sum(b.stop - b.start for b in buckets)
+
+
+def shown(estimate: Estimate) -> str:
+    """A mean with its interval over seeds, where there are several."""
+    if estimate.n == 1:
+        return f"{estimate.mean:.3f}"
+    return f"{estimate.mean:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
+
+
+if __name__ == "__main__":
+    typer.run(main)
