@@ -12,6 +12,7 @@ from longrnn.errors import UserError, nearest
 from longrnn.models.recurrent import RecurrentConfig
 
 SAMPLING = ("fixed", "log_uniform")
+TRACKERS = ("none", "tensorboard")
 
 
 @dataclass
@@ -59,6 +60,7 @@ class TrainConfig:
         save_steps: between checkpoints; the last step always saves.
         save_total_limit: checkpoints kept.
         logging_steps: between rows of metrics.jsonl.
+        report_to: `none`, or `tensorboard` for the same rows in `output_dir`/tensorboard too.
     """
 
     output_dir: str = "runs/train"
@@ -90,6 +92,7 @@ class TrainConfig:
     save_steps: int = 500
     save_total_limit: int = 2
     logging_steps: int = 20
+    report_to: str = "none"
 
     def __post_init__(self) -> None:
         """Refuses values out of range."""
@@ -112,6 +115,10 @@ class TrainConfig:
         if not 1 <= self.length.min <= self.length.max:
             raise UserError(
                 f"length.min {self.length.min} must be between 1 and length.max {self.length.max}"
+            )
+        if self.report_to not in TRACKERS:
+            raise UserError(
+                f"unknown report_to {self.report_to!r}: {nearest(self.report_to, TRACKERS)}"
             )
         if self.mixed_precision not in ("no", "bf16", "fp16"):
             raise UserError(f"mixed_precision {self.mixed_precision!r}: use no, bf16 or fp16")

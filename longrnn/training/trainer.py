@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from longrnn.config import dump_config
+from longrnn.config import dump_config, flat
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
 from longrnn.hf.loading import load
@@ -34,10 +34,11 @@ from longrnn.training.config import TrainConfig
 from longrnn.training.data import Source
 from longrnn.training.objective import Objective
 from longrnn.training.optim import freeze, learning_rate, set_learning_rate
-from longrnn.training.processes import Interrupts, build_accelerator
+from longrnn.training.processes import Interrupts, build_accelerator, start_trackers
 
 # Keys that may change between the parts of one run without changing what it computes so far.
 HARMLESS = {"output_dir", "save_steps", "save_total_limit", "logging_steps", "num_processes"}
+HARMLESS |= {"report_to"}
 
 
 class Trainer:
@@ -84,6 +85,7 @@ class Trainer:
         self.states = [first] * config.gradient_accumulation_steps
         if resume:
             self._restore()
+        start_trackers(self.accelerator, config, self.step)
 
     def _build_model(self) -> RecurrentLM:
         torch.manual_seed(self.config.seed)
@@ -193,6 +195,7 @@ class Trainer:
         }
         with open(self.output_dir / "metrics.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
+        self.accelerator.log({k: v for k, v in row.items() if k != "step"}, step=self.step)
 
     def _save(self) -> None:
         folder = checkpoint.partial(self.output_dir, self.step)
@@ -267,7 +270,7 @@ class Trainer:
         """Which keys of a recorded configuration differ from this run's, harmless ones left out."""
         import yaml
 
-        before, now = _flat(yaml.safe_load(recorded)), _flat(asdict(self.config))
+        before, now = flat(yaml.safe_load(recorded)), flat(asdict(self.config))
         keys = [k for k in {**before, **now} if before.get(k) != now.get(k)]
         # Every schedule but `constant` has another learning rate at every step of a longer run.
         length = {"max_steps"} if self.config.lr_scheduler_type == "constant" else set()
@@ -289,11 +292,3 @@ def _refill(like: Any, values: Any) -> Any:
         branches = [_refill(a, b) for a, b in zip(like, values, strict=True)]
         return type(like)(*branches) if hasattr(like, "_fields") else tuple(branches)
     return values.to(like.device)
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """A nested mapping as dotted keys."""
-    if isinstance(tree, dict):
-        items = [_flat(value, f"{prefix}{key}.") for key, value in tree.items()]
-        return {key: value for item in items for key, value in item.items()}
-    return {prefix.rstrip("."): tree}

@@ -19,6 +19,7 @@ COMMANDS = [
     ["eval", "reverse"],
     ["generate"],
     ["info"],
+    ["report"],
     [],
 ]
 
@@ -174,3 +175,16 @@ def test_progress_goes_to_standard_error(cli: CLI, tmp_path: Path) -> None:
     result = cli("train", "c.yaml", "max_steps=2")
     assert result.out == "run: trained for 2 steps\n"
     assert "training: 2/2, " in result.err
+
+
+def test_report(cli: CLI, models: Path, tmp_path: Path) -> None:
+    """A report among the run's own files, where a resume would find it."""
+    before = sorted(path.name for path in (models / "backwards").iterdir())
+    result = cli("report", models / "backwards")
+    assert result.code == 0, result.err
+    assert result.out.startswith("backwards: loss ")
+    assert "after 4 of 4 steps." in result.out
+    written = result.out.splitlines()[1:]
+    assert written[0] == "results/training/backwards/report.html"
+    assert all((tmp_path / line).is_file() for line in written)
+    assert sorted(path.name for path in (models / "backwards").iterdir()) == before
