@@ -50,7 +50,9 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_y: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # type: ignore[override]
+        ctx: Any, of_y: Tensor
+    ) -> tuple[Tensor | None, ...]:
         padded, weight = ctx.saved_tensors
         wants_padded, wants_weight, wants_bias = ctx.needs_input_grad
         time = of_y.shape[1]

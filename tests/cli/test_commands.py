@@ -188,3 +188,20 @@ def test_report(cli: CLI, models: Path, tmp_path: Path) -> None:
     assert written[0] == "results/training/backwards/report.html"
     assert all((tmp_path / line).is_file() for line in written)
     assert sorted(path.name for path in (models / "backwards").iterdir()) == before
+
+
+def test_fine_tuning_from_the_command_line(cli: CLI, tmp_path: Path) -> None:
+    """Patterns whose dots are read as nested keys, or quotes that reach the pattern."""
+    write_config(tiny("passkey", tmp_path / "run", max_steps=1), tmp_path / "c.yaml")
+    assert cli("train", "c.yaml", "--quiet").code == 0
+    options = ['freeze=[embedding.weight, "blocks.0.*"]', 'learning_rate_scale={"*.dt_bias": 10}']
+    result = cli("train", "c.yaml", "init_from=run", "output_dir=tuned", *options, "--quiet")
+    assert result.code == 0, result.err
+    before, after = load("run").state_dict(), load("tuned").state_dict()
+    same = {name for name, value in after.items() if value.equal(before[name])}
+    frozen = {name for name in after if name.startswith(("embedding.", "head.", "blocks.0."))}
+    assert same == frozen
+    refused = cli("train", "c.yaml", "output_dir=other", "freeze=[embeding.weight]")
+    assert refused.code == 2
+    assert "did you mean 'embedding.weight'?" in refused.err
+    assert not (tmp_path / "other").exists()
