@@ -72,6 +72,14 @@ def dump_config(config: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
 
 
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """A nested mapping as dotted keys."""
+    if isinstance(tree, dict):
+        items = [flat(value, f"{prefix}{key}.") for key, value in tree.items()]
+        return {key: value for item in items for key, value in item.items()}
+    return {prefix.rstrip("."): tree}
+
+
 def _emptied(kind: Any, values: dict[str, Any], prefix: str = "") -> Iterator[str]:
     """Dotted keys of the free mappings that `values` gives as empty.
 

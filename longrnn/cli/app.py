@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from longrnn.cli import calibrate, data, diagnose, evaluate, generate, info, train
+from longrnn.cli import calibrate, data, diagnose, evaluate, generate, info, report, train
 from longrnn.errors import Terminated, UserError
 
 # How typer leaves after Ctrl-C.
@@ -30,6 +30,7 @@ app.add_typer(diagnose.app, name="diagnose")
 app.command("calibrate")(calibrate.calibrate)
 app.command("generate")(generate.generate)
 app.command("info")(info.info)
+app.command("report")(report.report)
 
 
 @app.callback(invoke_without_command=True)

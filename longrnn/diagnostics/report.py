@@ -1,19 +1,18 @@
-"""The report of a diagnosis: pictures, and one HTML file that needs nothing but itself."""
+"""The report of a diagnosis of states."""
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from longrnn.diagnostics.collapse import GLOBAL, MARGIN, STATISTICS
+from longrnn.diagnostics.pages import Picture, write_page
 from longrnn.diagnostics.plots import lengths_axis, new_figure, png
 from longrnn.diagnostics.states import Diagnosis
-from longrnn.files import write_atomic
 from longrnn.units import format_length
 
 if TYPE_CHECKING:
@@ -22,18 +21,6 @@ if TYPE_CHECKING:
 
 # Layers that a legend names, and heads that a sentence does.
 NAMED = 8
-
-
-class Picture(NamedTuple):
-    """One figure: the name of its file, what it shows, and the PNG."""
-
-    name: str
-    caption: str
-    data: bytes
-
-    def uri(self) -> str:
-        """The picture as a text that HTML can hold."""
-        return f"data:image/png;base64,{base64.b64encode(self.data).decode()}"
 
 
 CAPTIONS = {
@@ -60,28 +47,18 @@ def write_report(diagnosis: Diagnosis, folder: Path) -> list[Path]:
     Returns:
         The files, the report first.
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
     pictures = [_picture(diagnosis, name) for name in CAPTIONS if _is_defined(diagnosis, name)]
-    for picture in pictures:
-        write_atomic(folder / f"{picture.name}.png", picture.data)
-    environment = Environment(
-        loader=PackageLoader("longrnn.diagnostics"), autoescape=True, undefined=StrictUndefined
-    )
-    template = environment.get_template("states.html")
-    html = template.render(
-        about=diagnosis.about,
-        summary=summary(diagnosis),
-        pictures=pictures,
-        findings=diagnosis.findings,
-        collapsing=diagnosis.collapsing(),
-        globals=diagnosis.global_heads(),
-        prompts=diagnosis.prompts,
-        length=format_length,
-        undefined=None if diagnosis.retention_is_defined() else UNDEFINED,
-    )
-    write_atomic(folder / "report.html", html)
-    return [folder / "report.html", *(folder / f"{picture.name}.png" for picture in pictures)]
+    values = {
+        "about": diagnosis.about,
+        "summary": summary(diagnosis),
+        "findings": diagnosis.findings,
+        "collapsing": diagnosis.collapsing(),
+        "globals": diagnosis.global_heads(),
+        "prompts": diagnosis.prompts,
+        "length": format_length,
+        "undefined": None if diagnosis.retention_is_defined() else UNDEFINED,
+    }
+    return write_page("states.html", folder, pictures, values)
 
 
 UNDEFINED = (

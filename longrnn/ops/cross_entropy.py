@@ -107,7 +107,9 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # type: ignore[override]
+        ctx: Any, of_loss: Tensor, _: Tensor
+    ) -> tuple[Tensor | None, ...]:
         of_hidden, of_head = ctx.saved_tensors
         return (
             None if of_hidden is None else of_hidden * of_loss.to(of_hidden.dtype),

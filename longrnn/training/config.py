@@ -13,6 +13,7 @@ from longrnn.models.recurrent import RecurrentConfig
 from longrnn.training.initial_states import uses_lanes
 
 SAMPLING = ("fixed", "log_uniform")
+TRACKERS = ("none", "tensorboard")
 
 
 @dataclass
@@ -65,6 +66,7 @@ class TrainConfig:
         save_steps: between checkpoints; the last step always saves.
         save_total_limit: checkpoints kept.
         logging_steps: between rows of metrics.jsonl.
+        report_to: `none`, or `tensorboard` for the same rows in `output_dir`/tensorboard too.
     """
 
     output_dir: str = "runs/train"
@@ -97,6 +99,7 @@ class TrainConfig:
     save_steps: int = 500
     save_total_limit: int = 2
     logging_steps: int = 20
+    report_to: str = "none"
 
     # Keys of earlier versions, and what to write for them.
     FORMER: ClassVar[dict[str, str]] = {
@@ -128,6 +131,10 @@ class TrainConfig:
         if self.length.grow_steps < 0:
             raise UserError(f"length.grow_steps must be at least 0, not {self.length.grow_steps}")
         self._check_lanes()
+        if self.report_to not in TRACKERS:
+            raise UserError(
+                f"unknown report_to {self.report_to!r}: {nearest(self.report_to, TRACKERS)}"
+            )
         if self.mixed_precision not in ("no", "bf16", "fp16"):
             raise UserError(f"mixed_precision {self.mixed_precision!r}: use no, bf16 or fp16")
 

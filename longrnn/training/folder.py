@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from longrnn.config import dump_config
+from longrnn.config import dump_config, flat
 from longrnn.errors import UserError
 from longrnn.files import leftovers, write_atomic
 from longrnn.training import checkpoint
@@ -21,6 +21,7 @@ FILES = ("train.yaml", "metrics.jsonl", "config.json", "model.safetensors")
 FILES += ("tokenizer.json", "tokenizer_config.json")
 # Keys that may change between the parts of one run without changing what it computes so far.
 HARMLESS = {"output_dir", "save_steps", "save_total_limit", "logging_steps", "num_processes"}
+HARMLESS |= {"report_to"}
 
 
 def claim(config: TrainConfig, *, resume: bool, processes: int) -> Path | None:
@@ -107,7 +108,7 @@ def differences(recorded: str, config: TrainConfig) -> str:
     """Which keys of a recorded configuration (YAML) differ from a run's, harmless ones left out."""
     import yaml
 
-    before, now = _flat(yaml.safe_load(recorded)), _flat(asdict(config))
+    before, now = flat(yaml.safe_load(recorded)), flat(asdict(config))
     keys = [k for k in {**before, **now} if before.get(k) != now.get(k)]
     # Every schedule but `constant` has another learning rate at every step of a longer run.
     length = {"max_steps"} if config.lr_scheduler_type == "constant" else set()
@@ -134,11 +135,3 @@ def _cut_metrics(output_dir: Path, step: int) -> None:
     lines = path.read_text().splitlines(keepends=True)
     whole = [line for line in lines if line.endswith("\n")]
     write_atomic(path, "".join(row for row in whole if json.loads(row)["step"] <= step))
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """A nested mapping as dotted keys."""
-    if isinstance(tree, dict):
-        items = [_flat(value, f"{prefix}{key}.") for key, value in tree.items()]
-        return {key: value for item in items for key, value in item.items()}
-    return {prefix.rstrip("."): tree}

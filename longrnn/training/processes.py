@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from importlib.util import find_spec
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
@@ -31,7 +32,8 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
     models without a word.
 
     Raises:
-        UserError: the numbers differ, or the launch wants another mixed precision than the run.
+        UserError: the numbers differ, the launch wants another mixed precision than the run, or the
+            tracker's package is missing.
     """
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and "RANK" not in os.environ:
@@ -45,9 +47,17 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
             f"the launch configuration says mixed_precision {precision} and the run says "
             f"{config.mixed_precision}: add mixed_precision={precision} behind the configuration"
         )
+    if config.report_to != "none" and find_spec(config.report_to) is None:
+        raise UserError(
+            f"report_to={config.report_to} needs a package that is not installed: "
+            f"pip install {config.report_to}"
+        )
     with unseen_by_accelerate():
         accelerator = Accelerator(
-            cpu=not torch.cuda.is_available(), mixed_precision=config.mixed_precision
+            cpu=not torch.cuda.is_available(),
+            mixed_precision=config.mixed_precision,
+            log_with=None if config.report_to == "none" else config.report_to,
+            project_dir=config.output_dir,
         )
     expected = config.num_processes or launched
     seen = accelerator.num_processes
@@ -91,6 +101,18 @@ def together(accelerator: Accelerator, work: Callable[[], None]) -> None:
     for error in gather_object(failed):
         if error is not None:
             raise error
+
+
+def start_trackers(accelerator: Accelerator, config: TrainConfig, step: int) -> None:
+    """Opens what `report_to` names, in a folder of its own inside `output_dir`.
+
+    Args:
+        accelerator: of `build_accelerator`.
+        config: the run.
+        step: steps done; what a tracker has of later ones is dropped, because they are run again.
+    """
+    kind = config.report_to
+    accelerator.init_trackers(kind, init_kwargs={"tensorboard": {"purge_step": step + 1}})
 
 
 class Interrupts:

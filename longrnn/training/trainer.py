@@ -32,7 +32,7 @@ from longrnn.training.folder import append_metrics, claim
 from longrnn.training.initial_states import INITIAL_STATES, Context
 from longrnn.training.objective import Objective
 from longrnn.training.optim import freeze, learning_rate, set_learning_rate
-from longrnn.training.processes import Interrupts, build_accelerator, on_main
+from longrnn.training.processes import Interrupts, build_accelerator, on_main, start_trackers
 from longrnn.training.saver import Saver
 
 # What a checkpoint holds of a trainer beside weights, optimizer and carried states.
@@ -78,6 +78,7 @@ class Trainer:
         self.pending: dict[str, list[float]] = {}  # what the next row of metrics averages
         if found is not None:
             self._restore(found)
+        start_trackers(self.accelerator, config, self.step)
 
     def _build_model(self) -> RecurrentLM:
         torch.manual_seed(self.config.seed)
@@ -189,6 +190,7 @@ class Trainer:
             "tokens_per_second": rate,
         }
         append_metrics(self.output_dir, row)
+        self.accelerator.log({k: v for k, v in row.items() if k != "step"}, step=self.step)
 
     def _model(self) -> RecurrentLM:
         return self.accelerator.unwrap_model(self.objective).model

@@ -19,6 +19,7 @@ COMMANDS = [
     ["eval", "reverse"],
     ["generate"],
     ["info"],
+    ["report"],
     [],
 ]
 
@@ -174,3 +175,33 @@ def test_progress_goes_to_standard_error(cli: CLI, tmp_path: Path) -> None:
     result = cli("train", "c.yaml", "max_steps=2")
     assert result.out == "run: trained for 2 steps\n"
     assert "training: 2/2, " in result.err
+
+
+def test_report(cli: CLI, models: Path, tmp_path: Path) -> None:
+    """A report among the run's own files, where a resume would find it."""
+    before = sorted(path.name for path in (models / "backwards").iterdir())
+    result = cli("report", models / "backwards")
+    assert result.code == 0, result.err
+    assert result.out.startswith("backwards: loss ")
+    assert "after 4 of 4 steps." in result.out
+    written = result.out.splitlines()[1:]
+    assert written[0] == "results/training/backwards/report.html"
+    assert all((tmp_path / line).is_file() for line in written)
+    assert sorted(path.name for path in (models / "backwards").iterdir()) == before
+
+
+def test_fine_tuning_from_the_command_line(cli: CLI, tmp_path: Path) -> None:
+    """Patterns whose dots are read as nested keys, or quotes that reach the pattern."""
+    write_config(tiny("passkey", tmp_path / "run", max_steps=1), tmp_path / "c.yaml")
+    assert cli("train", "c.yaml", "--quiet").code == 0
+    options = ['freeze=[embedding.weight, "blocks.0.*"]', 'learning_rate_scale={"*.dt_bias": 10}']
+    result = cli("train", "c.yaml", "init_from=run", "output_dir=tuned", *options, "--quiet")
+    assert result.code == 0, result.err
+    before, after = load("run").state_dict(), load("tuned").state_dict()
+    same = {name for name, value in after.items() if value.equal(before[name])}
+    frozen = {name for name in after if name.startswith(("embedding.", "head.", "blocks.0."))}
+    assert same == frozen
+    refused = cli("train", "c.yaml", "output_dir=other", "freeze=[embeding.weight]")
+    assert refused.code == 2
+    assert "did you mean 'embedding.weight'?" in refused.err
+    assert not (tmp_path / "other").exists()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from matplotlib import image
 from longrnn.diagnostics.report import summary, write_report
 from longrnn.diagnostics.states import Diagnosis, diagnose
 from tests.contracts.builders import build_model
+from tests.diagnostics.conftest import open_alone
 from tests.diagnostics.test_states import holding, prompt
 
 PICTURES = ["norm", "deviation", "mean", "retention", "first_share", "output_norm"]
@@ -32,34 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def page() -> Iterator[Any]:
-    """A page of a headless Chromium: that of playwright, or that of the system."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-    system = next(filter(None, map(shutil.which, names)), None)
-    with playwright.sync_playwright() as running:
-        options = {} if Path(running.chromium.executable_path).exists() else {
-            "executable_path": system
-        }  # fmt: skip
-        if options and system is None:
-            pytest.skip("no Chromium: playwright install chromium")
-        browser = running.chromium.launch(args=["--no-sandbox"], **options)
-        yield browser.new_page()
-        browser.close()
-
-
 def test_in_a_browser(folder: Path, page: Any) -> None:
     """A broken picture, a script error, something that is fetched from elsewhere."""
-    said: list[str] = []
-    asked: list[str] = []
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("request", lambda request: asked.append(request.url))
-    address = (folder / "report.html").as_uri()
-    page.goto(address, wait_until="networkidle")
-    assert said == []
-    assert [url for url in asked if not url.startswith("data:")] == [address]
+    open_alone(page, folder / "report.html")
     widths = page.evaluate("[...document.images].map(i => i.complete && i.naturalWidth)")
     shown = page.evaluate("[...document.images].map(i => i.getBoundingClientRect().height)")
     assert len(widths) == len(PICTURES)

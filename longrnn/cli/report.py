@@ -1,0 +1,30 @@
+"""`longrnn report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from longrnn.cli.options import results_folder
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="output_dir of one or several runs.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the report.", show_default="results/training/RUNS"),
+    ] = None,
+) -> None:
+    """Draw loss, gradient norm, learning rate and tokens/s of training runs, finished or not.
+
+    Example: longrnn report runs/passkey-tiny-short runs/passkey-tiny
+    """
+    from longrnn.diagnostics.training import read_runs, summary, write_report
+
+    found = read_runs(runs)
+    folder = output or results_folder("training", [str(run) for run in runs])
+    written = write_report(found, folder)
+    typer.echo(summary(found))
+    typer.echo("\n".join(map(str, written)))
