@@ -192,7 +192,7 @@ def _prompt(task: Passkey, sample: Sample, question: Question, alone: int | None
         return Prompt(context, ids, None, 0, alone)
     # Header and filler, up to the first key line. Longer texts about one key go on in one branch;
     # with several, what follows the first differs with the length.
-    fork = context[0].count + context[1].count
+    fork = context[0].size + context[1].size
     branch = needles[0].key if len(needles) == 1 else sample
     return Prompt(context, ids, start, fork, branch)
 
@@ -210,7 +210,7 @@ def _by_chunk(
         header, *rest = prompt.context
         text = read(rest)
         chosen = select(model, text, prompt.question, chunk=chunk, prefix=read([header]))
-        progress.advance(0, header.count + len(text) + len(prompt.question))
+        progress.advance(0, header.size + len(text) + len(prompt.question))
         ids = prompt.question[None].to(chosen.state.position.device)
         longest = len(task.answer(question.needle))
         said = generate(model, ids, chosen.state, max_new_tokens=longest)

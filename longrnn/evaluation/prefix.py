@@ -43,10 +43,10 @@ class Prompt(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """After so many tokens of a branch, the question of prompt `index` is asked."""
+    """After so many tokens of a branch, the question of prompt `number` is asked."""
 
     place: int
-    index: int
+    number: int
 
 
 class Branch(NamedTuple):
@@ -62,9 +62,9 @@ class Branch(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The ids that a model says to prompt `index`."""
+    """The ids that a model says to prompt `number`."""
 
-    index: int
+    number: int
     ids: list[int]
 
 
@@ -100,7 +100,7 @@ def _branches(prompts: Sequence[Prompt]) -> dict[tuple[Hashable, ...], Branch]:
     found = {}
     for key, stops in members.items():
         stops.sort()
-        longest = prompts[stops[-1].index]
+        longest = prompts[stops[-1].number]
         found[key] = Branch(longest.context, longest.fork, stops)
     return found
 
@@ -134,7 +134,7 @@ def _walk(
         state = _feed(model, texts, place, goal, state, progress)
         place = goal
         here = [
-            (row, stops.pop(0).index) for row, stops in enumerate(left) if stops[0].place == goal
+            (row, stops.pop(0).number) for row, stops in enumerate(left) if stops[0].place == goal
         ]
         yield from _ask(model, here, state, prompts, max_new_tokens, progress)
         # A row may stop twice at one place, to be asked two questions.

@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 class Span(NamedTuple):
-    """`count` tokens of `tokens` `(n,)` from `start` on, over and over."""
+    """`size` tokens of `tokens` `(n,)` from `start` on, over and over."""
 
     tokens: Tensor
     start: int
-    count: int
+    size: int
 
     def read(self, start: int, stop: int) -> Tensor:
         """Its own tokens `start` up to `stop`."""
@@ -29,7 +29,7 @@ def whole(tokens: Tensor) -> Span:
 
 def length(spans: Sequence[Span]) -> int:
     """Tokens of spans laid end to end."""
-    return sum(span.count for span in spans)
+    return sum(span.size for span in spans)
 
 
 def read(spans: Sequence[Span], start: int = 0, stop: int | None = None) -> Tensor:
@@ -37,8 +37,8 @@ def read(spans: Sequence[Span], start: int = 0, stop: int | None = None) -> Tens
     stop = length(spans) if stop is None else stop
     parts, begin = [torch.empty(0, dtype=torch.long)], 0
     for span in spans:
-        low, high = max(start - begin, 0), min(stop - begin, span.count)
+        low, high = max(start - begin, 0), min(stop - begin, span.size)
         if low < high:
             parts.append(span.read(low, high))
-        begin += span.count
+        begin += span.size
     return torch.cat(parts)

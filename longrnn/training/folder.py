@@ -8,7 +8,6 @@ import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from longrnn.config import dump_config, flat
 from longrnn.errors import UserError
