@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from longrnn.cli import calibrate, diagnose, evaluate, generate, info, train
+from longrnn.cli import calibrate, diagnose, evaluate, generate, info, replay, train
 from longrnn.errors import Terminated, UserError
 
 # How typer leaves after Ctrl-C.
@@ -24,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train")(train.train)
+app.command("replay")(replay.replay)
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(diagnose.app, name="diagnose")
 app.command("calibrate")(calibrate.calibrate)

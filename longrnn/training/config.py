@@ -12,6 +12,7 @@ from longrnn.errors import UserError, nearest
 from longrnn.models.recurrent import RecurrentConfig
 
 SAMPLING = ("fixed", "log_uniform")
+NONFINITE = ("stop", "skip")
 
 
 @dataclass
@@ -51,6 +52,8 @@ class TrainConfig:
         max_steps: optimizer steps; a resumed run may change it where the schedule is `constant`.
         warmup_steps: linear warm-up from 0.
         decay_steps: of `warmup_stable_decay`: linear decay to 0 at the end.
+        nonfinite: what to do at a step whose loss or gradient is NaN or infinite: `stop`, or `skip`
+            it, with weights and optimizer as if it had not been.
         mixed_precision: `no`, `bf16` or `fp16`.
         save_steps: between checkpoints; the last step always saves.
         save_total_limit: checkpoints kept.
@@ -80,6 +83,7 @@ class TrainConfig:
     warmup_steps: int = 100
     decay_steps: int = 0
     max_grad_norm: float = 1.0
+    nonfinite: str = "stop"
     mixed_precision: str = "no"
     save_steps: int = 500
     save_total_limit: int = 2
@@ -101,5 +105,8 @@ class TrainConfig:
             raise UserError(
                 f"length.min {self.length.min} must be between 1 and length.max {self.length.max}"
             )
+        if self.nonfinite not in NONFINITE:
+            remedy = nearest(self.nonfinite, NONFINITE)
+            raise UserError(f"unknown nonfinite {self.nonfinite!r}: {remedy}")
         if self.mixed_precision not in ("no", "bf16", "fp16"):
             raise UserError(f"mixed_precision {self.mixed_precision!r}: use no, bf16 or fp16")

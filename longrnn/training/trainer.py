@@ -10,6 +10,7 @@ Notable choices:
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,16 +26,19 @@ from longrnn.models.recurrent import RecurrentLM
 from longrnn.progress import Progress
 from longrnn.state import LMState, detach, reset
 from longrnn.tasks import TASKS, Batch
+from longrnn.training import nonfinite
 from longrnn.training.config import TrainConfig
 from longrnn.training.data import Source
 from longrnn.training.folder import append_metrics, claim
 from longrnn.training.objective import Objective
 from longrnn.training.optim import build_optimizer, learning_rate
-from longrnn.training.processes import Interrupts, build_accelerator, on_main
+from longrnn.training.processes import Interrupts, build_accelerator, keep_alive, on_main
 from longrnn.training.saver import Saver
 
 # What a checkpoint holds of a trainer beside weights, optimizer and carried states.
-COUNTERS = ("step", "tokens", "pending")
+COUNTERS = ("step", "tokens", "pending", "skipped", "skipped_in_a_row")
+# After so many steps left out in a row, a run that leaves them out stops as well.
+MOST_SKIPPED = 10
 
 
 class Trainer:
@@ -67,9 +71,11 @@ class Trainer:
         found = on_main(self.accelerator, lambda: claim(config, resume=resume, processes=world))
         self.saver = Saver(config, self.accelerator, self.tokenizer)
         self.objective, self.optimizer = self.accelerator.prepare(Objective(model), optimizer)
+        keep_alive(self.accelerator, self.objective)
 
         self.step = 0
         self.tokens = 0
+        self.skipped = self.skipped_in_a_row = 0  # steps left out by `nonfinite: skip`
         self.pending: dict[str, list[float]] = {}  # what the next row of metrics averages
         rows = config.per_device_train_batch_size
         first = model.init_state(rows)
@@ -121,7 +127,8 @@ class Trainer:
                 self.step += 1
                 for name, value in values.items():
                     self.pending.setdefault(name, []).append(value)
-                progress.advance(1, self.tokens - before, f"loss {values['loss']:.4f}")
+                note = f"loss {values['loss']:.4f}" if "loss" in values else "left out"
+                progress.advance(1, self.tokens - before, note)
                 last = self.step == config.max_steps
                 if self.step % config.logging_steps == 0 or last:
                     self._log((self.tokens - before) / (time.monotonic() - begun))
@@ -137,11 +144,15 @@ class Trainer:
         return model
 
     def _train_step(self, *, stop: bool) -> dict[str, float]:
-        """One optimizer step; returns what to log, and `stop` above 0 if any process wishes it."""
+        """One optimizer step; returns what to log, and `stop` above 0 if any process wishes it.
+
+        A step that is left out returns `stop` alone.
+        """
         config, n_micro = self.config, self.config.gradient_accumulation_steps
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, config)
         sums: dict[str, Tensor] = {"stop": torch.tensor([float(stop), 1.0])}  # of values, of counts
+        before = list(self.states)
         for micro in range(n_micro):
             batch = self.source.batch(self.step, micro).to(self.accelerator.device)
             # Gradients are reduced over processes once, with the last micro-batch.
@@ -160,12 +171,55 @@ class Trainer:
                 pair = torch.tensor([float(values.sum()), float(len(values))])
                 sums[name] = sums.get(name, torch.zeros(2)) + pair
         norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), config.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        sums["nonfinite"] = torch.tensor([float(self._nonfinite(norm, sums["loss"])), 1.0])
         table = torch.stack(list(sums.values())).to(self.accelerator.device)
         totals = cast(Tensor, self.accelerator.reduce(table, "sum")).tolist()
         means = {n: t / count for n, (t, count) in zip(sums, totals, strict=True) if count}
+        if means.pop("nonfinite") > 0:
+            self._leave_out(before)
+            return {"stop": means["stop"]}
+        self.skipped_in_a_row = 0
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return means | {"grad_norm": float(norm if norm is not None else 0.0)}
+
+    def _nonfinite(self, norm: Tensor | None, loss: Tensor) -> bool:
+        # With fp16, gradients overflow as a rule, and the scaler leaves such steps out itself.
+        checked = [loss] if norm is None or self.accelerator.scaler is not None else [loss, norm]
+        return not all(bool(value.isfinite().all()) for value in checked)
+
+    def _leave_out(self, before: list[LMState]) -> None:
+        """Makes a step that was not finite undone: stops the run, or has it go on beyond.
+
+        Rows that were not finite go on from the zero state, since what they carry may be at fault.
+        """
+        config = self.config
+        self.optimizer.zero_grad()
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.update()
+        self.states = before
+        micros = []
+        for micro in range(config.gradient_accumulation_steps):
+            batch = self.source.batch(self.step, micro).to(self.accelerator.device)
+            micros.append((batch, self._initial_state(batch, micro)))
+        path = self.output_dir / f"nonfinite-{self.step + 1:08d}.pt"
+        objective = self.accelerator.unwrap_model(self.objective)
+        where, sound = nonfinite.report(self.accelerator, objective, micros, path)
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        if config.nonfinite == "stop" or self.skipped_in_a_row == MOST_SKIPPED:
+            raise UserError(nonfinite.advice(config, path, where, self.skipped_in_a_row))
+        if self.accelerator.is_main_process:
+            print(
+                f"warning: step {self.step + 1} is left out: {where}; see {path}", file=sys.stderr
+            )
+            for old in nonfinite.files(self.output_dir)[: -config.save_total_limit]:
+                old.unlink()
+        if config.carry:
+            zero = self._model().init_state(config.per_device_train_batch_size)
+            for micro, rows in enumerate(sound):
+                gone = ~rows.to(self.accelerator.device)
+                self.states[micro] = reset(before[micro], zero, gone)
 
     def _initial_state(self, batch: Batch, micro: int) -> LMState:
         zero = self._model().init_state(len(batch.tokens))
@@ -174,6 +228,8 @@ class Trainer:
     def _log(self, rate: float) -> None:
         means = {name: sum(values) / len(values) for name, values in self.pending.items()}
         self.pending = {}
+        if self.config.nonfinite == "skip":
+            means["skipped"] = self.skipped
         if not self.accelerator.is_main_process:
             return
         row = {
