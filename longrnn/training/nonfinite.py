@@ -38,6 +38,7 @@ from longrnn.training.processes import together
 FORMAT = "longrnn-nonfinite-1"
 NAME = re.compile(r"nonfinite-(\d{8})\.pt")
 MODEL = "model"  # what `Objective` calls the model
+LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)  # its square still has a value
 DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Part: TypeAlias = tuple[Batch, LMState]
@@ -71,7 +72,8 @@ class Examination:
         loss: its loss.
         sound: `(b,)` bool, rows of which everything was finite on the way forward.
         layer: where the first value that is not finite came from, in order of execution; None.
-        parameter: the first parameter of the model whose gradient is not finite; None.
+        parameter: the first parameter of the model whose gradient is not finite or, where all are
+            and the norm over them overflows, the one with the largest; None.
         sizes: outputs by module, in order of execution.
         gradients: norms by parameter.
     """
@@ -90,10 +92,13 @@ class Examination:
             first = f"the first value that is not finite is {self.layer}"
             return f"the loss is {self.loss:.4g}, and {first}"
         if self.parameter is not None:
-            return (
-                f"the loss is {self.loss:.4g}, and the first gradient that is not finite is that "
-                f"of {self.parameter}"
+            norm = self.gradients[self.parameter]
+            which = (
+                f"the norm of the gradient overflows, most in {self.parameter} ({norm:.4g})"
+                if math.isfinite(norm)
+                else f"the first gradient that is not finite is that of {self.parameter}"
             )
+            return f"the loss is {self.loss:.4g}, and {which}"
         return None
 
 
@@ -128,6 +133,8 @@ def examine(
         seen.gradients[_short(name)] = float(gradient.double().norm())
         if seen.parameter is None and not gradient.isfinite().all():
             seen.parameter = _short(name)
+    if seen.parameter is None and math.hypot(*seen.gradients.values()) > LARGEST_NORM:
+        seen.parameter = max(seen.gradients, key=lambda name: seen.gradients[name])
     return seen
 
 

@@ -6,6 +6,7 @@ a cell: forwards (a NaN) or backwards alone (a gradient that overflows).
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -24,7 +25,7 @@ from longrnn.training.nonfinite import replay
 from longrnn.training.trainer import MOST_SKIPPED, Trainer
 from tests.cli.conftest import CLI, cli  # noqa: F401
 from tests.training.forks import pair
-from tests.training.runs import KINDS, assert_equal, metrics, tiny, train, write_config
+from tests.training.runs import KINDS, MAMBA2, assert_equal, metrics, tiny, train, write_config
 
 TOKEN = 4
 RARE = {"length": {"max": 2}, "per_device_train_batch_size": 2, "logging_steps": 1}
@@ -34,12 +35,13 @@ PASSKEY_DIGIT = ord("2")
 def sick(folder: Path, fault: str, kind: str = "reverse", token: int = TOKEN) -> str:
     """A checkpoint whose model is at fault with one token."""
     torch.manual_seed(0)
-    model = RecurrentLM(build_config(RecurrentConfig, KINDS[kind]["model"]))
+    changes: dict[str, Any] = {"tie_embeddings": False}
+    changes |= {"mixer": MAMBA2["mixer"]} if fault == "forwards" else {}
+    model = RecurrentLM(build_config(RecurrentConfig, {**KINDS[kind]["model"], **changes}))
     with torch.no_grad():
         if fault == "forwards":
-            # Products of both signs overflow, and their sum is NaN.
-            model.embedding.weight[token] = 3e38
-            model.mixers[0].get_parameter("cell.weight_ih_l0").mul_(100)
+            # The recurrence multiplies three numbers of this order.
+            model.embedding.weight[token] = 1e20
         elif fault == "weights":
             model.embedding.weight[token] = math.nan
         else:
@@ -47,7 +49,9 @@ def sick(folder: Path, fault: str, kind: str = "reverse", token: int = TOKEN) ->
             weight = model.mixers[0].get_parameter("cell.weight_ih_l0")
             weight[:, :16] *= 1e37
             model.embedding.weight.mul_(1e-37)
-            assert fault == "backwards"
+            assert fault in ("backwards", "norm")
+            if fault == "backwards":
+                model.head.weight.mul_(1e5)
     save_model(model, folder)
     return str(folder)
 
@@ -63,15 +67,21 @@ def with_token(config: TrainConfig, steps: int) -> list[int]:
 
 def snapshot(trainer: Trainer) -> Any:
     model = {name: value.clone() for name, value in trainer._model().state_dict().items()}
-    return model, trainer.optimizer.state_dict()["state"]
+    return model, copy.deepcopy(trainer.optimizer.state_dict()["state"])
+
+
+def assert_identical(one: Any, other: Any) -> None:
+    """Bit for bit, a NaN equal to itself."""
+    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
     ("fault", "layer", "parameter", "says"),
     [
-        ("forwards", "in the output of blocks.0.mixer.cell", "embedding.weight", "the loss is nan"),
+        ("forwards", "made inside blocks.0.mixer", "embedding.weight", "the loss is nan"),
         ("weights", "the weight embedding.weight", "embedding.weight", "the loss is nan"),
         ("backwards", None, "embedding.weight", "gradient that is not finite is that of embedding"),
+        ("norm", None, "embedding.weight", "norm of the gradient overflows, most in embedding.we"),
     ],
 )
 def test_a_run_stops_at_the_step_and_says_where(
@@ -80,7 +90,7 @@ def test_a_run_stops_at_the_step_and_says_where(
     """Weights spoilt by a step that nobody notices, or a message that leaves one searching."""
     start = sick(tmp_path / "sick", fault)
     config = tiny("reverse", tmp_path / "run", init_from=start, save_steps=1, **RARE)
-    first = 1 if fault == "backwards" else with_token(config, 10)[0]
+    first = 1 if fault in ("backwards", "norm") else with_token(config, 10)[0]
     trainer = Trainer(config, quiet=True)
     with pytest.raises(UserError) as error:
         trainer.train()
@@ -97,7 +107,7 @@ def test_a_run_stops_at_the_step_and_says_where(
     assert_equal(content["batch"]["tokens"], batch.tokens)
     # Nothing of the step has reached the weights.
     assert trainer.step == first - 1
-    assert_equal(content["model"], dict(trainer._model().state_dict()))
+    assert_identical(content["model"], dict(trainer._model().state_dict()))
 
 
 @pytest.mark.parametrize("kind", ["reverse", "carry"])
@@ -113,7 +123,7 @@ def test_steps_left_out_leave_nothing_behind(kind: str, tmp_path: Path) -> None:
         before = snapshot(trainer)
         if "loss" not in whole(trainer, stop=False):
             left_out.append(trainer.step + 1)
-            assert_equal(snapshot(trainer), before)
+            assert_identical(snapshot(trainer), before)
         for state in trainer.states:
             assert all(leaf.isfinite().all() for layer in state.layers for leaf in layer)
         trainer.step += 1
@@ -131,7 +141,7 @@ def test_steps_left_out_leave_nothing_behind(kind: str, tmp_path: Path) -> None:
     kept = [nonfinite.steps(path) for path in nonfinite.files(tmp_path / "one")]
     assert kept == left_out[-config.save_total_limit :]
     weights = checkpoint.read_tensors(tmp_path / "one/checkpoint-00000010/training.pt")["optimizer"]
-    assert_equal(weights["state"], trainer.optimizer.state_dict()["state"])
+    assert_identical(weights["state"], trainer.optimizer.state_dict()["state"])
     content = checkpoint.read_tensors(tmp_path / "one/checkpoint-00000008/training.pt")
     assert content["skipped"] == sum(step <= 8 for step in left_out)
 
