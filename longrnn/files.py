@@ -24,17 +24,24 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with open(beside, "wb") as file:
+        with naming(path), open(beside, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
-    except OSError as error:
-        error.filename = error.filename or str(path)  # a full disk does not say where it is
-        raise
     finally:
         beside.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Within this context, an OSError names `path` where it names nothing, as on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def leftovers(path: Path) -> list[Path]:

@@ -14,6 +14,7 @@ from longrnn.training.initial_states import uses_lanes
 
 SAMPLING = ("fixed", "log_uniform")
 TRACKERS = ("none", "tensorboard")
+NONFINITE = ("stop", "skip")
 
 
 @dataclass
@@ -62,6 +63,8 @@ class TrainConfig:
         max_steps: optimizer steps; a resumed run may change it where the schedule is `constant`.
         warmup_steps: linear warm-up from 0.
         decay_steps: of `warmup_stable_decay`: linear decay to 0 at the end.
+        nonfinite: what to do at a step whose loss or gradient is NaN or infinite: `stop`, or `skip`
+            it, with weights and optimizer as if it had not been.
         mixed_precision: `no`, `bf16` or `fp16`.
         save_steps: between checkpoints; the last step always saves.
         save_total_limit: checkpoints kept.
@@ -95,6 +98,7 @@ class TrainConfig:
     warmup_steps: int = 100
     decay_steps: int = 0
     max_grad_norm: float = 1.0
+    nonfinite: str = "stop"
     mixed_precision: str = "no"
     save_steps: int = 500
     save_total_limit: int = 2
@@ -135,6 +139,9 @@ class TrainConfig:
             raise UserError(
                 f"unknown report_to {self.report_to!r}: {nearest(self.report_to, TRACKERS)}"
             )
+        if self.nonfinite not in NONFINITE:
+            remedy = nearest(self.nonfinite, NONFINITE)
+            raise UserError(f"unknown nonfinite {self.nonfinite!r}: {remedy}")
         if self.mixed_precision not in ("no", "bf16", "fp16"):
             raise UserError(f"mixed_precision {self.mixed_precision!r}: use no, bf16 or fp16")
 

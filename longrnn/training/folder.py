@@ -11,8 +11,8 @@ from pathlib import Path
 
 from longrnn.config import dump_config, flat
 from longrnn.errors import UserError
-from longrnn.files import leftovers, write_atomic
-from longrnn.training import checkpoint
+from longrnn.files import leftovers, naming, write_atomic
+from longrnn.training import checkpoint, nonfinite
 from longrnn.training.config import TrainConfig
 
 # What a run writes into its output folder itself.
@@ -20,7 +20,9 @@ FILES = ("train.yaml", "metrics.jsonl", "config.json", "model.safetensors")
 FILES += ("tokenizer.json", "tokenizer_config.json")
 # Keys that may change between the parts of one run without changing what it computes so far.
 HARMLESS = {"output_dir", "save_steps", "save_total_limit", "logging_steps", "num_processes"}
-HARMLESS |= {"report_to"}
+HARMLESS |= {"report_to", "nonfinite"}
+# Keys that may change as well after a stop at a loss or gradient that is not finite.
+REMEDIES = {"learning_rate", "max_grad_norm", "mixed_precision"}
 
 
 def claim(config: TrainConfig, *, resume: bool, processes: int) -> Path | None:
@@ -45,7 +47,12 @@ def claim(config: TrainConfig, *, resume: bool, processes: int) -> Path | None:
     found, damaged = checkpoint.newest_whole(output_dir)
     if found is not None:
         _check_fits(found, config, processes)
-    write_atomic(output_dir / "train.yaml", dump_config(config))
+    recorded = output_dir / "train.yaml"
+    if found is not None and differences(recorded.read_text(), config, HARMLESS):
+        # What the run was until now, which no checkpoint says.
+        until = output_dir / f"train-until-{checkpoint.steps(found):08d}.yaml"
+        write_atomic(until, recorded.read_text())
+    write_atomic(recorded, dump_config(config))
     _clean(output_dir)
     for path, wrong in damaged.items():
         aside = checkpoint.set_aside(path)
@@ -62,7 +69,8 @@ def _check_owner(output_dir: Path, config: TrainConfig, *, resume: bool) -> None
     """Refuses a folder that is not this run's."""
     recorded = output_dir / "train.yaml"
     if recorded.is_file():
-        difference = differences(recorded.read_text(), config)
+        allowed = HARMLESS | (REMEDIES if _stopped(output_dir) else set())
+        difference = differences(recorded.read_text(), config, allowed)
         if difference:
             raise UserError(
                 f"{output_dir} holds a run with another configuration ({difference}): "
@@ -103,8 +111,15 @@ def _clean(output_dir: Path) -> None:
             unfinished.unlink()
 
 
-def differences(recorded: str, config: TrainConfig) -> str:
-    """Which keys of a recorded configuration (YAML) differ from a run's, harmless ones left out."""
+def _stopped(output_dir: Path) -> bool:
+    """Whether a step was not finite after the newest checkpoint."""
+    failed = [nonfinite.steps(path) for path in nonfinite.files(output_dir)]
+    saved = [checkpoint.steps(path) for path in checkpoint.checkpoints(output_dir)]
+    return max(failed, default=0) > max(saved, default=0)
+
+
+def differences(recorded: str, config: TrainConfig, allowed: set[str]) -> str:
+    """Which keys of a recorded configuration (YAML) differ from a run's, but for `allowed` ones."""
     import yaml
 
     before, now = flat(yaml.safe_load(recorded)), flat(asdict(config))
@@ -114,13 +129,14 @@ def differences(recorded: str, config: TrainConfig) -> str:
     return ", ".join(
         f"{key}: {before.get(key)} there, {now.get(key)} here"
         for key in keys
-        if key not in HARMLESS | length
+        if key not in allowed | length
     )
 
 
 def append_metrics(output_dir: Path, row: dict[str, float]) -> None:
     """Adds a row to `metrics.jsonl` and makes it durable: no checkpoint is newer than its rows."""
-    with open(output_dir / "metrics.jsonl", "a") as file:
+    path = output_dir / "metrics.jsonl"
+    with naming(path), open(path, "a") as file:
         file.write(json.dumps(row) + "\n")
         file.flush()
         os.fsync(file.fileno())

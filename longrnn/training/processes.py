@@ -69,6 +69,17 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
     return accelerator
 
 
+# What holds a process group, to the end of the process: the destructor of gloo's groups loses a
+# wake-up now and then, and waits for ever. The command line leaves without destructors.
+_KEPT: list[Any] = []
+
+
+def keep_alive(accelerator: Accelerator, module: Any) -> None:
+    """Keeps a prepared module, and with it its process group, from being destroyed."""
+    if accelerator.num_processes > 1:
+        _KEPT.append(module)
+
+
 def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
     """What `work` returns, run by the main process alone; the others wait for it.
 

@@ -24,19 +24,28 @@ from longrnn.hf.loading import load
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.progress import Progress
-from longrnn.tasks import TASKS
-from longrnn.training import sharding
+from longrnn.state import LMState, reset
+from longrnn.tasks import TASKS, Batch
+from longrnn.training import nonfinite, sharding
 from longrnn.training.config import TrainConfig
 from longrnn.training.data import Source
 from longrnn.training.folder import append_metrics, claim
 from longrnn.training.initial_states import INITIAL_STATES, Context
 from longrnn.training.objective import Objective
 from longrnn.training.optim import freeze, learning_rate, set_learning_rate
-from longrnn.training.processes import Interrupts, build_accelerator, on_main, start_trackers
+from longrnn.training.processes import (
+    Interrupts,
+    build_accelerator,
+    keep_alive,
+    on_main,
+    start_trackers,
+)
 from longrnn.training.saver import Saver
 
 # What a checkpoint holds of a trainer beside weights, optimizer and carried states.
-COUNTERS = ("step", "tokens", "pending")
+COUNTERS = ("step", "tokens", "pending", "skipped", "skipped_in_a_row")
+# After so many steps left out in a row, a run that leaves them out stops as well.
+MOST_SKIPPED = 10
 
 
 class Trainer:
@@ -72,9 +81,11 @@ class Trainer:
         self._check_positions(model)
         found = on_main(self.accelerator, lambda: claim(config, resume=resume, processes=world))
         self.saver = Saver(config, self.accelerator, self.tokenizer)
+        keep_alive(self.accelerator, self.objective)
 
         self.step = 0
         self.tokens = 0
+        self.skipped = self.skipped_in_a_row = 0  # steps left out by `nonfinite: skip`
         self.pending: dict[str, list[float]] = {}  # what the next row of metrics averages
         if found is not None:
             self._restore(found)
@@ -126,7 +137,8 @@ class Trainer:
                 self.step += 1
                 for name, value in values.items():
                     self.pending.setdefault(name, []).append(value)
-                progress.advance(1, self.tokens - before, f"loss {values['loss']:.4f}")
+                note = f"loss {values['loss']:.4f}" if "loss" in values else "left out"
+                progress.advance(1, self.tokens - before, note)
                 last = self.step == config.max_steps
                 if self.step % config.logging_steps == 0 or last:
                     self._log((self.tokens - before) / (time.monotonic() - begun))
@@ -142,14 +154,16 @@ class Trainer:
         return model
 
     def _train_step(self, *, stop: bool) -> dict[str, float]:
-        """One optimizer step; returns what to log, and `stop` above 0 if any process wishes it."""
+        """One optimizer step; returns what to log, and `stop` above 0 if any process wishes it.
+
+        A step that is left out returns `stop` alone.
+        """
         config, n_micro = self.config, self.config.gradient_accumulation_steps
         set_learning_rate(self.optimizer, self.step, config)
         sums: dict[str, Tensor] = {"stop": torch.tensor([float(stop), 1.0])}  # of values, of counts
+        ends: list[LMState] = []
         for micro in range(n_micro):
-            device = self.accelerator.device
-            segments = [batch.to(device) for batch in self.source.segments(self.step, micro)]
-            start = self.starts.before(segments[0], self.step, micro)
+            segments, start = self._part(micro)
             # Gradients are reduced over processes once, with the last micro-batch.
             wait = micro < n_micro - 1
             sync = self.accelerator.no_sync(self.objective) if wait else nullcontext()
@@ -157,7 +171,7 @@ class Trainer:
                 with self.accelerator.autocast():
                     output = self.objective(segments, start)
                 self.accelerator.backward(output.loss / n_micro)
-            self.starts.after(output.state, micro)
+            ends.append(output.state)
             scores = [{"loss": output.loss.detach().cpu()[None]}]
             for batch, said in zip(segments, output.predictions, strict=True):
                 self.tokens += batch.tokens.numel() * self.accelerator.num_processes
@@ -166,12 +180,59 @@ class Trainer:
                 pair = torch.tensor([float(values.sum()), float(len(values))])
                 sums[name] = sums.get(name, torch.zeros(2)) + pair
         norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), config.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        sums["nonfinite"] = torch.tensor([float(self._nonfinite(norm, sums["loss"])), 1.0])
         table = torch.stack(list(sums.values())).to(self.accelerator.device)
         totals = self._total(table).tolist()
         means = {n: t / count for n, (t, count) in zip(sums, totals, strict=True) if count}
+        if means.pop("nonfinite") > 0:
+            self._leave_out()
+            return {"stop": means["stop"]}
+        self.skipped_in_a_row = 0
+        for micro, state in enumerate(ends):
+            self.starts.after(state, micro)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return means | {"grad_norm": float(norm if norm is not None else 0.0)}
+
+    def _part(self, micro: int) -> tuple[list[Batch], LMState]:
+        """A micro-batch of this step, and what it starts from."""
+        device = self.accelerator.device
+        segments = [batch.to(device) for batch in self.source.segments(self.step, micro)]
+        return segments, self.starts.before(segments[0], self.step, micro)
+
+    def _nonfinite(self, norm: Tensor | None, loss: Tensor) -> bool:
+        # With fp16, gradients overflow as a rule, and the scaler leaves such steps out itself.
+        checked = [loss] if norm is None or self.accelerator.scaler is not None else [loss, norm]
+        return not all(bool(value.isfinite().all()) for value in checked)
+
+    def _leave_out(self) -> None:
+        """Makes a step that was not finite undone: stops the run, or has it go on beyond.
+
+        Lanes that were not finite go on from the zero state, since what they carry may be at fault.
+        """
+        config = self.config
+        self.optimizer.zero_grad()
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.update()
+        micros = [self._part(micro) for micro in range(config.gradient_accumulation_steps)]
+        path = self.output_dir / f"nonfinite-{self.step + 1:08d}.pt"
+        objective = self.accelerator.unwrap_model(self.objective)
+        where, sound = nonfinite.report(self.accelerator, objective, micros, path)
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        if config.nonfinite == "stop" or self.skipped_in_a_row == MOST_SKIPPED:
+            raise UserError(nonfinite.advice(config, path, where, self.skipped_in_a_row))
+        if self.accelerator.is_main_process:
+            print(
+                f"warning: step {self.step + 1} is left out: {where}; see {path}", file=sys.stderr
+            )
+            for old in nonfinite.files(self.output_dir)[: -config.save_total_limit]:
+                old.unlink()
+        if self.starts.lanes:
+            for micro, ((_, start), rows) in enumerate(zip(micros, sound, strict=True)):
+                gone = ~rows.to(self.accelerator.device)
+                zero = self._model().init_state(len(gone))
+                self.starts.after(reset(start, zero, gone), micro)
 
     def _total(self, part: Tensor) -> Tensor:
         """The sum of `part` over processes."""
@@ -180,6 +241,8 @@ class Trainer:
     def _log(self, rate: float) -> None:
         means = {name: sum(values) / len(values) for name, values in self.pending.items()}
         self.pending = {}
+        if self.config.nonfinite == "skip":
+            means["skipped"] = self.skipped
         if not self.accelerator.is_main_process:
             return
         row = {

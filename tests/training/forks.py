@@ -20,8 +20,9 @@ from pathlib import Path
 from tests.training.runs import ENVIRONMENT
 
 SERVER = multiprocessing.get_context("forkserver")
+# torch._dynamo is what building an optimizer imports.
 SERVER.set_forkserver_preload(
-    ["longrnn.training.trainer", "longrnn.cli.app", "omegaconf", "yaml", "accelerate"]
+    ["longrnn.training.trainer", "longrnn.cli.app", "omegaconf", "yaml", "torch._dynamo"]
 )
 LIMIT = 100  # seconds that anything may take
 
@@ -90,12 +91,16 @@ def pair(*arguments: str | Path, folder: Path) -> list[Fork]:
     ]
 
 
-def kill_at_random(process: Fork, rng: random.Random, begun: Path, longest: float) -> bool:
-    """SIGKILL within `longest` seconds after `begun` exists; false where the run ended before."""
-    if not process.when(begun.exists):
-        return False
-    process.process.join(rng.uniform(0, longest))
-    if not process.process.is_alive():
-        return False
+def rows(output: Path) -> int:
+    """How many rows of metrics a run has written."""
+    path = output / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
+def kill_at_random(process: Fork, rng: random.Random, output: Path, most: int) -> None:
+    """SIGKILL a little after a random row of metrics, between those there are and `most`."""
+    first = rng.randint(min(rows(output), most), most)
+    assert process.when(lambda: rows(output) >= first and (output / "train.yaml").exists())
+    process.process.join(rng.choice([0.0, 0.002, 0.01, 0.05]))
     process.send(signal.SIGKILL)
-    return process.end() == -signal.SIGKILL
+    assert process.end() == -signal.SIGKILL, process.err

@@ -1,0 +1,240 @@
+"""A loss or gradient that is NaN or infinite: named, kept for replay, and no step of the run.
+
+The models are made so that one token, and no other, leaves the range of float32 on its way through
+a cell: forwards (a NaN) or backwards alone (a gradient that overflows).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longrnn.config import build_config
+from longrnn.errors import UserError
+from longrnn.models import RecurrentConfig, RecurrentLM
+from longrnn.models.checkpoint import save_model
+from longrnn.training import checkpoint, nonfinite
+from longrnn.training.config import TrainConfig
+from longrnn.training.nonfinite import replay
+from longrnn.training.trainer import MOST_SKIPPED, Trainer
+from tests.cli.conftest import CLI, cli  # noqa: F401
+from tests.training.forks import pair
+from tests.training.runs import KINDS, MAMBA2, assert_equal, metrics, tiny, train, write_config
+
+TOKEN = 4
+RARE = {"length": {"max": 2}, "per_device_train_batch_size": 2, "logging_steps": 1}
+PASSKEY_DIGIT = ord("2")
+
+
+def sick(folder: Path, fault: str, kind: str = "reverse", token: int = TOKEN) -> str:
+    """A checkpoint whose model is at fault with one token."""
+    torch.manual_seed(0)
+    changes: dict[str, Any] = {"tie_embeddings": False}
+    changes |= {"mixer": MAMBA2["mixer"]} if fault == "forwards" else {}
+    model = RecurrentLM(build_config(RecurrentConfig, {**KINDS[kind]["model"], **changes}))
+    with torch.no_grad():
+        if fault == "forwards":
+            # The recurrence multiplies three numbers of this order.
+            model.embedding.weight[token] = 1e20
+        elif fault == "weights":
+            model.embedding.weight[token] = math.nan
+        else:
+            # The product is of order 1; the gradient of the small factor is the large one.
+            weight = model.mixers[0].get_parameter("cell.weight_ih_l0")
+            weight[:, :16] *= 1e37
+            model.embedding.weight.mul_(1e-37)
+            assert fault in ("backwards", "norm")
+            if fault == "backwards":
+                model.head.weight.mul_(1e5)
+    save_model(model, folder)
+    return str(folder)
+
+
+def with_token(config: TrainConfig, steps: int) -> list[int]:
+    """The steps, counted from 1, whose rows hold the token."""
+    from longrnn.tasks import TASKS
+    from longrnn.training.data import Source
+
+    source = Source(TASKS.build(config.task, None), config, 0, 1)
+    return [s + 1 for s in range(steps) if (source.segments(s, 0)[0].tokens == TOKEN).any()]
+
+
+def snapshot(trainer: Trainer) -> Any:
+    model = {name: value.clone() for name, value in trainer._model().state_dict().items()}
+    return model, copy.deepcopy(trainer.optimizer.state_dict()["state"])
+
+
+def assert_identical(one: Any, other: Any) -> None:
+    """Bit for bit, a NaN equal to itself."""
+    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "layer", "parameter", "says"),
+    [
+        ("forwards", "made inside blocks.0.mixer", "embedding.weight", "the loss is nan"),
+        ("weights", "the weight embedding.weight", "embedding.weight", "the loss is nan"),
+        ("backwards", None, "embedding.weight", "gradient that is not finite is that of embedding"),
+        ("norm", None, "embedding.weight", "norm of the gradient overflows, most in embedding.we"),
+    ],
+)
+def test_a_run_stops_at_the_step_and_says_where(
+    fault: str, layer: str | None, parameter: str, says: str, tmp_path: Path
+) -> None:
+    """Weights spoilt by a step that nobody notices, or a message that leaves one searching."""
+    start = sick(tmp_path / "sick", fault)
+    config = tiny("reverse", tmp_path / "run", init_from=start, save_steps=1, **RARE)
+    first = 1 if fault in ("backwards", "norm") else with_token(config, 10)[0]
+    trainer = Trainer(config, quiet=True)
+    with pytest.raises(UserError) as error:
+        trainer.train()
+    message, path = str(error.value), tmp_path / f"run/nonfinite-{first:08d}.pt"
+    assert "\n" not in message
+    kept = f"from checkpoint-{first - 1:08d}" if first > 1 else "from the beginning"
+    pieces = (f"step {first}: ", says, f"`longrnn replay {path}`", kept, "learning_rate=0.001")
+    for piece in (*pieces, "nonfinite=skip"):
+        assert piece in message, message
+    content = torch.load(path, weights_only=True)
+    found = {name: content[name] for name in ("step", "micro_batch", "layer", "parameter")}
+    assert found == {"step": first, "micro_batch": 0, "layer": layer, "parameter": parameter}
+    batch = trainer.source.segments(first - 1, 0)[0]
+    assert_equal(content["segments"][0]["tokens"], batch.tokens)
+    # Nothing of the step has reached the weights.
+    assert trainer.step == first - 1
+    assert_identical(content["model"], dict(trainer._model().state_dict()))
+
+
+@pytest.mark.parametrize("kind", ["reverse", "carry"])
+def test_steps_left_out_leave_nothing_behind(kind: str, tmp_path: Path) -> None:
+    """Moments, weights or states that a NaN has reached; a count that a resumed run forgets."""
+    start = sick(tmp_path / "sick", "weights", kind, TOKEN if kind == "reverse" else PASSKEY_DIGIT)
+    changes: dict[str, Any] = {"init_from": start, "nonfinite": "skip", "logging_steps": 1}
+    changes |= RARE if kind == "reverse" else {"gradient_accumulation_steps": 1}
+    config = tiny(kind, tmp_path / "run", **changes)
+    trainer = Trainer(config, quiet=True)
+    whole, left_out = Trainer._train_step, []
+    while trainer.step < config.max_steps:
+        before = snapshot(trainer)
+        if "loss" not in whole(trainer, stop=False):
+            left_out.append(trainer.step + 1)
+            assert_identical(snapshot(trainer), before)
+        assert all(leaf.isfinite().all() for leaf in trainer.starts.content().values())
+        trainer.step += 1
+    assert 0 < len(left_out) < 10
+    assert trainer.skipped == len(left_out)
+    # The same as a run of its own, which is stopped and resumed on its way.
+    one = tiny(kind, tmp_path / "one", **changes)
+    train(one)
+    rows = metrics(tmp_path / "one")
+    assert [row["step"] for row in rows if "loss" not in row] == left_out
+    assert [row["skipped"] for row in rows] == [
+        sum(step <= row["step"] for step in left_out) for row in rows
+    ]
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    kept = [nonfinite.steps(path) for path in nonfinite.files(tmp_path / "one")]
+    assert kept == left_out[-config.save_total_limit :]
+    weights = checkpoint.read_tensors(tmp_path / "one/checkpoint-00000010/training.pt")["optimizer"]
+    assert_identical(weights["state"], trainer.optimizer.state_dict()["state"])
+    content = checkpoint.read_tensors(tmp_path / "one/checkpoint-00000008/training.pt")
+    assert content["skipped"] == sum(step <= 8 for step in left_out)
+
+
+def test_a_run_that_leaves_out_everything_stops(tmp_path: Path) -> None:
+    """Days of steps that train nothing."""
+    start = sick(tmp_path / "sick", "backwards")
+    changes = {"init_from": start, "nonfinite": "skip", "max_steps": 100}
+    config = tiny("reverse", tmp_path / "run", **RARE, **changes)
+    with pytest.raises(UserError, match=f"step 10: .* the last of {MOST_SKIPPED} steps in a row"):
+        train(config)
+
+
+def test_what_a_user_does_after_a_stop(
+    cli: CLI,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """A stop after which the run cannot go on, or goes on with a rate that no file tells."""
+    start = sick(tmp_path / "sick", "weights")
+    config = tiny("reverse", Path("run"), init_from=start, save_steps=1, **RARE)
+    first, *others = with_token(config, 10)
+    write_config(config, tmp_path / "c.yaml")
+    stopped = cli("train", "c.yaml", "--quiet")
+    assert stopped.code == 2
+    assert stopped.err.startswith(f"error: step {first}: ")
+    assert len(stopped.err.splitlines()) == 1
+    shown = cli("replay", f"run/nonfinite-{first:08d}.pt")
+    assert shown.code == 0
+    then, now, *table = shown.out.splitlines()
+    assert then.startswith(f"then  step {first}, micro-batch 0, process 0: the loss is nan")
+    assert now.startswith("now   the loss is nan, and the first value that is not finite is the w")
+    assert next(line.split()[0] for line in table if "nan" in line) == "embedding"
+    # Another seed is another run, also now.
+    other = cli("train", "c.yaml", "--quiet", "--resume", "seed=1", "learning_rate=1e-3")
+    assert (other.code, "seed: 0 there, 1 here" in other.err) == (2, True)
+    assert "learning_rate" not in other.err
+    lower = cli("train", "c.yaml", "--quiet", "--resume", "learning_rate=1e-3")
+    assert lower.err.startswith(f"error: step {first}: "), "the fault lies in the weights"
+    before = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
+    final = ["--resume", "learning_rate=1e-4", "nonfinite=skip"]
+    assert cli("train", "c.yaml", "--quiet", *final).code == 0
+    rows = metrics(tmp_path / "run")
+    assert rows[-1]["skipped"] == 1 + len(others)
+    if first > 1:
+        assert rows[0]["learning_rate"] == before["learning_rate"]
+        recorded = (tmp_path / f"run/train-until-{first - 1:08d}.yaml").read_text()
+        assert "learning_rate: 0.001" in recorded
+    assert rows[first]["learning_rate"] <= 1e-4
+    # The run has gone on beyond the step: its configuration is fixed again.
+    later = cli("train", "c.yaml", "--quiet", "--resume", "learning_rate=1e-3", "nonfinite=skip")
+    assert (later.code, "learning_rate: 0.0001 there, 0.001 here" in later.err) == (2, True)
+
+
+def test_replay_of_what_is_no_batch(cli: CLI, tmp_path: Path) -> None:  # noqa: F811
+    """A traceback, or code that runs because a file says so."""
+    torch.save({"format": "other"}, tmp_path / "other.pt")
+    (tmp_path / "torn.pt").write_bytes((tmp_path / "other.pt").read_bytes()[:100])
+    for name, says in [("other", "is no batch to replay"), ("torn", "damaged"), ("x", "missing")]:
+        result = cli("replay", f"{name}.pt")
+        assert (result.code, says in result.err) == (2, True)
+        assert len(result.err.splitlines()) == 1
+
+
+def test_replay_begins_from_the_carried_state(tmp_path: Path) -> None:
+    """A replay from the zero state, which shows another loss."""
+    trainer = train(tiny("carry", tmp_path, max_steps=3))
+    segments, state = trainer._part(0)
+    objective = trainer.accelerator.unwrap_model(trainer.objective)
+    path = tmp_path / "nonfinite-00000004.pt"
+    nonfinite.report(trainer.accelerator, objective, [(segments, state)], path)
+    content, seen = replay(path)
+    assert seen.loss == float(objective(segments, state).loss)
+    assert seen.where is None
+    assert "each part of it is when it is computed again" in content["where"]
+    assert all(parameter.grad is None for parameter in objective.parameters())
+
+
+def test_two_processes_leave_out_the_same_steps(tmp_path: Path) -> None:
+    """A NaN that one process sees alone, and skips alone."""
+    start = sick(tmp_path / "sick", "weights")
+    changes = {"init_from": start, "nonfinite": "skip", **RARE, "max_steps": 8, "save_steps": 4}
+    half = {**changes, "per_device_train_batch_size": 1, "num_processes": 2}
+    train(tiny("reverse", tmp_path / "one", **changes))
+    path = write_config(tiny("reverse", tmp_path / "two", **half), tmp_path / "c.yaml")
+    both = pair("train", path, "--quiet", folder=tmp_path / "log")
+    assert [process.end() for process in both] == [0, 0], both[0].err + both[1].err
+    rows, expected = metrics(tmp_path / "two"), metrics(tmp_path / "one")
+    assert [row.keys() for row in rows] == [row.keys() for row in expected]
+    assert rows[-1]["skipped"] == expected[-1]["skipped"] > 0
+    for row, wanted in zip(rows, expected, strict=True):
+        for name, value in row.items():
+            assert value == pytest.approx(wanted[name], rel=1e-4, abs=1e-5), name
+    lines = both[0].err.splitlines()
+    assert len(lines) == rows[-1]["skipped"]
+    assert both[1].err == ""
+    written = [torch.load(file, weights_only=True) for file in nonfinite.files(tmp_path / "two")]
+    assert {content["process"] for content in written} <= {0, 1}
