@@ -51,9 +51,9 @@ class Fork:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
-    def when(self, ready: Callable[[], bool]) -> bool:
-        """Waits until `ready()`; false where the process ends before."""
-        deadline = time.monotonic() + LIMIT
+    def when(self, ready: Callable[[], bool], limit: float = LIMIT) -> bool:
+        """Waits until `ready()`, for `limit` seconds; false where the process ends before."""
+        deadline = time.monotonic() + limit
         while not ready():
             if not self.process.is_alive():
                 return False
