@@ -28,9 +28,9 @@ def test_memory_and_time_stay_flat(kind: str, tmp_path: Path) -> None:
     output = tmp_path / "run"
     path = write_config(tiny(kind, output, **changes), tmp_path / "config.yaml")
     process = Fork("train", path, "--quiet", folder=tmp_path / "log")
-    assert process.when(lambda: rows(output) >= 20, limit=600)
+    assert process.when(lambda: rows(output) >= 20, limit=600, every=0.02)
     early = resident(process)
-    assert process.when(lambda: rows(output) >= 199, limit=1800), process.err
+    assert process.when(lambda: rows(output) >= 199, limit=1800, every=0.02)
     late = resident(process)
     assert process.end() == 0
     logged = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
