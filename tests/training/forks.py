@@ -51,14 +51,16 @@ class Fork:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
-    def when(self, ready: Callable[[], bool]) -> bool:
-        """Waits until `ready()`; false where the process ends before."""
-        deadline = time.monotonic() + LIMIT
+    def when(
+        self, ready: Callable[[], bool], *, limit: float = LIMIT, every: float = 0.0005
+    ) -> bool:
+        """Asks every so many seconds until `ready()`; false where the process ends before."""
+        deadline = time.monotonic() + limit
         while not ready():
             if not self.process.is_alive():
                 return False
             assert time.monotonic() < deadline, self.err
-            time.sleep(0.0005)
+            time.sleep(every)
         return True
 
     def end(self) -> int:
