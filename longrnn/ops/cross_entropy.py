@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 # Logits of one piece.
-PIECE = 2**22
+PIECE = 2**23
 
 
 class HeadLoss(NamedTuple):
@@ -81,15 +81,17 @@ class _HeadLoss(torch.autograd.Function):
                 part = slice(start, start + rows)
                 x, weight = hidden[part].to(dtype), relative[part, None]
                 logits = (x @ narrow.t()).to(wide)
-                predictions[part] = logits.argmax(-1)
+                largest, likeliest = logits.max(-1, keepdim=True)
+                predictions[part] = likeliest[:, 0]
                 place = targets[part, None].clamp(min=0)
                 said = logits.gather(1, place)
-                normaliser = logits.logsumexp(-1, keepdim=True)
+                gradient = logits.softmax(-1)
+                # The largest probability is 1 / Σ exp(logit − largest), and never small.
+                normaliser = largest - gradient.gather(1, likeliest).log()
                 loss += ((normaliser - said) * weight).sum()
                 if of_hidden is None and of_head is None:
                     continue
                 # In place: softmax − one-hot, the gradient of a token's loss in its logits.
-                gradient = logits.sub_(normaliser).exp_()
                 gradient.scatter_add_(1, place, torch.full_like(said, -1.0))
                 gradient = gradient.to(dtype)
                 if of_hidden is not None:
