@@ -294,7 +294,7 @@ def test_an_interrupted_evaluation_says_how_to_go_on(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(passkey, "_answers", interrupted)
+    monkeypatch.setattr(passkey, "answers", interrupted)
     result = cli("eval", "passkey", models / "text", *SHORT, "--output", "with space")
     again = f"longrnn eval passkey {models}/text {' '.join(SHORT)} --output 'with space'"
     assert_refused(result, "what was finished is kept", f"go on with: {again}")

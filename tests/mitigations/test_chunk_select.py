@@ -192,7 +192,8 @@ def test_command_line(cli: CLI, tmp_path: Path) -> None:  # noqa: F811
     rows = {}
     for folder in root.iterdir():
         header, found = read_results(folder / "results.jsonl")
-        rows[folder.name] = [row["said"] for row in found], header.get("chunk_select")
+        said = sorted((row["depth"], row["index"], row["said"]) for row in found)
+        rows[folder.name] = said, header.get("chunk_select")
     name = "passkey-tiny-short"
     assert {folder: chunk for folder, (_, chunk) in rows.items()} == {
         name: None,
