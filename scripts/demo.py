@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from longrnn import Mitigated, load, load_tokenizer, mitigation
-from longrnn.cli.evaluate import print_passkey
+from longrnn.cli.tables import print_passkey
 from longrnn.diagnostics.plots import passkey_heat_map
 from longrnn.evaluation.calibrate import Settings, calibrate
 from longrnn.evaluation.passkey import Subject, by_model, evaluate, evenly_spaced, summarise

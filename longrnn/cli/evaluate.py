@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -22,12 +21,9 @@ from longrnn.cli.options import (
     training_length,
     warn_if_calibrated_on,
 )
+from longrnn.cli.tables import print_forgetting, print_passkey, print_perplexity
 from longrnn.errors import UserError
 from longrnn.units import format_length, parse_length, parse_lengths
-
-if TYPE_CHECKING:
-    from longrnn.evaluation.intervals import Estimate
-    from longrnn.evaluation.results import Row
 
 app = typer.Typer(
     help="Measure a checkpoint.",
@@ -233,91 +229,6 @@ def perplexity(
     typer.echo("\n".join(map(str, written)))
 
 
-def print_perplexity(rows: Sequence[Row], by_position: bool) -> None:
-    """Prints the mean loss, and in a table that of every bucket of positions."""
-    from math import exp
-
-    from rich.console import Console
-    from rich.table import Table
-
-    from longrnn.evaluation.perplexity import summarise
-
-    whole, buckets = summarise(rows)
-    n = len(rows)
-    if by_position:
-        table = Table()
-        table.add_column("positions", justify="right")
-        table.add_column("nats per token")
-        table.add_column("bits per byte")
-        for bucket in buckets:
-            span = f"[{bucket.start:,}, {bucket.stop:,})"
-            table.add_row(span, _loss(bucket.nats), _loss(bucket.bits))
-        console = Console()
-        Console(width=max(console.width, 80)).print(table)
-    intervals = f"n = {n} documents, 95 % intervals"
-    if n == 1:
-        intervals = "one document: no interval can be given"
-    typer.echo(
-        f"{_loss(whole.nats)} nats per token, {_loss(whole.bits)} bits per byte, "
-        f"perplexity {exp(min(whole.nats.mean, 700)):,.2f} ({intervals})"
-    )
-
-
-def print_forgetting(rows: Sequence[Row], trained: int | None, vocab_size: int) -> None:
-    """Prints the criterion of robust forgetting, with the numbers that it compares."""
-    from math import log
-
-    from longrnn.evaluation.perplexity import FACTOR, forgetting
-
-    if trained is None:
-        typer.echo("forgets robustly: not judged without a training length, give --train-length")
-        return
-    found = forgetting(rows, trained)
-    if found is None:
-        typer.echo(
-            f"forgets robustly: not judged, no window goes beyond the training length of "
-            f"{format_length(trained)}"
-        )
-        return
-    typer.echo(
-        f"forgets robustly: {'yes' if found.robust else 'no'}. Beyond the training length of "
-        f"{format_length(trained)} the loss reaches {found.beyond:.3f} nats (from position "
-        f"{found.beyond_at:,}), {found.beyond / found.inside:.2f} × its largest inside "
-        f"({found.inside:.3f}, from position {found.inside_at:,}); at most {FACTOR:g} × is robust. "
-        f"Means over stretches of {found.width} tokens and all documents."
-    )
-    if found.inside > log(vocab_size):
-        typer.echo(
-            f"This says little: inside the training length the loss is already above that of a "
-            f"blind guess ({log(vocab_size):.3f} nats), so the text is foreign to the model."
-        )
-
-
-def print_passkey(name: str, rows: Sequence[Row]) -> None:
-    """Prints accuracy by length (down) and depth (across), with Wilson intervals."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from longrnn.evaluation.passkey import summarise
-
-    cells = summarise(rows)
-    depths = sorted({depth for _, depth in cells if depth is not None})
-    table = Table(title=f"{name}: passkeys recalled [95 % Wilson interval]", title_justify="left")
-    table.add_column("length", justify="right")
-    table.add_column("n", justify="right")
-    for depth in depths:
-        table.add_column(f"depth {depth:.0%}")
-    table.add_column("all depths")
-    for length in sorted({length for length, _ in cells}):
-        total = cells[length, None]
-        row = [str(cells[length, depth]) for depth in depths]
-        count = f"{len(depths)} × {total.n // len(depths)}"
-        table.add_row(format_length(length), count, *row, str(total))
-    # A table that is not on a terminal keeps its columns whole.
-    console = Console()
-    Console(width=max(console.width, 24 + 20 * (len(depths) + 1))).print(table)
-
-
 def _depths(text: str) -> list[float]:
     from longrnn.evaluation.passkey import evenly_spaced
 
@@ -331,9 +242,3 @@ def _depths(text: str) -> list[float]:
         raise UserError(
             f"{text!r} are no depths: write how many (5), or a list such as 0,0.5,1"
         ) from error
-
-
-def _loss(estimate: Estimate) -> str:
-    """A mean with its interval, where there is one."""
-    interval = f" [{estimate.low:.3f}, {estimate.high:.3f}]" if estimate.n > 1 else ""
-    return f"{estimate.mean:.3f}{interval}"
