@@ -72,9 +72,9 @@ def test_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_error_names_the_file(tmp_path: Path) -> None:
     """A full disk that is not said to be this one."""
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with pytest.raises(OSError, match="No space left on device.*/mine") as error:
-        with naming(tmp_path / "mine"):
-            raise full
+    named = pytest.raises(OSError, match="No space left on device.*/mine")
+    with named as error, naming(tmp_path / "mine"):
+        raise full
     assert error.value.filename == str(tmp_path / "mine")
     with pytest.raises(FileNotFoundError) as missing, naming(tmp_path / "mine"):
         (tmp_path / "other").read_bytes()
