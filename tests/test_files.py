@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from pathlib import Path
 
 import pytest
 
-from longrnn.files import leftovers, sha256, sync_folder, write_atomic
+from longrnn.files import leftovers, naming, sha256, sync_folder, write_atomic
 
 
 def names(folder: Path) -> list[str]:
@@ -66,6 +67,18 @@ def test_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (".file.txt", ".file.txt.0a1b2c3", ".filextxt.0a1b2c3d", ".other.0a1b2c3d"):
         (path.parent / name).write_text("kept")
     assert leftovers(path) == [left]
+
+
+def test_an_error_names_the_file(tmp_path: Path) -> None:
+    """A full disk that is not said to be this one."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    named = pytest.raises(OSError, match="No space left on device.*/mine")
+    with named as error, naming(tmp_path / "mine"):
+        raise full
+    assert error.value.filename == str(tmp_path / "mine")
+    with pytest.raises(FileNotFoundError) as missing, naming(tmp_path / "mine"):
+        (tmp_path / "other").read_bytes()
+    assert str(missing.value.filename) == str(tmp_path / "other")
 
 
 def test_content_is_on_disk_before_the_rename(

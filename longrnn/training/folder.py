@@ -49,9 +49,7 @@ def claim(config: TrainConfig, *, resume: bool, processes: int) -> Path | None:
         _check_fits(found, config, processes)
     recorded = output_dir / "train.yaml"
     if found is not None and differences(recorded.read_text(), config, HARMLESS):
-        # What the run was until now, which no checkpoint says.
-        until = output_dir / f"train-until-{checkpoint.steps(found):08d}.yaml"
-        write_atomic(until, recorded.read_text())
+        _keep_history(output_dir, checkpoint.steps(found))
     write_atomic(recorded, dump_config(config))
     _clean(output_dir)
     for path, wrong in damaged.items():
@@ -102,6 +100,22 @@ def _check_fits(found: Path, config: TrainConfig, processes: int) -> None:
         )
 
 
+def _keep_history(output_dir: Path, step: int) -> None:
+    """Keeps the configuration of the steps up to `step`, which no checkpoint holds.
+
+    It is the one recorded now, unless the run has changed before and goes back to here: then it is
+    the one of the first change after `step`, and the changes after `step` are no longer true.
+    """
+    target = output_dir / f"train-until-{step:08d}.yaml"
+    kept = sorted(output_dir.glob("train-until-*.yaml"))
+    undone = [path for path in kept if path.name >= target.name]
+    source = undone[0] if undone else output_dir / "train.yaml"
+    write_atomic(target, source.read_text())
+    for path in undone:
+        if path != target:
+            path.unlink()
+
+
 def _clean(output_dir: Path) -> None:
     """Removes what a kill left half-written."""
     for unfinished in output_dir.glob(".checkpoint-*.partial"):
@@ -147,6 +161,14 @@ def _cut_metrics(output_dir: Path, step: int) -> None:
     path = output_dir / "metrics.jsonl"
     if not path.is_file():
         return
-    lines = path.read_text().splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith("\n")]
-    write_atomic(path, "".join(row for row in whole if json.loads(row)["step"] <= step))
+    *lines, _ = path.read_text(errors="replace").split("\n")
+    kept = []
+    for number, line in enumerate(lines, 1):
+        try:
+            done = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            print(f"warning: {path}, line {number}, is damaged and left out", file=sys.stderr)
+            continue
+        if done <= step:
+            kept.append(f"{line}\n")
+    write_atomic(path, "".join(kept))

@@ -184,10 +184,11 @@ def test_what_a_user_does_after_a_stop(
     assert cli("train", "c.yaml", "--quiet", *final).code == 0
     rows = metrics(tmp_path / "run")
     assert rows[-1]["skipped"] == 1 + len(others)
-    if first > 1:
-        assert rows[0]["learning_rate"] == before["learning_rate"]
-        recorded = (tmp_path / f"run/train-until-{first - 1:08d}.yaml").read_text()
-        assert "learning_rate: 0.001" in recorded
+    assert rows[0]["learning_rate"] == before["learning_rate"]
+    (until,) = (tmp_path / "run").glob("train-until-*.yaml")
+    assert until.name == f"train-until-{first - 1:08d}.yaml"
+    text = until.read_text()
+    assert "learning_rate: 0.002" in text, "no step up to there had the rate in between"
     assert rows[first]["learning_rate"] <= 1e-4
     # The run has gone on beyond the step: its configuration is fixed again.
     later = cli("train", "c.yaml", "--quiet", "--resume", "learning_rate=1e-3", "nonfinite=skip")
@@ -212,7 +213,7 @@ def test_replay_begins_from_the_carried_state(tmp_path: Path) -> None:
     path = tmp_path / "nonfinite-00000004.pt"
     nonfinite.report(trainer.accelerator, objective, [(segments, state)], path)
     content, seen = replay(path)
-    assert seen.loss == float(objective(segments, state).loss)
+    assert seen.loss == float(objective(segments, state).loss.detach())
     assert seen.where is None
     assert "each part of it is when it is computed again" in content["where"]
     assert all(parameter.grad is None for parameter in objective.parameters())

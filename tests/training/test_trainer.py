@@ -137,6 +137,21 @@ def test_a_torn_row_of_metrics_is_dropped(tmp_path: Path, monkeypatch: pytest.Mo
     assert [row["step"] for row in metrics(tmp_path)] == [3, 6, 9, 10]
 
 
+def test_a_damaged_row_of_metrics_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A log that keeps a run from going on."""
+    config = tiny("reverse", tmp_path)
+    train(config)
+    path = tmp_path / "metrics.jsonl"
+    first, second, *rest = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([first, second[:9] + b"\xff" + second[10:], b"3\n", *rest]))
+    train(config, resume=True)
+    assert [row["step"] for row in metrics(tmp_path)] == [3, 9, 10]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"warning: {path}, line {n}, is damaged and left out" for n in (2, 3)]
+
+
 def test_what_a_killed_save_left_does_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
