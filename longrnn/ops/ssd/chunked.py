@@ -83,16 +83,22 @@ def _scan(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor
     to_end = _exp((total[:, :, -1:] - total).to(dtype))  # b m j h
     x_to_end = (x * to_end[..., None]).unflatten(3, (g, r)).flatten(4)  # b m j g (r p)
     x_to_end = x_to_end.permute(0, 1, 3, 4, 2)  # b m g (r p) j
-    # b m h 1 1: decay of a whole chunk
-    whole, rest = _split(total[:, :, -1, :, None, None], dtype)
+    # b m (r p) 1 of a group: decay of a whole chunk, a row of the state each. The state is taken by
+    # rows too, so that nothing below is changed through a view, which autograd would copy.
+    whole, rest = (
+        part.expand(b, m, h, p).reshape(b, m, g, r * p, 1)
+        for part in _split(total[:, :, -1, :, None], dtype)
+    )
+    rows = state.reshape(b * g, r * p, n)
     carried = []
     for x_m, B_m, C_m, whole_m, rest_m in zip(
         *(tensor.unbind(1) for tensor in (x_to_end, B, C, whole, rest)), strict=True
     ):
-        carried.append(C_m @ state.view(b, g, r * p, n).transpose(2, 3))  # b g i (r p)
-        added = (rest_m * state).view(b * g, r * p, n)
-        added = added.baddbmm_(x_m.flatten(0, 1), B_m.flatten(0, 1)).view(b, h, p, n)
-        state = torch.addcmul(added, whole_m, state)
+        carried.append(C_m @ rows.view(b, g, r * p, n).transpose(2, 3))  # b g i (r p)
+        added = rest_m.reshape(b * g, r * p, 1) * rows
+        added = added.baddbmm_(x_m.flatten(0, 1), B_m.flatten(0, 1))
+        rows = torch.addcmul(added, whole_m.reshape(b * g, r * p, 1), rows)
+    state = rows.view(b, h, p, n)
 
     since_start = _exp(total.to(dtype, copy=True))[..., None]  # b m i h 1
     start = torch.stack(carried, dim=1).transpose(2, 3).reshape(b, m, chunk, h, p)
@@ -107,7 +113,8 @@ def decay_between(total: Tensor, dtype: torch.dtype) -> Tensor:
         dtype: of the result.
     """
     high, low = _halves(total.transpose(2, 3), dtype)
-    between = high[..., :, None] - high[..., None, :]
+    # The minus stands before the small tensor: the gradient of a difference is as large as itself.
+    between = high[..., :, None] + (-high)[..., None, :]
     between.add_(low[..., :, None]).sub_(low[..., None, :])
     # Outside the graph, to keep nothing for the backward pass: below FLOOR the gradient is 0 to
     # rounding like the decay itself, and above 0 are only entries with j > i, which nobody reads.
