@@ -15,7 +15,7 @@ TORCH = $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 .PHONY: demo test slow wheel clean
 
 demo: $(VENV)/.run
-	$(VENV)/bin/python scripts/demo.py
+	OMP_NUM_THREADS=1 $(VENV)/bin/python scripts/demo.py
 
 test: $(VENV)/.dev
 	$(VENV)/bin/ruff check .

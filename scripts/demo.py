@@ -72,7 +72,7 @@ def demo(
         f"{BROKEN}, trained on prompts of {TRAINED} tokens, recalls {says(BROKEN, first)} and "
         f"{says(BROKEN, last)}; with the filler's tokens kept out of the one kind of head that "
         f"remembers ({where}), and no training, it recalls {says(REPAIRED, last)}.\n"
-        f"{HOLDING}, the same network trained with a state that is carried over long documents, "
+        f"{HOLDING}, the same network trained on segments that count thousands of times, "
         f"recalls {says(HOLDING, first)} and {says(HOLDING, last)}."
     )
 

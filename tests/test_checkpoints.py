@@ -13,7 +13,8 @@ from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.training.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
-NAMES = ("passkey-tiny", "passkey-tiny-short")
+PASSKEY = ("passkey-tiny", "passkey-tiny-short")
+NAMES = (*PASSKEY, "recall-tiny")
 
 
 def accuracy(name: str, length: int, output: Path, n: int = 4) -> float:
@@ -44,7 +45,7 @@ def test_trained_by_the_configuration_in_the_tree(name: str) -> None:
     assert recorded == offered
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PASSKEY)
 def test_both_recall_at_256_tokens(name: str, tmp_path: Path) -> None:
     """Both know the task."""
     assert accuracy(name, 256, tmp_path / "r.jsonl") >= 0.95
@@ -54,3 +55,18 @@ def test_one_holds_where_the_other_has_collapsed(tmp_path: Path) -> None:
     """Far beyond 256 tokens, one forgets and one does not."""
     assert accuracy("passkey-tiny-short", 16384, tmp_path / "short.jsonl", n=2) <= 0.5
     assert accuracy("passkey-tiny", 16384, tmp_path / "tiny.jsonl", n=2) >= 0.9
+
+
+def test_one_recalls_in_other_text(tmp_path: Path) -> None:
+    """Keys in text that is not the filler of the passkey task."""
+    subject = passkey.Subject("r", load("recall-tiny"), load_tokenizer("recall-tiny"))
+    rows = passkey.evaluate(
+        [subject],
+        lengths=[2048],
+        depths=[0.0, 0.5, 1.0],
+        n=4,
+        filler=ROOT / "docs/training.md",
+        output=tmp_path / "r.jsonl",
+        quiet=True,
+    )
+    assert passkey.summarise(rows)[2048, None].mean >= 0.4  # a guess has 1e-5
