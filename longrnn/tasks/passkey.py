@@ -20,7 +20,14 @@ from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.tasks.base import TASKS, UNSCORED, Batch, Task, exact_match
-from longrnn.tasks.passkey_documents import Document, Drawing, Needle, draw_needles, keys
+from longrnn.tasks.passkey_documents import (
+    Document,
+    Drawing,
+    Needle,
+    draw_needles,
+    keys,
+    numbered,
+)
 from longrnn.tasks.spans import Span, read, whole
 from longrnn.text import ByteTokenizer, Tokenizer, read_text
 
@@ -151,7 +158,7 @@ class Passkey(Task):
         return max(self._least(held_out[i : i + 9]) for i in range(0, len(held_out) - 9, 97))
 
     def _least(self, chosen: Sequence[str]) -> int:
-        needles = _numbered(chosen[: max(self.n_keys)])
+        needles = numbered([(key, 0.5) for key in chosen[: max(self.n_keys)]])
         lines = sum(len(self._line(needle)) for needle in needles)
         return len(self._header) + lines + len(self.question(needles[-1]))
 
@@ -272,9 +279,3 @@ class Passkey(Task):
 
     def _ids(self, text: str) -> Tensor:
         return torch.tensor(self.tokenizer.encode(text), dtype=torch.long)
-
-
-def _numbered(chosen: Sequence[str]) -> list[Needle]:
-    """Keys as needles, numbered from 1 where there are several."""
-    numbers = range(1, len(chosen) + 1) if len(chosen) > 1 else [0]
-    return [Needle(key, 0.5, number) for key, number in zip(chosen, numbers, strict=True)]

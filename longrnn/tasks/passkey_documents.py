@@ -47,9 +47,13 @@ class Needle(NamedTuple):
 
 def draw_needles(rng: random.Random, count: int, *, held_out: bool = False) -> list[Needle]:
     """`count` different keys at random depths, numbered from 1 where there are several."""
-    chosen = rng.sample(keys(held_out), count)
-    numbers = range(1, count + 1) if count > 1 else [0]
-    return [Needle(k, rng.random(), n) for k, n in zip(chosen, numbers, strict=True)]
+    return numbered([(key, rng.random()) for key in rng.sample(keys(held_out), count)])
+
+
+def numbered(placed: Sequence[tuple[str, float]]) -> list[Needle]:
+    """Keys and their depths as needles, numbered from 1 where there are several."""
+    numbers = range(1, len(placed) + 1) if len(placed) > 1 else [0]
+    return [Needle(key, depth, n) for (key, depth), n in zip(placed, numbers, strict=True)]
 
 
 class Document(NamedTuple):
