@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import add_threads, clock, interleaved, use_threads, write_json
-from longrnn.evaluation.calibrate import statistics
+from longrnn.evaluation.statistics import statistics
 from longrnn.mitigations import Mitigated, Mitigation, mitigation
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 from longrnn.ops.ssd import BACKENDS, SSD, ScanInputs

@@ -18,7 +18,6 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -42,6 +41,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=4096, help="length of the short prefill")
     parser.add_argument("--long", type=int, default=65_536, help="of the long one; 0 leaves it out")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only-cost", action="store_true", help="only the cost of a token")
     parser.add_argument(
         "--segment-tokens", type=int, nargs="+", help="only compare these SEGMENT_TOKENS, and stop"
     )
@@ -155,23 +155,30 @@ def memory(args: argparse.Namespace) -> dict[str, float]:
 
 
 def cost_per_token(model: RecurrentLM, args: argparse.Namespace) -> dict[str, float]:
-    """Microseconds a token, the short prefills half before and half after each long one."""
-    short, long = draw(args, args.tokens), draw(args, args.long)
+    """Microseconds a token of one long prefill, read in pieces of the short one's length.
 
-    def microseconds(tokens: Tensor) -> float:
-        start = clock()
-        model(tokens, keep=1)
-        return (clock() - start) * 1e6 / tokens.shape[1]
-
-    around = max(1, args.long // args.tokens // 2)
+    A short prefill runs beside each piece, before and after it in turn, so that a machine whose
+    speed changes over minutes slows both. A prefill runs in segments that are no longer than these
+    pieces: they are what it computes anyway.
+    """
+    short, state = draw(args, args.tokens), None
     of_short, of_long = [], []
-    for _ in range(max(1, args.repeats // 3)):
-        of_short += [microseconds(short) for _ in range(around)]
-        of_long += [microseconds(long)]
-        of_short += [microseconds(short) for _ in range(around)]
-    a, b = sum(of_short) / len(of_short), median(of_long)
+    for number, piece in enumerate(draw(args, args.long).split(args.tokens, dim=1)):
+        for what in ("short", "long") if number % 2 else ("long", "short"):
+            start = clock()
+            if what == "short":
+                model(short, keep=1)
+                of_short.append((clock() - start) * 1e6 / args.tokens)
+            else:
+                state = model(piece, state, keep=1).state
+                of_long.append((clock() - start) * 1e6 / args.tokens)
+    a, b = sum(of_short) / len(of_short), sum(of_long) / len(of_long)
     print(f"cost of a token: {a:.0f} us at {args.tokens}, {b:.0f} us at {args.long}: {b / a:.3f} x")
-    return {"us_per_token_short": a, "us_per_token_long": b, "us_per_token_ratio": b / a}
+    half = len(of_long) // 2
+    later = sum(of_long[half:]) / sum(of_short[half:])
+    print(f"  of which in the second half of the long prefill: {later:.3f} x")
+    figures = {"us_per_token_short": a, "us_per_token_long": b, "us_per_token_ratio": b / a}
+    return {**figures, "us_per_token_ratio_second_half": later}
 
 
 def compare_segments(model: RecurrentLM, args: argparse.Namespace) -> None:
@@ -200,6 +207,9 @@ def main() -> None:
         return
     if args.segment_tokens:
         compare_segments(build(args), args)
+        return
+    if args.only_cost:
+        cost_per_token(build(args), args)
         return
     figures: dict[str, Any] = {"shape": [args.layers, args.d_model, args.vocab]}
     figures |= {"tokens": args.tokens, "long": args.long, "repeats": args.repeats}

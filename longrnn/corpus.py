@@ -7,6 +7,7 @@ little-endian uint16 or uint32), `documents.bin` (where each document ends, uint
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
@@ -70,6 +71,7 @@ class Corpus:
     Attributes:
         header: see `Header`.
         lengths: `(documents,)` int64, tokens of every document.
+        sha256: of all documents, as it was when they were written.
 
     Raises:
         UserError: a folder that is missing, incomplete, truncated or of another kind.
@@ -78,6 +80,9 @@ class Corpus:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.header = _read_header(folder / HEADER)
+        self.sha256 = hashlib.sha256(
+            json.dumps(self.header.sha256, sort_keys=True).encode()
+        ).hexdigest()
         itemsize = np.dtype(self.header.dtype).itemsize
         sizes = {TOKENS: self.header.tokens * itemsize, DOCUMENTS: self.header.documents * 8}
         for name, wanted in sizes.items():

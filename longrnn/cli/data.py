@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from longrnn.cli.options import Quiet
+from longrnn.errors import UserError
 
 app = typer.Typer(
     help="Corpora to train on.",
@@ -54,16 +55,19 @@ def build(
     marker = split_on
     for written, meant in ((r"\n", "\n"), (r"\r", "\r"), (r"\t", "\t")):
         marker = marker.replace(written, meant) if marker is not None else None
-    header = build_corpus(
-        files,
-        load_tokenizer(tokenizer),
-        out,
-        name=tokenizer,
-        split_on=marker,
-        text_column=text_column,
-        min_length=parse_length(min_length),
-        quiet=quiet,
-    )
+    try:
+        header = build_corpus(
+            files,
+            load_tokenizer(tokenizer),
+            out,
+            name=tokenizer,
+            split_on=marker,
+            text_column=text_column,
+            min_length=parse_length(min_length),
+            quiet=quiet,
+        )
+    except KeyboardInterrupt as error:
+        raise UserError(f"interrupted; {out} was not written, give the command again") from error
     typer.echo(f"{out}: {header.documents:,} documents, {header.tokens:,} tokens ({header.dtype})")
     if header.dropped_documents:
         typer.echo(

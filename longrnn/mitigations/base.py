@@ -202,6 +202,10 @@ class Mitigation:
             raise UserError(f"{path} is no diagnosis: give the diagnosis.yaml of diagnose states")
         if found.get("fingerprint") not in (None, model.fingerprint()):
             raise UserError(f"{path} is the diagnosis of another model: make one of this model")
+        if not found[COLLAPSING]:
+            raise UserError(
+                f"{path} names no collapsing head: leave the mitigation out, or name its heads"
+            )
         return found[COLLAPSING]
 
 

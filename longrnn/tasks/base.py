@@ -110,6 +110,10 @@ class Task(ABC):
         """What a user should know of the documents of `segment`; nothing where all are used."""
         return ""
 
+    def data_sha256(self) -> str:
+        """Hash of the texts that batches are made of; empty where they are drawn from nothing."""
+        return ""
+
     def _no_documents(self) -> UserError:
         return UserError(
             f"task {type(self).__name__.lower()!r} has no documents longer than one batch: "

@@ -11,6 +11,7 @@ Notable choices:
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -110,6 +111,7 @@ class Passkey(Task):
         )
         self.drawing.check()
         self.own_filler = files is not None
+        self._sha256 = hashlib.sha256(text.encode()).hexdigest() if files else ""
         self._lanes: dict[tuple[int, int], list[Document]] = {}
 
     # Prompts
@@ -215,6 +217,9 @@ class Passkey(Task):
 
     def longest_document(self, length: int) -> int:
         return self.drawing.max_segments
+
+    def data_sha256(self) -> str:
+        return self._sha256
 
     def score(self, predictions: Tensor, batch: Batch) -> dict[str, Tensor]:
         """`accuracy`: whether the whole key is right. Rows that were not asked are left out."""

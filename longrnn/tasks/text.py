@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -19,9 +20,15 @@ from longrnn.text import ByteTokenizer, Tokenizer, read_text
 
 
 class Documents(Protocol):
-    """Token ids of documents; `lengths`: `(documents,)` int64."""
+    """Token ids of documents.
+
+    Attributes:
+        lengths: `(documents,)` int64.
+        sha256: of all that is read.
+    """
 
     lengths: NDArray[np.int64]
+    sha256: str
 
     def read(self, document: int, start: int, stop: int) -> Tensor:
         """Tokens `start` up to `stop` of a document, `(stop − start,)` int64."""
@@ -37,6 +44,10 @@ class Texts:
             for file in files
         ]
         self.lengths = np.array([len(text) for text in self.texts], dtype=np.int64)
+        digest = hashlib.sha256(self.lengths.tobytes())
+        for text in self.texts:
+            digest.update(text.numpy().tobytes())
+        self.sha256 = digest.hexdigest()
 
     def read(self, document: int, start: int, stop: int) -> Tensor:
         return self.texts[document][start:stop].long()
@@ -131,6 +142,9 @@ class Text(Task):
     def score(self, predictions: Tensor, batch: Batch) -> dict[str, Tensor]:
         """`accuracy`: the share of tokens that are right."""
         return {"accuracy": (predictions == batch.targets).float().mean(dim=1)}
+
+    def data_sha256(self) -> str:
+        return self.documents.sha256
 
     def _laid_out(self, n_lanes: int, length: int, seed: int) -> Lanes:
         key = n_lanes, length, seed

@@ -67,6 +67,8 @@ class Saver:
                 "optimizer": moments,
                 "random": torch.get_rng_state(),
             }
+            if self.accelerator.scaler is not None:
+                content["scaler"] = self.accelerator.scaler.state_dict()
             checkpoint.write_tensors(folder / "training.pt", content)
 
         try:
@@ -113,5 +115,7 @@ class Saver:
         model.load_state_dict(sharding.sharded_weights(weights, model.state_dict()))
         optimizer.load_state_dict(sharding.sharded_optimizer(content["optimizer"], optimizer))
         torch.set_rng_state(content["random"])
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(content["scaler"])
         rank = self.accelerator.process_index
         return content, checkpoint.read_tensors(folder / f"carry-{rank}.pt")

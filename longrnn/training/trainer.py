@@ -260,10 +260,16 @@ class Trainer:
 
     def _save(self) -> None:
         counters = {name: getattr(self, name) for name in COUNTERS}
+        counters["data"] = self.task.data_sha256()
         self.saver.save(counters, self._model(), self.optimizer, self.starts.content())
 
     def _restore(self, folder: Path) -> None:
         counters, carried = self.saver.restore(folder, self._model(), self.optimizer)
+        if counters["data"] != self.task.data_sha256():
+            raise UserError(
+                f"the texts that {folder} was trained on have changed: put them back, or begin "
+                "again in another output_dir"
+            )
         for name in COUNTERS:
             setattr(self, name, counters[name])
         self.starts.restore(carried)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from longrnn.config import dump_config
+from longrnn.text import ByteTokenizer
 from tests.cli.conftest import CLI
 from tests.cli.test_errors import refused
 from tests.tasks.test_passkey import trained_bpe
@@ -63,6 +64,22 @@ def test_build_refuses(cli: CLI, texts: list[Path], tmp_path: Path) -> None:
     ]:
         refused(cli, *build, *arguments, says=(says,))
     refused(cli, "data", "check", "new", says=("no corpus at new",))
+
+
+def test_an_interrupted_build_leaves_nothing(
+    cli: CLI, texts: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a corpus, and a message that says it was kept."""
+
+    def interrupted(self: ByteTokenizer, text: str) -> list[int]:
+        raise KeyboardInterrupt
+
+    before = set(Path().iterdir())
+    monkeypatch.setattr(ByteTokenizer, "encode", interrupted)
+    done = cli("data", "build", "--out", "corpus", "--quiet", *texts)
+    assert done.code == 2
+    assert done.err == "error: interrupted; corpus was not written, give the command again\n"
+    assert set(Path().iterdir()) == before
 
 
 def test_training_on_a_corpus(cli: CLI, texts: list[Path], tmp_path: Path) -> None:

@@ -200,6 +200,7 @@ FILES = {
     "diagnosis.yaml": "collapsing: [[0, 4]]\n",
     "nodiagnosis.yaml": "collapsing: 3\n",
     "triples.yaml": "collapsing: [[0, 1, 2]]\n",
+    "healthy.yaml": "collapsing: []\n",
     "foreign.yaml": "collapsing: [[0, 1]]\nfingerprint: 0123456789abcdef\n",
 }
 COLLAPSING = "forget_more(heads=collapsing, diagnosis={})"
@@ -244,6 +245,7 @@ SPECS: list[tuple[str, tuple[str, ...]]] = [
     (COLLAPSING.format("diagnosis.yaml"), ("layer 0 has no head 4",)),
     (COLLAPSING.format("nodiagnosis.yaml"), ("nodiagnosis.yaml is no diagnosis",)),
     (COLLAPSING.format("triples.yaml"), ("triples.yaml is no diagnosis",)),
+    (COLLAPSING.format("healthy.yaml"), ("healthy.yaml names no collapsing head",)),
     (COLLAPSING.format("foreign.yaml"), ("the diagnosis of another model",)),
     (COLLAPSING.format("open.yaml"), ("open.yaml is not YAML",)),
     # What has no meaning.

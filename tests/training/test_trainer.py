@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from longrnn.hf.loading import load as load_checkpoint
 from longrnn.mixers import MIXERS
 from longrnn.models.checkpoint import save_model
 from longrnn.tasks.passkey import QUESTION
+from longrnn.text import ByteTokenizer
 from longrnn.training.config import TrainConfig
+from longrnn.training.documents import build_corpus
 from longrnn.training.initial_states import Carry
 from longrnn.training.trainer import Trainer
 from tests.contracts.builders import mixer_spec
@@ -111,6 +114,42 @@ def test_a_finished_run_can_be_resumed(tmp_path: Path) -> None:
     before = (tmp_path / "model.safetensors").read_bytes(), metrics(tmp_path)
     train(config, resume=True)
     assert ((tmp_path / "model.safetensors").read_bytes(), metrics(tmp_path)) == before
+
+
+@pytest.mark.parametrize("kind", ["text", "corpus", "passkey"])
+def test_texts_that_changed_are_refused(kind: str, tmp_path: Path) -> None:
+    """A run that goes on with other data than it says."""
+    text, built = tmp_path / "text.txt", tmp_path / "corpus"
+    text.write_text("to be or not to be, " * 40)
+    tasks = {
+        "text": {"kind": "text", "files": [str(text)]},
+        "corpus": {"kind": "text", "corpus": str(built)},
+        "passkey": {"kind": "passkey", "filler": str(text)},
+    }
+    length = {"max": 180 if kind == "passkey" else 32}
+    build_corpus([text], ByteTokenizer(), built, name="bytes", quiet=True)
+    config = tiny("lanes", tmp_path / "run", task=tasks[kind], length=length, max_steps=4)
+    config.initial_state = {"kind": "zero"}
+    config.segments_per_step = config.gradient_accumulation_steps = 1
+    train(config)
+    train(config, resume=True)
+    text.write_text("that is the question " * 40)
+    shutil.rmtree(built)
+    build_corpus([text], ByteTokenizer(), built, name="bytes", quiet=True)
+    with pytest.raises(UserError, match="the texts that .*checkpoint-00000004 .* have changed"):
+        train(config, resume=True)
+
+
+def test_the_scale_of_float16_is_kept(tmp_path: Path) -> None:
+    """A resumed run whose loss scale begins at 65,536 again."""
+
+    trainer = train(tiny("reverse", tmp_path))
+    scaler = trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    trainer.step += 1
+    trainer._save()
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0})
+    trainer._restore(last_checkpoint(tmp_path))
+    assert scaler.get_scale() == 8.0
 
 
 def test_resume_without_a_checkpoint_begins_anew(

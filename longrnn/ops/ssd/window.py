@@ -29,26 +29,13 @@ import torch
 from torch import Tensor
 
 from longrnn.ops.ssd.base import ScanInputs
+from longrnn.ops.ssd.chunks import Chunk, cut, fill, join, stack
 from longrnn.state import take, tree_map
 
 CHUNK = 64
 # Chunks that are computed together.
 TOGETHER = 8
 FLOOR = -80.0
-
-
-class Inputs(NamedTuple):
-    """Inputs of one chunk; what no token has reached is 0.
-
-    Attributes:
-        x: `(b, L, h, p)`.
-        log_decay: `(b, L, h)`.
-        B: `(b, L, g, n)`.
-    """
-
-    x: Tensor
-    log_decay: Tensor
-    B: Tensor
 
 
 class WindowCarry(NamedTuple):
@@ -66,8 +53,8 @@ class WindowCarry(NamedTuple):
     """
 
     phase: Tensor
-    current: Inputs
-    recent: tuple[Inputs, ...]
+    current: Chunk
+    recent: tuple[Chunk, ...]
     totals: Tensor
     front: tuple[Tensor, ...]
     back: Tensor
@@ -115,7 +102,7 @@ def init_carry(like: ScanInputs, state: Tensor, window: int) -> WindowCarry:
         )
 
     # One chunk of zeros stands for all: nothing is ever written in place.
-    empty = Inputs(chunk(like.x), chunk(like.log_decay), chunk(like.B))
+    empty = Chunk(chunk(like.x), chunk(like.log_decay), chunk(like.B))
     wide = {"dtype": torch.float64, "device": state.device}
     return WindowCarry(
         phase=torch.zeros(rows, dtype=torch.long, device=state.device),
@@ -183,9 +170,9 @@ def _piece(
     offset, time = phase % length, inputs.x.shape[1]
     m, last = max(1, time // length), min(offset + time, length)
     part = time < length
-    chunks = [_fill(carry.current, inputs, offset)] if part else _cut(inputs, length)
+    chunks = [fill(carry.current, inputs, offset)] if part else cut(inputs, length)
     known = [*carry.recent, *chunks]
-    x, log_decay, B = _stack(chunks, last, dtype)
+    x, log_decay, B = stack(chunks, last, dtype)
     C = inputs.C.to(dtype).unflatten(1, (m, -1)).transpose(2, 3)  # b m g q n
     total = log_decay.double().clamp(min=-1e4).cumsum(2)  # b m j h, from the chunk's start
     to_query = total[:, :, offset:]
@@ -201,7 +188,7 @@ def _piece(
 
     # The two oldest chunks, from the column that has not yet left the window of the first query.
     first = length + 1 - shape.rest + offset
-    old = _join(*(_stack(known[i : i + m], length, dtype) for i in range(2)))
+    old = join(*(stack(known[i : i + m], length, dtype) for i in range(2)))
     old_decay = old.log_decay.double().clamp(min=-1e4)
     after = old_decay.flip(2).cumsum(2).flip(2) - old_decay  # b m j h, to the pair's end
     to_start = _exp(after + between[:, :, None], dtype)[:, :, first:]
@@ -281,12 +268,6 @@ def _by_group(x: Tensor, groups: int) -> Tensor:
     return x.unflatten(3, (groups, -1)).flatten(4).transpose(2, 3)
 
 
-def _join(left: Inputs, right: Inputs) -> Inputs:
-    """Pairs of chunks, one behind the other."""
-    x, log_decay = (torch.cat(pair, dim=2) for pair in zip(left[:2], right[:2], strict=True))
-    return Inputs(x, log_decay, torch.cat([left.B, right.B], dim=3))
-
-
 def _add(to: Tensor, log_decay: Tensor, state: Tensor) -> Tensor:
     """to + exp(log_decay) · state, the decay in two halves so that a slow one does not drift."""
     decay = log_decay.exp()
@@ -307,29 +288,3 @@ def _exp(log_decay: Tensor, dtype: torch.dtype) -> Tensor:
     """exp in `dtype`, and 0 below FLOOR; above 0 are only entries that a mask leaves out."""
     value = log_decay.clamp(max=0).to(dtype)
     return value.masked_fill(value < FLOOR, -torch.inf).exp()
-
-
-def _cut(inputs: ScanInputs, length: int) -> list[Inputs]:
-    """Whole chunks."""
-    cut = [tensor.split(length, dim=1) for tensor in inputs[:3]]
-    return [Inputs(*tensors) for tensors in zip(*cut, strict=True)]
-
-
-def _fill(chunk: Inputs, inputs: ScanInputs, offset: int) -> Inputs:
-    """A chunk with more tokens from `offset` on."""
-    new = Inputs(*inputs[:3])
-    end = offset + new.x.shape[1]
-    return tree_map(
-        lambda old, more: torch.cat([old[:, :offset], more.to(old.dtype), old[:, end:]], dim=1),
-        chunk,
-        new,
-    )
-
-
-def _stack(chunks: list[Inputs], last: int, dtype: torch.dtype) -> Inputs:
-    """Chunks side by side, their first `last` tokens: x `(b, m, j, h, p)`, log_decay `(b, m, j, h)`
-    as it is, B `(b, m, g, j, n)`."""
-    x, log_decay, B = (
-        torch.stack(tensors, dim=1)[:, :, :last] for tensors in zip(*chunks, strict=True)
-    )
-    return Inputs(x.to(dtype), log_decay, B.to(dtype).transpose(2, 3))

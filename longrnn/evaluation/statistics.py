@@ -1,0 +1,72 @@
+"""What the layers of a recurrent model do on text: norms of states, decays and step sizes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longrnn.mixers import Edit, ScanningMixer, StepwiseMixer
+from longrnn.models import RecurrentLM
+from longrnn.ops.ssd import ScanInputs
+from longrnn.progress import Progress
+
+# Tokens between two looks at a state.
+EVERY = 16
+
+
+class LayerStatistics(NamedTuple):
+    """What a layer did on windows of the training length.
+
+    Attributes:
+        norms: `(w, looks, h)`, norm of each head's state every EVERY tokens.
+        log_decay: `(w, t, h)` float64; None for stepwise cells.
+        dt: `(w, t, h)` float64, the step sizes; None for stepwise cells.
+    """
+
+    norms: Tensor
+    log_decay: Tensor | None
+    dt: Tensor | None
+
+
+@torch.no_grad()
+def statistics(model: RecurrentLM, windows: Tensor, quiet: bool = True) -> list[LayerStatistics]:
+    """Runs windows of text and looks at every layer.
+
+    Args:
+        model: a recurrent model.
+        windows: `(w, t)` tokens, each row from an empty state.
+        quiet: no progress.
+    """
+    recorders = [_Recorder() for _ in model.mixers]
+    state = model.init_state(len(windows))
+    norms: list[list[Tensor]] = [[] for _ in model.mixers]
+    with Progress("calibration", windows.numel(), unit="tokens", quiet=quiet) as progress:
+        for piece in windows.to(state.position.device).split(EVERY, dim=1):
+            state = model(piece, state, keep=0, edits=recorders).state
+            for seen, mixer, layer in zip(norms, model.mixers, state.layers, strict=True):
+                assert isinstance(mixer, ScanningMixer | StepwiseMixer)
+                memory = mixer.memory(layer).double()
+                seen.append(memory.unflatten(1, (mixer.n_heads, -1)).flatten(2).norm(dim=-1))
+            progress.advance(piece.numel(), piece.numel())
+    found = []
+    for mixer, recorder, seen in zip(model.mixers, recorders, norms, strict=True):
+        log_decay = torch.cat(recorder.seen, dim=1) if recorder.seen else None
+        dt = None
+        if log_decay is not None:
+            assert isinstance(mixer, ScanningMixer)
+            dt = log_decay / mixer.rates().double()
+        found.append(LayerStatistics(torch.stack(seen, dim=1), log_decay, dt))
+    return found
+
+
+class _Recorder(Edit):
+    """Keeps the log decays of a scanning cell."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def edit_inputs(self, inputs: ScanInputs) -> ScanInputs:
+        self.seen.append(inputs.log_decay.double())
+        return inputs

@@ -1,0 +1,57 @@
+"""The inputs of a scan cut into chunks, which are put side by side, filled and joined."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longrnn.ops.ssd.base import ScanInputs
+from longrnn.state import tree_map
+
+
+class Chunk(NamedTuple):
+    """Inputs of one chunk; what no token has reached is 0.
+
+    Attributes:
+        x: `(b, L, h, p)`.
+        log_decay: `(b, L, h)`.
+        B: `(b, L, g, n)`.
+    """
+
+    x: Tensor
+    log_decay: Tensor
+    B: Tensor
+
+
+def cut(inputs: ScanInputs, length: int) -> list[Chunk]:
+    """Whole chunks."""
+    pieces = [tensor.split(length, dim=1) for tensor in inputs[:3]]
+    return [Chunk(*tensors) for tensors in zip(*pieces, strict=True)]
+
+
+def fill(chunk: Chunk, inputs: ScanInputs, offset: int) -> Chunk:
+    """A chunk with more tokens from `offset` on."""
+    new = Chunk(*inputs[:3])
+    end = offset + new.x.shape[1]
+    return tree_map(
+        lambda old, more: torch.cat([old[:, :offset], more.to(old.dtype), old[:, end:]], dim=1),
+        chunk,
+        new,
+    )
+
+
+def stack(chunks: list[Chunk], last: int, dtype: torch.dtype) -> Chunk:
+    """Chunks side by side, their first `last` tokens: x `(b, m, j, h, p)`, log_decay `(b, m, j, h)`
+    as it is, B `(b, m, g, j, n)`."""
+    x, log_decay, B = (
+        torch.stack(tensors, dim=1)[:, :, :last] for tensors in zip(*chunks, strict=True)
+    )
+    return Chunk(x.to(dtype), log_decay, B.to(dtype).transpose(2, 3))
+
+
+def join(left: Chunk, right: Chunk) -> Chunk:
+    """Pairs of chunks, one behind the other."""
+    x, log_decay = (torch.cat(pair, dim=2) for pair in zip(left[:2], right[:2], strict=True))
+    return Chunk(x, log_decay, torch.cat([left.B, right.B], dim=3))
