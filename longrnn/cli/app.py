@@ -9,7 +9,18 @@ from typing import Any, NoReturn
 
 import typer
 
-from longrnn.cli import calibrate, data, diagnose, evaluate, generate, info, replay, report, train
+from longrnn.cli import (
+    calibrate,
+    convert,
+    data,
+    diagnose,
+    evaluate,
+    generate,
+    info,
+    replay,
+    report,
+    train,
+)
 from longrnn.errors import Terminated, UserError
 
 # How typer leaves after Ctrl-C.
@@ -29,6 +40,7 @@ app.command("replay")(replay.replay)
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(diagnose.app, name="diagnose")
 app.command("calibrate")(calibrate.calibrate)
+app.command("convert")(convert.convert)
 app.command("generate")(generate.generate)
 app.command("info")(info.info)
 app.command("report")(report.report)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import Terminated, UserError
-from longrnn.hf.loading import load
+from longrnn.hf.loading import load_recurrent
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.progress import Progress
@@ -96,7 +96,7 @@ class Trainer:
         if self.config.init_from is None:
             model = RecurrentLM(self.config.model)
         else:
-            model = load(self.config.init_from)
+            model = load_recurrent(self.config.init_from)
             self.config.model = model.config
         if model.vocab_size < self.task.vocab_size:
             raise UserError(
