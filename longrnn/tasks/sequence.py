@@ -92,6 +92,10 @@ class SequenceTask(Task):
         """Held-out sequences `start` up to `stop`."""
         return self.batch(self._evaluation_set(length)[0][start:stop])
 
+    def width(self, length: int) -> int:
+        """Tokens of a row, at a length that `sample` takes."""
+        return self.evaluation_batch(0, 1, length=length).tokens.shape[1]
+
     def score(self, predictions: Tensor, batch: Batch) -> dict[str, Tensor]:
         """`token_accuracy`, `exact_match` and `edit_distance` (Damerau–Levenshtein, in tokens)."""
         scored = batch.answers()
@@ -115,8 +119,8 @@ class SequenceTask(Task):
             self.check(length)
             if self.count(length) < 2 * self.n_held_out:
                 raise UserError(
-                    f"with vocab_size={self.n_tokens} there are only {self.count(length)} sequences "
-                    f"of length {length} to hold out from: hold out at most half of them, not "
+                    f"with vocab_size={self.n_tokens} there are only {self.count(length)} "
+                    f"sequences of length {length}: hold out at most half of them, not "
                     f"held_out={self.n_held_out}"
                 )
             rows = self._draw_held_out(length, torch.Generator().manual_seed(self.seed))
