@@ -9,7 +9,18 @@ from typing import Any, NoReturn
 
 import typer
 
-from longrnn.cli import calibrate, data, diagnose, evaluate, generate, info, replay, report, train
+from longrnn.cli import (
+    calibrate,
+    data,
+    diagnose,
+    evaluate,
+    generate,
+    info,
+    replay,
+    report,
+    sweep,
+    train,
+)
 from longrnn.errors import Terminated, UserError
 
 # How typer leaves after Ctrl-C.
@@ -25,6 +36,7 @@ app = typer.Typer(
 )
 app.add_typer(data.app, name="data")
 app.command("train")(train.train)
+app.command("sweep")(sweep.sweep)
 app.command("replay")(replay.replay)
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(diagnose.app, name="diagnose")
