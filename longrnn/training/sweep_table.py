@@ -131,7 +131,13 @@ def markdown(rows: Sequence[Row], axes: Axes, baseline: tuple[str, str] | None) 
     if baseline is not None:
         key, value = baseline
         others = [name for name in keys if name != key]
-        head = [*others, key, "pairs", *(f"{metric} − {value}" for metric in metrics), f"verdict on {metrics[0]}"]
+        head = [
+            *others,
+            key,
+            "pairs",
+            *(f"{metric} − {value}" for metric in metrics),
+            f"verdict on {metrics[0]}",
+        ]
         lines += ["", *table(head, paired(rows, axes, baseline, metrics, others))]
     return lines
 
