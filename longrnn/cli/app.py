@@ -19,6 +19,7 @@ from longrnn.cli import (
     info,
     replay,
     report,
+    sweep,
     train,
 )
 from longrnn.errors import Terminated, UserError
@@ -36,6 +37,7 @@ app = typer.Typer(
 )
 app.add_typer(data.app, name="data")
 app.command("train")(train.train)
+app.command("sweep")(sweep.sweep)
 app.command("replay")(replay.replay)
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(diagnose.app, name="diagnose")

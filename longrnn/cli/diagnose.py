@@ -16,6 +16,7 @@ from longrnn.cli.options import (
     mitigated,
     pick_device,
     results_folder,
+    training,
     training_length,
     warn_if_calibrated_on,
 )
@@ -101,6 +102,38 @@ def states(
     typer.echo(f"{summary(diagnosis)}\n{diagnosis.about['criterion']}")
     written = [folder / "states.jsonl", folder / "diagnosis.yaml", *pictures, report]
     typer.echo("\n".join(map(str, written)))
+
+
+@app.command()
+def stability(
+    run: Annotated[Path, typer.Argument(help="output_dir of a run on a reverse task, or sort.")],
+    n: Annotated[int, typer.Option("--n", help="Triplets of inputs.")] = 64,
+    seed: Annotated[int, typer.Option(help="Of the triplets.")] = 0,
+    device: Device = "auto",
+    quiet: Quiet = False,
+) -> None:
+    """How alike the gradients of two inputs are that share a token, along a run's checkpoints.
+
+    The Jacobian of the last output by the state after the first token, for inputs that share this
+    token, and for inputs that share all others (arXiv 2402.00236): 1 for the same gradient, 0 for
+    nothing in common. Keep more checkpoints with save_steps and save_total_limit.
+
+    Example: longrnn diagnose stability runs/reverse-small
+    """
+    from longrnn.cli.tables import print_stability
+    from longrnn.diagnostics.stability import along_checkpoints
+    from longrnn.tasks import TASKS
+    from longrnn.tasks.sequence import Transduction
+
+    trained = training(run)
+    task = TASKS.build(trained["task"], None) if trained else None
+    if not isinstance(task, Transduction):
+        raise UserError(f"{run} is no run on a task such as reverse or sort: give one")
+    length = trained["length"]["max"]
+    target = pick_device(device)
+    print_stability(
+        along_checkpoints(run, task, length=length, n=n, seed=seed, device=target, quiet=quiet), n
+    )
 
 
 def print_states(diagnosis: Diagnosis) -> None:

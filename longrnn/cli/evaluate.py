@@ -17,10 +17,10 @@ from longrnn.cli.options import (
     mitigated,
     pick_device,
     results_folder,
-    training,
     training_length,
     warn_if_calibrated_on,
 )
+from longrnn.cli.sequences import evaluate_sequences
 from longrnn.cli.tables import print_forgetting, print_passkey, print_perplexity
 from longrnn.errors import UserError
 from longrnn.units import format_length, parse_length, parse_lengths
@@ -116,19 +116,24 @@ def passkey(
     typer.echo(f"{folder / 'results.jsonl'}\n{folder / 'heatmap.png'}")
 
 
+VocabSize = Annotated[
+    int | None, typer.Option(help="V of the task.", show_default="as in training")
+]
+SequenceLength = Annotated[
+    int | None, typer.Option(help="Tokens of a sequence.", show_default="as in training")
+]
+HeldOut = Annotated[
+    int | None,
+    typer.Option("--n", help="Held-out sequences.", show_default="all, at most 1024"),
+]
+
+
 @app.command()
 def reverse(
     checkpoint: Checkpoint,
-    vocab_size: Annotated[
-        int | None, typer.Option(help="V of the task.", show_default="as in training")
-    ] = None,
-    length: Annotated[
-        int | None, typer.Option(help="Tokens to reverse.", show_default="as in training")
-    ] = None,
-    n: Annotated[
-        int | None,
-        typer.Option("--n", help="Held-out sequences.", show_default="all, at most 1024"),
-    ] = None,
+    vocab_size: VocabSize = None,
+    length: SequenceLength = None,
+    n: HeldOut = None,
     output: Annotated[
         Path | None,
         typer.Option(help="Folder of the results.", show_default="results/reverse/CHECKPOINT"),
@@ -140,34 +145,36 @@ def reverse(
 
     Example: longrnn eval reverse runs/reverse-small --length 16
     """
-    from longrnn.evaluation import reverse as measure
-    from longrnn.hf.loading import load, resolve
-    from longrnn.tasks import TASKS, Reverse
+    evaluate_sequences(checkpoint, "reverse", vocab_size, length, n, output, device, quiet)
 
-    trained = training(resolve(checkpoint))
-    options = dict(trained.get("task", {}))
-    if options.pop("kind", None) != "reverse":
-        options = {}
-    elif length is None:
-        length = trained["length"]["max"]
-    if vocab_size is not None:
-        options["vocab_size"] = vocab_size
-    if "vocab_size" not in options or length is None:
-        raise UserError(f"{checkpoint} was not trained on reverse: give --vocab-size and --length")
-    task = Reverse(**TASKS.check("reverse", options))
-    model = load(checkpoint, device=pick_device(device))
-    folder = output or results_folder("reverse", [checkpoint])
-    rows = measure.evaluate(
-        model,
-        task,
-        length=length,
-        n=n,
-        output=folder / "results.jsonl",
-        quiet=quiet,
-    )
-    for name, estimate in measure.summarise(rows).items():
-        typer.echo(f"{name:<16}{estimate}  (n = {estimate.n}, 95 % interval)")
-    typer.echo(str(folder / "results.jsonl"))
+
+@app.command("task")
+def task_(
+    checkpoint: Checkpoint,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help="Such as sort, recall or reverse_dual_frequency.", show_default="as in training"
+        ),
+    ] = None,
+    vocab_size: VocabSize = None,
+    length: SequenceLength = None,
+    n: HeldOut = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the results.", show_default="results/TASK/CHECKPOINT"),
+    ] = None,
+    device: Device = "auto",
+    quiet: Quiet = False,
+) -> None:
+    """Any task of random sequences on held-out ones: token accuracy, exact match, edit distance.
+
+    Of reverse_dual_frequency also the accuracy of rare and frequent tokens among rare and frequent
+    ones.
+
+    Example: longrnn eval task runs/sort --length 16
+    """
+    evaluate_sequences(checkpoint, task, vocab_size, length, n, output, device, quiet)
 
 
 @app.command()

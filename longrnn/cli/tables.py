@@ -10,6 +10,7 @@ import typer
 from longrnn.units import format_length
 
 if TYPE_CHECKING:
+    from longrnn.diagnostics.stability import Reading
     from longrnn.evaluation.intervals import Estimate
     from longrnn.evaluation.results import Row
 
@@ -97,6 +98,23 @@ def print_passkey(name: str, rows: Sequence[Row]) -> None:
     # A table that is not on a terminal keeps its columns whole.
     console = Console()
     Console(width=max(console.width, 24 + 20 * (len(depths) + 1))).print(table)
+
+
+def print_stability(readings: Sequence[Reading], n: int) -> None:
+    """Prints the stability of the gradient at every checkpoint."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from longrnn.diagnostics.stability import rows
+
+    table = Table(title=f"gradient stability, {n} triplets [95 % interval]", title_justify="left")
+    table.add_column("step", justify="right")
+    for name in ("same first token", "same suffix", "norm of J"):
+        table.add_column(name)
+    for cells in rows(readings):
+        table.add_row(*cells)
+    console = Console()
+    Console(width=max(console.width, 100)).print(table)
 
 
 def _loss(estimate: Estimate) -> str:

@@ -31,7 +31,7 @@ def train(
 
     Example: longrnn train configs/train/passkey_tiny_short.yaml max_steps=500 output_dir=runs/try
     """
-    with _terminable():
+    with terminable():
         from longrnn.config import load_config
         from longrnn.training.config import TrainConfig
         from longrnn.training.trainer import Trainer
@@ -44,7 +44,7 @@ def train(
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
+def terminable() -> Iterator[None]:
     """Within this context, SIGTERM raises `Terminated` where Ctrl-C raises KeyboardInterrupt."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:

@@ -27,6 +27,7 @@ from longrnn.progress import Progress
 from longrnn.state import LMState, reset
 from longrnn.tasks import TASKS, Batch
 from longrnn.training import nonfinite, sharding
+from longrnn.training.checks import check_positions, check_vocabulary
 from longrnn.training.config import TrainConfig
 from longrnn.training.data import Source
 from longrnn.training.folder import append_metrics, claim
@@ -78,7 +79,7 @@ class Trainer:
         objective = Objective(model)
         self.objective, self.optimizer = sharding.prepare(self.accelerator, objective, config)
         self.source.check()  # as is a length that the task cannot make
-        self._check_positions(model)
+        check_positions(model, self.source)
         found = on_main(self.accelerator, lambda: claim(config, resume=resume, processes=world))
         self.saver = Saver(config, self.accelerator, self.tokenizer)
         keep_alive(self.accelerator, self.objective)
@@ -98,22 +99,8 @@ class Trainer:
         else:
             model = load_recurrent(self.config.init_from)
             self.config.model = model.config
-        if model.vocab_size < self.task.vocab_size:
-            raise UserError(
-                f"the task uses {self.task.vocab_size} token ids and the model has "
-                f"{model.vocab_size}: set model.vocab_size={self.task.vocab_size}"
-            )
+        check_vocabulary(model.vocab_size, self.task)
         return model.to(self.accelerator.device).train()
-
-    def _check_positions(self, model: RecurrentLM) -> None:
-        """Refuses a table of positions that ends before the rows or documents of the run."""
-        there, needed = model.position.n_positions, self.source.longest()
-        if there is not None and there < needed:
-            raise UserError(
-                f"the model has {there} positions and this run may reach {needed}: set "
-                f"model.position.max_length={needed}, lower length.max, or use "
-                "model.position={kind: sinusoidal}"
-            )
 
     def train(self) -> RecurrentLM:
         """Runs to `max_steps`, and writes the final model into `output_dir`.

@@ -17,6 +17,7 @@ COMMANDS = [
     ["eval"],
     ["eval", "passkey"],
     ["eval", "reverse"],
+    ["eval", "task"],
     ["generate"],
     ["info"],
     ["report"],
@@ -155,6 +156,20 @@ def test_eval_reverse(cli: CLI, models: Path, tmp_path: Path) -> None:
     assert read_results(tmp_path / "five/results.jsonl")[0]["length"] == 5
     bare = ["--vocab-size", "20", "--length", "4", "--n", "2", "--quiet"]
     assert cli("eval", "reverse", models / "text", *bare).code == 0
+
+
+def test_eval_task(cli: CLI, models: Path, tmp_path: Path) -> None:
+    """The task of training that is not taken over, or results of two tasks in one folder."""
+    result = cli("eval", "task", models / "backwards", "--n", "7", "--quiet")
+    assert result.code == 0, result.err
+    assert result.out == cli("eval", "reverse", models / "backwards", "--n", "7", "--quiet").out
+    sizes = ["--vocab-size", "8", "--length", "6", "--n", "5", "--quiet"]
+    dual = "reverse_dual_frequency"
+    other = cli("eval", "task", models / "backwards", "--task", dual, *sizes)
+    assert other.code == 0, other.err
+    assert "rare target, frequent disturbants  " in other.out
+    header, rows = read_results(tmp_path / f"results/{dual}/backwards/results.jsonl")
+    assert (header["vocab_size"], header["length"], len(rows)) == (8, 6, 5)
 
 
 def test_train(cli: CLI, tmp_path: Path) -> None:

@@ -113,6 +113,19 @@ def test_eval_reverse_options(
     refused(cli, "eval", "reverse", models / model, "--quiet", *options, says=says)
 
 
+def test_eval_task_options(cli: CLI, models: Path) -> None:
+    """A task that is no task of sequences, or a default that nobody can guess."""
+    base = ["eval", "task", models / "text", "--quiet"]
+    refused(cli, *base, says=("was not trained on a task of sequences", "--task, one of copy"))
+    refused(cli, *base, "--task", "sorrt", says=("'sorrt'", "did you mean 'sort'"))
+    refused(cli, *base, "--task", "passkey", says=("no task of sequences 'passkey'",))
+    refused(cli, *base, "--task", "sort", "--length", "4", says=("was not trained on sort",))
+    odd = ["--task", "delayed_sum", "--vocab-size", "8", "--length", "5"]
+    refused(cli, *base, *odd, says=("even, not 5",))
+    few = ["--task", "predecessor_query", "--vocab-size", "8", "--length", "9"]
+    refused(cli, *base, *few, says=("vocab_size=9 or more",))
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -155,9 +168,9 @@ def test_generate_options(
         ("model: {block: plan}", [], ("did you mean 'plain'",)),
         ("model: {position: {kind: sinus}}", [], ("did you mean 'sinusoidal'",)),
         ("task: {kind: revers}", [], ("unknown task 'revers'", "did you mean 'reverse'")),
-        ("task: {kind: 3}", [], ("one of: passkey, reverse",)),
-        ("task: {}", [], ("'kind'", "one of: passkey, reverse")),
-        ("", ["task={}"], ("'kind'", "one of: passkey, reverse")),
+        ("task: {kind: 3}", [], ("one of: copy, delayed_sum, passkey",)),
+        ("task: {}", [], ("'kind'", "one of: copy, delayed_sum, passkey")),
+        ("", ["task={}"], ("'kind'", "one of: copy, delayed_sum, passkey")),
         ("task: passkey", [], ("key 'task'", "mapping")),
         ("max_steps: soon", [], ("key 'max_steps'",)),
         ("max_steps: 0", [], ("max_steps must be at least 1",)),

@@ -1,4 +1,4 @@
-"""Reverse ordering: its drawing, its held-out sequences, its distances."""
+"""Reverse ordering: its held-out sequences, its distances."""
 
 from __future__ import annotations
 
@@ -10,17 +10,6 @@ import torch
 from longrnn.errors import UserError
 from longrnn.tasks import Batch, Reverse
 from longrnn.tasks.base import UNSCORED
-from tests.tasks.drawings import drawing
-
-
-def test_the_drawing_in_the_docstring() -> None:
-    """A docstring that no longer shows what the task makes."""
-    task = Reverse(vocab_size=10)
-    batch = task._batch(torch.tensor([[7, 1, 4]]))
-    query, unscored = task.query, UNSCORED
-    tokens = ["?" if i == query else str(i) for i in batch.tokens[0].tolist()]
-    targets = ["." if i == unscored else str(i) for i in batch.targets[0].tolist()]
-    assert drawing(Reverse) == {"tokens": tokens, "targets": targets}
 
 
 def test_held_out_sequences_are_never_sampled() -> None:

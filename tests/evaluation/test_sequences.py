@@ -1,4 +1,4 @@
-"""Evaluation of reverse ordering with models whose answers are known."""
+"""Evaluation of tasks of sequences with models whose answers are known."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.evaluation import reverse
+from longrnn.evaluation import sequences
 from longrnn.evaluation.results import Row, read_results
-from longrnn.evaluation.reverse import evaluate, summarise
+from longrnn.evaluation.sequences import evaluate, summarise
 from longrnn.models import LMOutput
 from longrnn.state import LMState
-from longrnn.tasks import Reverse
+from longrnn.tasks import Reverse, ReverseDualFrequency
 
 
 class Mirror:
@@ -109,7 +109,7 @@ def test_all_held_out_sequences_are_asked_by_default(
 ) -> None:
     """A default that is more than there are, or an hour of them."""
     assert len(measure(Mirror(), tmp_path / "all.jsonl", n=None)) == 20
-    monkeypatch.setattr(reverse, "MOST", 12)
+    monkeypatch.setattr(sequences, "MOST", 12)
     assert len(measure(Mirror(), tmp_path / "most.jsonl", n=None)) == 12
 
 
@@ -139,3 +139,32 @@ def test_results_of_another_run_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="different model"):
         measure(Mirror(swap=True), output)
     assert output.read_bytes() == before
+
+
+def test_scores_by_condition(tmp_path: Path) -> None:
+    """Conditions that are mixed up, or intervals of shares that leave [0, 1]."""
+
+    class Forgetful(Mirror):
+        """Says 0 for every rare token."""
+
+        def __call__(self, *args: Any, **options: Any) -> LMOutput:
+            output = super().__call__(*args, **options)
+            said = output.logits.argmax(-1)
+            said[said >= 4] = 0
+            return output._replace(logits=torch.nn.functional.one_hot(said, 9).float())
+
+    task = ReverseDualFrequency(vocab_size=8, held_out=40)
+    rows = evaluate(Forgetful(), task, length=4, output=tmp_path / "r.jsonl", quiet=True)
+    assert [row["condition"] for row in rows] == [task.condition(i) for i in range(40)]
+    scores = summarise(rows)
+    for index in range(4):
+        share = scores[task.condition(index)]
+        assert share.n == 10
+        assert share.mean == float(index < 2)  # the first two have frequent targets
+        assert 0 <= share.low <= share.high <= 1
+    assert scores["token_accuracy"].mean == 0.5
+    header, _ = read_results(tmp_path / "r.jsonl")
+    assert header["evaluation"] == "reverse_dual_frequency"
+    with pytest.raises(UserError, match="different rare_share"):
+        other = ReverseDualFrequency(vocab_size=8, held_out=40, rare_share=0.5)
+        evaluate(Forgetful(), other, length=4, output=tmp_path / "r.jsonl", quiet=True)

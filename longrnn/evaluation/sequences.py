@@ -1,4 +1,4 @@
-"""Reverse ordering on held-out sequences."""
+"""Tasks of random sequences, such as reverse ordering, on held-out sequences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from longrnn.evaluation.intervals import Estimate, mean, proportion
 from longrnn.evaluation.results import Results, Row
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
-from longrnn.tasks.reverse import Reverse
+from longrnn.tasks import TASKS, SequenceTask
 
 # Sequences that are asked where nobody says how many.
 MOST = 1024
@@ -21,7 +21,7 @@ MOST = 1024
 @torch.no_grad()
 def evaluate(
     model: LanguageModel,
-    task: Reverse,
+    task: SequenceTask,
     *,
     length: int,
     n: int | None = None,
@@ -29,26 +29,28 @@ def evaluate(
     batch_size: int = 64,
     quiet: bool = False,
 ) -> list[Row]:
-    """Measures reverse ordering and returns its rows, new and earlier ones.
+    """Measures a task of sequences and returns its rows, new and earlier ones.
 
     Args:
-        model: any language model with V + 1 ids or more.
+        model: any language model with as many ids as the task or more.
         task: says V and the held-out sequences.
-        length: tokens to reverse.
+        length: of the sequences, as in `Task.sample`.
         n: held-out sequences; None for all of them, at most 1,024.
         output: the results file, taken up where it was left.
         batch_size: sequences in one batch.
         quiet: no progress.
 
     Returns:
-        Rows with `index`, `token_accuracy`, `exact_match`, `edit_distance`.
+        Rows with `index`, `token_accuracy`, `exact_match`, `edit_distance`, and `condition` where
+        the task has conditions.
 
     Raises:
         UserError: sizes that do not fit, or a results file of another run.
     """
+    kind = kind_of(task)
     if model.vocab_size < task.vocab_size:
         raise UserError(
-            f"reverse with vocab_size {task.n_tokens} needs a model with {task.vocab_size} ids, "
+            f"{kind} with vocab_size {task.n_tokens} needs a model with {task.vocab_size} ids, "
             f"this one has {model.vocab_size}: give the vocab_size it was trained with"
         )
     n = min(task.n_held_out, MOST) if n is None else n
@@ -56,16 +58,14 @@ def evaluate(
         raise UserError(f"n must be between 1 and the {task.n_held_out} held-out sequences")
     task.evaluation_batch(0, 1, length=length)  # a length that does not fit is refused here
     header = {
-        "evaluation": "reverse",
+        "evaluation": kind,
         "model": model.fingerprint(),
-        "vocab_size": task.n_tokens,
         "length": length,
-        "seed": task.seed,
-        "held_out": task.n_held_out,
+        **task.options(),
     }
     results = Results(output, header)
     first = len(results.rows)
-    with Progress("reverse", max(0, n - first), unit="tokens", quiet=quiet) as progress:
+    with Progress(kind, max(0, n - first), unit="tokens", quiet=quiet) as progress:
         for start in range(first, n, batch_size):
             stop = min(start + batch_size, n)
             batch = task.evaluation_batch(start, stop, length=length)
@@ -74,7 +74,11 @@ def evaluate(
             predictions = model(tokens, state).logits.argmax(-1).cpu()
             scores = {name: v.tolist() for name, v in task.score(predictions, batch).items()}
             results.append(
-                {"index": start + i, **{name: values[i] for name, values in scores.items()}}
+                {
+                    "index": start + i,
+                    **_condition(task, start + i),
+                    **{name: values[i] for name, values in scores.items()},
+                }
                 for i in range(stop - start)
             )
             progress.advance(stop - start, tokens.numel())
@@ -82,10 +86,31 @@ def evaluate(
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Estimate]:
-    """Mean token accuracy and edit distance (Student t), share of exact matches (Wilson)."""
-    exact = sum(row["exact_match"] == 1 for row in rows)
-    return {
-        "token_accuracy": mean([row["token_accuracy"] for row in rows]),
-        "exact_match": proportion(exact, len(rows)),
+    """Mean token accuracy and edit distance (Student t), share of exact matches (Wilson).
+
+    Where one token of a sequence is scored, token accuracy is a share too; where there are
+    conditions, so it is under each.
+    """
+    accuracies = [row["token_accuracy"] for row in rows]
+    found = {
+        "token_accuracy": _exact(rows) if set(accuracies) <= {0, 1} else mean(accuracies),
+        "exact_match": _exact(rows),
         "edit_distance": mean([row["edit_distance"] for row in rows]),
     }
+    for condition in dict.fromkeys(row["condition"] for row in rows if "condition" in row):
+        found[condition] = _exact([row for row in rows if row["condition"] == condition])
+    return found
+
+
+def kind_of(task: SequenceTask) -> str:
+    """The name under which a task is registered."""
+    return next(kind for kind, member in TASKS.items() if type(task) is member)
+
+
+def _condition(task: SequenceTask, index: int) -> Row:
+    condition = task.condition(index)
+    return {} if condition is None else {"condition": condition}
+
+
+def _exact(rows: Sequence[Row]) -> Estimate:
+    return proportion(sum(row["exact_match"] == 1 for row in rows), len(rows))

@@ -1,0 +1,84 @@
+"""`longrnn sweep`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from longrnn.cli.options import Quiet, pick_device
+from longrnn.cli.train import terminable
+from longrnn.errors import UserError
+
+
+def sweep(
+    config: Annotated[Path, typer.Argument(help="A YAML file such as configs/train/*.yaml.")],
+    values: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="More of the grid; one value is the same for all runs.", metavar="[KEY=VALUE,…]..."
+        ),
+    ] = None,
+    grid: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE,…", help="Values of a key; may be given several times."),
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=VALUE", help="Runs that the others of their seed are compared with."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder of everything.", show_default="output_dir of CONFIG + -sweep"),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Runs at a time.", show_default="one on each device")
+    ] = None,
+    devices: Annotated[
+        str, typer.Option(help="Where: cpu, or a list such as cuda:0,cuda:1.")
+    ] = "auto",
+    quiet: Quiet = False,
+) -> None:
+    """Train every combination of values, several runs at a time, and compare them.
+
+    Keys are those of the configuration; position.… and mixer.… are the model's, vocab_size is the
+    task's, and the model gets as many ids as the task needs. All runs are checked before the first
+    is trained. The same command goes on where it stopped, and runs again what failed; more values
+    add to what is there.
+
+    Example: longrnn sweep configs/train/reverse_small.yaml --grid position.kind=none,duplicate,sinusoidal vocab_size=32,256 seed=111,222,333 --baseline position.kind=duplicate --jobs 2
+    """  # noqa: E501 (an example that can be copied)
+    with terminable():
+        from longrnn.config import load_config
+        from longrnn.files import write_atomic
+        from longrnn.training.config import TrainConfig
+        from longrnn.training.grid import expand, parse_axes
+        from longrnn.training.sweep import Sweep
+        from longrnn.training.sweep_table import markdown, parse_baseline
+
+        axes = parse_axes([*(grid or []), *(values or [])])
+        base = load_config(TrainConfig, config)
+        against = None if baseline is None else parse_baseline(baseline, axes)
+        targets = [pick_device(device.strip()) for device in devices.split(",")]
+        folder = output or Path(f"{base.output_dir}-sweep")
+        points = expand(base, axes, folder / "runs")
+        found = Sweep(
+            points,
+            folder,
+            devices=targets,
+            jobs=len(targets) if jobs is None else jobs,
+            quiet=quiet,
+        )
+        rows, failures = found.run()
+        lines = markdown(rows, axes, against)
+        write_atomic(folder / "table.md", "\n".join(lines) + "\n")
+        typer.echo("\n".join([*lines, "", str(folder / "results.jsonl"), str(folder / "table.md")]))
+        if failures:
+            listed = "; ".join(f"{f.name} ({f.reason}; see {f.log})" for f in failures)
+            raise UserError(
+                f"{len(failures)} of {len(points)} runs failed, and the same command runs them "
+                f"again: {listed}"
+            )

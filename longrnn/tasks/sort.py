@@ -1,0 +1,24 @@
+"""Sorting random tokens."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from longrnn.tasks.base import TASKS
+from longrnn.tasks.sequence import Transduction
+
+
+@TASKS.register("sort")
+class Sort(Transduction):
+    """Say the tokens of a sequence in the order of their ids (arXiv 2402.00236).
+
+    With V = 10 and length 4, `?` being the query token (id V) and `.` an unscored target:
+
+        tokens   7 1 4 1 ? ? ? ?
+        targets  . . . . 1 1 4 7
+
+    Options are those of `SequenceTask`.
+    """
+
+    def answer(self, x: Tensor) -> Tensor:
+        return x.sort(dim=1).values

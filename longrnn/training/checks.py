@@ -1,0 +1,70 @@
+"""What a run must agree on before it begins; nothing here is written or trained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from longrnn.errors import UserError
+from longrnn.hf.loading import load
+from longrnn.hf.tokenizer import load_tokenizer
+from longrnn.models.recurrent import RecurrentLM
+from longrnn.tasks import TASKS, Task
+from longrnn.training.config import TrainConfig
+from longrnn.training.data import Source
+from longrnn.training.initial_states import INITIAL_STATES, Context
+from longrnn.training.optim import build_optimizer, freeze, learning_rate
+
+
+def check(config: TrainConfig) -> None:
+    """Refuses what a `Trainer` on one process would refuse of a configuration.
+
+    Raises:
+        UserError: a configuration that does not fit.
+    """
+    task = TASKS.build(config.task, load_tokenizer(config.tokenizer))
+    source = Source(task, config, 0, 1)
+    with torch.random.fork_rng(devices=[]):
+        if config.init_from is None:
+            check_vocabulary(config.model.vocab_size, task)
+            # What large vocabularies make large is not looked at.
+            model = RecurrentLM(replace(config.model, vocab_size=1))
+        else:
+            model = load(config.init_from)
+            check_vocabulary(model.vocab_size, task)
+    context = Context(model.init_state, config.seed, 0, 1, lambda part: part)
+    INITIAL_STATES.build(config.initial_state, context)
+    learning_rate(0, config)
+    freeze(model, config.freeze)
+    build_optimizer(model, config)
+    source.check()
+    check_positions(model, source)
+
+
+def check_vocabulary(vocab_size: int, task: Task) -> None:
+    """Refuses a model with fewer ids than the task.
+
+    Raises:
+        UserError: such a model.
+    """
+    if vocab_size < task.vocab_size:
+        raise UserError(
+            f"the task uses {task.vocab_size} token ids and the model has "
+            f"{vocab_size}: set model.vocab_size={task.vocab_size}"
+        )
+
+
+def check_positions(model: RecurrentLM, source: Source) -> None:
+    """Refuses a table of positions that ends before the rows or documents of the run.
+
+    Raises:
+        UserError: such a table.
+    """
+    there, needed = model.position.n_positions, source.longest()
+    if there is not None and there < needed:
+        raise UserError(
+            f"the model has {there} positions and this run may reach {needed}: set "
+            f"model.position.max_length={needed}, lower length.max, or use "
+            "model.position={kind: sinusoidal}"
+        )

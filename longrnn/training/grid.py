@@ -1,0 +1,211 @@
+"""Grids of runs: every combination of values over one configuration, checked before any is run."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from longrnn.config import build_config, flat
+from longrnn.errors import UserError, nearest
+from longrnn.hf.tokenizer import load_tokenizer
+from longrnn.mixers import MIXERS
+from longrnn.models.recurrent import RecurrentConfig
+from longrnn.positions import POSITIONS
+from longrnn.registry import Registry, keyword_options
+from longrnn.tasks import TASKS
+from longrnn.training.checks import check
+from longrnn.training.config import TrainConfig
+from longrnn.training.folder import HARMLESS
+from longrnn.training.initial_states import INITIAL_STATES
+
+Axes = dict[str, list[str]]
+# The mappings with a kind, and who knows its options.
+FAMILIES: dict[str, Registry[Any]] = {
+    "model.position": POSITIONS,
+    "model.mixer": MIXERS,
+    "task": TASKS,
+    "initial_state": INITIAL_STATES,
+}
+# Bytes of a run's name before it is cut.
+LONGEST_NAME = 100
+
+
+class Point(NamedTuple):
+    """One run of a grid.
+
+    Attributes:
+        name: of its folder.
+        values: what the grid says for each key, as it was given.
+        config: of the run.
+    """
+
+    name: str
+    values: dict[str, str]
+    config: TrainConfig
+
+    def content(self) -> dict[str, Any]:
+        """What the run computes: its configuration as dotted keys, without what is harmless."""
+        return {k: v for k, v in flat(asdict(self.config)).items() if k not in HARMLESS}
+
+
+def parse_axes(items: Sequence[str]) -> Axes:
+    """Keys with their values, from `seed=111,222` and the like.
+
+    Raises:
+        UserError: no keys, a key without values or given twice, or one that does not exist.
+    """
+    if not items:
+        raise UserError("the grid is empty: give KEY=VALUE,… such as seed=111,222")
+    axes: Axes = {}
+    for item in items:
+        key, equals, text = item.partition("=")
+        values = [value.strip() for value in _split(text)]
+        if not key or not equals:
+            raise UserError(f"grid: {item!r} is not of the form KEY=VALUE,…, such as seed=111,222")
+        if not all(values):
+            raise UserError(f"grid: {item!r} lacks a value: write {key}=VALUE,…")
+        if _dotted(key) in map(_dotted, axes):
+            raise UserError(f"grid: key {key} is given twice: give all of its values at once")
+        axes[key] = values
+    return axes
+
+
+def expand(base: TrainConfig, axes: Axes, folder: Path) -> list[Point]:
+    """Every combination, the last key's values changing fastest, each checked to be runnable.
+
+    Args:
+        base: what all runs have in common.
+        axes: of `parse_axes`.
+        folder: the runs' output folders will be in it.
+
+    Raises:
+        UserError: a key that does not exist, values that are the same, or a run that would fail.
+    """
+    _check_values(base, axes)
+    points = []
+    for chosen in itertools.product(*axes.values()):
+        values = dict(zip(axes, chosen, strict=True))
+        name = run_name(values)
+        try:
+            config = applied(base, values)
+            check(config)
+        except UserError as error:
+            raise UserError(f"run {name}: {error}") from error
+        config.output_dir = str(folder / name)
+        points.append(Point(name, values, config))
+    return points
+
+
+def applied(base: TrainConfig, values: dict[str, str]) -> TrainConfig:
+    """The configuration with other values.
+
+    A changed kind keeps those options of the former one that it has too. Where the task changes,
+    the model gets as many ids as it needs.
+
+    Raises:
+        UserError: an unknown key, or a value of the wrong type.
+    """
+    content = asdict(base)
+    dotted = {_dotted(key): _parsed(key, text) for key, text in values.items()}
+    # Kinds first, then their options.
+    for key in sorted(dotted, key=lambda key: not (key in FAMILIES or key.endswith(".kind"))):
+        _put(content, key, dotted[key])
+    config = build_config(TrainConfig, content, source="grid")
+    if any(key.split(".")[0] == "task" for key in dotted) and "model.vocab_size" not in dotted:
+        task = TASKS.build(config.task, load_tokenizer(config.tokenizer))
+        config.model.vocab_size = task.vocab_size
+    return config
+
+
+def run_name(values: dict[str, str]) -> str:
+    """A folder's name that tells a run from the others."""
+    whole = ",".join(f"{key}={value}" for key, value in values.items())
+    name = re.sub(r"[^\w.,=-]+", "_", whole)
+    if name == whole and len(name.encode()) <= LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(whole.encode()).hexdigest()[:8]
+    return f"{name.encode()[:LONGEST_NAME].decode(errors='ignore')}-{digest}"
+
+
+def _check_values(base: TrainConfig, axes: Axes) -> None:
+    """Refuses two values of a key that mean the same run."""
+    first = {key: values[0] for key, values in axes.items()}
+    for key, values in axes.items():
+        seen: dict[str, str] = {}
+        for value in values:
+            content = str(asdict(applied(base, first | {key: value})))
+            if content in seen:
+                raise UserError(
+                    f"grid: {key}={seen[content]} and {key}={value} are the same run: give one"
+                )
+            seen[content] = value
+
+
+def _dotted(key: str) -> str:
+    """The configuration's own key: `position.kind` is that of the model, `vocab_size` the task's.
+
+    Raises:
+        UserError: there is none.
+    """
+    head = key.split(".")[0]
+    own = {field.name for field in fields(TrainConfig)} - {"output_dir"}
+    of_model = {field.name for field in fields(RecurrentConfig)}
+    if key == "output_dir":
+        raise UserError("grid: every run gets an output_dir of its own: say where with --output")
+    if head in own:
+        return key
+    if key == "vocab_size":
+        return "task.vocab_size"
+    if head in of_model:
+        return f"model.{key}"
+    raise UserError(f"grid: unknown key {key}: {nearest(head, own | of_model)}")
+
+
+def _parsed(key: str, text: str) -> Any:
+    """A value as an override of `longrnn train` would have it."""
+    from omegaconf import OmegaConf
+    from yaml import YAMLError
+
+    try:
+        content: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+    except YAMLError as error:
+        raise UserError(
+            f"grid: {key}={text} is not YAML: {' '.join(str(error).split())}"
+        ) from error
+    return content["value"]
+
+
+def _put(content: dict[str, Any], key: str, value: Any) -> None:
+    """Sets a dotted key in a nested mapping."""
+    *path, last = key.split(".")
+    for part in path:
+        content = content.setdefault(part, {})
+        if not isinstance(content, dict):
+            raise UserError(f"grid: {key} has no keys below {part}: leave out what follows it")
+    family = FAMILIES.get(".".join(path))
+    if last == "kind" and family is not None:
+        known = keyword_options(family[str(value)])
+        for option in [name for name in content if name not in known]:
+            del content[option]
+    content[last] = value
+
+
+def _split(text: str) -> list[str]:
+    """`text` at its commas, but for those within brackets or quotes."""
+    parts, depth, quote = [""], 0, ""
+    for sign in text:
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in "'\"":
+            quote = sign
+        depth += (sign in "[{") - (sign in "]}") if not quote else 0
+        if sign == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    return parts

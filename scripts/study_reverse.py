@@ -1,0 +1,215 @@
+"""Does a positional encoding help a recurrent model when the vocabulary is large? A small grid.
+
+    python scripts/study_reverse.py --jobs 2
+
+Reverse ordering (configs/train/reverse_study.yaml) with every cell and every encoding, the LSTM
+also with a larger vocabulary and with rare tokens, each with several seeds; gradient stability
+along the LSTM's checkpoints. The duplicate of the token embedding, as wide as an encoding and as
+blind as none, is what the others are compared with, seed by seed. Writes a document with tables,
+and a verdict from the intervals alone: inconclusive where an interval holds 0. What is done is
+kept: give the same command again to go on, or with more seeds to add to it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+from longrnn.config import load_config
+from longrnn.diagnostics.stability import along_checkpoints
+from longrnn.errors import UserError
+from longrnn.evaluation.intervals import Estimate, mean
+from longrnn.evaluation.results import Row
+from longrnn.files import write_atomic
+from longrnn.mixers import MIXERS
+from longrnn.positions import POSITIONS
+from longrnn.tasks import TASKS
+from longrnn.tasks.sequence import Transduction
+from longrnn.training.config import TrainConfig
+from longrnn.training.grid import Axes, expand
+from longrnn.training.sweep import Sweep
+from longrnn.training.sweep_table import differences, means, shown, table, verdict
+
+CONFIG = Path(__file__).parents[1] / "configs/train/reverse_study.yaml"
+SEEDS = "111,222,333,444,555"
+CELLS = ["lstm", "gru", "rnn", "mamba2"]
+ENCODINGS = ["none", "duplicate", "sinusoidal", "learned", "random"]
+CONTROL = "duplicate"
+METRIC = "token_accuracy"
+METRICS = [METRIC, "exact_match", "edit_distance"]
+
+
+class Part(NamedTuple):
+    """One sweep of the study, as it was run."""
+
+    title: str
+    base: TrainConfig
+    axes: Axes
+    rows: list[Row]
+
+
+def main(
+    seeds: Annotated[int, typer.Option(help="Runs of each kind, at most 5.")] = 3,
+    vocab_size: Annotated[int, typer.Option(help="V of the grid of all cells.")] = 256,
+    large: Annotated[int, typer.Option(help="V of the LSTM's second grid.")] = 1024,
+    steps: Annotated[
+        int | None, typer.Option(help="Of every run.", show_default="as in the configuration")
+    ] = None,
+    triplets: Annotated[int, typer.Option(help="Inputs of the gradient stability.")] = 32,
+    jobs: Annotated[int, typer.Option(help="Runs at a time.")] = 2,
+    hardware: Annotated[str, typer.Option(help="For the document.")] = "",
+    output: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/reverse-study"),
+    document: Annotated[Path, typer.Option(help="What is written.")] = Path(
+        "benchmarks/results/reverse_cpu.md"
+    ),
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+) -> None:
+    """Trains, measures, and writes the document."""
+    if not 2 <= seeds <= 5:
+        raise UserError(f"seeds must be from 2 (for an interval) to 5, not {seeds}")
+    assert set(CELLS) == set(MIXERS)
+    assert set(ENCODINGS) == set(POSITIONS)
+    settings = [] if steps is None else _steps(steps)
+    base = load_config(TrainConfig, CONFIG, settings)
+    cells, encodings = {"mixer.kind": CELLS}, {"position.kind": ENCODINGS}
+    small, wide = {"vocab_size": [str(vocab_size)]}, {"vocab_size": [str(large)]}
+    lstm, seed = {"mixer.kind": ["lstm"]}, {"seed": SEEDS.split(",")[:seeds]}
+    dual = {"task.kind": ["reverse_dual_frequency"]}
+    parts: dict[str, tuple[str, Axes]] = {
+        "cells": (f"All cells, V = {vocab_size:,}", cells | encodings | small | seed),
+        "large": (f"LSTM, V = {large:,}", lstm | encodings | wide | seed),
+        "dual": ("LSTM, half of the vocabulary rare", dual | lstm | encodings | small | seed),
+    }
+    plans = {name: expand(base, axes, output / name / "runs") for name, (_, axes) in parts.items()}
+    found = {}
+    for name, (title, axes) in parts.items():
+        rows, failures = Sweep(plans[name], output / name, jobs=jobs, quiet=quiet).run()
+        if failures:
+            listed = "; ".join(f"{f.name} ({f.reason})" for f in failures)
+            raise UserError(f"runs failed, and the same command runs them again: {listed}")
+        found[name] = Part(title, base, axes, rows)
+    readings = stabilities(found["cells"], output / "cells/runs", triplets, quiet)
+    lines = [*preamble(base, seeds, hardware), *chapters(found), *readings]
+    write_atomic(document, "\n".join(lines) + "\n")
+    typer.echo("\n".join(lines))
+
+
+def _steps(steps: int) -> list[str]:
+    """The settings of a run of so many steps with four checkpoints."""
+    every = max(1, steps // 4)
+    return [f"max_steps={steps}", f"save_steps={every}", f"warmup_steps={max(1, steps // 20)}"]
+
+
+def preamble(base: TrainConfig, seeds: int, hardware: str) -> list[str]:
+    """What was done, where, and how to read it."""
+    where = hardware or f"{os.cpu_count()} cores, {platform.machine()}, no GPU"
+    return [
+        "# Reverse ordering with five positional encodings, on a CPU",
+        "",
+        f"{datetime.now(UTC):%Y-%m-%d}, {where}. One layer, hidden and embedding "
+        f"{base.model.d_model}, length {base.length.max}, {base.max_steps:,} steps of "
+        f"{base.per_device_train_batch_size} rows, {seeds} seeds; everything else as in "
+        "`configs/train/reverse_study.yaml`. Scores are those of 1,024 sequences that training "
+        "never saw. Intervals are over seeds (Student t, 95 %); a single one is wrong in one of "
+        "twenty cases, and there are many here. `docs/studies.md` has question and setting.",
+        "",
+        "```",
+        shlex.join(["python", *sys.argv]),
+        "```",
+    ]
+
+
+def chapters(found: dict[str, Part]) -> Iterator[str]:
+    """Tables of every part with its verdict."""
+    for name, part in found.items():
+        yield from ["", f"## {part.title}", ""]
+        conditions = conditions_of(part) if name == "dual" else []
+        yield from scores(part, conditions or METRICS)
+        yield from ["", *verdicts(part, conditions or [METRIC])]
+
+
+def conditions_of(part: Part) -> list[str]:
+    """The four conditions of the dual-frequency test."""
+    return [name for name in part.rows[0]["metrics"] if name.endswith("disturbants")]
+
+
+def scores(part: Part, metrics: Sequence[str]) -> list[str]:
+    """Means over seeds."""
+    cells = [
+        [values["mixer.kind"], values["position.kind"], *(shown(found[m]) for m in metrics)]
+        for values, found in means(part.rows, part.axes)
+    ]
+    return table(["cell", "encoding", *(metric.replace("_", " ") for metric in metrics)], cells)
+
+
+def verdicts(part: Part, metrics: Sequence[str]) -> list[str]:
+    """Differences from the control and from no encoding, with what they say."""
+    lines, cells = [], []
+    for metric in metrics:
+        from_control = differences(part.rows, part.axes, ("position.kind", CONTROL), metric)
+        from_none = differences(part.rows, part.axes, ("position.kind", "none"), metric)
+        plain = {tuple(d.values.values()): d.estimate for d in from_none}
+        for one in from_control:
+            cell, encoding = one.values["mixer.kind"], one.values["position.kind"]
+            other = plain.get(tuple(one.values.values()))
+            row = [cell, encoding, shown(one.estimate), one.verdict]
+            row += ["–", "–"] if other is None else [shown(other), verdict(other)]
+            cells.append([*([metric] if len(metrics) > 1 else []), *row])
+    head = ["cell", "encoding", f"minus {CONTROL}", "verdict", "minus none", "verdict"]
+    lines += table([*(["of"] if len(metrics) > 1 else []), *head], cells)
+    counts = [row[-3] for row in cells if row[-5] != "none"]
+    said = ", ".join(f"{counts.count(v)} {v}" for v in ("higher", "lower", "inconclusive"))
+    return [
+        *lines,
+        "",
+        f"**Verdict.** Of {len(counts)} comparisons of a positional encoding with the {CONTROL} "
+        f"control: {said}.",
+    ]
+
+
+def stabilities(part: Part, runs: Path, n: int, quiet: bool) -> list[str]:
+    """Gradient stability of the LSTM along its checkpoints, a mean over seeds of means."""
+    task = TASKS.build(part.base.task | {"vocab_size": int(part.axes["vocab_size"][0])}, None)
+    assert isinstance(task, Transduction)
+    found: dict[tuple[str, int], list[tuple[float, ...]]] = {}
+    for row in part.rows:
+        if row["values"]["mixer.kind"] == "lstm":
+            readings = along_checkpoints(
+                runs / row["run"], task, length=part.base.length.max, n=n, quiet=quiet
+            )
+            for reading in readings:
+                key = row["values"]["position.kind"], reading.step
+                values = tuple(estimate.mean for estimate in reading[1:])
+                found.setdefault(key, []).append(values)
+    cells = []
+    for (encoding, step), seeds in found.items():
+        token, suffix, norm = (mean(values) for values in zip(*seeds, strict=True))
+        cells.append([encoding, f"{step:,}", shown(token), shown(suffix), short(norm)])
+    head = ["encoding", "step", "same first token", "same suffix", "norm of J"]
+    return [
+        "",
+        f"## Gradient stability of the LSTM ({n} triplets a checkpoint)",
+        "",
+        *table(head, cells),
+    ]
+
+
+def short(estimate: Estimate) -> str:
+    """A mean of any size with its interval."""
+    return f"{estimate.mean:.2g} [{estimate.low:.2g}, {estimate.high:.2g}]"
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
