@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lm_eval.models  # noqa: F401
 from lm_eval.api.instance import Instance
@@ -86,9 +87,10 @@ class LongRNN(TemplateLM):
             raise UserError("lm-eval with longrnn runs in one process: start it without a launcher")
         if tokenizer is None and not isinstance(pretrained, (str, Path)):
             raise UserError("a model that is loaded needs its tokenizer: give tokenizer=…")
-        source = pretrained if tokenizer is None else tokenizer
+        source: Any = pretrained if tokenizer is None else tokenizer
         self.model = build_model(pretrained, mitigation, backend, dtype, device)
-        self._tokenizer = load_tokenizer(source) if isinstance(source, (str, Path)) else source
+        named = isinstance(source, (str, Path))
+        self._tokenizer: Tokenizer = load_tokenizer(source) if named else source
         if self._tokenizer.vocab_size > self.model.vocab_size:
             raise UserError(
                 f"the tokenizer has {self._tokenizer.vocab_size} ids and the model "
@@ -183,12 +185,12 @@ class LongRNN(TemplateLM):
         """Log-likelihoods of documents; a model without a maximum length reads each whole."""
         pairs: list[Pair] = []
         owners: list[int] = []
-        for index, request in enumerate(requests):
-            windows = self._windows(self.tok_encode(request.args[0]))
+        for index, text in enumerate(_arguments(requests, 0)):
+            windows = self._windows(self.tok_encode(text))
             self.truncated["split_documents"] += len(windows) > 1
             pairs += windows
             owners += [index] * len(windows)
-        left = [owners.count(index) for index in range(len(requests))]
+        left = Counter(owners)
         nats = [0.0] * len(requests)
         for number, result in self._scores("loglikelihood_rolling", pairs, disable_tqdm):
             index = owners[number]
@@ -202,18 +204,19 @@ class LongRNN(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Texts that go on from prompts, up to the first of their stop strings."""
+        prompts, options = _arguments(requests, 0), _arguments(requests, 1)
         kinds: dict[str, list[int]] = {}
-        for index, request in enumerate(requests):
-            kinds.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(index)
+        for index, wanted in enumerate(options):
+            kinds.setdefault(json.dumps(wanted, sort_keys=True), []).append(index)
         eos = None if self.eot_token_id is None else self.tokenizer.decode(self.eot_token_id)
         answers = [""] * len(requests)
         quiet = self.quiet or disable_tqdm
         with Progress("generate_until", len(requests), unit="tokens", quiet=quiet) as progress:
             for indices in kinds.values():
-                how = generating(requests[indices[0]].args[1], eos)
+                how = generating(options[indices[0]], eos)
                 for place, said in complete(
                     self.model,
-                    [self._prompt(requests[index], how.max_new_tokens) for index in indices],
+                    [self._prompt(prompts[index], how.max_new_tokens) for index in indices],
                     decode=self.tok_decode,
                     eos=self.eot_token_id,
                     batch_size=self.batch_size,
@@ -228,8 +231,6 @@ class LongRNN(TemplateLM):
         self.tokens_computed += progress.units
         self._report()
         return answers
-
-    # Their parts
 
     def _scores(self, title: str, pairs: list[Pair], quiet: bool) -> Iterator[tuple[int, Score]]:
         quiet = quiet or self.quiet
@@ -247,8 +248,8 @@ class LongRNN(TemplateLM):
             for context, wanted in map(make_disjoint_window, windows)
         ]
 
-    def _prompt(self, request: Instance, more: int) -> Ids:
-        return self._fitting(self.tok_encode(request.args[0]) or [self.prefix_token_id], more)
+    def _prompt(self, text: str, more: int) -> Ids:
+        return self._fitting(self.tok_encode(text) or [self.prefix_token_id], more)
 
     def _fitting(self, context: Sequence[int], more: int) -> Ids:
         """What the model can read of a context, from its end, and `more` tokens behind it."""
@@ -268,16 +269,17 @@ class LongRNN(TemplateLM):
 
     def _report(self) -> None:
         """Warns of what was cut off so far."""
-        if self.truncated["requests"]:
+        cut = self.truncated
+        if cut["requests"]:
             logger.warning(
-                "%d contexts were truncated from the left, by %d tokens in all: the model reads "
-                "at most %d", self.truncated["requests"], self.truncated["tokens"], self.max_length,
-            )  # fmt: skip
-        if self.truncated["split_documents"]:
+                f"{cut['requests']} contexts were truncated from the left, by {cut['tokens']:,} "
+                f"tokens in all: the model reads at most {self.max_length:,}"
+            )
+        if cut["split_documents"]:
             logger.warning(
-                "%d documents were read in windows of %d tokens, the most that the model reads",
-                self.truncated["split_documents"], self.max_length,
-            )  # fmt: skip
+                f"{cut['split_documents']} documents were read in windows of {self.max_length:,} "
+                "tokens, the most that the model reads"
+            )
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval records with the results."""
@@ -303,3 +305,7 @@ class LongRNN(TemplateLM):
                     "give another --use_cache"
                 )
         super().set_cache_hook(cache_hook)
+
+
+def _arguments(requests: Sequence[Instance], place: int) -> list[Any]:
+    return [cast("tuple[Any, ...]", request.args)[place] for request in requests]
