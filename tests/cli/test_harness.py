@@ -72,7 +72,7 @@ def test_own_task(cli: CLI, models: Path, tmp_path: Path) -> None:
         (["passkey-tiny"], "--tasks longrnn_passkey"),
         (["--tasks", "longrnn_passkey"], "give the checkpoint before"),
         (["passkey-tiny", "--tasks", "longrnn_paskey"], "did you mean 'longrnn_passkey'?"),
-        (["passkey-tiny", "--limit", "2"], "Need to specify task"),
+        (["passkey-tiny", "--limit", "2"], "--tasks longrnn_passkey"),
         (["passkey-tiny", "--tasks", "longrnn_passkey", "--limit", "x"], "invalid float value"),
         (["passkey-tiny", "--tasks", "longrnn_passkey", "--fewshot_num", "1"], "unrecognized"),
         (["passkey-tiny", "--tasks", "longrnn_passkey", "--include_path", "no"], "no folder no"),

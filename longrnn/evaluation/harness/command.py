@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from longrnn.evaluation.bundled import bundled
 from longrnn.evaluation.harness.lm import LongRNN
 from longrnn.registry import keyword_options
 
+NO_TASK = "name what to measure: --tasks longrnn_passkey, for example"
 # Options of lm-eval that have no meaning here, and what does instead.
 SENT = "the results lie under --output_path"
 ELSEWHERE = {
@@ -46,7 +48,8 @@ def run(checkpoint: str, arguments: Sequence[str], options: dict[str, Any]) -> N
     Raises:
         UserError: options that lm-eval does not have, a task or a folder that is not there.
     """
-    setup_logging("WARNING")  # where LMEVAL_LOG_LEVEL says nothing else
+    if "LMEVAL_LOG_LEVEL" in os.environ:
+        setup_logging()
     parsed = _parse(arguments)
     config = _config(parsed, {"pretrained": checkpoint, **options})
     folders = [bundled() / "tasks", *([] if config.include_path is None else [config.include_path])]
@@ -110,8 +113,8 @@ def _evaluate(
 
 def _parse(arguments: Sequence[str]) -> Namespace:
     """The arguments, read by lm-eval's own parser."""
-    if not arguments:
-        raise UserError("name what to measure: --tasks longrnn_passkey, for example")
+    if not arguments:  # lm-eval would print its help
+        raise UserError(NO_TASK)
     said = io.StringIO()
     with _arguments(["lm-eval", "run", *arguments]):
         try:
@@ -167,6 +170,8 @@ def _find_tasks(
     """
     asked = config.tasks if isinstance(config.tasks, list) else [str(config.tasks)]
     names = [name for task in asked for name in str(task).split(",") if name]
+    if not names:
+        raise UserError(NO_TASK)
     manager = TaskManager(
         include_path=list(folders), include_defaults=False, metadata=config.metadata
     )
