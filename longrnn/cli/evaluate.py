@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from longrnn.cli.harness import SETTINGS, harness
 from longrnn.cli.options import (
     Checkpoint,
     Device,
@@ -30,6 +31,7 @@ app = typer.Typer(
     epilog="Example: longrnn eval passkey passkey-tiny --lengths 1k,4k",
     no_args_is_help=True,
 )
+app.command(context_settings=SETTINGS)(harness)
 
 
 @app.command()

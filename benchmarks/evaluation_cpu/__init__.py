@@ -1,0 +1,1 @@
+"""What evaluation costs on the CPU."""

@@ -1,0 +1,46 @@
+"""What lm-eval calls to make the documents of these tasks.
+
+lm-eval hands all metadata over as keyword arguments: the task's, the model's and the user's.
+"""
+
+from typing import Any
+
+from datasets import Dataset
+
+from longrnn.evaluation.harness import texts
+
+
+def passkey(**metadata: Any) -> dict[str, Dataset]:
+    return _test(texts.passkey_documents(metadata))
+
+
+def reverse(**metadata: Any) -> dict[str, Dataset]:
+    return _test(texts.reverse_documents(metadata))
+
+
+def perplexity(**metadata: Any) -> dict[str, Dataset]:
+    return _test(texts.text_documents(metadata))
+
+
+def single(**metadata: Any) -> dict[str, Dataset]:
+    return _test(texts.needle_documents("single", metadata))
+
+
+def multikey(**metadata: Any) -> dict[str, Dataset]:
+    return _test(texts.needle_documents("multikey", metadata))
+
+
+def multivalue(**metadata: Any) -> dict[str, Dataset]:
+    return _test(texts.needle_documents("multivalue", metadata))
+
+
+def multiquery(**metadata: Any) -> dict[str, Dataset]:
+    return _test(texts.needle_documents("multiquery", metadata))
+
+
+def variables(**metadata: Any) -> dict[str, Dataset]:
+    return _test(texts.needle_documents("variables", metadata))
+
+
+def _test(documents: list[texts.Document]) -> dict[str, Dataset]:
+    return {"test": Dataset.from_list(documents)}

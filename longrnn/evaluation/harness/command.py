@@ -1,0 +1,191 @@
+"""lm-eval's own command line with the model type `longrnn` and the tasks of `eval/tasks`."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+from typing import Any
+
+from lm_eval import simple_evaluate
+from lm_eval.__main__ import HarnessCLI
+from lm_eval.config.evaluate_config import EvaluatorConfig
+from lm_eval.loggers import EvaluationTracker
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import handle_non_serializable, make_table, setup_logging
+
+from longrnn.errors import UserError, nearest
+from longrnn.evaluation.bundled import bundled
+from longrnn.evaluation.harness.lm import LongRNN
+from longrnn.registry import keyword_options
+
+NO_TASK = "name what to measure: --tasks longrnn_passkey, for example"
+# Options of lm-eval that have no meaning here, and what does instead.
+SENT = "the results lie under --output_path"
+ELSEWHERE = {
+    "model": "the type is longrnn",
+    "trust_remote_code": "no remote code is run",
+    "wandb_args": SENT,
+    "wandb_config_args": SENT,
+    "trackio_args": SENT,
+    "hf_hub_log_args": SENT,
+}
+
+
+def run(checkpoint: str, arguments: Sequence[str], options: dict[str, Any]) -> None:
+    """Measures a checkpoint with the options of `lm-eval run`, and prints lm-eval's table.
+
+    Args:
+        checkpoint: what `load` takes.
+        arguments: of `lm-eval run`, as on its command line.
+        options: of `LongRNN`; those of `--model_args` come on top.
+
+    Raises:
+        UserError: options that lm-eval does not have, a task or a folder that is not there.
+    """
+    if "LMEVAL_LOG_LEVEL" in os.environ:
+        setup_logging()
+    parsed = _parse(arguments)
+    config = _config(parsed, {"pretrained": checkpoint, **options})
+    folders = [bundled() / "tasks", *([] if config.include_path is None else [config.include_path])]
+    manager, tasks = _find_tasks(config, folders)
+    tracker = EvaluationTracker(output_path=config.output_path)
+    try:
+        results = _evaluate(config, manager, tasks, tracker)
+    except ConnectionError as error:
+        raise UserError(
+            f"a task's data cannot be had ({error}): connect, or take tasks whose data is here"
+        ) from error
+    samples = results.pop("samples", None)
+    tracker.save_results_aggregated(results=results, samples=samples)
+    for task in samples or {}:
+        tracker.save_results_samples(task_name=task, samples=samples[task])
+    if config.show_config:
+        print(json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False))
+    print(make_table(results))
+    if "groups" in results:
+        print(make_table(results, "groups"))
+
+
+def _evaluate(
+    config: EvaluatorConfig, manager: TaskManager, tasks: list[str], tracker: EvaluationTracker
+) -> dict[str, Any]:
+    """The results of lm-eval, as its own command asks for them."""
+    seeds: Any = config.seed or [None] * 4
+    caching = config.cache_requests or {}
+    evaluate: Any = simple_evaluate  # its decorator hides its parameters
+    results = evaluate(
+        model="longrnn",
+        model_args=config.model_args,
+        tasks=list(tasks),
+        num_fewshot=config.num_fewshot,
+        batch_size=config.batch_size,
+        use_cache=config.use_cache,
+        cache_requests=caching.get("cache_requests", False),
+        rewrite_requests_cache=caching.get("rewrite_requests_cache", False),
+        delete_requests_cache=caching.get("delete_requests_cache", False),
+        limit=config.limit,
+        samples=config.samples,
+        check_integrity=config.check_integrity,
+        write_out=config.write_out,
+        log_samples=config.log_samples,
+        evaluation_tracker=tracker,
+        system_instruction=config.system_instruction,
+        apply_chat_template=config.apply_chat_template,
+        fewshot_as_multiturn=bool(config.fewshot_as_multiturn),
+        gen_kwargs=config.gen_kwargs,
+        task_manager=manager,
+        predict_only=config.predict_only,
+        random_seed=seeds[0],
+        numpy_random_seed=seeds[1],
+        torch_random_seed=seeds[2],
+        fewshot_random_seed=seeds[3],
+        confirm_run_unsafe_code=config.confirm_run_unsafe_code,
+        metadata=config.metadata,
+    )
+    return dict(results or {})
+
+
+def _parse(arguments: Sequence[str]) -> Namespace:
+    """The arguments, read by lm-eval's own parser."""
+    if not arguments:  # lm-eval would print its help
+        raise UserError(NO_TASK)
+    said = io.StringIO()
+    with _arguments(["lm-eval", "run", *arguments]):
+        try:
+            with redirect_stderr(said):
+                return HarnessCLI().parse_args()
+        except SystemExit as leaving:
+            if not leaving.code:
+                raise
+            reason = said.getvalue().rpartition("error: ")[2].strip()
+            raise UserError(f"{reason}: `lm-eval run --help` lists the options") from leaving
+
+
+@contextmanager
+def _arguments(arguments: list[str]) -> Iterator[None]:
+    """lm-eval's parser reads `sys.argv` and nothing else."""
+    before, sys.argv = sys.argv, arguments
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def _config(parsed: Namespace, model_args: dict[str, Any]) -> EvaluatorConfig:
+    """lm-eval's configuration, its mistakes as ours."""
+    for name in ELSEWHERE:
+        if getattr(parsed, name, None):
+            raise UserError(f"--{name} is not taken here: leave it out, {ELSEWHERE[name]}")
+    if parsed.config is None and not hasattr(parsed, "batch_size"):
+        parsed.batch_size = "auto"
+    parsed.model = "longrnn"
+    parsed.model_args = {**model_args, **(parsed.model_args or {})}
+    known = keyword_options(LongRNN)
+    for name in parsed.model_args:
+        if name != "pretrained" and name not in known:
+            raise UserError(f"longrnn has no model argument {name!r}: {nearest(name, known)}")
+    try:
+        config = EvaluatorConfig.from_cli(parsed)
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        raise UserError(f"{str(error).rstrip('.')}: `lm-eval run --help` says how") from error
+    if config.include_path is not None and not Path(config.include_path).is_dir():
+        raise UserError(
+            f"no folder {config.include_path} for --include_path: give one with task files"
+        )
+    return config
+
+
+def _find_tasks(
+    config: EvaluatorConfig, folders: Sequence[str | Path]
+) -> tuple[TaskManager, list[str]]:
+    """A manager that knows the tasks asked for, and their names; files stand for themselves.
+
+    lm-eval's own fourteen thousand take it long to list, and are listed where they are asked for.
+    """
+    asked = config.tasks if isinstance(config.tasks, list) else [str(config.tasks)]
+    names = [name for task in asked for name in str(task).split(",") if name]
+    if not names:
+        raise UserError(NO_TASK)
+    manager = TaskManager(
+        include_path=list(folders), include_defaults=False, metadata=config.metadata
+    )
+    files = [name for name in names if name.endswith(".yaml") and Path(name).is_file()]
+    unknown = [name for name in names if name not in files and not manager.match_tasks([name])]
+    if any(not name.startswith("longrnn_") for name in unknown):
+        print("looking through the tasks that come with lm-eval …", file=sys.stderr)
+        manager = TaskManager(include_path=list(folders), metadata=config.metadata)
+    found: list[str] = []
+    for name in names:
+        matches = [str(Path(name).absolute())] if name in files else manager.match_tasks([name])
+        if not matches:
+            close = nearest(name, manager.all_tasks)
+            remedy = close if close.startswith("did") else "`lm-eval ls tasks` lists them"
+            raise UserError(f"no task {name!r}: {remedy}")
+        found += [match for match in matches if match not in found]
+    return manager, found

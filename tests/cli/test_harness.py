@@ -1,0 +1,118 @@
+"""`longrnn eval harness` from the command line, with the tasks that travel with the package."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import CLI
+
+SHORT = json.dumps({"max_seq_lengths": [1024], "n": 10, "n_items": 8})
+LM_EVAL = "longrnn.evaluation.harness"
+
+
+def test_passkey_tiny(cli: CLI, tmp_path: Path) -> None:
+    """The model that recalls passkeys, measured by lm-eval: its results and samples on disk."""
+    options = ["--metadata", SHORT, "--output_path", tmp_path / "out", "--log_samples", "--quiet"]
+    result = cli("eval", "harness", "passkey-tiny", "--tasks", "longrnn_passkey", *options)
+    assert result.code == 0, result.err
+    assert "longrnn_passkey" in result.out
+    (file,) = (tmp_path / "out").rglob("results_*.json")
+    found = json.loads(file.read_text())
+    assert found["results"]["longrnn_passkey"]["accuracy,none"] == 1.0
+    assert found["results"]["longrnn_passkey"]["1024,none"] == 1.0
+    # Ten prompts of 1,024 tokens would be 10,240: their common beginnings were read once.
+    assert 1024 < found["config"]["tokens_computed"] < 7000
+    (samples,) = (tmp_path / "out").rglob("samples_*.jsonl")
+    assert len(samples.read_text().splitlines()) == 10
+
+
+def test_all_tasks(cli: CLI, models: Path, tmp_path: Path) -> None:
+    """Every task that is bundled runs, under a mitigation."""
+    (tmp_path / "book.txt").write_text("Once upon a time. " * 200)
+    metadata = json.loads(SHORT) | {"text": str(tmp_path / "book.txt"), "n": 1}
+    metadata["max_seq_lengths"] = [1500]
+    tasks = "longrnn_needles,longrnn_reverse,longrnn_perplexity,longrnn_passkey"
+    checkpoint = f"{models / 'text'}+forget_more(decay_scale=0.9)"
+    arguments = ["--metadata", json.dumps(metadata), "--output_path", tmp_path / "out"]
+    limits = ["--gen_kwargs", "max_gen_toks=3"]
+    result = cli("eval", "harness", checkpoint, "--tasks", tasks, *arguments, *limits, "--quiet")
+    assert result.code == 0, result.err
+    (file,) = (tmp_path / "out").rglob("results_*.json")
+    found = json.loads(file.read_text())["results"]
+    assert len(found) == 9
+    assert found["longrnn_perplexity"]["1500,none"] > 0
+    for kind in ("single", "multikey", "multivalue", "multiquery", "variables"):
+        assert found[f"longrnn_needle_{kind}"]["1500,none"] >= 0
+
+
+def test_own_task(cli: CLI, models: Path, tmp_path: Path) -> None:
+    """A task of the user's, by --include_path."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "rows.jsonl").write_text('{"text": "one two three"}\n')
+    (tmp_path / "mine" / "task.yaml").write_text(
+        f"task: mine\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: "
+        f"{tmp_path / 'rows.jsonl'}}}}}\noutput_type: loglikelihood_rolling\ntest_split: test\n"
+        'doc_to_text: ""\ndoc_to_target: "{{text}}"\nmetric_list: [{metric: bits_per_byte}]\n'
+    )
+    options = ["--tasks", "mine", "--include_path", tmp_path / "mine", "--quiet"]
+    result = cli("eval", "harness", models / "text", *options)
+    assert result.code == 0, result.err
+    assert "bits_per_byte" in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["passkey-tiny"], "--tasks longrnn_passkey"),
+        (["--tasks", "longrnn_passkey"], "give the checkpoint before"),
+        (["passkey-tiny", "--tasks", "longrnn_paskey"], "did you mean 'longrnn_passkey'?"),
+        (["passkey-tiny", "--limit", "2"], "--tasks longrnn_passkey"),
+        (["passkey-tiny", "--tasks", "longrnn_passkey", "--limit", "x"], "invalid float value"),
+        (["passkey-tiny", "--tasks", "longrnn_passkey", "--fewshot_num", "1"], "unrecognized"),
+        (["passkey-tiny", "--tasks", "longrnn_passkey", "--include_path", "no"], "no folder no"),
+        (["passkey-tiny", "--tasks", "longrnn_passkey", "--model", "hf"], "--model is not taken"),
+        (["passkey-tiny", "--tasks", "longrnn_passkey", "--log_samples"], "--output_path"),
+        (["passkey-tiny", "--tasks", "longrnn_passkey", "--model_args", "dtipe=x"], "'dtype'?"),
+        (["passkey-tinny", "--tasks", "longrnn_passkey"], "'passkey-tiny'?"),
+        (["passkey-tiny", "--tasks", "longrnn_perplexity"], "--metadata text=book.txt"),
+        (["passkey-tiny", "--tasks", "longrnn_passkey", "--metadata", "n=0"], "at least 1"),
+    ],
+)
+def test_bad_input(cli: CLI, arguments: list[str], message: str, tmp_path: Path) -> None:
+    """One sentence, exit code 2, and nothing written."""
+    result = cli("eval", "harness", *arguments)
+    assert result.code == 2
+    last = result.err.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert message in last
+    assert "Traceback" not in result.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_lm_eval(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extra is named."""
+    for name in [name for name in sys.modules if name.startswith(LM_EVAL)]:
+        monkeypatch.delitem(sys.modules, name)
+    import_before = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name.partition(".")[0] == "lm_eval":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return import_before(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    result = cli("eval", "harness", "passkey-tiny", "--tasks", "longrnn_passkey")
+    assert result.code == 2
+    assert "pip install 'longrnn[harness]'" in result.err
+
+
+def test_help(cli: CLI) -> None:
+    result = cli("eval", "harness", "--help")
+    assert result.code == 0
+    assert "Example: longrnn " in " ".join(result.out.split())

@@ -1,0 +1,106 @@
+"""A tiny Mamba-2 checkpoint of transformers with a tokenizer, and tasks of lm-eval on disk."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+
+from longrnn.models import RecurrentLM
+from tests.models.test_mamba2_transformers import VOCAB, peers
+
+WORDS = "the sun is red and so was an old tree near it as rain ran on stone"
+EOS = "<|end|>"
+
+CHOICE = """task: tiny_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}, train: {file}}}}}
+output_type: multiple_choice
+test_split: test
+fewshot_split: train
+doc_to_text: "{{{{text}}}} "
+doc_to_choice: choices
+doc_to_target: gold
+metric_list:
+  - metric: acc
+  - metric: acc_norm
+"""
+ROLLING = """task: tiny_rolling
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+output_type: loglikelihood_rolling
+test_split: test
+doc_to_text: ""
+doc_to_target: "{{{{text}}}}"
+metric_list:
+  - metric: byte_perplexity
+  - metric: bits_per_byte
+"""
+GENERATE = """task: tiny_generate
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+output_type: generate_until
+test_split: test
+doc_to_text: "{{{{text}}}}"
+doc_to_target: "{{{{text}}}}"
+generation_kwargs: {{do_sample: false, max_gen_toks: 12, until: [" an"]}}
+metric_list:
+  - metric: exact_match
+"""
+
+
+class Setting(NamedTuple):
+    """`checkpoint`: a folder of transformers; `model`: the same weights in ours; `tasks`: YAML."""
+
+    checkpoint: Path
+    model: RecurrentLM
+    tasks: Path
+
+
+def text(rng: random.Random, count: int) -> str:
+    return " ".join(rng.choice(WORDS.split()) for _ in range(count))
+
+
+@pytest.fixture(scope="session")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    root = tmp_path_factory.mktemp("harness")
+    rng = random.Random(0)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[EOS], show_progress=False)
+    tokenizer.train_from_iterator([text(rng, 400) + "\n\n"], trainer)
+    ours, theirs = peers(n_groups=1, tied=True)
+    theirs.save_pretrained(root / "checkpoint")  # type: ignore
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS)
+    wrapped.save_pretrained(root / "checkpoint")
+
+    rows = [
+        {
+            "text": text(rng, 4 + 3 * index),
+            "choices": [text(rng, 1 + k) for k in range(4)],
+            "gold": index % 4,
+        }
+        for index in range(5)
+    ]
+    data = root / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (root / "tasks").mkdir()
+    for name, task in (("choice", CHOICE), ("rolling", ROLLING), ("generate", GENERATE)):
+        (root / "tasks" / f"{name}.yaml").write_text(task.format(file=data))
+    return Setting(root / "checkpoint", ours, root / "tasks")
+
+
+def evaluate(model: Any, tasks: Path, *names: str, **options: Any) -> dict[str, Any]:
+    """lm-eval's results with samples; its own fourteen thousand tasks are left out."""
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    run: Any = simple_evaluate
+    return run(model=model, tasks=list(names), task_manager=manager, bootstrap_iters=0, **options)

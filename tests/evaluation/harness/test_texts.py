@@ -1,0 +1,119 @@
+"""Documents of our tasks, and their scores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longrnn.errors import UserError
+from longrnn.evaluation.harness import texts
+from longrnn.text import ByteTokenizer
+
+TINY = {"pretrained": "passkey-tiny", "version": 1.0, "config_source": "somewhere"}
+
+
+def test_passkeys() -> None:
+    """Prompts of another length than asked, keys that are not in them, one depth for all."""
+    metadata = {**TINY, "max_seq_lengths": [512, "1k"], "n": 3, "depths": 3}
+    documents = texts.passkey_documents(metadata)
+    assert [d["max_length"] for d in documents] == [512] * 3 + [1024] * 3
+    assert [d["depth"] for d in documents] == [0.0, 0.5, 1.0] * 2
+    for document in documents:
+        (key,) = document["outputs"]
+        assert len(ByteTokenizer().encode(document["input"])) == document["max_length"]
+        assert document["input"].count(key) == 2
+        assert document["input"].endswith("The passkey is")
+    assert len({d["outputs"][0] for d in documents[:3]}) == 3
+
+
+def test_another_tokenizer(tmp_path: Path) -> None:
+    """Lengths are counted by the tokenizer that is named, and never exceeded."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()  # type: ignore[assignment]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["The grass is green. The sky is blue."], trainer)
+    from tokenizers import decoders
+
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    metadata = {"tokenizer": str(tmp_path / "tokenizer.json"), "max_seq_lengths": 600, "n": 2}
+    for document in [
+        *texts.passkey_documents(metadata),
+        *texts.needle_documents("multikey", metadata),
+        *texts.needle_documents("variables", {**metadata, "max_seq_lengths": 2000}),
+    ]:
+        size = document["max_length"]
+        assert size - 40 < document["length"] <= size
+
+
+def test_lists() -> None:
+    """A worked example that is wrong, or numbers beyond the vocabulary."""
+    metadata = {**TINY, "n_items": [4, 9], "vocab_size": 1000, "n": 2}
+    documents = texts.reverse_documents(metadata)
+    assert [d["max_length"] for d in documents] == [4, 4, 9, 9]
+    for document in documents:
+        lines = document["input"].splitlines()
+        lists = [line.split()[1:] for line in lines if line.startswith("List:")]
+        said = [line.split()[1:] for line in lines if line.startswith("Backwards:")]
+        assert said[:-1] == [items[::-1] for items in lists[:-1]]
+        assert said[-1] == []
+        assert document["outputs"] == lists[-1][::-1]
+        assert all(int(item) < 1000 for items in lists for item in items)
+
+
+def test_text(tmp_path: Path) -> None:
+    """The whole of a file, or its beginning; a character is not cut in two."""
+    path = tmp_path / "book.txt"
+    path.write_text("äb" * 400)
+    metadata = {**TINY, "text": str(path)}
+    assert texts.text_documents(metadata)[0]["text"] == "äb" * 400
+    cut = texts.text_documents({**metadata, "max_seq_lengths": [100, 1001]})
+    assert [len(d["text"].encode()) for d in cut] == [99, 1001]
+
+
+@pytest.mark.parametrize(
+    ("function", "metadata", "message"),
+    [
+        ("passkey", {"max_seq_length": [512]}, "did you mean 'max_seq_lengths'"),
+        ("passkey", {"max_seq_lengths": [64]}, "too short for a passkey"),
+        ("passkey", {"max_seq_lengths": "long"}, "'long' is no length"),
+        ("passkey", {"n": 0}, "'n' is a number of at least 1"),
+        ("passkey", {"pretrained": None}, "--metadata tokenizer=NAME"),
+        ("text", {}, "--metadata text=book.txt"),
+        ("text", {"text": "missing.txt"}, "no text file missing.txt"),
+        ("text", {"text": "{file}", "max_seq_lengths": [4096]}, "has 9 tokens, fewer than 4,096"),
+    ],
+)
+def test_bad_metadata(
+    function: str, metadata: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "book.txt").write_text("Too short")
+    if metadata.get("text") == "{file}":
+        metadata = {**metadata, "text": str(tmp_path / "book.txt")}
+    with pytest.raises(UserError, match=message):
+        getattr(texts, f"{function}_documents")({**TINY, **metadata})
+
+
+def test_scores() -> None:
+    """A key that is only near the beginning, a number that is missing, items that moved."""
+    key = {"outputs": ["01234"], "max_length": 512}
+    assert texts.score_key(key, [" 01234. And"]) == {"accuracy": 1.0, "512": 1.0}
+    assert texts.score_key(key, [" is 01234"])["accuracy"] == 0.0
+    values = {"outputs": ["11", "22", "33", "44"], "max_length": 512}
+    assert texts.score_all(values, ["are 44, 11 and 22."])["accuracy"] == 0.75
+    numbers = {"outputs": ["3", "17", "9"], "max_length": 3}
+    assert texts.score_list(numbers, [" 3 17 9"])["exact_match"] == 1.0
+    moved = texts.score_list(numbers, [" 3 9 17 4"])
+    assert moved == {
+        "exact_match": 0.0, "item_accuracy": pytest.approx(1 / 3), "edit_distance": 2.0, "3": 0.0
+    }  # fmt: skip
+    text = {"text": "two wörds", "max_length": 10}
+    scores = texts.score_text(text, [-20.0])
+    assert scores["bits_per_byte"] == (-20.0, 10)
+    assert scores["word_perplexity"] == (-20.0, 2)
+    assert scores["10"] == pytest.approx(20 / 10 / 0.6931471805599453)
