@@ -1,0 +1,1 @@
+"""Long-context evaluation on a CPU: what is shared is not computed twice, and memory stays flat."""
