@@ -89,4 +89,5 @@ def write_json(path: Path, figures: Mapping[str, Any]) -> None:
 
 
 def _module() -> str:
-    return f"benchmarks.{Path(sys.argv[0]).stem}"
+    here = Path(__file__).resolve().parent.parent
+    return ".".join(Path(sys.argv[0]).resolve().relative_to(here).with_suffix("").parts)

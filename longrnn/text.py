@@ -23,6 +23,14 @@ class Tokenizer(Protocol):
         """The text of ids."""
         ...
 
+    def byte_ends(self, text: str) -> list[int] | None:
+        """Where each token of `encode(text)` ends, in bytes of UTF-8 from the start of the text.
+
+        Bytes that no token stands for count to the next one, or to the last. None where the
+        tokenizer cannot tell.
+        """
+        ...
+
     def fingerprint(self) -> str:
         """A short text: equal if and only if the ids of every text are."""
         ...
@@ -39,6 +47,9 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text; bytes that are no UTF-8 come out as U+FFFD."""
         return bytes(ids).decode(errors="replace")
+
+    def byte_ends(self, text: str) -> list[int] | None:
+        return list(range(1, len(text.encode()) + 1))
 
     def fingerprint(self) -> str:
         return "bytes"

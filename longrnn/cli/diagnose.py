@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from longrnn.cli.capacity import capacity
+from longrnn.cli.memory import memory
 from longrnn.cli.options import (
     Checkpoint,
     Device,
@@ -31,6 +33,8 @@ app = typer.Typer(
     epilog="Example: longrnn diagnose states passkey-tiny-short --newlines",
     no_args_is_help=True,
 )
+app.command("memory")(memory)
+app.command("capacity")(capacity)
 # Rows of the table on screen; the report has them all.
 SHOWN = 30
 

@@ -15,16 +15,15 @@ from longrnn.cli.options import (
     Quiet,
     TrainLength,
     load_variant,
-    mitigated,
     pick_device,
     results_folder,
-    training_length,
     warn_if_calibrated_on,
 )
+from longrnn.cli.perplexity import Asked, measure_all, measure_one
 from longrnn.cli.sequences import evaluate_sequences
-from longrnn.cli.tables import print_forgetting, print_passkey, print_perplexity
+from longrnn.cli.tables import print_cost, print_passkey, print_passkey_inserted
 from longrnn.errors import UserError
-from longrnn.units import format_length, parse_length, parse_lengths
+from longrnn.units import parse_length, parse_lengths
 
 app = typer.Typer(
     help="Measure a checkpoint.",
@@ -45,12 +44,27 @@ def passkey(
     ],
     lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "256,1k,4k,16k",
     depths: Annotated[
-        str, typer.Option(help="How many depths, evenly spaced from 0 to 1, or their list 0,0.5,1.")
-    ] = "5",
+        str | None,
+        typer.Option(
+            help="How many depths, evenly spaced from 0 to 1, or their list 0,0.5,1.",
+            show_default="5",
+        ),
+    ] = None,
+    insert_every: Annotated[
+        str | None,
+        typer.Option(help="In place of depths, the key behind 0, 1, 2, … times so much filler."),
+    ] = None,
+    insert_at: Annotated[
+        str | None,
+        typer.Option(help="In place of depths, tokens of filler before the key: 0,8k,16k."),
+    ] = None,
     n: Annotated[int, typer.Option("--n", help="Prompts per cell.")] = 10,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder of the results.", show_default="results/passkey/NAMES"),
+        typer.Option(
+            help="Folder of the results.",
+            show_default="results/passkey/NAMES, or results/passkey-absolute/NAMES",
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the keys.")] = 0,
     filler: Annotated[
@@ -76,16 +90,20 @@ def passkey(
     """Passkey retrieval over lengths × depths, with keys that training never saw.
 
     An interrupted run goes on where it stopped; more lengths or a larger n add to what is there.
-    Several checkpoints are asked the same questions.
+    Several checkpoints are asked the same questions. With insertion points in place of depths, the
+    position of the key and the distance since it come apart.
 
     Example: longrnn eval passkey passkey-tiny 'passkey-tiny+forget_more' --lengths 1k,16k --n 20
     """
-    from longrnn.diagnostics.plots import passkey_heat_map
+    from longrnn.diagnostics.plots import passkey_by_position, passkey_heat_map
     from longrnn.evaluation import passkey as measure
+    from longrnn.evaluation.passkey_grid import Grid, insertion_points
     from longrnn.evaluation.texts import read_documents
     from longrnn.hf.tokenizer import load_tokenizer
 
-    asked_lengths, asked_depths = parse_lengths(lengths), _depths(depths)
+    asked_lengths = parse_lengths(lengths)
+    asked_depths, inserted = _places(depths, insert_at, insert_every)
+    step = None if insert_every is None else parse_length(insert_every)
     target = pick_device(device)
     subjects = []
     for variant in dict.fromkeys(checkpoints):
@@ -94,14 +112,19 @@ def passkey(
         subjects.append(measure.Subject(label, model, load_tokenizer(name)))
         if filler is not None:
             warn_if_calibrated_on(model, read_documents([filler], subjects[-1].tokenizer, model))
+    if step is not None:
+        tokenizers = [subject.tokenizer for subject in subjects]
+        inserted = insertion_points(step, max(asked_lengths), tokenizers)
     chunk = None if chunk_select is None else parse_length(chunk_select)
     more = [mitigation, None if chunk is None else f"chunk_select={chunk}"]
     suffix = "+".join(part for part in more if part is not None) or None
-    folder = output or results_folder("passkey", checkpoints, suffix)
+    evaluation = "passkey-absolute" if inserted else "passkey"
+    folder = output or results_folder(evaluation, checkpoints, suffix)
     rows = measure.evaluate(
         subjects,
         lengths=asked_lengths,
         depths=asked_depths,
+        insert_at=inserted,
         n=n,
         output=folder / "results.jsonl",
         seed=seed,
@@ -112,10 +135,19 @@ def passkey(
         batch_size=batch_size,
         quiet=quiet,
     )
-    passkey_heat_map(rows, folder / "heatmap.png")
+    picture = folder / ("positions.png" if inserted else "heatmap.png")
+    draw, show = (
+        (passkey_by_position, print_passkey_inserted)
+        if inserted
+        else (passkey_heat_map, print_passkey)
+    )
+    draw(rows, picture)
     for name, one in measure.by_model(rows).items():
-        print_passkey(name, one)
-    typer.echo(f"{folder / 'results.jsonl'}\n{folder / 'heatmap.png'}")
+        show(name, one)
+    if chunk is None and not naive:
+        grid = Grid(asked_lengths, n, asked_depths, inserted, seed, filler, n_keys)
+        print_cost(measure.cost(subjects, grid))
+    typer.echo(f"{folder / 'results.jsonl'}\n{picture}")
 
 
 VocabSize = Annotated[
@@ -181,7 +213,14 @@ def task_(
 
 @app.command()
 def perplexity(
-    checkpoint: Checkpoint,
+    checkpoints: Annotated[
+        list[str],
+        typer.Argument(
+            help="Names of embedded checkpoints, or folders; CHECKPOINT+MITIGATION for one under a "
+            "mitigation. Those after the first are compared with the first.",
+            show_default=False,
+        ),
+    ],
     text: Annotated[
         list[Path],
         typer.Option(help="A text file; may be given several times.", show_default=False),
@@ -197,7 +236,7 @@ def perplexity(
     mitigation: Mitigation = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder of the results.", show_default="results/perplexity/CHECKPOINT"),
+        typer.Option(help="Folder of the results.", show_default="results/perplexity/NAMES"),
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Windows in one batch.")] = 8,
     device: Device = "auto",
@@ -207,35 +246,34 @@ def perplexity(
 
     A text longer than the length gives several windows, each a document of its own with a new
     state. An interrupted run goes on where it stopped; more texts or lengths add to what is there.
+    Several models predict the same bytes, whatever their tokenizers; the difference of each from
+    the first has a bootstrap interval over texts.
 
     Example: longrnn eval perplexity passkey-tiny --text book.txt --length 64k --by-position
     """
-    from longrnn.diagnostics.plots import loss_by_position
-    from longrnn.evaluation import perplexity as measure
-    from longrnn.evaluation.texts import read_documents
-    from longrnn.hf.loading import load
-    from longrnn.hf.tokenizer import load_tokenizer
-
-    window, trained = parse_length(length), training_length(checkpoint, train_length)
-    model = mitigated(load(checkpoint, device=pick_device(device)), mitigation)
-    documents = read_documents(text, load_tokenizer(checkpoint), model)
-    warn_if_calibrated_on(model, documents)
-    folder = output or results_folder("perplexity", [checkpoint], mitigation)
-    rows = measure.evaluate(
-        model,
-        documents,
-        length=window,
-        output=folder / "results.jsonl",
-        batch_size=batch_size,
-        quiet=quiet,
-    )
-    print_perplexity(rows, by_position)
-    written = [folder / "results.jsonl"]
-    if by_position:
-        print_forgetting(rows, trained, model.vocab_size)
-        written.append(folder / f"loss_by_position_{format_length(window)}.png")
-        loss_by_position(rows, written[-1], trained)
+    variants = list(dict.fromkeys(checkpoints))
+    folder = output or results_folder("perplexity", variants, mitigation)
+    asked = Asked(text, parse_length(length), by_position, train_length, batch_size, quiet)
+    target = pick_device(device)
+    if len(variants) == 1:
+        written = measure_one(variants[0], mitigation, target, asked, folder)
+    else:
+        written = measure_all(variants, mitigation, target, asked, folder)
     typer.echo("\n".join(map(str, written)))
+
+
+def _places(
+    depths: str | None, insert_at: str | None, insert_every: str | None
+) -> tuple[list[float], list[int]]:
+    """Depths or insertion points, of which one is empty; both where there is a step."""
+    if sum(given is not None for given in (depths, insert_at, insert_every)) > 1:
+        raise UserError("give one of --depths, --insert-every and --insert-at")
+    if insert_every is not None:
+        return [], []
+    if insert_at is not None:
+        items = [item.strip() for item in insert_at.split(",")]
+        return [], sorted({0 if item == "0" else parse_length(item) for item in items})
+    return _depths("5" if depths is None else depths), []
 
 
 def _depths(text: str) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import typer
@@ -12,6 +12,8 @@ from longrnn.units import format_length
 if TYPE_CHECKING:
     from longrnn.diagnostics.stability import Reading
     from longrnn.evaluation.intervals import Estimate
+    from longrnn.evaluation.paired import Difference
+    from longrnn.evaluation.prefix import Cost
     from longrnn.evaluation.results import Row
 
 
@@ -43,6 +45,60 @@ def print_perplexity(rows: Sequence[Row], by_position: bool) -> None:
         f"{_loss(whole.nats)} nats per token, {_loss(whole.bits)} bits per byte, "
         f"perplexity {exp(min(whole.nats.mean, 700)):,.2f} ({intervals})"
     )
+
+
+def print_paired(
+    names: Sequence[str],
+    measured: Sequence[Sequence[Row]],
+    differences: Sequence[Difference],
+    positions: Sequence[Sequence[Difference]],
+) -> None:
+    """Prints every model's bits per byte beside its difference from the first one.
+
+    Args:
+        names: of the models, the first is what the others are compared with.
+        measured: their rows.
+        differences: of the models after the first.
+        positions: likewise, by bucket, or empty.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from longrnn.evaluation.perplexity import edges
+
+    table = Table()
+    for name in ("model", "bits per byte", f"less {names[0]} [95 %]"):
+        table.add_column(name)
+    table.add_row(names[0], f"{differences[0].first:.4f}", "")
+    for name, difference in zip(names[1:], differences, strict=True):
+        table.add_row(name, f"{difference.second:.4f}", _less(difference))
+    console = Console()
+    width = max(console.width, 80)
+    Console(width=width).print(table)
+    n_bytes = sum(row["bytes"] for row in measured[0])
+    basis = differences[0].basis()
+    typer.echo(f"{len(measured[0])} windows, {n_bytes:,} bytes, the same for all; {basis}")
+    if not positions[0]:
+        return
+    table = Table()
+    table.add_column("positions", justify="right")
+    table.add_column(f"{names[0]}, nats per token")
+    for name in names[1:]:
+        table.add_column(f"{name} less {names[0]} [95 %]")
+    bounds = edges(measured[0][0]["length"])
+    for k, first in enumerate(positions[0]):
+        cells = [_less(buckets[k]) for buckets in positions]
+        table.add_row(f"[{bounds[k]:,}, {bounds[k + 1]:,})", f"{first.first:.3f}", *cells)
+    Console(width=max(width, 44 + 34 * len(positions))).print(table)
+
+
+def _less(difference: Difference) -> str:
+    """A difference with its sign, and its interval where there is one."""
+    estimate = difference.estimate
+    interval = ""
+    if difference.unit != "none":
+        interval = f" [{estimate.low:+.4f}, {estimate.high:+.4f}]"
+    return f"{estimate.mean:+.4f}{interval}"
 
 
 def print_forgetting(rows: Sequence[Row], trained: int | None, vocab_size: int) -> None:
@@ -115,6 +171,40 @@ def print_stability(readings: Sequence[Reading], n: int) -> None:
         table.add_row(*cells)
     console = Console()
     Console(width=max(console.width, 100)).print(table)
+
+
+def print_passkey_inserted(name: str, rows: Sequence[Row]) -> None:
+    """Prints accuracy by length (down) and filler before the key (across)."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from longrnn.evaluation.passkey import summarise_inserted
+
+    cells = summarise_inserted(rows)
+    places = sorted({place for _, place in cells if place is not None})
+    title = f"{name}: passkeys recalled, by filler before the key [95 % Wilson interval]"
+    table = Table(title=title, title_justify="left")
+    table.add_column("length", justify="right")
+    for place in places:
+        table.add_column(format_length(place), justify="right")
+    table.add_column("all")
+    table.add_column("n", justify="right")
+    for length in sorted({length for length, _ in cells}):
+        total = cells[length, None]
+        row = [cells.get((length, place)) for place in places]
+        means = ["" if cell is None else f"{cell.mean:.2f}" for cell in row]
+        table.add_row(format_length(length), *means, str(total), str(total.n))
+    console = Console()
+    Console(width=max(console.width, 44 + 8 * len(places))).print(table)
+
+
+def print_cost(costs: Mapping[str, Cost]) -> None:
+    """Prints the tokens that sharing saves, one sentence for each number of them."""
+    for cost in dict.fromkeys(costs.values()):
+        typer.echo(
+            f"Sharing prefixes, the whole grid takes {cost.shared:,} tokens a model; prompt by "
+            f"prompt it takes {cost.naive:,}, {cost.ratio:.1f} × as many."
+        )
 
 
 def _loss(estimate: Estimate) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,6 +45,50 @@ def passkey_heat_map(rows: Sequence[Row], path: Path) -> None:
             title=name.replace("+", "\n+"),
             xlabel="prompt length (tokens)",
             ylabel="depth of the key",
+        )
+    if image is not None:
+        figure.colorbar(image, ax=list(panels), label="keys recalled")
+    write_atomic(path, png(figure))
+
+
+# Cells of a panel whose numbers are written into them.
+WRITTEN = 200
+
+
+def passkey_by_position(rows: Sequence[Row], path: Path) -> None:
+    """Accuracy by distance since the key (across) and position of the key (down), a panel a model.
+
+    The distance is counted from the key's line to the end of the prompt: length less the filler
+    before the key. Where nothing was asked the panel is grey.
+
+    Args:
+        rows: of `evaluation.passkey.evaluate` with insertion points.
+        path: the PNG to write.
+    """
+    runs = passkey.by_model(rows)
+    cells = {name: passkey.summarise_inserted(one) for name, one in runs.items()}
+    asked = {(t, place) for one in cells.values() for t, place in one if place is not None}
+    places = sorted({place for _, place in asked})
+    distances = sorted({t - place for t, place in asked})
+    figure = new_figure(len(runs) * (0.5 * len(distances) + 1.4) + 1, 0.4 * len(places) + 2.2)
+    panels = figure.subplots(1, len(runs), squeeze=False)[0]
+    image = None
+    for panel, (name, one) in zip(panels, cells.items(), strict=True):
+        grid = [[math.nan] * len(distances) for _ in places]
+        for t, place in asked:
+            down, across = places.index(place), distances.index(t - place)
+            grid[down][across] = value = one[t, place].mean
+            if len(asked) <= WRITTEN:
+                panel.text(across, down, f"{value:.2f}", ha="center", va="center", fontsize=7)
+        panel.set_facecolor("lightgray")
+        image = panel.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        names = [format_length(distance) for distance in distances]
+        panel.set_xticks(range(len(distances)), names, rotation=60 if len(distances) > 8 else 0)
+        panel.set_yticks(range(len(places)), [format_length(place) for place in places])
+        panel.set(
+            title=name.replace("+", "\n+"),
+            xlabel="distance since the key (tokens)",
+            ylabel="filler before the key (tokens)",
         )
     if image is not None:
         figure.colorbar(image, ax=list(panels), label="keys recalled")

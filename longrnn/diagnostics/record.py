@@ -162,6 +162,12 @@ def check(model: object) -> None:
         )
 
 
+def state_size(model: RecurrentLM | Mitigated) -> int:
+    """Numbers in the state proper of one row, over all layers."""
+    check(model)
+    return sum(memory.numel() for memory in _memories(model.mixers, model.init_state(1)))
+
+
 def _reading(
     memory: Tensor, watch: Watch | None, contribution: Tensor | None, output_norm: Tensor
 ) -> Reading:

@@ -6,7 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 from scipy import stats
+
+RESAMPLES = 10_000
 
 
 class Estimate(NamedTuple):
@@ -25,6 +28,22 @@ def proportion(right: int, n: int) -> Estimate:
     """A share with its Wilson score interval."""
     interval = stats.binomtest(right, n).proportion_ci(method="wilson")
     return Estimate(right / n, float(interval.low), float(interval.high), n)
+
+
+def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
+    """Σ numerators / Σ denominators with its bootstrap interval over the pairs.
+
+    The 2.5 and 97.5 percentiles of RESAMPLES draws with replacement, always the same ones; of one
+    pair, the interval is infinite.
+    """
+    top, bottom = np.asarray(numerators, float), np.asarray(denominators, float)
+    n = len(top)
+    center = float(top.sum() / bottom.sum())
+    if n == 1:
+        return Estimate(center, -math.inf, math.inf, 1)
+    counts = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
+    low, high = np.quantile((counts @ top) / (counts @ bottom), [0.025, 0.975])
+    return Estimate(center, float(low), float(high), n)
 
 
 def mean(values: Sequence[float]) -> Estimate:

@@ -1,25 +1,23 @@
-"""Passkey retrieval over lengths × depths: greedy answers to held-out keys."""
+"""Passkey retrieval over lengths × places of the key: greedy answers to held-out keys."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import product
+from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from longrnn.errors import UserError
 from longrnn.evaluation.intervals import Estimate, proportion
-from longrnn.evaluation.prefix import Answer, Prompt, answers
+from longrnn.evaluation.passkey_grid import Grid, Inserted, Question, Sample, prompts, sample_of
+from longrnn.evaluation.prefix import Answer, Cost, Prompt, answers, count_tokens
 from longrnn.evaluation.results import Results, Row
 from longrnn.mitigations.chunk_select import select
 from longrnn.models import LanguageModel, generate
 from longrnn.progress import Progress
 from longrnn.tasks.passkey import Passkey
-from longrnn.tasks.passkey_documents import Needle, draw_needles, keys
 from longrnn.tasks.spans import read
-from longrnn.text import Tokenizer, read_text
+from longrnn.text import Tokenizer
 from longrnn.units import format_length
 
 
@@ -29,40 +27,6 @@ class Subject(NamedTuple):
     name: str
     model: LanguageModel
     tokenizer: Tokenizer
-
-
-class Question(NamedTuple):
-    """What a prompt is about: its keys, which one is asked, and where in the filler it begins."""
-
-    needles: list[Needle]
-    asked: int
-    start: float
-
-    @property
-    def needle(self) -> Needle:
-        """The one that is asked."""
-        return self.needles[self.asked]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One prompt: the `index`-th of its cell."""
-
-    length: int
-    depth: float
-    index: int
-
-    def question(self, seed: int, n_keys: int) -> Question:
-        """Its keys, which training never sees; the one that is asked is at `depth`."""
-        # The same at every length, so that a longer prompt goes on from a shorter one.
-        rng = random.Random(f"{seed}/{self.depth}/{self.index}")
-        start = random.Random(f"{seed}/{self.index}").random()
-        if n_keys == 1:
-            return Question([Needle(rng.choice(keys(True)), self.depth)], 0, start)
-        needles = draw_needles(rng, n_keys, held_out=True)
-        asked = rng.randrange(n_keys)
-        needles[asked] = needles[asked]._replace(depth=self.depth)
-        return Question(needles, asked, start)
 
 
 def evenly_spaced(count: int) -> list[float]:
@@ -76,9 +40,10 @@ def evaluate(
     subjects: Sequence[Subject],
     *,
     lengths: Sequence[int],
-    depths: Sequence[float],
     n: int,
     output: Path,
+    depths: Sequence[float] = (),
+    insert_at: Sequence[int] = (),
     seed: int = 0,
     filler: Path | None = None,
     n_keys: int = 1,
@@ -92,9 +57,11 @@ def evaluate(
     Args:
         subjects: the models, asked the same questions.
         lengths: tokens of the prompts, exactly.
-        depths: where the key stands in the filler, from 0 to 1.
         n: prompts per cell.
-        output: the results file, taken up where it was left; lengths, depths and n may grow.
+        output: the results file, taken up where it was left; lengths, places and n may grow.
+        depths: where the key stands in the filler, from 0 to 1.
+        insert_at: in place of depths, tokens of filler before the key; lengths without room for
+            one have no cell with it.
         seed: of the keys.
         filler: a text file to hide the keys in, each prompt beginning at another place of it; None
             for the sentences that everyone uses.
@@ -106,58 +73,77 @@ def evaluate(
         quiet: no progress.
 
     Returns:
-        Rows with `model`, `length`, `depth`, `index`, `key`, `said`, `correct`, of the cells asked.
+        Rows with `model`, `length`, `depth` or `insert_at`, `index`, `key`, `said`, `correct`, of
+        the cells asked.
 
     Raises:
         UserError: a length too short, or a results file of another run.
     """
-    if n < 1 or batch_size < 1:
+    if batch_size < 1:
         raise UserError("n and the batch size must be at least 1")
-    if not all(0 <= depth <= 1 for depth in depths):
-        raise UserError("depths lie between 0 (the start of the filler) and 1 (its end)")
-    tasks = {
-        subject.name: _fitting_task(subject, min(lengths), filler, n_keys) for subject in subjects
-    }
+    grid = Grid(lengths, n, depths, insert_at, seed, filler, n_keys)
+    tasks, wanted = _tasks(subjects, grid)
     fingerprints = {subject.name: subject.model.fingerprint() for subject in subjects}
-    header = {"evaluation": "passkey", "models": fingerprints, "seed": seed}
-    if n_keys > 1:
-        header["n_keys"] = n_keys
+    header = {"evaluation": "passkey", "models": fingerprints, **grid.header()}
     if chunk is not None:
         header["chunk_select"] = chunk
-    if filler is not None:
-        header["filler"] = read_text(filler)[1]
     results = Results(output, header)
-    cells = product(lengths, map(float, depths), range(n))
-    wanted = list(dict.fromkeys(Sample(*cell) for cell in cells))
     for subject in subjects:
         task = tasks[subject.name]
-        done = {_sample(row) for row in results.rows if row["model"] == subject.name}
+        done = {sample_of(row) for row in results.rows if row["model"] == subject.name}
         todo = [sample for sample in wanted if sample not in done]
-        asked = [sample.question(seed, n_keys) for sample in todo]
+        asked = [sample.question(task, seed, n_keys) for sample in todo]
         title = f"passkey {subject.name}"
         with Progress(title, len(todo), unit="tokens", quiet=quiet) as progress:
-            prompts = [
-                _prompt(task, sample, question, index if naive else None)
-                for index, (sample, question) in enumerate(zip(todo, asked, strict=True))
-            ]
+            of_todo = list(prompts(task, todo, asked, naive=naive))
             if chunk is None:
                 found = answers(
                     subject.model,
-                    prompts,
-                    max_new_tokens=max((len(task.answer(q.needle)) for q in asked), default=1),
+                    of_todo,
+                    max_new_tokens=_longest_answer(task, asked),
                     batch_size=batch_size,
                     progress=progress,
                 )
             else:
-                found = _by_chunk(subject.model, task, prompts, asked, chunk, progress)
+                found = _by_chunk(subject.model, task, of_todo, asked, chunk, progress)
             for batch in found:
                 results.append(
                     _row(subject, task, todo[index], asked[index], ids) for index, ids in batch
                 )
                 lengths_done = {format_length(todo[index].length) for index, _ in batch}
                 progress.advance(len(batch), 0, f"at {', '.join(lengths_done)}")
-    rows = {(row["model"], _sample(row)): row for row in results.rows}
+    rows = {(row["model"], sample_of(row)): row for row in results.rows}
     return [rows[subject.name, sample] for subject in subjects for sample in wanted]
+
+
+def cost(subjects: Sequence[Subject], grid: Grid) -> dict[str, Cost]:
+    """Tokens that every model reads for a whole grid, shared and naive; nothing is read.
+
+    Raises:
+        UserError: as `evaluate` does.
+    """
+    tasks, samples = _tasks(subjects, grid)
+    found = {}
+    for name, task in tasks.items():
+        asked = [sample.question(task, grid.seed, grid.n_keys) for sample in samples]
+        found[name] = count_tokens(
+            list(prompts(task, samples, asked, naive=False)),
+            max_new_tokens=_longest_answer(task, asked),
+        )
+    return found
+
+
+def _tasks(
+    subjects: Sequence[Subject], grid: Grid
+) -> tuple[dict[str, Passkey], list[Sample | Inserted]]:
+    """The task with each subject's tokenizer, and the prompts, for which all have room."""
+    grid.check()
+    shortest = min(grid.lengths)
+    tasks = {
+        subject.name: _fitting_task(subject, shortest, grid.filler, grid.n_keys)
+        for subject in subjects
+    }
+    return tasks, grid.samples(max(task.least_length() for task in tasks.values()))
 
 
 def _fitting_task(subject: Subject, shortest: int, filler: Path | None, n_keys: int) -> Passkey:
@@ -178,23 +164,8 @@ def _fitting_task(subject: Subject, shortest: int, filler: Path | None, n_keys: 
     return task
 
 
-def _sample(row: Row) -> Sample:
-    return Sample(row["length"], row["depth"], row["index"])
-
-
-def _prompt(task: Passkey, sample: Sample, question: Question, alone: int | None) -> Prompt:
-    """What is asked; `alone` is its number where it shall share nothing with others."""
-    start = int(question.start * task.n_filler) if task.own_filler else 0
-    needles, asked = question.needles, question.asked
-    context = task.context(needles, asked, length=sample.length, start=start)
-    ids = task.question(question.needle)
-    if alone is not None:
-        return Prompt(context, ids, None, 0, alone)
-    # Header and filler, up to the first key line. Longer texts about one key go on in one branch;
-    # with several, what follows the first differs with the length.
-    fork = context[0].size + context[1].size
-    branch = needles[0].key if len(needles) == 1 else sample
-    return Prompt(context, ids, start, fork, branch)
+def _longest_answer(task: Passkey, asked: Sequence[Question]) -> int:
+    return max((len(task.answer(question.needle)) for question in asked), default=1)
 
 
 def _by_chunk(
@@ -218,7 +189,11 @@ def _by_chunk(
 
 
 def _row(
-    subject: Subject, task: Passkey, sample: Sample, question: Question, ids: list[int]
+    subject: Subject,
+    task: Passkey,
+    sample: Sample | Inserted,
+    question: Question,
+    ids: list[int],
 ) -> Row:
     key = question.needle.key
     said = task.tokenizer.decode(ids).strip()
@@ -238,8 +213,17 @@ def by_model(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def summarise(rows: Sequence[Row]) -> dict[tuple[int, float | None], Estimate]:
     """Accuracy of one model by (length, depth); depth None stands for all depths together."""
-    cells: dict[tuple[int, float | None], list[bool]] = {}
+    return _accuracy(rows, "depth")
+
+
+def summarise_inserted(rows: Sequence[Row]) -> dict[tuple[int, int | None], Estimate]:
+    """Accuracy of one model by (length, insertion point); None stands for all of them together."""
+    return _accuracy(rows, "insert_at")
+
+
+def _accuracy(rows: Sequence[Row], place: str) -> dict[tuple[int, Any], Estimate]:
+    cells: dict[tuple[int, Any], list[bool]] = {}
     for row in rows:
-        for depth in (row["depth"], None):
-            cells.setdefault((row["length"], depth), []).append(row["correct"])
+        for where in (row[place], None):
+            cells.setdefault((row["length"], where), []).append(row["correct"])
     return {cell: proportion(sum(right), len(right)) for cell, right in cells.items()}

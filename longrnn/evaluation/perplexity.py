@@ -13,7 +13,7 @@ Notable choices:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -26,9 +26,9 @@ from longrnn.errors import UserError
 from longrnn.evaluation.intervals import Estimate, mean
 from longrnn.evaluation.results import Results, Row
 from longrnn.evaluation.texts import Document
+from longrnn.evaluation.windows import Window, windows
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
-from longrnn.units import format_length
 
 # Tokens of a row in one call, where the logits of all rows stay below LOGITS numbers.
 PIECE = 4096
@@ -38,13 +38,6 @@ STRETCH = 64
 # Stretches that the criterion compares inside the training length, where it is long enough.
 INSIDE = 8
 FACTOR = 2.0
-
-
-class Window(NamedTuple):
-    """The `number`-th window of a document."""
-
-    document: Document
-    number: int
 
 
 class Bucket(NamedTuple):
@@ -96,31 +89,51 @@ def evaluate(
         quiet: no progress.
 
     Returns:
-        A row a window with `text`, `text_sha256`, `length`, `window`, `bytes_per_token`, and mean
-        losses in nats: `nats_per_token`, `buckets` (see `edges`), `stretches` of STRETCH tokens.
+        See `evaluate_windows`.
 
     Raises:
         UserError: a text shorter than a window, or a results file of another run.
     """
+    wanted = [window for document in documents for window in windows(document, length)]
+    return evaluate_windows(model, wanted, output=output, batch_size=batch_size, quiet=quiet)
+
+
+def evaluate_windows(
+    model: LanguageModel,
+    wanted: Sequence[Window],
+    *,
+    output: Path,
+    batch_size: int = 8,
+    quiet: bool = False,
+) -> list[Row]:
+    """`evaluate` on windows of any place and length.
+
+    Returns:
+        A row a window with `text`, `text_sha256`, `window`, `start`, `length`, `bytes` (that are
+        predicted, or null), `bytes_per_token` of the text, and mean losses in nats:
+        `nats_per_token`, `buckets` (see `edges`), `stretches` of STRETCH tokens.
+    """
     if batch_size < 1:
         raise UserError("the batch size must be at least 1")
-    wanted = [window for document in documents for window in _windows(document, length)]
     results = Results(output, {"evaluation": "perplexity", "model": model.fingerprint()})
-    asked = {_key(window, length): window for window in wanted}
-    done = {_identity(row) for row in results.rows}
+    asked = {_key(window): window for window in wanted}
+    # Rows of versions that did not count the bytes are measured again.
+    done = {_identity(row) for row in results.rows if "bytes" in row}
     todo = [window for key, window in asked.items() if key not in done]
-    total = len(todo) * length
+    total = sum(window.length for window in todo)
     with Progress("perplexity", total, unit="tokens", quiet=quiet) as progress:
-        for start in range(0, len(todo), batch_size):
-            batch = todo[start : start + batch_size]
-            tokens = torch.stack([_tokens(window, length) for window in batch])
+        for batch in _batches(todo, batch_size):
+            tokens = torch.stack([window.tokens() for window in batch])
             buckets, stretches = losses(model, tokens, progress)
+            length = batch[0].length
             results.append(
                 {
                     "text": window.document.name,
                     "text_sha256": window.document.sha256,
                     "length": length,
                     "window": window.number,
+                    "start": window.start,
+                    "bytes": window.n_bytes(),
                     "bytes_per_token": window.document.bytes_per_token,
                     "nats_per_token": float(by_bucket.sum() / length),
                     "buckets": (by_bucket / _sizes(edges(length))).tolist(),
@@ -128,8 +141,16 @@ def evaluate(
                 }
                 for window, by_bucket, by_stretch in zip(batch, buckets, stretches, strict=True)
             )
-    rows = {_identity(row): row for row in results.rows}
+    rows = {_identity(row): row for row in results.rows if "bytes" in row}
     return [rows[key] for key in asked]
+
+
+def _batches(windows: Sequence[Window], batch_size: int) -> Iterator[list[Window]]:
+    """Windows of one length together."""
+    for length in dict.fromkeys(window.length for window in windows):
+        same = [window for window in windows if window.length == length]
+        for start in range(0, len(same), batch_size):
+            yield same[start : start + batch_size]
 
 
 def edges(length: int) -> list[int]:
@@ -237,28 +258,12 @@ def forgetting(rows: Sequence[Row], train_length: int) -> Forgetting | None:
     return Forgetting(robust, width, most, inside_at, worst, beyond_at)
 
 
-def _windows(document: Document, length: int) -> list[Window]:
-    count = (len(document.tokens) - 1) // length
-    if count < 1:
-        raise UserError(
-            f"{document.name} has {len(document.tokens):,} tokens and a window of "
-            f"{format_length(length)} needs {length + 1:,} (the last one to be predicted): "
-            "give a longer text or a smaller --length"
-        )
-    return [Window(document, index) for index in range(count)]
-
-
-def _tokens(window: Window, length: int) -> Tensor:
-    start = window.number * length
-    return window.document.tokens[start : start + length + 1]
-
-
-def _key(window: Window, length: int) -> tuple[str, int, int]:
-    return window.document.sha256, length, window.number
+def _key(window: Window) -> tuple[str, int, int]:
+    return window.document.sha256, window.length, window.start
 
 
 def _identity(row: Row) -> tuple[str, int, int]:
-    return row["text_sha256"], row["length"], row["window"]
+    return row["text_sha256"], row["length"], row["start"]
 
 
 def _stretch_edges(length: int) -> list[int]:

@@ -68,6 +68,34 @@ class Answer(NamedTuple):
     ids: list[int]
 
 
+class Cost(NamedTuple):
+    """Tokens that a model reads to answer prompts, answers included.
+
+    Attributes:
+        shared: as `answers` reads them.
+        naive: every prompt by itself.
+    """
+
+    shared: int
+    naive: int
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer tokens are read."""
+        return self.naive / max(self.shared, 1)
+
+
+def count_tokens(prompts: Sequence[Prompt], *, max_new_tokens: int) -> Cost:
+    """What `answers` costs, without a model: every token is counted, none is read."""
+    trunks: dict[Hashable, int] = {}
+    for prompt in prompts:
+        trunks[prompt.trunk] = max(trunks.get(prompt.trunk, 0), prompt.fork)
+    branches = sum(branch.stops[-1].place for branch in _branches(prompts).values())
+    asked = sum(len(prompt.question) + max_new_tokens for prompt in prompts)
+    contexts = sum(length(prompt.context) for prompt in prompts)
+    return Cost(sum(trunks.values()) + branches + asked, contexts + asked)
+
+
 @torch.no_grad()
 def answers(
     model: LanguageModel,

@@ -22,12 +22,14 @@ class Document(NamedTuple):
         sha256: of its bytes, hexadecimal.
         tokens: `(n,)` int64.
         bytes_per_token: bytes of UTF-8 over tokens.
+        byte_ends: `(n,)` int64, where each token ends; None where the tokenizer cannot tell.
     """
 
     name: str
     sha256: str
     tokens: Tensor
     bytes_per_token: float
+    byte_ends: Tensor | None = None
 
 
 def read_documents(
@@ -55,5 +57,12 @@ def read_documents(
         if digest in documents:
             raise UserError(f"{path} and {documents[digest].name} are the same text: give it once")
         tokens = torch.tensor(tokenizer.encode(text), dtype=torch.long)
-        documents[digest] = Document(path.name, digest, tokens, len(text.encode()) / len(tokens))
+        ends = tokenizer.byte_ends(text)
+        documents[digest] = Document(
+            path.name,
+            digest,
+            tokens,
+            len(text.encode()) / len(tokens),
+            None if ends is None else torch.tensor(ends, dtype=torch.long),
+        )
     return list(documents.values())

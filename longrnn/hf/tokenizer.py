@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,16 @@ class HFTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+    def byte_ends(self, text: str) -> list[int] | None:
+        """See `longrnn.text.Tokenizer`. Tokens that share a character all end with it."""
+        if not getattr(self.tokenizer, "is_fast", False):
+            return None
+        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        # Offsets count characters.
+        bytes_up_to = [0, *accumulate(len(character.encode()) for character in text)]
+        ends = [bytes_up_to[stop] for _, stop in found["offset_mapping"]]
+        return [*accumulate(ends[:-1], max), bytes_up_to[-1]] if ends else []
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits of the SHA-256 of what turns a text into ids."""

@@ -154,6 +154,24 @@ class Passkey(Task):
         """The ids of the right answer, `(k,)`."""
         return self._ids((NUMBERED_ANSWER if needle.number else ANSWER).format(key=needle.key))
 
+    def needle_at(self, key: str, insert_at: int, *, length: int) -> Needle:
+        """The only key of a prompt of `length` tokens, behind `insert_at` tokens of filler.
+
+        Raises:
+            UserError: a length without room for that.
+        """
+        free = self.free(key, length)
+        if not 0 <= insert_at <= free:
+            least = length - free + insert_at
+            raise UserError(f"{insert_at} tokens of filler before a key need a length of {least}")
+        # `_hidden` multiplies by `free` and rounds: a quotient of integers comes back exactly.
+        return Needle(key, insert_at / free if free else 0.0)
+
+    def free(self, key: str, length: int) -> int:
+        """Tokens of filler in a prompt of `length` tokens with this key only; negative for none."""
+        alone = Needle(key, 0.0)
+        return length - len(self._header) - len(self._line(alone)) - len(self.question(alone))
+
     def least_length(self) -> int:
         """The shortest prompt that holds any keys."""
         held_out = keys(True)

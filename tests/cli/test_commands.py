@@ -136,6 +136,23 @@ def test_eval_passkey_by_default(cli: CLI, models: Path, tmp_path: Path) -> None
     assert {row["depth"] for row in rows} == {0.25, 1.0}
 
 
+def test_eval_passkey_inserted(cli: CLI, models: Path, tmp_path: Path) -> None:
+    """Insertion points beside depths in one folder, a saving that nobody is told of."""
+    short = ["--lengths", "200,300", "--n", "1", "--quiet"]
+    result = cli("eval", "passkey", models / "text", *short, "--insert-every", "100")
+    assert result.code == 0, result.err
+    folder = Path("results/passkey-absolute/text")
+    assert result.out.endswith(f"{folder}/results.jsonl\n{folder}/positions.png\n")
+    assert (tmp_path / folder / "positions.png").stat().st_size > 10_000
+    assert "Sharing prefixes, the whole grid takes " in result.out
+    assert "passkeys recalled, by filler before the key" in result.out
+    _, rows = read_results(tmp_path / folder / "results.jsonl")
+    cells = sorted((row["length"], row["insert_at"]) for row in rows)
+    assert cells == [(200, 0), (300, 0), (300, 100)]
+    again = cli("eval", "passkey", models / "text", *short, "--insert-at", "0,100")
+    assert again.out == result.out
+
+
 def test_eval_reverse(cli: CLI, models: Path, tmp_path: Path) -> None:
     """Sizes of the training run that are not taken over."""
     result = cli("eval", "reverse", models / "backwards", "--n", "7", "--quiet")

@@ -94,6 +94,26 @@ def test_eval_passkey_options(
 
 
 @pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--insert-at", "x"], ("'x' is no length",)),
+        (["--insert-at", "-1"], ("'-1' is no length",)),
+        (["--insert-every", "0"], ("'0' is no length",)),
+        (["--insert-at", "0,1M"], ("behind 1M tokens of filler", "give a greater length")),
+        (["--insert-at", "0", "--depths", "5"], ("give one of --depths",)),
+        (["--insert-at", "0", "--insert-every", "8k"], ("give one of --depths",)),
+        (["--insert-at", "0", "--n-keys", "2"], ("one key a prompt",)),
+    ],
+)
+def test_eval_passkey_insertion_points(
+    options: list[str], says: tuple[str, ...], cli: CLI, models: Path
+) -> None:
+    """A grid without cells, or two grids at once."""
+    command = ["eval", "passkey", models / "text", "--lengths", "256", "--quiet"]
+    refused(cli, *command, *options, says=says)
+
+
+@pytest.mark.parametrize(
     ("model", "options", "says"),
     [
         ("backwards", ["--n", "0"], ("n must be between 1 and the 16",)),

@@ -123,6 +123,48 @@ def test_a_text_that_was_calibrated_on(
     )
 
 
+def test_several_models(cli: CLI, models: Path, texts: list[str], tmp_path: Path) -> None:
+    """A comparison that is nowhere, one without its interval, or with texts measured twice."""
+    spec = f"{models}/text+forget_more(decay_scale=0.5, input_scale=0.5)"
+    command = ["eval", "perplexity", models / "text", spec, *texts, *LONG]
+    result = cli(*command, "--by-position", "--train-length", "64")
+    assert result.code == 0, result.err
+    folder = tmp_path / "results/perplexity/text+text+forget_more(decay_scale=0.5,_input_scale=0.5)"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "paired.jsonl",
+        "text+forget_more(decay_scale=0.5,_input_scale=0.5).jsonl",
+        "text+forget_more(decay_scale=0.5,_input_scale=0.5)_loss_by_position_200.png",
+        "text.jsonl",
+        "text_loss_by_position_200.png",
+    ]
+    assert "5 windows, 1,000 bytes, the same for all; bootstrap over 5 windows" in result.out
+    assert result.out.count("forgets robustly: ") == 2
+    header, rows = read_results(folder / "paired.jsonl")
+    assert header["evaluation"] == "perplexity_paired"
+    assert list(header["models"]) == [f"{models}/text", spec]
+    whole, *buckets = rows
+    assert (whole["unit"], whole["drawn"], whole["n"]) == ("bits per byte", "windows", 5)
+    assert whole["difference"] == pytest.approx(whole["mean_second"] - whole["mean_first"])
+    assert whole["low"] < whole["difference"] < whole["high"]
+    assert [(row["start"], row["stop"]) for row in buckets][-1] == (128, 200)
+    before = {path: path.read_bytes() for path in folder.glob("text*.jsonl")}
+    again = cli(*command)
+    assert again.code == 0
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_the_same_model_twice(cli: CLI, models: Path, texts: list[str], tmp_path: Path) -> None:
+    """Two models in one results file; a difference where there is none."""
+    shutil.copytree(models / "text", tmp_path / "other/text")
+    command = ["eval", "perplexity", models / "text", "other/text", *texts[:2], *LONG]
+    result = cli(*command, "--output", "out")
+    assert result.code == 0, result.err
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert files == {"text-1.jsonl", "text-2.jsonl", "paired.jsonl"}
+    assert "+0.0000" in result.out
+    assert "no interval: 3 windows" in result.out
+
+
 def test_help(cli: CLI) -> None:
     """A command that nobody knows how to call."""
     result = cli("eval", "perplexity", "--help")

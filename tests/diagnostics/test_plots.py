@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib import image
 
-from longrnn.diagnostics.plots import loss_by_position, passkey_heat_map
+from longrnn.diagnostics.plots import loss_by_position, passkey_by_position, passkey_heat_map
 from longrnn.evaluation.perplexity import STRETCH, edges
 from longrnn.evaluation.results import Row
 
@@ -64,6 +64,23 @@ def test_one_panel_for_each_model(tmp_path: Path) -> None:
     single = [row for row in rows("a", 0.5, (4096,)) if row["depth"] == 0.5]
     passkey_heat_map(single, tmp_path / "single.png")
     assert picture(tmp_path / "single.png").size
+
+
+def test_by_position_and_distance(tmp_path: Path) -> None:
+    """A picture without its cells, or one in which what was not asked looks like a failure."""
+    counts = {}
+    for name, far in (("good", True), ("bad", False)):
+        made = [
+            {"model": m, "length": t, "insert_at": place, "index": 0, "correct": far or t < 2048}
+            for m in ("a", "b")
+            for t in (1024, 2048, 4096)
+            for place in (0, 512, 1024)
+            if place < t
+        ]
+        passkey_by_position(made, tmp_path / f"{name}.png")
+        counts[name] = green_and_red(picture(tmp_path / f"{name}.png"))
+    assert counts["good"][0] > 2 * counts["bad"][0]
+    assert counts["bad"][1] > 3 * counts["good"][1]
 
 
 def losses(late: float, documents: int) -> list[Row]:

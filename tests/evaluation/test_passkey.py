@@ -12,10 +12,18 @@ import pytest
 
 from longrnn.errors import UserError
 from longrnn.evaluation import passkey, prefix
-from longrnn.evaluation.passkey import Subject, evaluate, evenly_spaced, summarise
+from longrnn.evaluation.passkey import (
+    Subject,
+    evaluate,
+    evenly_spaced,
+    summarise,
+    summarise_inserted,
+)
+from longrnn.evaluation.passkey_grid import Sample
 from longrnn.evaluation.results import Row, read_results
 from longrnn.models import LanguageModel
 from longrnn.tasks import Passkey
+from longrnn.tasks.passkey import HEADER
 from longrnn.tasks.passkey_documents import is_held_out
 from longrnn.text import ByteTokenizer
 from tests.evaluation.oracles import Oracle
@@ -54,7 +62,9 @@ def test_rows_say_everything(tmp_path: Path) -> None:
     header, written = read_results(tmp_path / "r.jsonl")
     assert sorted(cells(written)) == sorted(cells(rows))
     assert all(row in rows for row in written)
-    assert header == {"evaluation": "passkey", "models": {"model0": "oracle"}, "seed": 0}
+    assert header == {
+        "evaluation": "passkey", "models": {"model0": "oracle"}, "seed": 0, "version": 2,
+    }  # fmt: skip
     assert len({row["key"] for row in rows}) > 7
 
 
@@ -144,6 +154,78 @@ def test_nothing_is_asked_twice(tmp_path: Path) -> None:
     assert output.read_bytes() == before
 
 
+def inserted(*models: LanguageModel, output: Path, **changes: Any) -> list[Row]:
+    grid = {"lengths": [200, 300, 400], "depths": (), "insert_at": [0, 100, 200], "n": 3}
+    return measure(*models, output=output, **(grid | changes))
+
+
+def test_insertion_points(tmp_path: Path) -> None:
+    """A key that is not where its row says, a cell without room, a row without its place."""
+    rows = inserted(Oracle(), output=tmp_path / "r.jsonl")
+    wanted = {(200, 0), (300, 0), (300, 100), (400, 0), (400, 100), (400, 200)}
+    assert {(row["length"], row["insert_at"]) for row in rows} == wanted
+    assert all(row["correct"] and "depth" not in row for row in rows)
+    header, written = read_results(tmp_path / "r.jsonl")
+    assert header["grid"] == "absolute"
+    assert len(rows) == len(written) == 18
+    scores = summarise_inserted(inserted(Oracle(forgets=400), output=tmp_path / "f.jsonl"))
+    assert {cell: score.mean for cell, score in scores.items() if cell[1] == 100} == {
+        (300, 100): 1, (400, 100): 0,
+    }  # fmt: skip
+    # The same key at every length, behind so much filler of the one prompt.
+    task = Passkey(ByteTokenizer())
+    for row in rows:
+        needle = task.needle_at(row["key"], row["insert_at"], length=row["length"])
+        prompt = bytes(task.prompt_of([needle], 0, length=row["length"]).tolist())
+        assert len(prompt) == row["length"]
+        line = f"\nThe passkey is {row['key']}. ".encode()
+        assert prompt.index(line) == len(HEADER) + row["insert_at"]
+    keys: dict[Any, set[str]] = {(row["insert_at"], row["index"]): set() for row in rows}
+    for row in rows:
+        keys[row["insert_at"], row["index"]].add(row["key"])
+    assert all(len(found) == 1 for found in keys.values())
+
+
+def test_insertion_points_go_on(tmp_path: Path) -> None:
+    """Cells asked twice, rows of depths and of insertion points in one table."""
+    output = tmp_path / "r.jsonl"
+    first = inserted(Oracle(), output=output, insert_at=[0, 100])
+    oracle = Oracle()
+    rows = inserted(oracle, output=output)
+    assert oracle.prompts == 3
+    assert [row for row in rows if row["insert_at"] != 200] == first
+    with pytest.raises(UserError, match="different grid"):
+        measure(Oracle(), output=output)
+
+
+def test_depths_of_doubled_lengths_meet(tmp_path: Path) -> None:
+    """Half of 2k and a quarter of 4k that are a few tokens apart, with other keys."""
+    changes = {"lengths": [2048, 4096], "depths": [0.25, 0.5, 1.0]}
+    rows = {(r["length"], r["depth"], r["index"]): r for r in measure(
+        Oracle(), output=tmp_path / "r.jsonl", **changes)}  # fmt: skip
+    task = Passkey(ByteTokenizer())
+    for index in range(3):
+        one, two = Sample(2048, 0.5, index), Sample(4096, 0.25, index)
+        questions = [sample.question(task, 0, 1) for sample in (one, two)]
+        places = [
+            task.context(q.needles, 0, length=sample.length)[1].size
+            for q, sample in zip(questions, (one, two), strict=True)
+        ]
+        assert places == [1024, 1024]
+        assert rows[2048, 0.5, index]["key"] == rows[4096, 0.25, index]["key"]
+        last = Sample(4096, 1.0, index).question(task, 0, 1)
+        assert task.context(last.needles, 0, length=4096)[-1].size == 0
+    assert len({row["key"] for (t, _, _), row in rows.items() if t == 4096}) > 6
+
+
+@pytest.mark.parametrize("fraction", [0, 1, 7, 1000, 5021, 99_844])
+def test_every_insertion_point_is_exact(fraction: int) -> None:
+    """A token lost to rounding on the way through a depth."""
+    task = Passkey(ByteTokenizer())
+    needle = task.needle_at("12345", fraction, length=100_000)
+    assert task.context([needle], 0, length=100_000)[1].size == fraction
+
+
 @pytest.mark.parametrize("calls", [0, 1, 9, 20, 30, 60])
 def test_an_interruption_loses_no_answer(tmp_path: Path, calls: int) -> None:
     """Rows that are held back until the end, or asked again."""
@@ -224,6 +306,11 @@ def test_other_seeds_ask_for_other_keys(tmp_path: Path) -> None:
         ({"depths": [0.5, 1.1]}, "depths lie between 0"),
         ({"depths": [-0.1]}, "depths lie between 0"),
         ({"depths": [math.nan]}, "depths lie between 0"),
+        ({"depths": ()}, "give one of the two"),
+        ({"insert_at": [10]}, "give one of the two"),
+        ({"depths": (), "insert_at": [-1]}, "give 0 or more"),
+        ({"depths": (), "insert_at": [10], "n_keys": 2}, "leave n_keys at 1"),
+        ({"depths": (), "insert_at": [0, 1024]}, r"behind 1k tokens .* needs a prompt of 1,180"),
     ],
 )
 def test_errors_come_before_anything_is_written(

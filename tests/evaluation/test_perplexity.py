@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from itertools import pairwise
 from pathlib import Path
@@ -220,11 +221,29 @@ def test_a_loss_that_is_no_number_is_not_robust() -> None:
     assert not found.robust
 
 
+def test_rows_of_an_earlier_version_are_measured_again(tmp_path: Path) -> None:
+    """Rows without their bytes that reach a comparison of tokenizers."""
+    output = tmp_path / "r.jsonl"
+    asked: dict[str, Any] = {"length": 100, "output": output, "batch_size": 1, "quiet": True}
+    rows = evaluate(Counting(), [document(0, 201)], **asked)
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    for line in lines[1:]:
+        del line["bytes"], line["start"]
+    output.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    model = Counting()
+    assert evaluate(model, [document(0, 201)], **asked) == rows
+    assert len(model.calls) == 2
+
+
 class TwoBytes(ByteTokenizer):
     """One id for each pair of bytes."""
 
     def encode(self, text: str) -> list[int]:
         return super().encode(text)[::2]
+
+    def byte_ends(self, text: str) -> list[int] | None:
+        n = len(text.encode())
+        return [min(end, n) for end in range(2, n + 2, 2)]
 
 
 def test_documents(tmp_path: Path) -> None:
@@ -240,6 +259,10 @@ def test_documents(tmp_path: Path) -> None:
     assert a.sha256 == hashlib.sha256(b"a\r\n\xc3\xbc\n").hexdigest()
     (b,) = read_documents([tmp_path / "a.txt"], TwoBytes(), model)
     assert b.bytes_per_token == 2
+    assert a.byte_ends is not None
+    assert b.byte_ends is not None
+    assert a.byte_ends.tolist() == [1, 2, 3, 4, 5, 6]
+    assert b.byte_ends.tolist() == [2, 4, 6]
 
 
 def test_texts_that_do_not_belong_together(tmp_path: Path) -> None:

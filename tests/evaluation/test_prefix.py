@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from longrnn import Mitigated, mitigation
-from longrnn.evaluation.passkey import Subject, evaluate
+from longrnn.evaluation.passkey import Subject, cost, evaluate
+from longrnn.evaluation.passkey_grid import Grid
 from longrnn.evaluation.results import Row
 from longrnn.mixers import MIXERS
 from longrnn.models import LanguageModel, LMOutput, RecurrentLM
@@ -21,6 +22,13 @@ from longrnn.text import ByteTokenizer
 from tests.contracts.builders import mixer_spec, stirred
 
 GRID: dict[str, Any] = {"lengths": [220, 333, 400], "depths": [0.0, 0.3, 1.0], "n": 3}
+# 4 + 3 + 2 cells: the later a key comes, the fewer lengths have room for it.
+INSERTED: dict[str, Any] = {
+    "lengths": [220, 333, 400, 420],
+    "depths": (),
+    "insert_at": [0, 70, 200],
+    "n": 3,
+}
 
 
 class Watched:
@@ -58,7 +66,7 @@ def answers(model: LanguageModel, output: Path, **options: Any) -> list[Row]:
     return evaluate([subject], output=output, quiet=True, **(GRID | options))
 
 
-def assert_same(model: LanguageModel, folder: Path, **options: Any) -> None:
+def assert_same(model: LanguageModel, folder: Path, prompts: int = 27, **options: Any) -> None:
     """Same answers, and the same logits behind every question, in some order.
 
     That a row goes on from its own key and from no other is what the oracles of `test_passkey` say.
@@ -67,7 +75,7 @@ def assert_same(model: LanguageModel, folder: Path, **options: Any) -> None:
     expected = answers(naive, folder / "naive.jsonl", naive=True, **options)
     assert answers(shared, folder / "shared.jsonl", **options) == expected
     logits = [torch.tensor(sorted(watched.asked)) for watched in (naive, shared)]
-    assert logits[0].shape == (27, 256)
+    assert logits[0].shape == (prompts, 256)
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-9, atol=1e-9)
     assert shared.tokens < naive.tokens
 
@@ -79,11 +87,19 @@ def test_shared_says_what_naive_says(kind: str, options: dict[str, Any], tmp_pat
     assert_same(speaking(kind), tmp_path, **options)
 
 
+@pytest.mark.parametrize("kind", sorted(MIXERS))
+def test_inserted_says_what_naive_says(kind: str, tmp_path: Path) -> None:
+    """A key that slides with the length, a branch that goes on behind another insertion point."""
+    assert_same(speaking(kind), tmp_path, prompts=27, **INSERTED)
+
+
 def test_of_a_file(tmp_path: Path) -> None:
     """Prompts that begin at different places of a filler and share one trunk."""
     text = tmp_path / "filler.txt"
     text.write_text("".join(chr(97 + i * i % 26) for i in range(5000)))
     assert_same(speaking("gru"), tmp_path, filler=text)
+    folder = tmp_path / "inserted"
+    assert_same(speaking("gru"), folder, prompts=27, filler=text, **INSERTED)
 
 
 def test_under_a_mitigation(tmp_path: Path) -> None:
@@ -92,19 +108,28 @@ def test_under_a_mitigation(tmp_path: Path) -> None:
     assert_same(model, tmp_path)
 
 
-def test_fewer_tokens_are_read(tmp_path: Path) -> None:
-    """Eight doubling lengths, five depths, ten keys: what sharing is for."""
-    grid = {
-        "lengths": [256 * 2**i for i in range(6)],
-        "depths": [0.0, 0.25, 0.5, 0.75, 1.0],
-        "n": 10,
-    }
-    counts = []
-    for naive in (True, False):
+@pytest.mark.parametrize("grid", [GRID, GRID | {"n_keys": 3}, INSERTED], ids=["", "keys", "at"])
+def test_the_count_of_tokens_is_what_is_read(grid: dict[str, Any], tmp_path: Path) -> None:
+    """A count that flatters: it is compared with what a model was given, both ways."""
+    expected = cost([Subject("model", speaking("rnn"), ByteTokenizer())], Grid(**grid))["model"]
+    for naive, count in ((True, expected.naive), (False, expected.shared)):
         watched = Watched(speaking("rnn"))
-        answers(watched, tmp_path / f"{naive}.jsonl", naive=naive, batch_size=64, **grid)
-        counts.append(watched.tokens)
-    assert counts[0] > 2 * counts[1]
+        answers(watched, tmp_path / f"{naive}.jsonl", naive=naive, **grid)
+        assert watched.tokens == count
+
+
+@pytest.mark.parametrize(
+    ("grid", "least"),
+    [
+        (Grid([512 * 2**i for i in range(8)], 10, depths=[0.0, 0.25, 0.5, 0.75, 1.0]), 2.7),
+        (Grid([4096 * i for i in range(1, 17)], 10, insert_at=range(0, 65536, 8192)), 10.0),
+    ],
+    ids=["depths", "insertion points"],
+)
+def test_how_many_fewer_tokens(grid: Grid, least: float) -> None:
+    """What sharing is for: eight lengths that double up to 64k, or every 8k at even lengths."""
+    found = cost([Subject("model", speaking("rnn"), ByteTokenizer())], grid)["model"]
+    assert found.ratio >= least
 
 
 def test_spans_are_read_across_their_borders() -> None:

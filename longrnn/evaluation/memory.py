@@ -1,0 +1,206 @@
+"""Effective remembrance: how much a prediction hangs on the beginning of its context.
+
+EffRem_T(t) = d(q(·|x[0:T]), q(·|x[t:T])) (arXiv 2507.02782), where d is the total variation: what
+the next token is after T tokens, against what it is where the first t of them were never read. Near
+0 they do not matter; near 1 at a small t, the prediction hangs on the first tokens.
+
+Notable choices:
+- The context without its first tokens starts anew: from the empty state, at position 0, as
+  published. A model with a position encoding reads it at other positions too, which is a part of
+  the difference.
+- All contexts are read in one pass: a row joins the batch, with an empty state, when the pass comes
+  to its start t, and serves every T beyond. No token is read twice for the same t.
+- Starts are 1, 2, 4, … and T − 1, T − 2, T − 4, …: the first tokens, and the last ones, each within
+  a factor of 2. For a T that is a power of two, ¼, ½ and ¾ of it are among them.
+- Intervals are over stretches of text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longrnn.errors import UserError
+from longrnn.evaluation.intervals import Estimate, mean
+from longrnn.evaluation.results import Results, Row
+from longrnn.evaluation.texts import Document
+from longrnn.evaluation.windows import Window, windows
+from longrnn.models import LanguageModel
+from longrnn.progress import Progress
+from longrnn.state import LMState, join, take
+
+# Tokens of a row in one call, so that progress shows within a long stretch.
+PIECE = 16384
+# The shortest context that predicts within so much of the whole one is said to be enough.
+ENOUGH = 0.1
+
+
+class Point(NamedTuple):
+    """Mean EffRem of one T at the start t, over stretches."""
+
+    start: int
+    effrem: Estimate
+
+
+def starts(position: int) -> list[int]:
+    """The starts t at which the context of `position` = T tokens is cut, ascending."""
+    powers = [2**k for k in range(position.bit_length()) if 2**k < position]
+    return sorted({*powers, *(position - power for power in powers)})
+
+
+def evaluate(
+    model: LanguageModel,
+    documents: Sequence[Document],
+    *,
+    positions: Sequence[int],
+    output: Path,
+    stretches: int = 8,
+    batch_size: int = 4,
+    quiet: bool = False,
+) -> list[Row]:
+    """Measures EffRem and returns its rows, new and earlier ones.
+
+    Args:
+        model: any language model.
+        documents: the texts.
+        positions: T, in tokens, each at least 2.
+        output: the results file, taken up where it was left; texts and positions may be added.
+        stretches: at most so many of max(positions) tokens from each text.
+        batch_size: stretches in one pass; each takes a row for the whole context and one for every
+            start, about 2 · log2(T) in all.
+        quiet: no progress.
+
+    Returns:
+        A row a stretch, position and start with `text`, `text_sha256`, `first` (where in the text
+        the stretch begins), `position`, `start` and `effrem`.
+
+    Raises:
+        UserError: settings out of range, a text shorter than a stretch, a file of another run.
+    """
+    if min(stretches, batch_size) < 1:
+        raise UserError("stretches and the batch size must be at least 1")
+    if min(positions) < 2:
+        raise UserError("a position of 1 has no shorter context: give positions of 2 or more")
+    positions = sorted(set(positions))
+    cut = [window for d in documents for window in windows(d, positions[-1])[:stretches]]
+    results = Results(output, {"evaluation": "memory", "model": model.fingerprint()})
+    pairs = [(position, start) for position in positions for start in starts(position)]
+    done = {_identity(row) for row in results.rows}
+    todo = [w for w in cut if not all((*_key(w), *pair) in done for pair in pairs)]
+    work = len(todo) * sum(_lifetimes(positions).values())
+    with Progress("memory", work, unit="tokens", quiet=quiet) as progress:
+        for first in range(0, len(todo), batch_size):
+            batch = todo[first : first + batch_size]
+            texts = torch.stack([window.tokens()[:-1] for window in batch])
+            found = remembrance(model, texts, positions, progress)
+            results.append(
+                {
+                    "text": window.document.name,
+                    "text_sha256": window.document.sha256,
+                    "first": window.start,
+                    "position": position,
+                    "start": start,
+                    "effrem": float(found[position, start][row]),
+                }
+                for row, window in enumerate(batch)
+                for position, start in pairs
+            )
+    rows = {_identity(row): row for row in results.rows}
+    return [rows[*_key(window), *pair] for window in cut for pair in pairs]
+
+
+@torch.no_grad()
+def remembrance(
+    model: LanguageModel,
+    texts: Tensor,
+    positions: Sequence[int],
+    progress: Progress | None = None,
+) -> dict[tuple[int, int], Tensor]:
+    """EffRem by (T, t), `(b,)` float64 on the CPU.
+
+    Args:
+        model: any language model.
+        texts: `(b, t)` int64, t >= max(positions).
+        positions: T, ascending.
+        progress: counts the tokens.
+    """
+    n = len(texts)
+    end = {0: positions[-1]} | {
+        start: position for position in positions for start in starts(position)
+    }
+    # Rows of the batch in groups of n, one for each start; the whole context comes first.
+    groups, state, place = [0], model.init_state(n), 0
+    found: dict[tuple[int, int], Tensor] = {}
+    for stop in sorted({*end, *positions} - {0}):
+        logits, state = _feed(model, texts[:, place:stop], len(groups), state, progress)
+        place = stop
+        if stop in positions:
+            chances = torch.softmax(logits.double(), -1).view(len(groups), n, -1)
+            distances = (chances - chances[0]).abs().sum(-1).cpu() / 2
+            wanted = set(starts(stop))
+            found |= {(stop, t): distances[g] for g, t in enumerate(groups) if t in wanted}
+        going = [group for group, start in enumerate(groups) if end[start] > stop]
+        state = take(state, [group * n + row for group in going for row in range(n)])
+        groups = [groups[group] for group in going]
+        if stop in end:
+            groups.append(stop)
+            state = join([state, model.init_state(n)])
+    return found
+
+
+def _lifetimes(positions: Sequence[int]) -> dict[int, int]:
+    """Tokens that the rows of every start read; the whole context starts at 0."""
+    ends = {start: position for position in positions for start in [0, *starts(position)]}
+    return {start: end - start for start, end in ends.items()}
+
+
+def _feed(
+    model: LanguageModel, texts: Tensor, groups: int, state: LMState, progress: Progress | None
+) -> tuple[Tensor, LMState]:
+    """The logits after the last token, `(groups · n, v)`, and the state."""
+    logits = torch.empty(0)
+    for piece in texts.split(PIECE, dim=1):
+        tokens = piece.to(state.position.device).repeat(groups, 1)
+        output = model(tokens, state, keep=1)
+        logits, state = output.logits[:, -1], output.state
+        if progress is not None:
+            progress.advance(tokens.numel(), tokens.numel())
+    return logits, state
+
+
+def summarise(rows: Sequence[Row]) -> dict[int, list[Point]]:
+    """Means over stretches by T, starts ascending, with Student-t intervals inside [0, 1]."""
+    values: dict[tuple[int, int], list[float]] = {}
+    for row in rows:
+        values.setdefault((row["position"], row["start"]), []).append(row["effrem"])
+    found: dict[int, list[Point]] = {}
+    for (position, start), effrem in sorted(values.items()):
+        estimate = mean(effrem)
+        inside = estimate._replace(low=max(estimate.low, 0.0), high=min(estimate.high, 1.0))
+        found.setdefault(position, []).append(Point(start, inside))
+    return found
+
+
+def enough(points: Sequence[Point], position: int) -> int | None:
+    """Tokens of the shortest context that, like all longer ones, predicts within ENOUGH.
+
+    None where every context that was cut is farther from the whole one.
+    """
+    shortest = None
+    for start, effrem in points:
+        if not effrem.mean <= ENOUGH:
+            break
+        shortest = position - start
+    return shortest
+
+
+def _key(window: Window) -> tuple[str, int]:
+    return window.document.sha256, window.start
+
+
+def _identity(row: Row) -> tuple[str, int, int, int]:
+    return row["text_sha256"], row["first"], row["position"], row["start"]

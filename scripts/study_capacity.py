@@ -1,0 +1,84 @@
+"""How far a state reaches by its size: a small family, trained, measured and fitted.
+
+    python scripts/study_capacity.py
+    python scripts/study_capacity.py --d-states 8,16,32,64 --train-lengths 256,512,1k --steps 3000
+
+Every state size is trained on passkeys (`configs/train/capacity.yaml`) at every training length,
+over the same number of tokens. Each model is then asked for keys at lengths beyond its own, and
+reads a long text of filler for its loss by position; `longrnn diagnose capacity` puts the two
+together. Every part is resumable: give the same command again.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from longrnn import load, load_tokenizer
+from longrnn.cli.capacity import capacity
+from longrnn.config import load_config
+from longrnn.evaluation import passkey, perplexity
+from longrnn.evaluation.texts import read_documents
+from longrnn.files import write_atomic
+from longrnn.tasks.passkey import FILLER, HEADER
+from longrnn.training.config import TrainConfig
+from longrnn.training.trainer import Trainer
+from longrnn.units import parse_length, parse_lengths
+
+CONFIG = Path(__file__).parents[1] / "configs/train/capacity.yaml"
+# Tokens of an optimizer step, at every training length.
+STEP_TOKENS = 4096
+
+
+def main(
+    d_states: Annotated[str, typer.Option(help="State sizes: mixer.d_state.")] = "4,8,16,32",
+    train_lengths: Annotated[str, typer.Option(help="Training lengths.")] = "192,384,768",
+    steps: Annotated[int, typer.Option(help="Of every model.")] = 800,
+    lengths: Annotated[str, typer.Option(help="Of the prompts.")] = "256,512,1k,2k,4k,8k,16k,32k",
+    n: Annotated[int, typer.Option("--n", help="Prompts at each of 3 depths.")] = 10,
+    text_length: Annotated[str, typer.Option(help="Tokens of the text of filler.")] = "32k",
+    output: Annotated[Path, typer.Option(help="Folder of everything.")] = Path("runs/capacity"),
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+) -> None:
+    """Trains, measures and fits."""
+    asked, reach = parse_lengths(lengths), parse_length(text_length)
+    # What the loss is measured on: the filler of training, without a key.
+    text = output / "filler.txt"
+    write_atomic(text, HEADER + (FILLER * (reach // len(FILLER) + 2))[: reach + 1])
+    family = []
+    for trained, d_state in product(parse_lengths(train_lengths), map(int, d_states.split(","))):
+        run = output / f"state{d_state}-length{trained}"
+        family.append(str(run))
+        settings = {
+            "output_dir": run,
+            "model.mixer.d_state": d_state,
+            "length.max": trained,
+            "per_device_train_batch_size": max(1, STEP_TOKENS // trained),
+            "max_steps": steps,
+        }
+        overrides = [f"{key}={value}" for key, value in settings.items()]
+        Trainer(load_config(TrainConfig, CONFIG, overrides), resume=True, quiet=quiet).train()
+        model, tokenizer = load(run), load_tokenizer(run)
+        passkey.evaluate(
+            [passkey.Subject(run.name, model, tokenizer)],
+            lengths=asked,
+            depths=passkey.evenly_spaced(3),
+            n=n,
+            output=output / "results" / run.name / "passkey.jsonl",
+            quiet=quiet,
+        )
+        perplexity.evaluate(
+            model,
+            read_documents([text], tokenizer, model),
+            length=reach,
+            output=output / "results" / run.name / "perplexity.jsonl",
+            quiet=quiet,
+        )
+    capacity(family, results=[output / "results"], output=output / "capacity")
+
+
+if __name__ == "__main__":
+    typer.run(main)

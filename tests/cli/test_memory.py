@@ -1,0 +1,121 @@
+"""`longrnn diagnose memory` and `longrnn diagnose capacity` on tiny checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from longrnn.config import build_config
+from longrnn.evaluation.results import read_results
+from longrnn.models import RecurrentConfig, RecurrentLM
+from longrnn.models.checkpoint import save_model
+from tests.cli.conftest import CLI
+from tests.cli.test_errors import refused
+from tests.training.runs import LSTM
+
+FAST = ["--positions", "32,64", "--quiet"]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> list[str]:
+    (tmp_path / "a.txt").write_text("It was a dark and stormy night. " * 10)
+    return ["--text", "a.txt"]
+
+
+def test_diagnose_memory(cli: CLI, models: Path, text: list[str], tmp_path: Path) -> None:
+    """A file that is missing or elsewhere, a finding that is not on screen."""
+    command = ["diagnose", "memory", models / "text", *text, *FAST]
+    result = cli(*command)
+    assert result.code == 0, result.err
+    assert result.err == ""
+    folder = tmp_path / "results/memory/text"
+    names = ["effrem_by_start.png", "effrem_by_kept.png", "report.html"]
+    assert {path.name for path in folder.iterdir()} == {*names, "results.jsonl"}
+    written = result.out.splitlines()[-4:]
+    assert [Path(line).name for line in written] == ["results.jsonl", *names]
+    assert "EffRem by the last tokens kept, means over 4 stretches [95 %]" in result.out
+    assert "After 64 tokens the prediction changes by " in result.out
+    _, rows = read_results(folder / "results.jsonl")
+    assert {row["position"] for row in rows} == {32, 64}
+    html = (folder / "report.html").read_text()
+    assert html.count('<img src="data:image/png;base64,') == 2
+    assert "http" not in html
+    before = (folder / "results.jsonl").read_bytes()
+    assert cli(*command).out == result.out
+    assert (folder / "results.jsonl").read_bytes() == before
+    one = cli(*command, "--stretches", "1", "--mitigation", "forget_more")
+    assert one.code == 0, one.err
+    assert "inf" not in one.out
+    assert (tmp_path / "results/memory/text+forget_more/report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--text", "none.txt"], ("no text file none.txt",)),
+        (["--positions", "1"], ("give positions of 2 or more",)),
+        (["--positions", "x"], ("'x' is no length",)),
+        (["--positions", "4k"], ("give a longer text",)),
+        (["--stretches", "0"], ("must be at least 1",)),
+        (["--mitigation", "slidingwindow"], ("unknown mitigation",)),
+        (["--device", "abacus"], ("cannot be used",)),
+    ],
+)
+def test_bad_input(
+    options: list[str], says: tuple[str, ...], cli: CLI, models: Path, text: list[str]
+) -> None:
+    """A traceback, or a folder of a diagnosis of nothing."""
+    refused(cli, "diagnose", "memory", models / "text", *text, *FAST, *options, says=says)
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> list[str]:
+    """Three models of three state sizes, with a training length."""
+    for width in (8, 16, 24):
+        torch.manual_seed(width)
+        config = {**LSTM, "d_model": width}
+        folder = tmp_path / f"runs/{width}"
+        save_model(RecurrentLM(build_config(RecurrentConfig, config)), folder)
+        (folder / "train.yaml").write_text(f"length: {{max: {width * 8}}}\n")
+    return [f"runs/{width}" for width in (8, 16, 24)]
+
+
+def test_diagnose_capacity(cli: CLI, family: list[str], text: list[str], tmp_path: Path) -> None:
+    """Evaluations that are not found where the commands leave them, a fit that is made up."""
+    for run in family:
+        long = ["--length", "256", "--quiet"]
+        assert cli("eval", "perplexity", run, *text, *long).code == 0
+    asked = ["--lengths", "160", "--depths", "1", "--n", "2", "--quiet"]
+    assert cli("eval", "passkey", *family, *asked).code == 0
+    result = cli("diagnose", "capacity", *family)
+    assert result.code == 0, result.err
+    folder = tmp_path / "results/capacity"
+    assert result.out.endswith("results/capacity/capacity.jsonl\nresults/capacity/capacity.png\n")
+    lines = (folder / "capacity.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    members = [row for row in rows if row.get("row") == "model"]
+    assert [row["train_length"] for row in members] == [64, 128, 192]
+    assert [row["state_size"] for row in members] == [8, 16, 24]
+    assert all(row["robust"] for row in members)
+    assert [row["recalled"] for row in members] == [0, 0, 0]
+    # Each was robust at the only length that was tried: bounds, and no fit through them.
+    assert [row["forget"]["bound"] for row in rows if row.get("row") == "size"] == ["≤"] * 3
+    assert "T_forget: no fit: 0 of 3 state sizes" in result.out
+    assert "T_recall: no fit: 0 of 3 state sizes" in result.out
+    assert (folder / "capacity.png").stat().st_size > 10_000
+
+
+def test_capacity_of_nothing(cli: CLI, models: Path, family: list[str], tmp_path: Path) -> None:
+    """A traceback, or a table of models that nobody measured."""
+    command = ["diagnose", "capacity", *family]
+    refused(cli, *command, says=("no results at results",))
+    (tmp_path / "results").mkdir()
+    refused(cli, *command, says=("holds no passkey or perplexity evaluation", "longrnn eval"))
+    asked = ["--lengths", "160", "--depths", "1", "--n", "1", "--quiet"]
+    assert cli("eval", "passkey", *family[:2], *asked).code == 0
+    refused(cli, *command, says=("no evaluation of runs/24",))
+    refused(cli, *command[:-1], says=("2 different state sizes and a fit needs 3",))
+    refused(cli, "diagnose", "capacity", models / "text", says=("has no train.yaml",))
