@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from longrnn.cli.gradients import gradients
 from longrnn.cli.options import (
     Checkpoint,
     Device,
@@ -30,6 +31,7 @@ app = typer.Typer(
     epilog="Example: longrnn diagnose states passkey-tiny-short --newlines",
     no_args_is_help=True,
 )
+app.command()(gradients)
 # Rows of the table on screen; the report has them all.
 SHOWN = 30
 
