@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from longrnn.cli.capacity import capacity
+from longrnn.cli.gradients import gradients
 from longrnn.cli.memory import memory
 from longrnn.cli.options import (
     Checkpoint,
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 app.command("memory")(memory)
 app.command("capacity")(capacity)
+app.command("gradients")(gradients)
 # Rows of the table on screen; the report has them all.
 SHOWN = 30
 

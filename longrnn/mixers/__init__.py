@@ -2,12 +2,14 @@
 
 from longrnn.mixers.base import MIXERS, Edit, Mixer, ScanningMixer, StepwiseMixer, Update
 from longrnn.mixers.gru import GRU
+from longrnn.mixers.init import INITS
 from longrnn.mixers.lstm import LSTM
 from longrnn.mixers.mamba2 import Mamba2
 from longrnn.mixers.rnn import RNN
 
 __all__ = [
     "GRU",
+    "INITS",
     "LSTM",
     "MIXERS",
     "RNN",

@@ -63,9 +63,11 @@ class Mixer(nn.Module, ABC):
 
     Attributes:
         n_heads: parts of the state with a norm of their own.
+        recurrent_weights: names of the parameters that make the recurrence what it is.
     """
 
     n_heads = 1
+    recurrent_weights: tuple[str, ...] = ()
 
     def __init__(self, d_input: int, d_model: int) -> None:
         super().__init__()
@@ -87,6 +89,18 @@ class Mixer(nn.Module, ABC):
         Returns:
             y `(b, t, d_model)` and the state after the last token.
         """
+
+    def hold(self, scales: Tensor) -> bool:
+        """Has a cell that was just built keep its memory for so many tokens, where it has a gate.
+
+        Args:
+            scales: `(d,)` of a stepwise cell, `(h,)` of a scanning one: tokens after which about
+                1/e of a unit's or head's memory is left, at least 2.
+
+        Returns:
+            Whether the cell has such a gate.
+        """
+        return False
 
     def init_state(self, batch_size: int) -> PyTree:
         """The zero state of `batch_size` rows, on the parameters' device."""
@@ -132,6 +146,7 @@ class StepwiseMixer(Mixer):
 
     cell: nn.RNNBase
     gated = True
+    recurrent_weights = ("cell.weight_hh_l0",)
 
     @abstractmethod
     def fused(self, x: Tensor, state: PyTree) -> tuple[Tensor, PyTree]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from longrnn.mixers.base import MIXERS, StepwiseMixer, Update
+from longrnn.mixers.init import initialise
 
 
 class GRUState(NamedTuple):
@@ -27,11 +28,20 @@ class GRU(StepwiseMixer):
     Args:
         d_input: width of x.
         d_model: width of h.
+        init: see `longrnn.mixers.init`: `default`, `orthogonal`, `xavier` or `long_memory`.
     """
 
-    def __init__(self, d_input: int, d_model: int) -> None:
+    def __init__(self, d_input: int, d_model: int, *, init: str = "default") -> None:
         super().__init__(d_input, d_model)
         self.cell = nn.GRU(d_input, d_model, batch_first=True)
+        initialise(self, init)
+
+    @torch.no_grad()
+    def hold(self, scales: Tensor) -> bool:
+        keep = slice(self.d_model, 2 * self.d_model)
+        self.cell.bias_ih_l0[keep] = (scales - 1).log()  # σ of it is 1 − 1 / scale
+        self.cell.bias_hh_l0[keep] = 0
+        return True
 
     def state_like(self) -> GRUState:
         return GRUState(self.vector_like())

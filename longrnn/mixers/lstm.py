@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from longrnn.mixers.base import MIXERS, StepwiseMixer, Update
+from longrnn.mixers.init import initialise
 
 
 class LSTMState(NamedTuple):
@@ -27,11 +28,20 @@ class LSTM(StepwiseMixer):
     Args:
         d_input: width of x.
         d_model: width of h and c.
+        init: see `longrnn.mixers.init`: `default`, `orthogonal`, `xavier` or `long_memory`.
     """
 
-    def __init__(self, d_input: int, d_model: int) -> None:
+    def __init__(self, d_input: int, d_model: int, *, init: str = "default") -> None:
         super().__init__(d_input, d_model)
         self.cell = nn.LSTM(d_input, d_model, batch_first=True)
+        initialise(self, init)
+
+    @torch.no_grad()
+    def hold(self, scales: Tensor) -> bool:
+        forget = (scales - 1).log()  # σ of it is 1 − 1 / scale
+        self.cell.bias_ih_l0[: 2 * self.d_model] = torch.cat([-forget, forget])
+        self.cell.bias_hh_l0[: 2 * self.d_model] = 0
+        return True
 
     def state_like(self) -> LSTMState:
         return LSTMState(self.vector_like(), self.vector_like())

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from longrnn.errors import UserError
 from longrnn.mixers.base import MIXERS, Edit, ScanningMixer
+from longrnn.mixers.init import initialise
 from longrnn.ops.conv import causal_conv
 from longrnn.ops.norm import gated_rms_norm
 from longrnn.ops.ssd import BACKENDS, ScanInputs, resolve
@@ -44,7 +45,10 @@ class Mamba2(ScanningMixer):
         bias: whether the two projections have a bias.
         conv_bias: whether the convolution has one.
         backend: implementation of the recurrence: `auto`, `chunked`, `reference`.
+        init: see `longrnn.mixers.init`: `default` or `long_memory`.
     """
+
+    recurrent_weights = ("in_proj.weight", "A_log", "dt_bias")
 
     def __init__(
         self,
@@ -64,6 +68,7 @@ class Mamba2(ScanningMixer):
         bias: bool = False,
         conv_bias: bool = True,
         backend: str = "auto",
+        init: str = "default",
     ) -> None:
         super().__init__(d_input, d_model)
         for name, size in (("d_state", d_state), ("expand", expand), ("d_conv", d_conv)):
@@ -94,6 +99,12 @@ class Mamba2(ScanningMixer):
         self.D = nn.Parameter(torch.ones(self.n_heads))
         self.norm = nn.RMSNorm(d_inner, eps=norm_eps)
         self.out_proj = nn.Linear(d_inner, d_model, bias=bias)
+        initialise(self, init)
+
+    @torch.no_grad()
+    def hold(self, scales: Tensor) -> bool:
+        self.A_log.copy_(-(scales * F.softplus(self.dt_bias)).log())  # dt · |A| = 1 / scale
+        return True
 
     def state_like(self) -> Mamba2State:
         dtype = self.in_proj.weight.dtype

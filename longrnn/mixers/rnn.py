@@ -8,8 +8,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from longrnn.errors import UserError
-from longrnn.mixers.base import MIXERS, StepwiseMixer, Update
+from longrnn.errors import UserError, nearest
+from longrnn.mixers.base import MIXERS, Edit, StepwiseMixer, Update
+from longrnn.mixers.init import initialise
+
+
+def identity(x: Tensor) -> Tensor:
+    """x, as it is."""
+    return x
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh,
+    "relu": torch.relu,
+    "identity": identity,
+}
 
 
 class RNNState(NamedTuple):
@@ -25,22 +38,32 @@ class RNN(StepwiseMixer):
     Args:
         d_input: width of x.
         d_model: width of h.
-        nonlinearity: `tanh` or `relu`.
+        nonlinearity: `tanh`, `relu`, or `identity`: a linear network, whose gradients are known.
+        init: see `longrnn.mixers.init`: `default`, `orthogonal`, `identity` or `xavier`.
     """
 
     gated = False
 
-    def __init__(self, d_input: int, d_model: int, *, nonlinearity: str = "tanh") -> None:
+    def __init__(
+        self, d_input: int, d_model: int, *, nonlinearity: str = "tanh", init: str = "default"
+    ) -> None:
         super().__init__(d_input, d_model)
-        if nonlinearity not in ("tanh", "relu"):
-            raise UserError(f"unknown nonlinearity {nonlinearity!r}: use 'tanh' or 'relu'")
-        self.cell = nn.RNN(d_input, d_model, nonlinearity=nonlinearity, batch_first=True)
-        self.activation = torch.tanh if nonlinearity == "tanh" else torch.relu
+        if nonlinearity not in ACTIVATIONS:
+            remedy = nearest(nonlinearity, ACTIVATIONS)
+            raise UserError(f"unknown nonlinearity {nonlinearity!r}: {remedy}")
+        self.linear = nonlinearity == "identity"
+        # torch.nn has no linear kernel: there the module only holds the weights.
+        kernel = "tanh" if self.linear else nonlinearity
+        self.cell = nn.RNN(d_input, d_model, nonlinearity=kernel, batch_first=True)
+        self.activation = ACTIVATIONS[nonlinearity]
+        initialise(self, init)
 
     def state_like(self) -> RNNState:
         return RNNState(self.vector_like())
 
     def fused(self, x: Tensor, state: RNNState) -> tuple[Tensor, RNNState]:
+        if self.linear:
+            return self.forward(x, state, Edit())
         y, h = self.cell(x, state.h[None].contiguous())
         return y, RNNState(h[0].to(state.h.dtype))
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 
 def causal_conv(
@@ -33,7 +32,7 @@ def causal_conv(
 
 
 class _Convolution(torch.autograd.Function):
-    """The sum over taps, differentiable once. Its backward pass adds into one gradient, where
+    """The sum over taps. Its backward pass, differentiable itself, adds into one gradient, where
     autograd would make a tensor of zeros for every tap and take twice the time."""
 
     @staticmethod
@@ -49,7 +48,6 @@ class _Convolution(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(  # type: ignore[override]
         ctx: Any, of_y: Tensor
     ) -> tuple[Tensor | None, ...]:

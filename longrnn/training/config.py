@@ -63,6 +63,8 @@ class TrainConfig:
         max_steps: optimizer steps; a resumed run may change it where the schedule is `constant`.
         warmup_steps: linear warm-up from 0.
         decay_steps: of `warmup_stable_decay`: linear decay to 0 at the end.
+        max_grad_norm: norm that the gradient of a step is scaled down to; .inf for none.
+        max_grad_value: where set, entries of the gradient are then cut to ± this.
         nonfinite: what to do at a step whose loss or gradient is NaN or infinite: `stop`, or `skip`
             it, with weights and optimizer as if it had not been.
         mixed_precision: `no`, `bf16` or `fp16`.
@@ -98,6 +100,7 @@ class TrainConfig:
     warmup_steps: int = 100
     decay_steps: int = 0
     max_grad_norm: float = 1.0
+    max_grad_value: float | None = None
     nonfinite: str = "stop"
     mixed_precision: str = "no"
     save_steps: int = 500
@@ -119,6 +122,8 @@ class TrainConfig:
                 raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.learning_rate <= 0 or self.max_grad_norm <= 0:
             raise UserError("learning_rate and max_grad_norm must be above 0")
+        if self.max_grad_value is not None and not self.max_grad_value > 0:
+            raise UserError(f"max_grad_value must be above 0, not {self.max_grad_value}")
         for pattern, factor in self.learning_rate_scale.items():
             if not 0 < factor < float("inf"):
                 raise UserError(

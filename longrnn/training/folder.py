@@ -22,7 +22,7 @@ FILES += ("tokenizer.json", "tokenizer_config.json")
 HARMLESS = {"output_dir", "save_steps", "save_total_limit", "logging_steps", "num_processes"}
 HARMLESS |= {"report_to", "nonfinite"}
 # Keys that may change as well after a stop at a loss or gradient that is not finite.
-REMEDIES = {"learning_rate", "max_grad_norm", "mixed_precision"}
+REMEDIES = {"learning_rate", "max_grad_norm", "max_grad_value", "mixed_precision"}
 
 
 def claim(config: TrainConfig, *, resume: bool, processes: int) -> Path | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -122,6 +122,17 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     return config.learning_rate * SCHEDULES[kind](step, config)
+
+
+def clip_values(parameters: Iterable[nn.Parameter], limit: float) -> None:
+    """Cuts every entry of the gradients to ± `limit`, in place.
+
+    One by one and not as `torch.nn.utils.clip_grad_value_` does, whose kernel for many tensors does
+    not know the shards of FSDP2. Gradients are not scaled any more once their norm was clipped.
+    """
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.clamp_(-limit, limit)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: TrainConfig) -> None:

@@ -33,7 +33,7 @@ from longrnn.training.data import Source
 from longrnn.training.folder import append_metrics, claim
 from longrnn.training.initial_states import INITIAL_STATES, Context
 from longrnn.training.objective import Objective
-from longrnn.training.optim import freeze, learning_rate, set_learning_rate
+from longrnn.training.optim import clip_values, freeze, learning_rate, set_learning_rate
 from longrnn.training.processes import (
     Interrupts,
     build_accelerator,
@@ -167,6 +167,8 @@ class Trainer:
                 pair = torch.tensor([float(values.sum()), float(len(values))])
                 sums[name] = sums.get(name, torch.zeros(2)) + pair
         norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), config.max_grad_norm)
+        if config.max_grad_value is not None:
+            clip_values(self.objective.parameters(), config.max_grad_value)
         sums["nonfinite"] = torch.tensor([float(self._nonfinite(norm, sums["loss"])), 1.0])
         table = torch.stack(list(sums.values())).to(self.accelerator.device)
         totals = self._total(table).tolist()

@@ -43,6 +43,7 @@ MITIGATION_OPTIONS: dict[str, dict[str, Any]] = {
 # Options of one member that lead through code of their own.
 MORE_MIXERS: list[dict[str, Any]] = [
     {"kind": "rnn", "nonlinearity": "relu"},
+    {"kind": "rnn", "nonlinearity": "identity"},
     {"kind": "mamba2", "d_state": 5, "head_dim": 8, "backend": "reference", "d_conv": 1},
     {"kind": "mamba2", "d_state": 5, "head_dim": 16, "bias": True, "conv_bias": False, "d_conv": 2},
     {"kind": "mamba2", "d_state": 3, "head_dim": 2, "n_groups": 4, "dt_limit": [0.01, 0.05]},

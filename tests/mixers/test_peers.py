@@ -111,8 +111,10 @@ def test_edit_step_sees_every_token(kind: str) -> None:
         torch.testing.assert_close(y[:, t], reached[t + 1].h, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["identity", "Tanh", ""])
-def test_unknown_nonlinearity(kind: str) -> None:
-    """Refused with the two that exist."""
-    with pytest.raises(UserError, match="'tanh' or 'relu'"):
+@pytest.mark.parametrize(
+    ("kind", "says"), [("Tanh", "did you mean 'tanh'"), ("", "known: identity, relu, tanh")]
+)
+def test_unknown_nonlinearity(kind: str, says: str) -> None:
+    """Refused with the nearest, or those that exist."""
+    with pytest.raises(UserError, match=says):
         build_mixer({"kind": "rnn", "nonlinearity": kind})

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from longrnn.config import build_config
 from longrnn.errors import UserError
@@ -14,6 +15,7 @@ from longrnn.models import RecurrentLM
 from longrnn.training.config import TrainConfig
 from longrnn.training.optim import (
     build_optimizer,
+    clip_values,
     decays,
     freeze,
     learning_rate,
@@ -183,3 +185,12 @@ def test_unknown_names_are_refused() -> None:
         build_optimizer(torch.nn.Linear(1, 1), config(optim="adamww"))
     with pytest.raises(UserError, match="did you mean 'cosine'"):
         learning_rate(0, config(lr_scheduler_type="cosin"))
+
+
+def test_clipped_values() -> None:
+    """An entry beyond the limit, one inside that is changed, a parameter without a gradient."""
+    parameters = [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(2))]
+    parameters[0].grad = torch.tensor([3.0, -0.2, -7.0, 0.5])
+    clip_values(parameters, 0.5)
+    assert parameters[0].grad.tolist() == pytest.approx([0.5, -0.2, -0.5, 0.5])
+    assert parameters[1].grad is None

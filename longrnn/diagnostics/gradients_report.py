@@ -1,0 +1,186 @@
+"""The report of the gradient laboratory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longrnn.diagnostics.gradients import Laboratory
+from longrnn.diagnostics.pages import Picture, write_page
+from longrnn.diagnostics.plots import new_figure, png
+from longrnn.diagnostics.through_time import BINS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Lines that a legend names.
+NAMED = 12
+# A factor a token this near to 1 is called neither vanishing nor exploding.
+STEADY = 0.01
+
+CAPTIONS = {
+    "norms": "Norm of the loss's gradient in the state, by distance in tokens: geometric mean over "
+    "sequences. A straight line is a constant factor a token; a falling one vanishes.",
+    "weights": "Entries of the gradient of the recurrent weights, of the loss at the last token, "
+    "by their size, for each sequence length.",
+    "jacobian": "Spectral radius of the step Jacobian along one sequence, and its largest singular "
+    "value: above 1 a step can stretch.",
+    "lyapunov": "Lyapunov exponents of the product of the steps, in nats a token: at 0 a direction "
+    "is kept, below it is forgotten.",
+}
+Row = dict[str, Any]
+
+
+def write_report(laboratory: Laboratory, folder: Path) -> list[Path]:
+    """Writes the pictures and `report.html`.
+
+    Args:
+        laboratory: of `diagnose`.
+        folder: of its other files.
+
+    Returns:
+        The files, the report first.
+    """
+    drawings = {"norms": _norms, "weights": _weights, "jacobian": _jacobian, "lyapunov": _lyapunov}
+    pictures = [
+        Picture(name, CAPTIONS[name], draw(laboratory))
+        for name, draw in drawings.items()
+        if laboratory.of(name)
+    ]
+    values = {
+        "about": laboratory.about,
+        "summary": summary(laboratory),
+        "layers": layers(laboratory),
+        "clipping": laboratory.of("clipping"),
+        "weights": laboratory.of("weights"),
+        "nonfinite": laboratory.of("nonfinite"),
+    }
+    return write_page("gradients.html", folder, pictures, values)
+
+
+def layers(laboratory: Laboratory) -> list[Row]:
+    """One row a subject and layer: slope, factor and half-life, spectra, first exponent."""
+    found = []
+    for norms in laboratory.of("norms", part="state"):
+        key = {"subject": norms["subject"], "layer": norms["layer"]}
+        spectra = laboratory.of("jacobian", **key)
+        (exponents,) = laboratory.of("lyapunov", **key)
+        slope = None if norms["slope"] is None else norms["slope"]["mean"]
+        radii = [row["radius"] for row in spectra]
+        found.append(
+            {
+                **key,
+                "slope": slope,
+                "factor": None if slope is None else math.exp(min(slope, 700)),
+                "half_life": -math.log(2) / slope if slope is not None and slope < 0 else None,
+                "radius": sum(radii) / len(radii),
+                "singular": max(row["singular"][0] for row in spectra),
+                "exponent": exponents["exponents"][0],
+                "method": spectra[0]["method"],
+            }
+        )
+    return found
+
+
+def summary(laboratory: Laboratory) -> str:
+    """What was found, a sentence a model."""
+    sentences = [
+        f"{row['subject']}: {row['where']} (length {row['length']})."
+        for row in laboratory.of("nonfinite")
+    ]
+    rows = layers(laboratory)
+    for name in dict.fromkeys(row["subject"] for row in rows):
+        of_layers = [row for row in rows if row["subject"] == name]
+        known = [row for row in of_layers if row["factor"] is not None]
+        if not known:
+            sentences.append(f"{name}: the gradient is exactly 0 far from the loss.")
+            continue
+        row = max(known, key=lambda row: row["factor"])
+        where = f" (layer {row['layer']}, the slowest)" if len(of_layers) > 1 else ""
+        sentences.append(f"{name}: the gradient {_manner(row)}{where}.")
+    return " ".join(sentences)
+
+
+def _manner(row: Row) -> str:
+    factor = f"× {row['factor']:.4g} a token"
+    if row["factor"] > 1 + STEADY:
+        return f"explodes, {factor}"
+    if row["factor"] > 1 - STEADY:
+        return f"neither vanishes nor explodes, {factor}"
+    return f"vanishes, {factor}, halved every {row['half_life']:.3g} tokens"
+
+
+def _norms(laboratory: Laboratory) -> bytes:
+    figure = new_figure(8.0, 4.2)
+    panel = figure.subplots()
+    rows = laboratory.of("norms", part="state")
+    for row in rows:
+        points = [(k, norm) for k, norm in enumerate(row["norm"], start=1) if norm > 0]
+        if points:
+            panel.plot(*zip(*points, strict=True), lw=1.3, label=_label(row, rows))
+    panel.set_yscale("log")
+    panel.set(xlabel="distance T − k (tokens)", ylabel="norm of ∂loss_T/∂h_k")
+    _legend(panel)
+    return png(figure)
+
+
+def _weights(laboratory: Laboratory) -> bytes:
+    """A panel a subject, all layers together."""
+    names = list(dict.fromkeys(row["subject"] for row in laboratory.of("weights")))
+    figure = new_figure(3.6 * len(names) + 0.6, 3.4)
+    panels = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
+    for panel, name in zip(panels, names, strict=True):
+        for length in laboratory.about["lengths"]:
+            rows = laboratory.of("weights", subject=name, length=length)
+            if rows:
+                counts = [sum(column) for column in zip(*(r["counts"] for r in rows), strict=True)]
+                total = sum(counts) + sum(row["zeros"] for row in rows)
+                shares = [count / total for count in counts]
+                panel.stairs(shares, BINS, label=f"length {length}", lw=1.2)
+        panel.set(title=name, xlabel="log₁₀ |gradient|")
+        panel.legend(fontsize=7)
+    panels[0].set_ylabel("share of entries")
+    return png(figure)
+
+
+def _jacobian(laboratory: Laboratory) -> bytes:
+    figure = new_figure(9.0, 3.6)
+    panels = figure.subplots(1, 2)
+    keys = laboratory.of("norms", part="state")
+    for key in keys:
+        rows = laboratory.of("jacobian", subject=key["subject"], layer=key["layer"])
+        positions = [row["position"] for row in rows]
+        label = _label(key, keys)
+        panels[0].plot(positions, [row["radius"] for row in rows], lw=1.2, label=label)
+        panels[1].plot(positions, [row["singular"][0] for row in rows], lw=1.2, label=label)
+    for panel, name in zip(panels, ("spectral radius", "largest singular value"), strict=True):
+        panel.axhline(1, color="gray", linestyle=":", linewidth=1.2)
+        panel.set(xlabel="token", ylabel=name)
+    _legend(panels[0])
+    return png(figure)
+
+
+def _lyapunov(laboratory: Laboratory) -> bytes:
+    figure = new_figure(6.4, 3.4)
+    panel = figure.subplots()
+    rows = laboratory.of("lyapunov")
+    for row in rows:
+        finite = [e for e in row["exponents"] if math.isfinite(e)]
+        panel.plot(range(1, len(finite) + 1), finite, marker="o", ms=4, label=_label(row, rows))
+    panel.axhline(0, color="gray", linestyle=":", linewidth=1.2)
+    panel.set(xlabel="exponent", ylabel="nats a token")
+    _legend(panel)
+    return png(figure)
+
+
+def _label(row: Row, rows: Sequence[Row]) -> str:
+    deep = any(other["layer"] for other in rows)
+    return f"{row['subject']}, layer {row['layer']}" if deep else row["subject"]
+
+
+def _legend(panel: Axes) -> None:
+    handles, _ = panel.get_legend_handles_labels()
+    if 0 < len(handles) <= NAMED:
+        panel.legend(fontsize=7)

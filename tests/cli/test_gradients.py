@@ -1,0 +1,152 @@
+"""`longrnn diagnose gradients` on tiny models."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longrnn import load
+from longrnn.models import RecurrentLM
+from longrnn.training.nonfinite import files
+from tests.cli.conftest import CLI
+from tests.cli.test_errors import refused
+from tests.training.runs import tiny, write_config
+
+SMALL = ["--lengths", "4,8", "--rows", "2", "--exponents", "1", "--quiet"]
+FILES = {"gradients.jsonl", "report.html"}
+FILES |= {f"{name}.png" for name in ("norms", "weights", "jacobian", "lyapunov")}
+
+
+def head_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "gradients.jsonl").read_text().splitlines()[0])
+
+
+def test_a_run(cli: CLI, models: Path, tmp_path: Path) -> None:
+    """Its own task and clipping that are not read, files that are missing or elsewhere."""
+    result = cli("diagnose", "gradients", models / "backwards", *SMALL)
+    assert result.code == 0, result.err
+    assert result.err == ""
+    folder = tmp_path / "results/gradients/backwards"
+    assert {path.name for path in folder.iterdir()} == FILES
+    assert {Path(line).name for line in result.out.splitlines()[-len(FILES) :]} == FILES
+    assert "factor a token" in result.out
+    assert f"{models / 'backwards'}: the gradient vanishes" in " ".join(result.out.split())
+    head = head_of(folder)
+    assert "'kind': 'reverse', 'vocab_size': 8" in head["task"]
+    fingerprint = load(models / "backwards").fingerprint()
+    assert head["subjects"] == {str(models / "backwards"): fingerprint}
+    rows = [json.loads(line) for line in (folder / "gradients.jsonl").read_text().splitlines()[1:]]
+    clipped = [row for row in rows if row["kind"] == "clipping"]
+    assert [(row["max_grad_norm"], row["max_grad_value"]) for row in clipped] == [(1.0, 0.01)] * 2
+
+
+def test_a_checkpoint_inside_a_run(cli: CLI, models: Path, tmp_path: Path) -> None:
+    """A task that is only in the folder above."""
+    (checkpoint,) = (models / "backwards").glob("checkpoint-*")
+    result = cli("diagnose", "gradients", checkpoint, *SMALL, "--output", "out")
+    assert result.code == 0, result.err
+    assert "reverse" in head_of(tmp_path / "out")["task"]
+
+
+def test_initialisations_of_a_configuration(cli: CLI, tmp_path: Path) -> None:
+    """Models other than those that training would begin with, or one and the same."""
+    config = tiny("reverse", tmp_path / "run", max_grad_value=0.5)
+    write_config(config, tmp_path / "c.yaml")
+    options = [*SMALL, "--init", "default,orthogonal", "--output", "out"]
+    result = cli("diagnose", "gradients", "c.yaml", *options)
+    assert result.code == 0, result.err
+    torch.manual_seed(config.seed)
+    expected = RecurrentLM(config.model)
+    found = head_of(tmp_path / "out")["subjects"]
+    assert list(found) == ["c, default", "c, orthogonal"]
+    assert len(set(found.values())) == 2
+    config.model.mixer["init"] = "default"
+    assert found["c, default"] == expected.fingerprint()
+    rows = [
+        json.loads(line) for line in (tmp_path / "out/gradients.jsonl").read_text().splitlines()
+    ]
+    assert {row["max_grad_value"] for row in rows if row.get("kind") == "clipping"} == {0.5}
+
+
+@pytest.mark.parametrize(
+    "options", [["--text", "a.txt"], ["--task", "{kind: text, files: [a.txt]}"]]
+)
+def test_a_text(options: list[str], cli: CLI, models: Path, tmp_path: Path) -> None:
+    """A text in place of a task, for a model that says none."""
+    (tmp_path / "a.txt").write_text("It was a dark and stormy night. " * 20)
+    result = cli("diagnose", "gradients", models / "text", *options, *SMALL, "--output", "out")
+    assert result.code == 0, result.err
+    assert "a.txt" in head_of(tmp_path / "out")["task"]
+
+
+def test_steps_that_were_not_finite(cli: CLI, models: Path, tmp_path: Path) -> None:
+    """What a run left behind of a step is told with its number."""
+    config = tiny("reverse", tmp_path / "run", nonfinite="skip", max_steps=1, learning_rate=1e-3)
+    write_config(config, tmp_path / "c.yaml")
+    shutil.copytree(models / "backwards", tmp_path / "broken")
+    model = load(tmp_path / "broken")
+    model.mixers[0].get_parameter("cell.weight_hh_l0").data[0, 0] = float("nan")
+    from longrnn.models.checkpoint import save_model
+
+    save_model(model, tmp_path / "broken")
+    assert cli("train", "c.yaml", "init_from=broken", "--quiet").code == 0
+    assert files(tmp_path / "run")
+    result = cli("diagnose", "gradients", "run", *SMALL, "--output", "out")
+    assert result.code == 0, result.err
+    said = " ".join(result.out.split())
+    assert "step 1 of run: the loss is nan" in said
+    assert "the weight blocks.0.mixer.cell.weight_hh_l0" in said
+    assert "longrnn replay run/nonfinite-00000001.pt" in said
+
+
+def test_help(cli: CLI) -> None:
+    """A command that nobody knows how to call."""
+    result = cli("diagnose", "gradients", "--help")
+    assert result.code == 0
+    assert "Example: longrnn diagnose gradients" in " ".join(result.out.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--task", "revers"], ("unknown task 'revers'", "did you mean 'reverse'")),
+        (["--task", "{kind: reverse, vocab: 3}"], ("no option 'vocab'", "did you mean")),
+        (["--task", "{a"], ("'{a' is no task", "write a name")),
+        (["--task", "[1]"], ("is no task",)),
+        (["--task", "{vocab_size: 8}"], ("with 'kind'",)),
+        (["--task", "reverse"], ("uses 33 token ids and the model has 9",)),
+        (["--text", "none.txt"], ("no text file none.txt",)),
+        (["--text", "none.txt", "--task", "reverse"], ("leave out --task or --text",)),
+        (["--lengths", "1"], ("hold out at most half",)),
+        (["--lengths", "x"], ("'x' is no length",)),
+        (["--rows", "0"], ("must be at least 1",)),
+        (["--exponents", "0"], ("must be at least 1",)),
+        (["--max-grad-norm", "0"], ("--max-grad-norm must be above 0",)),
+        (["--max-grad-value", "-1"], ("--max-grad-value must be above 0",)),
+        (["--init", "orthogonal"], ("is trained", "give a configuration")),
+    ],
+)
+def test_bad_input(options: list[str], says: tuple[str, ...], cli: CLI, models: Path) -> None:
+    """A traceback, or a folder of a diagnosis of nothing."""
+    refused(cli, "diagnose", "gradients", models / "backwards", *SMALL, *options, says=says)
+
+
+def test_bad_sources(cli: CLI, models: Path, tmp_path: Path) -> None:
+    """A model that is not there, or that does not say what it is for; a cell that refuses."""
+    command = ["diagnose", "gradients"]
+    refused(cli, *command, "passkey-tyni", says=("did you mean",))
+    refused(cli, *command, "none.yaml", says=("no configuration file none.yaml",))
+    refused(cli, *command, models / "text", says=("does not say its task", "--task or --text"))
+    short = ["--task", "passkey", "--lengths", "16"]
+    refused(cli, *command, models / "text", *short, says=("at least 156 tokens", "not 16"))
+    write_config(tiny("passkey", tmp_path / "run"), tmp_path / "m.yaml")
+    init = ["m.yaml", "--init"]
+    refused(cli, *command, *init, "ortogonal", says=("did you mean 'orthogonal'",))
+    refused(cli, *command, *init, "orthogonal", says=("not defined for mamba2", "long_memory"))
+    write_config(tiny("reverse", tmp_path / "run", init_from="x"), tmp_path / "on.yaml")
+    refused(cli, *command, "on.yaml", "--init", "default", says=("leave --init out",))

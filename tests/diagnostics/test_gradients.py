@@ -1,0 +1,286 @@
+"""Gradients through time of models whose answer is known, and against naive computations."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longrnn.diagnostics import gradients_report
+from longrnn.diagnostics.gradients import (
+    Laboratory,
+    Settings,
+    Subject,
+    default_lengths,
+    diagnose,
+    nonfinite,
+)
+from longrnn.diagnostics.through_time import (
+    BINS,
+    Run,
+    clipping,
+    fitted_slope,
+    histogram,
+    last_scored,
+    norms,
+)
+from longrnn.errors import UserError
+from longrnn.mixers import MIXERS
+from longrnn.models import RecurrentConfig, RecurrentLM
+from longrnn.state import leaves, tree_map
+from longrnn.tasks import TASKS, Batch, Task
+from longrnn.training.objective import Objective
+from tests.contracts.builders import assert_near, build_model, generator, random_tokens
+
+WIDTH = 6
+
+
+def reverse(vocab_size: int = 10) -> Task:
+    return TASKS.build({"kind": "reverse", "vocab_size": vocab_size, "held_out": 16})
+
+
+def linear_model(matrix: Tensor) -> RecurrentLM:
+    """A plain network h ← W h + U x + b."""
+    torch.manual_seed(0)
+    mixer = {"kind": "rnn", "nonlinearity": "identity"}
+    config = RecurrentConfig(11, len(matrix), 1, mixer, block="plain", tie_embeddings=False)
+    model = RecurrentLM(config).double()
+    model.mixers[0].get_parameter("cell.weight_hh_l0").data.copy_(matrix)
+    return model
+
+
+def with_eigenvalues(values: list[float]) -> Tensor:
+    """A matrix that is not normal."""
+    frame = torch.randn(WIDTH, WIDTH, generator=generator(1), dtype=torch.float64)
+    return frame @ torch.diag(torch.tensor(values).double()) @ torch.linalg.inv(frame)
+
+
+def slope_of(model: RecurrentLM, length: int = 64) -> float:
+    tokens = random_tokens(4, length)
+    (row,) = [r for r in norms(Run(model, tokens), tokens[:, 0]) if r["part"] == "state"]
+    return row["slope"]["mean"]
+
+
+@pytest.mark.parametrize("largest", [0.75, -0.5, 1.25])
+def test_slope_of_a_linear_network(largest: float) -> None:
+    """The logarithm of the spectral radius, to 1e-6; not a singular value, nor the first steps."""
+    values = [largest, 0.3, -0.2, 0.1, 0.05, 0.01]
+    found = slope_of(linear_model(with_eigenvalues(values)))
+    assert found == pytest.approx(math.log(abs(largest)), abs=1e-6)
+
+
+def test_slope_of_an_orthogonal_network() -> None:
+    """0: nothing vanishes, nothing explodes, at any distance."""
+    drawn = torch.randn(WIDTH, WIDTH, generator=generator(2), dtype=torch.float64)
+    model = linear_model(torch.linalg.qr(drawn)[0])
+    assert slope_of(model) == pytest.approx(0, abs=1e-12)
+    tokens = random_tokens(2, 30)
+    (row, *_) = norms(Run(model, tokens), tokens[:, 0])
+    assert row["norm"] == pytest.approx([row["norm"][0]] * 30, rel=1e-10)
+
+
+@pytest.mark.parametrize("block", ["residual", "plain"])
+@pytest.mark.parametrize("kind", list(MIXERS))
+def test_gradients_of_handed_states(kind: str, block: str) -> None:
+    """Each by taking up the run from that state anew: one place too far, a layer mixed up, or what
+    the layer above reads counted too."""
+    model, tokens = build_model(kind, block=block), random_tokens(3, 7)
+    targets = tokens[:, 2]
+    table = Run(model, tokens).state_gradients(targets)
+    for distance in (1, 3, 7):
+        start = model(tokens[:, : 7 - distance]).state
+        held = tree_map(lambda leaf: leaf.detach().clone(), start.layers)
+        flat = [leaf.requires_grad_() for _, leaf in leaves(held)]
+        logits = model(tokens[:, 7 - distance :], start._replace(layers=held)).logits[:, -1]
+        loss = F.cross_entropy(logits, targets, reduction="sum")
+        found = torch.autograd.grad(loss, flat, materialize_grads=True)
+        for (name, _), gradient in zip(leaves(held), found, strict=True):
+            layer, _, part = name.partition(".")
+            expected = gradient.flatten(1).norm(dim=1)
+            # Far from the loss a gradient may be all but 0 next to the others.
+            assert_near(table[int(layer)][part][:, distance - 1], expected, 1e-9, name, 1e-6)
+    whole = torch.stack([values for part, values in table[0].items() if part != "state"])
+    assert_near(table[0]["state"], whole.square().sum(0).sqrt(), 1e-12)
+
+
+@pytest.mark.parametrize("kind", list(MIXERS))
+def test_gradient_of_recurrent_weights(kind: str) -> None:
+    """That of one call on the whole sequence."""
+    model, tokens = build_model(kind), random_tokens(3, 9)
+    targets = tokens[:, 1]
+    names = model.mixers[1].recurrent_weights
+    assert names
+    loss = F.cross_entropy(model(tokens, keep=1).logits[:, 0], targets)
+    weights = [model.mixers[1].get_parameter(name) for name in names]
+    found = torch.autograd.grad(loss, weights)
+    expected = torch.cat([gradient.flatten() for gradient in found])
+    assert_near(Run(model, tokens).weight_gradients(targets)[1], expected, 1e-9)
+
+
+def test_slopes_of_rows() -> None:
+    """A row whose gradient is exactly 0 that spoils the others; the near half that counts."""
+    distances = torch.arange(1.0, 21, dtype=torch.float64)
+    lines = torch.stack([(-0.1 * distances).exp(), (-0.3 * distances).exp(), 0 * distances])
+    lines[0, :10] = 17.0
+    found = fitted_slope(lines)
+    assert found is not None
+    assert (found.n, found.mean) == (2, pytest.approx(-0.2))
+    assert fitted_slope(lines[2:]) is None
+    assert fitted_slope(lines[:, :2]) is None
+
+
+def test_histogram() -> None:
+    """An entry outside the bins that is lost, or a 0 with a logarithm."""
+    found = histogram(torch.tensor([0.0, 1e-30, 2e-3, -2e-3, 5.0, 1e9], dtype=torch.float64))
+    assert (found["zeros"], sum(found["counts"])) == (1, 5)
+    assert (found["counts"][0], found["counts"][-1]) == (1, 1)
+    (place,) = [k for k, edge in enumerate(BINS) if edge <= math.log10(2e-3) < edge + 0.5]
+    assert found["counts"][place] == 2
+    assert found["largest"] == 1e9
+
+
+def test_clipping() -> None:
+    """As torch.nn.utils does it to the same gradient."""
+    model, batch = (
+        build_model("gru"),
+        Batch(random_tokens(3, 9), random_tokens(3, 9, 1), torch.ones(3).bool()),
+    )
+    found = clipping(model, batch, 0.05, 0.01)
+
+    def gradient() -> Tensor:
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    def backward() -> Tensor:
+        model.zero_grad()
+        Objective(model)([batch], model.init_state(3)).loss.backward()
+        return gradient().clone()
+
+    whole = backward()
+    assert found["norm"] == pytest.approx(float(whole.norm()))
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    assert found["norm_factor"] == pytest.approx(float(gradient().norm() / whole.norm()), rel=1e-4)
+    assert found["norm_factor"] < 1
+    backward()
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    cut = gradient()
+    assert found["value_norm"] == pytest.approx(float(cut.norm()))
+    assert found["value_share"] == pytest.approx(float((cut != whole).double().mean()))
+    cosine = F.cosine_similarity(cut, whole, dim=0)
+    assert found["value_cosine"] == pytest.approx(float(cosine))
+
+
+def test_the_last_scored_token() -> None:
+    """Rows that end earlier, or tokens behind the loss."""
+    targets = torch.tensor([[-100, 3, -100, -100], [-100, -100, 4, -100], [5, -100, 6, -100]])
+    batch = Batch(torch.arange(12).view(3, 4), targets, torch.ones(3).bool())
+    tokens, wanted = last_scored(batch)
+    assert tokens.tolist() == [[4, 5, 6], [8, 9, 10]]
+    assert wanted.tolist() == [4, 6]
+
+
+def laboratory(subjects: list[Subject], folder: Path, **settings: Any) -> Laboratory:
+    small = {"lengths": (4, 8), "rows": 3, "exponents": 2, **settings}
+    return diagnose(subjects, reverse(), Settings(**small), output=folder, quiet=True)
+
+
+def test_a_record_and_its_report(tmp_path: Path) -> None:
+    """Rows that are missing, of another model, or no JSON; a report without its numbers."""
+    subjects = [Subject(kind, build_model(kind)) for kind in ("rnn", "mamba2")]
+    found = laboratory(subjects, tmp_path)
+    head, *rows = [
+        json.loads(line) for line in (tmp_path / "gradients.jsonl").read_text().splitlines()
+    ]
+    assert head["subjects"] == {s.name: s.model.fingerprint() for s in subjects}
+    assert len(rows) == len(found.rows)
+    for name, parts in (("rnn", {"h", "state"}), ("mamba2", {"conv", "ssm", "state"})):
+        of_norms = [row for row in rows if (row["kind"], row["subject"]) == ("norms", name)]
+        assert {(row["layer"], row["part"]) for row in of_norms} == {
+            (layer, part) for layer in (0, 1) for part in parts
+        }
+        assert {len(row["norm"]) for row in of_norms} == {16}
+        weights = [row for row in rows if (row["kind"], row["subject"]) == ("weights", name)]
+        assert [(row["length"], row["layer"]) for row in weights] == [
+            (4, 0),
+            (4, 1),
+            (8, 0),
+            (8, 1),
+        ]
+        exponents = found.of("lyapunov", subject=name)
+        assert [len(row["exponents"]) for row in exponents] == [2, 2]
+        assert len(found.of("jacobian", subject=name, layer=1)) == 16
+        assert len(found.of("clipping", subject=name)) == 2
+    files = gradients_report.write_report(found, tmp_path)
+    assert [file.name for file in files] == [
+        "report.html", "norms.png", "weights.png", "jacobian.png", "lyapunov.png",
+    ]  # fmt: skip
+    page = files[0].read_text()
+    assert page.count("<img") == 4
+    assert head["subjects"]["rnn"] in page
+    assert "rnn: the gradient vanishes" in gradients_report.summary(found)
+
+
+def test_the_model_stays_as_it_was(tmp_path: Path) -> None:
+    """A model that comes back in float64, or with gradients."""
+    model = build_model("lstm", dtype=torch.float32)
+    before = model.fingerprint()
+    laboratory([Subject("m", model)], tmp_path)
+    assert model.fingerprint() == before
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_an_exploding_network_is_said_to(tmp_path: Path) -> None:
+    """A summary that knows only one direction."""
+    found = laboratory([Subject("m", linear_model(1.5 * torch.eye(WIDTH)))], tmp_path)
+    assert "explodes, × 1.5 a token" in gradients_report.summary(found)
+    steady = laboratory([Subject("m", linear_model(torch.eye(WIDTH)))], tmp_path)
+    assert "neither vanishes nor explodes" in gradients_report.summary(steady)
+    gone = laboratory([Subject("m", linear_model(torch.zeros(WIDTH, WIDTH)))], tmp_path)
+    assert "exactly 0" in gradients_report.summary(gone)
+    gradients_report.write_report(gone, tmp_path)
+
+
+def test_what_is_not_finite_is_named(tmp_path: Path) -> None:
+    """Layer and token of an overflow in float32, parameter of a NaN, and the rest left out."""
+    model = RecurrentLM(
+        RecurrentConfig(11, WIDTH, 1, {"kind": "rnn", "nonlinearity": "relu"}, block="plain")
+    )
+    weight = model.mixers[0].get_parameter("cell.weight_hh_l0")
+    weight.data.copy_(1e20 * torch.eye(WIDTH))
+    model.mixers[0].get_parameter("cell.bias_hh_l0").data.fill_(1.0)
+    batch = reverse().sample(2, length=8, generator=generator(0))
+    said = nonfinite(model, batch)
+    assert said is not None
+    assert "in the output of blocks.0.mixer" in said
+    assert "layers.0.h after token 2" in said  # 1, 1e20, and then beyond 3e38
+    found = laboratory([Subject("m", model)], tmp_path)
+    assert {row["kind"] for row in found.rows} == {"nonfinite"}
+    assert "m: the loss is" in gradients_report.summary(found)
+    assert "after token 2" in gradients_report.write_report(found, tmp_path)[0].read_text()
+    weight.data[0, 0] = math.nan
+    assert "the weight blocks.0.mixer.cell.weight_hh_l0" in (nonfinite(model, batch) or "")
+    assert nonfinite(build_model("rnn", dtype=torch.float32), batch) is None
+
+
+def test_what_cannot_be_measured(tmp_path: Path) -> None:
+    """A model that is none, a vocabulary that is too small, settings of nothing."""
+    model = build_model("gru")
+    with pytest.raises(UserError, match="a Linear has no recurrent weights"):
+        laboratory([Subject("m", nn.Linear(2, 2))], tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="uses 101 token ids and the model has 11"):
+        diagnose([Subject("m", model)], reverse(100), Settings(), output=tmp_path)
+    for changes in ({"rows": 0}, {"exponents": 0}, {"lengths": ()}):
+        with pytest.raises(UserError, match="must be at least 1"):
+            laboratory([Subject("m", model)], tmp_path, **changes)
+    assert not list(tmp_path.iterdir())
+
+
+def test_lengths_of_a_task() -> None:
+    """Lengths that the task refuses."""
+    assert default_lengths(reverse()) == [16, 32, 64]
+    assert default_lengths(TASKS.build({"kind": "passkey"})) == [256]

@@ -1,0 +1,133 @@
+"""Initialisations: what each promises, and that the default changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from longrnn.errors import UserError
+from longrnn.hf.loading import load
+from longrnn.mixers import INITS, MIXERS, RNN, Mamba2, Mixer
+from longrnn.mixers.base import StepwiseMixer
+from longrnn.mixers.init import LONGEST
+from longrnn.models import RecurrentConfig, RecurrentLM
+from longrnn.models.checkpoint import save_model
+from tests.contracts.builders import D_MODEL, assert_trees_equal, mixer_spec, random_tokens
+
+DEFINED = {
+    "default": {"rnn", "gru", "lstm", "mamba2"},
+    "orthogonal": {"rnn", "gru", "lstm"},
+    "identity": {"rnn"},
+    "xavier": {"rnn", "gru", "lstm"},
+    "long_memory": {"gru", "lstm", "mamba2"},
+}
+STEPWISE = [kind for kind, member in MIXERS.items() if issubclass(member, StepwiseMixer)]
+
+
+def build(kind: str, init: str | None = None) -> Mixer:
+    torch.manual_seed(0)
+    spec = mixer_spec(kind) if init is None else {**mixer_spec(kind), "init": init}
+    return MIXERS.build(spec, D_MODEL + 2, D_MODEL)
+
+
+def blocks(mixer: Mixer) -> list[Tensor]:
+    """The recurrent matrix of each gate."""
+    assert isinstance(mixer, StepwiseMixer)
+    return list(mixer.cell.weight_hh_l0.detach().double().split(D_MODEL))
+
+
+@pytest.mark.parametrize("kind", list(MIXERS))
+@pytest.mark.parametrize("init", list(INITS))
+def test_each_is_defined_or_refused(init: str, kind: str) -> None:
+    """A cell that is initialised as nobody asked; a refusal without a reason."""
+    if kind in DEFINED[init]:
+        state = build(kind, init).state_dict()
+        assert all(value.isfinite().all() for value in state.values())
+    else:
+        with pytest.raises(UserError, match=f"'{init}' is not defined for {kind}: it"):
+            build(kind, init)
+
+
+@pytest.mark.parametrize("kind", list(MIXERS))
+def test_the_default_draws_nothing(kind: str) -> None:
+    """Seeds of earlier versions that lead elsewhere, here or in what is drawn afterwards."""
+    plain, after = build(kind).state_dict(), torch.rand(1)
+    assert_trees_equal(list(build(kind, "default").state_dict().values()), list(plain.values()))
+    assert torch.rand(1) == after
+    if kind in STEPWISE:
+        torch.manual_seed(0)
+        peer = {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}[kind](D_MODEL + 2, D_MODEL)
+        assert_trees_equal(list(peer.state_dict().values()), list(plain.values()))
+        assert torch.rand(1) == after
+
+
+@pytest.mark.parametrize("kind", STEPWISE)
+def test_orthogonal(kind: str) -> None:
+    """One orthogonal draw over all gates is none for each of them."""
+    for block in blocks(build(kind, "orthogonal")):
+        torch.testing.assert_close(block @ block.T, torch.eye(D_MODEL).double(), rtol=0, atol=1e-6)
+
+
+def test_identity() -> None:
+    """With relu, a state that is kept as it is where nothing is read."""
+    mixer = RNN(D_MODEL, D_MODEL, nonlinearity="relu", init="identity")
+    state = mixer.init_state(2)._replace(h=torch.rand(2, D_MODEL))
+    y, after = mixer(torch.zeros(2, 5, D_MODEL), state)
+    assert torch.equal(after.h, state.h)
+    assert torch.equal(y, state.h[:, None].expand(-1, 5, -1))
+
+
+@pytest.mark.parametrize("kind", STEPWISE)
+def test_xavier(kind: str) -> None:
+    """Bounds of all gates together instead of each."""
+    mixer = build(kind, "xavier")
+    bound = (6 / (2 * D_MODEL)) ** 0.5
+    for block in blocks(mixer):
+        assert 0.8 * bound < block.abs().max() <= bound
+    state = mixer.state_dict()
+    assert all(not state[name].any() for name in state if "bias" in name)
+
+
+@pytest.mark.parametrize("kind", sorted(DEFINED["long_memory"]))
+def test_long_memory(kind: str) -> None:
+    """What a token of nothing leaves of the memory lies between the two time scales."""
+    torch.manual_seed(0)
+    mixer = MIXERS.build({**mixer_spec(kind), "init": "long_memory"}, 64, 64).double()
+    if isinstance(mixer, Mamba2):
+        kept = (nn.functional.softplus(mixer.dt_bias) * mixer.rates()).exp()
+        scales = -1 / kept.log()
+    else:
+        assert isinstance(mixer, StepwiseMixer)
+        # Without the recurrent matrix: the bias alone.
+        mixer.cell.weight_hh_l0.data.zero_()
+        zeros = torch.zeros(1, 64, dtype=torch.float64)
+        bias = mixer.cell.bias_ih_l0[None]
+        keep = mixer.step(bias, mixer.init_state(1))[0].keep
+        assert keep is not None
+        scales = 1 / (1 - keep[0])
+        assert zeros.shape == keep.shape
+    assert scales.min() > 1.99
+    assert scales.max() < LONGEST + 1
+    assert scales.max() > LONGEST / 2
+
+
+def test_a_checkpoint_remembers_it(tmp_path: Path) -> None:
+    """A model that does not load, or loads as another one."""
+    torch.manual_seed(0)
+    config = RecurrentConfig(11, 8, 2, {"kind": "lstm", "init": "long_memory"})
+    model = RecurrentLM(config).eval()
+    save_model(model, tmp_path / "m")
+    loaded = load(tmp_path / "m")
+    assert loaded.config.mixer["init"] == "long_memory"
+    assert loaded.fingerprint() == model.fingerprint()
+    tokens = random_tokens(2, 9)
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+def test_an_unknown_one() -> None:
+    """The nearest name."""
+    with pytest.raises(UserError, match="unknown init 'ortogonal': did you mean 'orthogonal'"):
+        build("gru", "ortogonal")
