@@ -9,7 +9,18 @@ from typing import Any, NoReturn
 
 import typer
 
-from longrnn.cli import calibrate, data, diagnose, evaluate, generate, info, replay, report, train
+from longrnn.cli import (
+    calibrate,
+    compare,
+    data,
+    diagnose,
+    evaluate,
+    generate,
+    info,
+    replay,
+    report,
+    train,
+)
 from longrnn.errors import Terminated, UserError
 
 # How typer leaves after Ctrl-C.
@@ -27,6 +38,7 @@ app.add_typer(data.app, name="data")
 app.command("train")(train.train)
 app.command("replay")(replay.replay)
 app.add_typer(evaluate.app, name="eval")
+app.command("compare")(compare.compare)
 app.add_typer(diagnose.app, name="diagnose")
 app.command("calibrate")(calibrate.calibrate)
 app.command("generate")(generate.generate)
