@@ -20,17 +20,17 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import Terminated, UserError
-from longrnn.hf.loading import load
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.progress import Progress
 from longrnn.state import LMState, reset
 from longrnn.tasks import TASKS, Batch
-from longrnn.training import nonfinite, sharding
+from longrnn.training import models, nonfinite, sharding
 from longrnn.training.config import TrainConfig
 from longrnn.training.data import Source
 from longrnn.training.folder import append_metrics, claim
 from longrnn.training.initial_states import INITIAL_STATES, Context
+from longrnn.training.models import Trained
 from longrnn.training.objective import Objective
 from longrnn.training.optim import freeze, learning_rate, set_learning_rate
 from longrnn.training.processes import (
@@ -91,23 +91,39 @@ class Trainer:
             self._restore(found)
         start_trackers(self.accelerator, config, self.step)
 
-    def _build_model(self) -> RecurrentLM:
+    def _build_model(self) -> Trained:
         torch.manual_seed(self.config.seed)
-        if self.config.init_from is None:
-            model = RecurrentLM(self.config.model)
-        else:
-            model = load(self.config.init_from)
-            self.config.model = model.config
+        model = models.build(self.config)
         if model.vocab_size < self.task.vocab_size:
             raise UserError(
                 f"the task uses {self.task.vocab_size} token ids and the model has "
                 f"{model.vocab_size}: set model.vocab_size={self.task.vocab_size}"
             )
+        if not isinstance(model, RecurrentLM):
+            self._check_transformer()
         return model.to(self.accelerator.device).train()
 
-    def _check_positions(self, model: RecurrentLM) -> None:
+    def _check_transformer(self) -> None:
+        """Refuses what only recurrent models have."""
+        if self.config.initial_state["kind"] != "zero":
+            raise UserError(
+                "a transformer has no state to start from: set initial_state={kind: zero}"
+            )
+        if sharding.is_asked():
+            raise UserError("a transformer is not sharded here: launch without FSDP")
+
+    def _check_positions(self, model: Trained) -> None:
         """Refuses a table of positions that ends before the rows or documents of the run."""
-        there, needed = model.position.n_positions, self.source.longest()
+        needed = self.source.longest()
+        if not isinstance(model, RecurrentLM):
+            if model.max_length is not None and model.max_length < needed:
+                raise UserError(
+                    f"the transformer has {model.max_length} positions and this run may reach "
+                    f"{needed}: set transformer.max_position_embeddings={needed}, or lower "
+                    "length.max"
+                )
+            return
+        there = model.position.n_positions
         if there is not None and there < needed:
             raise UserError(
                 f"the model has {there} positions and this run may reach {needed}: set "
@@ -115,7 +131,7 @@ class Trainer:
                 "model.position={kind: sinusoidal}"
             )
 
-    def train(self) -> RecurrentLM:
+    def train(self) -> Trained:
         """Runs to `max_steps`, and writes the final model into `output_dir`.
 
         Raises:
@@ -255,7 +271,7 @@ class Trainer:
         append_metrics(self.output_dir, row)
         self.accelerator.log({k: v for k, v in row.items() if k != "step"}, step=self.step)
 
-    def _model(self) -> RecurrentLM:
+    def _model(self) -> Trained:
         return self.accelerator.unwrap_model(self.objective).model
 
     def _save(self) -> None:
