@@ -3,7 +3,8 @@
 A state is a tree of tensors (named tuples, tuples and lists nest freely) whose every leaf has the
 batch as its first axis. Nothing here changes a state in place: a state that was kept is never used
 up by its readers. `reset` selects with `torch.where` and never multiplies, so that a NaN cannot
-survive a reset.
+survive a reset. What grows with the text, such as the keys of a transformer, stands in a `History`,
+so that rows that have read different numbers of tokens go together.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from longrnn.errors import UserError
 
@@ -39,13 +41,42 @@ class LMState(NamedTuple):
     extra: PyTree = ()
 
 
+class History(NamedTuple):
+    """One entry per token that was read, the last token last.
+
+    A row that has read fewer tokens than another has zeros in front, which nobody reads: how many
+    entries are its own follows from its position.
+
+    Attributes:
+        entries: `(b, …, t, d)`.
+    """
+
+    entries: Tensor
+
+
 def tree_map(function: Callable[..., Any], tree: S, *others: S) -> S:
-    """Applies `function` to every leaf of `tree` (and the matching leaves of `others`)."""
+    """Applies `function` to every leaf of `tree` (and the matching leaves of `others`).
+
+    Histories of several trees are first made equally long.
+    """
+    if isinstance(tree, History) and others:
+        tree, *others = _aligned(tree, *others)  # type: ignore[assignment]
     if isinstance(tree, (tuple, list)):
         branches = [tree_map(function, *items) for items in zip(tree, *others, strict=True)]
         named = hasattr(tree, "_fields")
         return type(tree)(*branches) if named else type(tree)(branches)  # type: ignore[return-value]
     return function(tree, *others)
+
+
+def _aligned(*histories: Any) -> list[History]:
+    """Each with zeros in front, up to the length of the longest."""
+    longest = max(history.entries.shape[-2] for history in histories)
+    return [
+        history
+        if history.entries.shape[-2] == longest
+        else History(F.pad(history.entries, (0, 0, longest - history.entries.shape[-2], 0)))
+        for history in histories
+    ]
 
 
 def leaves(tree: PyTree, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -56,6 +87,42 @@ def leaves(tree: PyTree, path: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from leaves(branch, f"{path}.{name}" if path else str(name))
     else:
         yield path, tree
+
+
+def histories(tree: PyTree, path: str = "") -> set[str]:
+    """Dotted paths of the leaves that are entries of a `History`."""
+    if isinstance(tree, History):
+        return {f"{path}.entries" if path else "entries"}
+    if not isinstance(tree, (tuple, list)):
+        return set()
+    names: Sequence[Any] = getattr(tree, "_fields", range(len(tree)))
+    found = [
+        histories(branch, f"{path}.{name}" if path else str(name))
+        for name, branch in zip(names, tree, strict=True)
+    ]
+    return set().union(*found)
+
+
+def map_histories(function: Callable[[Tensor], Tensor], tree: S) -> S:
+    """Applies `function` to the entries of every `History`, and leaves the other leaves alone."""
+    if isinstance(tree, History):
+        return History(function(tree.entries))  # type: ignore[return-value]
+    if not isinstance(tree, (tuple, list)):
+        return tree
+    branches = [map_histories(function, branch) for branch in tree]
+    named = hasattr(tree, "_fields")
+    return type(tree)(*branches) if named else type(tree)(branches)  # type: ignore[return-value]
+
+
+def same_row(one: torch.Size, other: torch.Size, growing: bool) -> bool:
+    """Whether two leaves have rows of one shape, the length of a history aside.
+
+    Args:
+        one: shape of one leaf without its batch axis.
+        other: of the other one.
+        growing: whether they are entries of a `History`.
+    """
+    return one[:-2] + one[-1:] == other[:-2] + other[-1:] if growing else one == other
 
 
 def detach(state: S) -> S:
@@ -164,7 +231,7 @@ def load(path: str | os.PathLike[str], like: Any) -> LMState:
 
 
 def _fill(example: LMState, tensors: dict[str, Tensor], path: str | os.PathLike[str]) -> LMState:
-    expected = dict(leaves(example))
+    expected, growing = dict(leaves(example)), histories(example)
     if expected.keys() != tensors.keys():
         different = sorted(expected.keys() ^ tensors.keys())
         raise UserError(
@@ -173,7 +240,8 @@ def _fill(example: LMState, tensors: dict[str, Tensor], path: str | os.PathLike[
         )
     for name, leaf in expected.items():
         found = tensors[name]
-        if leaf.shape[1:] != found.shape[1:] or leaf.dtype != found.dtype:
+        same = same_row(leaf.shape[1:], found.shape[1:], name in growing)
+        if not same or leaf.dtype != found.dtype:
             raise UserError(
                 f"{path} is the state of another model ({name} has shape {tuple(found.shape[1:])} "
                 f"{found.dtype} a row, {tuple(leaf.shape[1:])} {leaf.dtype} was expected): "

@@ -12,6 +12,7 @@ import typer
 from longrnn.cli import (
     calibrate,
     compare,
+    convert,
     data,
     diagnose,
     evaluate,
@@ -41,6 +42,7 @@ app.add_typer(evaluate.app, name="eval")
 app.command("compare")(compare.compare)
 app.add_typer(diagnose.app, name="diagnose")
 app.command("calibrate")(calibrate.calibrate)
+app.command("convert")(convert.convert)
 app.command("generate")(generate.generate)
 app.command("info")(info.info)
 app.command("report")(report.report)

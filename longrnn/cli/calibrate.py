@@ -70,7 +70,7 @@ def calibrate(
     from longrnn.evaluation.calibrate import Settings
     from longrnn.evaluation.calibrate import calibrate as measure
     from longrnn.evaluation.texts import read_documents
-    from longrnn.hf.loading import load
+    from longrnn.hf.loading import load_recurrent
     from longrnn.hf.tokenizer import load_tokenizer
     from longrnn.mitigations import mitigation
     from longrnn.mitigations.base import Calibration
@@ -93,7 +93,7 @@ def calibrate(
         steps=steps,
         seed=seed,
     )
-    model = load(checkpoint, device=pick_device(device))
+    model = load_recurrent(checkpoint, device=pick_device(device))
     documents = read_documents(text, load_tokenizer(checkpoint), model)
     member = measure(model, documents, method, settings, quiet=quiet)
     known = Calibration(

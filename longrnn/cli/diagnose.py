@@ -70,7 +70,7 @@ def states(
     from longrnn.diagnostics import states as measure
     from longrnn.diagnostics.report import summary, write_report
     from longrnn.evaluation.texts import read_documents
-    from longrnn.hf.loading import load
+    from longrnn.hf.loading import load_recurrent
     from longrnn.hf.tokenizer import load_tokenizer
 
     if not text and not newlines:
@@ -78,7 +78,7 @@ def states(
     tokens, trained = parse_length(length), training_length(checkpoint, train_length)
     if trained is None:
         raise UserError(f"{checkpoint} does not say its training length: give --train-length")
-    model = mitigated(load(checkpoint, device=pick_device(device)), mitigation)
+    model = mitigated(load_recurrent(checkpoint, device=pick_device(device)), mitigation)
     tokenizer = load_tokenizer(checkpoint)
     documents = read_documents(text or [], tokenizer, model)
     warn_if_calibrated_on(model, documents)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import typer
 
 from longrnn.cli.options import Checkpoint
+
+if TYPE_CHECKING:
+    from longrnn.hf.adapter import HFLanguageModel
+    from longrnn.models import RecurrentLM
 
 
 def info(checkpoint: Checkpoint) -> None:
@@ -12,23 +18,57 @@ def info(checkpoint: Checkpoint) -> None:
 
     Example: longrnn info passkey-tiny
     """
-    from longrnn import state
     from longrnn.hf.loading import load, resolve
+    from longrnn.models import RecurrentLM
 
     model = load(checkpoint)
-    config = model.config
-    mixer = model.mixers[0]
     parameters = sum(parameter.numel() for parameter in model.parameters())
     rows = {
         "checkpoint": str(resolve(checkpoint)),
         "parameters": f"{parameters:,} ({next(model.parameters()).dtype})",
+        **(_recurrent(model) if isinstance(model, RecurrentLM) else _adapted(model)),
+        "fingerprint": model.fingerprint(),
+    }
+    for name, value in rows.items():
+        typer.echo(f"{name:<12}{value}")
+
+
+def _recurrent(model: RecurrentLM) -> dict[str, str]:
+    from longrnn import state
+
+    config, mixer = model.config, model.mixers[0]
+    return {
         "layers": f"{config.n_layers} × {config.mixer['kind']}, {config.block} blocks",
         "d_model": str(config.d_model),
         "mixer": mixer.extra_repr() or "torch.nn kernel",
         "position": config.position["kind"],
         "vocabulary": f"{config.vocab_size:,} ({'tied' if config.tie_embeddings else 'own'} head)",
         "state": f"{state.nbytes(model.init_state(1)):,} bytes a sequence, at any length",
-        "fingerprint": model.fingerprint(),
     }
-    for name, value in rows.items():
-        typer.echo(f"{name:<12}{value}")
+
+
+def _adapted(model: HFLanguageModel) -> dict[str, str]:
+    import torch
+
+    from longrnn import state
+
+    config = model.config
+    limit = "no limit" if model.max_length is None else f"at most {model.max_length:,} tokens"
+    if model.max_length is not None and model.can_go_beyond:
+        limit += " (CHECKPOINT+beyond lifts this)"
+    read = [
+        *(() if model.rows_together else ("row by row",)),
+        *(() if model.tokens_together else ("token by token after the first piece",)),
+    ]
+    one, two = (
+        state.nbytes(model(torch.zeros(1, size, dtype=torch.long), keep=0).state) for size in (1, 2)
+    )
+    grows = f", and {two - one:,} more for each further one" if two > one else ", at any length"
+    return {
+        "layers": f"{config.num_hidden_layers} × {model.kind}, run by transformers",
+        "d_model": str(config.hidden_size),
+        "length": limit,
+        "read": ", ".join(read) or "rows and tokens together",
+        "vocabulary": f"{model.vocab_size:,} ({'tied' if model.tied else 'own'} head)",
+        "state": f"{one:,} bytes a sequence after one token{grows}",
+    }

@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, overload
 
 import typer
 
 if TYPE_CHECKING:
     from longrnn.evaluation.texts import Document
+    from longrnn.hf.adapter import HFLanguageModel
     from longrnn.mitigations import Mitigated
     from longrnn.models import RecurrentLM
 
 # Bytes of a folder's name, of the 255 that file systems take; what it is better without.
 LONGEST_NAME = 120
 UNFIT = r"[^\w.,=()+-]+"
+# In the place of a mitigation: a model of transformers may read more than it was made for.
+BEYOND = "beyond"
 
 Checkpoint = Annotated[
     str, typer.Argument(help="Name of an embedded checkpoint, or a folder.", show_default=False)
@@ -61,20 +64,48 @@ def pick_device(device: str) -> str:
     return device
 
 
-def mitigated(model: RecurrentLM, spec: str | Sequence[str] | None) -> RecurrentLM | Mitigated:
+@overload
+def mitigated(model: RecurrentLM, spec: str | Sequence[str] | None) -> RecurrentLM | Mitigated: ...
+
+
+@overload
+def mitigated(
+    model: RecurrentLM | HFLanguageModel, spec: str | Sequence[str] | None
+) -> RecurrentLM | Mitigated | HFLanguageModel: ...
+
+
+def mitigated(
+    model: RecurrentLM | HFLanguageModel, spec: str | Sequence[str] | None
+) -> RecurrentLM | Mitigated | HFLanguageModel:
     """The model under the mitigation that `spec` describes; without one, the model itself.
+
+    For a model of transformers, `beyond` lifts its maximum length, and there is nothing else.
 
     Raises:
         UserError: no such mitigation, or one that is not defined for the model.
     """
     if spec is None:
         return model
+    from longrnn.errors import UserError
     from longrnn.mitigations import Mitigated, mitigation
+    from longrnn.models import RecurrentLM
 
-    return Mitigated(model, mitigation(spec))
+    if isinstance(model, RecurrentLM):
+        return Mitigated(model, mitigation(spec))
+    for one in [spec] if isinstance(spec, str) else spec:
+        if one != BEYOND:
+            raise UserError(
+                f"{one} changes the recurrence of a model of ours, and this {model.kind} is run by "
+                f"transformers: leave it out ('{BEYOND}', which lifts the maximum length, and "
+                "--chunk-select are there for any model)"
+            )
+    model.go_beyond()
+    return model
 
 
-def load_variant(text: str, spec: str | None, device: str) -> tuple[str, RecurrentLM | Mitigated]:
+def load_variant(
+    text: str, spec: str | None, device: str
+) -> tuple[str, RecurrentLM | Mitigated | HFLanguageModel]:
     """A checkpoint, or `CHECKPOINT+MITIGATION`, under the further mitigation `spec`.
 
     Returns:
@@ -104,7 +135,9 @@ def split_variant(text: str) -> tuple[str, str | None]:
     return text[:cut], text[cut + 1 :] if cut < len(text) else None
 
 
-def warn_if_calibrated_on(model: RecurrentLM | Mitigated, documents: Iterable[Document]) -> None:
+def warn_if_calibrated_on(
+    model: RecurrentLM | Mitigated | HFLanguageModel, documents: Iterable[Document]
+) -> None:
     """Says on standard error which texts a mitigation's numbers were taken from."""
     from longrnn.mitigations import Mitigated
 

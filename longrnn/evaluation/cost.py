@@ -23,6 +23,8 @@ from longrnn.models import LanguageModel
 # Tokens of one call of the prefill: what is measured is a model that reads a text as it comes.
 PIECE = 4096
 MIB = 2**20
+# In the place of a mitigation: a transformer may read more than it was made for.
+BEYOND = "beyond"
 
 
 class Job(NamedTuple):
@@ -30,7 +32,7 @@ class Job(NamedTuple):
 
     Attributes:
         checkpoint: for `load`.
-        mitigation: for `mitigation`; None for the plain model.
+        mitigation: for `mitigation`, or BEYOND; None for the plain model.
         device: where it runs.
         threads: of torch.
         length: tokens to read.
@@ -70,9 +72,10 @@ def measure(job: Job) -> dict[str, float]:
         it came on top of the loaded model), `state_bytes` (after the prefill, of one sequence).
     """
     torch.set_num_threads(job.threads)
-    model: LanguageModel = load(job.checkpoint, device=job.device)
-    if job.mitigation is not None:
-        model = Mitigated(model, mitigation(job.mitigation))
+    beyond = job.mitigation == BEYOND
+    model: LanguageModel = load(job.checkpoint, device=job.device, beyond=beyond)
+    if job.mitigation is not None and not beyond:
+        model = Mitigated(model, mitigation(job.mitigation))  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(job.seed)
     tokens = torch.randint(model.vocab_size, (1, job.length), generator=generator)
     tokens = tokens.to(job.device)

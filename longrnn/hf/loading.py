@@ -1,15 +1,24 @@
-"""`load`: a model by the name of an embedded checkpoint or by the path of a folder."""
+"""`load`: a model by the name of an embedded checkpoint, by a folder, or by a name of the hub."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from longrnn.errors import UserError, nearest
-from longrnn.models.checkpoint import load_model
+from longrnn.hf import hub
+from longrnn.hf.layouts import LAYOUTS, Layout, rename
+from longrnn.hf.weights import read_json, read_weights
+from longrnn.models.checkpoint import build_model, load_model
 from longrnn.models.recurrent import RecurrentLM
+
+if TYPE_CHECKING:
+    from longrnn.hf.adapter import HFLanguageModel
 
 
 def embedded() -> dict[str, Path]:
@@ -18,23 +27,26 @@ def embedded() -> dict[str, Path]:
     return {folder.name: folder for folder in sorted(root.iterdir()) if folder.is_dir()}
 
 
-def resolve(name_or_path: str | Path) -> Path:
-    """The folder that a name or path means.
+def resolve(name_or_path: str | Path, revision: str | None = None) -> Path:
+    """The folder that a name or path means; one of the hub is downloaded into the hub's cache.
 
     Raises:
         UserError: there is none.
     """
-    known = embedded()
-    if str(name_or_path) in known:
-        return known[str(name_or_path)]
-    path = Path(name_or_path)
+    name, known = str(name_or_path), embedded()
+    path = known.get(name, Path(name_or_path))
     if path.is_dir():
+        if revision is not None:
+            raise UserError(f"{name} is a local checkpoint and has no revisions: leave it out")
         return path
     if path.exists():
         raise UserError(f"{path} is a file: give the folder that contains it")
+    if hub.is_hub_name(name):
+        return hub.download(name, revision)
+    beside = [str(one) for one in path.parent.iterdir()] if path.parent.is_dir() else []
     raise UserError(
-        f"no checkpoint {str(name_or_path)!r}, neither embedded nor a folder: "
-        f"{nearest(str(name_or_path), known)}"
+        f"no checkpoint {name!r}, neither embedded nor a folder: "
+        f"{nearest(name, [*known, *(beside if path.name != name else [])])}"
     )
 
 
@@ -45,21 +57,150 @@ def load(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     revision: str | None = None,
-) -> RecurrentLM:
+    beyond: bool = False,
+) -> RecurrentLM | HFLanguageModel:
     """Loads a language model, ready for evaluation.
 
     Args:
-        name_or_path: the name of an embedded checkpoint (`passkey-tiny`), or a folder that
-            `longrnn train` wrote.
+        name_or_path: the name of an embedded checkpoint (`passkey-tiny`); a folder that
+            `longrnn train` wrote, of a Mamba-2 as mamba-ssm or transformers writes it, or of
+            another causal language model of transformers; or `organisation/model` of the hub.
         backend: implementation of the recurrence (`auto`, `chunked`, `reference`).
         device: None for the CPU.
         dtype: None for that of the checkpoint.
         revision: of a hub checkpoint; local ones have none.
+        beyond: whether a transformer may read more tokens than it was made for.
+
+    Returns:
+        A `RecurrentLM`, of which every mitigation is available, or else an `HFLanguageModel`.
 
     Raises:
         UserError: unknown name, a folder that is incomplete, damaged or of another kind.
     """
-    folder = resolve(name_or_path)
-    if revision is not None:
-        raise UserError(f"{name_or_path} is a local checkpoint and has no revisions: leave it out")
-    return load_model(folder, backend=backend).to(device=device, dtype=dtype)
+    folder = resolve(name_or_path, revision)
+    config = read_config(folder)
+    layout = layout_of(config)
+    if config.get("model_type") == "longrnn":
+        return load_model(folder, backend=backend).to(device=device, dtype=dtype)
+    if layout is not None:
+        return load_mamba2(folder, layout, backend).to(device=device, dtype=dtype)
+    if backend != "auto":
+        raise UserError(f"{name_or_path} is run by transformers and has no backend: leave it out")
+    return _load_transformer(folder, config, dtype, beyond).to(device=device)
+
+
+def load_recurrent(
+    name_or_path: str | Path, *, device: str | torch.device | None = None
+) -> RecurrentLM:
+    """`load` for what needs a recurrent model of ours.
+
+    Raises:
+        UserError: as `load`, and for any other model.
+    """
+    model = load(name_or_path, device=device)
+    if not isinstance(model, RecurrentLM):
+        raise UserError(
+            f"{name_or_path} is a {model.kind} of transformers, and its recurrence (if it has one) "
+            "is not open to longrnn: give an RNN, GRU, LSTM or Mamba-2 checkpoint"
+        )
+    return model
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of a checkpoint's `config.json`.
+
+    Raises:
+        UserError: there is none, or it is no mapping.
+    """
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"{folder} is no checkpoint (it has no config.json): give a folder with one"
+        )
+    return read_json(folder / "config.json")
+
+
+def layout_of(config: dict[str, Any]) -> type[Layout] | None:
+    """The foreign layout of a Mamba-2 checkpoint; None for every other checkpoint."""
+    return next((layout for layout in LAYOUTS.values() if layout.is_described(config)), None)
+
+
+def load_mamba2(folder: Path, layout: type[Layout], backend: str = "auto") -> RecurrentLM:
+    """A Mamba-2 checkpoint of mamba-ssm or of transformers, as a `RecurrentLM` on the CPU.
+
+    Raises:
+        UserError: it is incomplete or damaged, or has what `RecurrentLM` does not compute.
+    """
+    config = layout.read(read_config(folder), str(folder / "config.json"))
+    ours = {theirs: own for own, theirs in layout.names.items()}
+    # An older name, which transformers still reads.
+    ours.setdefault("backbone.embedding.", "embedding.")
+    tensors = {rename(name, ours): tensor for name, tensor in read_weights(folder).items()}
+    return build_model(
+        config,
+        tensors,
+        source=folder,
+        backend=backend,
+        called=lambda name: rename(name, layout.names),
+    )
+
+
+def _load_transformer(
+    folder: Path, config: dict[str, Any], dtype: torch.dtype | None, beyond: bool
+) -> HFLanguageModel:
+    """Any causal language model that transformers itself has the code of."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from longrnn.hf.adapter import HFLanguageModel
+
+    kind = config.get("model_type")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        remedy = nearest(str(kind), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if kind else ""
+        if not remedy.startswith("did you mean"):
+            remedy = "give one of longrnn, of mamba-ssm (Mamba-2), or of a causal language model"
+        raise UserError(
+            f"{folder} holds a model of type {kind!r}, which is no causal language model that the "
+            f"installed transformers knows: {remedy}"
+        )
+    try:
+        with _quietly():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype="auto" if dtype is None else dtype,
+                trust_remote_code=False,
+                local_files_only=True,
+                weights_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+            model, report = loaded
+    except Exception as error:  # whatever it raises about a folder that is damaged
+        reason = " ".join(str(error).split())
+        raise UserError(f"{folder} cannot be loaded ({reason}): copy it again") from error
+    for name, found, wanted in sorted(report["mismatched_keys"]):
+        raise UserError(
+            f"{folder} does not fit its config.json: {name} has shape {tuple(found)}, "
+            f"{tuple(wanted)} was expected"
+        )
+    for name in sorted(report["missing_keys"]):
+        shape = tuple(model.state_dict()[name].shape)
+        raise UserError(
+            f"{folder} does not fit its config.json: {name} has shape None, {shape} was expected"
+        )
+    return HFLanguageModel(model, beyond=beyond)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without transformers' bars and reports: what they would say is checked."""
+    from transformers.utils import logging
+
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
-from longrnn.hf.loading import embedded
+from longrnn.hf.hub import is_hub_name
+from longrnn.hf.layouts import Native
+from longrnn.hf.loading import embedded, read_config, resolve
 from longrnn.models.checkpoint import read_description
 from longrnn.text import ByteTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "chat_template.jinja",
+)
+# Ids that a model may have more than its tokenizer: so many, or this share.
+PADDING, PADDED = 256, 0.05
 PROBE = "The naïve reader's 1,024 tokens — tabs\t, lines\n\n, and Ünïcödé: 你好."
 
 
@@ -57,32 +73,98 @@ class HFTokenizer:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def byte_level() -> HFTokenizer:
+    """A tokenizer of transformers with the ids of `ByteTokenizer`: one per byte of UTF-8."""
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    names = bytes_to_unicode()  # of the bytes, by their values
+    fast = Fast(BPE(vocab={names[byte]: byte for byte in range(256)}, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.decoder = decoders.ByteLevel()
+    return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=fast))
+
+
 def load_tokenizer(name_or_path: str | Path = "bytes") -> Tokenizer:
     """Loads a tokenizer.
 
     Args:
-        name_or_path: `bytes`; a checkpoint of ours (its tokenizer is meant), embedded or a folder;
-            a folder of `transformers`; or a `tokenizer.json`.
+        name_or_path: `bytes`; a checkpoint (its tokenizer is meant) as `load` takes it; a folder
+            of `transformers`; or a `tokenizer.json`.
 
     Raises:
-        UserError: nothing of the kind is there.
+        UserError: nothing of the kind is there, or it does not fit the vocabulary of the
+            checkpoint that it stands beside.
     """
     if str(name_or_path) == "bytes":
         return ByteTokenizer()
     path = embedded().get(str(name_or_path), Path(name_or_path))
-    if (path / "config.json").is_file() and not (path / "tokenizer.json").is_file():
+    if not path.exists() and is_hub_name(str(name_or_path)):
+        path = resolve(name_or_path)
+    config = read_config(path) if (path / "config.json").is_file() else {}
+    if config.get("model_type") == "longrnn" and not (path / "tokenizer.json").is_file():
         recorded = read_description(path).get("tokenizer", "bytes")
         return load_tokenizer(recorded if recorded == "bytes" else path / recorded)
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
+    if path.is_dir() and not any((path / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(_remedy(path, config))
+    if not path.exists():
         raise UserError(
             f"no tokenizer at {name_or_path}: give 'bytes', a tokenizer.json, or a folder with one"
         )
+    tokenizer = _read(path)
+    _refuse_unfit(tokenizer, config, path)
+    return tokenizer
+
+
+def _remedy(folder: Path, config: Mapping[str, Any]) -> str:
+    if not config:
+        return f"no tokenizer at {folder}: give 'bytes', a tokenizer.json, or a folder with one"
+    hint = (
+        " (published Mamba-2 models have that of EleutherAI/gpt-neox-20b)"
+        if Native.is_described(config)
+        else ""
+    )
+    return (
+        f"no tokenizer at {folder}: put the tokenizer.json of the tokenizer that this model was "
+        f"trained with into the folder{hint}"
+    )
+
+
+def _read(path: Path) -> HFTokenizer:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    folder = path if path.is_dir() else path.parent
     try:
-        if (file.parent / "tokenizer_config.json").is_file():
-            return HFTokenizer(AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False))
+        if path.is_dir() and not (folder / "tokenizer.json").is_file():
+            return HFTokenizer(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
+        if (folder / "tokenizer_config.json").is_file():
+            return HFTokenizer(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
+        file = folder / "tokenizer.json" if path.is_dir() else path
         return HFTokenizer(PreTrainedTokenizerFast(tokenizer_file=str(file)))
     except Exception as error:  # the tokenizers library raises bare Exception
-        raise UserError(f"{file} is no tokenizer ({error}): download it again") from error
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} is no tokenizer ({reason}): download it again") from error
+
+
+def _refuse_unfit(tokenizer: HFTokenizer, config: Mapping[str, Any], path: Path) -> None:
+    """Refuses a tokenizer of another vocabulary than the checkpoint's in the same folder.
+
+    A vocabulary is often padded, to a multiple of something or with room for tokens to come, so
+    that a model may have some more ids than its tokenizer.
+    """
+    if not config or config.get("model_type") == "longrnn":
+        return
+    text = config.get("text_config")
+    known = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
+    if not isinstance(known, int):
+        return
+    multiple = int(config.get("pad_vocab_size_multiple") or 1)
+    size, ids = -(-known // multiple) * multiple, tokenizer.vocab_size
+    if ids > size or size - ids > max(PADDING, size * PADDED):
+        raise UserError(
+            f"the tokenizer in {path} has {ids:,} ids and the model {size:,}: put the tokenizer "
+            "that this model was trained with into the folder"
+        )

@@ -5,7 +5,7 @@ Notable choices:
   have to keep their gradients and their positions.
 - The loss multiplies hidden states and head itself, so that all logits never exist; that a model
   computes nothing else behind its hidden states is checked where it is built.
-- A checkpoint is a folder of transformers. Bytes are written as a `tokenizer.json` like any other.
+- A checkpoint is a folder of transformers, its tokenizer of bytes a file like any other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from longrnn.errors import UserError, nearest
 from longrnn.files import write_atomic
-from longrnn.hf.tokenizer import HFTokenizer
+from longrnn.hf.tokenizer import HFTokenizer, byte_level
 from longrnn.state import LMState
 from longrnn.text import Tokenizer
 
@@ -136,10 +136,8 @@ def save_transformer(
         if name not in tied
     }
     config = inner.config.to_dict() | {"architectures": [type(inner).__name__]}
-    if isinstance(tokenizer, HFTokenizer):
-        tokenizer.save(folder)
-    else:
-        write_atomic(folder / "tokenizer.json", json.dumps(byte_tokenizer()))
+    fast = tokenizer if isinstance(tokenizer, HFTokenizer) else byte_level()
+    fast.save(folder)
     write_atomic(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
     write_atomic(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
@@ -161,28 +159,3 @@ def _tied(model: TransformerLM) -> dict[str, str]:
         if known != name:
             found[name] = known
     return found
-
-
-def byte_tokenizer() -> dict[str, Any]:
-    """`longrnn.text.ByteTokenizer` as the content of a `tokenizer.json`.
-
-    The format writes each byte as a printable character (GPT-2's table), whose id is the byte.
-    """
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    characters = {byte: chr(byte) for byte in printable}
-    characters |= {byte: chr(256 + number) for number, byte in enumerate(others)}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    return {
-        "version": "1.0",
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {**level, "use_regex": True},
-        "post_processor": None,
-        "decoder": {**level, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "vocab": {characters[byte]: byte for byte in range(256)},
-            "merges": [],
-        },
-    }

@@ -1,12 +1,17 @@
-"""The contract of a language model with an explicit state."""
+"""The contract of a language model with an explicit state, and what its members share."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from longrnn.state import LMState
+from longrnn.errors import UserError
+from longrnn.state import LMState, PyTree, histories, leaves, same_row
 
 
 class LMOutput(NamedTuple):
@@ -43,3 +48,61 @@ class LanguageModel(Protocol):
     def fingerprint(self) -> str:
         """A short hash of configuration and weights: equal if and only if the model is."""
         ...
+
+
+def check_tokens(tokens: Tensor, vocab_size: int) -> None:
+    """Refuses what is no `(b, t)`, and ids outside the vocabulary, with a `UserError`."""
+    if tokens.ndim != 2:
+        raise UserError(f"tokens must have shape (batch, time), not {tuple(tokens.shape)}")
+    if tokens.numel() == 0:
+        return
+    low, high = (int(bound) for bound in tokens.aminmax())
+    if low < 0 or high >= vocab_size:
+        raise UserError(
+            f"token id {low if low < 0 else high} is outside the vocabulary of {vocab_size}: "
+            "use the tokenizer that this model was trained with"
+        )
+
+
+def check_state(state: LMState, like: PyTree, batch_size: int) -> None:
+    """Refuses the state of another model, of a mitigation, or of another batch.
+
+    Args:
+        state: what a caller gave.
+        like: `layers` of one row without its batch axis, on the meta device.
+        batch_size: of the tokens.
+
+    Raises:
+        UserError: it is one of these.
+    """
+    expected, growing = dict(leaves(like)), histories(like)
+    given = dict(leaves(state.layers))
+    if given.keys() != expected.keys():
+        raise UserError("this is the state of another model: start from model.init_state")
+    for name, leaf in given.items():
+        wanted = expected[name]
+        same = same_row(leaf.shape[1:], wanted.shape, name in growing)
+        if not same or leaf.dtype != wanted.dtype:
+            raise UserError(
+                f"this is the state of another model (layers.{name} has shape "
+                f"{tuple(leaf.shape[1:])} {leaf.dtype} a row, {tuple(wanted.shape)} "
+                f"{wanted.dtype} was expected): start from model.init_state"
+            )
+    for leaf in (state.position, *given.values()):
+        if len(leaf) != batch_size:
+            raise UserError(
+                f"the state has {len(leaf)} rows and the tokens have {batch_size}: "
+                "use state.take or state.expand to make them equal"
+            )
+    if not isinstance(state.extra, tuple) or state.extra:
+        raise UserError("this state carries a mitigation: give it to the model that made it")
+
+
+def fingerprint(config: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
+    """16 hexadecimal digits of the SHA-256 of a configuration and of weights."""
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for name, tensor in sorted(weights.items()):
+        raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
+        digest.update(raw.numpy())
+    return digest.hexdigest()[:16]

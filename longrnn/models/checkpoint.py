@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -96,8 +96,6 @@ def load_model(folder: Path, *, backend: str = "auto") -> RecurrentLM:
     config = build_config(
         RecurrentConfig, description.get("config"), source=str(folder / "config.json")
     )
-    if backend != "auto":
-        config.mixer = {**config.mixer, "backend": backend}
     path = folder / "model.safetensors"
     if not path.is_file():
         raise UserError(f"{folder} is incomplete (it has no model.safetensors): copy it again")
@@ -105,19 +103,50 @@ def load_model(folder: Path, *, backend: str = "auto") -> RecurrentLM:
         tensors = load_file(path)
     except SafetensorError as error:
         raise UserError(f"{path} is truncated or damaged ({error}): copy it again") from error
+    return build_model(config, tensors, source=path, backend=backend)
+
+
+def build_model(
+    config: RecurrentConfig,
+    tensors: Mapping[str, Tensor],
+    *,
+    source: Path,
+    backend: str = "auto",
+    called: Callable[[str], str] = str,
+) -> RecurrentLM:
+    """A model with these weights, each in the dtype that it comes in, ready for evaluation.
+
+    Args:
+        config: what to build.
+        tensors: by their names in `RecurrentLM`; a tied head may be left out.
+        source: where they come from, for errors.
+        backend: of the recurrence; `auto` leaves the choice to the cell.
+        called: the name that a weight has in the source.
+
+    Raises:
+        UserError: a weight is missing, has another shape, or is one too many.
+    """
+    if backend != "auto":
+        config.mixer = {**config.mixer, "backend": backend}
     with torch.random.fork_rng(devices=[]):  # building a model draws weights that are not kept
         model = RecurrentLM(config)
-    expected = model.state_dict()
+    expected, given = model.state_dict(), dict(tensors)
     if config.tie_embeddings:
-        tensors["head.weight"] = tensors.get("embedding.weight", torch.empty(0))
-    for name in sorted(expected.keys() | tensors.keys()):
+        given.setdefault("head.weight", given.get("embedding.weight", torch.empty(0)))
+    for name in sorted(expected.keys() | given.keys()):
         wanted = tuple(expected[name].shape) if name in expected else None
-        found = tuple(tensors[name].shape) if name in tensors else None
+        found = tuple(given[name].shape) if name in given else None
         if wanted != found:
             raise UserError(
-                f"{path} does not fit its config.json: {name} has shape {found}, "
+                f"{source} does not fit its config.json: {called(name)} has shape {found}, "
                 f"{wanted} was expected"
             )
-    model.to(next(iter(tensors.values())).dtype)
-    model.load_state_dict(tensors)
+    if config.tie_embeddings and not torch.equal(given["head.weight"], given["embedding.weight"]):
+        raise UserError(
+            f"{source} does not fit its config.json: {called('head.weight')} is not "
+            f"{called('embedding.weight')}, to which it is said to be tied"
+        )
+    for name, parameter in model.named_parameters():
+        parameter.data = torch.empty_like(parameter, dtype=given[name].dtype)
+    model.load_state_dict(given)
     return model.eval()

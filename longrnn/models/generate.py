@@ -94,7 +94,8 @@ def stream(
     for _ in range(max_new_tokens):
         token = _choose(logits[:, -1], temperature, top_p, generator)
         logits, after = model(token[:, None], state, keep=1)
-        state = reset(after, state, done)  # a row that has stopped stays where it was
+        # A row that has stopped stays where it was; where none has, nothing is copied.
+        state = reset(after, state, done) if done.any() else after
         for row, (ids, value) in enumerate(zip(rows, token.tolist(), strict=True)):
             if not done[row]:
                 ids.append(value)

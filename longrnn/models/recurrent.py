@@ -8,8 +8,6 @@ Notable choices:
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -20,10 +18,10 @@ from torch.nn import functional as F
 
 from longrnn.errors import UserError, nearest
 from longrnn.mixers import MIXERS, Edit, Mixer
-from longrnn.models.base import LMOutput
+from longrnn.models.base import LMOutput, check_state, check_tokens, fingerprint
 from longrnn.ops.norm import rms_norm
 from longrnn.positions import POSITIONS
-from longrnn.state import LMState, PyTree, leaves
+from longrnn.state import LMState, PyTree
 
 # Tokens (over all rows) of one segment; chosen by benchmarks/prefill_cpu.py.
 SEGMENT_TOKENS = 512
@@ -43,6 +41,8 @@ class RecurrentConfig:
             position → cells → head and nothing else: the setting of arXiv 2402.00236).
         tie_embeddings: whether the head is the embedding transposed.
         norm_eps: added to the mean square in the norms of `residual`.
+        residual_in_fp32: whether what the blocks of `residual` add up is float32 at least, also
+            where the weights are narrower.
     """
 
     vocab_size: int = 256
@@ -53,6 +53,7 @@ class RecurrentConfig:
     block: str = "residual"
     tie_embeddings: bool = True
     norm_eps: float = 1e-5
+    residual_in_fp32: bool = False
 
 
 class ResidualBlock(nn.Module):
@@ -63,9 +64,13 @@ class ResidualBlock(nn.Module):
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.mixer = mixer
         self.eps = config.norm_eps
+        self.wide = config.residual_in_fp32
 
     def forward(self, x: Tensor, state: PyTree, edit: Edit | None) -> tuple[Tensor, PyTree]:
-        y, state = self.mixer(rms_norm(x, self.norm.weight, self.eps), state, edit)
+        normed = rms_norm(x, self.norm.weight, self.eps)
+        if self.wide:
+            normed = normed.to(self.norm.weight.dtype)
+        y, state = self.mixer(normed, state, edit)
         return x + y, state
 
 
@@ -106,6 +111,7 @@ class RecurrentLM(nn.Module):
         self.config = config
         self.vocab_size = config.vocab_size
         residual = config.block == "residual"
+        self._wide = residual and config.residual_in_fp32
 
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.position = POSITIONS.build(config.position, config.d_model)
@@ -172,10 +178,11 @@ class RecurrentLM(nn.Module):
 
         For a loss that never holds all logits (`longrnn.ops.cross_entropy`).
         """
-        self._check_tokens(tokens)
+        check_tokens(tokens, self.vocab_size)
         if state is None:
             state = self.init_state(len(tokens))
-        self._check_state(state, len(tokens))
+        like = tuple(mixer.state_like() for mixer in self.mixers)
+        check_state(state, like, len(tokens))
         time = tokens.shape[1]
         keep = time if keep is None else min(keep, time)
         if keep < 0:
@@ -193,7 +200,7 @@ class RecurrentLM(nn.Module):
         hidden = torch.cat(kept, 1) if len(kept) > 1 else kept[0]
         if self.norm is not None:
             hidden = rms_norm(hidden, self.norm.weight, self.config.norm_eps)
-        return hidden, state
+        return hidden.to(self.embedding.weight.dtype) if self._wide else hidden, state
 
     def _segment(
         self, tokens: Tensor, state: LMState, edits: Sequence[Edit] | None
@@ -201,45 +208,13 @@ class RecurrentLM(nn.Module):
         time = tokens.shape[1]
         positions = state.position[:, None] + torch.arange(time, device=tokens.device)
         x = self.merge(self.position(self.embedding(tokens), positions))
+        if self._wide:
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
         layers = []
         for index, (block, layer) in enumerate(zip(self.blocks, state.layers, strict=True)):
             x, layer = block(x, layer, None if edits is None else edits[index])
             layers.append(layer)
         return x, LMState(state.position + time, tuple(layers), state.extra)
-
-    def _check_tokens(self, tokens: Tensor) -> None:
-        if tokens.ndim != 2:
-            raise UserError(f"tokens must have shape (batch, time), not {tuple(tokens.shape)}")
-        if tokens.numel() == 0:
-            return
-        low, high = (int(bound) for bound in tokens.aminmax())
-        if low < 0 or high >= self.vocab_size:
-            raise UserError(
-                f"token id {low if low < 0 else high} is outside the vocabulary of "
-                f"{self.vocab_size}: use the tokenizer that this model was trained with"
-            )
-
-    def _check_state(self, state: LMState, batch_size: int) -> None:
-        expected = dict(leaves(tuple(mixer.state_like() for mixer in self.mixers)))
-        given = dict(leaves(state.layers))
-        if given.keys() != expected.keys():
-            raise UserError("this is the state of another model: start from model.init_state")
-        for name, leaf in given.items():
-            wanted = expected[name]
-            if leaf.shape[1:] != wanted.shape or leaf.dtype != wanted.dtype:
-                raise UserError(
-                    f"this is the state of another model (layers.{name} has shape "
-                    f"{tuple(leaf.shape[1:])} {leaf.dtype} a row, {tuple(wanted.shape)} "
-                    f"{wanted.dtype} was expected): start from model.init_state"
-                )
-        for leaf in (state.position, *given.values()):
-            if len(leaf) != batch_size:
-                raise UserError(
-                    f"the state has {len(leaf)} rows and the tokens have {batch_size}: "
-                    "use state.take or state.expand to make them equal"
-                )
-        if not isinstance(state.extra, tuple) or state.extra:
-            raise UserError("this state carries a mitigation: give it to the model that made it")
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits of the SHA-256 of configuration and weights.
@@ -248,9 +223,7 @@ class RecurrentLM(nn.Module):
         """
         config = asdict(self.config)
         config["mixer"].pop("backend", None)
-        digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-        for name, tensor in sorted(self.state_dict().items()):
-            raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-            digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-            digest.update(raw.numpy())
-        return digest.hexdigest()[:16]
+        # Younger than the fingerprints that calibrations carry.
+        if not config["residual_in_fp32"]:
+            del config["residual_in_fp32"]
+        return fingerprint(config, self.state_dict())

@@ -1,0 +1,68 @@
+"""Conversion of Mamba-2 checkpoints between our layout, that of mamba-ssm, and transformers'."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+from longrnn.errors import UserError, nearest
+from longrnn.files import naming, sync_folder, write_atomic
+from longrnn.hf.layouts import LAYOUTS
+from longrnn.hf.loading import load_recurrent, read_config, resolve
+from longrnn.hf.tokenizer import TOKENIZER_FILES, byte_level
+from longrnn.models.checkpoint import save_model
+
+OURS = "ours"
+CARRIED = (*TOKENIZER_FILES, "generation_config.json")
+
+
+def convert(source: str | Path, destination: Path, *, to: str) -> None:
+    """Writes a checkpoint in another layout, every weight bit for bit and in its own dtype.
+
+    The files of the tokenizer go along; bytes as tokens become a `tokenizer.json` that says so.
+
+    Args:
+        source: whatever `load` takes.
+        destination: a folder that is missing or empty; it appears complete or not at all.
+        to: `ours`, `native` (mamba-ssm) or `hf` (transformers' Mamba2ForCausalLM).
+
+    Raises:
+        UserError: what cannot be loaded, or has no place in the layout; a destination in use.
+    """
+    known = [OURS, *LAYOUTS]
+    if to not in known:
+        raise UserError(f"unknown layout {to!r}: {nearest(to, known)}")
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise UserError(f"{destination} is there already: give a new folder")
+    folder = resolve(source)
+    model = load_recurrent(source)
+    # Before anything is written.
+    config = None if to == OURS else LAYOUTS[to].write(model)
+
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    draft = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}")
+    try:
+        with naming(draft):
+            draft.mkdir()
+            has_tokenizer = _carry(folder, draft)
+            if config is None:
+                save_model(model, draft, tokenizer="tokenizer.json" if has_tokenizer else "bytes")
+            else:
+                if not has_tokenizer and read_config(folder).get("tokenizer") == "bytes":
+                    byte_level().save(draft)
+                write_atomic(draft / "config.json", config)
+                LAYOUTS[to].save(model, draft)
+            os.rename(draft, destination)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    sync_folder(destination.parent)
+
+
+def _carry(folder: Path, draft: Path) -> bool:
+    """Copies what belongs to the tokenizer; whether there is any."""
+    for name in CARRIED:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, draft / name)
+    return any((draft / name).is_file() for name in TOKENIZER_FILES)

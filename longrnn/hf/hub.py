@@ -1,0 +1,63 @@
+"""Checkpoints of the Hugging Face hub, through its own cache."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from longrnn.errors import UserError
+
+# What loading reads; pickles only where there are no safetensors.
+FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+PICKLES = ["pytorch_model*.bin"]
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether `name` reads like `organisation/model`, and not like a folder beside one that is."""
+    return NAME.fullmatch(name) is not None and not Path(name).parent.exists()
+
+
+def download(name: str, revision: str | None = None) -> Path:
+    """The folder in the hub's cache with the files of `name`, downloaded where they are missing.
+
+    Args:
+        name: `organisation/model`.
+        revision: a branch, tag or commit; None for the main branch.
+
+    Raises:
+        UserError: the hub has no such model or revision, or cannot be reached.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=FILES))
+        if not any(folder.glob("*.safetensors")):
+            snapshot_download(name, revision=revision, allow_patterns=PICKLES)
+        return folder
+    except GatedRepoError as error:
+        raise UserError(
+            f"{name} wants its terms to be accepted first: do so on the hub and log in with "
+            "`hf auth login`"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise UserError(f"{name} has no revision {revision!r}: see its page on the hub") from error
+    except RepositoryNotFoundError as error:
+        raise UserError(
+            f"no checkpoint {name!r}, neither a folder nor a model of the hub that you may read: "
+            "check the name, or log in with `hf auth login`"
+        ) from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:
+        raise UserError(
+            f"no folder {name}, and the Hugging Face hub cannot be reached for the model of that "
+            f"name: download it elsewhere with `hf download {name}` and give its folder, or copy "
+            "the cache and point HF_HOME to it"
+        ) from error
