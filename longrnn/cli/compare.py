@@ -69,7 +69,7 @@ def compare(
     names = [*(suite or []), *files] or ["quick"]
     suites = [read_suite(name) for name in dict.fromkeys(names)]
     target = pick_device(device)
-    contenders = [_contender(variant, name, target) for variant, name in _labels(variants).items()]
+    contenders = [contender(variant, name, target) for variant, name in _labels(variants).items()]
     folder = output or results_folder("compare", variants, "+".join(one.name for one in suites))
     cells = measure.compare(contenders, suites, output=folder, quiet=quiet)
     report, *_ = write_report(
@@ -120,7 +120,8 @@ def _labels(variants: Sequence[str]) -> dict[str, str]:
     return {variant: name if taken.count(name) == 1 else variant for variant, name in short.items()}
 
 
-def _contender(variant: str, name: str, device: str) -> Contender:
+def contender(variant: str, name: str, device: str) -> Contender:
+    """A checkpoint, or `CHECKPOINT+MITIGATION`, to be called `name`."""
     from longrnn.evaluation.suites import Contender
     from longrnn.hf.tokenizer import load_tokenizer
 

@@ -59,7 +59,7 @@ class Cell(NamedTuple):
 
     def below(self) -> str:
         """The difference from the reference, or nothing."""
-        return "" if self.difference is None else shown(self.difference, f"+{self.form}")
+        return "" if self.difference is None else shown(self.difference, self.form, "+")
 
 
 class Table(NamedTuple):
@@ -125,12 +125,22 @@ def tables(cells: Sequence[Cell]) -> list[Table]:
         models = list(dict.fromkeys(model for _, model, _ in own))
         lengths = sorted({at for at, _, _ in own}, key=lambda at: -1 if at is None else at)
         rows = [
-            (at, model, [own.get((at, model, metric)) for metric in metrics])
+            (at, model, _once([own.get((at, model, metric)) for metric in metrics]))
             for at in lengths
             for model in models
         ]
         found.append(Table(suite, metrics, rows))
     return found
+
+
+def _once(cells: list[Cell | None]) -> list[Cell | None]:
+    """A row in which a reason that its left neighbour has too is not written out again."""
+    return [
+        cell._replace(reason="likewise")
+        if cell and left and cell.reason and cell.reason == left.reason
+        else cell
+        for left, cell in zip([None, *cells[:-1]], cells, strict=True)
+    ]
 
 
 def markdown(table: Table) -> list[str]:
@@ -144,9 +154,9 @@ def markdown(table: Table) -> list[str]:
     return lines
 
 
-def shown(estimate: Estimate, form: str) -> str:
+def shown(estimate: Estimate, form: str, sign: str = "") -> str:
     """A value with its interval, where there is one; `form` is what `format` gets."""
-    mean, low, high = (format(value, form).replace("-", "−") for value in estimate[:3])
+    mean, low, high = (format(value, f"{sign}z{form}").replace("-", "−") for value in estimate[:3])
     if estimate.n == 1 or not math.isfinite(estimate.high - estimate.low):
         return mean
     return f"{mean} [{low}, {high}]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from longrnn.evaluation.results import read_results
 from tests.cli.conftest import CLI
 from tests.cli.test_errors import refused
+from tests.evaluation.suites.contenders import llama
 
 SUITE = "evaluations: [{kind: passkey, lengths: [180, 240], depths: [0, 1], n: 2}]"
 
@@ -55,6 +57,31 @@ def test_models_of_one_folder_name(cli: CLI, models: Path, suite: str, tmp_path:
     assert result.code == 0, result.err
     assert "a/model" in result.out
     assert "b/model" in result.out
+
+
+def test_a_transformer(cli: CLI, models: Path, tmp_path: Path) -> None:
+    """A transformer that ends the comparison at its limit, or one that does not go beyond it."""
+    llama(tmp_path / "llama", positions=200)
+    (tmp_path / "book.txt").write_text("".join(f"{i * 7919 % 1000} and " for i in range(400)))
+    (tmp_path / "both.yaml").write_text(
+        "evaluations:\n"
+        "- {kind: passkey, lengths: [180, 240], depths: [0, 1], n: 2}\n"
+        "- {kind: perplexity, texts: [book.txt], lengths: [64, 256], windows: 2}\n"
+    )
+    variants = [models / "text", "llama", "llama+beyond"]
+    result = cli("compare", *variants, "--suite", "both.yaml", "--output", "out", "--quiet")
+    assert result.code == 0, result.err
+    cells = {
+        (row["metric"], row["model"], row["at"]): row
+        for row in map(json.loads, (tmp_path / "out/comparison.jsonl").read_text().splitlines())
+    }
+    assert len(cells) == 12
+    for metric, near, far in (("passkey", 180, 240), ("perplexity, bits per byte", 64, 256)):
+        assert cells[metric, "llama", near]["difference"] is not None
+        assert "made for at most 200 tokens" in cells[metric, "llama", far]["reason"]
+        assert cells[metric, "llama", far]["estimate"] is None
+        assert cells[metric, "llama+beyond", far]["difference"] is not None
+    assert "made for at most 200" in (tmp_path / "out/report.html").read_text()
 
 
 def test_help(cli: CLI) -> None:

@@ -176,4 +176,10 @@ def test_tables() -> None:
     assert "| – | b | – | 0.50 [0.25, 0.75] |" in lines
     assert "| 64 | b | 0.50 [0.25, 0.75]<br>−0.25 [−0.50, +0.00] | – |" in lines
     assert "| 1k | b | too long | – |" in lines
+    # A reason is written out once in a row, and a hair below zero is zero.
+    gone = [cell("a", 1, metric, estimate=None, reason="too long") for metric in ("m", "n", "o")]
+    assert markdown(tables([*gone, cell("a", 1, "p")])[0])[2] == (
+        "| 1 | a | too long | likewise | likewise | 0.50 [0.25, 0.75] |"
+    )
+    assert str(cell("a", 1, estimate=Estimate(-0.001, -0.25, 0.25, 9))) == "0.00 [−0.25, 0.25]"
     assert str(cell("a", 1, estimate=Estimate(1234.0, -1e999, 1e999, 1), form=",.0f")) == "1,234"

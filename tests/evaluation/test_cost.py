@@ -10,7 +10,7 @@ from longrnn import state as states
 from longrnn.evaluation.cost import MIB, Job, in_a_process
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.models import RecurrentLM
-from tests.evaluation.suites.contenders import contender
+from tests.evaluation.suites.contenders import contender, llama
 
 
 def test_memory_is_that_of_the_measured_process(tmp_path: Path) -> None:
@@ -27,6 +27,15 @@ def test_memory_is_that_of_the_measured_process(tmp_path: Path) -> None:
     assert isinstance(model, RecurrentLM)
     mitigated = Mitigated(model, mitigation("sliding_window(window=50)"))
     assert found["state_bytes"] == states.nbytes(mitigated.init_state(1))
+
+
+def test_a_transformer_beyond_its_limit(tmp_path: Path) -> None:
+    """A cache that does not grow with the text, or a limit that the other process knows again."""
+    llama(tmp_path / "llama", positions=64)
+    found = in_a_process(Job(str(tmp_path / "llama"), "beyond", "cpu", 1, 100, 2, 0))
+    assert isinstance(found, dict), found
+    # Keys and values of one layer, 8 wide, in float32, and the position.
+    assert found["state_bytes"] == 100 * 2 * 8 * 4 + 8
 
 
 def test_a_failure_is_one_line() -> None:

@@ -42,16 +42,16 @@ def test_the_loss_is_that_of_transformers(tied: bool) -> None:
     torch.manual_seed(0)
     model = build_transformer({**LLAMA, "tie_word_embeddings": tied})
     batch = TASKS.build(TEXT, None).sample(3, length=40, generator=torch.Generator())
-    output = Objective(model.double())([batch], model.init_state(3))
+    output = Objective(model)([batch], model.init_state(3))
     whole = torch.cat([batch.tokens, batch.targets[:, -1:]], dim=1)
     expected = model.model(input_ids=whole, labels=whole).loss
-    torch.testing.assert_close(output.loss, expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(output.loss, expected, atol=1e-5, rtol=1e-5)
     output.loss.backward()
     gradients = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
     model.model(input_ids=whole, labels=whole).loss.backward()
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(gradient, parameter.grad, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(gradient, parameter.grad, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -71,7 +71,7 @@ def test_a_run(tied: bool, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path / "whole")
     assert tokenizer.encode("Käse: 1,024\n\n\t😀") == ByteTokenizer().encode("Käse: 1,024\n\n\t😀")
 
-    steady = {**changes, "lr_scheduler_type": "constant"}
+    steady = {**changes, "lr_scheduler_type": "constant", "logging_steps": 2}
     train(config(tmp_path / "a", **steady))
     train(config(tmp_path / "b", **steady, max_steps=4))
     train(config(tmp_path / "b", **steady), resume=True)

@@ -10,6 +10,7 @@ import torch
 
 from longrnn.config import build_config
 from longrnn.evaluation.suites import Contender
+from longrnn.hf.training import build_transformer, save_transformer
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from longrnn.text import ByteTokenizer, Tokenizer
@@ -51,3 +52,14 @@ def contender(
     if folder is not None:
         save_model(model, folder)
     return Contender(name, model, tokenizer, str(folder), None, "cpu")
+
+
+def llama(folder: Path, *, positions: int) -> None:
+    """Writes a random transformer that is made for so many tokens of bytes."""
+    torch.manual_seed(0)
+    options = {
+        "model_type": "llama", "vocab_size": 256, "hidden_size": 8, "intermediate_size": 8,
+        "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": positions,
+    }  # fmt: skip
+    model = build_transformer(options)
+    save_transformer(model, folder, ByteTokenizer(), model.state_dict())
