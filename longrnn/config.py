@@ -98,10 +98,12 @@ def _check_keys(kind: Any, values: Any, source: str, prefix: str = "") -> None:
 
     A dataclass may say in `FORMER` what to write for keys that it once had.
     """
+    key = prefix.removesuffix(".")
+    if get_origin(kind) is list and isinstance(values, dict):
+        raise UserError(f"{source}, key {key!r}: it takes a list, not {values!r}")
     if not (is_dataclass(kind) or get_origin(kind) is dict):
         return
     if not isinstance(values, dict):
-        key = prefix.removesuffix(".")
         raise UserError(f"{source}, key {key!r}: it takes a mapping of keys, not {values!r}")
     if not is_dataclass(kind):
         return

@@ -22,9 +22,11 @@ VARIANTS = [
 ]  # fmt: skip
 
 
-def study(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def study(
+    folder: Path, *arguments: str, script: str = SCRIPT.stem
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
+        [sys.executable, str(SCRIPT.with_stem(script)), *arguments],
         capture_output=True,
         text=True,
         cwd=folder,
@@ -77,3 +79,26 @@ def test_the_books_part_of_the_study(tmp_path: Path) -> None:
     short = study(tmp_path, *command, "--length", "64")
     assert (short.returncode, short.stdout) == (2, "")
     assert "give a longer --length" in short.stderr
+
+
+@pytest.mark.slow
+def test_the_comparison_with_a_transformer(tmp_path: Path) -> None:
+    """A model that is not trained, or not compared; a second run that trains again."""
+    for name in ("train", "held_out"):
+        text = "".join(f"{i * 7919 % 1000} is {name} {i}. " for i in range(900))
+        (tmp_path / f"{name}.txt").write_text(text)
+    command = ["--train", "train.txt", "--text", "held_out.txt", "--passkey-steps", "2", "--quiet"]
+    command += ["--books-steps", "2", "--reach", "4", "--n", "1", "--windows", "2", "--output", "o"]
+    done = study(tmp_path, *command, "--record", "r.md", script="compare_with_transformer")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert (tmp_path / "r.md").read_text() == (tmp_path / "o/table.md").read_text()
+    rows = [line.split("|")[1:3] for line in lines if line.startswith(("| 256", "| 1k"))]
+    names = ["transformer+beyond", "transformer", "mamba2", "lstm"]
+    lengths = [length for length in ("256", "1k") for _ in names]
+    assert [[cell.strip() for cell in row] for row in rows] == 2 * [
+        [length, name] for length, name in zip(lengths, 2 * names, strict=True)
+    ]
+    assert sum("made for at most 288 tokens" in line for line in lines) == 2
+    again = study(tmp_path, *command, script="compare_with_transformer")
+    assert again.stdout.splitlines()[4:] == lines[4:]

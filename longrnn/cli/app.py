@@ -11,6 +11,7 @@ import typer
 
 from longrnn.cli import (
     calibrate,
+    compare,
     convert,
     data,
     diagnose,
@@ -40,6 +41,7 @@ app.command("train")(train.train)
 app.command("sweep")(sweep.sweep)
 app.command("replay")(replay.replay)
 app.add_typer(evaluate.app, name="eval")
+app.command("compare")(compare.compare)
 app.add_typer(diagnose.app, name="diagnose")
 app.command("calibrate")(calibrate.calibrate)
 app.command("convert")(convert.convert)

@@ -55,3 +55,44 @@ def mean(values: Sequence[float]) -> Estimate:
     deviation = math.sqrt(sum((value - center) ** 2 for value in values) / (n - 1))
     half = float(stats.t.ppf(0.975, n - 1)) * deviation / math.sqrt(n)
     return Estimate(center, center - half, center + half, n)
+
+
+def paired_mean(values: Sequence[float], others: Sequence[float]) -> Estimate:
+    """How far a mean lies above another of the same items, with its Student-t interval."""
+    return mean([value - other for value, other in zip(values, others, strict=True)])
+
+
+def paired_proportion(values: Sequence[float], others: Sequence[float]) -> Estimate:
+    """How far a share of right answers lies above another to the same questions.
+
+    The interval is Newcombe's (1998, method 10): it combines the Wilson intervals of the two shares
+    by their correlation, and does not shrink to nothing where all answers agree.
+
+    Args:
+        values: 1 where right, else 0.
+        others: likewise, of the same questions.
+    """
+    n = len(values)
+    pairs = list(zip(values, others, strict=True))
+    both, first, second, neither = (
+        sum(pair == kind for pair in pairs) for kind in ((1, 1), (1, 0), (0, 1), (0, 0))
+    )
+    product = (both + first) * (second + neither) * (both + second) * (first + neither)
+    excess = both * neither - first * second
+    if excess > 0:
+        excess = max(excess - n / 2, 0)  # a continuity correction
+    phi = excess / math.sqrt(product) if product else 0.0
+    a, b = proportion(both + first, n), proportion(both + second, n)
+
+    def width(x: float, y: float) -> float:
+        return math.sqrt(max(x * x - 2 * phi * x * y + y * y, 0.0))
+
+    center = a.mean - b.mean
+    low = center - width(a.mean - a.low, b.high - b.mean)
+    return Estimate(center, low, center + width(a.high - a.mean, b.mean - b.low), n)
+
+
+def figure(values: Sequence[float]) -> Estimate:
+    """One number that was measured once, without an interval."""
+    (value,) = values
+    return Estimate(value, -math.inf, math.inf, 1)

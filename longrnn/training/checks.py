@@ -7,13 +7,14 @@ from dataclasses import replace
 import torch
 
 from longrnn.errors import UserError
-from longrnn.hf.loading import load
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.tasks import TASKS, Task
+from longrnn.training import models, sharding
 from longrnn.training.config import TrainConfig
 from longrnn.training.data import Source
 from longrnn.training.initial_states import INITIAL_STATES, Context
+from longrnn.training.models import Trained
 from longrnn.training.optim import build_optimizer, freeze, learning_rate
 
 
@@ -26,13 +27,13 @@ def check(config: TrainConfig) -> None:
     task = TASKS.build(config.task, load_tokenizer(config.tokenizer))
     source = Source(task, config, 0, 1)
     with torch.random.fork_rng(devices=[]):
-        if config.init_from is None:
+        if config.init_from is None and not config.transformer:
             check_vocabulary(config.model.vocab_size, task)
             # What large vocabularies make large is not looked at.
             model = RecurrentLM(replace(config.model, vocab_size=1))
         else:
-            model = load(config.init_from)
-            check_vocabulary(model.vocab_size, task)
+            model = models.build(replace(config))
+            check_model(model, config, task)
     context = Context(model.init_state, config.seed, 0, 1, lambda part: part)
     INITIAL_STATES.build(config.initial_state, context)
     learning_rate(0, config)
@@ -55,16 +56,36 @@ def check_vocabulary(vocab_size: int, task: Task) -> None:
         )
 
 
-def check_positions(model: RecurrentLM, source: Source) -> None:
+def check_model(model: Trained, config: TrainConfig, task: Task) -> None:
+    """Refuses a model that is too small for the task, and what only recurrent models have.
+
+    Raises:
+        UserError: such a model or configuration.
+    """
+    check_vocabulary(model.vocab_size, task)
+    if isinstance(model, RecurrentLM):
+        return
+    if config.initial_state["kind"] != "zero":
+        raise UserError("a transformer has no state to start from: set initial_state={kind: zero}")
+    if sharding.is_asked():
+        raise UserError("a transformer is not sharded here: launch without FSDP")
+
+
+def check_positions(model: Trained, source: Source) -> None:
     """Refuses a table of positions that ends before the rows or documents of the run.
 
     Raises:
         UserError: such a table.
     """
-    there, needed = model.position.n_positions, source.longest()
+    needed = source.longest()
+    if isinstance(model, RecurrentLM):
+        there, key = model.position.n_positions, "model.position.max_length"
+        remedy = ", lower length.max, or use model.position={kind: sinusoidal}"
+    else:
+        there, key = model.max_length, "transformer.max_position_embeddings"
+        remedy = ", or lower length.max"
     if there is not None and there < needed:
         raise UserError(
             f"the model has {there} positions and this run may reach {needed}: set "
-            f"model.position.max_length={needed}, lower length.max, or use "
-            "model.position={kind: sinusoidal}"
+            f"{key}={needed}{remedy}"
         )

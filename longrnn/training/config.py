@@ -41,7 +41,9 @@ class TrainConfig:
 
     Attributes:
         output_dir: where checkpoints, metrics and the final model go.
-        model: what is built; ignored where `init_from` is given.
+        model: what is built; ignored where `init_from` or `transformer` is given.
+        transformer: builds a causal language model of transformers: `{"model_type": "llama",
+            "hidden_size": 128, …}`, the options of its configuration. Its rows start from nothing.
         task: `{"kind": "passkey" | "reverse", option: value, …}`; passkey where nothing is said.
         tokenizer: `bytes`, or a path; read by tasks made of text.
         init_from: a checkpoint to start from.
@@ -76,6 +78,7 @@ class TrainConfig:
 
     output_dir: str = "runs/train"
     model: RecurrentConfig = field(default_factory=RecurrentConfig)
+    transformer: dict[str, Any] = field(default_factory=dict)
     task: dict[str, Any] = field(default_factory=lambda: {"kind": "passkey"})
     tokenizer: str = "bytes"
     init_from: str | None = None

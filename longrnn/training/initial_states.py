@@ -291,7 +291,8 @@ def _spread(values: Tensor, like: Tensor) -> Tensor:
 
 def _finite(state: LMState) -> Tensor:
     """`(b,)` bool: which rows have no NaN and no infinity."""
-    return torch.stack([x.isfinite().flatten(1).all(1) for _, x in leaves(state.layers)]).all(0)
+    rows = [x.isfinite().reshape(len(x), -1).all(1) for _, x in leaves(state)]
+    return torch.stack(rows).all(0)
 
 
 def _filled(like: PyTree, values: Iterable[Tensor]) -> PyTree:

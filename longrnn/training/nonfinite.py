@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,12 +19,10 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from longrnn.config import build_config
 from longrnn.errors import UserError
-from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 from longrnn.state import LMState, leaves, tree_map
 from longrnn.tasks import Batch
-from longrnn.training import sharding
+from longrnn.training import models, sharding
 from longrnn.training.checkpoint import checkpoints, read_tensors, write_tensors
 from longrnn.training.config import TrainConfig
 from longrnn.training.objective import Objective
@@ -208,7 +206,7 @@ def report(
                 for batch in segments
             ],
             "state": {name: leaf.detach().cpu() for name, leaf in leaves(state)},
-            "config": asdict(objective.model.config),
+            "config": models.description(objective.model),
             "model": {name: weight.cpu() for name, weight in weights.items()},
             "mixed_precision": accelerator.mixed_precision,
         }
@@ -234,7 +232,7 @@ def replay(path: Path, device: str = "cpu") -> tuple[dict[str, Any], Examination
     content = read_tensors(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(f"{path} is no batch to replay: give a nonfinite-*.pt of a training run")
-    model = RecurrentLM(build_config(RecurrentConfig, content["config"], source=str(path)))
+    model = models.rebuild(content["config"], str(path))
     model.load_state_dict(content["model"])
     model.to(device)
     segments = [Batch(**batch).to(torch.device(device)) for batch in content["segments"]]

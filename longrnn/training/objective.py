@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from longrnn.models.recurrent import RecurrentLM
 from longrnn.ops.cross_entropy import weighted_cross_entropy
 from longrnn.state import LMState, reset
 from longrnn.tasks import Batch
+from longrnn.training.models import Trained
 from longrnn.training.repeat import repeats
 
 
@@ -34,7 +34,7 @@ class Objective(nn.Module):
         model: the language model to train.
     """
 
-    def __init__(self, model: RecurrentLM) -> None:
+    def __init__(self, model: Trained) -> None:
         super().__init__()
         self.model = model
 

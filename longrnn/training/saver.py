@@ -11,12 +11,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from longrnn.hf.tokenizer import HFTokenizer
-from longrnn.models.checkpoint import load_model, save_model
-from longrnn.models.recurrent import RecurrentLM
 from longrnn.text import Tokenizer
-from longrnn.training import checkpoint, sharding
+from longrnn.training import checkpoint, models, sharding
 from longrnn.training.config import TrainConfig
+from longrnn.training.models import Trained
 from longrnn.training.processes import on_main, together
 
 
@@ -36,7 +34,7 @@ class Saver:
     def save(
         self,
         counters: dict[str, Any],
-        model: RecurrentLM,
+        model: Trained,
         optimizer: torch.optim.Optimizer,
         carried: dict[str, Tensor],
     ) -> None:
@@ -61,7 +59,7 @@ class Saver:
             checkpoint.write_tensors(folder / f"carry-{rank}.pt", carried)
             if not self.accelerator.is_main_process:
                 return
-            self._write_model(model, weights, folder)
+            models.save(model, folder, self.tokenizer, weights)
             content = {
                 **counters,
                 "optimizer": moments,
@@ -81,21 +79,14 @@ class Saver:
             shutil.rmtree(folder, ignore_errors=True)
             raise
 
-    def write_final(self, model: RecurrentLM) -> None:
+    def write_final(self, model: Trained) -> None:
         """Writes the model into the output folder itself."""
         weights = sharding.gathered(model.state_dict())
-        on_main(self.accelerator, lambda: self._write_model(model, weights, self.output_dir))
-
-    def _write_model(self, model: RecurrentLM, weights: dict[str, Tensor], folder: Path) -> None:
-        """A model with its tokenizer, so that the folder can be moved."""
-        if isinstance(self.tokenizer, HFTokenizer):
-            self.tokenizer.save(folder)
-            save_model(model, folder, tokenizer="tokenizer.json", weights=weights)
-        else:
-            save_model(model, folder, weights=weights)
+        save = partial(models.save, model, self.output_dir, self.tokenizer, weights)
+        on_main(self.accelerator, save)
 
     def restore(
-        self, folder: Path, model: RecurrentLM, optimizer: torch.optim.Optimizer
+        self, folder: Path, model: Trained, optimizer: torch.optim.Optimizer
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Fills model and optimizer from a checkpoint.
 
@@ -111,7 +102,7 @@ class Saver:
             UserError: the checkpoint is damaged.
         """
         content = checkpoint.read_tensors(folder / "training.pt")
-        weights = load_model(folder).state_dict()
+        weights = models.read(model, folder)
         model.load_state_dict(sharding.sharded_weights(weights, model.state_dict()))
         optimizer.load_state_dict(sharding.sharded_optimizer(content["optimizer"], optimizer))
         torch.set_rng_state(content["random"])

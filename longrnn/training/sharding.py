@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from longrnn.errors import UserError
+from longrnn.models.recurrent import RecurrentLM
 from longrnn.training.config import TrainConfig
 from longrnn.training.objective import Objective
 from longrnn.training.optim import build_optimizer
@@ -75,6 +76,7 @@ def prepare(accelerator: Accelerator, objective: Objective, config: TrainConfig)
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    assert isinstance(objective.model, RecurrentLM)  # the trainer has refused others
     for block in objective.model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(objective, mesh=mesh)

@@ -20,18 +20,17 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import Terminated, UserError
-from longrnn.hf.loading import load_recurrent
 from longrnn.hf.tokenizer import load_tokenizer
-from longrnn.models.recurrent import RecurrentLM
 from longrnn.progress import Progress
 from longrnn.state import LMState, reset
 from longrnn.tasks import TASKS, Batch
-from longrnn.training import nonfinite, sharding
-from longrnn.training.checks import check_positions, check_vocabulary
+from longrnn.training import models, nonfinite, sharding
+from longrnn.training.checks import check_model, check_positions
 from longrnn.training.config import TrainConfig
 from longrnn.training.data import Source
 from longrnn.training.folder import append_metrics, claim
 from longrnn.training.initial_states import INITIAL_STATES, Context
+from longrnn.training.models import Trained
 from longrnn.training.objective import Objective
 from longrnn.training.optim import clip_values, freeze, learning_rate, set_learning_rate
 from longrnn.training.processes import (
@@ -92,17 +91,13 @@ class Trainer:
             self._restore(found)
         start_trackers(self.accelerator, config, self.step)
 
-    def _build_model(self) -> RecurrentLM:
+    def _build_model(self) -> Trained:
         torch.manual_seed(self.config.seed)
-        if self.config.init_from is None:
-            model = RecurrentLM(self.config.model)
-        else:
-            model = load_recurrent(self.config.init_from)
-            self.config.model = model.config
-        check_vocabulary(model.vocab_size, self.task)
+        model = models.build(self.config)
+        check_model(model, self.config, self.task)
         return model.to(self.accelerator.device).train()
 
-    def train(self) -> RecurrentLM:
+    def train(self) -> Trained:
         """Runs to `max_steps`, and writes the final model into `output_dir`.
 
         Raises:
@@ -244,7 +239,7 @@ class Trainer:
         append_metrics(self.output_dir, row)
         self.accelerator.log({k: v for k, v in row.items() if k != "step"}, step=self.step)
 
-    def _model(self) -> RecurrentLM:
+    def _model(self) -> Trained:
         return self.accelerator.unwrap_model(self.objective).model
 
     def _save(self) -> None:

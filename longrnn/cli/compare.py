@@ -1,0 +1,138 @@
+"""`longrnn compare`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from longrnn.cli.options import (
+    Device,
+    Quiet,
+    load_variant,
+    pick_device,
+    results_folder,
+    split_variant,
+)
+from longrnn.errors import UserError
+from longrnn.units import format_length
+
+if TYPE_CHECKING:
+    from longrnn.evaluation.compare import Table
+    from longrnn.evaluation.suites import Contender
+
+# Characters of a cell, above which a reason is broken into lines.
+WIDEST = 26
+
+
+def compare(
+    checkpoints: Annotated[
+        list[str],
+        typer.Argument(
+            help="Names of embedded checkpoints, or folders; CHECKPOINT+MITIGATION for one under a "
+            "mitigation. The others are compared with the first. A YAML file is one more suite.",
+            show_default=False,
+        ),
+    ],
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A bundled suite by its name, or YAML files; may be given several times.",
+            show_default="quick",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the results.", show_default="results/compare/NAMES"),
+    ] = None,
+    device: Device = "auto",
+    quiet: Quiet = False,
+) -> None:
+    """Compare models by suites of evaluations: the same prompts, the same texts, what each costs.
+
+    Writes report.html, a picture a metric, and all results as JSON Lines. An interrupted comparison
+    goes on where it stopped; models, lengths and prompts may be added.
+
+    Example: longrnn compare passkey-tiny 'passkey-tiny-short+forget_more' --suite quick
+    """
+    from longrnn.diagnostics.comparison import write_report
+    from longrnn.evaluation import compare as measure
+    from longrnn.evaluation.suites import read_suite
+
+    # A shell makes several files of `--suite eval/suites/*.yaml`, of which the option takes one.
+    files = [name for name in checkpoints if _is_suite(name)]
+    variants = list(dict.fromkeys(name for name in checkpoints if name not in files))
+    if not variants:
+        raise UserError("give the checkpoints to compare: longrnn compare A B --suite quick")
+    names = [*(suite or []), *files] or ["quick"]
+    suites = [read_suite(name) for name in dict.fromkeys(names)]
+    target = pick_device(device)
+    contenders = [contender(variant, name, target) for variant, name in _labels(variants).items()]
+    folder = output or results_folder("compare", variants, "+".join(one.name for one in suites))
+    cells = measure.compare(contenders, suites, output=folder, quiet=quiet)
+    report, *_ = write_report(
+        cells,
+        folder,
+        models={one.name: _about(one) for one in contenders},
+        suites={one.name: one.text for one in suites},
+    )
+    for table in measure.tables(cells):
+        print_table(table)
+    if len(contenders) > 1:
+        reference = contenders[0].name
+        typer.echo(f"[95 % intervals]; below a value, its difference from {reference}, paired")
+    typer.echo(f"{folder / 'comparison.jsonl'}\n{report}")
+
+
+def print_table(table: Table) -> None:
+    """Prints a row a length and model, a column a metric."""
+    from rich.console import Console
+    from rich.table import Table as Grid
+
+    grid = Grid(title=f"suite {table.suite}", title_justify="left", show_lines=True)
+    grid.add_column("length", justify="right")
+    grid.add_column("model", overflow="fold")
+    for metric in table.metrics:
+        grid.add_column(metric, max_width=WIDEST)
+    for at, model, cells in table.rows:
+        texts = ["\n".join(filter(None, (str(c), c.below()))) if c else "–" for c in cells]
+        grid.add_row("–" if at is None else format_length(at), model, *texts)
+    # A table that is not on a terminal keeps its columns whole.
+    console = Console()
+    longest = max(len(model) for _, model, _ in table.rows)
+    Console(width=max(console.width, 16 + longest + (WIDEST + 3) * len(table.metrics))).print(grid)
+
+
+def _is_suite(name: str) -> bool:
+    return name.endswith((".yaml", ".yml")) and Path(name).is_file()
+
+
+def _labels(variants: Sequence[str]) -> dict[str, str]:
+    """A short name for each variant: without the folders above, where that tells them apart."""
+    parts = {variant: split_variant(variant) for variant in variants}
+    short = {
+        variant: "+".join(filter(None, (Path(name).name, own)))
+        for variant, (name, own) in parts.items()
+    }
+    taken = list(short.values())
+    return {variant: name if taken.count(name) == 1 else variant for variant, name in short.items()}
+
+
+def contender(variant: str, name: str, device: str) -> Contender:
+    """A checkpoint, or `CHECKPOINT+MITIGATION`, to be called `name`."""
+    from longrnn.evaluation.suites import Contender
+    from longrnn.hf.tokenizer import load_tokenizer
+
+    checkpoint, model = load_variant(variant, None, device)
+    mitigation = split_variant(variant)[1]
+    return Contender(name, model, load_tokenizer(checkpoint), checkpoint, mitigation, device)
+
+
+def _about(contender: Contender) -> str:
+    under = f" under {contender.mitigation}" if contender.mitigation else ""
+    return (
+        f"{contender.checkpoint}{under}, fingerprint {contender.model.fingerprint()}, on "
+        f"{contender.device}"
+    )

@@ -1,0 +1,98 @@
+"""The report of a comparison: the table, a picture a metric, and what was compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from longrnn.diagnostics.pages import Picture, write_page
+from longrnn.diagnostics.plots import lengths_axis, new_figure, png
+from longrnn.evaluation.compare import Cell, tables
+from longrnn.evaluation.intervals import Estimate
+from longrnn.units import format_length
+
+# Metrics over so many times their least value are drawn on a logarithmic axis.
+WIDE = 30
+
+
+def write_report(
+    cells: Sequence[Cell], folder: Path, *, models: Mapping[str, str], suites: Mapping[str, str]
+) -> list[Path]:
+    """Writes the pictures and `report.html`.
+
+    Args:
+        cells: of `compare`.
+        folder: of its other files.
+        models: what each model is, by name.
+        suites: the YAML text of each suite, by name.
+
+    Returns:
+        The files, the report first.
+    """
+    pictures = [
+        picture
+        for suite in suites
+        for metric in dict.fromkeys(cell.metric for cell in cells if cell.suite == suite)
+        if (picture := _picture([c for c in cells if (c.suite, c.metric) == (suite, metric)]))
+    ]
+    values: dict[str, Any] = {
+        "tables": tables(cells),
+        "reference": next(iter(models)),
+        "models": models,
+        "suites": suites,
+        "length": format_length,
+        "failed": sum(cell.reason is not None for cell in cells),
+    }
+    return write_page("comparison.html", folder, pictures, values)
+
+
+def _picture(cells: Sequence[Cell]) -> Picture | None:
+    """One metric of one suite by length, a line a model; None where there are no lengths."""
+    drawn = [
+        (cell.at, cell.estimate, cell.model)
+        for cell in cells
+        if cell.at is not None and cell.estimate is not None
+    ]
+    if not drawn:
+        return None
+    figure = new_figure(7.5, 4.2)
+    panel = figure.subplots()
+    for model in dict.fromkeys(model for _, _, model in drawn):
+        own = [(at, estimate) for at, estimate, name in drawn if name == model]
+        panel.errorbar(
+            [at for at, _ in own],
+            [estimate.mean for _, estimate in own],
+            yerr=list(zip(*(_bar(estimate) for _, estimate in own), strict=True)),
+            marker="o",
+            ms=4,
+            capsize=3,
+            lw=1.4,
+            alpha=0.8,
+            label=model,
+        )
+    lengths, values = [at for at, _, _ in drawn], [estimate.mean for _, estimate, _ in drawn]
+    lengths_axis(panel, round(max(lengths) * 1.2), least=max(1, round(min(lengths) / 1.2)))
+    if min(values) > 0 and max(values) > WIDE * min(values):
+        panel.set_yscale("log")
+    elif min(values) >= 0:
+        panel.set_ylim(bottom=-0.02 * max(values))
+    suite, metric = cells[0].suite, cells[0].metric
+    panel.set(xlabel="tokens", ylabel=metric)
+    panel.legend(fontsize=8)
+    name = "".join(character if character.isalnum() else "_" for character in f"{suite}_{metric}")
+    caption = f"{metric}, suite {suite}."
+    if any(_bar(estimate) != (0, 0) for _, estimate, _ in drawn):
+        caption += " Bars are 95 % intervals."
+    missing = list(dict.fromkeys(cell.model for cell in cells if cell.reason is not None))
+    if missing:
+        caption += f" Not at every length: {', '.join(missing)}."
+    return Picture(name, caption, png(figure))
+
+
+def _bar(estimate: Estimate) -> tuple[float, float]:
+    """How far an interval goes below and above its mean; zeros where there is none."""
+    if not math.isfinite(estimate.high - estimate.low):
+        return 0.0, 0.0
+    return max(0.0, estimate.mean - estimate.low), max(0.0, estimate.high - estimate.mean)

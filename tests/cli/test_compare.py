@@ -1,0 +1,130 @@
+"""`longrnn compare` on tiny checkpoints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from longrnn.evaluation.results import read_results
+from tests.cli.conftest import CLI
+from tests.cli.test_errors import refused
+from tests.evaluation.suites.contenders import llama
+
+SUITE = "evaluations: [{kind: passkey, lengths: [180, 240], depths: [0, 1], n: 2}]"
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> str:
+    (tmp_path / "mine.yaml").write_text(SUITE)
+    return "mine.yaml"
+
+
+def test_compare(cli: CLI, models: Path, suite: str, tmp_path: Path) -> None:
+    """A table without a model, a report that is missing, a second run that measures again."""
+    mitigated = f"{models / 'text'}+forget_more"
+    command = ["compare", models / "text", mitigated, "--suite", suite, "--quiet"]
+    result = cli(*command)
+    assert result.code == 0, result.err
+    assert result.err == ""
+    for piece in ("suite mine", "passkey", "text+forget_more", "its difference from text"):
+        assert piece in result.out
+    assert result.out.count("0.00 [0.00, 0.49]") == 4
+    assert result.out.count("+0.00 [−0.49, +0.49]") == 2
+    folder = Path(result.out.splitlines()[-1]).parent
+    assert folder == Path("results/compare/text+text+forget_more+mine")
+    for name in ("report.html", "comparison.jsonl", "mine_passkey.png"):
+        assert (tmp_path / folder / name).is_file()
+    header, rows = read_results(tmp_path / folder / "mine/passkey/text.jsonl")
+    assert header["evaluation"] == "passkey"
+    assert len(rows) == 8
+    assert cli(*command).out == result.out
+    # As a shell expands --suite *.yaml.
+    shutil.copy("mine.yaml", "also.yaml")
+    both = cli("compare", models / "text", "--suite", "also.yaml", "mine.yaml", "--quiet")
+    assert both.code == 0, both.err
+    assert "suite also" in both.out
+    assert "suite mine" in both.out
+
+
+def test_models_of_one_folder_name(cli: CLI, models: Path, suite: str, tmp_path: Path) -> None:
+    """Two runs called `model` in two folders."""
+    shutil.copytree(models / "text", tmp_path / "a/model")
+    shutil.copytree(models / "text", tmp_path / "b/model")
+    result = cli("compare", "a/model", "b/model", "--suite", suite, "--quiet")
+    assert result.code == 0, result.err
+    assert "a/model" in result.out
+    assert "b/model" in result.out
+
+
+def test_a_transformer(cli: CLI, models: Path, tmp_path: Path) -> None:
+    """A transformer that ends the comparison at its limit, or one that does not go beyond it."""
+    llama(tmp_path / "llama", positions=200)
+    (tmp_path / "book.txt").write_text("".join(f"{i * 7919 % 1000} and " for i in range(400)))
+    (tmp_path / "both.yaml").write_text(
+        "evaluations:\n"
+        "- {kind: passkey, lengths: [180, 240], depths: [0, 1], n: 2}\n"
+        "- {kind: perplexity, texts: [book.txt], lengths: [64, 256], windows: 2}\n"
+    )
+    variants = [models / "text", "llama", "llama+beyond"]
+    result = cli("compare", *variants, "--suite", "both.yaml", "--output", "out", "--quiet")
+    assert result.code == 0, result.err
+    cells = {
+        (row["metric"], row["model"], row["at"]): row
+        for row in map(json.loads, (tmp_path / "out/comparison.jsonl").read_text().splitlines())
+    }
+    assert len(cells) == 12
+    for metric, near, far in (("passkey", 180, 240), ("perplexity, bits per byte", 64, 256)):
+        assert cells[metric, "llama", near]["difference"] is not None
+        assert "made for at most 200 tokens" in cells[metric, "llama", far]["reason"]
+        assert cells[metric, "llama", far]["estimate"] is None
+        assert cells[metric, "llama+beyond", far]["difference"] is not None
+    assert "made for at most 200" in (tmp_path / "out/report.html").read_text()
+
+
+def test_help(cli: CLI) -> None:
+    """A command that nobody knows how to call."""
+    result = cli("compare", "--help")
+    assert result.code == 0
+    assert "Example: longrnn compare passkey-tiny" in " ".join(result.out.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--suite", "quik"], ("no suite 'quik'", "did you mean 'quick'")),
+        (["--suite", "none.yaml"], ("no suite none.yaml", "give a YAML file")),
+        (["--suite", "bad.yaml"], ("bad.yaml: unknown key evaluation", "'evaluations'")),
+        (["--suite", "kind.yaml"], ("unknown evaluation 'passkeys'", "'passkey'")),
+        (["--suite", "short.yaml"], ("length 20 is too short",)),
+        (["--suite", "books.yaml"], ("no text file none.txt",)),
+        (["--device", "abacus"], ("cannot be used",)),
+        (["passkey-tyni"], ("no checkpoint 'passkey-tyni'", "'passkey-tiny'")),
+        (["passkey-tiny+forgetmore"], ("unknown mitigation", "'forget_more'")),
+    ],
+)
+def test_bad_input(
+    options: list[str], says: tuple[str, ...], cli: CLI, models: Path, suite: str, tmp_path: Path
+) -> None:
+    """A traceback, or a folder of results of nothing."""
+    for name, text in {
+        "bad": "evaluation: []",
+        "kind": SUITE.replace("passkey", "passkeys"),
+        "short": SUITE.replace("180", "20"),
+        "books": "evaluations: [{kind: perplexity, texts: [none.txt], lengths: [64]}]",
+    }.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    if "--suite" not in options:
+        options = ["--suite", suite, *options]
+    refused(cli, "compare", models / "text", *options, "--quiet", says=says)
+
+
+def test_results_of_another_suite(cli: CLI, models: Path, suite: str, tmp_path: Path) -> None:
+    """Rows of two suites in one file, and a suite where checkpoints are wanted."""
+    command = ["compare", models / "text", "--suite", suite, "--output", "out", "--quiet"]
+    assert cli(*command).code == 0
+    (tmp_path / suite).write_text(SUITE.replace("n: 2", "n: 2, n_keys: 2"))
+    refused(cli, *command, says=("results of another suite", "choose another output"))
+    refused(cli, "compare", suite, says=("give the checkpoints",))

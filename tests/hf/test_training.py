@@ -1,0 +1,140 @@
+"""Transformers in the trainer: their own loss, their own files, and runs that go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from longrnn.errors import UserError
+from longrnn.hf.tokenizer import load_tokenizer
+from longrnn.hf.training import TransformerLM, build_transformer
+from longrnn.tasks import TASKS
+from longrnn.text import ByteTokenizer
+from longrnn.training import nonfinite
+from longrnn.training.objective import Objective
+from tests.training.runs import TEXTS, assert_same_run, metrics, tiny, train
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+TEXT = {"kind": "text", "files": TEXTS}
+
+
+def config(folder: Path, **changes: Any) -> Any:
+    options = {"transformer": LLAMA, "task": TEXT, "initial_state": {"kind": "zero"}} | changes
+    return tiny("passkey", folder, **options)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_loss_is_that_of_transformers(tied: bool) -> None:
+    """Hidden states of another place, targets that are shifted twice, a head that is not tied."""
+    torch.manual_seed(0)
+    model = build_transformer({**LLAMA, "tie_word_embeddings": tied})
+    batch = TASKS.build(TEXT, None).sample(3, length=40, generator=torch.Generator())
+    output = Objective(model)([batch], model.init_state(3))
+    whole = torch.cat([batch.tokens, batch.targets[:, -1:]], dim=1)
+    expected = model.model(input_ids=whole, labels=whole).loss
+    torch.testing.assert_close(output.loss, expected, atol=1e-5, rtol=1e-5)
+    output.loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    model.model(input_ids=whole, labels=whole).loss.backward()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_run(tied: bool, tmp_path: Path) -> None:
+    """A run that learns nothing, a folder that transformers cannot read, a resume that differs."""
+    changes = {"transformer": {**LLAMA, "tie_word_embeddings": tied}, "learning_rate": 0.02}
+    trainer = train(config(tmp_path / "whole", **changes))
+    rows = metrics(tmp_path / "whole")
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.2
+    inner = trainer._model()
+    assert isinstance(inner, TransformerLM)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        logits = inner.model(input_ids=tokens).logits
+        assert torch.equal(again(input_ids=tokens).logits, logits)
+    tokenizer = load_tokenizer(tmp_path / "whole")
+    assert tokenizer.encode("Käse: 1,024\n\n\t😀") == ByteTokenizer().encode("Käse: 1,024\n\n\t😀")
+
+    steady = {**changes, "lr_scheduler_type": "constant", "logging_steps": 2}
+    train(config(tmp_path / "a", **steady))
+    train(config(tmp_path / "b", **steady, max_steps=4))
+    train(config(tmp_path / "b", **steady), resume=True)
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+
+
+def test_bytes_as_a_tokenizer(tmp_path: Path) -> None:
+    """A byte that has another id, or a text that does not come back."""
+    train(config(tmp_path / "run", max_steps=1))
+    tokenizer = load_tokenizer(tmp_path / "run")
+    assert tokenizer.vocab_size == 256
+    every = "".join(map(chr, [*range(0x800), 0x4F60, 0x1F600])) + "  two  spaces\r\n"
+    assert tokenizer.encode(every) == list(every.encode())
+    assert tokenizer.decode(tokenizer.encode(every)) == every
+
+
+def test_it_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    """Fine-tuning of a transformer that begins with other weights."""
+    train(config(tmp_path / "first", max_steps=2))
+    options = {"transformer": {}, "init_from": str(tmp_path / "first")}
+    trainer = train(config(tmp_path / "second", **options, learning_rate=1e-12, max_steps=1))
+    first = AutoModelForCausalLM.from_pretrained(tmp_path / "first").state_dict()
+    second = trainer._model().model.state_dict()  # type: ignore[union-attr]
+    for name, weight in first.items():
+        torch.testing.assert_close(second[name], weight, atol=1e-9, rtol=0)
+
+
+def test_a_step_that_is_not_finite(tmp_path: Path) -> None:
+    """A batch that is kept and cannot be looked at again."""
+    with pytest.raises(UserError, match="the batch is kept"):
+        train(config(tmp_path / "run", learning_rate=1e20, warmup_steps=0, max_grad_norm=1e30))
+    (path,) = nonfinite.files(tmp_path / "run")
+    content, seen = nonfinite.replay(path)
+    assert content["where"] == seen.where
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"transformer": {"model_type": "lama"}}, "did you mean 'llama'"),
+        ({"transformer": {**LLAMA, "hiden_size": 3}}, "did you mean 'hidden_size'"),
+        ({"transformer": {**LLAMA, "num_attention_heads": 3}}, "no llama can be built"),
+        ({"transformer": {**LLAMA, "vocab_size": 100}}, "set model.vocab_size=256"),
+        ({"transformer": {**LLAMA, "max_position_embeddings": 50}}, "max_position_embeddings=180"),
+        ({"initial_state": {"kind": "carry"}}, "set initial_state={kind: zero}"),
+        ({"initial_state": {"kind": "pass"}}, "set initial_state={kind: zero}"),
+    ],
+)
+def test_refused(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    """A run that trains something else than was asked."""
+    with pytest.raises(UserError) as refusal:
+        train(config(tmp_path / "run", **changes))
+    assert says in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_does_more_than_its_head() -> None:
+    """Logits that are capped behind the head, and a loss without the cap."""
+    capped = {
+        "model_type": "gemma2", "vocab_size": 32, "hidden_size": 8, "intermediate_size": 8,
+        "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8,
+        "final_logit_softcapping": 0.01, "initializer_range": 1.0,
+    }  # fmt: skip
+    with pytest.raises(UserError, match="gemma2 does more than multiply by its head"):
+        build_transformer(capped)
