@@ -33,7 +33,7 @@ from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.ops.cross_entropy import weighted_cross_entropy
 from longrnn.tasks import TASKS, Batch
 
-PEERS: dict[str, type[nn.RNNBase]] = {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}
+PEERS: dict[str, Callable[..., nn.RNNBase]] = {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}
 # Least speed, over that of torch.nn.
 BARS = {"longrnn": 0.9, "stepwise": 0.5}
 WAYS = ("torch.nn", *BARS)
