@@ -12,11 +12,12 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longrnn.diagnostics.jacobian import Step, lyapunov, spectrum
 from longrnn.diagnostics.through_time import Run, clipping, histogram, last_scored, norms
@@ -231,7 +232,7 @@ def _inputs(model: RecurrentLM) -> Iterator[list[list[Tensor]]]:
     """What the mixers read within this context, by layer."""
     seen: list[list[Tensor]] = [[] for _ in model.mixers]
     handles = [
-        mixer.register_forward_pre_hook(lambda _, args, kept=kept: kept.append(args[0]))
+        mixer.register_forward_pre_hook(partial(_keep, kept))
         for mixer, kept in zip(model.mixers, seen, strict=True)
     ]
     try:
@@ -239,6 +240,10 @@ def _inputs(model: RecurrentLM) -> Iterator[list[list[Tensor]]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _keep(kept: list[Tensor], module: nn.Module, args: tuple[Any, ...]) -> None:
+    kept.append(args[0])
 
 
 def _plain(value: Any) -> Any:

@@ -38,9 +38,10 @@ class GRU(StepwiseMixer):
 
     @torch.no_grad()
     def hold(self, scales: Tensor) -> bool:
+        _, _, bias_ih, bias_hh = self.cell.all_weights[0]
         keep = slice(self.d_model, 2 * self.d_model)
-        self.cell.bias_ih_l0[keep] = (scales - 1).log()  # σ of it is 1 − 1 / scale
-        self.cell.bias_hh_l0[keep] = 0
+        bias_ih[keep] = (scales - 1).log()  # σ of it is 1 − 1 / scale
+        bias_hh[keep] = 0
         return True
 
     def state_like(self) -> GRUState:

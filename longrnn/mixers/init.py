@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from typing import NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from longrnn.errors import UserError
 from longrnn.mixers.base import Mixer, StepwiseMixer
@@ -48,8 +48,8 @@ class Orthogonal(Init):
     """Each gate's recurrent matrix orthogonal: all eigenvalues of norm 1 (arXiv 1312.6120)."""
 
     def apply(self, mixer: Mixer) -> None:
-        cell = _cell(mixer, "orthogonal")
-        for block in cell.weight_hh_l0.detach().split(mixer.d_model):
+        _, weight_hh, _, _ = _weights(mixer, "orthogonal")
+        for block in weight_hh.split(mixer.d_model):
             nn.init.orthogonal_(block)
 
 
@@ -58,12 +58,12 @@ class Identity(Init):
     """The recurrent matrix 1 and no bias: a state that is kept as it is (arXiv 1504.00941)."""
 
     def apply(self, mixer: Mixer) -> None:
-        cell = _cell(mixer, "identity")
+        _, weight_hh, *biases = _weights(mixer, "identity")
         if isinstance(mixer, StepwiseMixer) and mixer.gated:
             _refuse("identity", mixer, "its gates decide what is kept; use long_memory")
-        nn.init.eye_(cell.weight_hh_l0)
-        nn.init.zeros_(cell.bias_ih_l0)
-        nn.init.zeros_(cell.bias_hh_l0)
+        nn.init.eye_(weight_hh)
+        for bias in biases:
+            nn.init.zeros_(bias)
 
 
 @INITS.register("xavier")
@@ -71,12 +71,11 @@ class Xavier(Init):
     """Each gate's two matrices uniform as of Glorot and Bengio (2010), and no bias."""
 
     def apply(self, mixer: Mixer) -> None:
-        cell = _cell(mixer, "xavier")
-        for weight in (cell.weight_ih_l0, cell.weight_hh_l0):
-            for block in weight.detach().split(mixer.d_model):
-                nn.init.xavier_uniform_(block)
-        nn.init.zeros_(cell.bias_ih_l0)
-        nn.init.zeros_(cell.bias_hh_l0)
+        weight_ih, weight_hh, *biases = _weights(mixer, "xavier")
+        for block in (*weight_ih.split(mixer.d_model), *weight_hh.split(mixer.d_model)):
+            nn.init.xavier_uniform_(block)
+        for bias in biases:
+            nn.init.zeros_(bias)
 
 
 @INITS.register("long_memory")
@@ -102,11 +101,11 @@ def initialise(mixer: Mixer, init: str) -> None:
     INITS[init]().apply(mixer)
 
 
-def _cell(mixer: Mixer, init: str) -> nn.RNNBase:
-    """The weights of a cell with recurrent matrices."""
+def _weights(mixer: Mixer, init: str) -> list[Tensor]:
+    """`weight_ih`, `weight_hh`, `bias_ih` and `bias_hh` of a cell with recurrent matrices."""
     if not isinstance(mixer, StepwiseMixer):
         _refuse(init, mixer, "its state has no recurrent matrix, only decays; use long_memory")
-    return mixer.cell
+    return [weight.detach() for weight in mixer.cell.all_weights[0]]
 
 
 def _refuse(init: str, mixer: Mixer, reason: str) -> NoReturn:

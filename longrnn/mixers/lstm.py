@@ -39,8 +39,9 @@ class LSTM(StepwiseMixer):
     @torch.no_grad()
     def hold(self, scales: Tensor) -> bool:
         forget = (scales - 1).log()  # σ of it is 1 − 1 / scale
-        self.cell.bias_ih_l0[: 2 * self.d_model] = torch.cat([-forget, forget])
-        self.cell.bias_hh_l0[: 2 * self.d_model] = 0
+        _, _, bias_ih, bias_hh = self.cell.all_weights[0]
+        bias_ih[: 2 * self.d_model] = torch.cat([-forget, forget])
+        bias_hh[: 2 * self.d_model] = 0
         return True
 
     def state_like(self) -> LSTMState:

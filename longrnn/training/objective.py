@@ -17,7 +17,7 @@ from longrnn.training.repeat import repeats
 
 class StepOutput(NamedTuple):
     """`loss`: scalar; `state`: what a carried row goes on from; `predictions`: `(b, t)` ids of
-    every segment."""
+    every segment, −100 where there is no target."""
 
     loss: Tensor
     state: LMState
@@ -68,7 +68,13 @@ class Objective(nn.Module):
         if weights is None:
             scored = batch.answers().float()
             weights = scored / scored.sum(1, keepdim=True)
-        loss, predictions = weighted_cross_entropy(
-            hidden, self.model.head.weight, batch.targets, weights / len(weights)
+        # Logits only where a target is: a row to be reversed has them in its second half alone.
+        scored = (batch.targets.flatten() >= 0).nonzero()[:, 0]
+        loss, said = weighted_cross_entropy(
+            hidden.flatten(0, 1).index_select(0, scored),
+            self.model.head.weight,
+            batch.targets.flatten()[scored],
+            (weights / len(weights)).flatten()[scored],
         )
-        return loss, state, predictions
+        predictions = batch.targets.flatten().index_copy(0, scored, said)
+        return loss, state, predictions.view_as(batch.targets)

@@ -34,7 +34,8 @@ def defined(model: RecurrentLM, batch: Batch, state: LMState) -> tuple[Tensor, T
     per_token = F.cross_entropy(logits.transpose(1, 2), batch.targets, reduction="none")
     scored = (batch.targets != -100).double()
     weights = scored / scored.sum(1, keepdim=True) if batch.weights is None else batch.weights
-    return (per_token * weights).sum(1).mean(), logits.argmax(-1), carried
+    predictions = logits.argmax(-1).where(batch.targets >= 0, -100)
+    return (per_token * weights).sum(1).mean(), predictions, carried
 
 
 @pytest.mark.parametrize("kind", sorted(MIXERS))

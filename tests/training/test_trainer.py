@@ -75,6 +75,28 @@ def test_a_resumed_run_is_the_undisturbed_one(
     assert all(math.isfinite(value) for row in rows for value in row.values())
 
 
+def test_gradients_are_cut_by_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit that is read and not used, or used before the norm is taken."""
+    seen = []
+    whole = torch.optim.Adam.step
+
+    def look(self: torch.optim.Adam, *args: Any) -> Any:
+        seen.append(max(float(p.grad.abs().max()) for g in self.param_groups for p in g["params"]))
+        return whole(self, *args)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", look)
+    runs = {}
+    for limit in (None, 1e-3):
+        run = tmp_path / str(limit)
+        train(tiny("reverse", run, max_steps=2, logging_steps=1, max_grad_value=limit))
+        runs[limit] = [row["grad_norm"] for row in metrics(run)]
+    assert min(seen[:2]) > 1e-3
+    assert seen[2:] == pytest.approx([1e-3] * 2)
+    assert runs[None][0] == runs[1e-3][0]  # what is logged is the norm before any clipping
+    with pytest.raises(UserError, match="max_grad_value must be above 0, not -1"):
+        tiny("reverse", tmp_path / "x", max_grad_value=-1)
+
+
 def test_carried_states_reach_across_steps(tmp_path: Path) -> None:
     """`carry` that resets at every step: the position counts the tokens of a document."""
     config = tiny("carry", tmp_path, max_steps=6, task={"kind": "passkey", "max_segments": 50})

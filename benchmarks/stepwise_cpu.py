@@ -1,0 +1,182 @@
+"""Training steps of RNN, GRU and LSTM on the CPU beside modules of torch.nn, and of a large head.
+
+Forward pass, backward pass, clipping and optimizer on reverse ordering, embedding → cell → head, in
+float32. Three of a kind, with the same weights and the same batch:
+- `torch.nn`: a module of torch.nn with `nn.Embedding`, `nn.Linear` and `F.cross_entropy` around it;
+- `longrnn`: our model and loss, on the kernel of torch.nn;
+- `stepwise`: the same where an edit asks for every token's state, as a mitigation does.
+
+Then the peak memory of one step at a large vocabulary, each in a process of its own.
+
+Example:
+    python -m benchmarks.stepwise_cpu --threads 1 --json benchmarks/results/stepwise_cpu.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.prefill_cpu import mebibytes
+from benchmarks.timing import add_threads, interleaved, use_threads, write_json
+from benchmarks.training_cpu import stepper
+from longrnn.mixers import Edit
+from longrnn.models import RecurrentConfig, RecurrentLM
+from longrnn.state import LMState
+from longrnn.tasks import TASKS, Batch
+from longrnn.training.objective import Objective
+
+PEERS: dict[str, Callable[..., nn.RNNBase]] = {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}
+# Least speed, over that of torch.nn.
+BARS = {"longrnn": 0.9, "stepwise": 0.5}
+WAYS = ("torch.nn", *BARS)
+
+
+class Twin(nn.Module):
+    """The same model of modules of torch.nn alone, with the weights of ours."""
+
+    def __init__(self, model: RecurrentLM) -> None:
+        super().__init__()
+        config = model.config
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.cell = PEERS[config.mixer["kind"]](config.d_model, config.d_model, batch_first=True)
+        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.embedding.load_state_dict(model.embedding.state_dict())
+        self.cell.load_state_dict(model.mixers[0].get_submodule("cell").state_dict())
+        self.head.load_state_dict(model.head.state_dict())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.cell(self.embedding(tokens))[0])
+
+
+class Stepwise(RecurrentLM):
+    """Asks for the state after every token, as a mitigation does."""
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        state: LMState | None = None,
+        *,
+        keep: int | None = None,
+        edits: Sequence[Edit] | None = None,
+    ) -> tuple[Tensor, LMState]:
+        return super().hidden(tokens, state, keep=keep, edits=[Edit() for _ in self.mixers])
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kinds", nargs="+", default=list(PEERS), choices=list(PEERS))
+    parser.add_argument("--d-model", type=int, default=512)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=128, help="of a row, half of them to reverse")
+    parser.add_argument("--vocab", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--large-vocab", type=int, default=16_384, help="0 leaves memory out")
+    parser.add_argument("--large-tokens", type=int, default=64)
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--memory-of", nargs=2, help=argparse.SUPPRESS)  # what a child is given
+    add_threads(parser)
+    return parser.parse_args()
+
+
+def draw(rows: int, tokens: int, vocab: int) -> Batch:
+    """Sequences to reverse."""
+    task = TASKS.build({"kind": "reverse", "vocab_size": vocab})
+    generator = torch.Generator().manual_seed(0)
+    return task.sample(rows, length=tokens // 2, generator=generator)
+
+
+def training_step(
+    way: str, kind: str, d_model: int, batch: Batch, vocab: int
+) -> Callable[[], float]:
+    """A function that makes one training step and returns its loss."""
+    torch.manual_seed(0)
+    config = RecurrentConfig(
+        vocab + 1, d_model, 1, {"kind": kind}, block="plain", tie_embeddings=False
+    )
+    model = (Stepwise if way == "stepwise" else RecurrentLM)(config).train()
+    if way == "torch.nn":
+        twin = Twin(model)
+
+        def theirs() -> Tensor:
+            logits = twin(batch.tokens)
+            return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+
+        return stepper(twin, theirs)
+    objective = Objective(model)
+    return stepper(model, lambda: objective([batch], model.init_state(len(batch.tokens))).loss)
+
+
+def speeds(args: argparse.Namespace, kind: str) -> dict[str, float]:
+    """Seconds of a step of each way, after a check that they take the same steps."""
+    batch = draw(args.rows, args.tokens, args.vocab)
+    calls = {way: training_step(way, kind, args.d_model, batch, args.vocab) for way in WAYS}
+    losses = {way: [call() for _ in range(2)] for way, call in calls.items()}
+    for way, found in losses.items():
+        # The second loss has been through one whole step: gradients and optimizer agree too.
+        for one, other in zip(found, losses["torch.nn"], strict=True):
+            assert abs(one - other) < 1e-4 * other, (way, losses)
+    seconds = interleaved(calls, args.repeats, warm=True)
+    figures = {f"{kind}/{way}/seconds": value for way, value in seconds.items()}
+    for way, value in seconds.items():
+        speed = seconds["torch.nn"] / value
+        bar = f"   (bar {BARS[way]})" if way in BARS else ""
+        print(f"{kind:5} {way:10} {value:7.3f} s   {speed:5.2f} x torch.nn{bar}", flush=True)
+        figures[f"{kind}/{way}/speed"] = speed
+    return figures
+
+
+def peak(args: argparse.Namespace, way: str, kind: str) -> float:
+    """Mebibytes above what the model and its batch hold, in a process of its own."""
+    options = {
+        "--d-model": args.d_model,
+        "--rows": args.rows,
+        "--large-tokens": args.large_tokens,
+        "--large-vocab": args.large_vocab,
+        "--threads": torch.get_num_threads(),
+    }
+    command = [sys.executable, "-m", "benchmarks.stepwise_cpu", "--memory-of", way, kind]
+    command += [str(part) for option in options.items() for part in option]
+    return json.loads(subprocess.check_output(command))
+
+
+def peak_here(args: argparse.Namespace) -> float:
+    """What `peak` asks its child for."""
+    way, kind = args.memory_of
+    batch = draw(args.rows, args.large_tokens, args.large_vocab)
+    step = training_step(way, kind, args.d_model, batch, args.large_vocab)
+    before, _ = mebibytes()
+    step()
+    return mebibytes()[1] - before
+
+
+def main() -> None:
+    args = arguments()
+    use_threads(args)
+    if args.memory_of:
+        print(json.dumps(peak_here(args)))
+        return
+    figures: dict[str, float] = {}
+    if args.large_vocab:  # while this process is small: a child's peak starts at its parent's
+        shape = f"vocabulary {args.large_vocab:,}, {args.rows} × {args.large_tokens} tokens"
+        for way in ("torch.nn", "longrnn"):
+            figures[f"large/{way}/peak_mib"] = mib = peak(args, way, "lstm")
+            print(f"{shape}, lstm, {way:10} peak {mib:7.0f} MiB", flush=True)
+    for kind in args.kinds:
+        figures |= speeds(args, kind)
+    if args.json:
+        write_json(args.json, figures)
+
+
+if __name__ == "__main__":
+    main()

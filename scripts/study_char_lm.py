@@ -1,0 +1,185 @@
+"""Do longer windows help a vanilla RNN? A character language model, cell by cell.
+
+    python -m scripts.study_char_lm data/tinyshakespeare.txt
+
+A vanilla RNN is trained on the head of a text by truncated back-propagation through windows of 16,
+32 and 64 characters; a GRU, an LSTM and a Mamba-2 through 64. All carry their state from window to
+window, and have the same number of parameters (within TOLERANCE), the same steps, and the same
+characters a step. Perplexity is that of the text's tail, which none has seen, with Student-t
+intervals over seeds. Gradients of the first seed's models say why. Finished runs are skipped: a
+study that was stopped goes on with the same command.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from longrnn import load, load_tokenizer
+from longrnn.config import build_config
+from longrnn.diagnostics.gradients import Laboratory, Settings, Subject, diagnose
+from longrnn.diagnostics.gradients_report import write_report
+from longrnn.errors import UserError
+from longrnn.evaluation import perplexity as measure
+from longrnn.evaluation.texts import read_documents
+from longrnn.files import write_atomic
+from longrnn.models import RecurrentConfig, RecurrentLM
+from longrnn.tasks import TASKS
+from longrnn.text import read_text
+from longrnn.training.config import TrainConfig
+from longrnn.training.trainer import Trainer
+from scripts.report_char_lm import SETTINGS, STEP_TOKENS, STRETCH, Setting, Study, written
+
+# Share of the text that is held out, and how far numbers of parameters may differ.
+HELD_OUT, TOLERANCE = 0.1, 0.02
+
+
+def main(
+    text: Annotated[Path, typer.Argument(help="The text, UTF-8; its tail is held out.")],
+    steps: Annotated[int, typer.Option(help="Of every run.")] = 800,
+    seeds: Annotated[int, typer.Option(help="Runs of every setting.")] = 3,
+    width: Annotated[int, typer.Option(help="d_model of the RNN; the others follow.")] = 256,
+    output: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("runs/char-lm"),
+    report: Annotated[Path, typer.Option(help="The file with the result.")] = Path(
+        "benchmarks/results/char_lm_cpu.md"
+    ),
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+) -> None:
+    """Trains, measures, and writes the report."""
+    if min(steps, seeds) < 1 or width < 16:
+        raise UserError("steps and seeds must be at least 1, and width at least 16")
+    head, tail = parted(text, output)
+    models = {kind: matched(kind, width) for kind in dict.fromkeys(s.kind for s in SETTINGS)}
+    losses: dict[str, list[float]] = {setting.name: [] for setting in SETTINGS}
+    for seed in range(seeds):  # seed by seed: a study that is stopped has whole comparisons
+        for setting in SETTINGS:
+            run = output / setting.name / f"seed{seed}"
+            config = training(setting, models[setting.kind], head, run, seed, steps)
+            Trainer(config, resume=True, quiet=quiet).train()
+            losses[setting.name].append(loss_of(run, tail, quiet))
+    sizes = {kind: parameters(model) for kind, model in models.items()}
+    study = Study(losses, models, sizes, output, head, tail, steps)
+    lines = written(study, gradients(output, tail, quiet))
+    write_atomic(report, "\n".join(lines) + "\n")
+    typer.echo("\n".join(lines))
+
+
+def parted(text: Path, output: Path) -> tuple[Path, Path]:
+    """Writes the head and the tail of a text as files, cut where a line begins."""
+    content, _ = read_text(text)
+    cut = content.find("\n", int(len(content) * (1 - HELD_OUT))) + 1
+    if cut == 0 or len(content) - cut <= STRETCH:
+        raise UserError(f"{text} is too short: its last tenth must hold lines of {STRETCH} bytes")
+    head, tail = output / "head.txt", output / "tail.txt"
+    write_atomic(head, content[:cut])
+    write_atomic(tail, content[cut:])
+    return head, tail
+
+
+def matched(kind: str, width: int) -> dict[str, Any]:
+    """A model with as many parameters as the RNN of `width`, as nearly as its sizes allow.
+
+    Raises:
+        UserError: no sizes come within TOLERANCE.
+    """
+    wanted = parameters(plain({"kind": "rnn"}, width))
+    if kind == "mamba2":  # the largest width for a state of 64, and then the state
+        below, *_ = around(lambda d: plain(mamba2(64), d), range(16, width + 1, 16), wanted)
+        candidates = around(lambda n: plain(mamba2(n), below["d_model"]), range(64, 512, 8), wanted)
+    else:
+        candidates = around(lambda d: plain({"kind": kind}, d), range(2, width + 1), wanted)
+    best = min(candidates, key=lambda model: abs(parameters(model) - wanted))
+    if abs(parameters(best) / wanted - 1) > TOLERANCE:
+        raise UserError(f"no {kind} has about {wanted:,} parameters: give another --width")
+    return best
+
+
+def around(
+    build: Callable[[int], dict[str, Any]], sizes: range, wanted: int
+) -> list[dict[str, Any]]:
+    """The models just below and just above so many parameters."""
+    place = bisect_left(sizes, wanted, key=lambda size: parameters(build(size)))
+    return [build(size) for size in sizes[max(0, place - 1) : place + 1]]
+
+
+def mamba2(d_state: int) -> dict[str, Any]:
+    return {"kind": "mamba2", "d_state": d_state, "head_dim": 16}
+
+
+def plain(mixer: dict[str, Any], width: int) -> dict[str, Any]:
+    """Embedding, one cell and head, and nothing else."""
+    return {
+        "vocab_size": 256,
+        "d_model": width,
+        "n_layers": 1,
+        "mixer": mixer,
+        "block": "plain",
+        "tie_embeddings": False,
+    }
+
+
+def parameters(model: dict[str, Any]) -> int:
+    """How many there are; nothing is drawn."""
+    with torch.device("meta"):
+        built = RecurrentLM(build_config(RecurrentConfig, model))
+    return sum(parameter.numel() for parameter in built.parameters())
+
+
+def training(
+    setting: Setting, model: dict[str, Any], head: Path, run: Path, seed: int, steps: int
+) -> TrainConfig:
+    """The run of one setting and seed; but for model and window all are equal."""
+    rows = STEP_TOKENS // setting.window
+    lane = head.stat().st_size // STEP_TOKENS  # windows of a row until the text is read once
+    values = {
+        "output_dir": str(run),
+        "model": model,
+        "task": {"kind": "text", "files": [str(head)], "max_segments": lane - 1},
+        "initial_state": {"kind": "carry"},
+        "seed": seed,
+        "length": {"max": setting.window},
+        "per_device_train_batch_size": rows,
+        "max_steps": steps,
+        "learning_rate": 2e-3,
+        "warmup_steps": steps // 10,
+        "save_steps": max(1, steps // 3),
+        "save_total_limit": 1,
+        "logging_steps": 50,
+    }
+    return build_config(TrainConfig, values)
+
+
+def loss_of(run: Path, tail: Path, quiet: bool) -> float:
+    """Nats a character on the tail, in stretches that start from zero."""
+    model = load(run)
+    documents = read_documents([tail], load_tokenizer(run), model)
+    rows = measure.evaluate(
+        model,
+        documents,
+        length=STRETCH,
+        output=run.parent / f"{run.name}.jsonl",
+        batch_size=16,
+        quiet=quiet,
+    )
+    return measure.summarise(rows)[0].nats.mean
+
+
+def gradients(output: Path, tail: Path, quiet: bool) -> Laboratory:
+    """Gradients through time of the first seed's models on the tail, with their report."""
+    subjects = [Subject(s.name, load(output / s.name / "seed0")) for s in SETTINGS]
+    task = TASKS.build({"kind": "text", "files": [str(tail)]})
+    folder = output / "gradients"
+    found = diagnose(
+        subjects, task, Settings(rows=16), output=folder, described="text (the tail)", quiet=quiet
+    )
+    write_report(found, folder)
+    return found
+
+
+if __name__ == "__main__":
+    typer.run(main)
