@@ -45,7 +45,7 @@ def capacity(
     from longrnn.diagnostics.capacity import write
     from longrnn.diagnostics.record import state_size
     from longrnn.evaluation import capacity as measure
-    from longrnn.hf.loading import load
+    from longrnn.hf.loading import load_recurrent
 
     recorded = measure.read_recorded(results)
     members = []
@@ -55,7 +55,7 @@ def capacity(
             raise UserError(
                 f"{name} has no train.yaml that says its training length: give folders of runs"
             )
-        model = load(name)
+        model = load_recurrent(name)
         known = (model.fingerprint(), state_size(model), trained)
         members.append(measure.member(name, *known, recorded))
     found = measure.sizes(members)

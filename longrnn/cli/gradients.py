@@ -113,7 +113,7 @@ def gradients(
 
 def _open(source: str, inits: Sequence[str]) -> list[Source]:
     """The model of a checkpoint, or the untrained ones of a configuration, one an `init`."""
-    from longrnn.hf.loading import load, resolve
+    from longrnn.hf.loading import load_recurrent, resolve
 
     if source.endswith((".yaml", ".yml")):
         return _untrained(source, inits)
@@ -122,7 +122,7 @@ def _open(source: str, inits: Sequence[str]) -> list[Source]:
             f"{source} is trained and --init is about how training begins: give a configuration "
             "(.yaml) or leave --init out"
         )
-    model, folder = load(source), resolve(source)
+    model, folder = load_recurrent(source), resolve(source)
     # The checkpoints of a run lie inside its folder.
     return [Source(source, model, source, training(folder) or training(folder.resolve().parent))]
 
@@ -133,7 +133,7 @@ def _untrained(source: str, inits: Sequence[str]) -> list[Source]:
     import torch
 
     from longrnn.config import load_config
-    from longrnn.hf.loading import load
+    from longrnn.hf.loading import load_recurrent
     from longrnn.models import RecurrentLM
     from longrnn.training.config import TrainConfig
 
@@ -141,7 +141,7 @@ def _untrained(source: str, inits: Sequence[str]) -> list[Source]:
     if config.init_from is not None:
         if inits:
             raise UserError(f"{source} goes on from {config.init_from}: leave --init out")
-        model = load(config.init_from)
+        model = load_recurrent(config.init_from)
         return [Source(source, model, config.tokenizer, asdict(config))]
     found = []
     for init in inits or [None]:

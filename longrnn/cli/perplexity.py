@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from longrnn.evaluation.paired import Difference
     from longrnn.evaluation.results import Row
     from longrnn.evaluation.texts import Document
-    from longrnn.mitigations import Mitigated
-    from longrnn.models import RecurrentLM
+    from longrnn.models import LanguageModel
 
 
 class Asked(NamedTuple):
@@ -43,7 +42,7 @@ class Reader(NamedTuple):
 
     name: str
     checkpoint: str
-    model: RecurrentLM | Mitigated
+    model: LanguageModel
     documents: list[Document]
 
 

@@ -37,6 +37,7 @@ def evaluate_sequences(
     """
     from longrnn.evaluation import sequences as measure
     from longrnn.hf.loading import load, resolve
+    from longrnn.models import RecurrentLM
     from longrnn.tasks import TASKS, SequenceTask
 
     trained = training(resolve(checkpoint))
@@ -62,7 +63,8 @@ def evaluate_sequences(
     task = TASKS.build({"kind": kind, **options}, None)
     assert isinstance(task, SequenceTask)
     model = load(checkpoint, device=pick_device(device))
-    there, needed = model.position.n_positions, task.width(length)
+    there = model.position.n_positions if isinstance(model, RecurrentLM) else None
+    needed = task.width(length)
     if there is not None and there < needed:
         raise UserError(
             f"{checkpoint} has {there} positions and {kind} at length {length} needs {needed}: "

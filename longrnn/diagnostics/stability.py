@@ -23,7 +23,7 @@ from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.evaluation.intervals import Estimate, mean
-from longrnn.hf.loading import load
+from longrnn.hf.loading import load_recurrent
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.progress import Progress
 from longrnn.state import LMState, detach, leaves, tree_map
@@ -144,7 +144,7 @@ def along_checkpoints(
     readings = []
     with Progress("stability", len(folders), unit="inputs", quiet=quiet) as progress:
         for folder in folders:
-            found = stability(load(folder, device=device), inputs)
+            found = stability(load_recurrent(folder, device=device), inputs)
             estimates = [mean(values.tolist()) for values in found]
             readings.append(Reading(checkpoint.steps(folder), *estimates))
             progress.advance(1, 3 * n)

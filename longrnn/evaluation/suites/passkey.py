@@ -9,6 +9,7 @@ from typing import ClassVar
 from longrnn.errors import UserError
 from longrnn.evaluation import passkey
 from longrnn.evaluation.intervals import Estimate, paired_proportion, proportion
+from longrnn.evaluation.passkey_grid import Sample
 from longrnn.evaluation.suites.base import (
     EVALUATIONS,
     Contender,
@@ -100,8 +101,9 @@ class PasskeyRetrieval(Evaluation):
     def _longest_answer(self, contender: Contender) -> int:
         """Tokens that are generated behind a prompt."""
         task = self._task(contender)
-        samples = [passkey.Sample(0, depth, i) for depth in self.depths for i in range(self.n)]
-        questions = [sample.question(self.seed, self.n_keys) for sample in samples]
+        shortest, number = self.lengths[0], range(self.n)
+        samples = [Sample(shortest, depth, i) for depth in self.depths for i in number]
+        questions = [sample.question(task, self.seed, self.n_keys) for sample in samples]
         return max(len(task.answer(question.needle)) for question in questions)
 
 
