@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from longrnn.units import format_length
 
 # Metrics over so many times their least value are drawn on a logarithmic axis.
 WIDE = 30
+# Lengths of the next model are drawn so many times as far to the right.
+BESIDE = 1.02
 
 
 def write_report(
@@ -35,7 +37,11 @@ def write_report(
         picture
         for suite in suites
         for metric in dict.fromkeys(cell.metric for cell in cells if cell.suite == suite)
-        if (picture := _picture([c for c in cells if (c.suite, c.metric) == (suite, metric)]))
+        if (
+            picture := _picture(
+                [c for c in cells if (c.suite, c.metric) == (suite, metric)], models
+            )
+        )
     ]
     values: dict[str, Any] = {
         "tables": tables(cells),
@@ -48,7 +54,7 @@ def write_report(
     return write_page("comparison.html", folder, pictures, values)
 
 
-def _picture(cells: Sequence[Cell]) -> Picture | None:
+def _picture(cells: Sequence[Cell], models: Iterable[str]) -> Picture | None:
     """One metric of one suite by length, a line a model; None where there are no lengths."""
     drawn = [
         (cell.at, cell.estimate, cell.model)
@@ -59,10 +65,13 @@ def _picture(cells: Sequence[Cell]) -> Picture | None:
         return None
     figure = new_figure(7.5, 4.2)
     panel = figure.subplots()
-    for model in dict.fromkeys(model for _, _, model in drawn):
+    for number, model in enumerate(models):
         own = [(at, estimate) for at, estimate, name in drawn if name == model]
+        if not own:
+            continue
         panel.errorbar(
-            [at for at, _ in own],
+            # Beside each other: equal values would hide one another.
+            [at * BESIDE**number for at, _ in own],
             [estimate.mean for _, estimate in own],
             yerr=list(zip(*(_bar(estimate) for _, estimate in own), strict=True)),
             marker="o",
