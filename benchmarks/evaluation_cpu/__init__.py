@@ -1,1 +1,1 @@
-"""What evaluation costs on the CPU."""
+"""Long-context evaluation on a CPU: what is shared is not computed twice, and memory stays flat."""
