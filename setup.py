@@ -15,7 +15,7 @@ class BuildWithEval(build_py):
         if not self.editable_mode:
             target = Path(self.build_lib) / "longrnn" / "bundled"
             shutil.rmtree(target, ignore_errors=True)
-            shutil.copytree("eval", target)
+            shutil.copytree("eval", target, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 setup(cmdclass={"build_py": BuildWithEval})

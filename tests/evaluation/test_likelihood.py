@@ -98,6 +98,17 @@ def test_heads_are_shared() -> None:
     assert computed <= 400 + 300 + (10 + 11 + 12 + 13) + 9
 
 
+def test_logits_of_a_long_continuation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More logits at one time than a piece has."""
+    monkeypatch.setattr(likelihood, "LOGITS", 32 * VOCAB)
+    model, rng = speaking("mamba2"), random.Random(4)
+    sizes: list[int] = []
+    model.register_forward_hook(lambda _, __, output: sizes.append(output.logits.numel()))
+    _, computed = scored(model, [Pair((0,), words(rng, 3000)) for _ in range(4)], batch_size=4)
+    assert computed == 1 + 4 * 2999
+    assert max(sizes) <= 32 * VOCAB
+
+
 def test_nothing_to_score() -> None:
     """No pairs, and the empty text."""
     model = speaking("rnn")

@@ -61,6 +61,12 @@ def run(checkpoint: str, arguments: Sequence[str], options: dict[str, Any]) -> N
         raise UserError(
             f"a task's data cannot be had ({error}): connect, or take tasks whose data is here"
         ) from error
+    except KeyboardInterrupt as error:
+        if config.use_cache:
+            raise
+        raise UserError(
+            "interrupted: a run with --use_cache FILE goes on where it stops"
+        ) from error
     samples = results.pop("samples", None)
     tracker.save_results_aggregated(results=results, samples=samples)
     for task in samples or {}:

@@ -11,7 +11,6 @@ Notable choices:
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,13 +22,12 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import CacheHook, TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import has_bos_prefix, postprocess_generated_text
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from longrnn.errors import UserError
 from longrnn.evaluation.completion import complete
+from longrnn.evaluation.harness.limit import Limit
 from longrnn.evaluation.harness.options import build_model, generating, rows_in_a_batch
 from longrnn.evaluation.likelihood import Pair, Score, score
-from longrnn.evaluation.reading import Ids
 from longrnn.hf.tokenizer import HFTokenizer, load_tokenizer
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
@@ -37,10 +35,8 @@ from longrnn.text import Tokenizer
 
 # What the first token of a text follows where the tokenizer has no special token for it.
 NEWLINE = "\n"
-# Under this key a cache of answers names the model that gave them.
+# Under this key a cache of answers says which model gave them.
 FINGERPRINT = "longrnn fingerprint"
-
-logger = logging.getLogger(__name__)
 
 
 @register_model("longrnn")
@@ -99,11 +95,11 @@ class LongRNN(TemplateLM):
         hf = self._tokenizer.tokenizer if isinstance(self._tokenizer, HFTokenizer) else None
         self.tokenizer: Any = hf  # by this name lm-eval asks for chat templates
         self.batch_size = rows_in_a_batch(batch_size)
-        self.max_length = max_length or getattr(self.model, "max_length", None)
+        own = getattr(self.model, "max_length", None)  # of a model of transformers
+        self.limit = Limit(own if max_length is None else max_length)
         self.custom_prefix_token_id, self.add_bos_token = prefix_token_id, add_bos_token
         self.quiet = quiet
         self.tokens_computed = 0
-        self.truncated: dict[str, int] = {"requests": 0, "tokens": 0, "split_documents": 0}
 
     # Texts and ids
 
@@ -119,9 +115,9 @@ class LongRNN(TemplateLM):
             return self.custom_prefix_token_id
         if self.tokenizer is not None and self.tokenizer.bos_token_id is not None:
             return self.tokenizer.bos_token_id
-        return (
-            self._tokenizer.encode(NEWLINE)[-1] if self.eot_token_id is None else self.eot_token_id
-        )
+        if self.eot_token_id is not None:
+            return self.eot_token_id
+        return self._tokenizer.encode(NEWLINE)[-1]
 
     @property
     def tokenizer_name(self) -> str:
@@ -153,12 +149,9 @@ class LongRNN(TemplateLM):
         """A conversation as the tokenizer writes it."""
         if self.tokenizer is None or self.tokenizer.chat_template is None:
             raise UserError("the tokenizer has no chat template: leave --apply_chat_template out")
-        return self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        ends = {"add_generation_prompt": add_generation_prompt}
+        ends["continue_final_message"] = not add_generation_prompt
+        return self.tokenizer.apply_chat_template(chat_history, tokenize=False, **ends)
 
     # The three kinds of requests
 
@@ -171,12 +164,12 @@ class LongRNN(TemplateLM):
         for _, context, continuation in requests:
             if not continuation:
                 raise UserError("lm-eval asks for the likelihood of a text without tokens")
-            pairs.append(Pair(self._fitting(context, len(continuation) - 1), tuple(continuation)))
+            pairs.append(Pair(self.limit.fit(context, len(continuation) - 1), tuple(continuation)))
         found: dict[int, tuple[float, bool]] = {}
         for index, result in self._scores("loglikelihood", pairs, disable_tqdm):
             found[index] = result.nats, result.greedy
             self.cache_hook.add_partial("loglikelihood", requests[index][0], found[index])
-        self._report()
+        self.limit.report()
         return [found[index] for index in range(len(pairs))]
 
     def loglikelihood_rolling(
@@ -186,8 +179,7 @@ class LongRNN(TemplateLM):
         pairs: list[Pair] = []
         owners: list[int] = []
         for index, text in enumerate(_arguments(requests, 0)):
-            windows = self._windows(self.tok_encode(text))
-            self.truncated["split_documents"] += len(windows) > 1
+            windows = self.limit.windows(self.tok_encode(text), self.prefix_token_id)
             pairs += windows
             owners += [index] * len(windows)
         left = Counter(owners)
@@ -199,12 +191,12 @@ class LongRNN(TemplateLM):
             if left[index] == 0:
                 args = requests[index].args
                 self.cache_hook.add_partial("loglikelihood_rolling", args, nats[index])
-        self._report()
+        self.limit.report()
         return nats
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Texts that go on from prompts, up to the first of their stop strings."""
-        prompts, options = _arguments(requests, 0), _arguments(requests, 1)
+        texts, options = _arguments(requests, 0), _arguments(requests, 1)
         kinds: dict[str, list[int]] = {}
         for index, wanted in enumerate(options):
             kinds.setdefault(json.dumps(wanted, sort_keys=True), []).append(index)
@@ -214,9 +206,10 @@ class LongRNN(TemplateLM):
         with Progress("generate_until", len(requests), unit="tokens", quiet=quiet) as progress:
             for indices in kinds.values():
                 how = generating(options[indices[0]], eos)
+                prompts = [self.tok_encode(texts[i]) or [self.prefix_token_id] for i in indices]
                 for place, said in complete(
                     self.model,
-                    [self._prompt(prompts[index], how.max_new_tokens) for index in indices],
+                    [self.limit.fit(prompt, how.max_new_tokens) for prompt in prompts],
                     decode=self.tok_decode,
                     eos=self.eot_token_id,
                     batch_size=self.batch_size,
@@ -229,7 +222,7 @@ class LongRNN(TemplateLM):
                     self.cache_hook.add_partial("generate_until", args, answers[index])
                     progress.advance(1, 0)
         self.tokens_computed += progress.units
-        self._report()
+        self.limit.report()
         return answers
 
     def _scores(self, title: str, pairs: list[Pair], quiet: bool) -> Iterator[tuple[int, Score]]:
@@ -238,48 +231,7 @@ class LongRNN(TemplateLM):
             yield from score(self.model, pairs, batch_size=self.batch_size, progress=progress)
         self.tokens_computed += progress.units
 
-    def _windows(self, ids: list[int]) -> list[Pair]:
-        """A document as one pair, or as lm-eval's windows for a model with a maximum length."""
-        windows = get_rolling_token_windows(
-            ids, self.prefix_token_id, max_seq_len=self.max_length or len(ids) or 1, context_len=1
-        )
-        return [
-            Pair(tuple(context), tuple(wanted))
-            for context, wanted in map(make_disjoint_window, windows)
-        ]
-
-    def _prompt(self, text: str, more: int) -> Ids:
-        return self._fitting(self.tok_encode(text) or [self.prefix_token_id], more)
-
-    def _fitting(self, context: Sequence[int], more: int) -> Ids:
-        """What the model can read of a context, from its end, and `more` tokens behind it."""
-        if self.max_length is None or len(context) + more <= self.max_length:
-            return tuple(context)
-        room = self.max_length - more
-        if room < 1:
-            raise UserError(
-                f"{more} tokens to score or to generate leave no room for a context: the model "
-                f"reads at most {self.max_length}"
-            )
-        self.truncated["requests"] += 1
-        self.truncated["tokens"] += len(context) - room
-        return tuple(context[-room:])
-
-    # What lm-eval and the user are told
-
-    def _report(self) -> None:
-        """Warns of what was cut off so far."""
-        cut = self.truncated
-        if cut["requests"]:
-            logger.warning(
-                f"{cut['requests']} contexts were truncated from the left, by {cut['tokens']:,} "
-                f"tokens in all: the model reads at most {self.max_length:,}"
-            )
-        if cut["split_documents"]:
-            logger.warning(
-                f"{cut['split_documents']} documents were read in windows of {self.max_length:,} "
-                "tokens, the most that the model reads"
-            )
+    # What lm-eval asks and records
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval records with the results."""
@@ -290,19 +242,22 @@ class LongRNN(TemplateLM):
             "model_fingerprint": self.model.fingerprint(),
             "tokenizer_fingerprint": self._tokenizer.fingerprint(),
             "tokens_computed": self.tokens_computed,
-            "max_length": self.max_length,
-            "truncated": dict(self.truncated),
+            "max_length": self.limit.max_length,
+            "truncated": dict(self.limit.truncated),
         }
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
-        """Takes a cache of answers, unless it holds those of another model."""
-        if cache_hook.dbdict is not None:
-            mine = f"{self.model.fingerprint()}/{self._tokenizer.fingerprint()}"
-            found = cache_hook.dbdict.setdefault(FINGERPRINT, mine)
-            if found != mine:
+        """Takes a cache of answers, unless others gave them or they were asked otherwise."""
+        cache: Any = cache_hook.dbdict
+        if cache is not None:
+            mine = [self.model.fingerprint(), self._tokenizer.fingerprint(), self.limit.max_length]
+            mine += [self.prefix_token_id, self.add_bos_token]
+            if len(cache) == 0:
+                cache[FINGERPRINT] = mine
+            if cache.get(FINGERPRINT) != mine:
                 raise UserError(
-                    f"{cache_hook.dbdict.filename} holds the answers of another model: "
-                    "give another --use_cache"
+                    f"{cache.filename} holds answers of another model or other settings: give "
+                    "another --use_cache"
                 )
         super().set_cache_hook(cache_hook)
 

@@ -130,7 +130,7 @@ def test_cache(setting: Setting, tmp_path: Path) -> None:
     for task in TASKS:
         assert responses(first, task) == responses(again, task)
     other = LongRNN(RecurrentLM(setting.model.config), tokenizer=setting.checkpoint, quiet=True)
-    with pytest.raises(UserError, match="answers of another model"):
+    with pytest.raises(UserError, match="answers of another model or"):
         evaluate(other, setting.tasks, *TASKS, use_cache=cache)
 
 
@@ -171,6 +171,8 @@ def test_interrupted_run_goes_on(setting: Setting, tmp_path: Path) -> None:
     [
         ({"batch_size": 0}, "batch size"),
         ({"batch_size": "many"}, "batch size"),
+        ({"max_length": 0}, "max_length is a number"),
+        ({"max_length": "2k"}, "max_length is a number"),
         ({"mitigation": "forget_mor"}, "forget_more"),
     ],
 )

@@ -1,0 +1,64 @@
+"""The most tokens that a model reads, and what that leaves out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from longrnn.errors import UserError
+from longrnn.evaluation.likelihood import Pair
+from longrnn.evaluation.reading import Ids
+
+logger = logging.getLogger(__name__)
+
+
+class Limit:
+    """Cuts what a model cannot read as lm-eval's `hf` type does, and counts it.
+
+    Args:
+        max_length: tokens that the model reads at most; None for any number.
+    """
+
+    def __init__(self, max_length: int | None) -> None:
+        if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
+            raise UserError(f"max_length is a number of tokens of at least 1, not {max_length!r}")
+        self.max_length = max_length
+        self.truncated = {"requests": 0, "tokens": 0, "split_documents": 0}
+
+    def fit(self, context: Sequence[int], more: int) -> Ids:
+        """What can be read of a context, from its end, with `more` tokens behind it."""
+        if self.max_length is None or len(context) + more <= self.max_length:
+            return tuple(context)
+        room = self.max_length - more
+        if room < 1:
+            raise UserError(
+                f"{more} tokens to score or to generate leave no room for a context: the model "
+                f"reads at most {self.max_length}"
+            )
+        self.truncated["requests"] += 1
+        self.truncated["tokens"] += len(context) - room
+        return tuple(context[-room:])
+
+    def windows(self, ids: list[int], prefix: int) -> list[Pair]:
+        """A document behind `prefix` as one pair, or as the pairs that can be read."""
+        longest = self.max_length or len(ids) or 1
+        windows = get_rolling_token_windows(ids, prefix, max_seq_len=longest, context_len=1)
+        pairs = [Pair(tuple(a), tuple(b)) for a, b in map(make_disjoint_window, windows)]
+        self.truncated["split_documents"] += len(pairs) > 1
+        return pairs
+
+    def report(self) -> None:
+        """Warns of what was cut so far."""
+        cut = self.truncated
+        if cut["requests"]:
+            logger.warning(
+                f"{cut['requests']} contexts were truncated from the left, by {cut['tokens']:,} "
+                f"tokens in all: the model reads at most {self.max_length:,}"
+            )
+        if cut["split_documents"]:
+            logger.warning(
+                f"{cut['split_documents']} documents were read in windows of {self.max_length:,} "
+                "tokens, the most that the model reads"
+            )
