@@ -77,3 +77,31 @@ def test_the_books_part_of_the_study(tmp_path: Path) -> None:
     short = study(tmp_path, *command, "--length", "64")
     assert (short.returncode, short.stdout) == (2, "")
     assert "give a longer --length" in short.stderr
+
+
+@pytest.mark.slow
+def test_the_study_of_capacity(tmp_path: Path) -> None:
+    """A study that is found broken after half an hour, or that begins anew."""
+    script = SCRIPT.with_name("study_capacity.py")
+    command = [sys.executable, str(script), "--d-states", "4,8,12", "--train-lengths", "160,192"]
+    command += ["--steps", "2", "--lengths", "160", "--n", "1", "--text-length", "512", "--quiet"]
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(SCRIPT.parents[1])}
+    outputs = []
+    for _ in range(2):
+        done = subprocess.run(
+            [*command, "--output", "out"],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=environment,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        outputs.append(done.stdout)
+        weights = sorted(tmp_path.rglob("model.safetensors"))
+        times = [path.stat().st_mtime_ns for path in weights]
+        outputs.append(str(times))
+    assert outputs[:2] == outputs[2:]
+    assert "state12-length192" in outputs[0]
+    assert (tmp_path / "out/capacity/capacity.png").is_file()
+    assert "out/capacity/capacity.jsonl" in outputs[0]

@@ -66,7 +66,7 @@ def print_paired(
     from longrnn.evaluation.perplexity import edges
 
     table = Table()
-    for name in ("model", "bits per byte", f"less {names[0]} [95 %]"):
+    for name in ("model", "bits per byte", f"difference from {names[0]} [95 %]"):
         table.add_column(name)
     table.add_row(names[0], f"{differences[0].first:.4f}", "")
     for name, difference in zip(names[1:], differences, strict=True):
@@ -83,7 +83,7 @@ def print_paired(
     table.add_column("positions", justify="right")
     table.add_column(f"{names[0]}, nats per token")
     for name in names[1:]:
-        table.add_column(f"{name} less {names[0]} [95 %]")
+        table.add_column(f"{name} − {names[0]} [95 %]")
     bounds = edges(measured[0][0]["length"])
     for k, first in enumerate(positions[0]):
         cells = [_less(buckets[k]) for buckets in positions]
