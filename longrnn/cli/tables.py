@@ -71,8 +71,8 @@ def print_paired(
     table.add_row(names[0], f"{differences[0].first:.4f}", "")
     for name, difference in zip(names[1:], differences, strict=True):
         table.add_row(name, f"{difference.second:.4f}", _less(difference))
-    console = Console()
-    width = max(console.width, 80)
+    # Names stay whole.
+    width = max(Console().width, 60 + 2 * sum(map(len, names)))
     Console(width=width).print(table)
     n_bytes = sum(row["bytes"] for row in measured[0])
     basis = differences[0].basis()
@@ -88,7 +88,7 @@ def print_paired(
     for k, first in enumerate(positions[0]):
         cells = [_less(buckets[k]) for buckets in positions]
         table.add_row(f"[{bounds[k]:,}, {bounds[k + 1]:,})", f"{first.first:.3f}", *cells)
-    Console(width=max(width, 44 + 34 * len(positions))).print(table)
+    Console(width=max(width, 44 + (34 + len(names[0])) * len(positions))).print(table)
 
 
 def _less(difference: Difference) -> str:
