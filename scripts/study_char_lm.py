@@ -28,6 +28,7 @@ from longrnn.errors import UserError
 from longrnn.evaluation import perplexity as measure
 from longrnn.evaluation.texts import read_documents
 from longrnn.files import write_atomic
+from longrnn.hf.loading import load_recurrent
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.tasks import TASKS
 from longrnn.text import read_text
@@ -171,7 +172,7 @@ def loss_of(run: Path, tail: Path, quiet: bool) -> float:
 
 def gradients(output: Path, tail: Path, quiet: bool) -> Laboratory:
     """Gradients through time of the first seed's models on the tail, with their report."""
-    subjects = [Subject(s.name, load(output / s.name / "seed0")) for s in SETTINGS]
+    subjects = [Subject(s.name, load_recurrent(output / s.name / "seed0")) for s in SETTINGS]
     task = TASKS.build({"kind": "text", "files": [str(tail)]})
     folder = output / "gradients"
     found = diagnose(

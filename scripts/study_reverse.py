@@ -81,7 +81,10 @@ def main(
     base = load_config(TrainConfig, CONFIG, settings)
     cells, encodings = {"mixer.kind": CELLS}, {"position.kind": ENCODINGS}
     small, wide = {"vocab_size": [str(vocab_size)]}, {"vocab_size": [str(large)]}
-    lstm, seed = {"mixer.kind": ["lstm"]}, {"seed": [str(value) for value in SEEDS.split(",")[:seeds]]}
+    lstm, seed = (
+        {"mixer.kind": ["lstm"]},
+        {"seed": [str(value) for value in SEEDS.split(",")[:seeds]]},
+    )
     dual = {"task.kind": ["reverse_dual_frequency"]}
     parts: dict[str, tuple[str, Axes]] = {
         "cells": (f"All cells, V = {vocab_size:,}", cells | encodings | small | seed),

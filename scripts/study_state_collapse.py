@@ -26,10 +26,10 @@ from longrnn.evaluation import perplexity as loss
 from longrnn.evaluation.calibrate import METHODS, Settings, calibrate
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.files import write_atomic
+from longrnn.hf.loading import load_recurrent
 from longrnn.mitigations.base import Calibration
 from longrnn.mitigations.spec import write_calibration
 from longrnn.models import RecurrentLM
-from longrnn.hf.loading import load_recurrent
 from longrnn.tasks.passkey import FILLER
 from longrnn.units import format_length, parse_length, parse_lengths
 

@@ -102,3 +102,22 @@ def test_the_comparison_with_a_transformer(tmp_path: Path) -> None:
     assert sum("made for at most 288 tokens" in line for line in lines) == 2
     again = study(tmp_path, *command, script="compare_with_transformer")
     assert again.stdout.splitlines()[4:] == lines[4:]
+
+
+@pytest.mark.slow
+def test_the_study_of_capacity(tmp_path: Path) -> None:
+    """A study that is found broken after half an hour, or that begins anew."""
+    command = ["--d-states", "4,8,12", "--train-lengths", "160,192", "--steps", "2"]
+    command += ["--lengths", "160", "--n", "1", "--text-length", "512", "--quiet"]
+    outputs = []
+    for _ in range(2):
+        done = study(tmp_path, *command, "--output", "out", script="study_capacity")
+        assert done.returncode == 0, done.stderr
+        outputs.append(done.stdout)
+        weights = sorted(tmp_path.rglob("model.safetensors"))
+        times = [path.stat().st_mtime_ns for path in weights]
+        outputs.append(str(times))
+    assert outputs[:2] == outputs[2:]
+    assert "state12-length192" in outputs[0]
+    assert (tmp_path / "out/capacity/capacity.png").is_file()
+    assert "out/capacity/capacity.jsonl" in outputs[0]

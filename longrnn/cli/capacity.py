@@ -58,6 +58,7 @@ def capacity(
         model = load_recurrent(name)
         known = (model.fingerprint(), state_size(model), trained)
         members.append(measure.member(name, *known, recorded))
+    members.sort(key=lambda one: (one.state_size, one.train_length))
     found = measure.sizes(members)
     fits = {
         "forget": measure.fit("line", {size.state_size: size.forget for size in found}),
@@ -76,8 +77,9 @@ def _print(members: Sequence[Member], found: Sequence[Size]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    console = Console(width=max(console.width, 100))
+    # Names stay whole.
+    width = 90 + max(len(one.name) for one in members)
+    console = Console(width=max(Console().width, width))
     table = Table()
     for name in ("model", "state", "trained on", "loss beyond / inside", "forgets robustly"):
         table.add_column(name)
@@ -89,7 +91,7 @@ def _print(members: Sequence[Member], found: Sequence[Size]) -> None:
             format_length(one.train_length),
             "–" if one.beyond is None else f"{one.beyond:.2f}",
             {None: "–", True: "yes", False: "no"}[one.robust],
-            "–" if one.recalled is None else format_length(one.recalled),
+            {None: "–", 0: "none"}.get(one.recalled, format_length(one.recalled or 0)),
         )
     console.print(table)
     table = Table()

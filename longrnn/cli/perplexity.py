@@ -76,13 +76,13 @@ def measure_all(
     """Measures models on the same bytes and compares each with the first one."""
     from longrnn.evaluation import paired
     from longrnn.evaluation.perplexity import evaluate_windows
-    from longrnn.evaluation.windows import shared_windows
+    from longrnn.evaluation.windows import read_alike, shared_windows
 
     readers = [_reader(variant, mitigation, device, asked) for variant in variants]
     trained = [training_length(reader.checkpoint, asked.train_length) for reader in readers]
-    windows = shared_windows([reader.documents for reader in readers], asked.length)
-    lengths = {window.length for one in windows for window in one}
-    if asked.by_position and len(lengths) > 1:
+    documents = [reader.documents for reader in readers]
+    windows = shared_windows(documents, asked.length)
+    if asked.by_position and not read_alike(documents):
         raise UserError(
             "positions count tokens, and the tokenizers of these models differ: leave out "
             "--by-position, or measure the models one by one"

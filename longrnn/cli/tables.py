@@ -67,13 +67,13 @@ def print_paired(
     from longrnn.evaluation.perplexity import edges
 
     table = Table()
-    for name in ("model", "bits per byte", f"less {names[0]} [95 %]"):
+    for name in ("model", "bits per byte", f"difference from {names[0]} [95 %]"):
         table.add_column(name)
     table.add_row(names[0], f"{differences[0].first:.4f}", "")
     for name, difference in zip(names[1:], differences, strict=True):
         table.add_row(name, f"{difference.second:.4f}", _less(difference))
-    console = Console()
-    width = max(console.width, 80)
+    # Names stay whole.
+    width = max(Console().width, 60 + 2 * sum(map(len, names)))
     Console(width=width).print(table)
     n_bytes = sum(row["bytes"] for row in measured[0])
     basis = differences[0].basis()
@@ -84,12 +84,12 @@ def print_paired(
     table.add_column("positions", justify="right")
     table.add_column(f"{names[0]}, nats per token")
     for name in names[1:]:
-        table.add_column(f"{name} less {names[0]} [95 %]")
+        table.add_column(f"{name} − {names[0]} [95 %]")
     bounds = edges(measured[0][0]["length"])
     for k, first in enumerate(positions[0]):
         cells = [_less(buckets[k]) for buckets in positions]
         table.add_row(f"[{bounds[k]:,}, {bounds[k + 1]:,})", f"{first.first:.3f}", *cells)
-    Console(width=max(width, 44 + 34 * len(positions))).print(table)
+    Console(width=max(width, 44 + (34 + len(names[0])) * len(positions))).print(table)
 
 
 def _less(difference: Difference) -> str:

@@ -69,7 +69,7 @@ def shared_windows(documents: Sequence[Sequence[Document]], length: int) -> list
     found: list[list[Window]] = [[] for _ in documents]
     for texts in zip(*documents, strict=True):
         ends = [text.byte_ends for text in texts]
-        if all(torch.equal(text.tokens, texts[0].tokens) for text in texts):
+        if read_alike([[text] for text in texts]):
             for model, text in zip(found, texts, strict=True):
                 model += windows(text, length)
             continue
@@ -88,6 +88,15 @@ def shared_windows(documents: Sequence[Sequence[Document]], length: int) -> list
                 for number, (start, stop) in enumerate(pairwise(at))
             ]
     return found
+
+
+def read_alike(documents: Sequence[Sequence[Document]]) -> bool:
+    """Whether the texts are the same tokens for every model."""
+    return all(
+        torch.equal(text.tokens, texts[0].tokens)
+        for texts in zip(*documents, strict=True)
+        for text in texts
+    )
 
 
 def _cuts(first: Document, ends: Sequence[Tensor], length: int) -> Tensor:
