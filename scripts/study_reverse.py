@@ -39,7 +39,7 @@ from longrnn.training.sweep import Sweep
 from longrnn.training.sweep_table import differences, means, shown, table, verdict
 
 CONFIG = Path(__file__).parents[1] / "configs/train/reverse_study.yaml"
-SEEDS = "111,222,333,444,555"
+SEEDS = ["111", "222", "333", "444", "555"]
 CELLS = ["lstm", "gru", "rnn", "mamba2"]
 ENCODINGS = ["none", "duplicate", "sinusoidal", "learned", "random"]
 CONTROL = "duplicate"
@@ -79,14 +79,18 @@ def main(
     assert set(ENCODINGS) == set(POSITIONS)
     settings = [] if steps is None else _steps(steps)
     base = load_config(TrainConfig, CONFIG, settings)
-    cells, encodings = {"mixer.kind": CELLS}, {"position.kind": ENCODINGS}
-    small, wide = {"vocab_size": [str(vocab_size)]}, {"vocab_size": [str(large)]}
-    lstm, seed = {"mixer.kind": ["lstm"]}, {"seed": SEEDS.split(",")[:seeds]}
-    dual = {"task.kind": ["reverse_dual_frequency"]}
+    cells: Axes = {"mixer.kind": CELLS}
+    lstm: Axes = {"mixer.kind": ["lstm"]}
+    encodings: Axes = {"position.kind": ENCODINGS}
+    three: Axes = {"position.kind": ["none", CONTROL, "sinusoidal"]}
+    small: Axes = {"vocab_size": [str(vocab_size)]}
+    wide: Axes = {"vocab_size": [str(large)]}
+    dual: Axes = {"task.kind": ["reverse_dual_frequency"]}
+    seed: Axes = {"seed": SEEDS[:seeds]}
     parts: dict[str, tuple[str, Axes]] = {
         "cells": (f"All cells, V = {vocab_size:,}", cells | encodings | small | seed),
         "large": (f"LSTM, V = {large:,}", lstm | encodings | wide | seed),
-        "dual": ("LSTM, half of the vocabulary rare", dual | lstm | encodings | small | seed),
+        "dual": ("LSTM, half of the vocabulary rare", dual | lstm | three | small | seed),
     }
     plans = {name: expand(base, axes, output / name / "runs") for name, (_, axes) in parts.items()}
     found = {}
