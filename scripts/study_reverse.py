@@ -30,7 +30,6 @@ from longrnn.evaluation.intervals import Estimate, mean
 from longrnn.evaluation.results import Row
 from longrnn.files import write_atomic
 from longrnn.mixers import MIXERS
-from longrnn.positions import POSITIONS
 from longrnn.tasks import TASKS
 from longrnn.tasks.sequence import Transduction
 from longrnn.training.config import TrainConfig
@@ -60,6 +59,12 @@ def main(
     seeds: Annotated[int, typer.Option(help="Runs of each kind, at most 5.")] = 3,
     vocab_size: Annotated[int, typer.Option(help="V of the grid of all cells.")] = 256,
     large: Annotated[int, typer.Option(help="V of the LSTM's second grid.")] = 1024,
+    cell: Annotated[
+        list[str] | None, typer.Option(help="Of the first grid.", show_default="all")
+    ] = None,
+    encoding: Annotated[
+        list[str] | None, typer.Option(help="Of all grids.", show_default="all")
+    ] = None,
     steps: Annotated[
         int | None, typer.Option(help="Of every run.", show_default="as in the configuration")
     ] = None,
@@ -75,22 +80,23 @@ def main(
     """Trains, measures, and writes the document."""
     if not 2 <= seeds <= 5:
         raise UserError(f"seeds must be from 2 (for an interval) to 5, not {seeds}")
-    assert set(CELLS) == set(MIXERS)
-    assert set(ENCODINGS) == set(POSITIONS)
+    kinds = {"mixer.kind": cell or list(CELLS), "position.kind": encoding or list(ENCODINGS)}
+    for kind in kinds["mixer.kind"]:
+        MIXERS[kind]  # an unknown one is refused now
+    if CONTROL not in kinds["position.kind"]:
+        raise UserError(f"every comparison is with {CONTROL}: add --encoding {CONTROL}")
     settings = [] if steps is None else _steps(steps)
     base = load_config(TrainConfig, CONFIG, settings)
-    cells: Axes = {"mixer.kind": CELLS}
-    lstm: Axes = {"mixer.kind": ["lstm"]}
-    encodings: Axes = {"position.kind": ENCODINGS}
-    three: Axes = {"position.kind": ["none", CONTROL, "sinusoidal"]}
+    lstm: Axes = kinds | {"mixer.kind": ["lstm"]}
+    three = [kind for kind in kinds["position.kind"] if kind in ("none", CONTROL, "sinusoidal")]
     small: Axes = {"vocab_size": [str(vocab_size)]}
     wide: Axes = {"vocab_size": [str(large)]}
-    dual: Axes = {"task.kind": ["reverse_dual_frequency"]}
+    dual: Axes = lstm | {"position.kind": three, "task.kind": ["reverse_dual_frequency"]}
     seed: Axes = {"seed": SEEDS[:seeds]}
     parts: dict[str, tuple[str, Axes]] = {
-        "cells": (f"All cells, V = {vocab_size:,}", cells | encodings | small | seed),
-        "large": (f"LSTM, V = {large:,}", lstm | encodings | wide | seed),
-        "dual": ("LSTM, half of the vocabulary rare", dual | lstm | three | small | seed),
+        "cells": (f"All cells, V = {vocab_size:,}", kinds | small | seed),
+        "large": (f"LSTM, V = {large:,}", lstm | wide | seed),
+        "dual": ("LSTM, half of the vocabulary rare", dual | small | seed),
     }
     plans = {name: expand(base, axes, output / name / "runs") for name, (_, axes) in parts.items()}
     found = {}

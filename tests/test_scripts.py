@@ -22,9 +22,9 @@ VARIANTS = [
 ]  # fmt: skip
 
 
-def study(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def study(folder: Path, *arguments: str, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
+        [sys.executable, str(script), *arguments],
         capture_output=True,
         text=True,
         cwd=folder,
@@ -77,3 +77,31 @@ def test_the_books_part_of_the_study(tmp_path: Path) -> None:
     short = study(tmp_path, *command, "--length", "64")
     assert (short.returncode, short.stdout) == (2, "")
     assert "give a longer --length" in short.stderr
+
+
+@pytest.mark.slow
+def test_the_study_of_reverse_ordering(tmp_path: Path) -> None:
+    """A part without its table or verdict, a run that is trained twice."""
+    script = SCRIPT.with_name("study_reverse.py")
+    command = ["--seeds", "2", "--steps", "4", "--triplets", "2", "--vocab-size", "16", "--quiet"]
+    command += ["--large", "24", "--output", "runs", "--document", "found.md", "--cell", "lstm"]
+    command += [f"--encoding={kind}" for kind in ("none", "duplicate", "sinusoidal")]
+    done = study(tmp_path, *command, script=script)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "found.md").read_text() == done.stdout
+    parts = done.stdout.split("\n## ")
+    assert [part.split("\n")[0] for part in parts[1:]] == [
+        "All cells, V = 16",
+        "LSTM, V = 24",
+        "LSTM, half of the vocabulary rare",
+        "Gradient stability of the LSTM (2 triplets a checkpoint)",
+    ]
+    assert [part.count("\n| ") - 4 for part in parts[1:4]] == [3 + 2, 3 + 2, 3 + 2 * 4]
+    assert all(part.count("**Verdict.**") == 1 for part in parts[1:4])
+    assert parts[4].count("\n| ") - 2 == 3 * 4
+    _, rows = read_results(tmp_path / "runs/cells/results.jsonl")
+    assert len(rows) == 3 * 2
+    again = study(tmp_path, *command, script=script)
+    assert again.stdout == done.stdout
+    bad = study(tmp_path, "--seeds", "1", script=script)
+    assert (bad.returncode, bad.stdout) == (2, "")
