@@ -80,36 +80,44 @@ def main(
     """Trains, measures, and writes the document."""
     if not 2 <= seeds <= 5:
         raise UserError(f"seeds must be from 2 (for an interval) to 5, not {seeds}")
-    kinds = {"mixer.kind": cell or list(CELLS), "position.kind": encoding or list(ENCODINGS)}
-    for kind in kinds["mixer.kind"]:
-        MIXERS[kind]  # an unknown one is refused now
-    if CONTROL not in kinds["position.kind"]:
-        raise UserError(f"every comparison is with {CONTROL}: add --encoding {CONTROL}")
-    settings = [] if steps is None else _steps(steps)
-    base = load_config(TrainConfig, CONFIG, settings)
-    lstm: Axes = kinds | {"mixer.kind": ["lstm"]}
-    three = [kind for kind in kinds["position.kind"] if kind in ("none", CONTROL, "sinusoidal")]
-    small: Axes = {"vocab_size": [str(vocab_size)]}
-    wide: Axes = {"vocab_size": [str(large)]}
-    dual: Axes = lstm | {"position.kind": three, "task.kind": ["reverse_dual_frequency"]}
-    seed: Axes = {"seed": SEEDS[:seeds]}
-    parts: dict[str, tuple[str, Axes]] = {
-        "cells": (f"All cells, V = {vocab_size:,}", kinds | small | seed),
-        "large": (f"LSTM, V = {large:,}", lstm | wide | seed),
-        "dual": ("LSTM, half of the vocabulary rare", dual | small | seed),
+    base = load_config(TrainConfig, CONFIG, [] if steps is None else _steps(steps))
+    grids = planned(cell or CELLS, encoding or ENCODINGS, vocab_size, large, SEEDS[:seeds])
+    plans = {
+        title: expand(base, axes, output / name / "runs") for name, (title, axes) in grids.items()
     }
-    plans = {name: expand(base, axes, output / name / "runs") for name, (_, axes) in parts.items()}
-    found = {}
-    for name, (title, axes) in parts.items():
-        rows, failures = Sweep(plans[name], output / name, jobs=jobs, quiet=quiet).run()
+    parts: dict[str, Part] = {}
+    for name, (title, axes) in grids.items():
+        rows, failures = Sweep(plans[title], output / name, jobs=jobs, quiet=quiet).run()
         if failures:
             listed = "; ".join(f"{f.name} ({f.reason})" for f in failures)
             raise UserError(f"runs failed, and the same command runs them again: {listed}")
-        found[name] = Part(title, base, axes, rows)
-    readings = stabilities(found["cells"], output / "cells/runs", triplets, quiet)
-    lines = [*preamble(base, seeds, hardware), *chapters(found), *readings]
+        parts[name] = Part(title, base, axes, rows)
+    readings = stabilities(parts["cells"], output / "cells/runs", triplets, quiet)
+    lines = [*preamble(base, seeds, hardware), *chapters(parts), *readings]
     write_atomic(document, "\n".join(lines) + "\n")
     typer.echo("\n".join(lines))
+
+
+def planned(
+    cells: list[str], encodings: list[str], vocab_size: int, large: int, seeds: list[str]
+) -> dict[str, tuple[str, Axes]]:
+    """Title and axes of every grid, by the name of its folder."""
+    for kind in cells:
+        MIXERS[kind]  # an unknown one is refused now
+    if CONTROL not in encodings:
+        raise UserError(f"every comparison is with {CONTROL}: add --encoding {CONTROL}")
+    # Seed by seed: a study that is stopped has whole comparisons.
+    all_cells: Axes = {"seed": seeds, "mixer.kind": cells, "position.kind": encodings}
+    lstm: Axes = all_cells | {"mixer.kind": ["lstm"]}
+    three = [kind for kind in encodings if kind in ("none", CONTROL, "sinusoidal")]
+    dual: Axes = lstm | {"position.kind": three, "task.kind": ["reverse_dual_frequency"]}
+    small: Axes = {"vocab_size": [str(vocab_size)]}
+    wide: Axes = {"vocab_size": [str(large)]}
+    return {
+        "cells": (f"All cells, V = {vocab_size:,}", all_cells | small),
+        "large": (f"LSTM, V = {large:,}", lstm | wide),
+        "dual": (f"LSTM, V = {vocab_size:,}, half of it rare", dual | small),
+    }
 
 
 def _steps(steps: int) -> list[str]:
@@ -137,9 +145,9 @@ def preamble(base: TrainConfig, seeds: int, hardware: str) -> list[str]:
     ]
 
 
-def chapters(found: dict[str, Part]) -> Iterator[str]:
+def chapters(parts: dict[str, Part]) -> Iterator[str]:
     """Tables of every part with its verdict."""
-    for name, part in found.items():
+    for name, part in parts.items():
         yield from ["", f"## {part.title}", ""]
         conditions = conditions_of(part) if name == "dual" else []
         yield from scores(part, conditions or METRICS)

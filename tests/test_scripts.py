@@ -93,7 +93,7 @@ def test_the_study_of_reverse_ordering(tmp_path: Path) -> None:
     assert [part.split("\n")[0] for part in parts[1:]] == [
         "All cells, V = 16",
         "LSTM, V = 24",
-        "LSTM, half of the vocabulary rare",
+        "LSTM, V = 16, half of it rare",
         "Gradient stability of the LSTM (2 triplets a checkpoint)",
     ]
     assert [part.count("\n| ") - 4 for part in parts[1:4]] == [3 + 2, 3 + 2, 3 + 2 * 4]
