@@ -24,6 +24,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from longrnn.config import load_config
+from longrnn.diagnostics.plots import new_figure, png
 from longrnn.diagnostics.stability import along_checkpoints
 from longrnn.errors import UserError
 from longrnn.evaluation.intervals import Estimate, mean
@@ -93,7 +94,10 @@ def main(
             raise UserError(f"runs failed, and the same command runs them again: {listed}")
         parts[name] = Part(title, base, axes, rows)
     readings = stabilities(parts["cells"], output / "cells/runs", triplets, quiet)
-    lines = [*preamble(base, seeds, hardware), *chapters(parts), *readings]
+    drawn = document.with_suffix(".png")
+    picture([parts["cells"], parts["large"]], drawn)
+    shows = ["", f"![token accuracy of every run (points) and their means (bars)]({drawn.name})"]
+    lines = [*preamble(base, seeds, hardware), *shows, *chapters(parts), *readings]
     write_atomic(document, "\n".join(lines) + "\n")
     typer.echo("\n".join(lines))
 
@@ -140,7 +144,7 @@ def preamble(base: TrainConfig, seeds: int, hardware: str) -> list[str]:
         "twenty cases, and there are many here. `docs/studies.md` has question and setting.",
         "",
         "```",
-        shlex.join(["python", *sys.argv]),
+        shlex.join(["python", "scripts/study_reverse.py", *sys.argv[1:]]),
         "```",
     ]
 
@@ -193,7 +197,7 @@ def verdicts(part: Part, metrics: Sequence[str]) -> list[str]:
     ]
 
 
-def stabilities(part: Part, runs: Path, n: int, quiet: bool) -> list[str]:
+def stabilities(part: Part, folder: Path, n: int, quiet: bool) -> list[str]:
     """Gradient stability of the LSTM along its checkpoints, a mean over seeds of means."""
     task = TASKS.build(part.base.task | {"vocab_size": int(part.axes["vocab_size"][0])}, None)
     assert isinstance(task, Transduction)
@@ -201,23 +205,53 @@ def stabilities(part: Part, runs: Path, n: int, quiet: bool) -> list[str]:
     for row in part.rows:
         if row["values"]["mixer.kind"] == "lstm":
             readings = along_checkpoints(
-                runs / row["run"], task, length=part.base.length.max, n=n, quiet=quiet
+                folder / row["run"], task, length=part.base.length.max, n=n, quiet=quiet
             )
             for reading in readings:
                 key = row["values"]["position.kind"], reading.step
                 values = tuple(estimate.mean for estimate in reading[1:])
                 found.setdefault(key, []).append(values)
     cells = []
-    for (encoding, step), seeds in found.items():
-        token, suffix, norm = (mean(values) for values in zip(*seeds, strict=True))
-        cells.append([encoding, f"{step:,}", shown(token), shown(suffix), short(norm)])
-    head = ["encoding", "step", "same first token", "same suffix", "norm of J"]
+    for (encoding, step), runs in found.items():
+        token, suffix, norm = (mean(values) for values in zip(*runs, strict=True))
+        # Runs are in the order of their seeds, for every encoding.
+        pairs = zip(runs, found[CONTROL, step], strict=True)
+        less = mean([run[0] - control[0] for run, control in pairs])
+        against = ["–", "–"] if encoding == CONTROL else [shown(less), verdict(less)]
+        cells.append([encoding, f"{step:,}", shown(token), *against, shown(suffix), short(norm)])
+    head = ["encoding", "step", "same first token", f"minus {CONTROL}", "verdict"]
     return [
         "",
         f"## Gradient stability of the LSTM ({n} triplets a checkpoint)",
         "",
-        *table(head, cells),
+        *table([*head, "same suffix", "norm of J"], cells),
     ]
+
+
+def picture(parts: Sequence[Part], path: Path) -> None:
+    """Token accuracy of every run, by encoding, a panel for each cell."""
+    panels = [
+        (f"{cell}, V = {part.axes['vocab_size'][0]}", part, cell)
+        for part in parts
+        for cell in part.axes["mixer.kind"]
+    ]
+    figure = new_figure(2.1 * len(panels) + 0.6, 3.2)
+    for axes, (title, part, cell) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
+    ):
+        encodings = part.axes["position.kind"]
+        for place, encoding in enumerate(encodings):
+            chosen = {"mixer.kind": cell, "position.kind": encoding}
+            found = [
+                row["metrics"][METRIC]
+                for row in part.rows
+                if chosen.items() <= row["values"].items()
+            ]
+            axes.plot([place] * len(found), found, "o", ms=4, color="C0", alpha=0.6)
+            axes.plot(place, sum(found) / len(found), "_", ms=16, mew=2, color="black")
+        axes.set_xticks(range(len(encodings)), encodings, rotation=60, ha="right")
+        axes.set(title=title, ylabel=METRIC.replace("_", " "))
+    write_atomic(path, png(figure))
 
 
 def short(estimate: Estimate) -> str:

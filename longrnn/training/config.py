@@ -42,7 +42,7 @@ class TrainConfig:
     Attributes:
         output_dir: where checkpoints, metrics and the final model go.
         model: what is built; ignored where `init_from` is given.
-        task: `{"kind": name, option: value, …}`, see `longrnn.tasks`; passkey where nothing is said.
+        task: `{"kind": name of longrnn.tasks, option: value, …}`; passkey where nothing is said.
         tokenizer: `bytes`, or a path; read by tasks made of text.
         init_from: a checkpoint to start from.
         length: lengths of rows; where a state is carried, `length.max` is that of a segment.

@@ -190,6 +190,7 @@ def test_verdicts_follow_from_intervals() -> None:
         assert (
             verdict(Estimate((low + high) / 2 if low > -1 else 1, low, high, 3)) == "inconclusive"
         )
+    assert verdict(Estimate(0.1, 0.1, 0.1, 2)) == "inconclusive"
 
 
 def test_the_table() -> None:
