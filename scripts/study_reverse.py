@@ -24,13 +24,13 @@ from typing import Annotated, NamedTuple
 import typer
 
 from longrnn.config import load_config
+from longrnn.diagnostics.plots import new_figure, png
 from longrnn.diagnostics.stability import along_checkpoints
 from longrnn.errors import UserError
 from longrnn.evaluation.intervals import Estimate, mean
 from longrnn.evaluation.results import Row
 from longrnn.files import write_atomic
 from longrnn.mixers import MIXERS
-from longrnn.positions import POSITIONS
 from longrnn.tasks import TASKS
 from longrnn.tasks.sequence import Transduction
 from longrnn.training.config import TrainConfig
@@ -39,7 +39,7 @@ from longrnn.training.sweep import Sweep
 from longrnn.training.sweep_table import differences, means, shown, table, verdict
 
 CONFIG = Path(__file__).parents[1] / "configs/train/reverse_study.yaml"
-SEEDS = "111,222,333,444,555"
+SEEDS = ["111", "222", "333", "444", "555"]
 CELLS = ["lstm", "gru", "rnn", "mamba2"]
 ENCODINGS = ["none", "duplicate", "sinusoidal", "learned", "random"]
 CONTROL = "duplicate"
@@ -60,6 +60,12 @@ def main(
     seeds: Annotated[int, typer.Option(help="Runs of each kind, at most 5.")] = 3,
     vocab_size: Annotated[int, typer.Option(help="V of the grid of all cells.")] = 256,
     large: Annotated[int, typer.Option(help="V of the LSTM's second grid.")] = 1024,
+    cell: Annotated[
+        list[str] | None, typer.Option(help="Of the first grid.", show_default="all")
+    ] = None,
+    encoding: Annotated[
+        list[str] | None, typer.Option(help="Of all grids.", show_default="all")
+    ] = None,
     steps: Annotated[
         int | None, typer.Option(help="Of every run.", show_default="as in the configuration")
     ] = None,
@@ -75,34 +81,47 @@ def main(
     """Trains, measures, and writes the document."""
     if not 2 <= seeds <= 5:
         raise UserError(f"seeds must be from 2 (for an interval) to 5, not {seeds}")
-    assert set(CELLS) == set(MIXERS)
-    assert set(ENCODINGS) == set(POSITIONS)
-    settings = [] if steps is None else _steps(steps)
-    base = load_config(TrainConfig, CONFIG, settings)
-    cells, encodings = {"mixer.kind": CELLS}, {"position.kind": ENCODINGS}
-    small, wide = {"vocab_size": [str(vocab_size)]}, {"vocab_size": [str(large)]}
-    lstm, seed = (
-        {"mixer.kind": ["lstm"]},
-        {"seed": [str(value) for value in SEEDS.split(",")[:seeds]]},
-    )
-    dual = {"task.kind": ["reverse_dual_frequency"]}
-    parts: dict[str, tuple[str, Axes]] = {
-        "cells": (f"All cells, V = {vocab_size:,}", cells | encodings | small | seed),
-        "large": (f"LSTM, V = {large:,}", lstm | encodings | wide | seed),
-        "dual": ("LSTM, half of the vocabulary rare", dual | lstm | encodings | small | seed),
+    base = load_config(TrainConfig, CONFIG, [] if steps is None else _steps(steps))
+    grids = planned(cell or CELLS, encoding or ENCODINGS, vocab_size, large, SEEDS[:seeds])
+    plans = {
+        title: expand(base, axes, output / name / "runs") for name, (title, axes) in grids.items()
     }
-    plans = {name: expand(base, axes, output / name / "runs") for name, (_, axes) in parts.items()}
-    found = {}
-    for name, (title, axes) in parts.items():
-        rows, failures = Sweep(plans[name], output / name, jobs=jobs, quiet=quiet).run()
+    parts: dict[str, Part] = {}
+    for name, (title, axes) in grids.items():
+        rows, failures = Sweep(plans[title], output / name, jobs=jobs, quiet=quiet).run()
         if failures:
             listed = "; ".join(f"{f.name} ({f.reason})" for f in failures)
             raise UserError(f"runs failed, and the same command runs them again: {listed}")
-        found[name] = Part(title, base, axes, rows)
-    readings = stabilities(found["cells"], output / "cells/runs", triplets, quiet)
-    lines = [*preamble(base, seeds, hardware), *chapters(found), *readings]
+        parts[name] = Part(title, base, axes, rows)
+    readings = stabilities(parts["cells"], output / "cells/runs", triplets, quiet)
+    drawn = document.with_suffix(".png")
+    picture([parts["cells"], parts["large"]], drawn)
+    shows = ["", f"![token accuracy of every run (points) and their means (bars)]({drawn.name})"]
+    lines = [*preamble(base, seeds, hardware), *shows, *chapters(parts), *readings]
     write_atomic(document, "\n".join(lines) + "\n")
     typer.echo("\n".join(lines))
+
+
+def planned(
+    cells: list[str], encodings: list[str], vocab_size: int, large: int, seeds: list[str]
+) -> dict[str, tuple[str, Axes]]:
+    """Title and axes of every grid, by the name of its folder."""
+    for kind in cells:
+        MIXERS[kind]  # an unknown one is refused now
+    if CONTROL not in encodings:
+        raise UserError(f"every comparison is with {CONTROL}: add --encoding {CONTROL}")
+    # Seed by seed: a study that is stopped has whole comparisons.
+    all_cells: Axes = {"seed": seeds, "mixer.kind": cells, "position.kind": encodings}
+    lstm: Axes = all_cells | {"mixer.kind": ["lstm"]}
+    three = [kind for kind in encodings if kind in ("none", CONTROL, "sinusoidal")]
+    dual: Axes = lstm | {"position.kind": three, "task.kind": ["reverse_dual_frequency"]}
+    small: Axes = {"vocab_size": [str(vocab_size)]}
+    wide: Axes = {"vocab_size": [str(large)]}
+    return {
+        "cells": (f"All cells, V = {vocab_size:,}", all_cells | small),
+        "large": (f"LSTM, V = {large:,}", lstm | wide),
+        "dual": (f"LSTM, V = {vocab_size:,}, half of it rare", dual | small),
+    }
 
 
 def _steps(steps: int) -> list[str]:
@@ -125,14 +144,14 @@ def preamble(base: TrainConfig, seeds: int, hardware: str) -> list[str]:
         "twenty cases, and there are many here. `docs/studies.md` has question and setting.",
         "",
         "```",
-        shlex.join(["python", *sys.argv]),
+        shlex.join(["python", "scripts/study_reverse.py", *sys.argv[1:]]),
         "```",
     ]
 
 
-def chapters(found: dict[str, Part]) -> Iterator[str]:
+def chapters(parts: dict[str, Part]) -> Iterator[str]:
     """Tables of every part with its verdict."""
-    for name, part in found.items():
+    for name, part in parts.items():
         yield from ["", f"## {part.title}", ""]
         conditions = conditions_of(part) if name == "dual" else []
         yield from scores(part, conditions or METRICS)
@@ -178,7 +197,7 @@ def verdicts(part: Part, metrics: Sequence[str]) -> list[str]:
     ]
 
 
-def stabilities(part: Part, runs: Path, n: int, quiet: bool) -> list[str]:
+def stabilities(part: Part, folder: Path, n: int, quiet: bool) -> list[str]:
     """Gradient stability of the LSTM along its checkpoints, a mean over seeds of means."""
     task = TASKS.build(part.base.task | {"vocab_size": int(part.axes["vocab_size"][0])}, None)
     assert isinstance(task, Transduction)
@@ -186,23 +205,53 @@ def stabilities(part: Part, runs: Path, n: int, quiet: bool) -> list[str]:
     for row in part.rows:
         if row["values"]["mixer.kind"] == "lstm":
             readings = along_checkpoints(
-                runs / row["run"], task, length=part.base.length.max, n=n, quiet=quiet
+                folder / row["run"], task, length=part.base.length.max, n=n, quiet=quiet
             )
             for reading in readings:
                 key = row["values"]["position.kind"], reading.step
                 values = tuple(estimate.mean for estimate in reading[1:])
                 found.setdefault(key, []).append(values)
     cells = []
-    for (encoding, step), seeds in found.items():
-        token, suffix, norm = (mean(values) for values in zip(*seeds, strict=True))
-        cells.append([encoding, f"{step:,}", shown(token), shown(suffix), short(norm)])
-    head = ["encoding", "step", "same first token", "same suffix", "norm of J"]
+    for (encoding, step), runs in found.items():
+        token, suffix, norm = (mean(values) for values in zip(*runs, strict=True))
+        # Runs are in the order of their seeds, for every encoding.
+        pairs = zip(runs, found[CONTROL, step], strict=True)
+        less = mean([run[0] - control[0] for run, control in pairs])
+        against = ["–", "–"] if encoding == CONTROL else [shown(less), verdict(less)]
+        cells.append([encoding, f"{step:,}", shown(token), *against, shown(suffix), short(norm)])
+    head = ["encoding", "step", "same first token", f"minus {CONTROL}", "verdict"]
     return [
         "",
         f"## Gradient stability of the LSTM ({n} triplets a checkpoint)",
         "",
-        *table(head, cells),
+        *table([*head, "same suffix", "norm of J"], cells),
     ]
+
+
+def picture(parts: Sequence[Part], path: Path) -> None:
+    """Token accuracy of every run, by encoding, a panel for each cell."""
+    panels = [
+        (f"{cell}, V = {part.axes['vocab_size'][0]}", part, cell)
+        for part in parts
+        for cell in part.axes["mixer.kind"]
+    ]
+    figure = new_figure(2.1 * len(panels) + 0.6, 3.2)
+    for axes, (title, part, cell) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
+    ):
+        encodings = part.axes["position.kind"]
+        for place, encoding in enumerate(encodings):
+            chosen = {"mixer.kind": cell, "position.kind": encoding}
+            found = [
+                row["metrics"][METRIC]
+                for row in part.rows
+                if chosen.items() <= row["values"].items()
+            ]
+            axes.plot([place] * len(found), found, "o", ms=4, color="C0", alpha=0.6)
+            axes.plot(place, sum(found) / len(found), "_", ms=16, mew=2, color="black")
+        axes.set_xticks(range(len(encodings)), encodings, rotation=60, ha="right")
+        axes.set(title=title, ylabel=METRIC.replace("_", " "))
+    write_atomic(path, png(figure))
 
 
 def short(estimate: Estimate) -> str:

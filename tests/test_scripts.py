@@ -121,3 +121,30 @@ def test_the_study_of_capacity(tmp_path: Path) -> None:
     assert "state12-length192" in outputs[0]
     assert (tmp_path / "out/capacity/capacity.png").is_file()
     assert "out/capacity/capacity.jsonl" in outputs[0]
+
+
+@pytest.mark.slow
+def test_the_study_of_reverse_ordering(tmp_path: Path) -> None:
+    """A part without its table or verdict, a run that is trained twice."""
+    command = ["--seeds", "2", "--steps", "4", "--triplets", "2", "--vocab-size", "16", "--quiet"]
+    command += ["--large", "24", "--output", "runs", "--document", "found.md", "--cell", "lstm"]
+    command += [f"--encoding={kind}" for kind in ("none", "duplicate", "sinusoidal")]
+    done = study(tmp_path, *command, script="study_reverse")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "found.md").read_text() == done.stdout
+    parts = done.stdout.split("\n## ")
+    assert [part.split("\n")[0] for part in parts[1:]] == [
+        "All cells, V = 16",
+        "LSTM, V = 24",
+        "LSTM, V = 16, half of it rare",
+        "Gradient stability of the LSTM (2 triplets a checkpoint)",
+    ]
+    assert [part.count("\n| ") - 4 for part in parts[1:4]] == [3 + 2, 3 + 2, 3 + 2 * 4]
+    assert all(part.count("**Verdict.**") == 1 for part in parts[1:4])
+    assert parts[4].count("\n| ") - 2 == 3 * 4
+    _, rows = read_results(tmp_path / "runs/cells/results.jsonl")
+    assert len(rows) == 3 * 2
+    again = study(tmp_path, *command, script="study_reverse")
+    assert again.stdout == done.stdout
+    bad = study(tmp_path, "--seeds", "1", script="study_reverse")
+    assert (bad.returncode, bad.stdout) == (2, "")

@@ -44,7 +44,7 @@ class TrainConfig:
         model: what is built; ignored where `init_from` or `transformer` is given.
         transformer: builds a causal language model of transformers: `{"model_type": "llama",
             "hidden_size": 128, …}`, the options of its configuration. Its rows start from nothing.
-        task: `{"kind": "passkey" | "reverse", option: value, …}`; passkey where nothing is said.
+        task: `{"kind": name of longrnn.tasks, option: value, …}`; passkey where nothing is said.
         tokenizer: `bytes`, or a path; read by tasks made of text.
         init_from: a checkpoint to start from.
         length: lengths of rows; where a state is carried, `length.max` is that of a segment.

@@ -12,6 +12,8 @@ from longrnn.evaluation.results import Row
 from longrnn.training.grid import Axes
 
 SEED = "seed"
+# Pairs of runs without which there is no verdict.
+LEAST_PAIRS = 3
 Key = tuple[str, ...]
 
 
@@ -32,12 +34,17 @@ class Difference(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """`higher`, `lower`, or `inconclusive` where the interval holds 0."""
+        """`higher`, `lower`, or `inconclusive`, see `verdict`."""
         return verdict(self.estimate)
 
 
 def verdict(difference: Estimate) -> str:
-    """`higher`, `lower`, or `inconclusive` where the interval holds 0 or there is none."""
+    """`higher`, `lower`, or `inconclusive`: where the interval holds 0, or has too few pairs.
+
+    Two pairs of shares of the same sequences agree by chance, and their interval is then a point.
+    """
+    if difference.n < LEAST_PAIRS:
+        return "inconclusive"
     if difference.low > 0:
         return "higher"
     return "lower" if difference.high < 0 else "inconclusive"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ COMMANDS = [
     ["generate"],
     ["info"],
     ["report"],
+    ["sweep"],
+    ["diagnose", "stability"],
     [],
 ]
 
@@ -237,3 +240,32 @@ def test_fine_tuning_from_the_command_line(cli: CLI, tmp_path: Path) -> None:
     assert refused.code == 2
     assert "did you mean 'embedding.weight'?" in refused.err
     assert not (tmp_path / "other").exists()
+
+
+def test_diagnose_stability(cli: CLI, models: Path) -> None:
+    """A checkpoint that is left out, or a table without intervals."""
+    result = cli("diagnose", "stability", models / "backwards", "--n", "3", "--quiet")
+    assert result.code == 0, result.err
+    assert "gradient stability, 3 triplets" in result.out
+    assert re.search(r"│ +4 │ -?\d\.\d{3} \[.*│ -?\d\.\d{3} \[.*│ \d", result.out)
+
+
+def test_sweep(cli: CLI, tmp_path: Path) -> None:
+    """A table that is not written, or a failed run that does not show in the exit code."""
+    write_config(tiny("reverse", Path("run"), max_steps=2), tmp_path / "c.yaml")
+    command = ["sweep", "c.yaml", "--grid", "position.kind=none", "seed=1", "--quiet"]
+    blocked = tmp_path / "run-sweep/runs/position.kind=none,seed=1"
+    blocked.mkdir(parents=True)
+    (blocked / "notes.txt").write_text("mine")
+    result = cli(*command)
+    assert result.code == 2
+    assert "1 of 1 runs failed, and the same command runs them again" in result.err
+    assert "position.kind=none,seed=1 (" in result.err
+    assert "Traceback" not in result.err
+    (blocked / "notes.txt").unlink()
+    result = cli(*command)
+    assert result.code == 0, result.err
+    lines = result.out.splitlines()
+    assert lines[0].startswith("| position.kind | runs | token_accuracy | exact_match |")
+    assert lines[-2:] == ["run-sweep/results.jsonl", "run-sweep/table.md"]
+    assert result.out.startswith((tmp_path / "run-sweep/table.md").read_text())

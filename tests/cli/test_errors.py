@@ -133,6 +133,35 @@ def test_eval_reverse_options(
     refused(cli, "eval", "reverse", models / model, "--quiet", *options, says=says)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], ("the grid is empty",)),
+        (["--grid", "seed="], ("lacks a value",)),
+        (["--grid", "sede=1"], ("unknown key sede", "did you mean 'seed'?")),
+        (["--grid", "learning_rate=1e-3,0.001"], ("are the same run",)),
+        (["--grid", "position.kind=learned", "length.max=65"], ("130", "max_length=130")),
+        (["--grid", "task.kind=delayed_sum", "length.max=5"], ("even, not 5",)),
+        (["--grid", "task.kind=predecessor_query", "length.max=9"], ("vocab_size=9 or more",)),
+        (["--grid", "seed=1,2", "--baseline", "sed=1"], ("names no value of the grid",)),
+        (["--grid", "seed=1,2", "--jobs", "0"], ("jobs must be at least 1",)),
+        (["--grid", "seed=1,2", "--devices", "cuda:99"], ("cuda:99", "take cpu")),
+    ],
+)
+def test_sweep_options(arguments: list[str], says: tuple[str, ...], cli: CLI) -> None:
+    """A grid that is found to be wrong after some of it was trained."""
+    write_config(tiny("reverse", Path("run")), Path("c.yaml"))
+    refused(cli, "sweep", "c.yaml", *arguments, says=says)
+
+
+def test_diagnose_stability_options(cli: CLI, models: Path) -> None:
+    """A run that has no Jacobian of the kind, or none at all."""
+    base = ["diagnose", "stability"]
+    refused(cli, *base, models / "text", says=("no run on a task such as reverse",))
+    refused(cli, *base, "no/such", says=("no run on a task such as reverse",))
+    refused(cli, *base, models / "backwards", "--n", "0", says=("at least 1",))
+
+
 def test_eval_task_options(cli: CLI, models: Path) -> None:
     """A task that is no task of sequences, or a default that nobody can guess."""
     base = ["eval", "task", models / "text", "--quiet"]

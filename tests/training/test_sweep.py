@@ -1,0 +1,220 @@
+"""Sweeps: what is run, what is kept, what fails, and how runs are compared."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scipy import stats
+
+from longrnn.errors import UserError
+from longrnn.evaluation import sequences
+from longrnn.evaluation.intervals import Estimate
+from longrnn.evaluation.results import Row, read_results
+from longrnn.hf.loading import load
+from longrnn.training import checkpoint
+from longrnn.training import sweep as module
+from longrnn.training.grid import Axes, Point, expand, parse_axes
+from longrnn.training.sweep import Sweep, _environment
+from longrnn.training.sweep_table import differences, markdown, means, parse_baseline, verdict
+from tests.training.runs import (
+    ENVIRONMENT,
+    last_checkpoint,
+    metrics,
+    run,
+    signal_after,
+    start,
+    tiny,
+    write_config,
+)
+
+AXES = parse_axes(["position.kind=none,duplicate", "seed=1"])
+TINY = {"max_steps": 3, "length": {"max": 4}}
+
+
+def points(folder: Path, axes: Axes = AXES) -> list[Point]:
+    return expand(tiny("reverse", folder, **TINY), axes, folder / "runs")
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the runs for which a process was started, which sees the threads of a test."""
+    monkeypatch.setattr(os, "environ", {**ENVIRONMENT})
+    started: list[str] = []
+    begin = subprocess.Popen
+
+    def popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        started.append(Path(command[4]).stem)
+        return begin(command, **options)
+
+    monkeypatch.setattr(module.subprocess, "Popen", popen)
+    return started
+
+
+def test_a_sweep_from_end_to_end(tmp_path: Path, trained: list[str]) -> None:
+    """Runs left out or trained twice, scores of another run, a failure that stops the others."""
+    todo = points(tmp_path)
+    broken = Path(todo[1].config.output_dir)
+    broken.mkdir(parents=True)
+    (broken / "notes.txt").write_text("mine")
+    rows, failures = Sweep(todo, tmp_path, jobs=2, quiet=True).run()
+    assert [failure.name for failure in failures] == [todo[1].name]
+    assert "is not empty and holds no run: choose another output_dir" in failures[0].reason
+    assert failures[0].log.is_file()
+    assert [row["run"] for row in rows] == [todo[0].name]
+    assert sorted(trained) == sorted(point.name for point in todo)
+    # The scores are those of the run's own model on the held-out sequences.
+    header, scores = read_results(tmp_path / f"scores/{todo[0].name}.jsonl")
+    assert header["model"] == load(todo[0].config.output_dir).fingerprint()
+    assert len(scores) == 16
+    expected = sequences.summarise(scores)["token_accuracy"].mean
+    assert rows[0]["metrics"]["token_accuracy"] == expected
+    assert rows[0]["metrics"]["training_loss"] > 0
+    # What failed is run again, and nothing else.
+    trained.clear()
+    (broken / "notes.txt").unlink()
+    again, failures = Sweep(todo, tmp_path, quiet=True).run()
+    assert (trained, failures) == ([todo[1].name], [])
+    assert [row["run"] for row in again] == [point.name for point in todo]
+    assert again[0] == rows[0]
+    # A run that another grid names otherwise is known by its configuration.
+    trained.clear()
+    other = points(tmp_path, parse_axes(["position.kind=none", "max_steps=3", "seed=1"]))
+    [row], _ = Sweep(other, tmp_path, quiet=True).run()
+    assert trained == []
+    assert row["values"] == {"position.kind": "none", "max_steps": "3", "seed": "1"}
+    assert row["metrics"] == again[0]["metrics"]
+
+
+def test_a_run_that_another_sweep_trains_is_left_alone(tmp_path: Path, trained: list[str]) -> None:
+    """Two processes that write checkpoints into one folder, after a sweep was killed."""
+    [point] = points(tmp_path, parse_axes(["seed=1"]))
+    log = tmp_path / f"logs/{point.name}.log"
+    log.parent.mkdir()
+    with open(log, "ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        _, [failure] = Sweep([point], tmp_path, quiet=True).run()
+    assert "another sweep is at work on it" in failure.reason
+    assert trained == []
+    assert not Path(point.config.output_dir).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_sweep_that_is_stopped_goes_on(tmp_path: Path, number: signal.Signals) -> None:
+    """Trainers that outlive their sweep unseen, or a run that is begun again from its start."""
+    config = tiny("reverse", tmp_path / "run", max_steps=4000, save_steps=50, logging_steps=50)
+    path = write_config(config, tmp_path / "c.yaml")
+    command = ["sweep", str(path), "--grid", "seed=1", "--output", str(tmp_path / "out")]
+    process = start(*command)
+    folder = tmp_path / "out/runs/seed=1"
+    signal_after(process, folder / "metrics.jsonl", number, lines=2)
+    out, err = process.communicate(timeout=120)
+    if number == signal.SIGKILL:
+        again = run(*command)
+        assert again.returncode == 2
+        assert "another sweep is at work on it" in again.stderr
+        trainer = subprocess.run(["pgrep", "-f", str(folder.parent.parent)], capture_output=True)
+        for pid in trainer.stdout.split():
+            os.kill(int(pid), signal.SIGTERM)
+        time.sleep(5)
+    else:
+        assert process.returncode == (0 if number == signal.SIGTERM else 2), err
+        assert "go on with: longrnn sweep" in out + err
+    done = checkpoint.steps(last_checkpoint(folder))
+    assert 100 <= done < 4000
+    finished = run(*command)
+    assert finished.returncode == 0, finished.stderr
+    steps = [row["step"] for row in metrics(folder)]
+    assert steps == list(range(50, 4001, 50))
+    log = (tmp_path / "out/logs/seed=1.log").read_text()
+    assert log.count("trained for 4000 steps") == 1
+
+
+def test_devices_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run on the first device, or as many threads as cores in each of many runs."""
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert _environment("cpu", 2) == {"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": ""}
+    assert _environment("cuda:1", 16) == {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "1"}
+    assert "CUDA_VISIBLE_DEVICES" not in _environment("cuda", 1)
+    monkeypatch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": "4,7", "OMP_NUM_THREADS": "3"})
+    assert _environment("cuda:1", 2) == {"OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "7"}
+    with pytest.raises(UserError, match="jobs must be at least 1"):
+        Sweep([], Path("x"), jobs=0)
+
+
+def row(kind: str, seed: int, accuracy: float, size: str = "8") -> Row:
+    values = {"position.kind": kind, "vocab_size": size, "seed": str(seed)}
+    return {"values": values, "metrics": {"token_accuracy": accuracy}}
+
+
+TABLE = {"position.kind": ["none", "duplicate"], "vocab_size": ["8", "16"], "seed": ["1", "2", "3"]}
+ROWS = [
+    *(row("none", seed, 0.5 + 0.1 * seed + 0.01 * (seed == 2)) for seed in (1, 2, 3)),
+    *(row("duplicate", seed, 0.4 + 0.1 * seed) for seed in (3, 2, 1)),
+    *(row("none", seed, 0.1 * seed, "16") for seed in (1, 2)),
+    *(row("duplicate", seed, 0.1 * seed, "16") for seed in (2, 3)),
+]
+
+
+def test_differences_are_paired_by_seed() -> None:
+    """Differences of runs of two seeds, whose spread would hide what is there."""
+    first, second = differences(ROWS, TABLE, ("position.kind", "duplicate"), "token_accuracy")
+    assert first.values == {"position.kind": "none", "vocab_size": "8"}
+    assert first.against == {"position.kind": "duplicate", "vocab_size": "8"}
+    less = [0.1, 0.11, 0.1]
+    assert first.estimate.mean == pytest.approx(sum(less) / 3)
+    half = stats.t.ppf(0.975, 2) * stats.sem(less)
+    assert first.estimate.high - first.estimate.mean == pytest.approx(half)
+    assert first.verdict == "higher"
+    assert second.estimate.n == 1  # seed 2 alone is in both
+    assert second.verdict == "inconclusive"
+    found = means(ROWS, TABLE)
+    assert [values["vocab_size"] for values, _ in found] == ["8", "8", "16", "16"]
+    assert found[0][1]["token_accuracy"].mean == pytest.approx(0.7 + 0.01 / 3)
+
+
+def test_verdicts_follow_from_intervals() -> None:
+    """A verdict where the interval holds 0, or where there is none."""
+    assert verdict(Estimate(0.1, 0.01, 0.2, 3)) == "higher"
+    assert verdict(Estimate(-0.1, -0.2, -0.01, 3)) == "lower"
+    for low, high in ((-0.1, 0.3), (0.0, 0.2), (-0.2, 0.0), (-math.inf, math.inf)):
+        assert (
+            verdict(Estimate((low + high) / 2 if low > -1 else 1, low, high, 3)) == "inconclusive"
+        )
+    assert verdict(Estimate(0.1, 0.1, 0.1, 2)) == "inconclusive"
+
+
+def test_the_table() -> None:
+    """A table that leaves out a group, or shows an interval of one run."""
+    lines = markdown(ROWS, TABLE, ("position.kind", "duplicate"))
+    assert lines[0] == "| position.kind | vocab_size | runs | token_accuracy |"
+    assert lines[2] == "| none | 8 | 3 | 0.703 [0.455, 0.952] |"
+    assert lines[-1] == "| 16 | none | 1 | 0.000 | inconclusive |"
+    assert lines[-2].endswith("| higher |")
+    assert len(lines) == 2 + 4 + 1 + 2 + 2
+    assert markdown([], TABLE, None) == ["No run is done."]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("position.kind", "did you mean 'position.kind'?"),
+        ("position.knd=none", "did you mean 'position.kind'?"),
+        ("seed=1", "names no value of the grid"),
+        ("position.kind=duplicat", "did you mean 'duplicate'?"),
+    ],
+)
+def test_a_baseline_must_be_in_the_grid(text: str, says: str) -> None:
+    """A comparison with nothing, found out after hours of training."""
+    with pytest.raises(UserError) as refusal:
+        parse_baseline(text, TABLE)
+    assert says in str(refusal.value)
