@@ -266,7 +266,9 @@ class HFLanguageModel(nn.Module):
 
     def _refuse_long(self, length: int) -> None:
         if self.max_length is not None and length > self.max_length:
-            more = ", or load it with beyond=True (CHECKPOINT+beyond)" if self.can_go_beyond else ""
+            more = (
+                ", or lift this with beyond=True (CHECKPOINT+beyond)" if self.can_go_beyond else ""
+            )
             raise UserError(
                 f"this {self.kind} was made for at most {self.max_length:,} tokens and would have "
                 f"read {length:,}: give it shorter texts{more}"
