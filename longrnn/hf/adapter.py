@@ -13,6 +13,8 @@ Notable choices:
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,8 +23,9 @@ from transformers import PreTrainedModel
 
 from longrnn.errors import UserError
 from longrnn.hf.cache import Carrier, DynamicCarrier, LayerCache, TensorCarrier
+from longrnn.hf.positions import longest, scaling_by_length, table_of_positions
 from longrnn.models.base import LMOutput, check_state, check_tokens, fingerprint
-from longrnn.state import LMState, PyTree, join, leaves, map_histories, take, tree_map
+from longrnn.state import LMState, PyTree, histories, join, leaves, map_histories, take, tree_map
 
 # Tokens (over all rows) of one piece.
 SEGMENT_TOKENS = 1024
@@ -31,8 +34,6 @@ TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 NARROW_TOLERANCE = 0.1
 # Whether rows and whether tokens go through a model together, the fastest way first.
 WAYS = ((True, True), (False, True), (True, False), (False, False))
-# Scalings of rotary positions under which the same token turns otherwise in a longer text.
-LENGTH_DEPENDENT = ("dynamic", "longrope")
 # What a configuration says that changes nothing of what a model computes.
 VOLATILE = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 
@@ -64,10 +65,17 @@ class HFLanguageModel(nn.Module):
         self.config: Any = model.config.get_text_config(decoder=True)
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
         self._forward = inspect.signature(model.forward).parameters
-        self._refuse_length_dependent()
+        scaling = scaling_by_length(self.config)
+        if scaling is not None:
+            raise self._refusal(
+                f"its rotary positions are scaled by the length of the text, {scaling}, so that "
+                "what was cached would change"
+            )
         self._carrier = self._find_carrier()
         self.rows_together, self.tokens_together, self._like = self._probe()
-        self.max_length = self._limit()
+        attends = any(isinstance(layer, LayerCache) and layer.keys for layer in self._like)
+        self.max_length = longest(self.config) if attends else None
+        self._table = table_of_positions(model)
         self._fingerprint: str | None = None
         if beyond:
             self.go_beyond()
@@ -86,7 +94,7 @@ class HFLanguageModel(nn.Module):
     @property
     def can_go_beyond(self) -> bool:
         """Whether there are positions beyond `max_length`."""
-        return self._table() is None
+        return self._table is None
 
     def init_state(self, batch_size: int) -> LMState:
         """The state before the first token, with histories of no entry."""
@@ -103,10 +111,9 @@ class HFLanguageModel(nn.Module):
         Raises:
             UserError: the model has no positions beyond it.
         """
-        table = self._table()
-        if self.max_length is not None and table is not None:
+        if self.max_length is not None and not self.can_go_beyond:
             raise UserError(
-                f"this {self.kind} has {self.max_length:,} learned positions ({table}) and none "
+                f"this {self.kind} has {self.max_length:,} positions ({self._table}) and none "
                 "beyond: give it shorter texts"
             )
         self.max_length = None
@@ -180,6 +187,8 @@ class HFLanguageModel(nn.Module):
         if "logits_to_keep" in self._forward:
             arguments["logits_to_keep"] = keep
         output = self.model(input_ids=tokens, return_dict=True, **arguments)
+        if output.get(self._carrier.name) is None:
+            raise UserError("it gives no cache back")
         return output.logits, output[self._carrier.name]
 
     def _no_logits(self, batch_size: int) -> Tensor:
@@ -204,7 +213,6 @@ class HFLanguageModel(nn.Module):
         """
         tokens = torch.arange(1, 25, device=self.model.device).view(2, 12) % self.vocab_size
         try:
-            whole, _ = self._call(tokens, None, tokens.shape[1])
             layers = self._carrier.keep(self._call(tokens[:, :6], None, 1)[1])
             for name, leaf in leaves(layers):
                 if leaf.shape[:1] != (2,):
@@ -215,7 +223,15 @@ class HFLanguageModel(nn.Module):
             raise self._refusal(_line(error)) from error
         rows = tree_map(lambda leaf: leaf[0].to("meta"), layers)
         self._like = map_histories(lambda entries: entries[..., :0, :], rows)
-        reason = ""
+        # Keys and values are only ever appended, and a narrow dtype shows whether they are. What a
+        # recurrent layer loses may be less than its rounding.
+        appended = histories(layers) == {name for name, _ in leaves(layers)}
+        with nullcontext() if appended else _in_float32(self.model):
+            return *self._way(tokens), self._like
+
+    def _way(self, tokens: Tensor) -> tuple[bool, bool]:
+        """The fastest of `WAYS` in which pieces give what one call gives."""
+        whole, reason = self._call(tokens, None, tokens.shape[1])[0], ""
         for self.rows_together, self.tokens_together in WAYS:
             try:
                 off = max(self._error(tokens, whole, sizes) for sizes in ((6, 4, 2), (7, 1, 1, 3)))
@@ -223,7 +239,7 @@ class HFLanguageModel(nn.Module):
                 reason = reason or _line(error)
                 continue
             if off <= TOLERANCE.get(whole.dtype, NARROW_TOLERANCE):
-                return self.rows_together, self.tokens_together, self._like
+                return self.rows_together, self.tokens_together
             reason = reason or f"read in pieces it says something else, {off:.1e} off"
         raise self._refusal(reason)
 
@@ -248,40 +264,14 @@ class HFLanguageModel(nn.Module):
             "take a model whose cache can be forked"
         )
 
-    def _refuse_length_dependent(self) -> None:
-        rotary = getattr(self.config, "rope_parameters", None) or {}
-        for one in (rotary, *(value for value in rotary.values() if isinstance(value, dict))):
-            if one.get("rope_type") in LENGTH_DEPENDENT:
-                raise self._refusal(
-                    f"its rotary positions are scaled by the length of the text, "
-                    f"{one['rope_type']}, so that what was cached would change"
-                )
-
-    def _limit(self) -> int | None:
-        """Positions that the model was made for; none where no layer attends."""
-        attends = any(isinstance(layer, LayerCache) and layer.keys for layer in self._like)
-        length = getattr(self.config, "max_position_embeddings", None)
-        return int(length) if attends and length else None
-
-    def _table(self) -> str | None:
-        """The name of a table of positions, where the model has one."""
-        tokens = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
-        for name, module in self.model.named_modules():
-            if isinstance(module, nn.Embedding) and module not in tokens:
-                return name
-        names = (name for name, _ in self.model.named_buffers())
-        return next((name for name in names if name.endswith("embed_positions")), None)
-
     def _refuse_long(self, length: int) -> None:
         if self.max_length is not None and length > self.max_length:
-            remedy = (
-                "give it shorter texts"
-                if self._table() is not None
-                else "give it shorter texts, or load it with beyond=True (CHECKPOINT+beyond)"
+            more = (
+                ", or lift this with beyond=True (CHECKPOINT+beyond)" if self.can_go_beyond else ""
             )
             raise UserError(
                 f"this {self.kind} was made for at most {self.max_length:,} tokens and would have "
-                f"read {length:,}: {remedy}"
+                f"read {length:,}: give it shorter texts{more}"
             )
 
     def fingerprint(self) -> str:
@@ -291,6 +281,20 @@ class HFLanguageModel(nn.Module):
             kept = {name: value for name, value in config.items() if name not in VOLATILE}
             self._fingerprint = fingerprint(kept, self.model.state_dict())
         return self._fingerprint
+
+
+@contextmanager
+def _in_float32(model: nn.Module) -> Iterator[None]:
+    """With narrower weights widened, which loses nothing, and narrowed again at the end."""
+    tensors = [*model.parameters(), *model.buffers()]
+    narrow = [(t, t.dtype) for t in tensors if t.is_floating_point() and t.itemsize < 4]
+    for tensor, _ in narrow:
+        tensor.data = tensor.data.float()
+    try:
+        yield
+    finally:
+        for tensor, dtype in narrow:
+            tensor.data = tensor.data.to(dtype)
 
 
 def _line(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
@@ -80,7 +81,9 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():  # of a pickle that is refused below anyway
+            warnings.simplefilter("ignore")
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
         raise UserError(
             f"{path} is a pickle of more than tensors, which could run code when it is read: "

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from longrnn import load
 from longrnn.mixers.mamba2 import Mamba2, Mamba2State
-from longrnn.models import RecurrentConfig, RecurrentLM
+from longrnn.models import RecurrentLM
 from tests.contracts.builders import assert_near, build_mixer, random_tree, stirred
 
 VOCAB, D_MODEL, D_STATE, HEAD_DIM, LAYERS, CHUNK = 50, 16, 8, 4, 2, 16
@@ -33,29 +35,11 @@ def peers(n_groups: int, tied: bool, **options: Any) -> tuple[RecurrentLM, torch
         **options,
     )
     torch.manual_seed(0)
-    theirs = stirred(Mamba2ForCausalLM(config).eval(), seed=1)
-    mixer = {"kind": "mamba2", "d_state": D_STATE, "head_dim": HEAD_DIM, "n_groups": n_groups}
-    ours = RecurrentLM(
-        RecurrentConfig(
-            vocab_size=VOCAB,
-            d_model=D_MODEL,
-            n_layers=LAYERS,
-            mixer=mixer,
-            tie_embeddings=tied,
-            norm_eps=config.layer_norm_epsilon,
-        )
-    )
-    names = {
-        "backbone.embeddings.": "embedding.",
-        "backbone.layers.": "blocks.",
-        "backbone.norm_f.": "norm.",
-        "lm_head.": "head.",
-    }
-    weights = {}
-    for name, tensor in theirs.state_dict().items():
-        prefix = next(prefix for prefix in names if name.startswith(prefix))
-        weights[names[prefix] + name.removeprefix(prefix)] = tensor
-    ours.load_state_dict(weights)
+    theirs: Any = stirred(Mamba2ForCausalLM(config).eval(), seed=1)
+    with TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        ours = load(folder)
+    assert isinstance(ours, RecurrentLM)
     return ours, theirs
 
 

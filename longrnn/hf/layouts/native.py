@@ -1,0 +1,145 @@
+"""The layout of mamba-ssm."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from longrnn.errors import UserError
+from longrnn.files import replacing
+from longrnn.hf.layouts.base import LAYOUTS, NAMES, Layout, build, cell_of, renamed
+from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
+
+
+@LAYOUTS.register("native")
+class Native(Layout):
+    """`state-spaces/mamba2-*`, as mamba-ssm writes and reads it."""
+
+    names: ClassVar[Mapping[str, str]] = NAMES
+    # Options of mamba_ssm's Mamba2 with the one value under which it computes what ours does.
+    FIXED: ClassVar[Mapping[str, Any]] = {
+        "layer": "Mamba2",
+        "rmsnorm": True,
+        "norm_before_gate": False,
+        "D_has_hdim": False,
+    }
+    OPTIONS: ClassVar[Mapping[str, str]] = {
+        "d_state": "d_state",
+        "headdim": "head_dim",
+        "expand": "expand",
+        "ngroups": "n_groups",
+        "d_conv": "d_conv",
+        "bias": "bias",
+        "conv_bias": "conv_bias",
+        "dt_limit": "dt_limit",
+    }
+    # What says how a model was initialised or is computed, and not what it computes.
+    IGNORED = (
+        "A_init_range",
+        "chunk_size",
+        "conv_init",
+        "dt_init_floor",
+        "dt_max",
+        "dt_min",
+        "use_mem_eff_path",
+    )
+    EPS = 1e-5  # fixed in mamba-ssm's code
+
+    @staticmethod
+    def is_described(config: Mapping[str, Any]) -> bool:
+        return "model_type" not in config and {"d_model", "n_layer"} <= config.keys()
+
+    @staticmethod
+    def read(config: Mapping[str, Any], source: str) -> RecurrentConfig:
+        for key, known in {"d_intermediate": 0, "attn_layer_idx": [], "rms_norm": True}.items():
+            _only(config, key, known, source, default=known)
+        options = config.get("ssm_cfg") or {}
+        if not isinstance(options, Mapping):
+            raise UserError(f"{source}, key ssm_cfg: it takes a mapping, not {options!r}")
+        for key, known in Native.FIXED.items():
+            _only(options, key, known, source, default="Mamba1" if key == "layer" else known)
+        if options.get("d_ssm") is not None:
+            inner = _whole(options, "expand", source, 2) * _whole(config, "d_model", source)
+            _only(options, "d_ssm", inner, source, default=inner)
+        known = {*Native.FIXED, *Native.OPTIONS, *Native.IGNORED, "d_ssm"}
+        for key in options:
+            if key not in known:
+                raise UserError(
+                    f"{source} has the option ssm_cfg.{key}, which longrnn does not know: "
+                    "load this checkpoint with mamba-ssm"
+                )
+        multiple = _whole(config, "pad_vocab_size_multiple", source, 8)
+        vocabulary = _whole(config, "vocab_size", source)
+        return build(
+            {ours: options[name] for name, ours in Native.OPTIONS.items() if name in options},
+            source,
+            vocab_size=-(-vocabulary // multiple) * multiple,
+            d_model=_whole(config, "d_model", source),
+            n_layers=_whole(config, "n_layer", source),
+            tie_embeddings=config.get("tie_embeddings", True),
+            residual_in_fp32=config.get("residual_in_fp32", True),
+            norm_eps=Native.EPS,
+        )
+
+    @staticmethod
+    def write(model: RecurrentLM) -> str:
+        cell, config = cell_of(model, "mamba-ssm"), model.config
+        if (config.norm_eps, cell.norm_eps) != (Native.EPS, Native.EPS):
+            raise UserError(
+                f"mamba-ssm always takes norm_eps = {Native.EPS}, and this model has "
+                f"{config.norm_eps} and {cell.norm_eps}: convert it to hf"
+            )
+        options = {
+            "layer": "Mamba2",
+            "d_state": cell.d_state,
+            "d_conv": cell.d_conv,
+            "expand": cell.d_inner // config.d_model,
+            "headdim": cell.head_dim,
+            "ngroups": cell.n_groups,
+            "bias": cell.in_proj.bias is not None,
+            "conv_bias": cell.conv1d.bias is not None,
+        }
+        if cell.dt_limit is not None:
+            options["dt_limit"] = cell.dt_limit
+        content = {
+            "d_model": config.d_model,
+            "d_intermediate": 0,
+            "n_layer": config.n_layers,
+            "vocab_size": config.vocab_size,
+            "ssm_cfg": options,
+            "attn_layer_idx": [],
+            "attn_cfg": {},
+            "rms_norm": True,
+            "residual_in_fp32": config.residual_in_fp32,
+            "fused_add_norm": True,
+            "pad_vocab_size_multiple": 1,
+            "tie_embeddings": config.tie_embeddings,
+        }
+        return json.dumps(content, indent=2) + "\n"
+
+    @staticmethod
+    def save(model: RecurrentLM, folder: Path) -> None:
+        # mamba-ssm wants the head by its own name, tied or not.
+        with replacing(folder / "pytorch_model.bin") as file:
+            torch.save(renamed(model, Native.names), file)
+
+
+def _only(config: Mapping[str, Any], key: str, value: Any, source: str, *, default: Any) -> None:
+    """Refuses a value of `key` with which the model is not one that `RecurrentLM` computes."""
+    found = config.get(key, default)
+    if found != value:
+        raise UserError(
+            f"{source} has {key} = {found!r}, and longrnn computes only {key} = {value!r}: "
+            "load this checkpoint with mamba-ssm"
+        )
+
+
+def _whole(config: Mapping[str, Any], key: str, source: str, default: int | None = None) -> int:
+    value = config.get(key, default)
+    if not isinstance(value, int) or value < 1:
+        raise UserError(f"{source}, key {key}: a whole number above 0 is wanted, not {value!r}")
+    return value

@@ -1,0 +1,109 @@
+"""Checkpoints of others on the command line: measured, converted, refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import CLI
+from tests.hf.foreign import causal, with_bytes
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `llama` and `mamba2` as transformers writes them, of bytes."""
+    root = tmp_path_factory.mktemp("foreign")
+    with_bytes(causal("llama", vocab_size=256, max_position_embeddings=256), root / "llama")
+    with_bytes(causal("mamba2", vocab_size=256), root / "mamba2")
+    return root
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "book.txt"
+    path.write_text("It was a dark and stormy night, and the naïve reader read on. " * 20)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["llama", "mamba2"])
+def test_every_command_takes_a_folder_of_transformers(
+    kind: str, cli: CLI, foreign: Path, text: Path
+) -> None:
+    """A checkpoint that loads in Python and nowhere else."""
+    model = foreign / kind
+    generated = cli("generate", model, "--prompt", "The sky", "--max-new-tokens", "3")
+    assert (generated.code, generated.err) == (0, "")
+    passkey = cli(
+        *("eval", "passkey", model, "--lengths", "160", "--n", "1", "--depths", "2", "--quiet")
+    )
+    assert passkey.code == 0, passkey.err
+    assert "2 × 1" in passkey.out
+    loss = cli("eval", "perplexity", model, "--text", text, "--length", "100", "--quiet")
+    assert loss.code == 0, loss.err
+    assert "nats per token" in loss.out
+
+
+def test_info_says_what_each_is(cli: CLI, foreign: Path) -> None:
+    """A transformer described as if it had a state of one size."""
+    llama, mamba2 = cli("info", foreign / "llama").out, cli("info", foreign / "mamba2").out
+    assert "2 × llama, run by transformers" in llama
+    assert "at most 256 tokens (CHECKPOINT+beyond lifts this)" in llama
+    assert "264 bytes a sequence after one token, and 256 more for each further one" in llama
+    assert "2 × mamba2, residual blocks" in mamba2
+    assert "bytes a sequence, at any length" in mamba2
+
+
+def test_the_maximum_length_is_lifted_by_name(cli: CLI, foreign: Path, text: Path) -> None:
+    """No way to ask for more than a model was made for, or no word that it is more."""
+    llama = foreign / "llama"
+    long = ("eval", "perplexity", llama, "--text", text, "--length", "300", "--quiet")
+    refused = cli(*long)
+    assert refused.code == 2
+    assert "was made for at most 256 tokens and would have read 300" in refused.err
+    assert refused.err.count("\n") == 1
+    assert cli(*long, "--mitigation", "beyond").code == 0
+    assert cli("eval", "passkey", f"{llama}+beyond", "--lengths", "300", "--n", "1").code == 0
+
+
+def test_convert(cli: CLI, foreign: Path) -> None:
+    """A round trip whose model is not the one it began with."""
+    for source, destination, layout in (
+        (foreign / "mamba2", "native", "native"),
+        ("native", "ours", "ours"),
+        ("ours", "hf", "hf"),
+    ):
+        done = cli("convert", source, destination, "--to", layout)
+        assert (done.code, done.out) == (0, f"{destination}\n")
+    described = {
+        cli("info", folder).out.split("parameters")[1] for folder in (foreign / "mamba2", "hf")
+    }
+    assert len(described) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("convert", "{llama}", "new", "--to", "native"), "is a llama of transformers"),
+        (("convert", "{mamba2}", "{llama}", "--to", "ours"), "is there already"),
+        (("convert", "{mamba2}", "new", "--to", "mamba"), "unknown layout 'mamba'"),
+        (("convert", "nowhere", "new", "--to", "hf"), "no checkpoint 'nowhere'"),
+        (("generate", "{llama}", "--prompt", "a", "--mitigation", "forget_more"), "leave it out"),
+        (("eval", "passkey", "{llama}+state_norm(threshold=3)"), "leave it out"),
+        (("calibrate", "{llama}", "--text", "x", "--method", "state_norm", "--train-length", "9"),
+         "is a llama of transformers"),
+        (("diagnose", "states", "{llama}", "--newlines", "--train-length", "9"),
+         "is a llama of transformers"),
+        (("train", "{train}", "init_from={llama}"), "is a llama of transformers"),
+    ],
+)  # fmt: skip
+def test_bad_input(arguments: tuple[str, ...], message: str, cli: CLI, foreign: Path) -> None:
+    """A traceback, or a model that is treated as one of ours."""
+    train = Path(__file__).parents[2] / "configs" / "train" / "passkey_tiny_short.yaml"
+    names = {"llama": foreign / "llama", "mamba2": foreign / "mamba2", "train": train}
+    done = cli(*(argument.format(**names) for argument in arguments))
+    assert done.code == 2
+    assert message in done.err
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1
+    assert not Path("new").exists()

@@ -1,0 +1,265 @@
+"""Models of transformers behind the contract: whole, in pieces, from forks, in ragged batches."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from longrnn import generate, load
+from longrnn import state as states
+from longrnn.errors import UserError
+from longrnn.hf import adapter
+from longrnn.hf.adapter import HFLanguageModel
+from longrnn.mitigations.chunk_select import select
+from longrnn.state import LMState, leaves
+from tests.contracts.builders import assert_near, splits
+from tests.hf.foreign import KINDS, VOCAB, causal, tokens
+
+TOLERANCE = 1e-5
+LONG = 40
+
+
+@cache
+def wrapped(kind: str) -> HFLanguageModel:
+    return HFLanguageModel(causal(kind))
+
+
+@torch.no_grad()
+def expected(kind: str, text: Tensor) -> Tensor:
+    return wrapped(kind).model(text, use_cache=False).logits
+
+
+def snapshot(state: LMState) -> dict[str, Tensor]:
+    return {name: leaf.clone() for name, leaf in leaves(state)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=5)
+@given(data=st.data())
+def test_any_split_is_one_call(kind: str, data: st.DataObject) -> None:
+    """A cache that loses what a later piece needs; a window cut off by one."""
+    sizes = data.draw(splits(empty=True, longest=LONG))
+    text = tokens(3, sum(sizes), seed=len(sizes))
+    state, rows = None, []
+    for piece in text.split(sizes, dim=1):
+        logits, state = wrapped(kind)(piece, state)
+        assert logits.shape == (3, piece.shape[1], VOCAB)
+        rows.append(logits)
+    assert state is not None
+    assert state.position.tolist() == [sum(sizes)] * 3
+    assert_near(torch.cat(rows, 1), expected(kind, text), TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forks_and_ragged_rows(kind: str) -> None:
+    """A fork that uses up the state it came from; a row that reads another row's past."""
+    model, text = wrapped(kind), tokens(2, LONG)
+    short = model(text[:1, :5], keep=0).state
+    long = model(text[1:, :20], keep=0).state
+    both = states.join([short, long, states.take(short, [0])])
+    assert both.position.tolist() == [5, 20, 5]
+    before = snapshot(both)
+    follow = torch.stack([text[0, 5:18], text[1, 20:33], text[0, 5:18]])
+    logits, after = model(follow, both, keep=4)
+    assert after.position.tolist() == [18, 33, 18]
+    first, second = expected(kind, text[:1, :18]), expected(kind, text[1:, :33])
+    for _ in range(2):  # the second time from the same state
+        assert_near(logits[0], first[0, -4:], TOLERANCE)
+        assert_near(logits[1], second[0, -4:], TOLERANCE)
+        assert_near(logits[2], logits[0], TOLERANCE)
+        logits, _ = model(follow, both, keep=4)
+    for name, leaf in leaves(both):
+        assert torch.equal(leaf, before[name]), name
+    # Rows of a ragged state, alone and repeated, go on as their text does.
+    alone = states.expand(states.take(after, [2, 1]), 2)
+    assert alone.position.tolist() == [18, 18, 33, 33]
+    onward = torch.cat([text[:1, 18:21].expand(2, -1), text[1:, 33:36].expand(2, -1)])
+    logits, _ = model(onward, alone, keep=1)
+    assert_near(logits[1, 0], expected(kind, text[:1, :21])[0, -1], TOLERANCE)
+    assert_near(logits[3, 0], expected(kind, text[1:, :36])[0, -1], TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reset_detach_clone_save_load(kind: str, tmp_path: Path) -> None:
+    """A row that remembers across a reset; a state that does not survive its file."""
+    model, text = wrapped(kind), tokens(2, 30)
+    state = states.clone(states.detach(model(text[:, :12], keep=0).state))
+    state = states.reset(state, model.init_state(2), torch.tensor([False, True]))
+    assert state.position.tolist() == [12, 0]
+    states.save(state, tmp_path / "state", model=model)
+    again = states.load(tmp_path / "state", model)
+    assert states.nbytes(again) == states.nbytes(state)
+    follow = torch.stack([text[0, 12:], text[1, :18]])
+    logits, after = model(follow, again)
+    assert after.position.tolist() == [30, 18]
+    assert_near(logits[0], expected(kind, text[:1])[0, 12:], TOLERANCE)
+    assert_near(logits[1], expected(kind, text[1:, :18])[0], TOLERANCE)
+
+
+def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
+    """A cache of other layers that a model reads in silence."""
+    llama, neox = wrapped("llama"), wrapped("gpt_neox")
+    states.save(llama(tokens(1, 4)).state, tmp_path / "state", model=llama)
+    with pytest.raises(UserError, match="state of another model"):
+        states.load(tmp_path / "state", neox)
+    with pytest.raises(UserError, match="state of another model"):
+        neox(tokens(1, 4), llama.init_state(1))
+    with pytest.raises(UserError, match="the state has 1 rows and the tokens have 2"):
+        llama(tokens(2, 4), llama.init_state(1))
+    with pytest.raises(UserError, match="token id 61 is outside the vocabulary of 61"):
+        llama(torch.tensor([[61]]))
+
+
+@pytest.mark.parametrize("kind", ["llama", "rwkv"])
+def test_keep_and_no_token(kind: str) -> None:
+    """Logits that nobody asked for; a text of no token that changes something."""
+    model, text = wrapped(kind), tokens(2, 9)
+    whole = model(text)
+    for keep in (0, 1, 4, 20):
+        logits, state = model(text, keep=keep)
+        assert logits.shape == (2, min(keep, 9), VOCAB)
+        assert_near(logits, whole.logits[:, 9 - min(keep, 9) :], TOLERANCE)
+        assert state.position.tolist() == [9, 9]
+    empty = model(text[:, :0], whole.state)
+    assert empty.logits.shape == (2, 0, VOCAB)
+    assert empty.state is whole.state
+    assert model(text[:, :0]).state.position.tolist() == [0, 0]
+    with pytest.raises(UserError, match="keep must be at least 0"):
+        model(text, keep=-1)
+
+
+def test_the_head_is_asked_for_no_more_than_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million rows of logits behind a long prefill."""
+    model, most = wrapped("llama"), 0
+
+    def record(module: Any, inputs: tuple[Tensor], output: Any) -> None:
+        nonlocal most
+        most = max(most, inputs[0].shape[1])
+
+    monkeypatch.setattr(adapter, "SEGMENT_TOKENS", 32)
+    hook = model.model.lm_head.register_forward_hook(record)
+    model(tokens(1, 100), keep=2)
+    hook.remove()
+    assert most == 2
+
+
+def test_a_window_bounds_the_state() -> None:
+    """Keys that nobody will read again, kept; a fork that counts bytes twice."""
+    model = wrapped("mistral")
+    sizes = [states.nbytes(model(tokens(1, n), keep=0).state) for n in (7, 30, 60)]
+    assert sizes[0] == sizes[1] == sizes[2]
+    llama = wrapped("llama")
+    one, two = (states.nbytes(llama(tokens(1, n), keep=0).state) - 8 for n in (10, 30))
+    assert two == 3 * one
+
+
+def test_a_token_copies_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that is cloned again and again: what is grown from are the tensors given."""
+    model, seen = wrapped("llama"), []
+    state = model(tokens(1, 20), keep=0).state
+    restore = model._carrier.restore
+
+    def watch(layers: Any, position: int) -> Any:
+        found = restore(layers, position)
+        seen.append(found.layers[0].keys.data_ptr())
+        return found
+
+    monkeypatch.setattr(model._carrier, "restore", watch)
+    model(tokens(1, 1), state)
+    assert seen == [state.layers[0].keys.entries.data_ptr()]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mamba"])
+def test_generation_with_rows_that_stop(kind: str) -> None:
+    """A row that has stopped holds the others up, or is changed by them."""
+    model, text = wrapped(kind), tokens(3, 6)
+    alone = [generate(model, text[row : row + 1], max_new_tokens=8).tokens[0] for row in range(3)]
+    stop = [alone[0][1]]
+    together = generate(model, text, max_new_tokens=8, stop=[stop])
+    for row, ids in enumerate(alone):
+        ended = ids.index(stop[0]) + 1 if stop[0] in ids else len(ids)
+        assert together.tokens[row] == ids[:ended]
+        assert together.state.position[row] == 6 + ended
+
+
+def test_chunk_select_works_on_any_model() -> None:
+    """The one mitigation that needs no open recurrence."""
+    text = tokens(1, 40)[0]
+    choice = select(wrapped("llama"), text, text[:4], chunk=16, prefix=text[:2])
+    assert choice.entropies.shape == (3,)
+    assert int(choice.state.position) == 2 + (16 if choice.chunk < 2 else 8)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_the_maximum_length(kind: str, tmp_path: Path) -> None:
+    """A text that wraps around the positions or reads garbage behind them."""
+    causal(kind).save_pretrained(tmp_path)
+    model = load(tmp_path)
+    assert isinstance(model, HFLanguageModel)
+    assert model.max_length == 128
+    state = model(tokens(1, 128), keep=0).state
+    with pytest.raises(UserError, match=r"at most 128 tokens and would have read 129"):
+        model(tokens(1, 1), state)
+    if kind == "gpt2":
+        with pytest.raises(UserError, match=r"128 positions \(transformer.wpe\) and none beyond"):
+            load(tmp_path, beyond=True)
+    else:
+        far = load(tmp_path, beyond=True)
+        text = tokens(1, 200)
+        with torch.no_grad():
+            whole = model.model(text, use_cache=False).logits
+        assert_near(far(text[:, 150:], far(text[:, :150]).state).logits, whole[:, 150:], TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        ("recurrent_gemma", {"num_hidden_layers": 3, "lru_width": 32}, "gives no cache back"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+    ],
+)
+def test_what_cannot_be_forked_is_refused(kind: str, options: dict[str, Any], reason: str) -> None:
+    """Memory inside the modules, or positions that change: wrong numbers without a word."""
+    with pytest.raises(UserError, match=reason) as error:
+        HFLanguageModel(causal(kind, **options))
+    assert f"a {kind} of transformers cannot be evaluated here" in str(error.value)
+
+
+def test_how_each_model_is_read() -> None:
+    """Transformers' Mamba loses its state between pieces, its RWKV mixes rows of one token."""
+    ways = {kind: (wrapped(kind).rows_together, wrapped(kind).tokens_together) for kind in KINDS}
+    assert ways.pop("mamba") == (True, False)
+    assert ways.pop("rwkv") == (False, True)
+    assert set(ways.values()) == {(True, True)}
+
+
+def test_a_narrow_recurrent_model_is_tried_in_float32() -> None:
+    """A loss of memory that is less than the rounding of bfloat16."""
+    theirs = causal("mamba", torch.bfloat16)
+    before = {name: weight.clone() for name, weight in theirs.state_dict().items()}
+    model = HFLanguageModel(theirs)
+    assert not model.tokens_together
+    assert {leaf.dtype for _, leaf in leaves(model.init_state(1).layers)} <= {
+        torch.bfloat16,
+        torch.float32,
+    }
+    for name, weight in theirs.state_dict().items():
+        assert weight.dtype == torch.bfloat16, name
+        assert torch.equal(weight, before[name]), name
+    assert model(tokens(2, 4)).logits.isfinite().all()
+
+
+def test_fingerprints() -> None:
+    """Equal for equal models, and different for one weight."""
+    one, other = HFLanguageModel(causal("llama")), HFLanguageModel(causal("llama"))
+    assert one.fingerprint() == other.fingerprint()
+    with torch.no_grad():
+        other.model.lm_head.weight[0, 0] += 1
+    assert one.fingerprint() != HFLanguageModel(other.model).fingerprint()

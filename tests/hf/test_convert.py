@@ -1,0 +1,396 @@
+"""Mamba-2 in three layouts: what comes in runs on our cells, and goes out bit for bit."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longrnn import Mitigated, load, load_tokenizer, mitigation
+from longrnn.errors import UserError
+from longrnn.hf.adapter import HFLanguageModel
+from longrnn.hf.convert import convert
+from longrnn.hf.weights import read_weights
+from longrnn.models import RecurrentLM
+from longrnn.models.checkpoint import save_model
+from tests.contracts.builders import assert_near, build_model
+from tests.hf.foreign import VOCAB, causal, native, tokens, with_bytes
+
+
+def bits(folder: Path) -> dict[str, Tensor]:
+    """Every weight as bytes, by name and dtype."""
+    return {
+        f"{name} {tensor.dtype}": tensor.contiguous().view(torch.uint8)
+        for name, tensor in read_weights(folder).items()
+    }
+
+
+def assert_same_bits(one: Path, other: Path) -> None:
+    first, second = bits(one), bits(other)
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_round_trips_are_bit_exact(dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
+    """native → ours → hf → native, and hf → ours → hf: no weight changes or loses its dtype."""
+    native(tmp_path / "native", dtype, tie_embeddings=tied)
+    convert(tmp_path / "native", tmp_path / "ours", to="ours")
+    convert(tmp_path / "ours", tmp_path / "hf", to="hf")
+    convert(tmp_path / "hf", tmp_path / "back", to="native")
+    assert_same_bits(tmp_path / "native", tmp_path / "back")
+    convert(tmp_path / "hf", tmp_path / "again", to="ours")
+    assert_same_bits(tmp_path / "ours", tmp_path / "again")
+    convert(tmp_path / "again", tmp_path / "hf2", to="hf")
+    assert_same_bits(tmp_path / "hf", tmp_path / "hf2")
+    names = ("native", "ours", "hf", "back", "again", "hf2")
+    assert len({load(tmp_path / name).fingerprint() for name in names}) == 1
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_weights_of_several_dtypes_keep_them(tmp_path: Path) -> None:
+    """A decay that is rounded to bfloat16 because the matrices are."""
+    model = native(tmp_path / "plain", torch.bfloat16)
+    for mixer in model.mixers:
+        mixer.A_log.data = mixer.A_log.data.float() + 1e-5  # type: ignore[operator,union-attr]
+    save_model(model, tmp_path / "mixed")
+    for to in ("native", "hf"):
+        convert(tmp_path / "mixed", tmp_path / to, to=to)
+        convert(tmp_path / to, tmp_path / f"{to}-ours", to="ours")
+        assert_same_bits(tmp_path / "mixed", tmp_path / f"{to}-ours")
+    text = torch.randint(19, (1, 9))
+    assert torch.equal(load(tmp_path / "mixed")(text).logits, load(tmp_path / "hf")(text).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n_groups": 1, "tie_word_embeddings": True},
+        {"use_bias": True, "use_conv_bias": False, "conv_kernel": 2, "layer_norm_epsilon": 1e-3},
+        {"time_step_limit": [0.5, 0.8], "residual_in_fp32": False},
+    ],
+    ids=["tied", "bias", "limit"],
+)
+def test_what_transformers_says(options: dict[str, Any], tmp_path: Path) -> None:
+    """Every option of a Mamba2ForCausalLM folder, loaded and written again, in transformers."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = causal("mamba2", **options)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load(tmp_path / "theirs")
+    assert isinstance(ours, RecurrentLM)
+    text = tokens(2, 70)
+    expected = theirs(text, use_cache=False).logits
+    assert_near(ours(text).logits, expected, 1e-4)
+    convert(tmp_path / "theirs", tmp_path / "written", to="hf")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "written")
+    assert torch.equal(again(text, use_cache=False).logits, expected)
+    assert_same_bits(tmp_path / "theirs", tmp_path / "written")
+    # All that can be done to a model of ours.
+    Mitigated(ours, mitigation("sliding_window(window=8)"))(text)
+
+
+@torch.no_grad()
+def test_the_residual_stream_of_narrow_weights(tmp_path: Path) -> None:
+    """A stream that is rounded to bfloat16 after every block, where the checkpoint says not to."""
+    theirs = causal("mamba2", num_hidden_layers=6)
+    wide = theirs(tokens(2, 50), use_cache=False).logits
+    narrow = theirs.to(torch.bfloat16)
+    off = {}
+    for kept in (True, False):
+        narrow.config.residual_in_fp32 = kept
+        narrow.save_pretrained(tmp_path / str(kept))
+        model = load(tmp_path / str(kept))
+        assert isinstance(model, RecurrentLM)
+        assert model.config.residual_in_fp32 == kept
+        stream = []
+        hook = model.blocks[-1].register_forward_hook(
+            lambda _module, _inputs, output, into=stream: into.append(output[0].dtype)
+        )
+        logits = model(tokens(2, 50)).logits
+        hook.remove()
+        assert stream == [torch.float32 if kept else torch.bfloat16]
+        assert logits.dtype == torch.bfloat16
+        off[kept] = (logits.float() - wide).square().mean().sqrt()
+    assert off[True] < off[False]
+
+
+def test_native_checkpoints_run_on_our_cells(tmp_path: Path) -> None:
+    """Padded vocabularies, tied heads, and weights in safetensors or in shards."""
+    from safetensors.torch import save_file
+
+    model = native(tmp_path / "native")
+    text = torch.randint(19, (2, 20))
+    for _ in range(2):
+        loaded = load(tmp_path / "native")
+        assert loaded.vocab_size == 24
+        assert torch.equal(loaded(text).logits, model(text).logits)
+        weights = read_weights(tmp_path / "native")
+        (tmp_path / "native" / "pytorch_model.bin").unlink(missing_ok=True)
+        halves = list(weights)[::2], list(weights)[1::2]
+        for number, names in enumerate(halves):
+            save_file(
+                {name: weights[name].clone() for name in names},
+                tmp_path / "native" / f"part-{number}.safetensors",
+            )
+        index = {name: f"part-{n}.safetensors" for n, names in enumerate(halves) for name in names}
+        path = tmp_path / "native" / "model.safetensors.index.json"
+        path.write_text(json.dumps({"weight_map": index}))
+    (tmp_path / "native" / "part-1.safetensors").unlink()
+    with pytest.raises(UserError, match="it has no part-1.safetensors"):
+        load(tmp_path / "native")
+
+
+def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
+    """A converted model that nobody can talk to, or in other ids."""
+    save_model(build_model("mamba2", vocab_size=256, dtype=torch.float32), tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "hf", to="hf")
+    convert(tmp_path / "hf", tmp_path / "native", to="native")
+    convert(tmp_path / "native", tmp_path / "back", to="ours")
+    text = "The naïve reader's 你好\n\n 1,024\t!"
+    for name in ("ours", "hf", "native", "back"):
+        tokenizer = load_tokenizer(tmp_path / name)
+        assert tokenizer.encode(text) == list(text.encode()), name
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert load_tokenizer(tmp_path / "back").vocab_size == 256
+
+
+@pytest.mark.parametrize(
+    ("model", "to", "reason"),
+    [
+        ({"mixer": "lstm"}, "hf", "no place for lstm cells"),
+        ({"block": "plain"}, "native", "no place for plain blocks"),
+        ({"position": "sinusoidal"}, "hf", "no place for sinusoidal positions"),
+        ({"norm_eps": 1e-3}, "native", "always takes norm_eps = 1e-05"),
+        ({"norm_eps": 1e-3}, "hf", "one layer_norm_epsilon"),
+        ({}, "mamba", "unknown layout 'mamba'"),
+    ],
+)
+def test_what_has_no_place_is_refused(
+    model: dict[str, Any], to: str, reason: str, tmp_path: Path
+) -> None:
+    """A conversion that drops what the other layout cannot say."""
+    save_model(build_model(dtype=torch.float32, **model), tmp_path / "ours")
+    with pytest.raises(UserError, match=reason):
+        convert(tmp_path / "ours", tmp_path / "new", to=to)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours"]
+
+
+def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that is half of one model and half of another."""
+    native(tmp_path / "native")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("years of work")
+    with pytest.raises(UserError, match="is there already"):
+        convert(tmp_path / "native", tmp_path / "full", to="hf")
+    with pytest.raises(UserError, match="is there already"):
+        convert(tmp_path / "native", tmp_path / "full" / "thesis.txt", to="hf")
+    (tmp_path / "empty").mkdir()
+    convert(tmp_path / "native", tmp_path / "empty", to="hf")
+    assert load(tmp_path / "empty").vocab_size == 24
+
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("longrnn.hf.convert.write_atomic", full)
+    with pytest.raises(OSError, match="No space left"):
+        convert(tmp_path / "native", tmp_path / "new", to="hf")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "full", "native"]
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path("pwned"),))
+
+
+def edit(**change: Any) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+
+    return apply
+
+
+def option(**change: Any) -> Callable[[Path], None]:
+    return edit(ssm_cfg={"layer": "Mamba2", "d_state": 6, "headdim": 4, **change})
+
+
+def weights(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        content = read_weights(folder)
+        torch.save(change(dict(content)) or content, folder / "pytorch_model.bin")
+
+    return apply
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "mamba 1": (edit(ssm_cfg={}), "layer = 'Mamba1', and longrnn computes only layer = 'Mamba2'"),
+    "attention": (edit(attn_layer_idx=[1]), r"attn_layer_idx = \[1\]"),
+    "mlp": (edit(d_intermediate=64), "d_intermediate = 64"),
+    "layer norm": (edit(rms_norm=False), "rms_norm = False"),
+    "norm first": (option(norm_before_gate=True), "norm_before_gate = True"),
+    "no gated norm": (option(rmsnorm=False), "rmsnorm = False"),
+    "wide D": (option(D_has_hdim=True), "D_has_hdim = True"),
+    "part": (option(d_ssm=4), "d_ssm = 4"),
+    "odd option": (option(d_stat=4), "ssm_cfg.d_stat, which longrnn does not know"),
+    "odd width": (edit(d_model="wide"), "key d_model: a whole number above 0 is wanted"),
+    "other state": (
+        option(d_state=5),
+        r"backbone.layers.0.mixer.conv1d.bias has shape \(28,\), \(26,\) was expected",
+    ),
+    "other vocabulary": (
+        edit(vocab_size=25),
+        r"backbone.embedding.weight has shape \(24, 8\), \(32, 8\) was expected",
+    ),
+    "no layer": (
+        weights(lambda w: {k: v for k, v in w.items() if k != "backbone.layers.1.mixer.D"}),
+        "backbone.layers.1.mixer.D has shape None",
+    ),
+    "one too many": (
+        weights(lambda w: {**w, "backbone.layers.9.mixer.D": torch.ones(4)}),
+        r"backbone.layers.9.mixer.D has shape \(4,\), None was expected",
+    ),
+    "not tied": (
+        weights(lambda w: {**w, "lm_head.weight": w["lm_head.weight"] + 1}),
+        "lm_head.weight is not backbone.embedding.weight",
+    ),
+    "nested": (weights(lambda w: {"state_dict": w}), "something else than named tensors"),
+    "no weights": (lambda f: (f / "pytorch_model.bin").unlink(), "it has none of model.safeten"),
+    "truncated": (
+        lambda f: (f / "pytorch_model.bin").write_bytes(
+            (f / "pytorch_model.bin").read_bytes()[:900]
+        ),
+        "is truncated or damaged",
+    ),
+    "a pickle": (
+        lambda f: (f / "pytorch_model.bin").write_bytes(pickle.dumps(Evil())),
+        "a pickle of more than tensors",
+    ),
+    "evil": (lambda f: torch.save(Evil(), f / "pytorch_model.bin"), "a pickle of more than"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is loaded with what it is not, a traceback, or code that runs."""
+    monkeypatch.chdir(tmp_path)
+    native(tmp_path / "native")
+    spoil, message = DAMAGES[damage]
+    spoil(tmp_path / "native")
+    with pytest.raises(UserError, match=message) as error:
+        load(tmp_path / "native")
+    assert "\n" not in str(error.value)
+    assert str(tmp_path / "native") in str(error.value)
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_damage_of_what_transformers_runs(tmp_path: Path) -> None:
+    """Missing weights are drawn at random by transformers, with a warning at most."""
+    from safetensors.torch import load_file, save_file
+
+    folder = with_bytes(causal("llama", vocab_size=256), tmp_path / "llama")
+    path = folder / "model.safetensors"
+    whole = load_file(path)
+    assert isinstance(load(folder), HFLanguageModel)
+    with pytest.raises(UserError, match="has no backend"):
+        load(folder, backend="reference")
+    save_file({k: v for k, v in whole.items() if k != "model.norm.weight"}, path, {"format": "pt"})
+    with pytest.raises(UserError, match=r"model.norm.weight has shape None, \(32,\) was expected"):
+        load(folder)
+    save_file({**whole, "model.norm.weight": torch.ones(9)}, path, {"format": "pt"})
+    with pytest.raises(UserError, match=r"model.norm.weight has shape \(9,\), \(32,\) was exp"):
+        load(folder)
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(UserError, match="cannot be loaded") as error:
+        load(folder)
+    assert "\n" not in str(error.value)
+    path.unlink()
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load(folder)
+
+
+def test_a_pickle_for_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights in a pickle are read, code in one is not run."""
+    monkeypatch.chdir(tmp_path)
+    theirs = causal("llama")
+    theirs.config.save_pretrained(tmp_path / "llama")
+    file = tmp_path / "llama" / "pytorch_model.bin"
+    torch.save(theirs.state_dict(), file)
+    text = tokens(1, 9)
+    with torch.no_grad():
+        assert_near(load(tmp_path / "llama")(text).logits, theirs(text).logits, 1e-6)
+    torch.save(Evil(), file)
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load(tmp_path / "llama")
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_code_beside_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+    """`auto_map` names a file that would be imported."""
+    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
+    config = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.C", "AutoModel": "evil.M"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="no causal language model that the installed"):
+        load(tmp_path)
+
+
+def test_tokenizers_that_do_not_fit(tmp_path: Path) -> None:
+    """Ids beyond the embedding, or a model whose tokenizer is another one."""
+    folder = with_bytes(causal("llama", vocab_size=300), tmp_path / "padded")
+    assert load_tokenizer(folder).vocab_size == 256
+    small = with_bytes(causal("llama", vocab_size=VOCAB), tmp_path / "small")
+    with pytest.raises(UserError, match=r"has 256 ids and the model 61"):
+        load_tokenizer(small)
+    large = with_bytes(causal("llama", vocab_size=2000), tmp_path / "large")
+    with pytest.raises(UserError, match=r"has 256 ids and the model 2,000"):
+        load_tokenizer(large)
+    native(tmp_path / "native")
+    with pytest.raises(UserError, match="published Mamba-2 models have that of EleutherAI"):
+        load_tokenizer(tmp_path / "native")
+
+
+def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that nobody can reach, without a word of what to do; a typo taken for one."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"hf download state-spaces/mamba2-130m.*HF_HOME") as error:
+        load("state-spaces/mamba2-130m", revision="main")
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match="hf download"):
+        load_tokenizer("state-spaces/mamba2-130m")
+    native_folder = tmp_path / "runs" / "passkey"
+    native_folder.parent.mkdir()
+    native(native_folder)
+    with pytest.raises(UserError, match="did you mean 'runs/passkey'"):
+        load("runs/passkye")
+    with pytest.raises(UserError, match="has no revisions"):
+        load(native_folder, revision="main")
+
+
+def test_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was downloaded once is found without the hub, by name and by revision."""
+    from huggingface_hub import constants
+
+    commit = "0" * 39 + "1"
+    store = tmp_path / "models--org--tiny"
+    (store / "snapshots").mkdir(parents=True)
+    (store / "refs").mkdir()
+    (store / "refs" / "main").write_text(commit)
+    causal("llama").save_pretrained(store / "snapshots" / commit)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert load("org/tiny").vocab_size == VOCAB
+    assert load("org/tiny", revision=commit).fingerprint() == load("org/tiny").fingerprint()
+    with pytest.raises(UserError, match="hf download org/tiny"):
+        load("org/tiny", revision="other")
