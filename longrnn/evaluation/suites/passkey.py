@@ -57,6 +57,7 @@ class PasskeyRetrieval(Evaluation):
         self.lengths, self.depths = sorted_lengths(lengths), list(depths)
         self.n, self.n_keys, self.batch_size = n, n_keys, batch_size
         self.filler = None if filler is None else Path(filler)
+        self.texts = [] if self.filler is None else [self.filler]
         self.metric = Metric(title, _share, paired_proportion)
         if n < 1 or batch_size < 1:
             raise UserError("n and batch_size must be at least 1")
