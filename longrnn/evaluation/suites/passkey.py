@@ -19,6 +19,7 @@ from longrnn.evaluation.suites.base import (
     sorted_lengths,
 )
 from longrnn.tasks.passkey import Passkey
+from longrnn.tasks.passkey_documents import Needle, keys
 
 
 @EVALUATIONS.register("passkey")
@@ -99,11 +100,10 @@ class PasskeyRetrieval(Evaluation):
         return Passkey(contender.tokenizer, filler=files, n_keys=self.n_keys)
 
     def _longest_answer(self, contender: Contender) -> int:
-        """Tokens that are generated behind a prompt."""
-        task = self._task(contender)
-        samples = [passkey.Sample(0, depth, i) for depth in self.depths for i in range(self.n)]
-        questions = [sample.question(self.seed, self.n_keys) for sample in samples]
-        return max(len(task.answer(question.needle)) for question in questions)
+        """Tokens that are generated behind a prompt, at most."""
+        task, number = self._task(contender), int(self.n_keys > 1)
+        needles = [Needle(key, 0.5, number) for key in keys(True)[::97]]
+        return max(len(task.answer(needle)) for needle in needles)
 
 
 def _share(values: Sequence[float]) -> Estimate:
