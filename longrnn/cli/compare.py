@@ -15,6 +15,7 @@ from longrnn.cli.options import (
     pick_device,
     results_folder,
     split_variant,
+    warn_if_calibrated_on,
 )
 from longrnn.errors import UserError
 from longrnn.units import format_length
@@ -70,6 +71,7 @@ def compare(
     suites = [read_suite(name) for name in dict.fromkeys(names)]
     target = pick_device(device)
     contenders = [contender(variant, name, target) for variant, name in _labels(variants).items()]
+    _warn(contenders, {path for one in suites for e in one.evaluations for path in e.texts})
     folder = output or results_folder("compare", variants, "+".join(one.name for one in suites))
     cells = measure.compare(contenders, suites, output=folder, quiet=quiet)
     report, *_ = write_report(
@@ -103,6 +105,16 @@ def print_table(table: Table) -> None:
     console = Console()
     longest = max(len(model) for _, model, _ in table.rows)
     Console(width=max(console.width, 16 + longest + (WIDEST + 3) * len(table.metrics))).print(grid)
+
+
+def _warn(contenders: Sequence[Contender], texts: set[Path]) -> None:
+    """Says which texts the numbers of a mitigation were taken from."""
+    from longrnn.evaluation.texts import read_documents
+
+    for one in contenders:
+        if one.mitigation is not None:
+            for path in sorted(texts):
+                warn_if_calibrated_on(one.model, read_documents([path], one.tokenizer, one.model))
 
 
 def _is_suite(name: str) -> bool:

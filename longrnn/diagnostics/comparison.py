@@ -33,16 +33,11 @@ def write_report(
     Returns:
         The files, the report first.
     """
-    pictures = [
-        picture
-        for suite in suites
-        for metric in dict.fromkeys(cell.metric for cell in cells if cell.suite == suite)
-        if (
-            picture := _picture(
-                [c for c in cells if (c.suite, c.metric) == (suite, metric)], models
-            )
-        )
-    ]
+    grouped: dict[tuple[str, str], list[Cell]] = {}
+    for cell in cells:
+        grouped.setdefault((cell.suite, cell.metric), []).append(cell)
+    drawn = [_picture(group, models) for group in grouped.values()]
+    pictures = [picture for picture in drawn if picture is not None]
     values: dict[str, Any] = {
         "tables": tables(cells),
         "reference": next(iter(models)),

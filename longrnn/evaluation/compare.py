@@ -103,11 +103,10 @@ def compare(
         for suite in suites:
             for evaluation in suite.evaluations:
                 evaluation.check(contender)
-    for suite in suites:
-        _check_record(output / suite.name, suite)
+    records = [_record(output / suite.name, suite) for suite in suites]
     cells = []
-    for suite in suites:
-        write_atomic(output / suite.name / RECORD, yaml.safe_dump(suite.identity, sort_keys=False))
+    for suite, record in zip(suites, records, strict=True):
+        write_atomic(output / suite.name / RECORD, record)
         for evaluation in suite.evaluations:
             folder = output / suite.name / _file_name(evaluation.title)
             cells += _cells(suite.name, evaluation, contenders, folder, quiet)
@@ -185,11 +184,15 @@ def _cells(
             )
 
 
-def _check_record(folder: Path, suite: Suite) -> None:
-    """Refuses a folder with the results of another suite of the same name."""
+def _record(folder: Path, suite: Suite) -> str:
+    """What suite a folder is of, as YAML.
+
+    Raises:
+        UserError: it has the results of another suite of the same name.
+    """
     path = folder / RECORD
     if not path.is_file():
-        return
+        return yaml.safe_dump(suite.identity, sort_keys=False)
     try:
         before = yaml.safe_load(path.read_text())
     except yaml.YAMLError:
@@ -206,6 +209,7 @@ def _check_record(folder: Path, suite: Suite) -> None:
             f"{folder} holds the results of another suite (different {', '.join(differ)}): choose "
             "another output"
         )
+    return yaml.safe_dump({**suite.identity, "evaluations": known | asked}, sort_keys=False)
 
 
 def _refuse_doubles(names: Sequence[str], what: str) -> None:

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from longrnn import load
 from longrnn.evaluation.results import read_results
+from longrnn.files import sha256
+from longrnn.mitigations.base import Calibration
+from longrnn.mitigations.spec import write_calibration
 from tests.cli.conftest import CLI
 from tests.cli.test_errors import refused
 from tests.evaluation.suites.contenders import llama
@@ -82,6 +86,24 @@ def test_a_transformer(cli: CLI, models: Path, tmp_path: Path) -> None:
         assert cells[metric, "llama", far]["estimate"] is None
         assert cells[metric, "llama+beyond", far]["difference"] is not None
     assert "made for at most 200" in (tmp_path / "out/report.html").read_text()
+
+
+def test_a_text_that_was_calibrated_on(cli: CLI, models: Path, tmp_path: Path) -> None:
+    """Numbers measured on what they were fitted to, and nobody says so."""
+    (tmp_path / "book.txt").write_text("It was a dark and stormy night. " * 20)
+    known = Calibration(
+        "c.yaml", load(models / "text").fingerprint(), 64, (sha256(tmp_path / "book.txt"),)
+    )
+    write_calibration(tmp_path / "c.yaml", [{"kind": "forget_more"}], known)
+    (tmp_path / "s.yaml").write_text(
+        "evaluations: [{kind: perplexity, texts: [book.txt], lengths: [64], windows: 1}]"
+    )
+    variants = [models / "text", f"{models / 'text'}+c.yaml"]
+    result = cli("compare", *variants, "--suite", "s.yaml", "--quiet")
+    assert result.code == 0, result.err
+    assert result.err == (
+        "warning: the mitigation was calibrated on book.txt: measure it on another text\n"
+    )
 
 
 def test_help(cli: CLI) -> None:

@@ -86,12 +86,14 @@ class Evaluation(ABC):
 
     Attributes:
         GROWING: options that may change without making earlier results another suite's.
+        texts: files that it reads.
     """
 
     GROWING: ClassVar[tuple[str, ...]] = ("lengths",)
 
     def __init__(self, title: str, seed: int) -> None:
         self.title, self.seed = title, seed
+        self.texts: list[Path] = []
 
     def check(self, contender: Contender) -> None:
         """Refuses, before anything is measured, what cannot be asked of any model.

@@ -9,7 +9,6 @@ from typing import ClassVar
 from longrnn.errors import UserError
 from longrnn.evaluation import passkey
 from longrnn.evaluation.intervals import Estimate, paired_proportion, proportion
-from longrnn.evaluation.passkey_grid import Sample
 from longrnn.evaluation.suites.base import (
     EVALUATIONS,
     Contender,
@@ -20,6 +19,7 @@ from longrnn.evaluation.suites.base import (
     sorted_lengths,
 )
 from longrnn.tasks.passkey import Passkey
+from longrnn.tasks.passkey_documents import Needle, keys
 
 
 @EVALUATIONS.register("passkey")
@@ -58,6 +58,7 @@ class PasskeyRetrieval(Evaluation):
         self.lengths, self.depths = sorted_lengths(lengths), list(depths)
         self.n, self.n_keys, self.batch_size = n, n_keys, batch_size
         self.filler = None if filler is None else Path(filler)
+        self.texts = [] if self.filler is None else [self.filler]
         self.metric = Metric(title, _share, paired_proportion)
         if n < 1 or batch_size < 1:
             raise UserError("n and batch_size must be at least 1")
@@ -99,12 +100,10 @@ class PasskeyRetrieval(Evaluation):
         return Passkey(contender.tokenizer, filler=files, n_keys=self.n_keys)
 
     def _longest_answer(self, contender: Contender) -> int:
-        """Tokens that are generated behind a prompt."""
-        task = self._task(contender)
-        shortest, number = self.lengths[0], range(self.n)
-        samples = [Sample(shortest, depth, i) for depth in self.depths for i in number]
-        questions = [sample.question(task, self.seed, self.n_keys) for sample in samples]
-        return max(len(task.answer(question.needle)) for question in questions)
+        """Tokens that are generated behind a prompt, at most."""
+        task, number = self._task(contender), int(self.n_keys > 1)
+        needles = [Needle(key, 0.5, number) for key in keys(True)[::97]]
+        return max(len(task.answer(needle)) for needle in needles)
 
 
 def _share(values: Sequence[float]) -> Estimate:

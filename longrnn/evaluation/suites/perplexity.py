@@ -131,11 +131,14 @@ class BitsPerByte(Evaluation):
         """The parts of all texts.
 
         Raises:
-            UserError: a file that is no text, or has too little of it.
+            UserError: a file that is no text, has too little of it, or is given twice.
         """
-        needed, parts = self.lengths[-1] + 1, []
+        needed, parts, seen = self.lengths[-1] + 1, [], dict[str, Path]()
         for path in self.texts:
             text, digest = read_text(path)
+            if digest in seen:
+                raise UserError(f"{path} and {seen[digest]} are the same text: give it once")
+            seen[digest] = path
             for number in range(self.windows):
                 start, stop = (len(text) * k // self.windows for k in (number, number + 1))
                 piece = text[start:stop]

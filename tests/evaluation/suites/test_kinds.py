@@ -139,6 +139,10 @@ def test_perplexity_of_short_texts(tmp_path: Path) -> None:
         perplexity(tmp_path, lengths=["8k"]).check(contender("one"))
     with pytest.raises(UserError, match="no text file"):
         perplexity(tmp_path, texts=["none.txt"]).check(contender("one"))
+    (tmp_path / "c.txt").write_text((tmp_path / "a.txt").read_text())
+    twice = [*texts(tmp_path), str(tmp_path / "c.txt")]
+    with pytest.raises(UserError, match=r"c\.txt and .*a\.txt are the same text"):
+        perplexity(tmp_path, texts=twice).check(contender("one"))
 
 
 def test_cost(tmp_path: Path) -> None:
