@@ -70,7 +70,7 @@ def read_texts(
         _, state = _feed(model, [first], branch.start, branch.fork, branch.state, progress)
         leaves: list[int] = []
         for group in _groups(texts, branch.numbers, branch.fork):
-            fork = _fork(texts, group)
+            fork = _fork(texts, group, branch.fork)
             if (fork - branch.fork) * (len(group) - 1) < WORTH:
                 leaves += group
             else:
@@ -90,11 +90,19 @@ def _groups(texts: Sequence[Ids], numbers: list[int], fork: int) -> list[list[in
     return [list(group) for _, group in groupby(numbers, kind)]
 
 
-def _fork(texts: Sequence[Ids], numbers: list[int]) -> int:
-    """How many tokens sorted texts have in common, at least one of each being left."""
+def _fork(texts: Sequence[Ids], numbers: list[int], start: int) -> int:
+    """How many tokens sorted texts have in common, at least one of each being left.
+
+    Args:
+        texts: all texts.
+        numbers: which ones are meant.
+        start: tokens that they are known to have in common.
+    """
+    if len(numbers) == 1:
+        return start
     first, last = texts[numbers[0]], texts[numbers[-1]]
     shortest = min(len(texts[number]) for number in numbers) - 1
-    return next((i for i in range(shortest) if first[i] != last[i]), shortest)
+    return next((i for i in range(start, shortest) if first[i] != last[i]), shortest)
 
 
 def _walk(
