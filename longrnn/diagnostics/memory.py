@@ -57,7 +57,7 @@ def summary(found: Mapping[int, Sequence[Point]]) -> str:
     if shortest is None:
         return f"{said} No shorter context predicts within {ENOUGH:g} of the whole one."
     return (
-        f"{said} The last {format_length(shortest)} tokens predict within {ENOUGH:g} of the whole "
+        f"{said} The last {shortest:,} tokens predict within {ENOUGH:g} of the whole "
         "context, and so does every longer context that was cut."
     )
 
