@@ -74,3 +74,8 @@ def test_a_tiny_study(tmp_path: Path) -> None:
     assert "2 seed(s)" in second
     assert "Not judged" not in second
     assert all(path.stat().st_mtime_ns == time for path, time in models.items())
+    (tmp_path / "t.txt").write_text("another text\n" * 9000)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=ENVIRONMENT)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert "holds the study of another text" in done.stderr
