@@ -69,7 +69,7 @@ def test_a_tiny_study(tmp_path: Path) -> None:
         assert f"| {setting.kind} | {setting.window} |" in first
         assert f"\n{setting.name}:\n" in first
     assert "Not judged" in first
-    models = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("model.safetensors")}
+    models = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("checkpoint-*")}
     second = study(2)
     assert "2 seed(s)" in second
     assert "Not judged" not in second
