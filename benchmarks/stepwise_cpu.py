@@ -3,7 +3,7 @@
 Forward pass, backward pass, clipping and optimizer on reverse ordering, embedding → cell → head, in
 float32. Three of a kind, with the same weights and the same batch:
 - `torch.nn`: a module of torch.nn with `nn.Embedding`, `nn.Linear` and `F.cross_entropy` around it;
-- `longrnn`: our model and loss, on the kernel of torch.nn;
+- `longrnn`: our model and loss (logits only where a target is), on the kernel of torch.nn;
 - `stepwise`: the same where an edit asks for every token's state, as a mitigation does.
 
 Then the peak memory of one step at a large vocabulary, each in a process of its own.

@@ -12,6 +12,7 @@ study that was stopped goes on with the same command.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,8 @@ def parted(text: Path, output: Path) -> tuple[Path, Path]:
     if cut == 0 or len(content) - cut <= STRETCH:
         raise UserError(f"{text} is too short: its last tenth must hold lines of {STRETCH} bytes")
     head, tail = output / "head.txt", output / "tail.txt"
+    if head.is_file() and head.read_bytes() != content[:cut].encode():
+        raise UserError(f"{output} holds the study of another text: choose another --output")
     write_atomic(head, content[:cut])
     write_atomic(tail, content[cut:])
     return head, tail
@@ -183,4 +186,8 @@ def gradients(output: Path, tail: Path, quiet: bool) -> Laboratory:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -48,7 +48,7 @@ def gradients(
     lengths: Annotated[
         str | None,
         typer.Option(
-            help="Lengths of the task.",
+            help="Lengths of the task; gradients by distance and Jacobians at the last of them.",
             show_default="16,32,64, or the task's own where these are too short",
         ),
     ] = None,

@@ -72,3 +72,17 @@ def test_the_state_owns_its_memory() -> None:
     x.zero_()
     assert torch.equal(after, kept)
     assert after.untyped_storage().nbytes() == after.numel() * after.itemsize
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_second_derivatives(with_bias: bool) -> None:
+    """A backward pass that cannot be differentiated: the gradient laboratory multiplies with
+    Jacobians that way."""
+    x, weight, bias, state = (tensor.requires_grad_() for tensor in draw(4, 3))
+
+    def conv(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, state, *bias = inputs
+        return causal_conv(x, weight, bias[0] if bias else None, state)
+
+    inputs = (x, weight, state, bias) if with_bias else (x, weight, state)
+    assert torch.autograd.gradgradcheck(conv, inputs)

@@ -69,8 +69,13 @@ def test_a_tiny_study(tmp_path: Path) -> None:
         assert f"| {setting.kind} | {setting.window} |" in first
         assert f"\n{setting.name}:\n" in first
     assert "Not judged" in first
-    models = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("model.safetensors")}
+    models = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("checkpoint-*")}
     second = study(2)
     assert "2 seed(s)" in second
     assert "Not judged" not in second
     assert all(path.stat().st_mtime_ns == time for path, time in models.items())
+    (tmp_path / "t.txt").write_text("another text\n" * 9000)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=ENVIRONMENT)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert "holds the study of another text" in done.stderr
