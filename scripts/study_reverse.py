@@ -250,7 +250,7 @@ def picture(parts: Sequence[Part], path: Path) -> None:
             axes.plot([place] * len(found), found, "o", ms=4, color="C0", alpha=0.6)
             axes.plot(place, sum(found) / len(found), "_", ms=16, mew=2, color="black")
         axes.set_xticks(range(len(encodings)), encodings, rotation=60, ha="right")
-        axes.set(title=title, ylabel=METRIC.replace("_", " "))
+        axes.set(title=title, ylabel=METRIC.replace("_", " "), xlim=(-0.6, len(encodings) - 0.4))
     write_atomic(path, png(figure))
 
 
