@@ -16,6 +16,7 @@ from longrnn.cli.options import (
     load_variant,
     mitigated,
     pick_device,
+    refuse_long,
     results_folder,
     training,
     training_length,
@@ -88,6 +89,8 @@ def passkey(
     subjects = []
     for variant in dict.fromkeys(checkpoints):
         name, model = load_variant(variant, mitigation, target)
+        if chunk_select is None:
+            refuse_long(model, max(asked_lengths))
         label = variant if mitigation is None else f"{variant}+{mitigation}"
         subjects.append(measure.Subject(label, model, load_tokenizer(name)))
         if filler is not None:
@@ -209,6 +212,7 @@ def perplexity(
 
     window, trained = parse_length(length), training_length(checkpoint, train_length)
     model = mitigated(load(checkpoint, device=pick_device(device)), mitigation)
+    refuse_long(model, window)
     documents = read_documents(text, load_tokenizer(checkpoint), model)
     warn_if_calibrated_on(model, documents)
     folder = output or results_folder("perplexity", [checkpoint], mitigation)
