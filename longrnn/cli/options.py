@@ -22,7 +22,11 @@ UNFIT = r"[^\w.,=()+-]+"
 BEYOND = "beyond"
 
 Checkpoint = Annotated[
-    str, typer.Argument(help="Name of an embedded checkpoint, or a folder.", show_default=False)
+    str,
+    typer.Argument(
+        help="Name of an embedded checkpoint, a folder, or organisation/model of the hub.",
+        show_default=False,
+    ),
 ]
 Device = Annotated[
     str, typer.Option(help="Where to run: cpu, cuda, cuda:1; auto takes cuda where there is one.")
@@ -101,6 +105,17 @@ def mitigated(
             )
     model.go_beyond()
     return model
+
+
+def refuse_long(model: LanguageModel, length: int) -> None:
+    """Refuses a length that the model would refuse, before anything is read or written.
+
+    Raises:
+        UserError: more tokens than a model of transformers was made for.
+    """
+    refuse = getattr(model, "refuse_long", None)
+    if refuse is not None:
+        refuse(length)
 
 
 def load_variant(

@@ -11,6 +11,7 @@ import typer
 
 from longrnn.cli.options import (
     load_variant,
+    refuse_long,
     results_folder,
     training_length,
     warn_if_calibrated_on,
@@ -114,6 +115,7 @@ def _reader(variant: str, mitigation: str | None, device: str, asked: Asked) -> 
     from longrnn.hf.tokenizer import load_tokenizer
 
     checkpoint, model = load_variant(variant, mitigation, device)
+    refuse_long(model, asked.length)
     documents = read_documents(asked.texts, load_tokenizer(checkpoint), model)
     warn_if_calibrated_on(model, documents)
     name = variant if mitigation is None else f"{variant}+{mitigation}"

@@ -139,7 +139,7 @@ class HFLanguageModel(nn.Module):
         if not tokens.numel():
             return LMOutput(self._no_logits(len(tokens)), state)
         positions = state.position.tolist()
-        self._refuse_long(max(positions) + time)
+        self.refuse_long(max(positions) + time)
 
         groups = [
             [row for row, position in enumerate(positions) if position == length]
@@ -264,7 +264,8 @@ class HFLanguageModel(nn.Module):
             "take a model whose cache can be forked"
         )
 
-    def _refuse_long(self, length: int) -> None:
+    def refuse_long(self, length: int) -> None:
+        """Raises a `UserError` where one sequence of so many tokens is beyond `max_length`."""
         if self.max_length is not None and length > self.max_length:
             more = (
                 ", or lift this with beyond=True (CHECKPOINT+beyond)" if self.can_go_beyond else ""

@@ -62,6 +62,8 @@ def test_the_maximum_length_is_lifted_by_name(cli: CLI, foreign: Path, text: Pat
     assert refused.code == 2
     assert "was made for at most 256 tokens and would have read 300" in refused.err
     assert refused.err.count("\n") == 1
+    assert cli("eval", "passkey", llama, "--lengths", "160,300", "--n", "1").code == 2
+    assert not Path("results").exists()
     assert cli(*long, "--mitigation", "beyond").code == 0
     assert cli("eval", "passkey", f"{llama}+beyond", "--lengths", "300", "--n", "1").code == 0
 

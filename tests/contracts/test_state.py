@@ -12,7 +12,7 @@ from longrnn import state as states
 from longrnn.errors import UserError
 from longrnn.mixers import MIXERS
 from longrnn.models import RecurrentLM, generate
-from longrnn.state import LMState, leaves
+from longrnn.state import History, LMState, leaves
 from tests.contracts.builders import (
     D_MODEL,
     assert_near,
@@ -258,3 +258,18 @@ def test_a_call_refuses_the_state_of_a_mitigation(model: RecurrentLM) -> None:
     state = model.init_state(2)._replace(extra=(torch.zeros(2),))
     with pytest.raises(UserError, match="mitigation"):
         model(random_tokens(2, 3), state)
+
+
+def test_histories_of_rows_of_different_lengths() -> None:
+    """Entries that move away from the end, a row that keeps what it was reset from."""
+    short = History(torch.arange(6.0).view(1, 1, 3, 2))
+    long = History(torch.full((2, 1, 5, 2), torch.nan))
+    both = states.join([(short,), (long,)])[0].entries
+    assert both.shape == (3, 1, 5, 2)
+    assert torch.equal(both[0, :, -3:], short.entries[0])
+    assert not both[0, :, :2].any()
+    empty = History(torch.zeros(3, 1, 0, 2))
+    cleared = states.reset(History(both), empty, torch.tensor([False, True, False])).entries
+    assert not cleared[1].any()
+    assert torch.equal(cleared[0], both[0])
+    assert cleared[2].isnan().all()
