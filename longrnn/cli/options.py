@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from longrnn.evaluation.texts import Document
     from longrnn.hf.adapter import HFLanguageModel
     from longrnn.mitigations import Mitigated
-    from longrnn.models import RecurrentLM
+    from longrnn.models import LanguageModel, RecurrentLM
 
 # Bytes of a folder's name, of the 255 that file systems take; what it is better without.
 LONGEST_NAME = 120
@@ -135,9 +135,7 @@ def split_variant(text: str) -> tuple[str, str | None]:
     return text[:cut], text[cut + 1 :] if cut < len(text) else None
 
 
-def warn_if_calibrated_on(
-    model: RecurrentLM | Mitigated | HFLanguageModel, documents: Iterable[Document]
-) -> None:
+def warn_if_calibrated_on(model: LanguageModel, documents: Iterable[Document]) -> None:
     """Says on standard error which texts a mitigation's numbers were taken from."""
     from longrnn.mitigations import Mitigated
 

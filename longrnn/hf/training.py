@@ -42,7 +42,7 @@ class TransformerLM(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        self.vocab_size: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]
         self.max_length: int | None = getattr(model.config, "max_position_embeddings", None)
         # No cell of ours, so nothing to edit.
         self.mixers: Sequence[Any] = ()
