@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ class TransformerLM(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.vocab_size = len(cast(Tensor, model.get_input_embeddings().weight))
+        self.vocab_size: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]
         self.max_length: int | None = getattr(model.config, "max_position_embeddings", None)
         # No cell of ours, so nothing to edit.
         self.mixers: Sequence[Any] = ()
