@@ -36,7 +36,7 @@ STEP_TOKENS = 4096
 def main(
     d_states: Annotated[str, typer.Option(help="State sizes: mixer.d_state.")] = "4,8,16,32",
     train_lengths: Annotated[str, typer.Option(help="Training lengths.")] = "192,384,768",
-    steps: Annotated[int, typer.Option(help="Of every model.")] = 800,
+    steps: Annotated[int, typer.Option(help="Of every model.")] = 700,
     lengths: Annotated[str, typer.Option(help="Of the prompts.")] = "256,512,1k,2k,4k,8k,16k,32k",
     n: Annotated[int, typer.Option("--n", help="Prompts at each of 3 depths.")] = 10,
     text_length: Annotated[str, typer.Option(help="Tokens of the text of filler.")] = "32k",
