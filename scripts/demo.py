@@ -10,13 +10,14 @@ from typing import Annotated
 
 import typer
 
-from longrnn import Mitigated, load, load_tokenizer, mitigation
+from longrnn import Mitigated, load_tokenizer, mitigation
 from longrnn.cli.tables import print_passkey
 from longrnn.diagnostics.plots import passkey_heat_map
 from longrnn.evaluation.calibrate import Settings, calibrate
 from longrnn.evaluation.passkey import Subject, by_model, evaluate, evenly_spaced, summarise
 from longrnn.evaluation.texts import read_documents
 from longrnn.files import write_atomic
+from longrnn.hf.loading import load_recurrent
 from longrnn.tasks.passkey import FILLER
 from longrnn.units import format_length, parse_lengths
 
@@ -33,7 +34,7 @@ def demo(
     """Evaluates one broken checkpoint as it is and repaired, and one that holds."""
     asked = parse_lengths(lengths)
     first, last = asked[0], asked[-1]
-    broken, tokenizer = load(BROKEN), load_tokenizer(BROKEN)
+    broken, tokenizer = load_recurrent(BROKEN), load_tokenizer(BROKEN)
 
     # The filler alone, without a key, says which heads remember and which tokens they ignore.
     write_atomic(output / "filler.txt", FILLER * 400)
@@ -50,7 +51,7 @@ def demo(
         [
             Subject(BROKEN, broken, tokenizer),
             Subject(REPAIRED, Mitigated(broken, mitigation(found)), tokenizer),
-            Subject(HOLDING, load(HOLDING), load_tokenizer(HOLDING)),
+            Subject(HOLDING, load_recurrent(HOLDING), load_tokenizer(HOLDING)),
         ],
         lengths=asked,
         depths=evenly_spaced(5),

@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from longrnn import Mitigated, load, load_tokenizer, mitigation
+from longrnn import Mitigated, load_tokenizer, mitigation
 from longrnn.cli.options import TrainLength, training_length
 from longrnn.errors import UserError
 from longrnn.evaluation import passkey as recall
@@ -26,6 +26,7 @@ from longrnn.evaluation import perplexity as loss
 from longrnn.evaluation.calibrate import METHODS, Settings, calibrate
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.files import write_atomic
+from longrnn.hf.loading import load_recurrent
 from longrnn.mitigations.base import Calibration
 from longrnn.mitigations.spec import write_calibration
 from longrnn.models import RecurrentLM
@@ -48,7 +49,7 @@ def books(
     output: Output = Path("results/state_collapse"),
 ) -> None:
     """Loss by position on held-out books, plain and under every mitigation."""
-    model, tokenizer = load(checkpoint), load_tokenizer(checkpoint)
+    model, tokenizer = load_recurrent(checkpoint), load_tokenizer(checkpoint)
     trained, tokens = training_length(checkpoint, train_length), parse_length(length)
     if trained is None:
         raise UserError(f"{checkpoint} does not say its training length: give --train-length")
@@ -96,7 +97,7 @@ def passkey(
 
     A variant that recalls less than one in five at a length is not asked at longer ones.
     """
-    model, tokenizer = load(checkpoint), load_tokenizer(checkpoint)
+    model, tokenizer = load_recurrent(checkpoint), load_tokenizer(checkpoint)
     trained, tokens = parse_length(train_length), parse_length(target)
     columns = parse_lengths(lengths)
     what = [Path(checkpoint).resolve().name, *([filler.stem] if filler else [])]
