@@ -42,9 +42,7 @@ class Mitigated(nn.Module):
             that were calibrated for another model; members that have no meaning together.
     """
 
-    def __init__(
-        self, model: LanguageModel, mitigation: Mitigation | Sequence[Mitigation]
-    ) -> None:
+    def __init__(self, model: LanguageModel, mitigation: Mitigation | Sequence[Mitigation]) -> None:
         super().__init__()
         if not isinstance(model, RecurrentLM):
             raise UserError(
