@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from longrnn.errors import UserError
 from longrnn.mitigations.base import COLLAPSING, Chain, Mitigation
 from longrnn.mixers import Edit, Mixer, Update
-from longrnn.models.base import LMOutput
+from longrnn.models.base import LanguageModel, LMOutput
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 from longrnn.ops.ssd import SSD, ScanInputs
 from longrnn.state import LMState, PyTree
@@ -42,12 +42,12 @@ class Mitigated(nn.Module):
             that were calibrated for another model; members that have no meaning together.
     """
 
-    def __init__(self, model: RecurrentLM, mitigation: Mitigation | Sequence[Mitigation]) -> None:
+    def __init__(self, model: LanguageModel, mitigation: Mitigation | Sequence[Mitigation]) -> None:
         super().__init__()
         if not isinstance(model, RecurrentLM):
             raise UserError(
                 f"a mitigation changes the recurrence of a RecurrentLM, and {type(model).__name__} "
-                "is none: give the model that `load` returns"
+                "is none: give an RNN, GRU, LSTM or Mamba-2 model"
             )
         members = [mitigation] if isinstance(mitigation, Mitigation) else list(mitigation)
         self.mitigation = Chain(members)
