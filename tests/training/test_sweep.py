@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import math
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +106,7 @@ def test_a_run_that_another_sweep_trains_is_left_alone(tmp_path: Path, trained: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_sweep_that_is_stopped_goes_on(tmp_path: Path, number: signal.Signals) -> None:
     """Trainers that outlive their sweep unseen, or a run that is begun again from its start."""
     config = tiny("reverse", tmp_path / "run", max_steps=2000, save_steps=50, logging_steps=50)
@@ -118,17 +116,8 @@ def test_a_sweep_that_is_stopped_goes_on(tmp_path: Path, number: signal.Signals)
     folder = tmp_path / "out/runs/seed=1"
     signal_after(process, folder / "metrics.jsonl", number, lines=2)
     out, err = process.communicate(timeout=120)
-    if number == signal.SIGKILL:  # the trainer goes on: it is killed as well
-        while trainers := subprocess.run(
-            ["pgrep", "-f", str(tmp_path / "out")], capture_output=True, check=False
-        ).stdout.split():
-            for pid in trainers:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
-            time.sleep(0.2)
-    else:
-        assert process.returncode == (0 if number == signal.SIGTERM else 2), err
-        assert "go on with: longrnn sweep" in out + err
+    assert process.returncode == (0 if number == signal.SIGTERM else 2), err
+    assert "go on with: longrnn sweep" in out + err
     done = checkpoint.steps(last_checkpoint(folder))
     assert 50 <= done < 2000
     finished = run(*command)
