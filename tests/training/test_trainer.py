@@ -334,7 +334,7 @@ def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
         ),
         ({"initial_state": {"kind": "cary"}}, "unknown initial state 'cary': did you mean 'carry'"),
         ({"initial_state": {"kind": "pass", "share": 1}}, "did you mean 'zero_share'"),
-        ({"initial_state": {"kind": "zero", "zero_share": 0.5}}, "known: init"),
+        ({"initial_state": {"kind": "zero", "zero_share": 0.5}}, "it takes none"),
         ({"initial_state": {"kind": "pass", "zero_share": 1.5}}, "between 0 and 1"),
         ({"initial_state": {"kind": "fitted_noise", "momentum": 1.0}}, "below 1"),
         ({"initial_state": {"kind": "random_noise", "std": 0.0}}, "above 0"),
