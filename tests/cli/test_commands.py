@@ -148,7 +148,7 @@ def test_eval_passkey_inserted(cli: CLI, models: Path, tmp_path: Path) -> None:
     assert result.out.endswith(f"{folder}/results.jsonl\n{folder}/positions.png\n")
     assert (tmp_path / folder / "positions.png").stat().st_size > 10_000
     assert "Sharing prefixes, the whole grid takes " in result.out
-    assert "passkeys recalled, by filler before the key" in result.out
+    assert "passkeys recalled, by filler before the key" in " ".join(result.out.split())
     _, rows = read_results(tmp_path / folder / "results.jsonl")
     cells = sorted((row["length"], row["insert_at"]) for row in rows)
     assert cells == [(200, 0), (300, 0), (300, 100)]

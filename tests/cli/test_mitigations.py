@@ -175,9 +175,13 @@ def test_diagnose_states(cli: CLI, calibrated: str, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "ours/states.jsonl").open()]
     shares = [row["norm"] / limits[row["layer"]][row["head"]] for row in rows]
     assert 0.9999 < max(shares) < 1.0001
-    # The heads that a diagnosis names can be given to a mitigation.
+    # The heads that a diagnosis names can be given to a mitigation; here, short of collapse, none.
     assert cli(*command, "--output", "plain").code == 0
     spec = "forget_more(heads=collapsing, diagnosis={}/diagnosis.yaml)"
+    says = ("names no collapsing head", "leave the mitigation out")
+    refused(cli, *PASSKEY, "--mitigation", spec.format("plain"), says=says)
+    diagnosis = tmp_path / "plain/diagnosis.yaml"
+    diagnosis.write_text(diagnosis.read_text().replace("collapsing: []", "collapsing: [[0, 1]]"))
     assert cli(*PASSKEY, "--mitigation", spec.format("plain")).code == 0
     says = ("the diagnosis of another model",)
     refused(cli, *PASSKEY, "--mitigation", spec.format("ours"), says=says)

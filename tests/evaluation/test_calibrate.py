@@ -15,7 +15,8 @@ import longrnn
 from longrnn import Mitigated, load
 from longrnn.cli.options import warn_if_calibrated_on
 from longrnn.errors import UserError
-from longrnn.evaluation.calibrate import EVERY, METHODS, Settings, calibrate
+from longrnn.evaluation.calibrate import METHODS, Settings, calibrate
+from longrnn.evaluation.statistics import EVERY
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.files import sha256
 from longrnn.mitigations import mitigation

@@ -95,7 +95,7 @@ def test_unknown_names() -> None:
     refuses("unknown position 'sinusoid': did you mean 'sinus", position={"kind": "sinusoid"})
     refuses("unknown block 'residul': did you mean 'residual'", block="residul")
     refuses("no option 'dstate': did you mean 'd_state'", mixer={"kind": "mamba2", "dstate": 4})
-    refuses("no option 'd_state': it takes none", mixer={"kind": "gru", "d_state": 4})
+    refuses("no option 'd_state': known: init", mixer={"kind": "gru", "d_state": 4})
     refuses("described by a mapping with 'kind'", mixer={"d_state": 4})
     refuses(
         "unknown ssd backend 'chunk': did you mean 'chunked'",

@@ -52,8 +52,8 @@ def run(checkpoint: str, arguments: Sequence[str], options: dict[str, Any]) -> N
         setup_logging()
     parsed = _parse(arguments)
     config = _config(parsed, {"pretrained": checkpoint, **options})
-    folders = [bundled() / "tasks", *([] if config.include_path is None else [config.include_path])]
-    manager, tasks = _find_tasks(config, folders)
+    asked = config.tasks if isinstance(config.tasks, list) else [str(config.tasks)]
+    manager, tasks = _find_tasks(asked, config.include_path, config.metadata)
     tracker = EvaluationTracker(output_path=config.output_path)
     try:
         results = _evaluate(config, manager, tasks, tracker)
@@ -76,6 +76,61 @@ def run(checkpoint: str, arguments: Sequence[str], options: dict[str, Any]) -> N
     print(make_table(results))
     if "groups" in results:
         print(make_table(results, "groups"))
+
+
+def scores(
+    model: LongRNN,
+    tasks: Sequence[str],
+    *,
+    include_path: str | None = None,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    metadata: dict[str, Any] | None = None,
+    seed: int = 0,
+) -> dict[str, dict[str, float]]:
+    """What a model scores, document by document.
+
+    Args:
+        model: of lm-eval.
+        tasks: names, or YAML files.
+        include_path: a folder with further tasks.
+        limit: documents of each task.
+        num_fewshot: examples in each prompt; None as the task says.
+        metadata: of the tasks.
+        seed: of the examples.
+
+    Returns:
+        For each `TASK, METRIC` (`TASK, FILTER, METRIC` where a task has filters) that is one number
+        a document: these by document.
+
+    Raises:
+        UserError: a task or a folder that is not there.
+    """
+    if include_path is not None and not Path(include_path).is_dir():
+        raise UserError(f"no folder {include_path} for include_path: give one with task files")
+    manager, names = _find_tasks(tasks, include_path, metadata)
+    evaluate: Any = simple_evaluate
+    results = evaluate(
+        model=model,
+        tasks=list(names),
+        num_fewshot=num_fewshot,
+        limit=limit,
+        log_samples=True,
+        task_manager=manager,
+        metadata=metadata,
+        fewshot_random_seed=seed,
+        bootstrap_iters=0,
+    )
+    found: dict[str, dict[str, float]] = {}
+    for task, samples in results["samples"].items():
+        for sample in samples:
+            which = [task] if sample["filter"] == "none" else [task, sample["filter"]]
+            for metric in sample["metrics"]:
+                value = sample[metric]
+                if isinstance(value, (bool, int, float)):
+                    column = found.setdefault(", ".join([*which, metric]), {})
+                    column[str(sample["doc_id"])] = float(value)
+    return found
 
 
 def _evaluate(
@@ -168,24 +223,22 @@ def _config(parsed: Namespace, model_args: dict[str, Any]) -> EvaluatorConfig:
 
 
 def _find_tasks(
-    config: EvaluatorConfig, folders: Sequence[str | Path]
+    asked: Sequence[str], include_path: str | None, metadata: dict[str, Any] | None
 ) -> tuple[TaskManager, list[str]]:
     """A manager that knows the tasks asked for, and their names; files stand for themselves.
 
     lm-eval's own fourteen thousand take it long to list, and are listed where they are asked for.
     """
-    asked = config.tasks if isinstance(config.tasks, list) else [str(config.tasks)]
+    folders = [str(bundled() / "tasks"), *([] if include_path is None else [include_path])]
     names = [name for task in asked for name in str(task).split(",") if name]
     if not names:
         raise UserError(NO_TASK)
-    manager = TaskManager(
-        include_path=list(folders), include_defaults=False, metadata=config.metadata
-    )
+    manager = TaskManager(include_path=folders, include_defaults=False, metadata=metadata)
     files = [name for name in names if name.endswith(".yaml") and Path(name).is_file()]
     unknown = [name for name in names if name not in files and not manager.match_tasks([name])]
     if any(not name.startswith("longrnn_") for name in unknown):
         print("looking through the tasks that come with lm-eval …", file=sys.stderr)
-        manager = TaskManager(include_path=list(folders), metadata=config.metadata)
+        manager = TaskManager(include_path=folders, metadata=metadata)
     found: list[str] = []
     for name in names:
         matches = [str(Path(name).absolute())] if name in files else manager.match_tasks([name])

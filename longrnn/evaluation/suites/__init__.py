@@ -10,6 +10,7 @@ from longrnn.evaluation.suites.base import (
     read_suite,
 )
 from longrnn.evaluation.suites.cost import Cost
+from longrnn.evaluation.suites.harness import Harness
 from longrnn.evaluation.suites.passkey import PasskeyRetrieval
 from longrnn.evaluation.suites.perplexity import BitsPerByte
 
@@ -19,6 +20,7 @@ __all__ = [
     "Contender",
     "Cost",
     "Evaluation",
+    "Harness",
     "Metric",
     "PasskeyRetrieval",
     "Point",

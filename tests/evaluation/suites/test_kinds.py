@@ -10,12 +10,21 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from longrnn import load, load_tokenizer
 from longrnn import state as states
 from longrnn.errors import UserError
 from longrnn.evaluation import passkey
 from longrnn.evaluation.results import read_results
-from longrnn.evaluation.suites import EVALUATIONS, BitsPerByte, Contender, Cost, PasskeyRetrieval
-from tests.evaluation.suites.contenders import SHORT, PairTokenizer, contender
+from longrnn.evaluation.suites import (
+    EVALUATIONS,
+    BitsPerByte,
+    Contender,
+    Cost,
+    Harness,
+    PasskeyRetrieval,
+)
+from longrnn.text import ByteTokenizer
+from tests.evaluation.suites.contenders import SHORT, PairTokenizer, contender, llama
 
 WORDS = [f"{i * 7919 % 1000} of {i * 104729 % 77} é. " for i in range(1200)]
 
@@ -176,3 +185,30 @@ def test_every_kind_is_tested() -> None:
     known = {PasskeyRetrieval, BitsPerByte, Cost}
     assert known <= set(EVALUATIONS.values())
     assert isinstance(contender("one"), Contender)
+
+
+def test_tasks_of_lm_eval(tmp_path: Path) -> None:
+    """Other scores than lm-eval's, tasks that are asked again, or prompts cut without a word."""
+    metadata = {"max_seq_lengths": [300], "n": 5}
+    options = {"tasks": ["longrnn_passkey"], "metrics": ["accuracy"], "metadata": metadata}
+    evaluation = Harness("lm-eval", 0, **options)
+    checkpoint = "passkey-tiny"
+    model, tokenizer = load(checkpoint), load_tokenizer(checkpoint)
+    good = Contender(checkpoint, model, tokenizer, checkpoint, None, "cpu")
+    (point,) = evaluation.measure(good, tmp_path / "good.jsonl", quiet=True)
+    assert (point.metric.name, point.at, point.reason) == ("longrnn_passkey, accuracy", None, None)
+    assert point.samples == {str(document): 1.0 for document in range(5)}
+    assert str(point.metric.estimate(list(point.samples.values()))) == "1.00 [0.57, 1.00]"
+    written = (tmp_path / "good.jsonl").read_bytes()
+    assert evaluation.measure(good, tmp_path / "good.jsonl", quiet=True) == [point]
+    assert (tmp_path / "good.jsonl").read_bytes() == written
+    llama(tmp_path / "llama", positions=256)
+    short = load(tmp_path / "llama")
+    cut = Contender("llama", short, ByteTokenizer(), str(tmp_path / "llama"), None, "cpu")
+    (point,) = evaluation.measure(cut, tmp_path / "cut.jsonl", quiet=True)
+    assert point.samples == {}
+    assert point.reason == "5 requests exceed the 256 tokens that it reads"
+    with pytest.raises(UserError, match="has no metric 'acc': it has 300, accuracy"):
+        Harness("lm-eval", 0, **{**options, "metrics": ["acc"]}).measure(
+            good, tmp_path / "good.jsonl", quiet=True
+        )
