@@ -26,7 +26,7 @@ import typer
 from longrnn.config import load_config
 from longrnn.diagnostics.plots import new_figure, png
 from longrnn.diagnostics.stability import along_checkpoints
-from longrnn.errors import UserError
+from longrnn.errors import UserError, nearest
 from longrnn.evaluation.intervals import Estimate, mean
 from longrnn.evaluation.results import Row
 from longrnn.files import write_atomic
@@ -66,6 +66,9 @@ def main(
     encoding: Annotated[
         list[str] | None, typer.Option(help="Of all grids.", show_default="all")
     ] = None,
+    part: Annotated[
+        list[str] | None, typer.Option(help="cells, large or dual.", show_default="all")
+    ] = None,
     steps: Annotated[
         int | None, typer.Option(help="Of every run.", show_default="as in the configuration")
     ] = None,
@@ -83,6 +86,10 @@ def main(
         raise UserError(f"seeds must be from 2 (for an interval) to 5, not {seeds}")
     base = load_config(TrainConfig, CONFIG, [] if steps is None else _steps(steps))
     grids = planned(cell or CELLS, encoding or ENCODINGS, vocab_size, large, SEEDS[:seeds])
+    for name in part or []:
+        if name not in grids:
+            raise UserError(f"no part {name!r}: {nearest(name, grids)}")
+    grids = {name: grid for name, grid in grids.items() if part is None or name in part}
     plans = {
         title: expand(base, axes, output / name / "runs") for name, (title, axes) in grids.items()
     }
@@ -93,9 +100,12 @@ def main(
             listed = "; ".join(f"{f.name} ({f.reason})" for f in failures)
             raise UserError(f"runs failed, and the same command runs them again: {listed}")
         parts[name] = Part(title, base, axes, rows)
-    readings = stabilities(parts["cells"], output / "cells/runs", triplets, quiet)
+    readings = []
+    if "cells" in parts:
+        readings = stabilities(parts["cells"], output / "cells/runs", triplets, quiet)
     drawn = document.with_suffix(".png")
-    picture([parts["cells"], parts["large"]], drawn)
+    drawable = [found for name, found in parts.items() if name != "dual"]
+    picture(drawable or list(parts.values()), drawn)
     shows = ["", f"![token accuracy of every run (points) and their means (bars)]({drawn.name})"]
     lines = [*preamble(base, seeds, hardware), *shows, *chapters(parts), *readings]
     write_atomic(document, "\n".join(lines) + "\n")
