@@ -23,7 +23,7 @@ class Tokenizer(Protocol):
         """The text of ids."""
         ...
 
-    def byte_ends(self, text: str) -> list[int] | None:
+    def byte_ends(self, text: str) -> Sequence[int] | None:
         """Where each token of `encode(text)` ends, in bytes of UTF-8 from the start of the text.
 
         Bytes that no token stands for count to the next one, or to the last. None where the
@@ -48,8 +48,8 @@ class ByteTokenizer:
         """The text; bytes that are no UTF-8 come out as U+FFFD."""
         return bytes(ids).decode(errors="replace")
 
-    def byte_ends(self, text: str) -> list[int] | None:
-        return list(range(1, len(text.encode()) + 1))
+    def byte_ends(self, text: str) -> Sequence[int] | None:
+        return range(1, len(text.encode()) + 1)
 
     def fingerprint(self) -> str:
         return "bytes"

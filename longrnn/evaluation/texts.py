@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,13 +57,17 @@ def read_documents(
         text, digest = read_text(path)
         if digest in documents:
             raise UserError(f"{path} and {documents[digest].name} are the same text: give it once")
-        tokens = torch.tensor(tokenizer.encode(text), dtype=torch.long)
-        ends = tokenizer.byte_ends(text)
+        tokens, ends = _integers(tokenizer.encode(text)), tokenizer.byte_ends(text)
         documents[digest] = Document(
             path.name,
             digest,
             tokens,
             len(text.encode()) / len(tokens),
-            None if ends is None else torch.tensor(ends, dtype=torch.long),
+            None if ends is None else _integers(ends),
         )
     return list(documents.values())
+
+
+def _integers(values: Sequence[int]) -> Tensor:
+    """`(n,)` int64; a range is never spelled out, which takes five times the room."""
+    return torch.from_numpy(np.fromiter(values, dtype=np.int64, count=len(values)))

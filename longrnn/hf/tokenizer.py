@@ -62,7 +62,7 @@ class HFTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
-    def byte_ends(self, text: str) -> list[int] | None:
+    def byte_ends(self, text: str) -> Sequence[int] | None:
         """See `longrnn.text.Tokenizer`. Tokens that share a character all end with it."""
         if not getattr(self.tokenizer, "is_fast", False):
             return None
