@@ -16,7 +16,6 @@ from longrnn.cli.options import (
     Mitigation,
     Quiet,
     TrainLength,
-    mitigated,
     pick_device,
     results_folder,
     training,
@@ -79,6 +78,7 @@ def states(
     from longrnn.evaluation.texts import read_documents
     from longrnn.hf.loading import load_recurrent
     from longrnn.hf.tokenizer import load_tokenizer
+    from longrnn.hf.variants import mitigated
 
     if not text and not newlines:
         raise UserError("give --text FILE, --newlines, or both")

@@ -16,7 +16,6 @@ from longrnn.cli.options import (
     TrainLength,
     load_variant,
     pick_device,
-    refuse_long,
     results_folder,
     warn_if_calibrated_on,
 )
@@ -109,8 +108,6 @@ def passkey(
     subjects = []
     for variant in dict.fromkeys(checkpoints):
         name, model = load_variant(variant, mitigation, target)
-        if chunk_select is None:
-            refuse_long(model, max(asked_lengths))
         label = variant if mitigation is None else f"{variant}+{mitigation}"
         subjects.append(measure.Subject(label, model, load_tokenizer(name)))
         if filler is not None:

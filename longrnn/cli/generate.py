@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from longrnn.cli.options import Checkpoint, Device, Mitigation, mitigated, pick_device
+from longrnn.cli.options import Checkpoint, Device, Mitigation, load_variant, pick_device
 from longrnn.errors import UserError
 
 
@@ -33,7 +33,7 @@ def generate(
     """
     import torch
 
-    from longrnn.hf.loading import load
+    from longrnn.evaluation.reach import refuse_long
     from longrnn.hf.tokenizer import load_tokenizer
     from longrnn.models.generate import stream
     from longrnn.text import read_text
@@ -47,9 +47,10 @@ def generate(
     except UnicodeEncodeError as error:
         raise UserError("the prompt is not UTF-8 text: give it in a file") from error
     target = pick_device(device)
-    model = mitigated(load(checkpoint, device=target), mitigation)
-    tokenizer = load_tokenizer(checkpoint)
+    name, model = load_variant(checkpoint, mitigation, target)
+    tokenizer = load_tokenizer(name)
     ids = torch.tensor([tokenizer.encode(prompt or "")], dtype=torch.long, device=target)
+    refuse_long(model, ids.shape[1] + max_new_tokens)
     shown = ""
     for generation in stream(
         model,

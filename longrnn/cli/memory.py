@@ -55,12 +55,14 @@ def memory(
     """
     from longrnn.diagnostics.memory import summary, write_report
     from longrnn.evaluation import memory as measure
+    from longrnn.evaluation.reach import refuse_long
     from longrnn.evaluation.texts import read_documents
     from longrnn.hf.tokenizer import load_tokenizer
     from longrnn.mitigations import Mitigated
 
     asked = parse_lengths(positions)
     name, model = load_variant(checkpoint, mitigation, pick_device(device))
+    refuse_long(model, max(asked))
     documents = read_documents(text, load_tokenizer(name), model)
     warn_if_calibrated_on(model, documents)
     folder = output or results_folder("memory", [checkpoint], mitigation)

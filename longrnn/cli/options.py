@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, overload
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 # Bytes of a folder's name, of the 255 that file systems take; what it is better without.
 LONGEST_NAME = 120
 UNFIT = r"[^\w.,=()+-]+"
-# In the place of a mitigation: a model of transformers may read more than it was made for.
-BEYOND = "beyond"
 
 Checkpoint = Annotated[
     str,
@@ -68,56 +66,6 @@ def pick_device(device: str) -> str:
     return device
 
 
-@overload
-def mitigated(model: RecurrentLM, spec: str | Sequence[str] | None) -> RecurrentLM | Mitigated: ...
-
-
-@overload
-def mitigated(
-    model: RecurrentLM | HFLanguageModel, spec: str | Sequence[str] | None
-) -> RecurrentLM | Mitigated | HFLanguageModel: ...
-
-
-def mitigated(
-    model: RecurrentLM | HFLanguageModel, spec: str | Sequence[str] | None
-) -> RecurrentLM | Mitigated | HFLanguageModel:
-    """The model under the mitigation that `spec` describes; without one, the model itself.
-
-    For a model of transformers, `beyond` lifts its maximum length, and there is nothing else.
-
-    Raises:
-        UserError: no such mitigation, or one that is not defined for the model.
-    """
-    if spec is None:
-        return model
-    from longrnn.errors import UserError
-    from longrnn.mitigations import Mitigated, mitigation
-    from longrnn.models import RecurrentLM
-
-    if isinstance(model, RecurrentLM):
-        return Mitigated(model, mitigation(spec))
-    for one in [spec] if isinstance(spec, str) else spec:
-        if one != BEYOND:
-            raise UserError(
-                f"{one} changes the recurrence of a model of ours, and this {model.kind} is run by "
-                f"transformers: leave it out ('{BEYOND}', which lifts the maximum length, and "
-                "--chunk-select are there for any model)"
-            )
-    model.go_beyond()
-    return model
-
-
-def refuse_long(model: LanguageModel, length: int) -> None:
-    """Refuses a length that the model would refuse, before anything is read or written.
-
-    Raises:
-        UserError: more tokens than a model of transformers was made for.
-    """
-    refuse = getattr(model, "refuse_long", None)
-    if refuse is not None:
-        refuse(length)
-
-
 def load_variant(
     text: str, spec: str | None, device: str
 ) -> tuple[str, RecurrentLM | Mitigated | HFLanguageModel]:
@@ -127,6 +75,7 @@ def load_variant(
         The checkpoint's own name, and the model.
     """
     from longrnn.hf.loading import load
+    from longrnn.hf.variants import mitigated
 
     name, own = split_variant(text)
     specs = [part for part in (own, spec) if part is not None]

@@ -11,7 +11,6 @@ import typer
 
 from longrnn.cli.options import (
     load_variant,
-    refuse_long,
     results_folder,
     training_length,
     warn_if_calibrated_on,
@@ -111,6 +110,7 @@ def measure_all(
 
 
 def _reader(variant: str, mitigation: str | None, device: str, asked: Asked) -> Reader:
+    from longrnn.evaluation.reach import refuse_long
     from longrnn.evaluation.texts import read_documents
     from longrnn.hf.tokenizer import load_tokenizer
 

@@ -17,14 +17,11 @@ import torch
 from longrnn import state as states
 from longrnn.errors import UserError
 from longrnn.hf.loading import load
-from longrnn.mitigations import Mitigated, mitigation
-from longrnn.models import LanguageModel
+from longrnn.hf.variants import mitigated
 
 # Tokens of one call of the prefill: what is measured is a model that reads a text as it comes.
 PIECE = 4096
 MIB = 2**20
-# In the place of a mitigation: a transformer may read more than it was made for.
-BEYOND = "beyond"
 
 
 class Job(NamedTuple):
@@ -32,7 +29,7 @@ class Job(NamedTuple):
 
     Attributes:
         checkpoint: for `load`.
-        mitigation: for `mitigation`, or BEYOND; None for the plain model.
+        mitigation: for `mitigated`; None for the plain model.
         device: where it runs.
         threads: of torch.
         length: tokens to read.
@@ -72,10 +69,7 @@ def measure(job: Job) -> dict[str, float]:
         it came on top of the loaded model), `state_bytes` (after the prefill, of one sequence).
     """
     torch.set_num_threads(job.threads)
-    beyond = job.mitigation == BEYOND
-    model: LanguageModel = load(job.checkpoint, device=job.device, beyond=beyond)
-    if job.mitigation is not None and not beyond:
-        model = Mitigated(model, mitigation(job.mitigation))  # type: ignore[arg-type]
+    model = mitigated(load(job.checkpoint, device=job.device), job.mitigation)
     generator = torch.Generator().manual_seed(job.seed)
     tokens = torch.randint(model.vocab_size, (1, job.length), generator=generator)
     tokens = tokens.to(job.device)

@@ -11,6 +11,7 @@ from longrnn.errors import UserError
 from longrnn.evaluation.intervals import Estimate, proportion
 from longrnn.evaluation.passkey_grid import Grid, Inserted, Question, Sample, prompts, sample_of
 from longrnn.evaluation.prefix import Answer, Cost, Prompt, answers, count_tokens
+from longrnn.evaluation.reach import refuse_long
 from longrnn.evaluation.results import Results, Row
 from longrnn.mitigations.chunk_select import select
 from longrnn.models import LanguageModel, generate
@@ -77,12 +78,18 @@ def evaluate(
         the cells asked.
 
     Raises:
-        UserError: a length too short, or a results file of another run.
+        UserError: a length too short, or with its answer too long for a model, or a results file of
+            another run.
     """
     if batch_size < 1:
         raise UserError("n and the batch size must be at least 1")
     grid = Grid(lengths, n, depths, insert_at, seed, filler, n_keys)
     tasks, wanted = _tasks(subjects, grid)
+    if chunk is None:
+        for subject in subjects:
+            task = tasks[subject.name]
+            of_all = [sample.question(task, seed, n_keys) for sample in wanted]
+            refuse_long(subject.model, max(lengths) + _longest_answer(task, of_all))
     fingerprints = {subject.name: subject.model.fingerprint() for subject in subjects}
     header = {"evaluation": "passkey", "models": fingerprints, **grid.header()}
     if chunk is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
@@ -19,6 +20,8 @@ from longrnn.models.recurrent import RecurrentLM
 
 if TYPE_CHECKING:
     from longrnn.hf.adapter import HFLanguageModel
+
+logger = logging.getLogger(__name__)
 
 
 def embedded() -> dict[str, Path]:
@@ -186,6 +189,13 @@ def _load_transformer(
         shape = tuple(model.state_dict()[name].shape)
         raise UserError(
             f"{folder} does not fit its config.json: {name} has shape None, {shape} was expected"
+        )
+    # What an architecture is known to leave behind, such as tables of rotary angles, is not in it.
+    unused = sorted(report["unexpected_keys"])
+    if unused:
+        logger.warning(
+            f"{folder} has {len(unused)} weights that a {kind} of transformers does not use, the "
+            f"first {unused[0]}: look whether its config.json is of this checkpoint"
         )
     return HFLanguageModel(model, beyond=beyond)
 

@@ -68,6 +68,38 @@ def test_the_maximum_length_is_lifted_by_name(cli: CLI, foreign: Path, text: Pat
     assert cli("eval", "passkey", f"{llama}+beyond", "--lengths", "300", "--n", "1").code == 0
 
 
+def test_a_text_that_would_not_end_inside_the_limit(cli: CLI, foreign: Path) -> None:
+    """A model that stops in the middle of a sentence, with an error behind it."""
+    prompt = ("--prompt", "The sky", "--max-new-tokens")
+    refused = cli("generate", foreign / "llama", *prompt, "250")
+    assert (refused.code, refused.out) == (2, "")
+    assert "at most 256 tokens and would have read 257" in refused.err
+    assert cli("generate", foreign / "llama", *prompt, "249").code == 0
+    assert cli("generate", f"{foreign / 'llama'}+beyond", *prompt, "250").code == 0
+    # The answer behind a prompt counts too.
+    assert cli("eval", "passkey", foreign / "llama", "--lengths", "256", "--n", "1").code == 2
+    assert not Path("results").exists()
+
+
+def test_lm_eval_beyond_the_limit(
+    cli: CLI, foreign: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`+beyond` that is a mitigation nobody knows, or contexts that are cut all the same."""
+    options = ("--tasks", "longrnn_passkey", "--limit", "1", "--quiet")
+    metadata = ("--metadata", '{"max_seq_lengths": [300]}')
+    cut = cli("eval", "harness", foreign / "llama", *options, *metadata)
+    assert cut.code == 0, cut.err
+    assert "1 contexts were truncated" in caplog.text
+    caplog.clear()
+    whole = cli("eval", "harness", f"{foreign / 'llama'}+beyond", *options, *metadata)
+    assert whole.code == 0, whole.err
+    assert "truncated" not in caplog.text
+    more = ("--model_args", "max_length=300")
+    refused = cli("eval", "harness", foreign / "llama", *options, *metadata, *more)
+    assert refused.code == 2
+    assert "at most 256 tokens and would have read 300" in refused.err
+
+
 def test_convert(cli: CLI, foreign: Path) -> None:
     """A round trip whose model is not the one it began with."""
     for source, destination, layout in (

@@ -106,6 +106,20 @@ def test_a_text_that_was_calibrated_on(cli: CLI, models: Path, tmp_path: Path) -
     )
 
 
+def test_an_unknown_task_is_refused_before_anything_is_measured(
+    cli: CLI, models: Path, tmp_path: Path
+) -> None:
+    """Hours of passkeys, and then a task whose name is misspelt."""
+    (tmp_path / "s.yaml").write_text(
+        "evaluations:\n- {kind: passkey, lengths: [180], depths: [0], n: 1}\n"
+        "- {kind: harness, tasks: [longrnn_passky]}\n"
+    )
+    result = cli("compare", models / "text", "--suite", "s.yaml", "--output", "out", "--quiet")
+    assert result.code == 2
+    assert "did you mean 'longrnn_passkey'?" in result.err
+    assert not (tmp_path / "out").exists()
+
+
 def test_help(cli: CLI) -> None:
     """A command that nobody knows how to call."""
     result = cli("compare", "--help")

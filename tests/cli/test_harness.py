@@ -95,6 +95,39 @@ def test_bad_input(cli: CLI, arguments: list[str], message: str, tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("doc_to_text: '{{txt}}'", "'txt' is undefined"),
+        ("num_fewshot: 3", "Sample larger than population"),
+        ("dataset_kwargs: {data_files: {test: no.jsonl}}", "no.jsonl"),
+    ],
+)
+def test_a_task_that_fails(cli: CLI, tmp_path: Path, line: str, message: str) -> None:
+    """A traceback of lm-eval's for a mistake in a task file."""
+    (tmp_path / "rows.jsonl").write_text('{"text": "one", "choices": ["a", "b"], "gold": 0}\n')
+    task = {
+        "task": "mine",
+        "dataset_path": "json",
+        "dataset_kwargs": f"{{data_files: {{test: {tmp_path / 'rows.jsonl'}}}}}",
+        "output_type": "multiple_choice",
+        "test_split": "test",
+        "doc_to_text": "text",
+        "doc_to_choice": "choices",
+        "doc_to_target": "gold",
+        "metric_list": "[{metric: acc}]",
+    }
+    name, _, value = line.partition(": ")
+    task[name] = value
+    (tmp_path / "mine.yaml").write_text("".join(f"{k}: {v}\n" for k, v in task.items()))
+    result = cli("eval", "harness", "passkey-tiny", "--tasks", "mine.yaml", "--quiet")
+    assert result.code == 2
+    last = result.err.strip().splitlines()[-1]
+    assert last.startswith("error: lm-eval stopped (")
+    assert message in last
+    assert "LMEVAL_LOG_LEVEL" in last
+
+
 def test_without_lm_eval(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
     """The extra is named."""
     for name in [name for name in sys.modules if name.startswith(LM_EVAL)]:

@@ -20,6 +20,7 @@ from longrnn.models import RecurrentLM
 from longrnn.models.checkpoint import save_model
 from longrnn.positions import POSITIONS
 from tests.contracts.builders import build_model, random_tokens
+from tests.hf.foreign import causal, with_bytes
 
 
 def logits(model: RecurrentLM) -> torch.Tensor:
@@ -133,7 +134,7 @@ def reshape(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> N
     path = folder / "model.safetensors"
     tensors = load_file(path)
     change(tensors)
-    save_file(tensors, path)
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def cut(folder: Path, size: int) -> None:
@@ -191,3 +192,16 @@ def test_damage_is_named(damage: str, saved: Path) -> None:
         load(saved)
     assert "\n" not in str(error.value)
     assert str(saved) in str(error.value) or damage == "odd cell"
+
+
+def test_weights_that_are_not_used_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A checkpoint half of which is dropped in silence, or a warning about a whole one."""
+    with_bytes(causal("llama", vocab_size=256), tmp_path / "llama")
+    load(tmp_path / "llama")
+    assert caplog.text == ""
+    reshape(tmp_path / "llama", lambda t: t.update({"model.extra.weight": torch.zeros(1)}))
+    load(tmp_path / "llama")
+    assert "1 weights that a llama of transformers does not use" in caplog.text
+    assert "model.extra.weight" in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import sys
 from argparse import Namespace
@@ -24,6 +25,8 @@ from longrnn.evaluation.bundled import bundled
 from longrnn.evaluation.harness.lm import LongRNN
 from longrnn.registry import keyword_options
 
+# What lm-eval says of every task of ours, and nobody can do anything about.
+HINTS = ("Custom kwargs can be passed", "No aggregation function defined")
 NO_TASK = "name what to measure: --tasks longrnn_passkey, for example"
 # Options of lm-eval that have no meaning here, and what does instead.
 SENT = "the results lie under --output_path"
@@ -50,16 +53,28 @@ def run(checkpoint: str, arguments: Sequence[str], options: dict[str, Any]) -> N
     """
     if "LMEVAL_LOG_LEVEL" in os.environ:
         setup_logging()
+    _without_hints()
     parsed = _parse(arguments)
     config = _config(parsed, {"pretrained": checkpoint, **options})
     asked = config.tasks if isinstance(config.tasks, list) else [str(config.tasks)]
-    manager, tasks = _find_tasks(asked, config.include_path, config.metadata)
+    manager, tasks = find_tasks(asked, config.include_path, config.metadata)
     tracker = EvaluationTracker(output_path=config.output_path)
     try:
         results = _evaluate(config, manager, tasks, tracker)
     except ConnectionError as error:
         raise UserError(
             f"a task's data cannot be had ({error}): connect, or take tasks whose data is here"
+        ) from error
+    except (UserError, RuntimeError, MemoryError):
+        raise
+    except Exception as error:  # whatever a task's template, file or function raises
+        unexpected = not isinstance(error, FileNotFoundError) and isinstance(error, OSError)
+        if unexpected or "LMEVAL_LOG_LEVEL" in os.environ:
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(
+            f"lm-eval stopped ({reason}): mend the task or the options, or set "
+            "LMEVAL_LOG_LEVEL=DEBUG to see where"
         ) from error
     except KeyboardInterrupt as error:
         if config.use_cache:
@@ -106,9 +121,8 @@ def scores(
     Raises:
         UserError: a task or a folder that is not there.
     """
-    if include_path is not None and not Path(include_path).is_dir():
-        raise UserError(f"no folder {include_path} for include_path: give one with task files")
-    manager, names = _find_tasks(tasks, include_path, metadata)
+    _without_hints()
+    manager, names = find_tasks(tasks, include_path, metadata)
     evaluate: Any = simple_evaluate
     results = evaluate(
         model=model,
@@ -131,6 +145,15 @@ def scores(
                     column = found.setdefault(", ".join([*which, metric]), {})
                     column[str(sample["doc_id"])] = float(value)
     return found
+
+
+def _useful(record: logging.LogRecord) -> bool:
+    return not any(hint in record.getMessage() for hint in HINTS)
+
+
+def _without_hints() -> None:
+    for name in ("lm_eval.api.task", "lm_eval.evaluator_utils"):
+        logging.getLogger(name).addFilter(_useful)  # once, however often
 
 
 def _evaluate(
@@ -222,13 +245,18 @@ def _config(parsed: Namespace, model_args: dict[str, Any]) -> EvaluatorConfig:
     return config
 
 
-def _find_tasks(
+def find_tasks(
     asked: Sequence[str], include_path: str | None, metadata: dict[str, Any] | None
 ) -> tuple[TaskManager, list[str]]:
     """A manager that knows the tasks asked for, and their names; files stand for themselves.
 
     lm-eval's own fourteen thousand take it long to list, and are listed where they are asked for.
+
+    Raises:
+        UserError: a task or a folder that is not there.
     """
+    if include_path is not None and not Path(include_path).is_dir():
+        raise UserError(f"no folder {include_path} for include_path: give one with task files")
     folders = [str(bundled() / "tasks"), *([] if include_path is None else [include_path])]
     names = [name for task in asked for name in str(task).split(",") if name]
     if not names:

@@ -28,6 +28,7 @@ from longrnn.evaluation.completion import complete
 from longrnn.evaluation.harness.limit import Limit
 from longrnn.evaluation.harness.options import build_model, generating, rows_in_a_batch
 from longrnn.evaluation.likelihood import Pair, Score, score
+from longrnn.evaluation.reach import refuse_long
 from longrnn.hf.tokenizer import HFTokenizer, load_tokenizer
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
@@ -96,6 +97,8 @@ class LongRNN(TemplateLM):
         self.tokenizer: Any = hf  # by this name lm-eval asks for chat templates
         self.batch_size = rows_in_a_batch(batch_size)
         own = getattr(self.model, "max_length", None)  # of a model of transformers
+        if isinstance(max_length, int):
+            refuse_long(self.model, max_length)
         self.limit = Limit(own if max_length is None else max_length)
         self.custom_prefix_token_id, self.add_bos_token = prefix_token_id, add_bos_token
         self.quiet = quiet

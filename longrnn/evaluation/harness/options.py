@@ -11,6 +11,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
 from longrnn.errors import UserError
 from longrnn.hf.loading import load
+from longrnn.hf.variants import mitigated
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.models import LanguageModel
 
@@ -79,7 +80,7 @@ def build_model(
         if dtype is not None and not isinstance(kind, torch.dtype):
             raise UserError(f"{dtype!r} is no dtype: take float32, bfloat16 or float16")
         where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        model = load(source, backend=backend, device=where, dtype=kind)
+        return mitigated(load(source, backend=backend, device=where, dtype=kind), spec)
     return model if spec is None else Mitigated(model, mitigation(spec))
 
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import torch
-
 from longrnn.config import load_config
 from longrnn.errors import UserError, nearest
 from longrnn.evaluation.bundled import bundled
@@ -202,22 +200,3 @@ def sorted_lengths(texts: Sequence[str]) -> list[int]:
     if not texts:
         raise UserError("lengths is empty: give some, such as [256, 1k, 4k]")
     return sorted(parse_lengths(",".join(texts)))
-
-
-@torch.no_grad()
-def out_of_reach(model: LanguageModel, tokens: int) -> str | None:
-    """Why a model cannot read so many tokens, or None.
-
-    A position comes from the state alone, so one token at the last position tells.
-    """
-    # A transformer knows its limit, and its cache cannot be at a position that it has not read.
-    limit = getattr(model, "max_length", 0)
-    if limit is None or tokens <= limit:
-        return None
-    state = model.init_state(1)
-    token = torch.zeros(1, 1, dtype=torch.long, device=state.position.device)
-    try:
-        model(token, state._replace(position=state.position + tokens - 1), keep=0)
-    except UserError as error:
-        return str(error)
-    return None

@@ -10,6 +10,7 @@ import torch
 from longrnn.errors import UserError
 from longrnn.evaluation import cost
 from longrnn.evaluation.intervals import figure
+from longrnn.evaluation.reach import out_of_reach
 from longrnn.evaluation.results import Results
 from longrnn.evaluation.suites.base import (
     EVALUATIONS,
@@ -17,7 +18,6 @@ from longrnn.evaluation.suites.base import (
     Evaluation,
     Metric,
     Point,
-    out_of_reach,
     sorted_lengths,
 )
 from longrnn.progress import Progress

@@ -56,12 +56,18 @@ class Harness(Evaluation):
         self.tasks, self.metrics = list(dict.fromkeys(tasks)), list(metrics)
         self.limit, self.num_fewshot = limit, num_fewshot
         self.include_path, self.metadata = include_path, metadata
+        self._found = False  # whether all tasks are known to be there
         if not tasks or (limit is not None and limit < 1):
             raise UserError("harness needs tasks, and a limit of at least 1 where there is one")
 
     def check(self, contender: Contender) -> None:
         if find_spec("lm_eval") is None:
             raise UserError("lm-eval is not installed: pip install 'longrnn[harness]'")
+        if not self._found:
+            from longrnn.evaluation.harness import find_tasks
+
+            find_tasks(self.tasks, self.include_path, self.metadata)
+            self._found = True
 
     def measure(self, contender: Contender, output: Path, *, quiet: bool) -> list[Point]:
         header = {

@@ -9,13 +9,13 @@ from typing import ClassVar
 from longrnn.errors import UserError
 from longrnn.evaluation import passkey
 from longrnn.evaluation.intervals import Estimate, paired_proportion, proportion
+from longrnn.evaluation.reach import out_of_reach
 from longrnn.evaluation.suites.base import (
     EVALUATIONS,
     Contender,
     Evaluation,
     Metric,
     Point,
-    out_of_reach,
     sorted_lengths,
 )
 from longrnn.tasks.passkey import Passkey

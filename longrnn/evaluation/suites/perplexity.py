@@ -13,6 +13,7 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.evaluation.intervals import mean, paired_mean
 from longrnn.evaluation.perplexity import STRETCH, losses
+from longrnn.evaluation.reach import out_of_reach
 from longrnn.evaluation.results import Results, Row
 from longrnn.evaluation.suites.base import (
     EVALUATIONS,
@@ -20,7 +21,6 @@ from longrnn.evaluation.suites.base import (
     Evaluation,
     Metric,
     Point,
-    out_of_reach,
     sorted_lengths,
 )
 from longrnn.progress import Progress

@@ -8,8 +8,8 @@ import pytest
 
 from longrnn.errors import UserError
 from longrnn.evaluation.bundled import bundled
+from longrnn.evaluation.reach import out_of_reach
 from longrnn.evaluation.suites import EVALUATIONS, read_suite
-from longrnn.evaluation.suites.base import out_of_reach
 from longrnn.mitigations import Mitigated, mitigation
 from tests.evaluation.suites.contenders import SHORT, contender
 
