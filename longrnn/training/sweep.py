@@ -27,7 +27,7 @@ from typing import BinaryIO, NamedTuple
 from longrnn.config import dump_config
 from longrnn.errors import UserError
 from longrnn.evaluation import sequences
-from longrnn.evaluation.results import Results, Row
+from longrnn.evaluation.results import Results, Row, read_results
 from longrnn.files import write_atomic
 from longrnn.hf.loading import load
 from longrnn.progress import Progress
@@ -245,12 +245,13 @@ def _measured(point: Point, device: str, folder: Path) -> Row:
     metrics = {"training_loss": last["loss"]} if "loss" in last else {}
     task = TASKS.build(point.config.task, None)
     if isinstance(task, SequenceTask):
+        model = load(output_dir, device=device)
+        output = folder / "scores" / f"{point.name}.jsonl"
+        # A run that was done may have gone on to more steps: its former scores are another model's.
+        if output.is_file() and read_results(output)[0].get("model") != model.fingerprint():
+            output.unlink()
         rows = sequences.evaluate(
-            load(output_dir, device=device),
-            task,
-            length=point.config.length.max,
-            output=folder / "scores" / f"{point.name}.jsonl",
-            quiet=True,
+            model, task, length=point.config.length.max, output=output, quiet=True
         )
         scores = sequences.summarise(rows)
         metrics = {name: score.mean for name, score in scores.items()} | metrics

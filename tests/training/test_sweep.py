@@ -23,7 +23,7 @@ from longrnn.hf.loading import load
 from longrnn.training import checkpoint
 from longrnn.training import sweep as module
 from longrnn.training.grid import Axes, Point, expand, parse_axes
-from longrnn.training.sweep import Sweep, _environment
+from longrnn.training.sweep import Sweep, _environment, _measured
 from longrnn.training.sweep_table import differences, markdown, means, parse_baseline, verdict
 from tests.training.runs import (
     ENVIRONMENT,
@@ -33,6 +33,7 @@ from tests.training.runs import (
     signal_after,
     start,
     tiny,
+    train,
     write_config,
 )
 
@@ -102,6 +103,22 @@ def test_a_sweep_from_end_to_end(
     assert trained == []
     assert row["values"] == {"position.kind": "none", "max_steps": "3", "seed": "1"}
     assert row["metrics"] == again[0]["metrics"]
+
+
+def test_a_run_that_goes_on_is_asked_anew(tmp_path: Path) -> None:
+    """Scores of fewer steps that stand in the way for ever, or count for the longer run."""
+    seen = []
+    for steps in (2, 3):
+        base = tiny("reverse", tmp_path, lr_scheduler_type="constant", max_steps=steps)
+        [point] = expand(base, parse_axes(["seed=1"]), tmp_path / "runs")
+        train(point.config, resume=True)
+        row = _measured(point, "cpu", tmp_path)
+        header, scores = read_results(tmp_path / "scores/seed=1.jsonl")
+        assert header["model"] == load(point.config.output_dir).fingerprint()
+        assert len(scores) == 16
+        assert row["config"]["max_steps"] == steps
+        seen.append(header["model"])
+    assert seen[0] != seen[1]
 
 
 def test_a_folder_has_one_sweep_at_a_time(tmp_path: Path, trained: list[str]) -> None:
