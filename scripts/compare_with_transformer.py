@@ -30,9 +30,11 @@ from longrnn import load  # noqa: E402
 from longrnn.cli.compare import contender  # noqa: E402
 from longrnn.config import build_config  # noqa: E402
 from longrnn.diagnostics.comparison import write_report  # noqa: E402
+from longrnn.errors import UserError  # noqa: E402
 from longrnn.evaluation.compare import compare, markdown, tables  # noqa: E402
 from longrnn.evaluation.suites import read_suite  # noqa: E402
 from longrnn.files import write_atomic  # noqa: E402
+from longrnn.text import read_text  # noqa: E402
 from longrnn.training.config import TrainConfig  # noqa: E402
 from longrnn.training.trainer import Trainer  # noqa: E402
 from longrnn.units import format_length, parse_length  # noqa: E402
@@ -108,6 +110,10 @@ def main(
         "passkey": ({"kind": "passkey"}, passkey_steps),
         "books": ({"kind": "text", "files": list(map(str, books))}, books_steps),
     }
+    if min(passkey_steps, books_steps, reach, n, windows) < 1:
+        raise UserError("passkey-steps, books-steps, reach, n and windows must be at least 1")
+    for path in (*books, *held_out):
+        read_text(path)  # a book that is missing is refused now
     lines = heading(length, passkey_steps, books_steps)
     for kind, (task, steps) in tasks.items():
         folder = output / kind
@@ -179,4 +185,8 @@ def sizes(folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -11,6 +11,7 @@ together. Every part is resumable: give the same command again.
 
 from __future__ import annotations
 
+import sys
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +21,7 @@ import typer
 from longrnn import load, load_tokenizer
 from longrnn.cli.capacity import capacity
 from longrnn.config import load_config
+from longrnn.errors import UserError
 from longrnn.evaluation import passkey, perplexity
 from longrnn.evaluation.texts import read_documents
 from longrnn.files import write_atomic
@@ -45,11 +47,14 @@ def main(
 ) -> None:
     """Trains, measures and fits."""
     asked, reach = parse_lengths(lengths), parse_length(text_length)
+    sizes, trainings = parse_lengths(d_states), parse_lengths(train_lengths)
+    if min(steps, n) < 1:
+        raise UserError("steps and n must be at least 1")
     # What the loss is measured on: the filler of training, without a key.
     text = output / "filler.txt"
     write_atomic(text, HEADER + (FILLER * (reach // len(FILLER) + 2))[: reach + 1])
     family = []
-    for trained, d_state in product(parse_lengths(train_lengths), map(int, d_states.split(","))):
+    for trained, d_state in product(trainings, sizes):
         run = output / f"state{d_state}-length{trained}"
         family.append(str(run))
         settings = {
@@ -81,4 +86,8 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

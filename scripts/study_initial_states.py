@@ -13,6 +13,7 @@ are skipped: give the same command again.
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +29,7 @@ from longrnn.evaluation.intervals import Estimate, mean
 from longrnn.evaluation.results import Row
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.files import write_atomic
-from longrnn.text import Tokenizer
+from longrnn.text import Tokenizer, read_text
 from longrnn.training.config import TrainConfig
 from longrnn.training.documents import build_corpus
 from longrnn.training.initial_states import INITIAL_STATES
@@ -75,16 +76,18 @@ def main(
     kinds = policy or list(INITIAL_STATES)
     for kind in kinds:
         INITIAL_STATES[kind]  # an unknown one is refused now
+    if min(base_steps, steps, seeds, windows) < 1:
+        raise UserError("base-steps, steps, seeds and windows must be at least 1")
+    books_to_read = train or [Path(f"data/{book}.txt") for book in TRAIN]
+    held_out = text or [Path(f"data/{book}.txt") for book in HELD_OUT]
+    trained, reach = lengths(base, train_length, length)
+    for path in (*books_to_read, *held_out):
+        read_text(path)  # a book that is missing is refused now
     name = base or "bytes"
     tokenizer = load_tokenizer(name)
-    task = books(train or [Path(f"data/{book}.txt") for book in TRAIN], tokenizer, name, output)
+    task = books(books_to_read, tokenizer, name, output)
     if base is None:
-        base = trained_base(output / "base", task, base_steps, train_length, quiet)
-    trained = training_length(base, train_length)
-    if trained is None:
-        raise UserError(f"{base} does not say its training length: give --train-length")
-    reach = 64 * trained if length is None else parse_length(length)
-    held_out = text or [Path(f"data/{book}.txt") for book in HELD_OUT]
+        base = trained_base(output / "base", task, base_steps, trained, quiet)
     documents = shortened(held_out, tokenizer, base, reach, windows)
 
     found = {"base": [measured(base, documents, reach, output / "loss/base.jsonl", quiet)]}
@@ -100,6 +103,27 @@ def main(
     typer.echo("\n".join(lines))
 
 
+def lengths(base: str | None, train_length: str | None, length: str | None) -> tuple[int, int]:
+    """The training length, and how many positions are measured.
+
+    Raises:
+        UserError: a base that does not say its training length, or nothing to measure beyond it.
+    """
+    if base is None and train_length is None:
+        trained: int | None = load_config(TrainConfig, CONFIG).length.max
+    else:
+        trained = training_length(base or "", train_length)
+    if trained is None:
+        raise UserError(f"{base} does not say its training length: give --train-length")
+    reach = 64 * trained if length is None else parse_length(length)
+    if reach < 2 * trained:
+        raise UserError(
+            f"forgetting shows beyond {format_length(trained)}: give --length "
+            f"{format_length(2 * trained)} or more"
+        )
+    return trained, reach
+
+
 def books(files: list[Path], tokenizer: Tokenizer, name: str, output: Path) -> dict[str, Any]:
     """The task, on a corpus of the books; one that was made before is kept."""
     corpus = output / "corpus"
@@ -108,13 +132,9 @@ def books(files: list[Path], tokenizer: Tokenizer, name: str, output: Path) -> d
     return {"kind": "text", "corpus": str(corpus), "max_segments": MAX_SEGMENTS}
 
 
-def trained_base(
-    run: Path, task: dict[str, Any], steps: int, train_length: str | None, quiet: bool
-) -> str:
+def trained_base(run: Path, task: dict[str, Any], steps: int, trained: int, quiet: bool) -> str:
     """The folder of the model that all policies go on from."""
-    settings = [f"output_dir={run}", f"max_steps={steps}"]
-    if train_length is not None:
-        settings.append(f"length.max={parse_length(train_length)}")
+    settings = [f"output_dir={run}", f"max_steps={steps}", f"length.max={trained}"]
     config = load_config(TrainConfig, CONFIG, settings)
     config.task = task
     Trainer(config, resume=True, quiet=quiet).train()
@@ -212,4 +232,8 @@ def shown(estimate: Estimate) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -148,3 +148,28 @@ def test_the_study_of_reverse_ordering(tmp_path: Path) -> None:
     assert again.stdout == done.stdout
     bad = study(tmp_path, "--seeds", "1", script="study_reverse")
     assert (bad.returncode, bad.stdout) == (2, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("study_initial_states --policy zerro", "did you mean 'zero'?"),
+        ("study_initial_states --seeds 0", "must be at least 1"),
+        ("study_initial_states --train no.txt", "no text file no.txt"),
+        ("study_initial_states --length 256", "give --length 512 or more"),
+        ("study_capacity --d-states 4,x", "'x' is no length"),
+        ("study_capacity --steps 0", "must be at least 1"),
+        ("compare_with_transformer --train no.txt", "no.txt"),
+        ("demo --lengths x", "'x' is no length"),
+    ],
+)
+def test_bad_input_of_scripts(tmp_path: Path, command: str, says: str) -> None:
+    """A traceback, or half a study before its input is found to be wrong."""
+    script, *arguments = command.split()
+    done = study(tmp_path, *arguments, script=script)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert says in done.stderr
+    assert list(tmp_path.iterdir()) == []

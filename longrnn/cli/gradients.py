@@ -227,7 +227,7 @@ def print_gradients(laboratory: Laboratory) -> None:
     if not rows:
         return
     table = Table(title="gradients through time", title_justify="left")
-    table.add_column("model")
+    table.add_column("model", overflow="fold")  # checkpoints of a run differ in their ends
     table.add_column("layer", justify="right")
     columns = {
         "factor": "factor a token",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +26,12 @@ def train(
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in output_dir.")
     ] = False,
     quiet: Quiet = False,
+    attended: Annotated[
+        bool,
+        typer.Option(
+            "--attended", help="Stop as at SIGTERM when standard input ends.", hidden=True
+        ),
+    ] = False,
 ) -> None:
     """Train a model from a configuration file.
 
@@ -32,6 +40,8 @@ def train(
     Example: longrnn train configs/train/passkey_tiny_short.yaml max_steps=500 output_dir=runs/try
     """
     with terminable():
+        if attended:
+            threading.Thread(target=_terminate_at_end_of_input, daemon=True).start()
         from longrnn.config import load_config
         from longrnn.training.config import TrainConfig
         from longrnn.training.trainer import Trainer
@@ -55,3 +65,13 @@ def terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _terminate_at_end_of_input() -> None:
+    """Sends this process SIGTERM once nobody holds the other end of standard input.
+
+    A process that was killed says nothing to those it has started, but its pipes are closed.
+    """
+    while os.read(0, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)

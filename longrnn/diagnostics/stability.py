@@ -60,11 +60,23 @@ class Reading(NamedTuple):
 def triplets(task: Transduction, n: int, length: int, generator: torch.Generator) -> Tensor:
     """`(n, 3, 2 · length)` inputs (x, s), (x, s'), (x', s), uniform over the vocabulary.
 
-    x is the first token, s the tokens after it; query tokens follow.
+    x is the first token, s the tokens after it; query tokens follow. x' is never x: an input beside
+    itself would count as stable.
+
+    Raises:
+        UserError: a length that the task does not have, or one at which there are no other tokens.
     """
     task.check(length)
+    if length < 2:
+        raise UserError(
+            f"stability needs tokens after the first: length {length} must be at least 2"
+        )
     x = torch.randint(task.n_tokens, (n, 2, 1), generator=generator)
     suffix = torch.randint(task.n_tokens, (n, 2, length - 1), generator=generator)
+    # Drawn last, so that triplets without such a pair stay what they were.
+    shift = torch.randint(1, task.n_tokens, (n, 1), generator=generator)
+    first, other = x.unbind(1)
+    x[:, 1] = torch.where(first == other, (first + shift) % task.n_tokens, other)
     inputs = torch.cat([x[:, [0, 0, 1]], suffix[:, [0, 1, 0]]], dim=2)
     return torch.cat([inputs, torch.full_like(inputs, task.query)], dim=2)
 

@@ -28,6 +28,9 @@ from longrnn.text import Tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# What a head is scaled by while it is looked at.
+PROBE = 256.0
+
 
 class TransformerLM(nn.Module):
     """A transformer in training: a text in, hidden states out.
@@ -46,17 +49,28 @@ class TransformerLM(nn.Module):
         self.max_length: int | None = getattr(model.config, "max_position_embeddings", None)
         # No cell of ours, so nothing to edit.
         self.mixers: Sequence[Any] = ()
-        tokens = torch.arange(2, device=model.device)[None] % self.vocab_size
-        with torch.no_grad():
-            hidden, _ = self.eval().hidden(tokens)
-            same = torch.allclose(
-                model(input_ids=tokens).logits, F.linear(hidden, self.head.weight), atol=1e-5
-            )
-        if not same:
+        if not self.eval()._only_multiplies():
             raise UserError(
                 f"a {model.config.model_type} does more than multiply by its head, and is not "
                 "trained here: take one that does not, such as llama"
             )
+
+    @torch.no_grad()
+    def _only_multiplies(self) -> bool:
+        """Whether logits are hidden states times the head, and stay so when they grow.
+
+        A new model's logits are near 0, where a cap or a bias shows nothing yet: the head is made
+        larger while they are compared, by a power of 2, which leaves its weights as they were.
+        """
+        if self.head.bias is not None:
+            return False
+        tokens = torch.arange(2, device=self.model.device)[None] % self.vocab_size
+        self.head.weight.mul_(PROBE)
+        hidden, _ = self.hidden(tokens)
+        wanted = F.linear(hidden, self.head.weight)
+        same = torch.allclose(self.model(input_ids=tokens).logits, wanted, atol=1e-5 * PROBE)
+        self.head.weight.div_(PROBE)
+        return same
 
     @property
     def head(self) -> nn.Linear:

@@ -1,7 +1,9 @@
 """Tasks of random sequences with one right answer: what they share, and the form most of them have.
 
 What is evaluated is drawn once from a seed of its own, and training draws again where it hits one
-of these sequences.
+of these sequences. Draws are independent: where there are few sequences one may be drawn twice, and
+only so are mean scores unbiased, and their intervals those of independent samples, for every task
+whose sequences are not equally likely.
 """
 
 from __future__ import annotations

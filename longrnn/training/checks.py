@@ -24,6 +24,10 @@ def check(config: TrainConfig) -> None:
     Raises:
         UserError: a configuration that does not fit.
     """
+    if config.num_processes not in (None, 1):
+        raise UserError(
+            f"each run has one process here: leave out num_processes={config.num_processes}"
+        )
     task = TASKS.build(config.task, load_tokenizer(config.tokenizer))
     source = Source(task, config, 0, 1)
     with torch.random.fork_rng(devices=[]):

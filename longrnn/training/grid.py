@@ -98,6 +98,13 @@ def expand(base: TrainConfig, axes: Axes, folder: Path) -> list[Point]:
             raise UserError(f"run {name}: {error}") from error
         config.output_dir = str(folder / name)
         points.append(Point(name, values, config))
+    named: dict[str, str] = {}
+    for point in points:
+        other = named.setdefault(str(point.content()), point.name)
+        if other != point.name:
+            raise UserError(
+                f"grid: {other} and {point.name} are the same run: leave out one of their keys"
+            )
     return points
 
 
@@ -138,7 +145,8 @@ def _check_values(base: TrainConfig, axes: Axes) -> None:
     for key, values in axes.items():
         seen: dict[str, str] = {}
         for value in values:
-            content = str(asdict(applied(base, first | {key: value})))
+            point = Point("", first, applied(base, first | {key: value}))
+            content = str(point.content())
             if content in seen:
                 raise UserError(
                     f"grid: {key}={seen[content]} and {key}={value} are the same run: give one"

@@ -2,8 +2,10 @@
 
 Notable choices:
 - A run is `longrnn train … --resume` in its own process: what kills it kills no other.
-- The process that trains holds a lock on its log. A sweep that was killed leaves its trainers
-  running, and the next one finds out instead of training the same run twice.
+- A trainer reads a pipe that its sweep never writes to. It ends with the sweep, however that was
+  killed, and the trainer then saves its step and stops as at SIGTERM.
+- The process that trains holds a lock on its log. The next sweep waits for it, instead of training
+  the same run twice. The sweep itself holds one on its folder.
 - A run is evaluated where it was trained; its row in `results.jsonl` says that it is done.
 """
 
@@ -16,15 +18,16 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from longrnn.config import dump_config
 from longrnn.errors import UserError
 from longrnn.evaluation import sequences
-from longrnn.evaluation.results import Results, Row
+from longrnn.evaluation.results import Results, Row, read_results
 from longrnn.files import write_atomic
 from longrnn.hf.loading import load
 from longrnn.progress import Progress
@@ -80,10 +83,14 @@ class Sweep:
             A row for each run that is done, in the order of the grid, and those that failed.
 
         Raises:
-            UserError: the folder holds other results.
+            UserError: the folder holds other results, or another sweep is at work in it.
             KeyboardInterrupt: after Ctrl-C, when the runs at work have saved their step.
             Terminated: likewise after SIGTERM.
         """
+        with _alone(self.folder):
+            return self._run()
+
+    def _run(self) -> tuple[list[Row], list[Failure]]:
         results = Results(self.folder / "results.jsonl", {"evaluation": "sweep"})
         left = [point for point in self.points if _row(results.rows, point) is None]
         failures: list[Failure] = []
@@ -142,27 +149,37 @@ class Sweep:
         config = self.folder / "configs" / f"{point.name}.yaml"
         write_atomic(config, dump_config(point.config))
         log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "longrnn.cli", "train", str(config), "--resume", "--quiet"]
+        command = [sys.executable, "-m", "longrnn.cli", "train", str(config)]
         with open(log, "ab") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return f"another sweep is at work on it (its process holds {log}): wait or end that"
-            begun = file.tell()
-            child = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
+            if not self._lock(file, point.name):
+                return "the sweep was stopped before it began"
+            begun = file.seek(0, os.SEEK_END)
+            with subprocess.Popen(
+                [*command, "--resume", "--quiet", "--attended"],
+                stdin=subprocess.PIPE,  # see `_terminate_at_end_of_input`
                 stdout=file,
                 stderr=file,
                 env=_environment(device, self.jobs),
                 start_new_session=True,  # Ctrl-C is handed on once, by this process
-            )
-            code = self._wait(child)
+            ) as child:
+                code = self._wait(child)
         if code == 0 and (Path(point.config.output_dir) / "model.safetensors").is_file():
             return None
         said = log.read_bytes()[begun:].decode(errors="replace").split("\n")
         last = next((line for line in reversed(said) if line.strip()), f"exit code {code}")
         return last.removeprefix("error: ")
+
+    def _lock(self, log: BinaryIO, name: str) -> bool:
+        """Waits for the trainer of a sweep that was killed; False where the sweep is to stop."""
+        said = False
+        while not self._stop.is_set():
+            if _locked(log.fileno()):
+                return True
+            if not said:
+                print(f"waiting for {name}: its trainer is still saving its step", file=sys.stderr)
+                said = True
+            self._stop.wait(PATIENCE)
+        return False
 
     def _wait(self, child: subprocess.Popen[bytes]) -> int:
         """The exit code; a child is asked to end once the sweep is."""
@@ -175,6 +192,35 @@ class Sweep:
                 return child.wait(PATIENCE)
             except subprocess.TimeoutExpired:
                 continue
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Holds a folder within this context; the system lets go of it when the process ends.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)  # which no child inherits
+    try:
+        if not _locked(descriptor):
+            raise UserError(
+                f"another sweep is at work in {folder}: wait for its end, or choose another "
+                "--output"
+            )
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    """Takes the lock of an open file; False where another process holds it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _environment(device: str, jobs: int) -> dict[str, str]:
@@ -199,12 +245,13 @@ def _measured(point: Point, device: str, folder: Path) -> Row:
     metrics = {"training_loss": last["loss"]} if "loss" in last else {}
     task = TASKS.build(point.config.task, None)
     if isinstance(task, SequenceTask):
+        model = load(output_dir, device=device)
+        output = folder / "scores" / f"{point.name}.jsonl"
+        # A run that was done may have gone on to more steps: its former scores are another model's.
+        if output.is_file() and read_results(output)[0].get("model") != model.fingerprint():
+            output.unlink()
         rows = sequences.evaluate(
-            load(output_dir, device=device),
-            task,
-            length=point.config.length.max,
-            output=folder / "scores" / f"{point.name}.jsonl",
-            quiet=True,
+            model, task, length=point.config.length.max, output=output, quiet=True
         )
         scores = sequences.summarise(rows)
         metrics = {name: score.mean for name, score in scores.items()} | metrics

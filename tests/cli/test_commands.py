@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 from longrnn import load
-from longrnn.evaluation.results import read_results
+from longrnn.config import load_config
+from longrnn.evaluation.results import Results, read_results
 from longrnn.text import ByteTokenizer
+from longrnn.training.config import TrainConfig
+from longrnn.training.grid import expand, parse_axes
 from tests.cli.conftest import CLI
 from tests.training.runs import metrics, tiny, write_config
 
@@ -250,22 +255,25 @@ def test_diagnose_stability(cli: CLI, models: Path) -> None:
     assert re.search(r"│ +4 │ -?\d\.\d{3} \[.*│ -?\d\.\d{3} \[.*│ \d", result.out)
 
 
-def test_sweep(cli: CLI, tmp_path: Path) -> None:
+def test_sweep(cli: CLI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A table that is not written, or a failed run that does not show in the exit code."""
-    write_config(tiny("reverse", Path("run"), max_steps=2), tmp_path / "c.yaml")
-    command = ["sweep", "c.yaml", "--grid", "position.kind=none", "seed=1", "--quiet"]
-    blocked = tmp_path / "run-sweep/runs/position.kind=none,seed=1"
-    blocked.mkdir(parents=True)
-    (blocked / "notes.txt").write_text("mine")
-    result = cli(*command)
+    config = write_config(tiny("reverse", Path("run"), max_steps=2), tmp_path / "c.yaml")
+    done, failing = "position.kind=none,seed=1", "position.kind=none,seed=2"
+    base = load_config(TrainConfig, config)
+    [point] = expand(base, parse_axes(done.replace(",", " ").split()), Path("run-sweep/runs"))
+    row = {"run": done, "values": point.values, "metrics": {"token_accuracy": 0.5}}
+    results = Results(tmp_path / "run-sweep/results.jsonl", {"evaluation": "sweep"})
+    results.append([{**row, "config": point.content()}])
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))  # every training fails, at once
+    command = ["sweep", "c.yaml", "--grid", "position.kind=none", "--quiet"]
+    result = cli(*command, "seed=1,2")
     assert result.code == 2
-    assert "1 of 1 runs failed, and the same command runs them again" in result.err
-    assert "position.kind=none,seed=1 (" in result.err
+    assert "1 of 2 runs failed, and the same command runs them again" in result.err
+    assert f"{failing} (exit code 1; see run-sweep/logs/{failing}.log)" in result.err
     assert "Traceback" not in result.err
-    (blocked / "notes.txt").unlink()
-    result = cli(*command)
+    result = cli(*command, "seed=1")
     assert result.code == 0, result.err
     lines = result.out.splitlines()
-    assert lines[0].startswith("| position.kind | runs | token_accuracy | exact_match |")
+    assert lines[:3:2] == ["| position.kind | runs | token_accuracy |", "| none | 1 | 0.500 |"]
     assert lines[-2:] == ["run-sweep/results.jsonl", "run-sweep/table.md"]
     assert result.out.startswith((tmp_path / "run-sweep/table.md").read_text())

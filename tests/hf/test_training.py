@@ -134,7 +134,6 @@ def test_a_model_that_does_more_than_its_head() -> None:
     capped = {
         "model_type": "gemma2", "vocab_size": 32, "hidden_size": 8, "intermediate_size": 8,
         "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8,
-        "final_logit_softcapping": 0.01, "initializer_range": 1.0,
     }  # fmt: skip
     with pytest.raises(UserError, match="gemma2 does more than multiply by its head"):
         build_transformer(capped)

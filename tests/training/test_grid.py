@@ -90,6 +90,12 @@ def test_names_of_runs() -> None:
         (["position.knd=1"], "has no option 'knd'"),
         (["position.kind=sinusodal"], "did you mean 'sinusoidal'?"),
         (["learning_rate=1e-3,0.001"], "learning_rate=1e-3 and learning_rate=0.001 are the same"),
+        (["save_steps=10,20"], "save_steps=10 and save_steps=20 are the same run"),
+        (["num_processes=2"], "each run has one process here: leave out num_processes=2"),
+        (
+            ["position={kind: learned, max_length: 40},{kind: none}", "position.kind=learned,none"],
+            "are the same run: leave out one of their keys",
+        ),
         (["seed=1,2,1"], "seed=1 and seed=1 are the same run"),
         (["seed=1", "seed=2"], "seed is given twice"),
         (["position.kind=none", "model.position.kind=none"], "is given twice"),

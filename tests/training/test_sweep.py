@@ -7,6 +7,8 @@ import math
 import os
 import signal
 import subprocess
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from longrnn.hf.loading import load
 from longrnn.training import checkpoint
 from longrnn.training import sweep as module
 from longrnn.training.grid import Axes, Point, expand, parse_axes
-from longrnn.training.sweep import Sweep, _environment
+from longrnn.training.sweep import Sweep, _environment, _measured
 from longrnn.training.sweep_table import differences, markdown, means, parse_baseline, verdict
 from tests.training.runs import (
     ENVIRONMENT,
@@ -31,6 +33,7 @@ from tests.training.runs import (
     signal_after,
     start,
     tiny,
+    train,
     write_config,
 )
 
@@ -44,28 +47,40 @@ def points(folder: Path, axes: Axes = AXES) -> list[Point]:
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the runs for which a process was started, which sees the threads of a test."""
+    """Names of the runs for which a process was started, which sees the threads of a test.
+
+    Runs of the duplicate encoding fail at once, so that a test trains one run and not many.
+    """
     monkeypatch.setattr(os, "environ", {**ENVIRONMENT})
     started: list[str] = []
     begin = subprocess.Popen
 
     def popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         started.append(Path(command[4]).stem)
+        if "duplicate" in command[4]:
+            command = ["sh", "-c", "echo a warning >&2; echo 'error: broken' >&2; exit 2"]
         return begin(command, **options)
 
     monkeypatch.setattr(module.subprocess, "Popen", popen)
     return started
 
 
-def test_a_sweep_from_end_to_end(tmp_path: Path, trained: list[str]) -> None:
+def test_a_sweep_from_end_to_end(
+    tmp_path: Path, trained: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Runs left out or trained twice, scores of another run, a failure that stops the others."""
     todo = points(tmp_path)
-    broken = Path(todo[1].config.output_dir)
-    broken.mkdir(parents=True)
-    (broken / "notes.txt").write_text("mine")
-    rows, failures = Sweep(todo, tmp_path, jobs=2, quiet=True).run()
-    assert [failure.name for failure in failures] == [todo[1].name]
-    assert "is not empty and holds no run: choose another output_dir" in failures[0].reason
+    log = tmp_path / f"logs/{todo[0].name}.log"
+    log.parent.mkdir()
+    with open(log, "ab") as orphan:  # as the trainer of a killed sweep holds it
+        fcntl.flock(orphan, fcntl.LOCK_EX)
+        seen: list[str] = []
+        release = threading.Timer(0.7, lambda: (seen.extend(trained), orphan.close()))
+        release.start()
+        rows, failures = Sweep(todo, tmp_path, jobs=2, quiet=True).run()
+    assert todo[0].name not in seen, "trained by two processes"
+    assert capsys.readouterr().err.count(f"waiting for {todo[0].name}: ") == 1
+    assert failures == [(todo[1].name, "broken", tmp_path / f"logs/{todo[1].name}.log")]
     assert failures[0].log.is_file()
     assert [row["run"] for row in rows] == [todo[0].name]
     assert sorted(trained) == sorted(point.name for point in todo)
@@ -78,11 +93,9 @@ def test_a_sweep_from_end_to_end(tmp_path: Path, trained: list[str]) -> None:
     assert rows[0]["metrics"]["training_loss"] > 0
     # What failed is run again, and nothing else.
     trained.clear()
-    (broken / "notes.txt").unlink()
     again, failures = Sweep(todo, tmp_path, quiet=True).run()
-    assert (trained, failures) == ([todo[1].name], [])
-    assert [row["run"] for row in again] == [point.name for point in todo]
-    assert again[0] == rows[0]
+    assert (trained, len(failures)) == ([todo[1].name], 1)
+    assert again == rows
     # A run that another grid names otherwise is known by its configuration.
     trained.clear()
     other = points(tmp_path, parse_axes(["position.kind=none", "max_steps=3", "seed=1"]))
@@ -92,40 +105,71 @@ def test_a_sweep_from_end_to_end(tmp_path: Path, trained: list[str]) -> None:
     assert row["metrics"] == again[0]["metrics"]
 
 
-def test_a_run_that_another_sweep_trains_is_left_alone(tmp_path: Path, trained: list[str]) -> None:
-    """Two processes that write checkpoints into one folder, after a sweep was killed."""
-    [point] = points(tmp_path, parse_axes(["seed=1"]))
-    log = tmp_path / f"logs/{point.name}.log"
-    log.parent.mkdir()
-    with open(log, "ab") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        _, [failure] = Sweep([point], tmp_path, quiet=True).run()
-    assert "another sweep is at work on it" in failure.reason
+def test_a_run_that_goes_on_is_asked_anew(tmp_path: Path) -> None:
+    """Scores of fewer steps that stand in the way for ever, or count for the longer run."""
+    seen = []
+    for steps in (2, 3):
+        base = tiny("reverse", tmp_path, lr_scheduler_type="constant", max_steps=steps)
+        [point] = expand(base, parse_axes(["seed=1"]), tmp_path / "runs")
+        train(point.config, resume=True)
+        row = _measured(point, "cpu", tmp_path)
+        header, scores = read_results(tmp_path / "scores/seed=1.jsonl")
+        assert header["model"] == load(point.config.output_dir).fingerprint()
+        assert len(scores) == 16
+        assert row["config"]["max_steps"] == steps
+        seen.append(header["model"])
+    assert seen[0] != seen[1]
+
+
+def test_a_folder_has_one_sweep_at_a_time(tmp_path: Path, trained: list[str]) -> None:
+    """Two processes that write checkpoints, scores and results into one folder."""
+    todo = points(tmp_path, parse_axes(["seed=1"]))
+    other = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(UserError, match="another sweep is at work in"):
+        Sweep(todo, tmp_path, quiet=True).run()
+    os.close(other)
     assert trained == []
-    assert not Path(point.config.output_dir).exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_sweep_that_is_stopped_goes_on(tmp_path: Path, number: signal.Signals) -> None:
     """Trainers that outlive their sweep unseen, or a run that is begun again from its start."""
-    config = tiny("reverse", tmp_path / "run", max_steps=2000, save_steps=50, logging_steps=50)
+    config = tiny("reverse", tmp_path / "run", max_steps=1000, save_steps=50, logging_steps=50)
     path = write_config(config, tmp_path / "c.yaml")
     command = ["sweep", str(path), "--grid", "seed=1", "--output", str(tmp_path / "out")]
     process = start(*command)
     folder = tmp_path / "out/runs/seed=1"
     signal_after(process, folder / "metrics.jsonl", number, lines=2)
     out, err = process.communicate(timeout=120)
-    assert process.returncode == (0 if number == signal.SIGTERM else 2), err
-    assert "go on with: longrnn sweep" in out + err
+    if number == signal.SIGKILL:
+        assert process.returncode == -signal.SIGKILL
+        ended(tmp_path / "out/logs/seed=1.log")
+    else:
+        assert process.returncode == (0 if number == signal.SIGTERM else 2), err
+        assert "go on with: longrnn sweep" in out + err
     done = checkpoint.steps(last_checkpoint(folder))
-    assert 50 <= done < 2000
+    assert 50 <= done < 1000
     finished = run(*command)
     assert finished.returncode == 0, finished.stderr
     steps = [row["step"] for row in metrics(folder)]
-    assert steps == list(range(50, 2001, 50))
+    assert steps == list(range(50, 1001, 50))
     log = (tmp_path / "out/logs/seed=1.log").read_text()
-    assert log.count("trained for 2000 steps") == 1
+    assert log.count("trained for 1000 steps") == 1
+
+
+def ended(log: Path) -> None:
+    """Waits until no trainer is left that holds its log: it stops without anybody's help."""
+    deadline = time.monotonic() + 60
+    with open(log, "ab") as file:
+        while time.monotonic() < deadline:
+            try:
+                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.1)
+    raise AssertionError("the trainer of a killed sweep goes on")
 
 
 def test_devices_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
