@@ -120,6 +120,9 @@ def passkey(
     suffix = "+".join(part for part in more if part is not None) or None
     evaluation = "passkey-absolute" if inserted else "passkey"
     folder = output or results_folder(evaluation, checkpoints, suffix)
+    grid = Grid(asked_lengths, n, asked_depths, inserted, seed, filler, n_keys)
+    if chunk is None:
+        measure.refuse_out_of_reach(subjects, grid)
     rows = measure.evaluate(
         subjects,
         lengths=asked_lengths,
@@ -145,7 +148,6 @@ def passkey(
     for name, one in measure.by_model(rows).items():
         show(name, one)
     if chunk is None and not naive:
-        grid = Grid(asked_lengths, n, asked_depths, inserted, seed, filler, n_keys)
         print_cost(measure.cost(subjects, grid))
     typer.echo(f"{folder / 'results.jsonl'}\n{picture}")
 

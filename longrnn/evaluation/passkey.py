@@ -78,18 +78,12 @@ def evaluate(
         the cells asked.
 
     Raises:
-        UserError: a length too short, or with its answer too long for a model, or a results file of
-            another run.
+        UserError: a length too short, or a results file of another run.
     """
     if batch_size < 1:
         raise UserError("n and the batch size must be at least 1")
     grid = Grid(lengths, n, depths, insert_at, seed, filler, n_keys)
     tasks, wanted = _tasks(subjects, grid)
-    if chunk is None:
-        for subject in subjects:
-            task = tasks[subject.name]
-            of_all = [sample.question(task, seed, n_keys) for sample in wanted]
-            refuse_long(subject.model, max(lengths) + _longest_answer(task, of_all))
     fingerprints = {subject.name: subject.model.fingerprint() for subject in subjects}
     header = {"evaluation": "passkey", "models": fingerprints, **grid.header()}
     if chunk is not None:
@@ -121,6 +115,19 @@ def evaluate(
                 progress.advance(len(batch), 0, f"at {', '.join(lengths_done)}")
     rows = {(row["model"], sample_of(row)): row for row in results.rows}
     return [rows[subject.name, sample] for subject in subjects for sample in wanted]
+
+
+def refuse_out_of_reach(subjects: Sequence[Subject], grid: Grid) -> None:
+    """Refuses a grid whose longest prompt, with its answer behind it, a model cannot read.
+
+    Raises:
+        UserError: with the model's own reason, or as `evaluate` does.
+    """
+    tasks, samples = _tasks(subjects, grid)
+    for subject in subjects:
+        task = tasks[subject.name]
+        asked = [sample.question(task, grid.seed, grid.n_keys) for sample in samples]
+        refuse_long(subject.model, max(grid.lengths) + _longest_answer(task, asked))
 
 
 def cost(subjects: Sequence[Subject], grid: Grid) -> dict[str, Cost]:
