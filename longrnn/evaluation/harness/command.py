@@ -257,7 +257,8 @@ def find_tasks(
     """
     if include_path is not None and not Path(include_path).is_dir():
         raise UserError(f"no folder {include_path} for include_path: give one with task files")
-    folders = [str(bundled() / "tasks"), *([] if include_path is None else [include_path])]
+    folders: list[str | Path] = [bundled() / "tasks"]
+    folders += [] if include_path is None else [include_path]
     names = [name for task in asked for name in str(task).split(",") if name]
     if not names:
         raise UserError(NO_TASK)

@@ -17,6 +17,7 @@ from longrnn.evaluation.intervals import (
 )
 from longrnn.evaluation.results import Results, Row
 from longrnn.evaluation.suites.base import EVALUATIONS, Contender, Evaluation, Metric, Point
+from longrnn.text import read_text
 
 
 @EVALUATIONS.register("harness")
@@ -56,6 +57,8 @@ class Harness(Evaluation):
         self.tasks, self.metrics = list(dict.fromkeys(tasks)), list(metrics)
         self.limit, self.num_fewshot = limit, num_fewshot
         self.include_path, self.metadata = include_path, metadata
+        text = (metadata or {}).get("text")
+        self.texts = [] if text is None else [Path(text)]
         self._found = False  # whether all tasks are known to be there
         if not tasks or (limit is not None and limit < 1):
             raise UserError("harness needs tasks, and a limit of at least 1 where there is one")
@@ -73,6 +76,8 @@ class Harness(Evaluation):
         header = {
             "evaluation": "harness",
             "model": contender.model.fingerprint(),
+            "tokenizer": contender.tokenizer.fingerprint(),
+            "texts": [read_text(path)[1] for path in self.texts],
             "limit": self.limit,
             "num_fewshot": self.num_fewshot,
             "metadata": self.metadata,
@@ -89,7 +94,8 @@ class Harness(Evaluation):
         """The scores of one task by metric and document, and what was cut."""
         from longrnn.evaluation.harness import LongRNN, scores
 
-        model = LongRNN(contender.model, tokenizer=contender.tokenizer, quiet=quiet)
+        wrap: Any = LongRNN  # its decorator hides its parameters
+        model = wrap(contender.model, tokenizer=contender.tokenizer, quiet=quiet)
         found = scores(
             model,
             [task],

@@ -110,6 +110,7 @@ class BitsPerByte(Evaluation):
         header = {
             "evaluation": "bits per byte",
             "model": contender.model.fingerprint(),
+            "tokenizer": contender.tokenizer.fingerprint(),
             "windows": self.windows,
         }
         results = Results(output, header)
