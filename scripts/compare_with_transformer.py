@@ -28,6 +28,7 @@ sys.path.append(str(ROOT))  # benchmarks/ is not installed
 from benchmarks.timing import cpu_model  # noqa: E402
 from longrnn import load  # noqa: E402
 from longrnn.cli.compare import contender  # noqa: E402
+from longrnn.cli.scripts import run_script  # noqa: E402
 from longrnn.config import build_config  # noqa: E402
 from longrnn.diagnostics.comparison import write_report  # noqa: E402
 from longrnn.errors import UserError  # noqa: E402
@@ -185,8 +186,4 @@ def sizes(folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_script(main)

@@ -5,16 +5,15 @@ Usage: python scripts/demo.py [--lengths 256,1k,4k,16k,64k] [--n 10] [--output d
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from longrnn import Mitigated, load_tokenizer, mitigation
+from longrnn.cli.scripts import run_script
 from longrnn.cli.tables import print_passkey
 from longrnn.diagnostics.plots import passkey_heat_map
-from longrnn.errors import UserError
 from longrnn.evaluation.calibrate import Settings, calibrate
 from longrnn.evaluation.passkey import Subject, by_model, evaluate, evenly_spaced, summarise
 from longrnn.evaluation.texts import read_documents
@@ -81,8 +80,4 @@ def demo(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(demo)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_script(demo)

@@ -11,7 +11,6 @@ together. Every part is resumable: give the same command again.
 
 from __future__ import annotations
 
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +19,7 @@ import typer
 
 from longrnn import load, load_tokenizer
 from longrnn.cli.capacity import capacity
+from longrnn.cli.scripts import run_script
 from longrnn.config import load_config
 from longrnn.errors import UserError
 from longrnn.evaluation import passkey, perplexity
@@ -86,8 +86,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_script(main)

@@ -12,7 +12,6 @@ study that was stopped goes on with the same command.
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_left
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 import typer
 
 from longrnn import load, load_tokenizer
+from longrnn.cli.scripts import run_script
 from longrnn.config import build_config
 from longrnn.diagnostics.gradients import Laboratory, Settings, Subject, diagnose
 from longrnn.diagnostics.gradients_report import write_report
@@ -186,8 +186,4 @@ def gradients(output: Path, tail: Path, quiet: bool) -> Laboratory:
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_script(main)

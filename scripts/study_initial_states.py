@@ -13,7 +13,6 @@ are skipped: give the same command again.
 
 from __future__ import annotations
 
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +21,7 @@ import typer
 
 from longrnn import load, load_tokenizer
 from longrnn.cli.options import training_length
+from longrnn.cli.scripts import run_script
 from longrnn.config import build_config, load_config
 from longrnn.errors import UserError
 from longrnn.evaluation import perplexity as measure
@@ -232,8 +232,4 @@ def shown(estimate: Estimate) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_script(main)

@@ -23,6 +23,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from longrnn.cli.scripts import run_script
 from longrnn.config import load_config
 from longrnn.diagnostics.plots import new_figure, png
 from longrnn.diagnostics.stability import along_checkpoints
@@ -270,8 +271,4 @@ def short(estimate: Estimate) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_script(main)

@@ -12,7 +12,6 @@ table in Markdown. Results go to `--output`.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +19,7 @@ import typer
 
 from longrnn import Mitigated, load_tokenizer, mitigation
 from longrnn.cli.options import TrainLength, training_length
+from longrnn.cli.scripts import run_script
 from longrnn.errors import UserError
 from longrnn.evaluation import passkey as recall
 from longrnn.evaluation import perplexity as loss
@@ -183,8 +183,4 @@ def calibrated(
 
 
 if __name__ == "__main__":
-    try:
-        app()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_script(app)
