@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -35,9 +34,6 @@ from longrnn.training.config import TrainConfig
 from longrnn.training.objective import Objective
 from longrnn.training.optim import build_optimizer
 from longrnn.training.trainer import Trainer
-
-# Seconds between two looks at the running trainer.
-LOOK = 0.2
 
 
 def arguments() -> argparse.Namespace:
@@ -92,7 +88,7 @@ def ours(model: RecurrentLM, batch: Batch, *, carry: bool = False) -> Callable[[
     def loss() -> Tensor:
         nonlocal state
         start = reset(state, model.init_state(len(batch.tokens)), fresh) if carry else zero
-        output = objective(batch, start)
+        output = objective([batch], start)
         state = detach(output.state)
         return output.loss
 
@@ -135,54 +131,75 @@ def throughput(args: argparse.Namespace, vocab: int) -> dict[str, float]:
     return figures
 
 
+class Watched(Trainer):
+    """A trainer that notes what its steps take, and late in its run those of a young one too.
+
+    A machine that grows slower in the course of minutes slows both down; a trainer that does, only
+    itself.
+    """
+
+    def __init__(self, folder: str, steps: int) -> None:
+        super().__init__(build_config(TrainConfig, run_of(f"{folder}/old", steps)), quiet=True)
+        self.young = Trainer(
+            build_config(TrainConfig, run_of(f"{folder}/young", steps)), quiet=True
+        )
+        self.fifth = steps // 5
+        # Of each step: seconds, and MiB resident.
+        self.own: list[tuple[float, float]] = []
+        self.others: list[float] = []
+
+    def _train_step(self, *, stop: bool) -> dict[str, float]:
+        begun = clock()
+        values = super()._train_step(stop=stop)
+        self.own.append((clock() - begun, mebibytes()[0]))
+        # The young one warms up over as many steps as the first fifth leaves out of the old one's.
+        if self.step >= self.config.max_steps - self.fifth - self.fifth // 2:
+            begun = clock()
+            self.young._train_step(stop=False)
+            self.young.step += 1
+            self.others.append(clock() - begun)
+        return values
+
+
+def run_of(folder: str, steps: int) -> dict[str, Any]:
+    """A run with carried states on a small shape."""
+    return {
+        "output_dir": folder,
+        "task": {"kind": "passkey", "max_segments": 64},
+        "model": {
+            "vocab_size": 256,
+            "d_model": 64,
+            "n_layers": 2,
+            "mixer": {"kind": "mamba2", "d_state": 16, "head_dim": 32},
+        },
+        "length": {"max": 192},
+        "initial_state": {"kind": "carry"},
+        "per_device_train_batch_size": 4,
+        "max_steps": steps,
+        "save_steps": steps,
+    }
+
+
 def flatness(args: argparse.Namespace) -> dict[str, float]:
     """Time of a step and resident memory of the trainer, early and late in a run that carries."""
     with tempfile.TemporaryDirectory() as folder:
-        values = {
-            "output_dir": f"{folder}/run",
-            "task": {"kind": "passkey", "max_segments": 64},
-            "model": {
-                "vocab_size": 256,
-                "d_model": 64,
-                "n_layers": 2,
-                "mixer": {"kind": "mamba2", "d_state": 16, "head_dim": 32},
-            },
-            "length": {"max": 192},
-            "carry": True,
-            "per_device_train_batch_size": 4,
-            "max_steps": args.steps,
-            "save_steps": args.steps,
-        }
-        trainer = Trainer(build_config(TrainConfig, values), quiet=True)
-        looks = [(trainer.step, clock(), mebibytes()[0])]
-        done = threading.Event()
-
-        def watch() -> None:
-            while not done.wait(LOOK):
-                looks.append((trainer.step, clock(), mebibytes()[0]))
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        try:
-            trainer.train()
-        finally:
-            done.set()
-            watcher.join()
-    fifth = args.steps // 5
+        trainer = Watched(folder, args.steps)
+        trainer.train()
+    fifth = trainer.fifth
     # The first tenth is left out: allocators and kernels are warming up.
-    early = [look for look in looks if fifth // 2 <= look[0] <= fifth // 2 + fifth]
-    late = [look for look in looks if look[0] >= args.steps - fifth]
+    early, late = trainer.own[fifth // 2 : fifth // 2 + fifth], trainer.own[-fifth:]
     figures = {}
     for name, part in (("early", early), ("late", late)):
-        steps = part[-1][0] - part[0][0]
-        figures[f"ms_per_step_{name}"] = 1e3 * (part[-1][1] - part[0][1]) / steps
-        figures[f"resident_mib_{name}"] = median(look[2] for look in part)
-    figures["time_growth"] = figures["ms_per_step_late"] / figures["ms_per_step_early"] - 1
+        figures[f"ms_per_step_{name}"] = 1e3 * median(seconds for seconds, _ in part)
+        figures[f"resident_mib_{name}"] = median(resident for _, resident in part)
+    figures["ms_per_step_young"] = 1e3 * median(trainer.others[-fifth:])
+    figures["time_growth"] = figures["ms_per_step_late"] / figures["ms_per_step_young"] - 1
     figures["memory_growth"] = figures["resident_mib_late"] / figures["resident_mib_early"] - 1
-    print(f"{args.steps} steps of the trainer, the first fifth after warming up, and the last:")
     print(
-        f"  {figures['ms_per_step_early']:.2f} and {figures['ms_per_step_late']:.2f} ms a step "
-        f"({figures['time_growth']:+.1%}), {figures['resident_mib_early']:.1f} and "
+        f"{args.steps} steps of the trainer: {figures['ms_per_step_early']:.2f} ms a step in the "
+        f"first fifth after warming up,\n  {figures['ms_per_step_late']:.2f} in the last, in turn "
+        f"with those of a young trainer: {figures['ms_per_step_young']:.2f} "
+        f"({figures['time_growth']:+.1%});\n  {figures['resident_mib_early']:.1f} and "
         f"{figures['resident_mib_late']:.1f} MiB resident ({figures['memory_growth']:+.1%})"
     )
     return figures

@@ -3,15 +3,18 @@
     python scripts/study_capacity.py
     python scripts/study_capacity.py --d-states 8,16,32,64 --train-lengths 256,512,1k --steps 3000
 
-Every state size is trained on passkeys (`configs/train/capacity.yaml`) at every training length,
-over the same number of tokens. Each model is then asked for keys at lengths beyond its own, and
-reads a long text of filler for its loss by position; `longrnn diagnose capacity` puts the two
-together. Every part is resumable: give the same command again.
+Every state size is trained on passkeys (`configs/train/capacity.yaml`) at the shortest length, and
+goes on from there to the next longer one, each time with as many tokens a step. Each model is then
+asked for keys at lengths beyond its own, and reads a long text of filler for its loss by position;
+`longrnn diagnose capacity` puts the two together. Every part is resumable: give the same command
+again.
+
+From scratch at each length, a family this small does not learn reliably: rows grow fewer as they
+grow longer, and with them the answers that a step has.
 """
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -31,16 +34,18 @@ from longrnn.training.trainer import Trainer
 from longrnn.units import parse_length, parse_lengths
 
 CONFIG = Path(__file__).parents[1] / "configs/train/capacity.yaml"
+LENGTHS = "256,384,512,768,1k,1536,2k,3k,4k,6k,8k,12k,16k,24k,32k"
 # Tokens of an optimizer step, at every training length.
 STEP_TOKENS = 4096
 
 
 def main(
     d_states: Annotated[str, typer.Option(help="State sizes: mixer.d_state.")] = "4,8,16,32",
-    train_lengths: Annotated[str, typer.Option(help="Training lengths.")] = "192,384,768",
-    steps: Annotated[int, typer.Option(help="Of every model.")] = 700,
-    lengths: Annotated[str, typer.Option(help="Of the prompts.")] = "256,512,1k,2k,4k,8k,16k,32k",
-    n: Annotated[int, typer.Option("--n", help="Prompts at each of 3 depths.")] = 10,
+    train_lengths: Annotated[str, typer.Option(help="Training lengths.")] = "192,384,768,1536",
+    steps: Annotated[int, typer.Option(help="At the shortest training length.")] = 1500,
+    more_steps: Annotated[int, typer.Option(help="At each longer one.")] = 400,
+    lengths: Annotated[str, typer.Option(help="Of the prompts.")] = LENGTHS,
+    n: Annotated[int, typer.Option("--n", help="Prompts at each of 3 depths.")] = 20,
     text_length: Annotated[str, typer.Option(help="Tokens of the text of filler.")] = "32k",
     output: Annotated[Path, typer.Option(help="Folder of everything.")] = Path("runs/capacity"),
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
@@ -48,41 +53,51 @@ def main(
     """Trains, measures and fits."""
     asked, reach = parse_lengths(lengths), parse_length(text_length)
     sizes, trainings = parse_lengths(d_states), parse_lengths(train_lengths)
-    if min(steps, n) < 1:
-        raise UserError("steps and n must be at least 1")
+    if min(steps, more_steps, n) < 1:
+        raise UserError("steps, more_steps and n must be at least 1")
     # What the loss is measured on: the filler of training, without a key.
     text = output / "filler.txt"
     write_atomic(text, HEADER + (FILLER * (reach // len(FILLER) + 2))[: reach + 1])
     family = []
-    for trained, d_state in product(trainings, sizes):
-        run = output / f"state{d_state}-length{trained}"
-        family.append(str(run))
-        settings = {
-            "output_dir": run,
-            "model.mixer.d_state": d_state,
-            "length.max": trained,
-            "per_device_train_batch_size": max(1, STEP_TOKENS // trained),
-            "max_steps": steps,
-        }
-        overrides = [f"{key}={value}" for key, value in settings.items()]
-        Trainer(load_config(TrainConfig, CONFIG, overrides), resume=True, quiet=quiet).train()
-        model, tokenizer = load(run), load_tokenizer(run)
-        passkey.evaluate(
-            [passkey.Subject(run.name, model, tokenizer)],
-            lengths=asked,
-            depths=passkey.evenly_spaced(3),
-            n=n,
-            output=output / "results" / run.name / "passkey.jsonl",
-            quiet=quiet,
-        )
-        perplexity.evaluate(
-            model,
-            read_documents([text], tokenizer, model),
-            length=reach,
-            output=output / "results" / run.name / "perplexity.jsonl",
-            quiet=quiet,
-        )
+    for d_state in sizes:
+        before: Path | None = None
+        for trained in sorted(trainings):
+            run = output / f"state{d_state}-length{trained}"
+            settings = {
+                "output_dir": run,
+                "model.mixer.d_state": d_state,
+                "length.max": trained,
+                "per_device_train_batch_size": max(1, STEP_TOKENS // trained),
+                "max_steps": steps if before is None else more_steps,
+            } | ({} if before is None else {"init_from": before})
+            overrides = [f"{key}={value}" for key, value in settings.items()]
+            Trainer(load_config(TrainConfig, CONFIG, overrides), resume=True, quiet=quiet).train()
+            measure(run, asked, n, text, reach, output / "results" / run.name, quiet)
+            family.append(str(run))
+            before = run
     capacity(family, results=[output / "results"], output=output / "capacity")
+
+
+def measure(
+    run: Path, asked: list[int], n: int, text: Path, reach: int, results: Path, quiet: bool
+) -> None:
+    """Passkeys and the loss by position of one model, recorded in a folder."""
+    model, tokenizer = load(run), load_tokenizer(run)
+    passkey.evaluate(
+        [passkey.Subject(run.name, model, tokenizer)],
+        lengths=asked,
+        depths=passkey.evenly_spaced(3),
+        n=n,
+        output=results / "passkey.jsonl",
+        quiet=quiet,
+    )
+    perplexity.evaluate(
+        model,
+        read_documents([text], tokenizer, model),
+        length=reach,
+        output=results / "perplexity.jsonl",
+        quiet=quiet,
+    )
 
 
 if __name__ == "__main__":

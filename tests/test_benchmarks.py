@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.evaluation_cpu.passkey import BARS, grids
 from longrnn.evaluation.passkey import Subject, cost
@@ -28,6 +30,54 @@ def test_tokens(name: str) -> None:
     """A grid that has changed, or prompts that no longer meet where they are the same."""
     tokens, _ = BARS[name]
     assert ratio(name, 1) >= tokens
+
+
+PROGRAMS = {
+    "head_cpu": (["--vocab", "256", "--rows", "2", "--tokens", "4", "--d-model", "16"], "2^23"),
+    "mitigations_cpu": (
+        ["--layers", "1", "--d-model", "64", "--tokens", "64", "--loop-tokens", "4"]
+        + ["--stream", "0"],
+        "token by token",
+    ),
+    "prefill_cpu": (
+        ["--layers", "1", "--d-model", "64", "--vocab", "64", "--tokens", "64", "--long", "256"],
+        "cost of a token",
+    ),
+    "ssd_chunk_cpu": (["--chunks", "32", "--segments", "256", "--no-train"], "32"),
+    "stepwise_cpu": (
+        ["--kinds", "gru", "--d-model", "16", "--rows", "2", "--tokens", "8", "--vocab", "16"]
+        + ["--large-vocab", "64", "--large-tokens", "8"],
+        "gru",
+    ),
+    "training_cpu": (
+        ["--layers", "1", "--d-model", "64", "--tokens", "64", "--vocab", "64", "--steps", "60"],
+        "speedup",
+    ),
+}
+
+
+# Those that measure memory in processes of their own.
+SLOW = {"head_cpu", "prefill_cpu", "stepwise_cpu"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in PROGRAMS]
+)
+def test_a_program_runs(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A measurement that the code has moved away from, found on the day when it is asked for."""
+    arguments, expected = PROGRAMS[name]
+    once = ["--repeats", "1", "--threads", str(torch.get_num_threads())]
+    monkeypatch.setattr(sys, "argv", [name, *arguments, *once])
+    import_module(f"benchmarks.{name}").main()
+    assert expected in capsys.readouterr().out
+
+
+def test_every_program_is_run() -> None:
+    """A new program that nothing above runs."""
+    programs = {path.stem for path in (ROOT / "benchmarks").glob("*_cpu.py")}
+    assert programs == set(PROGRAMS)
 
 
 def benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:

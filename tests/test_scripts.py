@@ -107,7 +107,16 @@ def test_the_comparison_with_a_transformer(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_study_of_capacity(tmp_path: Path) -> None:
     """A study that is found broken after half an hour, or that begins anew."""
-    command = ["--d-states", "4,8,12", "--train-lengths", "160,192", "--steps", "2"]
+    command = [
+        "--d-states",
+        "4,8,12",
+        "--train-lengths",
+        "160,192",
+        "--steps",
+        "2",
+        "--more-steps",
+        "2",
+    ]
     command += ["--lengths", "160", "--n", "1", "--text-length", "512", "--quiet"]
     outputs = []
     for _ in range(2):
