@@ -27,7 +27,7 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.evaluation.intervals import Estimate, mean
 from longrnn.evaluation.results import Results, Row
-from longrnn.evaluation.texts import Document
+from longrnn.evaluation.texts import Document, made_by
 from longrnn.evaluation.windows import Window, windows
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
@@ -87,7 +87,12 @@ def evaluate(
         raise UserError("a position of 1 has no shorter context: give positions of 2 or more")
     positions = sorted(set(positions))
     cut = [window for d in documents for window in windows(d, positions[-1])[:stretches]]
-    results = Results(output, {"evaluation": "memory", "model": model.fingerprint()})
+    header = {
+        "evaluation": "memory",
+        "model": model.fingerprint(),
+        "tokenizer": made_by(documents),
+    }
+    results = Results(output, header)
     pairs = [(position, start) for position in positions for start in starts(position)]
     done = {_identity(row) for row in results.rows}
     todo = [w for w in cut if not all((*_key(w), *pair) in done for pair in pairs)]

@@ -84,8 +84,12 @@ def evaluate(
         raise UserError("n and the batch size must be at least 1")
     grid = Grid(lengths, n, depths, insert_at, seed, filler, n_keys)
     tasks, wanted = _tasks(subjects, grid)
-    fingerprints = {subject.name: subject.model.fingerprint() for subject in subjects}
-    header = {"evaluation": "passkey", "models": fingerprints, **grid.header()}
+    header = {
+        "evaluation": "passkey",
+        "models": {subject.name: subject.model.fingerprint() for subject in subjects},
+        "tokenizers": {subject.name: subject.tokenizer.fingerprint() for subject in subjects},
+        **grid.header(),
+    }
     if chunk is not None:
         header["chunk_select"] = chunk
     results = Results(output, header)

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from longrnn.errors import UserError
 from longrnn.evaluation.intervals import Estimate, mean
 from longrnn.evaluation.results import Results, Row
-from longrnn.evaluation.texts import Document
+from longrnn.evaluation.texts import Document, made_by
 from longrnn.evaluation.windows import Window, windows
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
@@ -115,7 +115,12 @@ def evaluate_windows(
     """
     if batch_size < 1:
         raise UserError("the batch size must be at least 1")
-    results = Results(output, {"evaluation": "perplexity", "model": model.fingerprint()})
+    header = {
+        "evaluation": "perplexity",
+        "model": model.fingerprint(),
+        "tokenizer": made_by(window.document for window in wanted),
+    }
+    results = Results(output, header)
     asked = {_key(window): window for window in wanted}
     # Rows of versions that did not count the bytes are measured again.
     done = {_identity(row) for row in results.rows if "bytes" in row}

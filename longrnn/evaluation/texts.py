@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ class Document(NamedTuple):
         tokens: `(n,)` int64.
         bytes_per_token: bytes of UTF-8 over tokens.
         byte_ends: `(n,)` int64, where each token ends; None where the tokenizer cannot tell.
+        tokenizer: fingerprint of the one that made the tokens; empty for tokens of no text.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Document(NamedTuple):
     tokens: Tensor
     bytes_per_token: float
     byte_ends: Tensor | None = None
+    tokenizer: str = ""
 
 
 def read_documents(
@@ -64,8 +66,14 @@ def read_documents(
             tokens,
             len(text.encode()) / len(tokens),
             None if ends is None else _integers(ends),
+            tokenizer.fingerprint(),
         )
     return list(documents.values())
+
+
+def made_by(documents: Iterable[Document]) -> str:
+    """The fingerprint of the tokenizer of documents, for the header of results."""
+    return ", ".join(sorted({document.tokenizer for document in documents}))
 
 
 def _integers(values: Sequence[int]) -> Tensor:

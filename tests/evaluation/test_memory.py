@@ -98,6 +98,8 @@ def test_rows_go_on(tmp_path: Path) -> None:
     assert len(evaluate(model, texts, stretches=1, **asked)) == len(more) * 2 // 5
     with pytest.raises(UserError, match="different model"):
         evaluate(build_model("gru"), texts, **asked)
+    with pytest.raises(UserError, match="different tokenizer"):
+        evaluate(model, [texts[0]._replace(tokenizer="another")], **asked)
 
 
 @pytest.mark.parametrize(

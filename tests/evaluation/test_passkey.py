@@ -63,7 +63,8 @@ def test_rows_say_everything(tmp_path: Path) -> None:
     assert sorted(cells(written)) == sorted(cells(rows))
     assert all(row in rows for row in written)
     assert header == {
-        "evaluation": "passkey", "models": {"model0": "oracle"}, "seed": 0, "version": 2,
+        "evaluation": "passkey", "models": {"model0": "oracle"}, "tokenizers": {"model0": "bytes"},
+        "seed": 0, "version": 2,
     }  # fmt: skip
     assert len({row["key"] for row in rows}) > 7
 
@@ -270,7 +271,8 @@ def test_repeated_lengths_and_depths_are_asked_once(tmp_path: Path) -> None:
     [
         ({"seed": 1}, "different seed"),
         ({"model": Oracle(name="retrained")}, "different models"),
-        ({"model": Oracle(), "evaluation": "reverse"}, "different evaluation"),
+        ({"edit": ('"passkey"', '"reverse"')}, "different evaluation"),
+        ({"edit": ('"bytes"', '"another"')}, "different tokenizers"),
     ],
 )
 def test_results_of_another_run_are_refused(
@@ -279,9 +281,8 @@ def test_results_of_another_run_are_refused(
     """Rows of two models or two seeds in one table."""
     output = tmp_path / "r.jsonl"
     measure(Oracle(), output=output)
-    if "evaluation" in change:
-        text = output.read_text().replace('"passkey"', '"reverse"', 1)
-        output.write_text(text)
+    if "edit" in change:
+        output.write_text(output.read_text().replace(*change["edit"], 1))
     before = output.read_bytes()
     with pytest.raises(UserError, match=f"{message}.*choose another output folder"):
         measure(change.get("model", Oracle()), output=output, seed=change.get("seed", 0))

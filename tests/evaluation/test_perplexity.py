@@ -140,6 +140,8 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     assert evaluate(Counting(), texts, **asked) == rows
     with pytest.raises(UserError, match="different model"):
         evaluate(build_model("gru"), texts, **asked)
+    with pytest.raises(UserError, match="different tokenizer"):
+        evaluate(Counting(), [texts[0]._replace(tokenizer="another")], **asked)
     with pytest.raises(UserError, match="batch size must be at least 1"):
         evaluate(Counting(), texts, **{**asked, "batch_size": 0})
 
