@@ -121,8 +121,7 @@ def passkey(
     evaluation = "passkey-absolute" if inserted else "passkey"
     folder = output or results_folder(evaluation, checkpoints, suffix)
     grid = Grid(asked_lengths, n, asked_depths, inserted, seed, filler, n_keys)
-    if chunk is None:
-        measure.refuse_out_of_reach(subjects, grid)
+    measure.refuse_out_of_reach(subjects, grid, chunk=chunk)
     rows = measure.evaluate(
         subjects,
         lengths=asked_lengths,

@@ -121,8 +121,12 @@ def evaluate(
     return [rows[subject.name, sample] for subject in subjects for sample in wanted]
 
 
-def refuse_out_of_reach(subjects: Sequence[Subject], grid: Grid) -> None:
+def refuse_out_of_reach(
+    subjects: Sequence[Subject], grid: Grid, *, chunk: int | None = None
+) -> None:
     """Refuses a grid whose longest prompt, with its answer behind it, a model cannot read.
+
+    Answering from a chunk it reads no more than header, chunk and question at once.
 
     Raises:
         UserError: with the model's own reason, or as `evaluate` does.
@@ -131,7 +135,11 @@ def refuse_out_of_reach(subjects: Sequence[Subject], grid: Grid) -> None:
     for subject in subjects:
         task = tasks[subject.name]
         asked = [sample.question(task, grid.seed, grid.n_keys) for sample in samples]
-        refuse_long(subject.model, max(grid.lengths) + _longest_answer(task, asked))
+        longest = max(grid.lengths)
+        if chunk is not None:
+            questions = max((len(task.question(question.needle)) for question in asked), default=1)
+            longest = min(longest, task.n_header + chunk + questions)
+        refuse_long(subject.model, longest + _longest_answer(task, asked))
 
 
 def cost(subjects: Sequence[Subject], grid: Grid) -> dict[str, Cost]:

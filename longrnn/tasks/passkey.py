@@ -103,7 +103,7 @@ class Passkey(Task):
         text = FILLER if files is None else "".join(read_text(Path(file))[0] for file in files)
         self._header = self._ids(HEADER)
         self._filler = self._ids(text)
-        self.n_filler = len(self._filler)
+        self.n_header, self.n_filler = len(self._header), len(self._filler)
         if self.n_filler == 0:
             raise UserError("passkey needs a filler: name text files, or leave filler out")
         self.drawing = Drawing(

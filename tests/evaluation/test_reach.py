@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,8 @@ from longrnn.errors import UserError
 from longrnn.evaluation import passkey
 from longrnn.evaluation.passkey_grid import Grid
 from longrnn.evaluation.reach import refuse_long
+from longrnn.tasks import Passkey
+from longrnn.tasks.passkey_documents import Needle
 from tests.evaluation.suites.contenders import SHORT, contender
 
 
@@ -33,3 +36,20 @@ def test_refuse_long() -> None:
     with pytest.raises(UserError, match="300"):
         refuse_long(model, 301)
     refuse_long(contender("endless").model, 2**40)
+
+
+def test_a_chunk_is_all_that_is_read_at_once(tmp_path: Path) -> None:
+    """Prompts refused of which a model reads pieces, or an evaluation that fails in its middle."""
+    one = contender("short", position=SHORT)
+    subject = passkey.Subject(one.name, one.model, one.tokenizer)
+    grid = Grid([400], 1, [0.5])
+    task = Passkey(one.tokenizer)
+    needle = Needle("01234", 0.5)
+    fits = 300 - task.n_header - len(task.question(needle)) - len(task.answer(needle))
+    passkey.refuse_out_of_reach([subject], grid, chunk=fits)
+    asked: dict[str, Any] = {"lengths": [400], "depths": [0.5], "n": 1}
+    passkey.evaluate([subject], **asked, chunk=fits, output=tmp_path / "results.jsonl")
+    with pytest.raises(UserError, match="300"):
+        passkey.refuse_out_of_reach([subject], grid, chunk=fits + 1)
+    # A chunk longer than the prompt is the prompt.
+    passkey.refuse_out_of_reach([subject], Grid([290], 1, [0.5]), chunk=1000)
