@@ -186,4 +186,4 @@ def sizes(folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, __doc__)

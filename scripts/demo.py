@@ -1,6 +1,9 @@
 """The demo: passkeys far beyond the training length, with a broken model, repaired, and a good one.
 
-Usage: python scripts/demo.py [--lengths 256,1k,4k,16k,64k] [--n 10] [--output demo]
+    python scripts/demo.py
+    python scripts/demo.py --lengths 256,4k,64k --n 5 --output demo
+
+Writes the answers and a picture of them. A demo that was stopped goes on with the same command.
 """
 
 from __future__ import annotations
@@ -80,4 +83,4 @@ def demo(
 
 
 if __name__ == "__main__":
-    run_script(demo)
+    run_script(demo, __doc__)

@@ -101,4 +101,4 @@ def measure(
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, __doc__)

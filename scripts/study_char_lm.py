@@ -186,4 +186,4 @@ def gradients(output: Path, tail: Path, quiet: bool) -> Laboratory:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, __doc__)

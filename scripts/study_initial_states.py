@@ -232,4 +232,4 @@ def shown(estimate: Estimate) -> str:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, __doc__)

@@ -271,4 +271,4 @@ def short(estimate: Estimate) -> str:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, __doc__)

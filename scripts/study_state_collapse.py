@@ -19,7 +19,7 @@ import typer
 
 from longrnn import Mitigated, load_tokenizer, mitigation
 from longrnn.cli.options import TrainLength, training_length
-from longrnn.cli.scripts import run_script
+from longrnn.cli.scripts import new_app, run_script
 from longrnn.errors import UserError
 from longrnn.evaluation import passkey as recall
 from longrnn.evaluation import perplexity as loss
@@ -33,7 +33,7 @@ from longrnn.models import RecurrentLM
 from longrnn.tasks.passkey import FILLER
 from longrnn.units import format_length, parse_length, parse_lengths
 
-app = typer.Typer(help=__doc__, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = new_app()
 
 Output = Annotated[Path, typer.Option(help="Folder of the results.")]
 
@@ -183,4 +183,4 @@ def calibrated(
 
 
 if __name__ == "__main__":
-    run_script(app)
+    run_script(app, __doc__)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -9,11 +11,13 @@ from pathlib import Path
 import pytest
 
 import longrnn
+from longrnn.cli.scripts import run_script
 from longrnn.evaluation.results import read_results
 from longrnn.mitigations import mitigation
 from tests.training.runs import ENVIRONMENT
 
-SCRIPT = Path(longrnn.__file__).parents[1] / "scripts/study_state_collapse.py"
+SCRIPTS = Path(longrnn.__file__).parents[1] / "scripts"
+SCRIPT = SCRIPTS / "study_state_collapse.py"
 PASSKEY = ["passkey", "passkey-tiny-short", "--train-length", "64", "--target", "128", "--n", "1"]
 VARIANTS = [
     "none", "forget_more-1.0", "forget_more-0.75", "forget_more-train", "sliding_window-1x",
@@ -158,6 +162,23 @@ def test_the_study_of_reverse_ordering(tmp_path: Path) -> None:
     assert again.stdout == done.stdout
     bad = study(tmp_path, "--seeds", "1", script="study_reverse")
     assert (bad.returncode, bad.stdout) == (2, "")
+
+
+@pytest.mark.parametrize(
+    "name", sorted(p.stem for p in SCRIPTS.glob("*.py") if "run_script(" in p.read_text())
+)
+def test_help_has_an_example(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Help without an example, or one whose lines have run together."""
+    script = runpy.run_path(str(SCRIPTS / f"{name}.py"))
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    main = next(script[key] for key in ("main", "demo", "app") if key in script)
+    with pytest.raises(SystemExit) as left:
+        run_script(main, script["__doc__"])
+    assert not left.value.code
+    lines = capsys.readouterr().out.splitlines()
+    assert any(re.match(rf"      python (-m )?scripts[/.]{name}\b", line) for line in lines)
 
 
 @pytest.mark.slow
