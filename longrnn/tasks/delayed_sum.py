@@ -30,8 +30,8 @@ class DelayedSum(SequenceTask):
         super().check(length)
         if length % 2:
             raise UserError(
-                f"delayed_sum has two equal halves, so its length is even, not {length}: set "
-                f"length.max={length + 1}"
+                f"delayed_sum has two equal halves, so its length is even, not {length}: take "
+                f"a length of {length + 1}"
             )
 
     def batch(self, x: Tensor) -> Batch:

@@ -34,7 +34,7 @@ class PredecessorQuery(SequenceTask):
         if length > self.n_tokens:
             raise UserError(
                 f"predecessor_query has {length} distinct tokens and vocab_size={self.n_tokens}: "
-                f"set vocab_size={length} or more, or a smaller length.max"
+                f"set vocab_size={length} or more, or take a smaller length"
             )
 
     def count(self, length: int) -> int:

@@ -32,13 +32,13 @@ class Recall(SequenceTask):
     def check(self, length: int) -> None:
         if length < 2 or length % 2:
             raise UserError(
-                f"recall has pairs of a key and a value, so its length is even, not {length}: set "
-                f"length.max={max(2, length + 1)}"
+                f"recall has pairs of a key and a value, so its length is even, not {length}: take "
+                f"a length of {max(2, length + 1)}"
             )
         if length // 2 > self.n_tokens // 2:
             raise UserError(
                 f"recall has {length // 2} distinct keys and half of vocab_size={self.n_tokens} to "
-                f"take them from: set vocab_size={length} or more, or a smaller length.max"
+                f"take them from: set vocab_size={length} or more, or take a smaller length"
             )
 
     def count(self, length: int) -> int:

@@ -52,7 +52,7 @@ class ReverseVariable(SequenceTask):
         if length < self.min_length:
             raise UserError(
                 f"the longest sequence has {length} tokens and the shortest "
-                f"min_length={self.min_length}: set a smaller min_length or a larger length.max"
+                f"min_length={self.min_length}: set a smaller min_length or take a larger length"
             )
 
     def count(self, length: int) -> int:

@@ -208,8 +208,8 @@ def test_dual_frequencies() -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "length", "says"),
     [
-        ("delayed_sum", {}, 15, "even, not 15: set length.max=16"),
-        ("recall", {}, 7, "even, not 7: set length.max=8"),
+        ("delayed_sum", {}, 15, "even, not 15: take a length of 16"),
+        ("recall", {}, 7, "even, not 7: take a length of 8"),
         ("recall", {"vocab_size": 10}, 12, "set vocab_size=12 or more"),
         ("predecessor_query", {"vocab_size": 8}, 9, "set vocab_size=9 or more"),
         ("predecessor_query", {}, 1, "a length of at least 2"),
