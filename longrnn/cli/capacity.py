@@ -36,9 +36,9 @@ def capacity(
 ) -> None:
     """How long a model must be trained to forget, and how far it recalls, by its state's size.
 
-    T_forget is the smallest training length at which the loss on long prompts stays below 2 × its
-    largest inside; T_recall the longest prompt with more than 95 % of the passkeys recalled. Reads
-    what was recorded and measures nothing. Writes capacity.jsonl and capacity.png.
+    T_forget is the smallest training length from which on the loss on long prompts stays below 2 ×
+    its largest inside; T_recall the longest prompt with more than 95 % of the passkeys recalled.
+    Reads what was recorded and measures nothing. Writes capacity.jsonl and capacity.png.
 
     Example: longrnn diagnose capacity runs/capacity/* --results runs/capacity/results
     """

@@ -14,7 +14,7 @@ from longrnn.units import format_length
 
 MARKERS = {"": "o", "≤": "v", "≥": "^", ">": "^"}
 TITLES = {
-    "forget": "T_forget: smallest training length\nthat forgets robustly",
+    "forget": "T_forget: training length from which on\na model forgets robustly",
     "recall": "T_recall: longest prompt\nwith more than 95 % recalled",
 }
 

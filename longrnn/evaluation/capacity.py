@@ -2,9 +2,10 @@
 
 Everything comes from evaluations that were recorded. Two numbers of every state size:
 
-- T_forget, the smallest training length at which a model forgets robustly: on long prompts its loss
-  by position never exceeds 2 × the largest inside the training length
-  (`longrnn.evaluation.perplexity.forgetting`).
+- T_forget, the smallest training length from which on every model that was tried forgets robustly:
+  on long prompts its loss by position never exceeds 2 × the largest inside the training length
+  (`longrnn.evaluation.perplexity.forgetting`). A shorter one that happens to pass below one that
+  does not is no capacity.
 - T_recall, the longest context with a passkey accuracy above 95 %, of the best model of the size.
 
 Notable choices:
@@ -199,13 +200,14 @@ def sizes(members: Sequence[Member]) -> list[Size]:
 
 
 def _forget(family: Sequence[Member]) -> Bounded | None:
-    judged = [one for one in family if one.robust is not None]
+    judged = [one.train_length for one in family if one.robust is not None]
+    failing = [one.train_length for one in family if one.robust is False]
     if not judged:
         return None
-    for index, one in enumerate(judged):
-        if one.robust:
-            return Bounded(one.train_length, "" if index else "≤")
-    return Bounded(judged[-1].train_length, ">")
+    enough = [length for length in judged if length > max(failing, default=0)]
+    if not enough:
+        return Bounded(max(judged), ">")
+    return Bounded(min(enough), "" if failing else "≤")
 
 
 def _recall(family: Sequence[Member]) -> Bounded | None:

@@ -63,13 +63,17 @@ def test_sizes() -> None:
             (20, 256, True, 4096), (20, 512, True, None),
             (30, 512, False, 0), (30, 256, False, 0),
             (40, 256, None, None),
+            (50, 256, True, 0), (50, 512, False, 0), (50, 1024, True, 0), (50, 2048, True, 0),
+            (60, 256, True, 0), (60, 256, False, 0), (60, 256, True, 0), (60, 512, True, 0),
         )
     )  # fmt: skip
-    assert [size.state_size for size in found] == [10, 20, 30, 40]
+    assert [size.state_size for size in found] == [10, 20, 30, 40, 50, 60]
     assert found[0][1:] == (Bounded(512, ""), Bounded(1024, ""))
     assert found[1][1:] == (Bounded(256, "≤"), Bounded(4096, "≥"))
     assert found[2][1:] == (Bounded(512, ">"), None)
     assert found[3][1:] == (None, None)
+    # A length that passes below one that fails; one of several models of a length that fails.
+    assert [size.forget for size in found[4:]] == [Bounded(1024, ""), Bounded(512, "")]
     assert str(found[1].recall) == "≥ 4,096"
     with pytest.raises(UserError, match="2 different state sizes and a fit needs 3"):
         sizes(family((10, 256, True, 1), (20, 256, True, 1)))
