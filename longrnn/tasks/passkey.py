@@ -28,6 +28,7 @@ from longrnn.tasks.passkey_documents import (
     draw_needles,
     keys,
     numbered,
+    with_numbers,
 )
 from longrnn.tasks.spans import Span, read, whole
 from longrnn.text import ByteTokenizer, Tokenizer, read_text
@@ -71,6 +72,8 @@ class Passkey(Task):
             `max_segments`, and repeats from 1 to `max_repeat`.
         filler: UTF-8 text files to take the filler from, over and over, from a place that is drawn;
             None for `FILLER`.
+        numbers_every: puts a number that is no key between two words of the filler, once in so many
+            characters in the mean; None for the filler as it is.
 
     Attributes:
         n_filler: tokens of filler before it begins anew.
@@ -90,6 +93,7 @@ class Passkey(Task):
         max_repeat: int = 1,
         grow_steps: int = 0,
         filler: str | list[str] | None = None,
+        numbers_every: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer or ByteTokenizer()
         self.vocab_size = self.tokenizer.vocab_size
@@ -101,6 +105,8 @@ class Passkey(Task):
         self.answer_weight, self.text_weight = answer_weight, text_weight
         files = [filler] if isinstance(filler, str) else filler
         text = FILLER if files is None else "".join(read_text(Path(file))[0] for file in files)
+        if numbers_every is not None:
+            text = with_numbers(text, numbers_every)
         self._header = self._ids(HEADER)
         self._filler = self._ids(text)
         self.n_header, self.n_filler = len(self._header), len(self._filler)

@@ -31,6 +31,30 @@ def keys(held_out: bool) -> tuple[str, ...]:
     return tuple(k for k in (f"{i:05d}" for i in range(100_000)) if is_held_out(k) == held_out)
 
 
+def with_numbers(text: str, every: int) -> str:
+    """A text with numbers of one to six digits between its words, the same ones every time.
+
+    In most texts digits are rare. A model then keeps every digit and needs no more to keep a key,
+    until so many other digits have come by that it reads them in its place.
+
+    Args:
+        text: any.
+        every: characters of the text for one number, in the mean.
+
+    Raises:
+        UserError: fewer than one.
+    """
+    if every < 1:
+        raise UserError(f"numbers_every must be at least 1, not {every}")
+    rng = random.Random(every)
+    words = text.split(" ")
+    share = len(text) / len(words) / every
+    return " ".join(
+        f"{word} {rng.randrange(10 ** rng.randint(1, 6))}" if rng.random() < share else word
+        for word in words
+    )
+
+
 class Needle(NamedTuple):
     """A key in its line.
 

@@ -17,7 +17,7 @@ from longrnn.hf.tokenizer import HFTokenizer, load_tokenizer
 from longrnn.tasks import Passkey
 from longrnn.tasks.base import UNSCORED
 from longrnn.tasks.passkey import ANSWER, FILLER, HEADER, KEY_LINE, QUESTION
-from longrnn.tasks.passkey_documents import Needle, is_held_out, keys
+from longrnn.tasks.passkey_documents import Needle, is_held_out, keys, with_numbers
 from longrnn.tasks.spans import read
 from longrnn.text import ByteTokenizer, Tokenizer
 from tests.tasks.drawings import drawing
@@ -196,6 +196,8 @@ def test_options_out_of_range_are_refused() -> None:
     for options in ({"max_segments": 0}, {"grow_steps": -1}, {"answer_weight": -0.5}):
         with pytest.raises(UserError, match="passkey needs"):
             Passkey(**options)
+    with pytest.raises(UserError, match="numbers_every must be at least 1, not 0"):
+        Passkey(numbers_every=0)
     for n_keys in (0, 10, [], [1, 12]):
         with pytest.raises(UserError, match="n_keys is a number of keys from 1 to 9"):
             Passkey(n_keys=n_keys)
@@ -250,6 +252,26 @@ def test_fillers_of_files_begin_anywhere(tmp_path: Path) -> None:
     rows = [task.tokenizer.decode(row.tolist()).split("hidden")[1] for row in batch.tokens]
     assert any("aaaaa" in row for row in rows)
     assert any("bbbbb" in row for row in rows)
+
+
+def test_numbers_between_the_words(tmp_path: Path) -> None:
+    """Words that are lost, numbers too many or too few, other ones in a resumed run."""
+    words = [f"w{'abcdefghij'[i % 10]}" for i in range(20_000)]
+    text = " ".join(words)
+    found = with_numbers(text, 100)
+    assert found == with_numbers(text, 100) != with_numbers(text, 99)
+    parts = found.split(" ")
+    numbers = [part for part in parts if part.isdigit()]
+    assert [part for part in parts if not part.isdigit()] == words
+    assert len(numbers) == pytest.approx(len(text) / 100, rel=0.15)
+    assert {len(number) for number in numbers} == {1, 2, 3, 4, 5, 6}
+    prompt = Passkey(numbers_every=20).prompt("01234", length=600, depth=0.0).tolist()
+    behind = ByteTokenizer().decode(prompt).split("is the passkey.")[1]
+    assert len(re.findall(r"\d+", behind)) > 5
+    (tmp_path / "a.txt").write_text(text)
+    plain, sprinkled = (Passkey(filler=str(tmp_path / "a.txt"), numbers_every=n) for n in (None, 9))
+    assert plain.n_filler == len(text) < sprinkled.n_filler
+    assert plain.data_sha256() != sprinkled.data_sha256()
 
 
 def test_the_text_weighs_what_is_asked() -> None:
