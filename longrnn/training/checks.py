@@ -15,7 +15,7 @@ from longrnn.training.config import TrainConfig
 from longrnn.training.data import Source
 from longrnn.training.initial_states import INITIAL_STATES, Context
 from longrnn.training.models import Trained
-from longrnn.training.optim import build_optimizer, freeze, learning_rate
+from longrnn.training.optim import build_optimizer, fill, freeze, learning_rate
 
 
 def check(config: TrainConfig) -> None:
@@ -41,6 +41,7 @@ def check(config: TrainConfig) -> None:
     context = Context(model.init_state, config.seed, 0, 1, lambda part: part)
     INITIAL_STATES.build(config.initial_state, context)
     learning_rate(0, config)
+    fill(model, config.fill)
     freeze(model, config.freeze)
     build_optimizer(model, config)
     source.check()

@@ -5,6 +5,7 @@ Names are those of Hugging Face's training arguments where one exists.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -60,6 +61,8 @@ class TrainConfig:
         learning_rate_scale: factors of the learning rate by pattern of parameter names, such as
             `{"*.dt_bias": 10}`; where several match, the last counts.
         weight_decay: of matrices, kernels, embeddings; never of A_log, dt_bias, D, norms, biases.
+        fill: numbers that parameters are set to before the first step, by pattern, such as
+            `{"blocks.0.*.A_log": 3}`; where several match, the last counts.
         freeze: patterns of parameter names that are not trained, such as `["embedding.*"]`.
         lr_scheduler_type: `constant`, `cosine`, or `warmup_stable_decay`.
         max_steps: optimizer steps; a resumed run may change it where the schedule is `constant`.
@@ -98,6 +101,7 @@ class TrainConfig:
     adam_beta2: float = 0.95
     adam_epsilon: float = 1e-8
     weight_decay: float = 0.0
+    fill: dict[str, float] = field(default_factory=dict)
     freeze: list[str] = field(default_factory=list)
     lr_scheduler_type: str = "cosine"
     warmup_steps: int = 100
@@ -127,6 +131,9 @@ class TrainConfig:
             raise UserError("learning_rate and max_grad_norm must be above 0")
         if self.max_grad_value is not None and not self.max_grad_value > 0:
             raise UserError(f"max_grad_value must be above 0, not {self.max_grad_value}")
+        for pattern, value in self.fill.items():
+            if not math.isfinite(value):
+                raise UserError(f"fill[{pattern!r}] must be finite, not {value}")
         for pattern, factor in self.learning_rate_scale.items():
             if not 0 < factor < float("inf"):
                 raise UserError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -29,6 +29,18 @@ def decays(name: str, parameter: nn.Parameter) -> bool:
     Biases, norms and Mamba-2's A_log, dt_bias and D are left alone.
     """
     return parameter.ndim >= 2 and not any(fnmatchcase(name, pattern) for pattern in UNDECAYED)
+
+
+@torch.no_grad()
+def fill(model: nn.Module, values: Mapping[str, float]) -> None:
+    """Sets the parameters that a pattern matches to its number, pattern after pattern.
+
+    Raises:
+        UserError: a pattern matches nothing.
+    """
+    for pattern, value in values.items():
+        for parameter in _matching(model, pattern, "fill"):
+            parameter.fill_(value)
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

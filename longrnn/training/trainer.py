@@ -32,7 +32,7 @@ from longrnn.training.folder import append_metrics, claim
 from longrnn.training.initial_states import INITIAL_STATES, Context
 from longrnn.training.models import Trained
 from longrnn.training.objective import Objective
-from longrnn.training.optim import clip_values, freeze, learning_rate, set_learning_rate
+from longrnn.training.optim import clip_values, fill, freeze, learning_rate, set_learning_rate
 from longrnn.training.processes import (
     Interrupts,
     build_accelerator,
@@ -74,6 +74,7 @@ class Trainer:
         self.starts = INITIAL_STATES.build(config.initial_state, context)
         self.quiet = quiet or not self.accelerator.is_main_process
         learning_rate(0, config)  # an unknown schedule is refused before anything is written
+        fill(model, config.fill)
         freeze(model, config.freeze)
         objective = Objective(model)
         self.objective, self.optimizer = sharding.prepare(self.accelerator, objective, config)

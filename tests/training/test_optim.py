@@ -17,6 +17,7 @@ from longrnn.training.optim import (
     build_optimizer,
     clip_values,
     decays,
+    fill,
     freeze,
     learning_rate,
     set_learning_rate,
@@ -159,6 +160,22 @@ def test_patterns_that_cannot_be_meant_are_refused(changes: dict[str, Any], mess
         build_optimizer(model, settings)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 400
+
+
+def test_filled_parts() -> None:
+    """Numbers in other parameters, a pattern that matches nothing, NaN as a weight."""
+    model, plain = build_model("mamba2"), build_model("mamba2").state_dict()
+    fill(model, {"*.dt_bias": -1.0, "blocks.0.*.dt_bias": -3.0, "blocks.0.mixer.A_log": 2.5})
+    expected = {
+        "blocks.0.mixer.dt_bias": -3.0, "blocks.1.mixer.dt_bias": -1.0, "blocks.0.mixer.A_log": 2.5,
+    }  # fmt: skip
+    for name, value in model.state_dict().items():
+        wanted = torch.full_like(value, expected[name]) if name in expected else plain[name]
+        assert torch.equal(value, wanted), name
+    with pytest.raises(UserError, match=r"fill: no parameter matches '\*.A_lag'"):
+        fill(model, {"*.A_lag": 1.0})
+    with pytest.raises(UserError, match="must be finite, not nan"):
+        config(fill={"*.A_log": float("nan")})
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("inf"), float("nan")])

@@ -459,6 +459,7 @@ def test_fine_tuning_with_frozen_parts(tmp_path: Path, monkeypatch: pytest.Monke
         "freeze": ["embedding.weight", "blocks.0.*"],
         "learning_rate_scale": {"*.dt_bias": 10.0},
         "weight_decay": 0.1,
+        "fill": {"blocks.0.*.A_log": 2.5, "blocks.1.*.A_log": 1.5},
     }
     straight, broken = (tiny("carry", tmp_path / name, **changes) for name in ("a", "b"))
     trainer = train(straight)
@@ -468,7 +469,12 @@ def test_fine_tuning_with_frozen_parts(tmp_path: Path, monkeypatch: pytest.Monke
     before, after = (load(tmp_path / name).state_dict() for name in ("first", "b"))
     for name, value in after.items():
         frozen = name in ("embedding.weight", "head.weight") or name.startswith("blocks.0.")
+        if name == "blocks.0.mixer.A_log":
+            before[name] = torch.full_like(value, 2.5)
         assert torch.equal(value, before[name]) == frozen, name
+    # Filled once: a resume goes on from what training made of it.
+    trained = after["blocks.1.mixer.A_log"]
+    assert not torch.equal(trained, torch.full_like(trained, 1.5))
     scales = {group["scale"]: group["lr"] for group in trainer.optimizer.param_groups}
     assert scales.keys() == {1.0, 10.0}
     assert scales[10.0] == pytest.approx(10 * scales[1.0])
