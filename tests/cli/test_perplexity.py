@@ -45,6 +45,7 @@ def test_eval_perplexity(cli: CLI, models: Path, texts: list[str], tmp_path: Pat
     assert header == {
         "evaluation": "perplexity",
         "model": load(models / "text").fingerprint(),
+        "tokenizer": "bytes",
     }
     assert [(row["text"], row["window"]) for row in rows] == [
         ("a.txt", 0), ("a.txt", 1), ("a.txt", 2), ("b.txt", 0), ("b.txt", 1)
