@@ -48,7 +48,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2000, help="of the trainer; 0 leaves it out")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     add_threads(parser)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if 0 < args.steps < 10:
+        parser.error("--steps must be 0, or at least 10 to compare fifths of them")
+    return args
 
 
 def build(args: argparse.Namespace, vocab: int) -> RecurrentLM:

@@ -72,7 +72,7 @@ class Passkey(Task):
             `max_segments`, and repeats from 1 to `max_repeat`.
         filler: UTF-8 text files to take the filler from, over and over, from a place that is drawn;
             None for `FILLER`.
-        numbers_every: puts a number that is no key between two words of the filler, once in so many
+        numbers_every: puts a random number between two words of the filler, once in so many
             characters in the mean; None for the filler as it is.
 
     Attributes:
