@@ -28,13 +28,13 @@ sys.path.append(str(ROOT))  # benchmarks/ is not installed
 from benchmarks.timing import cpu_model  # noqa: E402
 from longrnn import load  # noqa: E402
 from longrnn.cli.compare import contender  # noqa: E402
-from longrnn.cli.scripts import run_script  # noqa: E402
+from longrnn.comparison.compare import compare, markdown, tables  # noqa: E402
+from longrnn.comparison.suites import read_suite  # noqa: E402
 from longrnn.config import build_config  # noqa: E402
 from longrnn.diagnostics.comparison import write_report  # noqa: E402
 from longrnn.errors import UserError  # noqa: E402
-from longrnn.evaluation.compare import compare, markdown, tables  # noqa: E402
-from longrnn.evaluation.suites import read_suite  # noqa: E402
 from longrnn.files import write_atomic  # noqa: E402
+from longrnn.programs import run_script  # noqa: E402
 from longrnn.text import read_text  # noqa: E402
 from longrnn.training.config import TrainConfig  # noqa: E402
 from longrnn.training.trainer import Trainer  # noqa: E402

@@ -14,7 +14,6 @@ from typing import Annotated
 import typer
 
 from longrnn import Mitigated, load_tokenizer, mitigation
-from longrnn.cli.scripts import run_script
 from longrnn.cli.tables import print_passkey
 from longrnn.diagnostics.plots import passkey_heat_map
 from longrnn.evaluation.calibrate import Settings, calibrate
@@ -22,6 +21,7 @@ from longrnn.evaluation.passkey import Subject, by_model, evaluate, evenly_space
 from longrnn.evaluation.texts import read_documents
 from longrnn.files import write_atomic
 from longrnn.hf.loading import load_recurrent
+from longrnn.programs import run_script
 from longrnn.tasks.passkey import FILLER
 from longrnn.units import format_length, parse_lengths
 

@@ -15,7 +15,7 @@ from benchmarks.timing import cpu_model
 from longrnn import generate, load, load_tokenizer
 from longrnn.diagnostics.gradients import LENGTHS, Laboratory
 from longrnn.diagnostics.gradients_report import layers
-from longrnn.evaluation.intervals import Estimate, mean
+from longrnn.intervals import Estimate, mean
 
 # Characters of one step, and of a stretch that is measured.
 STEP_TOKENS, STRETCH = 2048, 1024

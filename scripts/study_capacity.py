@@ -22,12 +22,12 @@ import typer
 
 from longrnn import load, load_tokenizer
 from longrnn.cli.capacity import capacity
-from longrnn.cli.scripts import run_script
 from longrnn.config import load_config
 from longrnn.errors import UserError
 from longrnn.evaluation import passkey, perplexity
 from longrnn.evaluation.texts import read_documents
 from longrnn.files import write_atomic
+from longrnn.programs import run_script
 from longrnn.tasks.passkey import FILLER, HEADER
 from longrnn.training.config import TrainConfig
 from longrnn.training.trainer import Trainer

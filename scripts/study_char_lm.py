@@ -21,7 +21,6 @@ import torch
 import typer
 
 from longrnn import load, load_tokenizer
-from longrnn.cli.scripts import run_script
 from longrnn.config import build_config
 from longrnn.diagnostics.gradients import Laboratory, Settings, Subject, diagnose
 from longrnn.diagnostics.gradients_report import write_report
@@ -31,6 +30,7 @@ from longrnn.evaluation.texts import read_documents
 from longrnn.files import write_atomic
 from longrnn.hf.loading import load_recurrent
 from longrnn.models import RecurrentConfig, RecurrentLM
+from longrnn.programs import run_script
 from longrnn.tasks import TASKS
 from longrnn.text import read_text
 from longrnn.training.config import TrainConfig

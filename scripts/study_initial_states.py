@@ -21,14 +21,14 @@ import typer
 
 from longrnn import load, load_tokenizer
 from longrnn.cli.options import training_length
-from longrnn.cli.scripts import run_script
 from longrnn.config import build_config, load_config
 from longrnn.errors import UserError
 from longrnn.evaluation import perplexity as measure
-from longrnn.evaluation.intervals import Estimate, mean
-from longrnn.evaluation.results import Row
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.files import write_atomic
+from longrnn.intervals import Estimate, mean
+from longrnn.programs import run_script
+from longrnn.results import Row
 from longrnn.text import Tokenizer, read_text
 from longrnn.training.config import TrainConfig
 from longrnn.training.documents import build_corpus

@@ -23,21 +23,21 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from longrnn.cli.scripts import run_script
 from longrnn.config import load_config
 from longrnn.diagnostics.plots import new_figure, png
-from longrnn.diagnostics.stability import along_checkpoints
 from longrnn.errors import UserError, nearest
-from longrnn.evaluation.intervals import Estimate, mean
-from longrnn.evaluation.results import Row
 from longrnn.files import write_atomic
+from longrnn.intervals import Estimate, mean
 from longrnn.mixers import MIXERS
+from longrnn.programs import run_script
+from longrnn.results import Row
+from longrnn.studies.stability import along_checkpoints
+from longrnn.sweep.grid import Axes, expand
+from longrnn.sweep.runs import Sweep
+from longrnn.sweep.table import differences, means, shown, table, verdict
 from longrnn.tasks import TASKS
 from longrnn.tasks.sequence import Transduction
 from longrnn.training.config import TrainConfig
-from longrnn.training.grid import Axes, expand
-from longrnn.training.sweep import Sweep
-from longrnn.training.sweep_table import differences, means, shown, table, verdict
 
 CONFIG = Path(__file__).parents[1] / "configs/train/reverse_study.yaml"
 SEEDS = ["111", "222", "333", "444", "555"]

@@ -19,7 +19,6 @@ import typer
 
 from longrnn import Mitigated, load_tokenizer, mitigation
 from longrnn.cli.options import TrainLength, training_length
-from longrnn.cli.scripts import new_app, run_script
 from longrnn.errors import UserError
 from longrnn.evaluation import passkey as recall
 from longrnn.evaluation import perplexity as loss
@@ -30,6 +29,7 @@ from longrnn.hf.loading import load_recurrent
 from longrnn.mitigations.base import Calibration
 from longrnn.mitigations.spec import write_calibration
 from longrnn.models import RecurrentLM
+from longrnn.programs import new_app, run_script
 from longrnn.tasks.passkey import FILLER
 from longrnn.units import format_length, parse_length, parse_lengths
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import longrnn
-from longrnn.cli.scripts import run_script
-from longrnn.evaluation.results import read_results
 from longrnn.mitigations import mitigation
+from longrnn.programs import run_script
+from longrnn.results import read_results
 from tests.training.runs import ENVIRONMENT
 
 SCRIPTS = Path(longrnn.__file__).parents[1] / "scripts"

@@ -13,7 +13,7 @@ from longrnn.errors import UserError
 from longrnn.units import format_length
 
 if TYPE_CHECKING:
-    from longrnn.evaluation.capacity import Member, Size
+    from longrnn.studies.capacity import Member, Size
 
 
 def capacity(
@@ -42,10 +42,10 @@ def capacity(
 
     Example: longrnn diagnose capacity runs/capacity/* --results runs/capacity/results
     """
-    from longrnn.diagnostics.capacity import write
     from longrnn.diagnostics.record import state_size
-    from longrnn.evaluation import capacity as measure
     from longrnn.hf.loading import load_recurrent
+    from longrnn.studies import capacity as measure
+    from longrnn.studies.capacity_plot import write
 
     recorded = measure.read_recorded(results)
     members = []

@@ -21,8 +21,8 @@ from longrnn.errors import UserError
 from longrnn.units import format_length
 
 if TYPE_CHECKING:
-    from longrnn.evaluation.compare import Table
-    from longrnn.evaluation.suites import Contender
+    from longrnn.comparison.compare import Table
+    from longrnn.comparison.suites import Contender
 
 # Characters of a cell, above which a reason is broken into lines.
 WIDEST = 26
@@ -58,9 +58,9 @@ def compare(
 
     Example: longrnn compare passkey-tiny 'passkey-tiny-short+forget_more' --suite quick
     """
+    from longrnn.comparison import compare as measure
+    from longrnn.comparison.suites import read_suite
     from longrnn.diagnostics.comparison import write_report
-    from longrnn.evaluation import compare as measure
-    from longrnn.evaluation.suites import read_suite
 
     # A shell makes several files of `--suite eval/suites/*.yaml`, of which the option takes one.
     files = [name for name in checkpoints if _is_suite(name)]
@@ -134,7 +134,7 @@ def _labels(variants: Sequence[str]) -> dict[str, str]:
 
 def contender(variant: str, name: str, device: str) -> Contender:
     """A checkpoint, or `CHECKPOINT+MITIGATION`, to be called `name`."""
-    from longrnn.evaluation.suites import Contender
+    from longrnn.comparison.suites import Contender
     from longrnn.hf.tokenizer import load_tokenizer
 
     checkpoint, model = load_variant(variant, None, device)

@@ -74,11 +74,11 @@ def states(
     Example: longrnn diagnose states passkey-tiny-short --text book.txt --length 64k
     """
     from longrnn.diagnostics import states as measure
-    from longrnn.diagnostics.report import summary, write_report
+    from longrnn.diagnostics.states_report import summary, write_report
     from longrnn.evaluation.texts import read_documents
     from longrnn.hf.loading import load_recurrent
+    from longrnn.hf.specs import mitigated
     from longrnn.hf.tokenizer import load_tokenizer
-    from longrnn.hf.variants import mitigated
 
     if not text and not newlines:
         raise UserError("give --text FILE, --newlines, or both")
@@ -127,7 +127,7 @@ def stability(
     Example: longrnn diagnose stability runs/reverse-small
     """
     from longrnn.cli.tables import print_stability
-    from longrnn.diagnostics.stability import along_checkpoints
+    from longrnn.studies.stability import along_checkpoints
     from longrnn.tasks import TASKS
     from longrnn.tasks.sequence import Transduction
 

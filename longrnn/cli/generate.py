@@ -33,8 +33,8 @@ def generate(
     """
     import torch
 
-    from longrnn.evaluation.reach import refuse_long
     from longrnn.hf.tokenizer import load_tokenizer
+    from longrnn.inference.reach import refuse_long
     from longrnn.models.generate import stream
     from longrnn.text import read_text
 

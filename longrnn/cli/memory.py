@@ -53,11 +53,11 @@ def memory(
 
     Example: longrnn diagnose memory passkey-tiny --text book.txt --positions 1k,4k,16k
     """
-    from longrnn.diagnostics.memory import summary, write_report
+    from longrnn.diagnostics.effective_memory_report import summary, write_report
     from longrnn.evaluation import memory as measure
-    from longrnn.evaluation.reach import refuse_long
     from longrnn.evaluation.texts import read_documents
     from longrnn.hf.tokenizer import load_tokenizer
+    from longrnn.inference.reach import refuse_long
     from longrnn.mitigations import Mitigated
 
     asked = parse_lengths(positions)

@@ -75,7 +75,7 @@ def load_variant(
         The checkpoint's own name, and the model.
     """
     from longrnn.hf.loading import load
-    from longrnn.hf.variants import mitigated
+    from longrnn.hf.specs import mitigated
 
     name, own = split_variant(text)
     specs = [part for part in (own, spec) if part is not None]

@@ -21,9 +21,9 @@ from longrnn.units import format_length
 
 if TYPE_CHECKING:
     from longrnn.evaluation.paired import Difference
-    from longrnn.evaluation.results import Row
     from longrnn.evaluation.texts import Document
     from longrnn.models import LanguageModel
+    from longrnn.results import Row
 
 
 class Asked(NamedTuple):
@@ -110,9 +110,9 @@ def measure_all(
 
 
 def _reader(variant: str, mitigation: str | None, device: str, asked: Asked) -> Reader:
-    from longrnn.evaluation.reach import refuse_long
     from longrnn.evaluation.texts import read_documents
     from longrnn.hf.tokenizer import load_tokenizer
+    from longrnn.inference.reach import refuse_long
 
     checkpoint, model = load_variant(variant, mitigation, device)
     refuse_long(model, asked.length)

@@ -21,7 +21,8 @@ def report(
 
     Example: longrnn report runs/passkey-tiny-short runs/passkey-tiny
     """
-    from longrnn.diagnostics.training import read_runs, summary, write_report
+    from longrnn.diagnostics.training_report import summary, write_report
+    from longrnn.training.metrics import read_runs
 
     found = read_runs(runs)
     folder = output or results_folder("training", [str(run) for run in runs])

@@ -54,10 +54,10 @@ def sweep(
     with terminable():
         from longrnn.config import load_config
         from longrnn.files import write_atomic
+        from longrnn.sweep.grid import expand, parse_axes
+        from longrnn.sweep.runs import Sweep
+        from longrnn.sweep.table import markdown, parse_baseline
         from longrnn.training.config import TrainConfig
-        from longrnn.training.grid import expand, parse_axes
-        from longrnn.training.sweep import Sweep
-        from longrnn.training.sweep_table import markdown, parse_baseline
 
         axes = parse_axes([*(grid or []), *(values or [])])
         base = load_config(TrainConfig, config)

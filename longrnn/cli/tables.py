@@ -10,11 +10,11 @@ import typer
 from longrnn.units import format_length
 
 if TYPE_CHECKING:
-    from longrnn.diagnostics.stability import Reading
-    from longrnn.evaluation.intervals import Estimate
     from longrnn.evaluation.paired import Difference
-    from longrnn.evaluation.prefix import Cost
-    from longrnn.evaluation.results import Row
+    from longrnn.inference.prefix import Cost
+    from longrnn.intervals import Estimate
+    from longrnn.results import Row
+    from longrnn.studies.stability import Reading
 
 
 def print_perplexity(rows: Sequence[Row], by_position: bool) -> None:
@@ -161,7 +161,7 @@ def print_stability(readings: Sequence[Reading], n: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from longrnn.diagnostics.stability import rows
+    from longrnn.studies.stability import rows
 
     table = Table(title=f"gradient stability, {n} triplets [95 % interval]", title_justify="left")
     table.add_column("step", justify="right")

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from longrnn.comparison.compare import Cell, tables
 from longrnn.diagnostics.pages import Picture, write_page
 from longrnn.diagnostics.plots import lengths_axis, new_figure, png
-from longrnn.evaluation.compare import Cell, tables
-from longrnn.evaluation.intervals import Estimate
+from longrnn.intervals import Estimate
 from longrnn.units import format_length
 
 # Metrics over so many times their least value are drawn on a logarithmic axis.

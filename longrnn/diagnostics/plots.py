@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longrnn.evaluation import passkey, perplexity
-from longrnn.evaluation.results import Row
 from longrnn.files import write_atomic
+from longrnn.results import Row
 from longrnn.units import format_length
 
 if TYPE_CHECKING:

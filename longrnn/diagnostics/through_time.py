@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.evaluation.intervals import Estimate, mean
+from longrnn.intervals import Estimate, mean
 from longrnn.models import RecurrentLM
 from longrnn.state import LMState, leaves, tree_map
 from longrnn.tasks import Batch

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError, nearest
+from longrnn.evaluation.layer_statistics import statistics
 from longrnn.evaluation.perplexity import losses
-from longrnn.evaluation.statistics import statistics
 from longrnn.evaluation.texts import Document
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.models import RecurrentLM

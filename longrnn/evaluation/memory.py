@@ -25,16 +25,15 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.evaluation.intervals import Estimate, mean
-from longrnn.evaluation.results import Results, Row
 from longrnn.evaluation.texts import Document, made_by
 from longrnn.evaluation.windows import Window, windows
+from longrnn.inference.pieces import prefill
+from longrnn.intervals import Estimate, mean
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
-from longrnn.state import LMState, join, take
+from longrnn.results import Results, Row
+from longrnn.state import join, take
 
-# Tokens of a row in one call, so that progress shows within a long stretch.
-PIECE = 16384
 # The shortest context that predicts within so much of the whole one is said to be enough.
 ENOUGH = 0.1
 
@@ -133,6 +132,7 @@ def remembrance(
         positions: T, ascending.
         progress: counts the tokens.
     """
+    progress = progress or Progress("memory", 0, unit="tokens", quiet=True)
     n = len(texts)
     end = {0: positions[-1]} | {
         start: position for position in positions for start in starts(position)
@@ -141,7 +141,10 @@ def remembrance(
     groups, state, place = [0], model.init_state(n), 0
     found: dict[tuple[int, int], Tensor] = {}
     for stop in sorted({*end, *positions} - {0}):
-        logits, state = _feed(model, texts[:, place:stop], len(groups), state, progress)
+        rows = texts.repeat(len(groups), 1)
+        logits, state = prefill(
+            model, lambda a, b, rows=rows: rows[:, a:b], place, stop, state, progress, items=True
+        )
         place = stop
         if stop in positions:
             chances = torch.softmax(logits.double(), -1).view(len(groups), n, -1)
@@ -161,20 +164,6 @@ def _lifetimes(positions: Sequence[int]) -> dict[int, int]:
     """Tokens that the rows of every start read; the whole context starts at 0."""
     ends = {start: position for position in positions for start in [0, *starts(position)]}
     return {start: end - start for start, end in ends.items()}
-
-
-def _feed(
-    model: LanguageModel, texts: Tensor, groups: int, state: LMState, progress: Progress | None
-) -> tuple[Tensor, LMState]:
-    """The logits after the last token, `(groups · n, v)`, and the state."""
-    logits = torch.empty(0)
-    for piece in texts.split(PIECE, dim=1):
-        tokens = piece.to(state.position.device).repeat(groups, 1)
-        output = model(tokens, state, keep=1)
-        logits, state = output.logits[:, -1], output.state
-        if progress is not None:
-            progress.advance(tokens.numel(), tokens.numel())
-    return logits, state
 
 
 def summarise(rows: Sequence[Row]) -> dict[int, list[Point]]:

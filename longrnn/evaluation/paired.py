@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from longrnn.errors import UserError
-from longrnn.evaluation.intervals import Estimate, ratio
 from longrnn.evaluation.perplexity import edges
-from longrnn.evaluation.results import Row
+from longrnn.intervals import Estimate, ratio
+from longrnn.results import Row
 
 LEAST = 5
 UNITS = {

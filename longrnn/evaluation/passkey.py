@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longrnn.errors import UserError
-from longrnn.evaluation.intervals import Estimate, proportion
 from longrnn.evaluation.passkey_grid import Grid, Inserted, Question, Sample, prompts, sample_of
-from longrnn.evaluation.prefix import Answer, Cost, Prompt, answers, count_tokens
-from longrnn.evaluation.reach import refuse_long
-from longrnn.evaluation.results import Results, Row
+from longrnn.inference.prefix import Answer, Cost, Prompt, answers, count_tokens
+from longrnn.inference.reach import refuse_long
+from longrnn.intervals import Estimate, proportion
 from longrnn.mitigations.chunk_select import select
 from longrnn.models import LanguageModel, generate
 from longrnn.progress import Progress
+from longrnn.results import Results, Row
 from longrnn.tasks.passkey import Passkey
 from longrnn.tasks.spans import read
 from longrnn.text import Tokenizer

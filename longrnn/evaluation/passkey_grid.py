@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from longrnn.errors import UserError
-from longrnn.evaluation.prefix import Prompt
-from longrnn.evaluation.results import Row
+from longrnn.inference.prefix import Prompt
+from longrnn.results import Row
 from longrnn.tasks.passkey import Passkey
 from longrnn.tasks.passkey_documents import Needle, draw_needles, keys
 from longrnn.text import Tokenizer, read_text

@@ -23,16 +23,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.errors import UserError
-from longrnn.evaluation.intervals import Estimate, mean
-from longrnn.evaluation.results import Results, Row
 from longrnn.evaluation.texts import Document, made_by
 from longrnn.evaluation.windows import Window, windows
+from longrnn.inference.pieces import scored_tokens
+from longrnn.intervals import Estimate, mean
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
+from longrnn.results import Results, Row
 
-# Tokens of a row in one call, where the logits of all rows stay below LOGITS numbers.
-PIECE = 4096
-LOGITS = 2**25
 # Tokens whose mean loss a row records besides its buckets: what the criterion is made of.
 STRETCH = 64
 # Stretches that the criterion compares inside the training length, where it is long enough.
@@ -183,7 +181,7 @@ def losses(
     starts = torch.tensor(edges(length)[1:-1], dtype=torch.long)
     by_bucket = torch.zeros(batch, len(starts) + 1, dtype=torch.float64)
     by_stretch = torch.zeros(batch, -(-length // STRETCH), dtype=torch.float64)
-    width = min(PIECE, max(1, LOGITS // (batch * model.vocab_size)))
+    width = scored_tokens(batch, model.vocab_size)
     for start in range(0, length, width):
         piece = windows[:, start : start + width + 1].to(device)
         logits, state = model(piece[:, :-1], state)

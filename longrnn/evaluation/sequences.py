@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from longrnn.errors import UserError
-from longrnn.evaluation.intervals import Estimate, mean, proportion
-from longrnn.evaluation.results import Results, Row
+from longrnn.intervals import Estimate, mean, proportion
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
+from longrnn.results import Results, Row
 from longrnn.tasks import TASKS, SequenceTask
 
 # Sequences that are asked where nobody says how many.

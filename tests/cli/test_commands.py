@@ -11,10 +11,10 @@ import pytest
 
 from longrnn import load
 from longrnn.config import load_config
-from longrnn.evaluation.results import Results, read_results
+from longrnn.results import Results, read_results
+from longrnn.sweep.grid import expand, parse_axes
 from longrnn.text import ByteTokenizer
 from longrnn.training.config import TrainConfig
-from longrnn.training.grid import expand, parse_axes
 from tests.cli.conftest import CLI
 from tests.training.runs import metrics, tiny, write_config
 

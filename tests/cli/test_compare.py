@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from longrnn import load
-from longrnn.evaluation.results import read_results
 from longrnn.files import sha256
 from longrnn.mitigations.base import Calibration
 from longrnn.mitigations.spec import write_calibration
+from longrnn.results import read_results
 from tests.cli.conftest import CLI
 from tests.cli.test_errors import refused
-from tests.evaluation.suites.contenders import llama
+from tests.comparison.suites.contenders import llama
 
 SUITE = "evaluations: [{kind: passkey, lengths: [180, 240], depths: [0, 1], n: 2}]"
 

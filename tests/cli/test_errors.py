@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from longrnn.evaluation.results import read_results
 from longrnn.hf import loading
+from longrnn.results import read_results
 from tests.cli.conftest import CLI, Outcome
 from tests.training.runs import metrics, tiny, write_config
 

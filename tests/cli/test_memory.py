@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from longrnn.config import build_config
-from longrnn.evaluation.results import read_results
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
+from longrnn.results import read_results
 from tests.cli.conftest import CLI
 from tests.cli.test_errors import refused
 from tests.training.runs import LSTM

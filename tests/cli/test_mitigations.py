@@ -11,9 +11,9 @@ import yaml
 
 from longrnn import Mitigated, load, mitigation
 from longrnn.evaluation.calibrate import METHODS
-from longrnn.evaluation.results import read_results
 from longrnn.files import sha256
 from longrnn.mitigations.spec import FORMAT
+from longrnn.results import read_results
 from longrnn.tasks.passkey import FILLER, KEY_LINE, QUESTION
 from tests.cli.conftest import CLI
 from tests.cli.test_errors import refused

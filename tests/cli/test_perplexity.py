@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from longrnn import load
-from longrnn.evaluation.results import read_results
 from longrnn.files import sha256
 from longrnn.mitigations import mitigation
 from longrnn.mitigations.base import Calibration
 from longrnn.mitigations.spec import write_calibration
+from longrnn.results import read_results
 from tests.cli.conftest import CLI
 from tests.cli.test_errors import refused
 

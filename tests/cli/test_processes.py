@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from longrnn.evaluation.results import read_results
+from longrnn.results import read_results
 from tests.training.runs import run, signal_after, start
 
 HEAVY = {"torch", "transformers", "accelerate", "matplotlib", "scipy", "numpy", "omegaconf"}

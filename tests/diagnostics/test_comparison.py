@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from matplotlib import image
 
+from longrnn.comparison.compare import Cell
 from longrnn.diagnostics.comparison import write_report
-from longrnn.evaluation.compare import Cell
-from longrnn.evaluation.intervals import Estimate, figure, proportion
+from longrnn.intervals import Estimate, figure, proportion
 from tests.diagnostics.conftest import open_alone
 
 MODELS = {"a<b>": "runs/a, fingerprint 1", "two": "runs/two, fingerprint 2"}

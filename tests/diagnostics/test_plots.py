@@ -9,7 +9,7 @@ from matplotlib import image
 
 from longrnn.diagnostics.plots import loss_by_position, passkey_by_position, passkey_heat_map
 from longrnn.evaluation.perplexity import STRETCH, edges
-from longrnn.evaluation.results import Row
+from longrnn.results import Row
 
 
 def rows(model: str, right: float, lengths: tuple[int, ...] = (256, 1024)) -> list[Row]:

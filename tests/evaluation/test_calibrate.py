@@ -16,7 +16,7 @@ from longrnn import Mitigated, load
 from longrnn.cli.options import warn_if_calibrated_on
 from longrnn.errors import UserError
 from longrnn.evaluation.calibrate import METHODS, Settings, calibrate
-from longrnn.evaluation.statistics import EVERY
+from longrnn.evaluation.layer_statistics import EVERY
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.files import sha256
 from longrnn.mitigations import mitigation

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from longrnn.errors import UserError
-from longrnn.evaluation import memory
-from longrnn.evaluation.intervals import Estimate
 from longrnn.evaluation.memory import Point, enough, evaluate, remembrance, starts, summarise
-from longrnn.evaluation.results import read_results
 from longrnn.evaluation.texts import Document
+from longrnn.inference import pieces
+from longrnn.intervals import Estimate
 from longrnn.mixers import MIXERS
 from longrnn.models import LanguageModel
+from longrnn.results import read_results
 from tests.contracts.builders import build_mitigated, build_model, mitigation_spec, random_tokens
-from tests.evaluation.test_prefix import Watched
+from tests.inference.test_prefix import Watched
 
 
 def naive(model: LanguageModel, text: torch.Tensor, position: int, start: int) -> float:
@@ -50,7 +50,7 @@ def test_one_pass_is_the_definition(kind: str) -> None:
 
 def test_in_pieces_and_under_a_mitigation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits of the wrong piece, and a carry that does not begin empty."""
-    monkeypatch.setattr(memory, "PIECE", 5)
+    monkeypatch.setattr(pieces, "PREFILL", 5)
     assert_defined(build_mitigated([mitigation_spec("sliding_window")]), [30])
 
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from longrnn.errors import UserError
-from longrnn.evaluation.intervals import ratio
 from longrnn.evaluation.paired import LEAST, bits_per_byte, by_position
 from longrnn.evaluation.perplexity import evaluate, evaluate_windows
-from longrnn.evaluation.results import Row
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.evaluation.windows import shared_windows, windows
 from longrnn.hf.tokenizer import HFTokenizer
+from longrnn.intervals import ratio
+from longrnn.results import Row
 from longrnn.text import ByteTokenizer
 from tests.contracts.builders import build_model
 from tests.tasks.test_passkey import trained_bpe

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from longrnn.errors import UserError
-from longrnn.evaluation import passkey, prefix
+from longrnn.evaluation import passkey
 from longrnn.evaluation.passkey import (
     Subject,
     evaluate,
@@ -20,8 +20,9 @@ from longrnn.evaluation.passkey import (
     summarise_inserted,
 )
 from longrnn.evaluation.passkey_grid import Sample
-from longrnn.evaluation.results import Row, read_results
+from longrnn.inference import pieces
 from longrnn.models import LanguageModel
+from longrnn.results import Row, read_results
 from longrnn.tasks import Passkey
 from longrnn.tasks.passkey import HEADER
 from longrnn.tasks.passkey_documents import is_held_out
@@ -103,7 +104,7 @@ def test_the_batch_size_changes_nothing(tmp_path: Path) -> None:
 
 def test_long_prompts_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that grows with the prompt, or a state lost between two pieces."""
-    monkeypatch.setattr(prefix, "PIECE", 64)
+    monkeypatch.setattr(pieces, "PREFILL", 64)
     oracle = Oracle()
     rows = measure(oracle, output=tmp_path / "r.jsonl", lengths=[256, 301])
     assert all(row["correct"] for row in rows)

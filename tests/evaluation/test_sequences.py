@@ -11,9 +11,9 @@ from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.evaluation import sequences
-from longrnn.evaluation.results import Row, read_results
 from longrnn.evaluation.sequences import evaluate, summarise
 from longrnn.models import LMOutput
+from longrnn.results import Row, read_results
 from longrnn.state import LMState
 from longrnn.tasks import Reverse, ReverseDualFrequency
 

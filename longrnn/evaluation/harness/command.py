@@ -20,8 +20,8 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable, make_table, setup_logging
 
+from longrnn.bundled import bundled
 from longrnn.errors import UserError, nearest
-from longrnn.evaluation.bundled import bundled
 from longrnn.evaluation.harness.lm import LongRNN
 from longrnn.registry import keyword_options
 

@@ -24,12 +24,12 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import has_bos_prefix, postprocess_generated_text
 
 from longrnn.errors import UserError
-from longrnn.evaluation.completion import complete
 from longrnn.evaluation.harness.limit import Limit
 from longrnn.evaluation.harness.options import build_model, generating, rows_in_a_batch
-from longrnn.evaluation.likelihood import Pair, Score, score
-from longrnn.evaluation.reach import refuse_long
 from longrnn.hf.tokenizer import HFTokenizer, load_tokenizer
+from longrnn.inference.completion import complete
+from longrnn.inference.reach import refuse_long
+from longrnn.inference.scoring import Pair, Score, score
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
 from longrnn.text import Tokenizer

@@ -11,7 +11,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
 from longrnn.errors import UserError
 from longrnn.hf.loading import load
-from longrnn.hf.variants import mitigated
+from longrnn.hf.specs import mitigated
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.models import LanguageModel
 

@@ -1,0 +1,238 @@
+"""Comparison of models: suites of evaluations, with paired differences between the models.
+
+Notable choices:
+- Every evaluation keeps a results file for each model, so that models, lengths and samples can be
+  added, and nothing that is known is measured again.
+- The first model is the reference: each other one is compared with it on the same items.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from longrnn.comparison.suites import Contender, Evaluation, Point, Suite
+from longrnn.errors import UserError
+from longrnn.files import write_atomic
+from longrnn.intervals import Estimate
+from longrnn.units import format_length
+
+RECORD = "suite.yaml"
+LONGEST_NAME = 100
+
+
+class Cell(NamedTuple):
+    """One metric of one model at one length.
+
+    Attributes:
+        suite: name of the suite.
+        metric: name of the column.
+        model: name of the row.
+        at: tokens; None where the metric knows no length.
+        estimate: what was measured; None where the model cannot.
+        difference: from the reference, on the items that both have; None for the reference, and for
+            what has no samples.
+        reason: why there is no estimate.
+        form: how a value is written, as of `format`.
+    """
+
+    suite: str
+    metric: str
+    model: str
+    at: int | None
+    estimate: Estimate | None
+    difference: Estimate | None
+    reason: str | None
+    form: str
+
+    def __str__(self) -> str:
+        if self.estimate is None:
+            return self.reason or "–"
+        return shown(self.estimate, self.form)
+
+    def below(self) -> str:
+        """The difference from the reference, or nothing."""
+        return "" if self.difference is None else shown(self.difference, self.form, "+")
+
+
+class Table(NamedTuple):
+    """A suite's cells: a row a length and model, a column a metric."""
+
+    suite: str
+    metrics: list[str]
+    rows: list[tuple[int | None, str, list[Cell | None]]]
+
+
+def compare(
+    contenders: Sequence[Contender],
+    suites: Sequence[Suite],
+    *,
+    output: Path,
+    quiet: bool = False,
+) -> list[Cell]:
+    """Measures every model by every suite.
+
+    Args:
+        contenders: the models; the first is the reference.
+        suites: of different names.
+        output: a folder. `SUITE/EVALUATION/MODEL.jsonl` is taken up where it was left, and
+            `comparison.jsonl` has all cells at the end.
+        quiet: no progress.
+
+    Raises:
+        UserError: names that do not tell suites or models apart, a tokenizer that does not fit,
+            what an evaluation refuses, or results of another suite or model. Nothing is measured
+            before all that can be known is checked.
+    """
+    _refuse_doubles([suite.name for suite in suites], "suites")
+    _refuse_doubles([contender.name for contender in contenders], "models")
+    for contender in contenders:
+        if contender.tokenizer.vocab_size > contender.model.vocab_size:
+            raise UserError(
+                f"the tokenizer of {contender.name} has {contender.tokenizer.vocab_size} ids and "
+                f"the model {contender.model.vocab_size}: use the tokenizer that it was trained "
+                "with"
+            )
+        for suite in suites:
+            for evaluation in suite.evaluations:
+                evaluation.check(contender)
+    records = [_record(output / suite.name, suite) for suite in suites]
+    cells = []
+    for suite, record in zip(suites, records, strict=True):
+        write_atomic(output / suite.name / RECORD, record)
+        for evaluation in suite.evaluations:
+            folder = output / suite.name / _file_name(evaluation.title)
+            cells += _cells(suite.name, evaluation, contenders, folder, quiet)
+    lines = [json.dumps(_plain(cell)) + "\n" for cell in cells]
+    write_atomic(output / "comparison.jsonl", "".join(lines))
+    return cells
+
+
+def tables(cells: Sequence[Cell]) -> list[Table]:
+    """A table a suite, lengths ascending, models and metrics in the order of the comparison."""
+    found = []
+    for suite in dict.fromkeys(cell.suite for cell in cells):
+        own = {(c.at, c.model, c.metric): c for c in cells if c.suite == suite}
+        metrics = list(dict.fromkeys(metric for _, _, metric in own))
+        models = list(dict.fromkeys(model for _, model, _ in own))
+        lengths = sorted({at for at, _, _ in own}, key=lambda at: -1 if at is None else at)
+        rows = [
+            (at, model, _once([own.get((at, model, metric)) for metric in metrics]))
+            for at in lengths
+            for model in models
+        ]
+        found.append(Table(suite, metrics, rows))
+    return found
+
+
+def _once(cells: list[Cell | None]) -> list[Cell | None]:
+    """A row in which a reason that its left neighbour has too is not written out again."""
+    return [
+        cell._replace(reason="likewise")
+        if cell and left and cell.reason and cell.reason == left.reason
+        else cell
+        for left, cell in zip([None, *cells[:-1]], cells, strict=True)
+    ]
+
+
+def markdown(table: Table) -> list[str]:
+    """The lines of a table in Markdown, differences in the cells of their values."""
+    head = ["length", "model", *table.metrics]
+    lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
+    for at, model, cells in table.rows:
+        texts = ["–" if at is None else format_length(at), model]
+        texts += ["<br>".join(filter(None, (str(c), c.below()))) if c else "–" for c in cells]
+        lines.append(f"| {' | '.join(texts)} |")
+    return lines
+
+
+def shown(estimate: Estimate, form: str, sign: str = "") -> str:
+    """A value with its interval, where there is one; `form` is what `format` gets."""
+    mean, low, high = (format(value, f"{sign}z{form}").replace("-", "−") for value in estimate[:3])
+    if estimate.n == 1 or not math.isfinite(estimate.high - estimate.low):
+        return mean
+    return f"{mean} [{low}, {high}]"
+
+
+def _cells(
+    suite: str, evaluation: Evaluation, contenders: Sequence[Contender], folder: Path, quiet: bool
+) -> Iterator[Cell]:
+    """The cells of one evaluation, model by model."""
+    reference: dict[tuple[str, int | None], Point] = {}
+    for contender in contenders:
+        path = folder / f"{_file_name(contender.name)}.jsonl"
+        for point in evaluation.measure(contender, path, quiet=quiet):
+            metric, at, samples, reason = point
+            difference = None
+            if contender is contenders[0]:
+                reference[metric.name, at] = point
+            elif metric.difference is not None and (metric.name, at) in reference:
+                others = reference[metric.name, at].samples
+                shared = [key for key in samples if key in others]
+                pairs = [samples[key] for key in shared], [others[key] for key in shared]
+                difference = metric.difference(*pairs) if shared else None
+            estimate = metric.estimate(list(samples.values())) if samples else None
+            yield Cell(
+                suite, metric.name, contender.name, at, estimate, difference, reason, metric.form
+            )
+
+
+def _record(folder: Path, suite: Suite) -> str:
+    """What suite a folder is of, as YAML.
+
+    Raises:
+        UserError: it has the results of another suite of the same name.
+    """
+    path = folder / RECORD
+    if not path.is_file():
+        return yaml.safe_dump(suite.identity, sort_keys=False)
+    try:
+        before = yaml.safe_load(path.read_text())
+    except yaml.YAMLError:
+        before = None
+    if not isinstance(before, dict) or before.keys() != suite.identity.keys():
+        raise UserError(f"{path} is damaged: choose another output")
+    # An evaluation that is new, or no longer asked for, leaves the others as they are.
+    known, asked = before["evaluations"], suite.identity["evaluations"]
+    differ = [title for title in asked if title in known and known[title] != asked[title]]
+    if before["seed"] != suite.identity["seed"]:
+        differ.append("seed")
+    if differ:
+        raise UserError(
+            f"{folder} holds the results of another suite (different {', '.join(differ)}): choose "
+            "another output"
+        )
+    return yaml.safe_dump({**suite.identity, "evaluations": known | asked}, sort_keys=False)
+
+
+def _refuse_doubles(names: Sequence[str], what: str) -> None:
+    double = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    if double:
+        raise UserError(f"two {what} are called {double[0]!r}: give each once, under its own name")
+
+
+def _file_name(name: str) -> str:
+    """A name that any file system takes, another for every `name`."""
+    plain = re.sub(r"[^\w.,=()+-]+", "_", name)[:LONGEST_NAME]
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return plain if plain == name else f"{plain}-{digest}"
+
+
+def _plain(cell: Cell) -> dict[str, Any]:
+    """A cell as JSON: an interval without ends has none."""
+    row = cell._asdict()
+    for name in ("estimate", "difference"):
+        if (estimate := row[name]) is not None:
+            row[name] = {
+                key: value if math.isfinite(value) else None
+                for key, value in estimate._asdict().items()
+            }
+    del row["form"]
+    return row

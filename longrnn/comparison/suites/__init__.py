@@ -1,0 +1,29 @@
+"""What `longrnn compare` measures, one kind of evaluation a file."""
+
+from longrnn.comparison.suites.base import (
+    EVALUATIONS,
+    Contender,
+    Evaluation,
+    Metric,
+    Point,
+    Suite,
+    read_suite,
+)
+from longrnn.comparison.suites.cost import Cost
+from longrnn.comparison.suites.harness import Harness
+from longrnn.comparison.suites.passkey import PasskeyRetrieval
+from longrnn.comparison.suites.perplexity import BitsPerByte
+
+__all__ = [
+    "EVALUATIONS",
+    "BitsPerByte",
+    "Contender",
+    "Cost",
+    "Evaluation",
+    "Harness",
+    "Metric",
+    "PasskeyRetrieval",
+    "Point",
+    "Suite",
+    "read_suite",
+]

@@ -1,0 +1,95 @@
+"""What a model costs at each length, in a suite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from longrnn.comparison import cost
+from longrnn.comparison.suites.base import (
+    EVALUATIONS,
+    Contender,
+    Evaluation,
+    Metric,
+    Point,
+    sorted_lengths,
+)
+from longrnn.errors import UserError
+from longrnn.inference.reach import out_of_reach
+from longrnn.intervals import figure
+from longrnn.progress import Progress
+from longrnn.results import Results
+
+# Columns, by the names that `cost.measure` gives.
+METRICS = {
+    "prefill_tokens_per_second": Metric("prefill, tokens/s", figure, form=",.0f"),
+    "decode_tokens_per_second": Metric("decoding, tokens/s", figure, form=",.0f"),
+    "peak_mib": Metric("peak memory, MiB", figure, form=",.0f"),
+    "peak_over_model_mib": Metric("of it above the model, MiB", figure, form=",.0f"),
+    "state_bytes": Metric("state or cache, bytes", figure, form=",.0f"),
+}
+
+
+@EVALUATIONS.register("cost")
+class Cost(Evaluation):
+    """Speed, memory and size of the state at each length, one sequence at a time.
+
+    Each measurement has a process of its own, which loads the model anew: no model's memory is
+    another's, and none is what an earlier length left behind.
+
+    Args:
+        title: see `Evaluation`.
+        seed: of the tokens that are read.
+        lengths: tokens that are read, such as `[256, 4k]`.
+        decode: tokens that are generated then.
+    """
+
+    GROWING: ClassVar[tuple[str, ...]] = ("lengths",)
+
+    def __init__(self, title: str, seed: int, *, lengths: list[str], decode: int = 32) -> None:
+        super().__init__(title, seed)
+        self.lengths, self.decode = sorted_lengths(lengths), decode
+        if decode < 1:
+            raise UserError("decode must be at least 1")
+
+    def measure(self, contender: Contender, output: Path, *, quiet: bool) -> list[Point]:
+        header = {
+            "evaluation": "cost",
+            "model": contender.model.fingerprint(),
+            "device": contender.device,
+            "threads": torch.get_num_threads(),
+            "decode": self.decode,
+            "seed": self.seed,
+        }
+        results = Results(output, header)
+        found = {row["length"]: row for row in results.rows}
+        reasons = {n: out_of_reach(contender.model, n + self.decode) for n in self.lengths}
+        todo = [n for n, reason in reasons.items() if reason is None and n not in found]
+        title = f"{self.title} {contender.name}"
+        with Progress(title, len(todo), unit="tokens", quiet=quiet) as progress:
+            for length in todo:
+                measured = cost.in_a_process(
+                    cost.Job(
+                        contender.checkpoint,
+                        contender.mitigation,
+                        contender.device,
+                        torch.get_num_threads(),
+                        length,
+                        self.decode,
+                        self.seed,
+                    )
+                )
+                # What failed is tried again the next time, so it is no row.
+                if isinstance(measured, str):
+                    reasons[length] = measured
+                else:
+                    found[length] = {"length": length, **measured}
+                    results.append([found[length]])
+                progress.advance(1, length)
+        return [
+            Point(metric, n, {"": found[n][name]} if reasons[n] is None else {}, reasons[n])
+            for n in self.lengths
+            for name, metric in METRICS.items()
+        ]

@@ -1,0 +1,140 @@
+"""Tasks of lm-eval in a suite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+from longrnn.comparison.suites.base import EVALUATIONS, Contender, Evaluation, Metric, Point
+from longrnn.errors import UserError
+from longrnn.intervals import (
+    Estimate,
+    mean,
+    paired_mean,
+    paired_proportion,
+    proportion,
+)
+from longrnn.results import Results, Row
+from longrnn.text import read_text
+
+
+@EVALUATIONS.register("harness")
+class Harness(Evaluation):
+    """Scores of lm-eval's tasks, document by document.
+
+    Every model gets lm-eval's own requests. One that had to leave out a part of them, because they
+    are longer than it reads, has the reason in place of a score. Needs the extra
+    `longrnn[harness]`.
+
+    Args:
+        title: see `Evaluation`.
+        seed: of the examples that few-shot prompts are made of.
+        tasks: names that `longrnn eval harness` knows, or YAML files.
+        metrics: which of their metrics; all that are a number a document where it is empty.
+        limit: documents of each task; None for all.
+        num_fewshot: examples in each prompt; None as the task says.
+        include_path: a folder with further tasks.
+        metadata: of the tasks, such as `{max_seq_lengths: [1024]}`.
+    """
+
+    GROWING: ClassVar[tuple[str, ...]] = ("tasks", "metrics")
+
+    def __init__(
+        self,
+        title: str,
+        seed: int,
+        *,
+        tasks: list[str],
+        metrics: list[str] = (),  # type: ignore[assignment]
+        limit: int | None = None,
+        num_fewshot: int | None = None,
+        include_path: str | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(title, seed)
+        self.tasks, self.metrics = list(dict.fromkeys(tasks)), list(metrics)
+        self.limit, self.num_fewshot = limit, num_fewshot
+        self.include_path, self.metadata = include_path, metadata
+        text = (metadata or {}).get("text")
+        self.texts = [] if text is None else [Path(text)]
+        self._found = False  # whether all tasks are known to be there
+        if not tasks or (limit is not None and limit < 1):
+            raise UserError("harness needs tasks, and a limit of at least 1 where there is one")
+
+    def check(self, contender: Contender) -> None:
+        if find_spec("lm_eval") is None:
+            raise UserError("lm-eval is not installed: pip install 'longrnn[harness]'")
+        if not self._found:
+            from longrnn.evaluation.harness import find_tasks
+
+            find_tasks(self.tasks, self.include_path, self.metadata)
+            self._found = True
+
+    def measure(self, contender: Contender, output: Path, *, quiet: bool) -> list[Point]:
+        header = {
+            "evaluation": "harness",
+            "model": contender.model.fingerprint(),
+            "tokenizer": contender.tokenizer.fingerprint(),
+            "texts": [read_text(path)[1] for path in self.texts],
+            "limit": self.limit,
+            "num_fewshot": self.num_fewshot,
+            "metadata": self.metadata,
+        }
+        results = Results(output, header)
+        done = {row["task"] for row in results.rows}
+        for task in self.tasks:
+            if task not in done:
+                results.append([self._row(contender, task, quiet)])
+        rows = {row["task"]: row for row in results.rows}
+        return [point for task in self.tasks for point in self._points(rows[task])]
+
+    def _row(self, contender: Contender, task: str, quiet: bool) -> Row:
+        """The scores of one task by metric and document, and what was cut."""
+        from longrnn.evaluation.harness import LongRNN, scores
+
+        wrap: Any = LongRNN  # its decorator hides its parameters
+        model = wrap(contender.model, tokenizer=contender.tokenizer, quiet=quiet)
+        found = scores(
+            model,
+            [task],
+            include_path=self.include_path,
+            limit=self.limit,
+            num_fewshot=self.num_fewshot,
+            metadata={"tokenizer": contender.checkpoint, **(self.metadata or {})},
+            seed=self.seed,
+        )
+        cut = {"requests": model.limit.truncated["requests"], "reads": model.limit.max_length}
+        cut["requests"] += model.limit.truncated["split_documents"]
+        return {"task": task, "cut": cut, "scores": found}
+
+    def _points(self, row: Row) -> list[Point]:
+        cut, points = row["cut"], []
+        reason = None
+        if cut["requests"]:
+            reason = f"{cut['requests']} requests exceed the {cut['reads']} tokens that it reads"
+        known = {name.split(", ")[-1] for name in row["scores"]}
+        for name in self.metrics:
+            if name not in known:
+                raise UserError(
+                    f"{row['task']} has no metric {name!r}: it has {', '.join(sorted(known))}"
+                )
+        for name, samples in row["scores"].items():
+            if not self.metrics or name.split(", ")[-1] in self.metrics:
+                metric = Metric(name, _estimate, _difference, ".3f")
+                points.append(Point(metric, None, {} if reason else samples, reason))
+        return points
+
+
+def _estimate(values: Sequence[float]) -> Estimate:
+    """Wilson's interval for shares of right answers, else Student's."""
+    if set(values) <= {0, 1}:
+        return proportion(round(sum(values)), len(values))
+    return mean(values)
+
+
+def _difference(values: Sequence[float], others: Sequence[float]) -> Estimate:
+    if {*values, *others} <= {0, 1}:
+        return paired_proportion(values, others)
+    return paired_mean(values, others)

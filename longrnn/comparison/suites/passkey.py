@@ -1,0 +1,110 @@
+"""Passkey retrieval in a suite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from longrnn.comparison.suites.base import (
+    EVALUATIONS,
+    Contender,
+    Evaluation,
+    Metric,
+    Point,
+    sorted_lengths,
+)
+from longrnn.errors import UserError
+from longrnn.evaluation import passkey
+from longrnn.inference.reach import out_of_reach
+from longrnn.intervals import Estimate, paired_proportion, proportion
+from longrnn.tasks.passkey import Passkey
+from longrnn.tasks.passkey_documents import Needle, keys
+
+
+@EVALUATIONS.register("passkey")
+class PasskeyRetrieval(Evaluation):
+    """Shares of keys recalled by length, all depths together.
+
+    Every model gets the same keys at the same depths, in prompts of exactly the same number of its
+    own tokens.
+
+    Args:
+        title: see `Evaluation`.
+        seed: of the keys.
+        lengths: tokens of the prompts, such as `[256, 4k]`.
+        depths: where the key stands, from 0 to 1.
+        n: prompts a length and depth.
+        n_keys: keys in one prompt, of which one is asked.
+        filler: a text file to hide the keys in; None for the sentences that everyone uses.
+        batch_size: prompts in one batch.
+    """
+
+    GROWING: ClassVar[tuple[str, ...]] = ("lengths", "depths", "n", "batch_size")
+
+    def __init__(
+        self,
+        title: str,
+        seed: int,
+        *,
+        lengths: list[str],
+        depths: list[float] = (0.0, 0.25, 0.5, 0.75, 1.0),  # type: ignore[assignment]
+        n: int = 10,
+        n_keys: int = 1,
+        filler: str | None = None,
+        batch_size: int = 8,
+    ) -> None:
+        super().__init__(title, seed)
+        self.lengths, self.depths = sorted_lengths(lengths), list(depths)
+        self.n, self.n_keys, self.batch_size = n, n_keys, batch_size
+        self.filler = None if filler is None else Path(filler)
+        self.texts = [] if self.filler is None else [self.filler]
+        self.metric = Metric(title, _share, paired_proportion)
+        if n < 1 or batch_size < 1:
+            raise UserError("n and batch_size must be at least 1")
+        if not depths or not all(0 <= depth <= 1 for depth in depths):
+            raise UserError("depths is a list of numbers from 0 to 1, such as [0, 0.5, 1]")
+
+    def check(self, contender: Contender) -> None:
+        least = self._task(contender).least_length()
+        if self.lengths[0] < least:
+            raise UserError(
+                f"length {self.lengths[0]} is too short for the passkey prompt: the least is "
+                f"{least} tokens with the tokenizer of {contender.name}"
+            )
+
+    def measure(self, contender: Contender, output: Path, *, quiet: bool) -> list[Point]:
+        answer = self._longest_answer(contender)
+        reasons = {n: out_of_reach(contender.model, n + answer) for n in self.lengths}
+        reached = [length for length, reason in reasons.items() if reason is None]
+        samples: dict[int, dict[str, float]] = {length: {} for length in self.lengths}
+        if reached:
+            rows = passkey.evaluate(
+                [passkey.Subject(contender.name, contender.model, contender.tokenizer)],
+                lengths=reached,
+                depths=self.depths,
+                n=self.n,
+                output=output,
+                seed=self.seed,
+                filler=self.filler,
+                n_keys=self.n_keys,
+                batch_size=self.batch_size,
+                quiet=quiet,
+            )
+            for row in rows:
+                samples[row["length"]][f"{row['depth']}/{row['index']}"] = float(row["correct"])
+        return [Point(self.metric, n, samples[n], reasons[n]) for n in self.lengths]
+
+    def _task(self, contender: Contender) -> Passkey:
+        files = None if self.filler is None else [str(self.filler)]
+        return Passkey(contender.tokenizer, filler=files, n_keys=self.n_keys)
+
+    def _longest_answer(self, contender: Contender) -> int:
+        """Tokens that are generated behind a prompt, at most."""
+        task, number = self._task(contender), int(self.n_keys > 1)
+        needles = [Needle(key, 0.5, number) for key in keys(True)[::97]]
+        return max(len(task.answer(needle)) for needle in needles)
+
+
+def _share(values: Sequence[float]) -> Estimate:
+    return proportion(round(sum(values)), len(values))

@@ -1,0 +1,1 @@
+"""Reading text with any language model: prefix sharing, completion, scoring."""

@@ -1,0 +1,59 @@
+"""Long inputs in several calls of a model, so that memory stays bounded at any length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from longrnn.models import LanguageModel
+from longrnn.progress import Progress
+from longrnn.state import LMState
+
+# Tokens per row in one call that wants no logits, or those after its last token only.
+PREFILL = 16384
+# Tokens per row in one call whose logits are all scored.
+SCORED = 4096
+# Logits, over all rows and tokens, that one call may hold.
+LOGITS = 2**25
+
+
+def scored_tokens(rows: int, vocab_size: int) -> int:
+    """Tokens per row of a call that scores every logit, at least 1."""
+    return min(SCORED, max(1, LOGITS // (rows * vocab_size)))
+
+
+def prefill(
+    model: LanguageModel,
+    read: Callable[[int, int], Tensor],
+    start: int,
+    stop: int,
+    state: LMState,
+    progress: Progress,
+    *,
+    items: bool = False,
+) -> tuple[Tensor, LMState]:
+    """Consumes tokens `start` up to `stop` of every row.
+
+    Args:
+        model: any language model.
+        read: the tokens from one place up to another, `(r, n)` int64 on any device.
+        start: the first token.
+        stop: the end; nothing is consumed where it equals `start`.
+        state: of `r` rows, before token `start`.
+        progress: counts the tokens.
+        items: whether tokens are also the progress bar's items.
+
+    Returns:
+        Logits after the last token, `(r, v)`, or `(r, 0)` where nothing was consumed; the state.
+    """
+    logits = torch.empty(len(state.position), 0)
+    for place in range(start, stop, PREFILL):
+        end = min(stop, place + PREFILL)
+        tokens = read(place, end).to(state.position.device)
+        kept, state = model(tokens, state, keep=int(end == stop))
+        progress.advance(tokens.numel() if items else 0, tokens.numel())
+        if end == stop:
+            logits = kept[:, -1]
+    return logits, state

@@ -1,0 +1,1 @@
+"""What only the project's own studies use."""

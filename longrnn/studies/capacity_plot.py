@@ -1,0 +1,69 @@
+"""The picture and the record of a family's capacity."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from longrnn.diagnostics.plots import lengths_axis, new_figure, png
+from longrnn.files import write_atomic
+from longrnn.studies.capacity import Bounded, Fit, Member, Size
+from longrnn.units import format_length
+
+MARKERS = {"": "o", "≤": "v", "≥": "^", ">": "^"}
+TITLES = {
+    "forget": "T_forget: training length from which on\na model forgets robustly",
+    "recall": "T_recall: longest prompt\nwith more than 95 % recalled",
+}
+
+
+def write(
+    members: Sequence[Member], found: Sequence[Size], fits: Mapping[str, Fit | str], folder: Path
+) -> list[Path]:
+    """Writes `capacity.jsonl` (a row a model, a state size and a fit) and `capacity.png`."""
+    rows: list[dict[str, Any]] = [{"evaluation": "capacity"}]
+    rows += [{"row": "model", **one._asdict()} for one in members]
+    rows += [
+        {
+            "row": "size",
+            "state_size": size.state_size,
+            "forget": _bounded(size.forget),
+            "recall": _bounded(size.recall),
+        }
+        for size in found
+    ]
+    for name, fitted in fits.items():
+        about = {"no_fit": fitted} if isinstance(fitted, str) else fitted._asdict()
+        rows.append({"row": "fit", "of": name, **about})
+    write_atomic(folder / "capacity.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    write_atomic(folder / "capacity.png", _picture(found, fits))
+    return [folder / "capacity.jsonl", folder / "capacity.png"]
+
+
+def _bounded(point: Bounded | None) -> dict[str, Any] | None:
+    return None if point is None else point._asdict()
+
+
+def _picture(found: Sequence[Size], fits: Mapping[str, Fit | str]) -> bytes:
+    figure = new_figure(9.6, 4.0)
+    panels = figure.subplots(1, 2)
+    for panel, (name, title) in zip(panels, TITLES.items(), strict=True):
+        points = {size.state_size: getattr(size, name) for size in found}
+        for state_size, point in points.items():
+            if point is not None:
+                filled = "tab:blue" if not point.bound else "none"
+                marker = MARKERS[point.bound]
+                panel.scatter(state_size, point.value, marker=marker, c=filled, ec="tab:blue", s=50)
+        fitted = fits[name]
+        if isinstance(fitted, Fit):
+            low, high = min(points), max(points)
+            across = [low + (high - low) * k / 100 for k in range(101)]
+            panel.plot(across, [fitted.at(n) for n in across], color="tab:red", lw=1.2)
+        lengths_axis(panel, max(points), least=min(points))
+        panel.set_xlim(min(points) / 1.3, max(points) * 1.3)
+        panel.set_xticks(sorted(points), [format_length(n) for n in sorted(points)])
+        panel.set(xlabel="numbers in the state", ylabel="tokens", title=title, ylim=(0, None))
+    figure.supxlabel("full: measured; hollow: a bound, which the fit leaves out", fontsize=8)
+    return png(figure)

@@ -1,0 +1,96 @@
+"""The metrics that a training run logs, read back."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from longrnn.config import flat
+from longrnn.errors import UserError
+
+Row = dict[str, Any]
+
+# What identifies a row; the other numbers of a row are its metrics.
+COUNTS = ("step", "tokens")
+
+
+class Run(NamedTuple):
+    """One run: a name of its own, its rows of metrics, its configuration as dotted keys."""
+
+    name: str
+    rows: list[Row]
+    settings: dict[str, Any]
+
+    def values(self, metric: str) -> list[float]:
+        """The finite values of a metric, in order."""
+        found = [row[metric] for row in self.rows if metric in row]
+        return [value for value in found if math.isfinite(value)]
+
+    def last(self, metric: str) -> float | None:
+        """The last finite value, where there is one."""
+        return next(reversed(self.values(metric)), None)
+
+    def least(self, metric: str) -> float | None:
+        """The least finite value, where there is one."""
+        return min(self.values(metric), default=None)
+
+    def median(self, metric: str) -> float | None:
+        """The median, where there is one."""
+        values = self.values(metric)
+        return median(values) if values else None
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Reads the metrics of runs, also while they are being written.
+
+    Raises:
+        UserError: a folder without a run, or one that has logged nothing yet.
+    """
+    import yaml
+
+    distinct: dict[Path, Path] = {}
+    for folder in folders:
+        distinct.setdefault(folder.resolve(), folder)
+    short = [resolved.name for resolved in distinct]
+    runs = []
+    for resolved, folder in distinct.items():
+        name = resolved.name
+        label = name if short.count(name) == 1 else str(folder)
+        recorded = folder / "train.yaml"
+        settings = flat(yaml.safe_load(recorded.read_text())) if recorded.is_file() else {}
+        runs.append(Run(label, read_metrics(folder), settings))
+    return runs
+
+
+def read_metrics(folder: Path) -> list[Row]:
+    """The rows of a run's metrics.jsonl; a last line without its end is left out.
+
+    Raises:
+        UserError: no such file, no whole row, or a line that is none of metrics.
+    """
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        begun = (folder / "train.yaml").is_file()
+        there = "a run that has logged nothing yet: wait for its first logging_steps"
+        missing = "no training run: give the output_dir of one"
+        raise UserError(f"{folder} holds {there if begun else missing}")
+    rows = []
+    for line in path.read_text(errors="replace").splitlines(keepends=True):
+        if not line.endswith("\n"):
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(
+                f"{path}, line {len(rows) + 1} is not JSON ({error}): remove that line"
+            ) from error
+        if not isinstance(row, dict) or not set(COUNTS) <= row.keys():
+            raise UserError(f"{path}, line {len(rows) + 1} is no row of metrics: remove that line")
+        rows.append(row)
+    if not rows:
+        raise UserError(f"{path} has no whole row yet: wait for the run's first logging_steps")
+    return rows

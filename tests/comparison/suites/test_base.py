@@ -1,0 +1,109 @@
+"""Suites as files, and lengths that a model cannot reach."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from longrnn.bundled import bundled
+from longrnn.comparison.suites import EVALUATIONS, read_suite
+from longrnn.errors import UserError
+from longrnn.inference.reach import out_of_reach
+from longrnn.mitigations import Mitigated, mitigation
+from tests.comparison.suites.contenders import SHORT, contender
+
+BUNDLED = sorted(path.stem for path in (bundled() / "suites").glob("*.yaml"))
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_the_bundled_suites(name: str) -> None:
+    """A suite that is shipped and cannot be read."""
+    suite = read_suite(name)
+    assert suite.name == name
+    assert suite.evaluations
+    assert suite.identity.keys() == {"seed", "evaluations"}
+
+
+def test_there_are_bundled_suites() -> None:
+    """The parametrisation above found some."""
+    assert {"quick", "long", "books"} <= set(BUNDLED)
+
+
+def test_what_makes_another_suite(tmp_path: Path) -> None:
+    """Lengths that are added are no other suite; the number of keys is one."""
+    text = "evaluations: [{kind: passkey, lengths: [1k, 200], n: 3, n_keys: 2, name: two}]\nseed: 7"
+    suite = read_suite(write(tmp_path / "mine.yaml", text))
+    assert suite.name == "mine"
+    assert suite.text == text
+    assert suite.identity == {
+        "seed": 7,
+        "evaluations": {"two": {"kind": "passkey", "n_keys": 2}},
+    }
+    (evaluation,) = suite.evaluations
+    assert isinstance(evaluation, EVALUATIONS["passkey"])
+    assert (evaluation.title, evaluation.seed, evaluation.n) == ("two", 7, 3)
+    assert evaluation.lengths == [200, 1024]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("evaluation: []", "unknown key evaluation: did you mean 'evaluations'?"),
+        ("seed: 1", "has no evaluations: list some"),
+        ("evaluations: [{kind: passkeys, lengths: [1k]}]", "did you mean 'passkey'?"),
+        ("evaluations: [{kind: cost, length: [1k]}]", "did you mean 'lengths'?"),
+        ("evaluations: [{kind: cost}]", "needs its option 'lengths'"),
+        ("evaluations: [{kind: cost, lengths: []}]", "lengths is empty"),
+        ("evaluations: [{kind: cost, lengths: [4kb]}]", "'4kb' is no length"),
+        ("evaluations: [{kind: cost, lengths: [1k], decode: 0}]", "decode must be at least 1"),
+        ("evaluations: [{lengths: [1k]}]", "described by a mapping with 'kind'"),
+        ("evaluations: [{kind: passkey, lengths: [1k], n: 0}]", "n and batch_size"),
+        ("evaluations: [{kind: passkey, lengths: [1k], depths: [2]}]", "from 0 to 1"),
+        ("evaluations: [{kind: passkey, lengths: [1k], depths: []}]", "from 0 to 1"),
+        ("evaluations: [{kind: perplexity, texts: [], lengths: [64]}]", "needs texts"),
+        ("evaluations: [{kind: perplexity, texts: [a], lengths: [100]}]", "multiples of 64"),
+        (
+            "evaluations: [{kind: cost, lengths: [64]}, {kind: cost, lengths: [65]}]",
+            "two evaluations are called 'cost'",
+        ),
+        ("evaluations: {kind: cost}", "evaluations"),
+        ("evaluations: [cost]", "evaluations"),
+        ("- 1", "must be a mapping"),
+    ],
+)
+def test_bad_suites(text: str, says: str, tmp_path: Path) -> None:
+    """A suite that is half understood."""
+    with pytest.raises(UserError) as refusal:
+        read_suite(write(tmp_path / "bad.yaml", text))
+    assert says in str(refusal.value)
+    assert "bad.yaml" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_unknown_suites(tmp_path: Path) -> None:
+    """A name without the nearest one, and a file that is not there."""
+    with pytest.raises(UserError, match="no suite 'quik', .* did you mean 'quick'"):
+        read_suite("quik")
+    with pytest.raises(UserError, match=r"no suite .*none\.yaml: give a YAML file, or a name"):
+        read_suite(str(tmp_path / "none.yaml"))
+
+
+def test_out_of_reach() -> None:
+    """A length that fails in the middle of a comparison, or one that is refused and would do."""
+    short = contender("short", position=SHORT).model
+    assert out_of_reach(short, 300) is None
+    assert "300" in str(out_of_reach(short, 301))
+    endless = contender("endless").model
+    assert out_of_reach(endless, 2**40) is None
+    mitigated = Mitigated(
+        contender("m", position=SHORT).model,  # type: ignore[arg-type]
+        mitigation("forget_more"),
+    )
+    assert out_of_reach(mitigated, 300) is None
+    assert "300" in str(out_of_reach(mitigated, 301))

@@ -1,0 +1,49 @@
+"""The report of effective remembrance opens by itself, and says what its numbers say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from longrnn.diagnostics.effective_memory_report import summary, write_report
+from longrnn.evaluation.memory import Point, starts
+from longrnn.intervals import Estimate
+from tests.diagnostics.conftest import open_alone
+
+
+def points(position: int, needed: int) -> list[Point]:
+    """A prediction that needs its last `needed` tokens."""
+    return [
+        Point(start, Estimate(0.9 if position - start < needed else 0.03, 0.0, 1.0, 3))
+        for start in starts(position)
+    ]
+
+
+def test_in_a_browser(tmp_path: Path, page: Any) -> None:
+    """A broken picture, a name that is read as HTML, a table without its rows."""
+    found = {64: points(64, 16), 1024: points(1024, 16)}
+    about = {
+        "checkpoint": "<b>made</b>", "fingerprint": "0", "mitigation": None,
+        "texts": [("a & b.txt", "00")],
+    }  # fmt: skip
+    report, *pictures = write_report(found, about, tmp_path)
+    assert [path.stem for path in pictures] == ["effrem_by_start", "effrem_by_kept"]
+    open_alone(page, report)
+    widths = page.evaluate("[...document.images].map(i => i.complete && i.naturalWidth)")
+    assert len(widths) == 2
+    assert min(widths) > 500
+    assert page.title() == "Memory of <b>made</b>"
+    assert "The last 16 tokens predict within 0.1" in page.inner_text(".summary")
+    rows = page.locator("details tbody tr")
+    assert rows.count() == len(starts(64)) + len(starts(1024))
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+
+
+def test_summaries() -> None:
+    """A number of the wrong T, or a context that is enough and is not."""
+    said = summary({64: points(64, 64), 1024: points(1024, 16)})
+    assert said.startswith("After 1k tokens the prediction changes by 0.030 (of at most 1) where ")
+    assert "where the first 16 are left out. The last 16 tokens predict within 0.1" in said
+    never = summary({64: points(64, 64)})
+    assert never.startswith("After 64 tokens the prediction changes by 0.900 (of at most 1) where")
+    assert never.endswith("No shorter context predicts within 0.1 of the whole one.")

@@ -1,0 +1,128 @@
+"""The report of training runs, of real ones and of files that a kill left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib import image
+
+from longrnn.diagnostics.training_report import differences, summary, write_report
+from longrnn.errors import UserError
+from longrnn.training.metrics import read_runs
+from tests.diagnostics.conftest import open_alone
+from tests.training.runs import tiny, train
+
+PICTURES = {"loss", "grad_norm", "learning_rate", "tokens_per_second"}
+
+
+def made(folder: Path, rows: list[dict[str, Any]], torn: str = "") -> Path:
+    """A run of which only the metrics are left."""
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + torn)
+    return folder
+
+
+def row(step: int, **values: float) -> dict[str, Any]:
+    return {"step": step, "tokens": 10 * step, "loss": 1 / step, **values}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of two short runs, one of which has a name that HTML would read."""
+    root = tmp_path_factory.mktemp("training")
+    train(tiny("reverse", root / "<b>one"))
+    train(tiny("reverse", root / "two", learning_rate=1e-3))
+    write_report(read_runs([root / "<b>one", root / "two"]), root / "report")
+    return root / "report"
+
+
+def test_in_a_browser(folder: Path, page: Any) -> None:
+    """A broken picture, a script error, something that is fetched from elsewhere."""
+    open_alone(page, folder / "report.html")
+    widths = page.evaluate("[...document.images].map(i => i.complete && i.naturalWidth)")
+    assert len(widths) >= 4
+    assert min(widths) > 500
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    assert page.title() == "Training of <b>one, two"
+    assert "two: loss " in page.inner_text(".summary")
+    runs, settings = page.locator("table").all()
+    assert runs.locator("tbody tr").count() == 2
+    cells = runs.locator("tbody tr").nth(1).locator("td").all_inner_texts()
+    assert cells[:2] == ["two", "10"]
+    rows = settings.locator("tbody tr").all()
+    assert [r.locator("td").all_inner_texts() for r in rows] == [
+        ["learning_rate", "0.002", "0.001"]
+    ]
+
+
+def test_the_files(folder: Path) -> None:
+    """A picture without its lines, or a metric of the task that is left out."""
+    names = {path.stem for path in folder.glob("*.png")}
+    assert names > {*PICTURES, "token_accuracy"}
+    for name in names:
+        pixels = image.imread(folder / f"{name}.png")[..., :3]
+        coloured = pixels.max(-1) - pixels.min(-1) > 0.3
+        assert coloured.sum() > 200, name
+        # Both lines: blue and orange.
+        assert len(np.unique(pixels[coloured].argmax(-1))) > 1, name
+    html = (folder / "report.html").read_text()
+    assert html.count('<img src="data:image/png;base64,') == len(names)
+    assert "http" not in html
+    assert "<b>one" not in html
+
+
+def test_a_run_that_is_being_written(tmp_path: Path) -> None:
+    """A reader that fails on half a line, on NaN, on one row, or on a metric that comes late."""
+    rows = [row(1), row(2, loss=float("nan")), row(3, accuracy=0.5)]
+    (run,) = read_runs([made(tmp_path / "run", rows, torn='{"step": 4, "lo')])
+    assert [r["step"] for r in run.rows] == [1, 2, 3]
+    assert (run.last("loss"), run.least("loss"), run.last("grad_norm")) == (1 / 3, 1 / 3, None)
+    assert summary([run]) == "run: loss 0.3333 after 3 steps."
+    files = write_report([run], tmp_path / "report")
+    assert [path.name for path in files] == ["report.html", "loss.png", "accuracy.png"]
+    (sick,) = read_runs([made(tmp_path / "sick", [row(7, loss=float("nan"))])])
+    assert summary([sick]) == "sick: no finite loss after 7 steps."
+    write_report([sick], tmp_path / "other")
+
+
+def test_names_and_settings(tmp_path: Path) -> None:
+    """Two runs under one name, a folder drawn twice, differences that are none."""
+    one, other = made(tmp_path / "a/run", [row(1)]), made(tmp_path / "b/run", [row(1)])
+    for path, rate in ((one, 1), (other, 2)):
+        text = f"output_dir: {path}\nlearning_rate: {rate}\nmodel:\n  d_model: 8\n"
+        (path / "train.yaml").write_text(text)
+    runs = read_runs([one, other, tmp_path / "b/../a/run"])
+    assert [run.name for run in runs] == [str(one), str(other)]
+    assert differences(runs) == [("learning_rate", [1, 2])]
+    assert differences(runs[:1]) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "holds no training run: give the output_dir of one"),
+        ("", "has no whole row yet"),
+        ('{"step": 1', "has no whole row yet"),
+        ('{"step": 1}\n', "line 1 is no row of metrics"),
+        ('{"step": 1, "tokens": 2}\n[]\n', "line 2 is no row of metrics"),
+        ('{"step": 1, "tokens": 2}\nx\n', "line 2 is not JSON"),
+    ],
+)
+def test_what_is_no_run_is_refused(content: str | None, message: str, tmp_path: Path) -> None:
+    """A traceback, or an empty report."""
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    with pytest.raises(UserError, match=message) as error:
+        read_runs([tmp_path])
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_that_has_logged_nothing(tmp_path: Path) -> None:
+    """The wrong remedy."""
+    (tmp_path / "train.yaml").write_text("seed: 0\n")
+    with pytest.raises(UserError, match="has logged nothing yet"):
+        read_runs([tmp_path])

@@ -1,0 +1,119 @@
+"""Grids: what they expand to, and what is refused before anything is trained."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longrnn.config import build_config
+from longrnn.errors import UserError
+from longrnn.sweep.grid import Point, applied, expand, parse_axes, run_name
+from longrnn.training.config import TrainConfig
+from tests.training.runs import BASE, KINDS
+
+
+def base(**changes: Any) -> TrainConfig:
+    return build_config(TrainConfig, {**BASE, **KINDS["reverse"], **changes})
+
+
+def points(*items: str, **changes: Any) -> list[Point]:
+    return expand(base(**changes), parse_axes(items), Path("out"))
+
+
+def test_every_combination_once() -> None:
+    """Combinations left out, values that do not reach the run, two runs in one folder."""
+    found = points("position.kind=none,learned", "vocab_size=8,20", "seed=1,2")
+    assert len(found) == 8
+    assert [point.values["seed"] for point in found[:3]] == ["1", "2", "1"]
+    assert len({point.config.output_dir for point in found}) == 8
+    last = found[-1]
+    assert last.values == {"position.kind": "learned", "vocab_size": "20", "seed": "2"}
+    assert last.config.output_dir == "out/position.kind=learned,vocab_size=20,seed=2"
+    assert last.config.model.position == {"kind": "learned"}
+    assert last.config.task == {"kind": "reverse", "vocab_size": 20, "held_out": 16}
+    assert last.config.model.vocab_size == 21  # with the query token
+    assert last.config.seed == 2
+    # What the grid does not name is as in the base.
+    rest = asdict(last.config)
+    for key in ("seed", "output_dir", "task", "model"):
+        rest[key] = asdict(base())[key]
+    assert rest == asdict(base())
+
+
+def test_a_changed_kind_keeps_the_options_that_it_knows() -> None:
+    """An option of one encoding that is given to another, or one that is lost."""
+    position = {"kind": "learned", "max_length": 40, "combine": "add"}
+    model = {**KINDS["reverse"]["model"], "position": position}
+    kinds = applied(base(model=model), {"position.kind": "random"})
+    assert kinds.model.position == {"kind": "random", "max_length": 40, "combine": "add"}
+    assert applied(base(model=model), {"position.kind": "none"}).model.position == {"kind": "none"}
+    # The order in which keys are given does not matter.
+    for values in (
+        {"position.kind": "learned", "position.max_length": "30"},
+        {"position.max_length": "30", "position.kind": "learned"},
+    ):
+        assert applied(base(), values).model.position == {"kind": "learned", "max_length": 30}
+
+
+def test_values_may_hold_commas() -> None:
+    """A mapping or a list cut in two."""
+    axes = parse_axes(["mixer={kind: lstm},{kind: mamba2, d_state: 4, head_dim: 8}", "seed=1"])
+    assert axes["mixer"][1] == "{kind: mamba2, d_state: 4, head_dim: 8}"
+    config = expand(base(), axes, Path("out"))[1].config
+    assert config.model.mixer == {"kind": "mamba2", "d_state": 4, "head_dim": 8}
+    assert parse_axes(["freeze=[a, b],['c,d']"]) == {"freeze": ["[a, b]", "['c,d']"]}
+
+
+def test_names_of_runs() -> None:
+    """Two runs in one folder, or a folder that no file system takes."""
+    assert run_name({"seed": "1"}) == "seed=1"
+    odd = [run_name({"freeze": "[a]"}), run_name({"freeze": "{a}"})]
+    assert odd[0] != odd[1]
+    assert "/" not in run_name({"init_from": "runs/a"})
+    assert len(run_name({"freeze": "x" * 500})) < 120
+
+
+@pytest.mark.parametrize(
+    ("items", "says"),
+    [
+        ([], "the grid is empty"),
+        (["seed="], "lacks a value"),
+        (["seed=1,,2"], "lacks a value"),
+        (["seed"], "not of the form KEY=VALUE"),
+        (["=1"], "not of the form KEY=VALUE"),
+        (["sede=1,2"], "unknown key sede: did you mean 'seed'?"),
+        (["posiion.kind=none"], "did you mean 'position'?"),
+        (["model.posiion=none"], "did you mean 'position'?"),
+        (["position.knd=1"], "has no option 'knd'"),
+        (["position.kind=sinusodal"], "did you mean 'sinusoidal'?"),
+        (["learning_rate=1e-3,0.001"], "learning_rate=1e-3 and learning_rate=0.001 are the same"),
+        (["save_steps=10,20"], "save_steps=10 and save_steps=20 are the same run"),
+        (["num_processes=2"], "each run has one process here: leave out num_processes=2"),
+        (
+            ["position={kind: learned, max_length: 40},{kind: none}", "position.kind=learned,none"],
+            "are the same run: leave out one of their keys",
+        ),
+        (["seed=1,2,1"], "seed=1 and seed=1 are the same run"),
+        (["seed=1", "seed=2"], "seed is given twice"),
+        (["position.kind=none", "model.position.kind=none"], "is given twice"),
+        (["output_dir=a,b"], "say where with --output"),
+        (["seed=abc"], "could not be converted to Integer"),
+        (["seed.a=1"], "leave out what follows it"),
+        (["seed={"], "is not YAML"),
+        (["position.kind=none,learned", "length.max=100"], "may reach 200"),
+        (["task.kind=delayed_sum", "length.max=4,5", "length.min=4"], "even, not 5"),
+        (["task.kind=predecessor_query", "vocab_size=8,6"], "set vocab_size=8 or more"),
+        (["lr_scheduler_type=cosin"], "did you mean 'cosine'?"),
+        (["freeze=[embeding.*]"], "no parameter matches"),
+        (["model.vocab_size=8"], "the task uses 9 token ids"),
+    ],
+)
+def test_what_is_refused(items: list[str], says: str) -> None:
+    """Hours of training before a run is found to be wrong, or one that is trained twice."""
+    with pytest.raises(UserError, match=".*") as refusal:
+        points(*items, length={"max": 8})
+    assert says in str(refusal.value)
+    assert "\n" not in str(refusal.value)

@@ -1,0 +1,102 @@
+"""Intervals against closed formulas and tables."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from longrnn.intervals import (
+    Estimate,
+    figure,
+    mean,
+    paired_mean,
+    paired_proportion,
+    proportion,
+)
+
+Z = 1.959963984540054
+
+
+@pytest.mark.parametrize(("right", "n"), [(10, 10), (0, 10), (8, 10), (1, 1), (37, 1000)])
+def test_wilson_by_its_formula(right: int, n: int) -> None:
+    """An interval of another kind (Wald has no width at 10 of 10)."""
+    share = right / n
+    center = (share + Z**2 / (2 * n)) / (1 + Z**2 / n)
+    half = Z / (1 + Z**2 / n) * math.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2))
+    estimate = proportion(right, n)
+    assert estimate.mean == share
+    assert estimate.n == n
+    assert estimate.low == pytest.approx(center - half, abs=1e-12)
+    assert estimate.high == pytest.approx(center + half, abs=1e-12)
+
+
+def test_wilson_against_known_values() -> None:
+    """The formula copied wrongly into test and code alike (10 of 10: [0.722, 1])."""
+    assert proportion(10, 10).low == pytest.approx(0.7225, abs=1e-4)
+    assert proportion(10, 10).high == pytest.approx(1)
+    assert proportion(0, 10).low == pytest.approx(0, abs=1e-12)
+    assert proportion(0, 10).high == pytest.approx(0.2775, abs=1e-4)
+    assert str(proportion(8, 10)) == "0.80 [0.49, 0.94]"
+
+
+def test_t_interval_against_tables() -> None:
+    """A normal interval in the place of Student's (t of 4 degrees of freedom is 2.776)."""
+    estimate = mean([1.0, 2.0, 3.0, 4.0, 5.0])
+    half = 2.776445 * math.sqrt(2.5 / 5)
+    assert estimate == pytest.approx((3.0, 3 - half, 3 + half, 5), abs=1e-5)
+    assert mean([2.0, 2.0, 2.0]) == Estimate(2.0, 2.0, 2.0, 3)
+
+
+def test_one_value_says_nothing_of_the_spread() -> None:
+    """A division by zero, or an interval of no width from one sample."""
+    assert mean([0.3]) == Estimate(0.3, -math.inf, math.inf, 1)
+
+
+def answers(both: int, first: int, second: int, neither: int) -> tuple[list[int], list[int]]:
+    """Two lists of right and wrong answers with so many pairs of each kind."""
+    ours = [1] * both + [1] * first + [0] * second + [0] * neither
+    theirs = [1] * both + [0] * first + [1] * second + [0] * neither
+    return ours, theirs
+
+
+def test_paired_proportions_against_a_published_value() -> None:
+    """Newcombe (1998), table II, method 10: 36, 12, 2, 0 pairs give 0.0569 to 0.3404."""
+    found = paired_proportion(*answers(36, 12, 2, 0))
+    assert found == pytest.approx((0.2, 0.0569, 0.3404, 50), abs=1e-4)
+    turned = paired_proportion(*reversed(answers(36, 12, 2, 0)))
+    assert turned == pytest.approx((-0.2, -0.3404, -0.0569, 50), abs=1e-4)
+
+
+def test_paired_proportions_use_the_pairs() -> None:
+    """Shares of the same questions taken for independent ones, or certainty from agreement."""
+    paired = paired_proportion(*answers(40, 10, 0, 40))
+    crossed = paired_proportion(*answers(25, 25, 15, 25))
+    assert paired.mean == crossed.mean
+    assert paired.high - paired.low < 0.7 * (crossed.high - crossed.low)
+    same = paired_proportion(*answers(10, 0, 0, 0))
+    assert same.mean == 0
+    assert same.low == pytest.approx(-0.2775, abs=1e-4)
+    assert same.high == pytest.approx(0.2775, abs=1e-4)
+
+
+def test_paired_proportions_cover() -> None:
+    """An interval that is too narrow: about 95 of 100 must hold the truth."""
+    rng = random.Random(0)
+    held = 0
+    for _ in range(400):
+        pairs = []
+        for _ in range(30):
+            easy = rng.random()
+            pairs.append((int(easy < 0.8), int(easy < 0.5 or rng.random() < 0.2)))
+        found = paired_proportion(*zip(*pairs, strict=True))
+        held += found.low <= 0.8 - (0.5 + 0.5 * 0.2) <= found.high
+    assert 0.92 <= held / 400 <= 0.99
+
+
+def test_paired_means() -> None:
+    """Means of the same items taken for independent ones."""
+    a, b = [1.0, 5.0, 9.0], [0.9, 4.8, 8.7]
+    assert paired_mean(a, b) == pytest.approx(mean([0.1, 0.2, 0.3]))
+    assert figure([3.0]) == Estimate(3.0, -math.inf, math.inf, 1)
