@@ -32,6 +32,7 @@ def prefill(
     state: LMState,
     progress: Progress,
     *,
+    keep: int = 1,
     items: bool = False,
 ) -> tuple[Tensor, LMState]:
     """Consumes tokens `start` up to `stop` of every row.
@@ -43,17 +44,18 @@ def prefill(
         stop: the end; nothing is consumed where it equals `start`.
         state: of `r` rows, before token `start`.
         progress: counts the tokens.
+        keep: 1 for the logits after the last token, 0 for none.
         items: whether tokens are also the progress bar's items.
 
     Returns:
-        Logits after the last token, `(r, v)`, or `(r, 0)` where nothing was consumed; the state.
+        Logits after the last token, `(r, v)`, or `(r, 0)` where there are none; and the state.
     """
     logits = torch.empty(len(state.position), 0)
     for place in range(start, stop, PREFILL):
         end = min(stop, place + PREFILL)
         tokens = read(place, end).to(state.position.device)
-        kept, state = model(tokens, state, keep=int(end == stop))
+        kept, state = model(tokens, state, keep=keep if end == stop else 0)
         progress.advance(tokens.numel() if items else 0, tokens.numel())
-        if end == stop:
+        if keep and end == stop:
             logits = kept[:, -1]
     return logits, state

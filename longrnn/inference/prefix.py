@@ -138,7 +138,9 @@ def _trunk_states(
     longest = max(branches, key=lambda branch: branch.fork)
     state, place, states = model.init_state(1), 0, {}
     for fork in sorted({branch.fork for branch in branches}):
-        _, state = prefill(model, _reader([(longest.context, 0)]), place, fork, state, progress)
+        _, state = prefill(
+            model, _reader([(longest.context, 0)]), place, fork, state, progress, keep=0
+        )
         states[fork], place = state, fork
     return states
 
@@ -157,7 +159,7 @@ def _walk(
     while rows:
         goal = min(stops[0].place for stops in left)
         texts = [(row.context, row.fork) for row in rows]
-        _, state = prefill(model, _reader(texts), place, goal, state, progress)
+        _, state = prefill(model, _reader(texts), place, goal, state, progress, keep=0)
         place = goal
         here = [
             (row, stops.pop(0).number) for row, stops in enumerate(left) if stops[0].place == goal

@@ -68,7 +68,7 @@ def read_texts(
         branch = stack.pop()
         first = texts[branch.numbers[0]]
         _, state = prefill(
-            model, _reader([first]), branch.start, branch.fork, branch.state, progress
+            model, _reader([first]), branch.start, branch.fork, branch.state, progress, keep=0
         )
         leaves: list[int] = []
         for group in _groups(texts, branch.numbers, branch.fork):
