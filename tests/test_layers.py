@@ -166,7 +166,7 @@ def test_there_are_modules() -> None:
         ("longrnn.ops.norm", "from longrnn import RecurrentLM"),
         ("longrnn.ops.norm", "from importlib import import_module\nimport_module('longrnn.cli')"),
         ("longrnn.mixers.gru", "from longrnn.positions import POSITIONS"),
-        ("longrnn.tasks.copy", "from longrnn.mixers.base import Mixer"),
+        ("longrnn.tasks.transductions", "from longrnn.mixers.base import Mixer"),
         ("longrnn.models.base", "if TYPE_CHECKING:\n    pass\nelse:\n    import longrnn.hf"),
         ("longrnn.hf.loading", "from longrnn.training import optim"),
         ("longrnn.models.base", "import transformers"),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.tasks.base import TASKS, Batch
-from longrnn.tasks.reverse import Reverse
+from longrnn.tasks.transductions import Reverse
 from longrnn.text import Tokenizer
 
 # Whether the token asked for is rare, and whether the others, the disturbants, are.
