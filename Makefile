@@ -1,6 +1,7 @@
 # make demo    evaluate the two embedded checkpoints on passkey retrieval
 # make test    ruff, pyright and the default test suite
 # make slow    the long tests and studies
+# make docs    build the documentation site into site/, warnings are errors
 # make wheel   build dist/*.whl
 #
 # Each makes its own environment in .venv first. TORCH_INDEX is where the CPU wheel of torch comes
@@ -12,7 +13,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TORCH = $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
-.PHONY: demo test slow wheel clean
+.PHONY: demo test slow docs wheel clean
 
 demo: $(VENV)/.run
 	OMP_NUM_THREADS=1 $(VENV)/bin/python scripts/demo.py
@@ -25,6 +26,9 @@ test: $(VENV)/.dev
 
 slow: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -m slow
+
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
 
 wheel: $(VENV)/.dev
 	$(VENV)/bin/python -m build --wheel
@@ -45,4 +49,4 @@ $(VENV)/.dev: $(VENV)/.run
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist demo *.egg-info
+	rm -rf $(VENV) build dist demo site *.egg-info

@@ -1,0 +1,181 @@
+"""What the documentation site shows beside docs/: pages generated from the code and the repository.
+
+mkdocs calls `on_files` and `on_page_markdown`. README.md is the home page, benchmarks/results/ the
+measurements, the command reference comes from the typer app, and the Python reference from the
+public names of `longrnn` and from its packages.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+# Files of the repository that are pages of the site.
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "eval/README.md": "eval.md",
+    "configs/train/README.md": "configs.md",
+}
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the generated pages."""
+    pages = {target: (ROOT / source).read_text() for source, target in PAGES.items()}
+    results = sorted((ROOT / "benchmarks" / "results").iterdir())
+    listed = []
+    for path in results:
+        if path.suffix == ".md":
+            text = path.read_text()
+            pages[f"measurements/{path.name}"] = text
+            listed.append(f"- [{text.splitlines()[0].lstrip('# ')}](measurements/{path.name})")
+        elif path.suffix == ".png":
+            name = f"measurements/{path.name}"
+            files.append(File.generated(config, name, abs_src_path=str(path)))
+    pages["measurements.md"] = "\n".join(
+        ["# Measurements", "", "Each page names its commands, hardware and date.", "", *listed]
+    )
+    pages["reference/commands.md"] = commands()
+    pages["reference/python.md"] = public_names()
+    pages["reference/packages.md"] = packages()
+    for name, text in pages.items():
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links between files of the repository become links between pages of the site."""
+    source = next((s for s, t in PAGES.items() if t == page.file.src_uri), None)
+    if source is None and page.file.src_uri.startswith("measurements/"):
+        source = f"benchmarks/results/{Path(page.file.src_uri).name}"
+    if source is None:
+        source = f"docs/{page.file.src_uri}"
+    depth = page.file.src_uri.count("/")
+
+    def link(match: re.Match[str]) -> str:
+        text, target, anchor = match[1], match[2], match[3] or ""
+        if re.match(r"[a-z]+:", target):
+            return match[0]
+        path = ((ROOT / source).parent / target).resolve()
+        if not path.is_relative_to(ROOT):
+            return match[0]
+        place = path.relative_to(ROOT).as_posix()
+        if place in PAGES:
+            found = PAGES[place]
+        elif place.startswith("benchmarks/results/") and path.is_file():
+            found = f"measurements/{path.name}"
+        elif place.startswith("docs/"):
+            found = place.removeprefix("docs/")
+        else:
+            return f"`{place}`" if not match[0].startswith("!") else match[0]
+        return f"{text}({'../' * depth}{found}{anchor})"
+
+    return re.sub(r"(!?\[[^\]]*\])\(([^)#\s]+)(#[^)]*)?\)", link, markdown)
+
+
+def commands() -> str:
+    """The command reference, from the typer app."""
+    import typer
+
+    from longrnn.cli.app import app
+
+    lines = ["# Commands", "", "Every command also prints this with `--help`.", ""]
+
+    def add(command: Any, path: str) -> None:
+        group = getattr(command, "commands", None)
+        if group is None:
+            lines.extend([f"## {path}", "", *paragraphs(command.help), ""])
+            options = [parameter for parameter in command.params if parameter.name != "help"]
+            if options:
+                lines.extend(["| option | default | meaning |", "| --- | --- | --- |"])
+                lines.extend(row(parameter) for parameter in options)
+            if command.epilog:
+                lines.extend(["", *paragraphs(command.epilog)])
+            lines.append("")
+        else:
+            for name, inner in group.items():
+                add(inner, f"{path} {name}")
+
+    add(typer.main.get_command(app), "longrnn")
+    return "\n".join(lines)
+
+
+def paragraphs(text: str | None) -> list[str]:
+    """Help as Markdown: a paragraph that click is told not to wrap is code."""
+    shown: list[str] = []
+    for part in (text or "").strip().split("\n\n"):
+        part = part.replace("\b\n", "").rstrip()
+        if part.startswith("Example:"):
+            examples = [line.strip() for line in part.removeprefix("Example:").splitlines()]
+            shown += ["Example:", "", "```", *[line for line in examples if line], "```", ""]
+        elif part.startswith("    "):
+            shown += ["```", *[line.strip() for line in part.splitlines()], "```", ""]
+        else:
+            shown += [part, ""]
+    return shown
+
+
+def row(parameter: Any) -> str:
+    """One option or argument as a row of a table."""
+    if parameter.param_type_name == "argument":
+        name, default = f"`{(parameter.metavar or parameter.name).upper()}`", ""
+    else:
+        name = ", ".join(f"`{o}`" for o in [*parameter.opts, *parameter.secondary_opts])
+        default = "" if parameter.default in (None, (), "") else f"`{parameter.default}`"
+    if parameter.required:
+        default = "required"
+    about = " ".join((getattr(parameter, "help", None) or "").split()).replace("|", "\\|")
+    return f"| {name} | {default} | {about} |"
+
+
+def public_names() -> str:
+    """The names that `longrnn` itself exports, and `longrnn.state`."""
+    import longrnn
+
+    shown = ["# Python", ""]
+    for name in longrnn.__all__:
+        found = getattr(longrnn, name)
+        # `longrnn.generate` is a function, and so is not told apart from the module of that name.
+        home = getattr(found, "__module__", "longrnn") if callable(found) else "longrnn"
+        if not name.startswith("_"):
+            shown.append(f"::: {home}.{name}\n")
+    return "\n".join([*shown, "::: longrnn.state", ""])
+
+
+def packages() -> str:
+    """One line for every module, from the first line of its docstring."""
+    import longrnn
+
+    lines = ["# Packages", ""]
+    for info in pkgutil.iter_modules(longrnn.__path__):
+        module = importlib.import_module(f"longrnn.{info.name}")
+        lines += [f"## longrnn.{info.name}", "", first_line(module), ""]
+        if info.ispkg:
+            for inner in pkgutil.iter_modules(module.__path__, f"longrnn.{info.name}."):
+                if inner.name.endswith("__main__"):
+                    continue
+                lines.append(f"- `{inner.name}`: {docstring(inner)}")
+            lines.append("")
+    return "\n".join(lines)
+
+
+def docstring(info: pkgutil.ModuleInfo) -> str:
+    """The first line of a module's docstring, without importing it."""
+    import ast
+
+    spec = info.module_finder.find_spec(info.name)  # type: ignore[call-arg]
+    assert spec is not None and spec.origin is not None
+    text = ast.get_docstring(ast.parse(Path(spec.origin).read_text())) or ""
+    return text.split("\n")[0]
+
+
+def first_line(module: Any) -> str:
+    """The first line of a module's docstring."""
+    return (module.__doc__ or "").strip().split("\n")[0]
