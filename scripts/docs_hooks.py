@@ -171,7 +171,8 @@ def docstring(info: pkgutil.ModuleInfo) -> str:
     import ast
 
     spec = info.module_finder.find_spec(info.name)  # type: ignore[call-arg]
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     text = ast.get_docstring(ast.parse(Path(spec.origin).read_text())) or ""
     return text.split("\n")[0]
 

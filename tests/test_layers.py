@@ -2,122 +2,25 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 import longrnn
-
-ROOT = Path(longrnn.__file__).parent
-
-# A top-level module (longrnn/state.py) is in layer 0. The package itself re-exports from every
-# layer, so that importing from it means importing from the top.
-LAYERS = {
-    "ops": 1,
-    "mixers": 2,
-    "positions": 2,
-    "tasks": 2,
-    "models": 3,
-    "mitigations": 3,
-    "inference": 4,
-    "hf": 4,
-    "training": 5,
-    "evaluation": 5,
-    "comparison": 6,
-    "sweep": 6,
-    "studies": 6,
-    "diagnostics": 6,
-    "cli": 7,
-}
-TOP = 7
-# Packages of one layer that do not import each other.
-STRANGERS = {"mixers", "positions", "tasks"}
-HOMES = {
-    "transformers": "longrnn.hf",
-    "accelerate": "longrnn.training",
-    "datasets": "longrnn.training.documents",
-    "triton": "longrnn.ops.ssd",
-    "mamba_ssm": "longrnn.ops.ssd",
-    "lm_eval": "longrnn.evaluation.harness",
-    "matplotlib": "longrnn.diagnostics",
-    "jinja2": "longrnn.diagnostics",
-}
-
-
-def name_of(path: Path) -> str:
-    parts = path.relative_to(ROOT.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-SOURCES = {
-    name_of(path): path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"
-}
-
-
-def family(module: str) -> str:
-    """`mixers` of `longrnn.mixers.lstm`, nothing of `longrnn`."""
-    return ".".join(module.split(".")[1:2])
-
-
-def layer(module: str) -> int:
-    """Layer of a module of the package.
-
-    Raises:
-        AssertionError: a package that has no layer yet.
-    """
-    if module == "longrnn":
-        return TOP
-    if family(module) in LAYERS:
-        return LAYERS[family(module)]
-    is_module = module == "longrnn.__version__" or (ROOT / f"{family(module)}.py").is_file()
-    assert is_module, f"{module}: give longrnn/{family(module)}/ a layer in {Path(__file__).name}"
-    return 0
-
-
-def is_type_checking(node: ast.stmt) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test).split(".")[-1] == "TYPE_CHECKING"
-
-
-def statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """Every node, also inside functions, but not under `if TYPE_CHECKING`."""
-    for child in ast.iter_child_nodes(tree):
-        if isinstance(child, ast.stmt) and is_type_checking(child):
-            assert isinstance(child, ast.If)
-            for other in child.orelse:
-                yield other
-                yield from statements(other)
-        else:
-            yield child
-            yield from statements(child)
-
-
-def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of everything that a module imports."""
-    for node in statements(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            origin = node.module or ""
-            if node.level:
-                parts = module.split(".")
-                parts = parts[: len(parts) - node.level + is_package]
-                origin = ".".join([*parts, *([origin] if origin else [])])
-            names = [alias.name for alias in node.names]
-            if origin != "longrnn":
-                yield node.lineno, origin
-                continue
-            for name in names:
-                inside = name == "__version__" or name in LAYERS or f"longrnn.{name}" in SOURCES
-                yield node.lineno, f"longrnn.{name}" if inside else "longrnn"
-        elif isinstance(node, ast.Call) and node.args:
-            called = ast.unparse(node.func).split(".")[-1]
-            name = node.args[0]
-            if called in ("import_module", "__import__") and isinstance(name, ast.Constant):
-                yield node.lineno, str(name.value)
+from scripts.import_graph import (
+    HOMES,
+    REPOSITORY,
+    ROOT,
+    SOURCES,
+    STRANGERS,
+    cycle,
+    edges,
+    family,
+    imports,
+    layer,
+    with_graph,
+)
 
 
 def violations(source: str, module: str, is_package: bool = False) -> list[str]:
@@ -144,6 +47,18 @@ def test_module(module: str) -> None:
     """A module imports only from its own layer or a lower one."""
     path = SOURCES[module]
     assert violations(path.read_text(), module, path.name == "__init__.py") == []
+
+
+def test_packages_do_not_import_each_other_in_a_cycle() -> None:
+    """Packages of one layer may import each other in one direction only."""
+    assert cycle(edges()) == []
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
+
+
+def test_the_graph_in_contributing_is_the_code() -> None:
+    """CONTRIBUTING.md draws the imports as they are: `python scripts/import_graph.py --write`."""
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    assert with_graph(text) == text
 
 
 def test_there_are_modules() -> None:

@@ -1,0 +1,184 @@
+"""The packages of longrnn, their layers, and who imports whom, read from the code.
+
+    python scripts/import_graph.py            # print the graph, in Mermaid's notation
+    python scripts/import_graph.py --write    # put it into CONTRIBUTING.md
+
+`tests/test_layers.py` checks the imports and that CONTRIBUTING.md is up to date.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+ROOT = REPOSITORY / "longrnn"
+
+# A top-level module (longrnn/state.py) is in layer 0. The package itself re-exports from every
+# layer, so that importing from it means importing from the top.
+LAYERS = {
+    "ops": 1,
+    "mixers": 2,
+    "positions": 2,
+    "tasks": 2,
+    "models": 3,
+    "mitigations": 3,
+    "inference": 4,
+    "hf": 4,
+    "training": 5,
+    "evaluation": 5,
+    "comparison": 6,
+    "sweep": 6,
+    "studies": 6,
+    "diagnostics": 6,
+    "cli": 7,
+}
+TOP = 7
+# Packages of one layer that do not import each other.
+STRANGERS = {"mixers", "positions", "tasks"}
+HOMES = {
+    "transformers": "longrnn.hf",
+    "accelerate": "longrnn.training",
+    "datasets": "longrnn.training.documents",
+    "triton": "longrnn.ops.ssd",
+    "mamba_ssm": "longrnn.ops.ssd",
+    "lm_eval": "longrnn.evaluation.harness",
+    "matplotlib": "longrnn.diagnostics",
+    "jinja2": "longrnn.diagnostics",
+}
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {
+    name_of(path): path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"
+}
+
+
+def family(module: str) -> str:
+    """`mixers` of `longrnn.mixers.lstm`, nothing of `longrnn`."""
+    return ".".join(module.split(".")[1:2])
+
+
+def layer(module: str) -> int:
+    """Layer of a module of the package.
+
+    Raises:
+        AssertionError: a package that has no layer yet.
+    """
+    if module == "longrnn":
+        return TOP
+    if family(module) in LAYERS:
+        return LAYERS[family(module)]
+    is_module = module == "longrnn.__version__" or (ROOT / f"{family(module)}.py").is_file()
+    assert is_module, f"{module}: give longrnn/{family(module)}/ a layer in {Path(__file__).name}"
+    return 0
+
+
+def is_type_checking(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).split(".")[-1] == "TYPE_CHECKING"
+
+
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node, also inside functions, but not under `if TYPE_CHECKING`."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.stmt) and is_type_checking(child):
+            assert isinstance(child, ast.If)
+            for other in child.orelse:
+                yield other
+                yield from statements(other)
+        else:
+            yield child
+            yield from statements(child)
+
+
+def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything that a module imports."""
+    for node in statements(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            origin = node.module or ""
+            if node.level:
+                parts = module.split(".")
+                parts = parts[: len(parts) - node.level + is_package]
+                origin = ".".join([*parts, *([origin] if origin else [])])
+            names = [alias.name for alias in node.names]
+            if origin != "longrnn":
+                yield node.lineno, origin
+                continue
+            for name in names:
+                inside = name == "__version__" or name in LAYERS or f"longrnn.{name}" in SOURCES
+                yield node.lineno, f"longrnn.{name}" if inside else "longrnn"
+        elif isinstance(node, ast.Call) and node.args:
+            called = ast.unparse(node.func).split(".")[-1]
+            name = node.args[0]
+            if called in ("import_module", "__import__") and isinstance(name, ast.Constant):
+                yield node.lineno, str(name.value)
+
+
+def edges() -> dict[str, set[str]]:
+    """Package by package, the packages that it imports, without layer 0."""
+    found: dict[str, set[str]] = {package: set() for package in LAYERS}
+    for module, path in SOURCES.items():
+        if family(module) in LAYERS:
+            for _, target in imports(path.read_text(), module, path.name == "__init__.py"):
+                other = family(target)
+                if target.startswith("longrnn.") and other in LAYERS and other != family(module):
+                    found[family(module)].add(other)
+    return found
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """A cycle of a graph, as the packages along it; empty where there is none."""
+    done: set[str] = set()
+
+    def visit(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return []
+        for other in sorted(graph.get(node, ())):
+            if found := visit(other, [*path, node]):
+                return found
+        done.add(node)
+        return []
+
+    return next((found for node in sorted(graph) if (found := visit(node, []))), [])
+
+
+def mermaid() -> str:
+    """The graph without the arrows that follow from others."""
+    graph = edges()
+    lines = ["```mermaid", "graph TD"]
+    for package in sorted(graph, key=lambda name: (-LAYERS[name], name)):
+        for other in sorted(graph[package]):
+            if not _reaches(graph, graph[package] - {other}, other):
+                lines.append(f"  {package} --> {other}")
+    return "\n".join([*lines, "```"])
+
+
+def _reaches(graph: dict[str, set[str]], starts: set[str], goal: str) -> bool:
+    return any(goal in graph[start] or _reaches(graph, graph[start], goal) for start in starts)
+
+
+BEGIN, END = "<!-- import graph: python scripts/import_graph.py --write -->", "<!-- end -->"
+
+
+def with_graph(text: str) -> str:
+    """A document with the graph between its two markers."""
+    before, rest = text.split(BEGIN, 1)
+    return f"{before}{BEGIN}\n{mermaid()}\n{END}{rest.split(END, 1)[1]}"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--write"]:
+        document = REPOSITORY / "CONTRIBUTING.md"
+        document.write_text(with_graph(document.read_text()))
+    else:
+        print(mermaid())
