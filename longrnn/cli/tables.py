@@ -163,14 +163,15 @@ def print_stability(readings: Sequence[Reading], n: int) -> None:
 
     from longrnn.diagnostics.stability import rows
 
-    table = Table(title=f"gradient stability, {n} triplets [95 % interval]", title_justify="left")
+    title = f"gradient stability, {n:,} triplets per condition [95 % interval]"
+    table = Table(title=title, title_justify="left")
     table.add_column("step", justify="right")
-    for name in ("same first token", "same suffix", "norm of J"):
+    for name in ("condition", "same first token", "same suffix", "norm of J"):
         table.add_column(name)
     for cells in rows(readings):
         table.add_row(*cells)
     console = Console()
-    Console(width=max(console.width, 100)).print(table)
+    Console(width=max(console.width, 120)).print(table)
 
 
 def print_passkey_inserted(name: str, rows: Sequence[Row]) -> None:
