@@ -24,10 +24,46 @@ class Estimate(NamedTuple):
         return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
-def proportion(right: int, n: int) -> Estimate:
-    """A share with its Wilson score interval."""
-    interval = stats.binomtest(right, n).proportion_ci(method="wilson")
-    return Estimate(right / n, float(interval.low), float(interval.high), n)
+def proportion(right: int, n: int, independent: float | None = None) -> Estimate:
+    """A share with its Wilson score interval.
+
+    Args:
+        right: right answers.
+        n: questions.
+        independent: how many of the questions count as independent; None for all. The interval is
+            that of as many questions with the same share.
+    """
+    size = _counted(n, independent)
+    share, z = right / n, float(stats.norm.ppf(0.975))
+    center = (share + z**2 / (2 * size)) / (1 + z**2 / size)
+    half = z / (1 + z**2 / size) * math.sqrt(share * (1 - share) / size + z**2 / (4 * size**2))
+    return Estimate(share, max(center - half, 0.0), min(center + half, 1.0), n)
+
+
+def independent_stretches(starts: Sequence[float], covers: float) -> float:
+    """Counts the stretches of one text that share nothing, as a number for an interval.
+
+    Stretches that read the same text do not say the same twice about texts of its kind. What all
+    of them cover together, over what one of them covers, is how many stretches without a common
+    token would have read as much. This is conservative: it gives no credit for the different keys
+    that are asked in one stretch.
+
+    Args:
+        starts: where each begins, as shares of a text that is read in a circle.
+        covers: what each reads, as a share of the text; more than 1 where it repeats.
+
+    Returns:
+        From 1 to the number of different starts.
+    """
+    places = sorted({start % 1.0 for start in starts})
+    gaps = [b - a for a, b in zip(places, [*places[1:], places[0] + 1.0], strict=True)]
+    covered = sum(min(gap, covers) for gap in gaps)
+    return max(covered / covers, 1.0)
+
+
+def _counted(n: int, independent: float | None) -> float:
+    """How many of n questions an interval counts."""
+    return n if independent is None else min(independent, n)
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
@@ -62,7 +98,9 @@ def paired_mean(values: Sequence[float], others: Sequence[float]) -> Estimate:
     return mean([value - other for value, other in zip(values, others, strict=True)])
 
 
-def paired_proportion(values: Sequence[float], others: Sequence[float]) -> Estimate:
+def paired_proportion(
+    values: Sequence[float], others: Sequence[float], independent: float | None = None
+) -> Estimate:
     """How far a share of right answers lies above another to the same questions.
 
     The interval is Newcombe's (1998, method 10): it combines the Wilson intervals of the two shares
@@ -71,18 +109,20 @@ def paired_proportion(values: Sequence[float], others: Sequence[float]) -> Estim
     Args:
         values: 1 where right, else 0.
         others: likewise, of the same questions.
+        independent: how many of the questions count as independent; None for all.
     """
     n = len(values)
+    size = _counted(n, independent)
     pairs = list(zip(values, others, strict=True))
-    both, first, second, neither = (
-        sum(pair == kind for pair in pairs) for kind in ((1, 1), (1, 0), (0, 1), (0, 0))
-    )
+    counts = [sum(pair == kind for pair in pairs) for kind in ((1, 1), (1, 0), (0, 1), (0, 0))]
+    right, other_right = counts[0] + counts[1], counts[0] + counts[2]
+    both, first, second, neither = (count * size / n for count in counts)
     product = (both + first) * (second + neither) * (both + second) * (first + neither)
     excess = both * neither - first * second
     if excess > 0:
-        excess = max(excess - n / 2, 0)  # a continuity correction
+        excess = max(excess - size / 2, 0)  # a continuity correction
     phi = excess / math.sqrt(product) if product else 0.0
-    a, b = proportion(both + first, n), proportion(both + second, n)
+    a, b = proportion(right, n, independent), proportion(other_right, n, independent)
 
     def width(x: float, y: float) -> float:
         return math.sqrt(max(x * x - 2 * phi * x * y + y * y, 0.0))

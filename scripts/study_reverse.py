@@ -73,7 +73,7 @@ def main(
     steps: Annotated[
         int | None, typer.Option(help="Of every run.", show_default="as in the configuration")
     ] = None,
-    triplets: Annotated[int, typer.Option(help="Inputs of the gradient stability.")] = 32,
+    triplets: Annotated[int, typer.Option(help="Triplets of the gradient stability.")] = 1024,
     jobs: Annotated[int, typer.Option(help="Runs at a time.")] = 2,
     hardware: Annotated[str, typer.Option(help="For the document.")] = "",
     output: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/reverse-study"),
@@ -102,8 +102,8 @@ def main(
             raise UserError(f"runs failed, and the same command runs them again: {listed}")
         parts[name] = Part(title, base, axes, rows)
     readings = []
-    if "cells" in parts:
-        readings = stabilities(parts["cells"], output / "cells/runs", triplets, quiet)
+    if "dual" in parts:
+        readings = stabilities(parts["dual"], output / "dual/runs", triplets, quiet)
     drawn = document.with_suffix(".png")
     drawable = [found for name, found in parts.items() if name != "dual"]
     picture(drawable or list(parts.values()), drawn)
@@ -209,33 +209,46 @@ def verdicts(part: Part, metrics: Sequence[str]) -> list[str]:
 
 
 def stabilities(part: Part, folder: Path, n: int, quiet: bool) -> list[str]:
-    """Gradient stability of the LSTM along its checkpoints, a mean over seeds of means."""
-    task = TASKS.build(part.base.task | {"vocab_size": int(part.axes["vocab_size"][0])}, None)
+    """Gradient stability of the LSTM by condition and checkpoint, a mean over seeds of means."""
+    options = {
+        "kind": part.axes["task.kind"][0], "vocab_size": int(part.axes["vocab_size"][0])
+    }  # fmt: skip
+    task = TASKS.build(part.base.task | options, None)
     assert isinstance(task, Transduction)
-    found: dict[tuple[str, int], list[tuple[float, ...]]] = {}
+    found: dict[tuple[str | None, str, int], list[tuple[float, ...]]] = {}
     for row in part.rows:
-        if row["values"]["mixer.kind"] == "lstm":
-            readings = along_checkpoints(
-                folder / row["run"], task, length=part.base.length.max, n=n, quiet=quiet
-            )
-            for reading in readings:
-                key = row["values"]["position.kind"], reading.step
-                values = tuple(estimate.mean for estimate in reading[1:])
-                found.setdefault(key, []).append(values)
-    cells = []
-    for (encoding, step), runs in found.items():
+        readings = along_checkpoints(
+            folder / row["run"], task, length=part.base.length.max, n=n, quiet=quiet
+        )
+        for reading in readings:
+            key = reading.condition, row["values"]["position.kind"], reading.step
+            means_of = (reading.same_token, reading.same_suffix, reading.norm)
+            found.setdefault(key, []).append(tuple(estimate.mean for estimate in means_of))
+    cells, verdicts_of = [], []
+    places = {condition.name: index for index, condition in enumerate(task.conditions())}
+    # Stable: within a condition, encodings and steps stay in the order in which they were run.
+    for (condition, encoding, step), runs in sorted(found.items(), key=lambda i: places[i[0][0]]):
         token, suffix, norm = (mean(values) for values in zip(*runs, strict=True))
-        # Runs are in the order of their seeds, for every encoding.
-        pairs = zip(runs, found[CONTROL, step], strict=True)
-        less = mean([run[0] - control[0] for run, control in pairs])
-        against = ["–", "–"] if encoding == CONTROL else [shown(less), verdict(less)]
-        cells.append([encoding, f"{step:,}", shown(token), *against, shown(suffix), short(norm)])
-    head = ["encoding", "step", "same first token", f"minus {CONTROL}", "verdict"]
+        against = ["–", "–"]
+        if encoding != CONTROL:
+            # Runs are in the order of their seeds, for every encoding.
+            pairs = zip(runs, found[condition, CONTROL, step], strict=True)
+            less = mean([run[0] - control[0] for run, control in pairs])
+            against = [shown(less), verdict(less)]
+            if encoding != "none":
+                verdicts_of.append(verdict(less))
+        row_start = [condition or "all tokens", encoding, f"{step:,}", shown(token)]
+        cells.append([*row_start, *against, shown(suffix), short(norm)])
+    head = ["condition", "encoding", "step", "same first token", f"minus {CONTROL}", "verdict"]
+    counted = ", ".join(f"{verdicts_of.count(v)} {v}" for v in ("higher", "lower", "inconclusive"))
     return [
         "",
-        f"## Gradient stability of the LSTM ({n} triplets a checkpoint)",
+        f"## Gradient stability of the LSTM ({n:,} triplets per condition and checkpoint)",
         "",
         *table([*head, "same suffix", "norm of J"], cells),
+        "",
+        f"**Verdict.** Of {len(verdicts_of)} comparisons of a positional encoding with the "
+        f"{CONTROL} control, on inputs that share the first token: {counted}.",
     ]
 
 

@@ -10,6 +10,7 @@ import pytest
 from longrnn.intervals import (
     Estimate,
     figure,
+    independent_stretches,
     mean,
     paired_mean,
     paired_proportion,
@@ -39,6 +40,56 @@ def test_wilson_against_known_values() -> None:
     assert proportion(0, 10).low == pytest.approx(0, abs=1e-12)
     assert proportion(0, 10).high == pytest.approx(0.2775, abs=1e-4)
     assert str(proportion(8, 10)) == "0.80 [0.49, 0.94]"
+
+
+def test_an_interval_of_fewer_independent_questions_is_that_of_their_number() -> None:
+    """The share stays, the interval is as wide as with so many questions, and never narrower."""
+    assert proportion(40, 50, 10)[:3] == pytest.approx(proportion(8, 10)[:3])
+    assert proportion(40, 50, 10).n == 50
+    assert proportion(40, 50, 50) == proportion(40, 50)
+    assert proportion(40, 50, 99) == proportion(40, 50)
+    assert proportion(50, 50, 4.7).low < proportion(5, 5).low
+    many, few = answers(60, 20, 10, 10), answers(6, 2, 1, 1)
+    assert paired_proportion(*many, 10)[:3] == pytest.approx(paired_proportion(*few)[:3])
+    assert paired_proportion(*many, 100) == paired_proportion(*many)
+
+
+@pytest.mark.parametrize(
+    ("starts", "covers", "expected"),
+    [
+        ([0.0, 0.25, 0.5, 0.75], 0.1, 4),  # apart
+        ([0.1, 0.1, 0.1], 0.2, 1),  # one stretch, asked three times
+        ([0.0, 0.1], 0.2, 1.5),  # half of each is shared
+        ([0.9, 0.0], 0.2, 1.5),  # across the end of the text
+        ([0.0, 0.2, 0.4, 0.6, 0.8], 0.5, 2),  # the text is read two and a half times
+        ([0.0, 0.5], 3.0, 1),  # all of the text, several times
+    ],
+)
+def test_stretches_that_share_text_count_once(
+    starts: list[float], covers: float, expected: float
+) -> None:
+    """What stretches cover together, over what one of them covers."""
+    assert independent_stretches(starts, covers) == pytest.approx(expected)
+
+
+def test_intervals_over_overlapping_stretches_cover() -> None:
+    """Where the answer depends on the text, 95 % of the intervals hold the share over all texts.
+
+    Each text has an answer of its own in each of eight parts, and a stretch of a quarter of a text
+    is answered by the part in which it begins: prompts that begin in one part agree.
+    """
+    rng = random.Random(0)
+    naive = honest = 0
+    for _ in range(300):
+        parts = [rng.random() < 0.7 for _ in range(8)]
+        starts = [rng.random() for _ in range(40)]
+        right = sum(parts[int(start * 8)] for start in starts)
+        one = proportion(right, 40)
+        other = proportion(right, 40, independent_stretches(starts, 0.25))
+        naive += one.low <= 0.7 <= one.high
+        honest += other.low <= 0.7 <= other.high
+    assert naive / 300 < 0.8
+    assert honest / 300 >= 0.95
 
 
 def test_t_interval_against_tables() -> None:

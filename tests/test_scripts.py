@@ -151,11 +151,12 @@ def test_the_study_of_reverse_ordering(tmp_path: Path) -> None:
         "All cells, V = 16",
         "LSTM, V = 24",
         "LSTM, V = 16, half of it rare",
-        "Gradient stability of the LSTM (2 triplets a checkpoint)",
+        "Gradient stability of the LSTM (2 triplets per condition and checkpoint)",
     ]
     assert [part.count("\n| ") - 4 for part in parts[1:4]] == [3 + 2, 3 + 2, 3 + 2 * 4]
     assert all(part.count("**Verdict.**") == 1 for part in parts[1:4])
-    assert parts[4].count("\n| ") - 2 == 3 * 4
+    assert parts[4].count("\n| ") - 2 == 3 * 4 * 4
+    assert "Of 16 comparisons" in parts[4]
     _, rows = read_results(tmp_path / "runs/cells/results.jsonl")
     assert len(rows) == 3 * 2
     again = study(tmp_path, *command, script="study_reverse")

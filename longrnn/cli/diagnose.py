@@ -113,18 +113,22 @@ def states(
 @app.command()
 def stability(
     run: Annotated[Path, typer.Argument(help="output_dir of a run on a reverse task, or sort.")],
-    n: Annotated[int, typer.Option("--n", help="Triplets of inputs.")] = 64,
+    n: Annotated[
+        int, typer.Option("--n", help="Triplets of inputs per condition and checkpoint.")
+    ] = 1024,
     seed: Annotated[int, typer.Option(help="Of the triplets.")] = 0,
     device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
-    """How alike the gradients of two inputs are that share a token, along a run's checkpoints.
+    """Compare the gradients of inputs that share a token, along the checkpoints of a run.
 
-    The Jacobian of the last output by the state after the first token, for inputs that share this
-    token, and for inputs that share all others (arXiv 2402.00236): 1 for the same gradient, 0 for
-    nothing in common. Keep more checkpoints with save_steps and save_total_limit.
+    The gradient is the Jacobian of the last output with respect to the state after the first token.
+    It is compared between inputs that share the first token, and between inputs that share all
+    other tokens (arXiv 2402.00236): 1 for equal gradients, 0 for orthogonal ones. A run on
+    reverse_dual_frequency is measured with frequent and rare tokens separately. Keep more
+    checkpoints with save_steps and save_total_limit.
 
-    Example: longrnn diagnose stability runs/reverse-small
+    Example: longrnn diagnose stability runs/reverse-small --n 64
     """
     from longrnn.cli.tables import print_stability
     from longrnn.studies.stability import along_checkpoints

@@ -154,6 +154,7 @@ def print_passkey(name: str, rows: Sequence[Row]) -> None:
     # A table that is not on a terminal keeps its columns whole.
     console = Console()
     Console(width=max(console.width, 24 + 20 * (len(depths) + 1))).print(table)
+    _print_overlap(rows)
 
 
 def print_stability(readings: Sequence[Reading], n: int) -> None:
@@ -163,14 +164,15 @@ def print_stability(readings: Sequence[Reading], n: int) -> None:
 
     from longrnn.studies.stability import rows
 
-    table = Table(title=f"gradient stability, {n} triplets [95 % interval]", title_justify="left")
+    title = f"gradient stability, {n:,} triplets per condition [95 % interval]"
+    table = Table(title=title, title_justify="left")
     table.add_column("step", justify="right")
-    for name in ("same first token", "same suffix", "norm of J"):
+    for name in ("condition", "same first token", "same suffix", "norm of J"):
         table.add_column(name)
     for cells in rows(readings):
         table.add_row(*cells)
     console = Console()
-    Console(width=max(console.width, 100)).print(table)
+    Console(width=max(console.width, 120)).print(table)
 
 
 def print_passkey_inserted(name: str, rows: Sequence[Row]) -> None:
@@ -196,6 +198,27 @@ def print_passkey_inserted(name: str, rows: Sequence[Row]) -> None:
         table.add_row(format_length(length), *means, str(total), str(total.n))
     console = Console()
     Console(width=max(console.width, 44 + 8 * len(places))).print(table)
+    _print_overlap(rows)
+
+
+def _print_overlap(rows: Sequence[Row]) -> None:
+    """Prints how many prompts the intervals count, where prompts read the same text of a file."""
+    from longrnn.evaluation.passkey import independent
+
+    lengths: dict[int, list[Row]] = {}
+    for row in rows:
+        lengths.setdefault(row["length"], []).append(row)
+    counts = {length: independent(asked) for length, asked in lengths.items()}
+    said = [
+        f"{count:.1f} of {len(lengths[length])} at {format_length(length)}"
+        for length, count in sorted(counts.items())
+        if count is not None
+    ]
+    if said:
+        typer.echo(
+            "Prompts that read the same text of the filler are not independent: the intervals "
+            f"count {', '.join(said)}."
+        )
 
 
 def print_cost(costs: Mapping[str, Cost]) -> None:

@@ -160,6 +160,7 @@ def _measure(
 ) -> Iterator[dict[str, Any]]:
     """The rows of one model and length."""
     model = subject.model
+    batch = batch.to(next(model.parameters()).device)
     where = nonfinite(model, batch)
     if where is not None:
         yield {"kind": "nonfinite", "length": length, "where": where}

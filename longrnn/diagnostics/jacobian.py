@@ -85,7 +85,8 @@ class Step:
 
     def matrix(self) -> Tensor:
         """J, `(n, n)`: entry (i, j) is ∂ after_i / ∂ before_j."""
-        return self.transposed(torch.eye(self.size, dtype=self.start.dtype))
+        identity = torch.eye(self.size, dtype=self.start.dtype, device=self.start.device)
+        return self.transposed(identity)
 
 
 def spectrum(step: Step, generator: torch.Generator) -> Spectrum:
@@ -101,7 +102,7 @@ def spectrum(step: Step, generator: torch.Generator) -> Spectrum:
 def arnoldi(step: Step, generator: torch.Generator) -> float:
     """Largest modulus of a Ritz value: eigenvalues in a Krylov space of KRYLOV vectors."""
     basis = [_unit(_normal(1, step, generator))]
-    columns = torch.zeros(KRYLOV + 1, KRYLOV, dtype=step.start.dtype)
+    columns = step.start.new_zeros(KRYLOV + 1, KRYLOV)
     for j in range(KRYLOV):
         vector = step.product(basis[-1])
         size = float(vector.norm())
@@ -145,10 +146,9 @@ def golub_kahan(step: Step, generator: torch.Generator) -> list[float]:
     if not diagonal:
         return [0.0]
     # As many rows as left vectors; one column more where the last right vector was used.
-    dtype = step.start.dtype
-    bidiagonal = torch.zeros(len(diagonal), len(diagonal) + 1, dtype=dtype)
-    bidiagonal.diagonal().copy_(torch.tensor(diagonal, dtype=dtype))
-    bidiagonal.diagonal(1)[: len(above)] = torch.tensor(above, dtype=dtype)
+    bidiagonal = step.start.new_zeros(len(diagonal), len(diagonal) + 1)
+    bidiagonal.diagonal().copy_(step.start.new_tensor(diagonal))
+    bidiagonal.diagonal(1)[: len(above)] = step.start.new_tensor(above)
     return torch.linalg.svdvals(bidiagonal).tolist()
 
 
@@ -176,7 +176,7 @@ def lyapunov(
     """
     count = min(count, steps[0].size)
     frame, _ = torch.linalg.qr(_normal(count, steps[0], generator).T)
-    sums = torch.zeros(count, dtype=frame.dtype)
+    sums = frame.new_zeros(count)
     turning = len(steps) // 2
     for index, step in enumerate(steps):
         frame, stretched = torch.linalg.qr(step.product(frame.T).T)
@@ -204,7 +204,11 @@ def _radius(matrix: Tensor) -> float:
 
 
 def _normal(rows: int, step: Step, generator: torch.Generator) -> Tensor:
-    return torch.randn(rows, step.size, generator=generator, dtype=step.start.dtype)
+    # Drawn where the generator is, so that every device starts from the same vectors.
+    drawn = torch.randn(
+        rows, step.size, generator=generator, dtype=step.start.dtype, device=generator.device
+    )
+    return drawn.to(step.start.device)
 
 
 def _unit(vector: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ def fitted_slope(values: Tensor) -> Estimate | None:
     far = far[far.isfinite().all(1)]
     if far.shape[1] < 2 or not len(far):
         return None
-    x = torch.arange(far.shape[1], dtype=far.dtype)
+    x = torch.arange(far.shape[1], dtype=far.dtype, device=far.device)
     x -= x.mean()
     return mean(((far @ x) / x.square().sum()).tolist())
 
@@ -131,7 +131,7 @@ def histogram(gradient: Tensor) -> dict[str, Any]:
     """Counts of log10 |g| in BINS, and what they are summed up by."""
     size = gradient.abs()
     nonzero = size[size > 0]
-    edges = torch.tensor(BINS, dtype=size.dtype)
+    edges = torch.tensor(BINS, dtype=size.dtype, device=size.device)
     bins = torch.bucketize(nonzero.log10(), edges).clamp(1, len(BINS) - 1) - 1
     return {
         "counts": torch.bincount(bins, minlength=len(BINS) - 1).tolist(),

@@ -11,7 +11,7 @@ from longrnn.errors import UserError
 from longrnn.evaluation.passkey_grid import Grid, Inserted, Question, Sample, prompts, sample_of
 from longrnn.inference.prefix import Answer, Cost, Prompt, answers, count_tokens
 from longrnn.inference.reach import refuse_long
-from longrnn.intervals import Estimate, proportion
+from longrnn.intervals import Estimate, independent_stretches, proportion
 from longrnn.mitigations.chunk_select import select
 from longrnn.models import LanguageModel, generate
 from longrnn.progress import Progress
@@ -75,7 +75,8 @@ def evaluate(
 
     Returns:
         Rows with `model`, `length`, `depth` or `insert_at`, `index`, `key`, `said`, `correct`, of
-        the cells asked.
+        the cells asked; with a filler of its own also `start` and `covers`, where in it the prompt
+        begins and how much of it the prompt reads, as shares of the filler.
 
     Raises:
         UserError: a length too short, or a results file of another run.
@@ -224,9 +225,10 @@ def _row(
     key = question.needle.key
     said = task.tokenizer.decode(ids).strip()
     correct = said[: len(key)] == key
-    return {
-        "model": subject.name, **asdict(sample), "key": key, "said": said, "correct": correct
-    }  # fmt: skip
+    row = {"model": subject.name, **asdict(sample), "key": key, "said": said, "correct": correct}
+    if task.own_filler:
+        row |= {"start": question.start, "covers": sample.length / task.n_filler}
+    return row
 
 
 def by_model(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -237,8 +239,23 @@ def by_model(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return split
 
 
+def independent(rows: Sequence[Row]) -> float | None:
+    """How many of the prompts of one length count as independent; None for all of them.
+
+    In a text file, prompts that read the same text are not independent samples of such texts, see
+    `independent_stretches`. With the built-in filler every prompt reads the same text, and what is
+    sampled is the key alone.
+    """
+    if "covers" not in rows[0]:
+        return None
+    return independent_stretches([row["start"] for row in rows], rows[0]["covers"])
+
+
 def summarise(rows: Sequence[Row]) -> dict[tuple[int, float | None], Estimate]:
-    """Accuracy of one model by (length, depth); depth None stands for all depths together."""
+    """Accuracy of one model by (length, depth); depth None stands for all depths together.
+
+    Intervals are Wilson's, of as many prompts as `independent` counts.
+    """
     return _accuracy(rows, "depth")
 
 
@@ -248,8 +265,11 @@ def summarise_inserted(rows: Sequence[Row]) -> dict[tuple[int, int | None], Esti
 
 
 def _accuracy(rows: Sequence[Row], place: str) -> dict[tuple[int, Any], Estimate]:
-    cells: dict[tuple[int, Any], list[bool]] = {}
+    cells: dict[tuple[int, Any], list[Row]] = {}
     for row in rows:
         for where in (row[place], None):
-            cells.setdefault((row["length"], where), []).append(row["correct"])
-    return {cell: proportion(sum(right), len(right)) for cell, right in cells.items()}
+            cells.setdefault((row["length"], where), []).append(row)
+    return {
+        cell: proportion(sum(row["correct"] for row in asked), len(asked), independent(asked))
+        for cell, asked in cells.items()
+    }

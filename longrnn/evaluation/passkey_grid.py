@@ -30,7 +30,7 @@ from longrnn.units import format_length
 # A prompt is short where all but its filler is more than one part in so many of it.
 SHORT = 8
 # Of how prompts are made: rows of another version do not go on in one file.
-VERSION = 2
+VERSION = 3
 
 
 class Question(NamedTuple):

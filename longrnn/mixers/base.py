@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -163,6 +163,16 @@ class StepwiseMixer(Mixer):
         Returns:
             What it does to the memory, and how the new state is read from the new memory.
         """
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the mode of everything but `cell`, which stays in training mode.
+
+        cuDNN refuses the backward pass of a cell in eval mode, and a cell without dropout computes
+        the same in both: gradients through a model that was loaded for evaluation need this.
+        """
+        super().train(mode)
+        self.cell.train()
+        return self
 
     def forward(self, x: Tensor, state: PyTree, edit: Edit | None = None) -> tuple[Tensor, PyTree]:
         if edit is None:

@@ -6,9 +6,14 @@ B that share the first token, or all that comes after it, have
 
     stability = Σ_i ⟨J_i^A, J_i^B⟩ / Σ_i ‖J_i^A‖ ‖J_i^B‖
 
-over the rows i of J: the mean cosine of the gradients, weighted by their norms. 1 where the
-gradient is the same in both, 0 where it has nothing in common. J is exact, a row at a time for all
-inputs together, and never held whole.
+over the rows i of J: the mean cosine of the gradients, weighted by their norms. It is 1 where both
+inputs have the same gradient, and 0 where the two gradients are orthogonal.
+
+The first token is the target, the tokens after it are the disturbants. Each condition of the task
+is measured with triplets of its own: `reverse_dual_frequency` has four, a frequent or rare target
+with frequent or rare disturbants. Other tasks draw all tokens uniformly from one vocabulary.
+
+J is exact. It is computed one row at a time for all inputs together, and never held whole.
 """
 
 from __future__ import annotations
@@ -27,11 +32,13 @@ from longrnn.intervals import Estimate, mean
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.progress import Progress
 from longrnn.state import LMState, detach, leaves, tree_map
-from longrnn.tasks.sequence import Transduction
+from longrnn.tasks.sequence import Condition, Transduction
 from longrnn.training import checkpoint
 
-# Inputs whose rows of J are made together: a bound on memory.
+# Inputs whose rows of J are computed together: a bound on memory.
 INPUTS = 192
+# Triplets per condition and checkpoint, as in the source.
+TRIPLETS = 1024
 
 
 class Stability(NamedTuple):
@@ -49,34 +56,61 @@ class Stability(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A checkpoint's step, and means over triplets with their intervals."""
+    """Means over triplets with their intervals, of one checkpoint under one condition.
+
+    Attributes:
+        step: optimizer steps before the checkpoint.
+        condition: see `Condition.name`.
+        same_token: see `Stability`.
+        same_suffix: see `Stability`.
+        norm: see `Stability`.
+    """
 
     step: int
+    condition: str | None
     same_token: Estimate
     same_suffix: Estimate
     norm: Estimate
 
 
-def triplets(task: Transduction, n: int, length: int, generator: torch.Generator) -> Tensor:
-    """`(n, 3, 2 · length)` inputs (x, s), (x, s'), (x', s), uniform over the vocabulary.
+def triplets(
+    task: Transduction,
+    condition: Condition,
+    n: int,
+    *,
+    length: int,
+    generator: torch.Generator,
+) -> Tensor:
+    """Draws `(n, 3, 2 · length)` inputs (x, s), (x, s'), (x', s), each followed by query tokens.
 
-    x is the first token, s the tokens after it; query tokens follow. x' is never x: an input beside
-    itself would count as stable.
+    x is the first token, uniform over the targets of the condition; s holds the tokens after it,
+    uniform over its disturbants. x' is never x and s' never s: an input compared with itself would
+    count as stable.
 
     Raises:
-        UserError: a length that the task does not have, or one at which there are no other tokens.
+        UserError: a length that the task does not have or that has no tokens after the first, or a
+            condition with a single token to draw from.
     """
     task.check(length)
     if length < 2:
         raise UserError(
-            f"stability needs tokens after the first: length {length} must be at least 2"
+            f"stability needs tokens after the first, and length {length} has none: give a run "
+            "whose length.max is at least 2"
         )
-    x = torch.randint(task.n_tokens, (n, 2, 1), generator=generator)
-    suffix = torch.randint(task.n_tokens, (n, 2, length - 1), generator=generator)
-    # Drawn last, so that triplets without such a pair stay what they were.
-    shift = torch.randint(1, task.n_tokens, (n, 1), generator=generator)
+    n_targets, n_others = len(condition.target), len(condition.disturbants)
+    if min(n_targets, n_others) < 2:
+        raise UserError(
+            f"stability compares different tokens, and {condition.name or 'the vocabulary'} has "
+            "only one to draw from: give a run with a larger vocab_size"
+        )
+    x = torch.randint(n_targets, (n, 2, 1), generator=generator)
+    suffix = torch.randint(n_others, (n, 2, length - 1), generator=generator)
+    shift = torch.randint(1, n_targets, (n, 1), generator=generator)
     first, other = x.unbind(1)
-    x[:, 1] = torch.where(first == other, (first + shift) % task.n_tokens, other)
+    x[:, 1] = torch.where(first == other, (first + shift) % n_targets, other)
+    same = (suffix[:, 0] == suffix[:, 1]).all(1)
+    suffix[same, 1, -1] = (suffix[same, 1, -1] + 1) % n_others
+    x, suffix = x + condition.target.start, suffix + condition.disturbants.start
     inputs = torch.cat([x[:, [0, 0, 1]], suffix[:, [0, 1, 0]]], dim=2)
     return torch.cat([inputs, torch.full_like(inputs, task.query)], dim=2)
 
@@ -111,14 +145,14 @@ def _stability(model: RecurrentLM, inputs: Tensor) -> Stability:
     squares = y.new_zeros(n)
     for index in range(y.shape[-1]):
         found = torch.autograd.grad(y[:, 0, index].sum(), z, retain_graph=True, allow_unused=True)
-        # Rows of a batch do not know each other: this is row `index` of every input's J.
+        # Rows of a batch are independent: this is row `index` of every input's J.
         rows = torch.cat([g.flatten(1).to(y.dtype) for g in found if g is not None], dim=1)
         base, *others = rows.view(n, 3, -1).unbind(1)
         for pair, other in enumerate(others):
             products[pair] += (base * other).sum(1)
             weights[pair] += base.norm(dim=1) * other.norm(dim=1)
         squares += base.square().sum(1)
-    # A gradient that has vanished altogether has no direction: 0, as where nothing is shared.
+    # A gradient of 0 has no direction, and counts as orthogonal to every other.
     same = torch.where(weights > 0, products / weights, 0.0)
     return Stability(same[0], same[1], squares.sqrt())
 
@@ -128,47 +162,60 @@ def along_checkpoints(
     task: Transduction,
     *,
     length: int,
-    n: int = 64,
+    n: int = TRIPLETS,
     seed: int = 0,
     device: str = "cpu",
     quiet: bool = False,
 ) -> list[Reading]:
-    """The stability at every checkpoint that a run has kept, on the same triplets.
+    """Measures every checkpoint that a run has kept, on the same triplets, by condition.
 
     Args:
         run: its output folder.
-        task: that it was trained on.
+        task: the one it was trained on.
         length: of the sequences.
-        n: triplets; the published number is 1,024.
+        n: triplets per condition; the published number is 1,024.
         seed: of the triplets.
         device: where to compute.
         quiet: no progress.
 
+    Returns:
+        One reading per checkpoint and condition of the task, conditions innermost.
+
     Raises:
-        UserError: the run has no checkpoints, or n is not positive.
+        UserError: the run has no checkpoints, or n is not positive, or as `triplets` does.
     """
     if n < 1:
-        raise UserError(f"the number of triplets must be at least 1, not {n}")
+        raise UserError(f"the number of triplets is {n}: give at least 1")
     folders = checkpoint.checkpoints(run)
     if not folders:
         raise UserError(f"{run} has no checkpoints: give the output_dir of a training run")
-    inputs = triplets(task, n, length, torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    asked = [
+        (condition.name, triplets(task, condition, n, length=length, generator=generator))
+        for condition in task.conditions()
+    ]
     readings = []
-    with Progress("stability", len(folders), unit="inputs", quiet=quiet) as progress:
+    total = len(folders) * len(asked)
+    with Progress("stability", total, unit="inputs", quiet=quiet) as progress:
         for folder in folders:
-            found = stability(load_recurrent(folder, device=device), inputs)
-            estimates = [mean(values.tolist()) for values in found]
-            readings.append(Reading(checkpoint.steps(folder), *estimates))
-            progress.advance(1, 3 * n)
+            model = load_recurrent(folder, device=device)
+            for name, inputs in asked:
+                estimates = [mean(values.tolist()) for values in stability(model, inputs)]
+                readings.append(Reading(checkpoint.steps(folder), name, *estimates))
+                progress.advance(1, 3 * n)
     return readings
 
 
 def rows(readings: Sequence[Reading]) -> list[list[str]]:
-    """Cells of a table: step, the two stabilities and the norm of J."""
+    """Cells of a table: step, condition, the two stabilities and the norm of J."""
     return [
         [
             f"{reading.step:,}",
-            *(f"{e.mean:.3f} [{e.low:.3f}, {e.high:.3f}]" for e in reading[1:3]),
+            reading.condition or "all tokens",
+            *(
+                f"{e.mean:.3f} [{e.low:.3f}, {e.high:.3f}]"
+                for e in (reading.same_token, reading.same_suffix)
+            ),
             f"{reading.norm.mean:.3g} [{reading.norm.low:.3g}, {reading.norm.high:.3g}]",
         ]
         for reading in readings

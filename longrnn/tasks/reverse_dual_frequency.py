@@ -7,6 +7,7 @@ from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.tasks.base import TASKS, Batch
+from longrnn.tasks.sequence import Condition
 from longrnn.tasks.transductions import Reverse
 from longrnn.text import Tokenizer
 
@@ -60,9 +61,16 @@ class ReverseDualFrequency(Reverse):
     def options(self) -> dict[str, int | float]:
         return super().options() | {"rare_share": self.rare_share}
 
-    def condition(self, index: int) -> str:
-        names = ["rare" if rare else "frequent" for rare in CONDITIONS[index % 4]]
-        return "{} target, {} disturbants".format(*names)
+    def conditions(self) -> list[Condition]:
+        classes = {
+            "frequent": range(self.half),
+            "rare": range(self.half, self.n_tokens),
+        }
+        return [
+            Condition(f"{target} target, {others} disturbants", classes[target], classes[others])
+            for target in classes
+            for others in classes
+        ]
 
     def draw(self, n: int, length: int, generator: torch.Generator) -> Tensor:
         x = torch.randint(self.half, (n, length), generator=generator)

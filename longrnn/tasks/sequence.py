@@ -9,6 +9,7 @@ whose sequences are not equally likely.
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import NamedTuple
 
 import torch
 from rapidfuzz.distance import DamerauLevenshtein
@@ -17,6 +18,20 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.tasks.base import UNSCORED, Batch, Task, exact_match
 from longrnn.text import Tokenizer
+
+
+class Condition(NamedTuple):
+    """Where the tokens of a test sequence are drawn from, uniformly.
+
+    Attributes:
+        name: of the condition; None where the task has only one.
+        target: ids of the token that the test is about.
+        disturbants: ids of all other tokens.
+    """
+
+    name: str | None
+    target: range
+    disturbants: range
 
 
 class SequenceTask(Task):
@@ -78,9 +93,14 @@ class SequenceTask(Task):
         """What the held-out sequences depend on, beside their length."""
         return {"vocab_size": self.n_tokens, "seed": self.seed, "held_out": self.n_held_out}
 
+    def conditions(self) -> list[Condition]:
+        """The conditions of the test; held-out sequences take them in turn."""
+        return [Condition(None, range(self.n_tokens), range(self.n_tokens))]
+
     def condition(self, index: int) -> str | None:
-        """Under what condition held-out sequence `index` is asked; None where there are none."""
-        return None
+        """Name of the condition of held-out sequence `index`; None where there is only one."""
+        conditions = self.conditions()
+        return conditions[index % len(conditions)].name
 
     def sample(self, batch_size: int, *, length: int, generator: torch.Generator) -> Batch:
         _, forbidden = self._evaluation_set(length)

@@ -251,8 +251,8 @@ def test_diagnose_stability(cli: CLI, models: Path) -> None:
     """A checkpoint that is left out, or a table without intervals."""
     result = cli("diagnose", "stability", models / "backwards", "--n", "3", "--quiet")
     assert result.code == 0, result.err
-    assert "gradient stability, 3 triplets" in result.out
-    assert re.search(r"│ +4 │ -?\d\.\d{3} \[.*│ -?\d\.\d{3} \[.*│ \d", result.out)
+    assert "gradient stability, 3 triplets per condition" in result.out
+    assert re.search(r"│ +4 │ all tokens │ -?\d\.\d{3} \[.*│ -?\d\.\d{3} \[.*│ \d", result.out)
 
 
 def test_sweep(cli: CLI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

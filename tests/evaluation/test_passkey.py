@@ -65,7 +65,7 @@ def test_rows_say_everything(tmp_path: Path) -> None:
     assert all(row in rows for row in written)
     assert header == {
         "evaluation": "passkey", "models": {"model0": "oracle"}, "tokenizers": {"model0": "bytes"},
-        "seed": 0, "version": 2,
+        "seed": 0, "version": 3,
     }  # fmt: skip
     assert len({row["key"] for row in rows}) > 7
 

@@ -14,11 +14,26 @@ from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.state import LMState, leaves, tree_map
 from longrnn.studies import stability as module
 from longrnn.studies.stability import along_checkpoints, stability, triplets
-from longrnn.tasks import Reverse
+from longrnn.tasks import TASKS, Reverse
+from longrnn.tasks.sequence import Condition, Transduction
 from tests.contracts.builders import MIXER_OPTIONS
 from tests.training.runs import tiny, train
 
 TASK = Reverse(vocab_size=7, held_out=4)
+(ALL,) = TASK.conditions()
+
+
+def dual(vocab_size: int = 6) -> Transduction:
+    task = TASKS.build(
+        {"kind": "reverse_dual_frequency", "vocab_size": vocab_size, "held_out": 4}, None
+    )
+    assert isinstance(task, Transduction)
+    return task
+
+
+def drawn(n: int, seed: int, *, length: int = 4, condition: Condition = ALL) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return triplets(TASK, condition, n, length=length, generator=generator)
 
 
 def build(kind: str, **changes: Any) -> RecurrentLM:
@@ -58,26 +73,58 @@ def similarity(one: Tensor, other: Tensor) -> float:
 
 
 def test_no_input_is_compared_with_itself() -> None:
-    """A pair of equal inputs, whose stability is 1: one in V of those with another first token."""
-    found = triplets(TASK, 500, 4, torch.Generator().manual_seed(0))
-    base, token, suffix = found.unbind(1)
+    """The inputs of a pair always differ: equal ones have a stability of 1."""
+    base, token, suffix = drawn(500, 0, length=2).unbind(1)
+    assert (base[:, 1] != token[:, 1]).all()
+    base, token, suffix = drawn(500, 0).unbind(1)
     assert (base[:, 0] == token[:, 0]).all()
     assert (base[:, 0] != suffix[:, 0]).all()
     assert torch.equal(base[:, 1:], suffix[:, 1:])
     assert suffix[:, 0].unique().tolist() == list(range(7))
-    with pytest.raises(UserError, match="must be at least 2"):
-        triplets(TASK, 5, 1, torch.Generator())
+    with pytest.raises(UserError, match="length.max is at least 2"):
+        drawn(5, 0, length=1)
+    with pytest.raises(UserError, match="larger vocab_size"):
+        drawn(5, 0, condition=Condition("rare target, rare disturbants", range(6, 7), range(6)))
+
+
+def test_frequent_and_rare_tokens_are_drawn_apart() -> None:
+    """Target and disturbants come from the classes of the condition, all of them and no others."""
+    task = dual()
+    seen = []
+    for condition in task.conditions():
+        generator = torch.Generator().manual_seed(0)
+        inputs = triplets(task, condition, 200, length=4, generator=generator)
+        base, token, suffix = inputs.unbind(1)
+        assert inputs[:, :, 0].unique().tolist() == list(condition.target)
+        assert inputs[:, :, 1:4].unique().tolist() == list(condition.disturbants)
+        assert (inputs[:, :, 4:] == task.query).all()
+        assert torch.equal(base[:, 0], token[:, 0])
+        assert (base[:, 0] != suffix[:, 0]).all()
+        assert torch.equal(base[:, 1:], suffix[:, 1:])
+        seen.append((condition.name, condition.target, condition.disturbants))
+    assert seen == [
+        ("frequent target, frequent disturbants", range(3), range(3)),
+        ("frequent target, rare disturbants", range(3), range(3, 6)),
+        ("rare target, frequent disturbants", range(3, 6), range(3)),
+        ("rare target, rare disturbants", range(3, 6), range(3, 6)),
+    ]
 
 
 @pytest.mark.parametrize("changes", [{}, {"block": "residual", "n_layers": 2}], ids=str)
 @pytest.mark.parametrize("kind", ["rnn", "gru", "lstm", "mamba2"])
-def test_it_is_the_naive_one(
+def test_it_equals_the_definition_token_by_token(
     kind: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part of the state left out, rows of the batch mixed, triplets in another order."""
+    """Stability and norm equal those of Jacobians taken entry by entry, in every condition."""
     monkeypatch.setattr(module, "INPUTS", 6)  # two parts
-    model = build(kind, **changes)
-    inputs = triplets(TASK, 3, 4, torch.Generator().manual_seed(1))
+    model = build(kind, **changes).eval()
+    task = dual()
+    generator = torch.Generator().manual_seed(1)
+    parts = [
+        triplets(task, condition, 1, length=4, generator=generator)
+        for condition in task.conditions()
+    ]
+    inputs = torch.cat(parts)
     found = stability(model, inputs)
     for index, triplet in enumerate(inputs):
         base, token, suffix = (jacobian(model, one) for one in triplet)
@@ -97,7 +144,7 @@ def test_a_linear_cell_has_the_same_gradient_everywhere() -> None:
         cell = model.mixers[0].cell
         assert isinstance(cell, torch.nn.RNN)
         weight = cell.weight_hh_l0.clone()
-    inputs = triplets(TASK, 5, 4, torch.Generator().manual_seed(2))
+    inputs = drawn(5, 2)
     found = stability(model, inputs)
     assert torch.allclose(found.same_token, torch.ones(5, dtype=torch.float64))
     assert torch.allclose(found.same_suffix, torch.ones(5, dtype=torch.float64))
@@ -111,8 +158,8 @@ def test_a_linear_cell_has_the_same_gradient_everywhere() -> None:
 
 
 def test_triplets_share_what_they_should() -> None:
-    """Pairs that share the wrong part."""
-    base, token, suffix = triplets(TASK, 200, 4, torch.Generator().manual_seed(0)).unbind(1)
+    """The second input shares the first token of the base, the third all other tokens."""
+    base, token, suffix = drawn(200, 0).unbind(1)
     assert torch.equal(base[:, 0], token[:, 0])
     assert torch.equal(base[:, 1:], suffix[:, 1:])
     assert (base[:, 1:4] != token[:, 1:4]).any(1).float().mean() > 0.9
@@ -121,17 +168,41 @@ def test_triplets_share_what_they_should() -> None:
 
 
 def test_along_checkpoints(tmp_path: Path) -> None:
-    """Checkpoints out of order, or other triplets at each."""
+    """Checkpoints are read in the order of their steps, with the same triplets for each."""
     trainer = train(tiny("reverse", tmp_path / "run", save_total_limit=9))
     task = trainer.task
     assert isinstance(task, Reverse)
     readings = along_checkpoints(tmp_path / "run", task, length=4, n=3, quiet=True)
     assert [reading.step for reading in readings] == [4, 8, 10]
-    inputs = triplets(task, 3, 4, torch.Generator().manual_seed(0))
+    (condition,) = task.conditions()
+    generator = torch.Generator().manual_seed(0)
+    inputs = triplets(task, condition, 3, length=4, generator=generator)
     last = stability(trainer._model().eval(), inputs)
     assert readings[-1].same_token.mean == pytest.approx(float(last.same_token.mean()), abs=1e-6)
     assert readings[-1].norm.n == 3
+    assert {reading.condition for reading in readings} == {None}
     with pytest.raises(UserError, match="no checkpoints"):
         along_checkpoints(tmp_path, task, length=4)
     with pytest.raises(UserError, match="at least 1"):
         along_checkpoints(tmp_path / "run", task, length=4, n=0)
+
+
+def test_every_checkpoint_is_measured_under_every_condition(tmp_path: Path) -> None:
+    """A run with frequent and rare tokens has four readings per checkpoint, of different inputs."""
+    run = tmp_path / "run"
+    trainer = train(
+        tiny(
+            "reverse",
+            run,
+            save_total_limit=9,
+            task={"kind": "reverse_dual_frequency", "vocab_size": 6, "held_out": 4},
+        )
+    )
+    task = trainer.task
+    assert isinstance(task, Transduction)
+    readings = along_checkpoints(run, task, length=4, n=3, quiet=True)
+    names = [condition.name for condition in task.conditions()]
+    assert [(reading.step, reading.condition) for reading in readings] == [
+        (step, name) for step in (4, 8, 10) for name in names
+    ]
+    assert len({reading.same_token for reading in readings[-4:]}) == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,6 +19,7 @@ from longrnn.errors import UserError
 from longrnn.evaluation import passkey
 from longrnn.inference.reach import out_of_reach
 from longrnn.intervals import Estimate, paired_proportion, proportion
+from longrnn.results import Row
 from longrnn.tasks.passkey import Passkey
 from longrnn.tasks.passkey_documents import Needle, keys
 
@@ -59,7 +61,6 @@ class PasskeyRetrieval(Evaluation):
         self.n, self.n_keys, self.batch_size = n, n_keys, batch_size
         self.filler = None if filler is None else Path(filler)
         self.texts = [] if self.filler is None else [self.filler]
-        self.metric = Metric(title, _share, paired_proportion)
         if n < 1 or batch_size < 1:
             raise UserError("n and batch_size must be at least 1")
         if not depths or not all(0 <= depth <= 1 for depth in depths):
@@ -78,6 +79,7 @@ class PasskeyRetrieval(Evaluation):
         reasons = {n: out_of_reach(contender.model, n + answer) for n in self.lengths}
         reached = [length for length, reason in reasons.items() if reason is None]
         samples: dict[int, dict[str, float]] = {length: {} for length in self.lengths}
+        by_length: dict[int, list[Row]] = {}
         if reached:
             rows = passkey.evaluate(
                 [passkey.Subject(contender.name, contender.model, contender.tokenizer)],
@@ -93,7 +95,20 @@ class PasskeyRetrieval(Evaluation):
             )
             for row in rows:
                 samples[row["length"]][f"{row['depth']}/{row['index']}"] = float(row["correct"])
-        return [Point(self.metric, n, samples[n], reasons[n]) for n in self.lengths]
+                by_length.setdefault(row["length"], []).append(row)
+        return [
+            Point(self._metric(by_length.get(n, [])), n, samples[n], reasons[n])
+            for n in self.lengths
+        ]
+
+    def _metric(self, rows: Sequence[Row]) -> Metric:
+        """The metric of one length, whose intervals count overlapping prompts of a text once."""
+        count = passkey.independent(rows) if rows else None
+        return Metric(
+            self.title,
+            partial(_share, independent=count),
+            partial(paired_proportion, independent=count),
+        )
 
     def _task(self, contender: Contender) -> Passkey:
         files = None if self.filler is None else [str(self.filler)]
@@ -106,5 +121,5 @@ class PasskeyRetrieval(Evaluation):
         return max(len(task.answer(needle)) for needle in needles)
 
 
-def _share(values: Sequence[float]) -> Estimate:
-    return proportion(round(sum(values)), len(values))
+def _share(values: Sequence[float], independent: float | None) -> Estimate:
+    return proportion(round(sum(values)), len(values), independent)

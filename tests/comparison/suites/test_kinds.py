@@ -22,6 +22,7 @@ from longrnn.comparison.suites import (
 )
 from longrnn.errors import UserError
 from longrnn.evaluation import passkey
+from longrnn.intervals import paired_proportion, proportion
 from longrnn.results import read_results
 from longrnn.text import ByteTokenizer
 from tests.comparison.suites.contenders import SHORT, PairTokenizer, contender, llama
@@ -65,6 +66,22 @@ def test_passkey(tmp_path: Path) -> None:
             f"{row['depth']}/{row['index']}": float(row["correct"]) for row in asked
         }
         assert len(point.samples) == 4
+
+
+def test_passkey_in_a_text_counts_what_is_shared_once(tmp_path: Path) -> None:
+    """Shares and differences over prompts of one book have intervals of its separate stretches."""
+    book = tmp_path / "book.txt"
+    book.write_text("It was a dark and stormy night; the rain fell in torrents. " * 8)
+    evaluation = PasskeyRetrieval("keys", 0, lengths=["200"], depths=[0, 1], n=8, filler=str(book))
+    (point,) = evaluation.measure(contender("one"), tmp_path / "one.jsonl", quiet=True)
+    _, rows = read_results(tmp_path / "one.jsonl")
+    count = passkey.independent(rows)
+    assert count is not None
+    assert count < 8
+    right = [1.0] * 16
+    assert point.metric.estimate(right) == proportion(16, 16, count)
+    assert point.metric.difference is not None
+    assert point.metric.difference(right, right) == paired_proportion(right, right, count)
 
 
 def test_passkey_beyond_the_model(tmp_path: Path) -> None:

@@ -1,0 +1,51 @@
+"""Cells in eval mode: the same values as in training mode, with gradients on every device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from longrnn.state import leaves
+from tests.contracts.builders import (
+    D_MODEL,
+    MIXER_SPECS,
+    build_mixer,
+    random_tree,
+    spec_id,
+)
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+    ),
+]
+
+
+@pytest.mark.parametrize("spec", MIXER_SPECS, ids=spec_id)
+def test_eval_mode_keeps_the_cell_differentiable_by_cudnn(spec: dict[str, Any]) -> None:
+    """No module of torch.nn that runs on cuDNN is in eval mode, where cuDNN has no backward."""
+    mixer = build_mixer(spec).eval()
+    assert not mixer.training
+    assert all(cell.training for cell in mixer.modules() if isinstance(cell, nn.RNNBase))
+    assert mixer.train().training
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("spec", MIXER_SPECS, ids=spec_id)
+def test_both_modes_give_the_same_values_and_gradients(spec: dict[str, Any], device: str) -> None:
+    """Outputs and the gradient in the initial state are equal in training and in eval mode."""
+
+    def run(mode: bool) -> list[Tensor]:
+        mixer = build_mixer(spec).to(device).train(mode)
+        x = random_tree(torch.empty(2, 5, D_MODEL + 2, dtype=torch.float64), 0).to(device)
+        state = random_tree(mixer.init_state(2), 1)
+        before = [leaf.requires_grad_() for _, leaf in leaves(state)]
+        y, _ = mixer(x, state)
+        return [y, *torch.autograd.grad(y.sum(), before)]
+
+    for one, other in zip(run(True), run(False), strict=True):
+        assert torch.equal(one, other)

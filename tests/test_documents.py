@@ -1,0 +1,177 @@
+"""Every command, file and page that the documents name exists and is accepted."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from longrnn.cli.app import app
+from longrnn.config import load_config
+from longrnn.programs import new_app
+from longrnn.training.config import TrainConfig
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in (
+        "*.md", "docs/**/*.md", "eval/**/*.md", "configs/**/*.md", "benchmarks/results/*.md"
+    )
+    for path in ROOT.glob(pattern)
+    if path.name != "CHANGELOG.md"
+)  # fmt: skip
+# What stands for something that is left out.
+ELLIPSIS = "…"
+# The error of a wrong command line, of the click that typer brings along.
+UsageError: Any = typer.BadParameter.__bases__[0]
+
+
+def commands(text: str) -> Iterator[tuple[str, bool]]:
+    """Commands of a page, and whether each is complete (in a block) or a name in a sentence."""
+    for block in re.findall(r"^ *```\w*\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE):
+        for line in block.replace("\\\n", " ").splitlines():
+            yield line.strip().removeprefix("$ "), True
+    prose = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
+    for name in re.findall(r"`([^`]+)`", prose):
+        yield re.sub(r"[\[\]]", "", " ".join(name.split())), False
+
+
+def kinds(line: str) -> list[str] | None:
+    """The words of a command of this project; None for any other line."""
+    if not re.match(r"(longrnn|python|accelerate|make|pytest)\s+\S", line):
+        return None
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError:  # output that begins with a name of ours
+        return None
+    return [word for word in words if word != ELLIPSIS]
+
+
+def cases() -> list[Any]:
+    """`(document, words, complete)` of every command."""
+    found = []
+    for document in DOCUMENTS:
+        seen = set()
+        for line, complete in commands((ROOT / document).read_text()):
+            words = kinds(line)
+            if words and (line, complete) not in seen:
+                seen.add((line, complete))
+                found.append(pytest.param(words, complete, id=f"{document}: {line}"))
+    return found
+
+
+class Parsed(Exception):
+    """A program of argparse has accepted its options."""
+
+
+def parse(command: Any, words: list[str], complete: bool) -> None:
+    """Has the parser of a command read its words, and nothing run."""
+    words = list(words)
+    while hasattr(command, "commands"):
+        if not words:
+            return
+        name = words.pop(0)
+        assert name in command.commands, f"no command {name!r}"
+        command = command.commands[name]
+    try:
+        command.make_context(command.name, words)
+    except UsageError as error:
+        if complete or type(error).__name__ != "MissingParameter":
+            pytest.fail(error.format_message())
+
+
+def parse_longrnn(words: list[str], complete: bool) -> None:
+    parse(typer.main.get_command(app), words, complete)
+    if words[0] == "train" and len(words) > 1 and (ROOT / words[1]).is_file():
+        overrides = [word for word in words[2:] if not word.startswith("--")]
+        load_config(TrainConfig, ROOT / words[1], overrides)
+
+
+def parse_script(path: Path, words: list[str], complete: bool) -> None:
+    script = runpy.run_path(str(path))
+    main = next(script[key] for key in ("main", "demo", "app") if key in script)
+    if not isinstance(main, typer.Typer):
+        main, function = new_app(), main
+        main.command()(function)
+    parse(typer.main.get_command(main), words, complete)
+
+
+def parse_module(name: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = argparse.ArgumentParser.parse_args
+
+    def only_parse(parser: argparse.ArgumentParser, *arguments: Any) -> None:
+        real(parser, *arguments)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", only_parse)
+    monkeypatch.setattr(sys, "argv", [name, *words])
+    monkeypatch.delitem(sys.modules, name, raising=False)  # runpy warns of one that is there
+    with pytest.raises(Parsed):
+        runpy.run_module(name, run_name="__main__")
+
+
+@pytest.mark.parametrize(("words", "complete"), cases())
+def test_every_command_is_accepted(
+    words: list[str], complete: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each command of a page has a program, options and arguments that exist."""
+    monkeypatch.chdir(ROOT)
+    if words[:2] == ["accelerate", "launch"]:
+        if len(words) == 2:
+            return
+        assert (ROOT / words[words.index("--config_file") + 1]).is_file()
+        words = ["longrnn", *words[words.index("longrnn.cli") + 1 :]]
+    program, *rest = words
+    if program == "longrnn":
+        parse_longrnn(rest, complete)
+    elif program == "make":
+        assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    elif program == "pytest":
+        assert all((ROOT / word).exists() for word in rest if "/" in word)
+    elif rest[0] != "-m":
+        parse_script(ROOT / rest[0], rest[1:], complete)
+    elif rest[1].startswith("scripts."):
+        parse_script(ROOT / (rest[1].replace(".", "/") + ".py"), rest[2:], complete)
+    elif rest[1].startswith("benchmarks."):
+        parse_module(rest[1], rest[2:], monkeypatch)
+    else:
+        assert rest[1] in {"longrnn.cli", "benchmarks"}, f"no module {rest[1]}"
+
+
+def test_commands_that_do_not_exist_are_found() -> None:
+    """The check refuses an unknown option, an unknown command and an unknown override."""
+    for line in ("longrnn info x --verbatim", "longrnn diagnose mind x"):
+        words = kinds(line)
+        assert words is not None
+        with pytest.raises((pytest.fail.Exception, AssertionError)):
+            parse_longrnn(words[1:], True)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_file_that_is_named_exists(document: str) -> None:
+    """Links, and paths of files that belong to the project."""
+    text = (ROOT / document).read_text()
+    here = (ROOT / document).parent
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
+    missing = [link for link in links if not (here / link).exists()]
+    named = set(
+        re.findall(
+            r"(?<![\w/.])((?:benchmarks|configs|docs|eval|scripts|tests|longrnn)/[\w./*{},-]+\w)",
+            text,
+        )
+    )
+    for path in named:
+        # `longrnn/bundled/` exists in a wheel only.
+        placeholder = "{" in path or "NAME" in path
+        if "." in Path(path).name and not placeholder and not glob.glob(str(ROOT / path)):
+            missing.append(path)
+    assert not missing
