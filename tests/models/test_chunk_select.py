@@ -13,8 +13,8 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.evaluation.passkey import Subject, evaluate
 from longrnn.evaluation.results import read_results
-from longrnn.mitigations.chunk_select import Choice, select
 from longrnn.models import LanguageModel
+from longrnn.models.chunk_select import Choice, select
 from longrnn.state import LMState
 from longrnn.text import ByteTokenizer
 from tests.cli.conftest import CLI, cli  # noqa: F401 (a fixture)
