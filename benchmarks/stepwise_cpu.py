@@ -68,7 +68,11 @@ class Stepwise(RecurrentLM):
         keep: int | None = None,
         edits: Sequence[Edit] | None = None,
     ) -> tuple[Tensor, LMState]:
-        return super().hidden(tokens, state, keep=keep, edits=[Edit() for _ in self.mixers])
+        identity = [Edit()] * len(self.mixers)
+        start = self.init_state(len(tokens)) if state is None else state
+        start = start._replace(extra=self.init_carries(len(tokens), identity))
+        hidden, after = super().hidden(tokens, start, keep=keep, edits=identity)
+        return hidden, after._replace(extra=())
 
 
 def arguments() -> argparse.Namespace:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import field, make_dataclass
+from dataclasses import field, is_dataclass, make_dataclass
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from longrnn.errors import UserError, nearest
@@ -107,6 +107,7 @@ class Registry(Mapping[str, "type[T]"], Generic[T]):
 
 def keyword_options(member: type) -> dict[str, Any]:
     """Name and type of every keyword-only parameter of a class's constructor."""
-    hints = get_type_hints(member.__init__)
+    # The fields of a dataclass may come from another module, with its names for their types.
+    hints = get_type_hints(member if is_dataclass(member) else member.__init__)
     parameters = inspect.signature(member.__init__).parameters.values()
     return {p.name: hints[p.name] for p in parameters if p.kind is p.KEYWORD_ONLY}

@@ -1,8 +1,9 @@
 """What the states of a model look like while prompts stream through them.
 
 Notable choices:
-- Decays are seen through the hook that mitigations use, behind the mitigation where there is one,
-  and their logarithms are summed in float64: at a million tokens a float32 sum has no digits left.
+- Decays are observed by an edit, the contract of mitigations, which comes after the mitigation
+  where there is one. Their logarithms are summed in float64: at a million tokens a float32 sum has
+  no digits left.
 - Prompts are rows of one batch, read in pieces that end where statistics are taken; nothing is kept
   of what lies between.
 """
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.mitigations import Mitigated
-from longrnn.mixers import Edit, Mixer, ScanningMixer, StepwiseMixer, Update
+from longrnn.mixers import Composed, Edit, Mixer, ScanningMixer, StepwiseMixer, Update
 from longrnn.models import RecurrentLM
 from longrnn.ops.ssd import ScanInputs
 from longrnn.progress import Progress
@@ -53,29 +54,37 @@ class Reading(NamedTuple):
     output_norm: Tensor
 
 
-class Watch(Edit):
-    """Sums the log decays of one layer: `(b, h, 1)` of heads, `(b, 1, d)` of units.
+class Decays(NamedTuple):
+    """What `Watch` carries: sums of log decays, `(b, h, 1)` of heads or `(b, 1, d)` of units.
 
     Attributes:
         total: since the start.
         recent: since it was last set to 0.
     """
 
-    def __init__(self) -> None:
-        self.total: Tensor | float = 0.0
-        self.recent: Tensor | float = 0.0
+    total: Tensor
+    recent: Tensor
 
-    def edit_inputs(self, inputs: ScanInputs) -> ScanInputs:
-        self._add(inputs.log_decay.double().sum(1)[..., None])
-        return inputs
+    def add(self, log_decay: Tensor) -> Decays:
+        """The sums with more tokens."""
+        return Decays(self.total + log_decay, self.recent + log_decay)
 
-    def edit_step(self, before: Tensor, after: Update) -> Update:
-        if after.keep is not None:
-            self._add(after.keep.double().log()[:, None])
-        return after
 
-    def _add(self, log_decay: Tensor) -> None:
-        self.total, self.recent = self.total + log_decay, self.recent + log_decay
+class Watch(Edit):
+    """Sums the log decays of one layer, and changes nothing."""
+
+    def init_carry(self, mixer: Mixer, batch_size: int) -> Decays:
+        device = next(mixer.parameters()).device
+        zero = torch.zeros(batch_size, 1, 1, dtype=torch.float64, device=device)
+        return Decays(zero, zero)
+
+    def edit_inputs(self, inputs: ScanInputs, carry: Decays) -> tuple[ScanInputs, Decays]:
+        return inputs, carry.add(inputs.log_decay.double().sum(1)[..., None])
+
+    def edit_update(self, update: Update, carry: Decays) -> tuple[Update, Decays]:
+        if update.keep is None:
+            return update, carry
+        return update, carry.add(update.keep.double().log()[:, None])
 
 
 class OutputNorm:
@@ -118,10 +127,8 @@ def read(
         UserError: a model of another kind.
     """
     check(model)
-    defined = _decays_are_defined(model)
-    # Without gates there is nothing to see, and the fused kernel may run.
-    watches = [Watch() for _ in model.mixers] if defined else None
-    state, contributions = model.init_state(len(tokens)), None
+    plain, edits, watching = _watched(model)
+    state, contributions = plain.init_state(len(tokens), edits), None
     device = state.position.device
     wanted = set(stops)
     position = 0
@@ -130,21 +137,20 @@ def read(
             if cut > max(stops):
                 break
             piece = tokens[:, position:cut].to(device)
-            state = _consume(model, piece, state, watches)
+            state = plain(piece, state, keep=0, edits=edits).state
             position = cut
             if progress is not None:
                 progress.advance(piece.numel(), piece.numel())
             if cut == first:
                 contributions = _memories(model.mixers, state)
-                for watch in watches or ():
-                    watch.recent = 0.0
+                state = _forget_recent(state) if watching else state
             if cut in wanted:
                 yield (
                     cut,
                     [
                         _reading(
                             memory.double(),
-                            None if watches is None else watches[layer],
+                            state.extra[layer][-1] if watching else None,
                             None if contributions is None else contributions[layer].double(),
                             outputs[layer].take(),
                         )
@@ -169,16 +175,14 @@ def state_size(model: RecurrentLM | Mitigated) -> int:
 
 
 def _reading(
-    memory: Tensor, watch: Watch | None, contribution: Tensor | None, output_norm: Tensor
+    memory: Tensor, decays: Decays | None, contribution: Tensor | None, output_norm: Tensor
 ) -> Reading:
     """One layer; `memory` and what the first tokens contributed are `(b, h, entries)`."""
     norm = memory.norm(dim=-1)
     retention = first_share = None
-    if watch is not None:
-        retention = torch.as_tensor(watch.total).exp().mean(-1).cpu()
-        left = memory
-        if contribution is not None:
-            left = contribution * torch.as_tensor(watch.recent, dtype=torch.float64).exp()
+    if decays is not None:
+        retention = decays.total.exp().mean(-1).cpu()
+        left = memory if contribution is None else contribution * decays.recent.exp()
         first_share = (left.norm(dim=-1) / norm).cpu()
     variance = memory.var(dim=-1, correction=0)
     return Reading(
@@ -186,18 +190,33 @@ def _reading(
     )
 
 
-def _decays_are_defined(model: RecurrentLM | Mitigated) -> bool:
-    if isinstance(model, Mitigated) and any(part.runs_the_scan() for part in model.parts):
+def _watched(
+    model: RecurrentLM | Mitigated,
+) -> tuple[RecurrentLM, Sequence[Composed] | None, bool]:
+    """The model inside, its edits, and whether a `Watch` stands behind them in each layer.
+
+    Where decays have no meaning there is no `Watch`, so that the fused kernel of a plain cell runs.
+    """
+    plain, own = (model.model, model.edits) if isinstance(model, Mitigated) else (model, None)
+    if not _decays_are_defined(model.mixers, own):
+        return plain, own, False
+    first: Sequence[Edit] = own or [Edit()] * len(model.mixers)
+    return plain, [Composed([edit, Watch()]) for edit in first], True
+
+
+def _decays_are_defined(mixers: Sequence[Mixer], edits: Sequence[Edit] | None) -> bool:
+    if any(edit.redefines_recurrence for edit in edits or ()):
         return False
-    return all(not isinstance(mixer, StepwiseMixer) or mixer.gated for mixer in model.mixers)
+    return all(not isinstance(mixer, StepwiseMixer) or mixer.gated for mixer in mixers)
 
 
-def _consume(
-    model: RecurrentLM | Mitigated, tokens: Tensor, state: LMState, watches: list[Watch] | None
-) -> LMState:
-    if isinstance(model, Mitigated):
-        return model(tokens, state, keep=0, observe=watches).state
-    return model(tokens, state, keep=0, edits=watches).state
+def _forget_recent(state: LMState) -> LMState:
+    """A state in which every `Decays.recent` is 0."""
+    extra = tuple(
+        (own, decays._replace(recent=torch.zeros_like(decays.recent)))
+        for own, decays in state.extra
+    )
+    return state._replace(extra=extra)
 
 
 def _memories(mixers: Sequence[Mixer], state: LMState) -> list[Tensor]:

@@ -21,7 +21,8 @@ from longrnn.errors import UserError, nearest
 from longrnn.evaluation.layer_statistics import statistics
 from longrnn.evaluation.perplexity import losses
 from longrnn.evaluation.texts import Document
-from longrnn.mitigations import Mitigated, mitigation
+from longrnn.mitigations import MITIGATIONS, Mitigated, mitigation
+from longrnn.mitigations.mitigated import check_defined
 from longrnn.models import RecurrentLM
 from longrnn.progress import Progress
 from longrnn.units import format_length
@@ -139,7 +140,7 @@ def _token_filter(
         retention = layer.log_decay.sum(1).mean(0).exp()
         # Head by head: `quantile` takes at most 16 million numbers.
         limit = torch.stack([dt.quantile(share) for dt in layer.dt.flatten(0, 1).unbind(1)])
-        # Up, so that the token that was taken for the threshold is filtered in float32 too.
+        # Up, so that the rounding of the quantile does not spare the step that it was taken from.
         pairs = zip(retention.tolist(), (limit * (1 + 1e-6)).tolist(), strict=True)
         thresholds.append([theta if kept > GLOBAL else None for kept, theta in pairs])
     if all(theta is None for layer in thresholds for theta in layer):
@@ -236,8 +237,7 @@ def _search(
 
 def _refuse_undefined(model: RecurrentLM, kind: str) -> None:
     """Raises the reason, where a method is not defined for the model's cells."""
-    options = {"threshold": 1.0} if kind == "token_filter" else {}
-    mitigation({"kind": kind, **options}).bind(model)
+    check_defined(MITIGATIONS[kind], model)
 
 
 def _windows(documents: Sequence[Document], length: int, most: int) -> Tensor:

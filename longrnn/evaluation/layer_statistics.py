@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longrnn.mixers import Edit, ScanningMixer, StepwiseMixer
+from longrnn.mixers import Edit, ScanningMixer, Steps, StepwiseMixer
 from longrnn.models import RecurrentLM
-from longrnn.ops.ssd import ScanInputs
 from longrnn.progress import Progress
+from longrnn.state import PyTree
 
 # Tokens between two looks at a state.
 EVERY = 16
@@ -39,8 +39,8 @@ def statistics(model: RecurrentLM, windows: Tensor, quiet: bool = True) -> list[
         windows: `(w, t)` tokens, each row from an empty state.
         quiet: no progress.
     """
-    recorders = [_Recorder() for _ in model.mixers]
-    state = model.init_state(len(windows))
+    recorders = [_Recorder()] * len(model.mixers)
+    state = model.init_state(len(windows), recorders)
     norms: list[list[Tensor]] = [[] for _ in model.mixers]
     with Progress("calibration", windows.numel(), unit="tokens", quiet=quiet) as progress:
         for piece in windows.to(state.position.device).split(EVERY, dim=1):
@@ -51,22 +51,18 @@ def statistics(model: RecurrentLM, windows: Tensor, quiet: bool = True) -> list[
                 seen.append(memory.unflatten(1, (mixer.n_heads, -1)).flatten(2).norm(dim=-1))
             progress.advance(piece.numel(), piece.numel())
     found = []
-    for mixer, recorder, seen in zip(model.mixers, recorders, norms, strict=True):
-        log_decay = torch.cat(recorder.seen, dim=1) if recorder.seen else None
-        dt = None
-        if log_decay is not None:
-            assert isinstance(mixer, ScanningMixer)
-            dt = log_decay / mixer.rates().double()
+    for recorded, seen in zip(state.extra, norms, strict=True):
+        log_decay = dt = None
+        if recorded:
+            steps, rates = zip(*recorded, strict=True)
+            dt = torch.cat(steps, dim=1).double()
+            log_decay = dt * rates[0].double()
         found.append(LayerStatistics(torch.stack(seen, dim=1), log_decay, dt))
     return found
 
 
 class _Recorder(Edit):
-    """Keeps the log decays of a scanning cell."""
+    """Carries the steps and the rate of a scanning cell, one entry per call."""
 
-    def __init__(self) -> None:
-        self.seen: list[Tensor] = []
-
-    def edit_inputs(self, inputs: ScanInputs) -> ScanInputs:
-        self.seen.append(inputs.log_decay.double())
-        return inputs
+    def edit_steps(self, steps: Steps, carry: PyTree) -> tuple[Steps, PyTree]:
+        return steps, (*carry, (steps.dt, steps.A))

@@ -14,6 +14,7 @@ from longrnn.inference.reach import refuse_long
 from longrnn.intervals import Estimate, independent_stretches, proportion
 from longrnn.mitigations.chunk_select import select
 from longrnn.models import LanguageModel, generate
+from longrnn.models.chunk_select import select
 from longrnn.progress import Progress
 from longrnn.results import Results, Row
 from longrnn.tasks.passkey import Passkey
@@ -68,7 +69,7 @@ def evaluate(
             for the sentences that everyone uses.
         n_keys: keys in one prompt, numbered, of which one is asked.
         chunk: where set, the model answers from the one chunk of so many tokens that it is surest
-            about (see `longrnn.mitigations.chunk_select`).
+            about (see `longrnn.models.chunk_select`).
         naive: read every prompt by itself; the answers are the same, to rounding.
         batch_size: prompts in one batch.
         quiet: no progress.

@@ -11,7 +11,7 @@ Notable choices:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +47,6 @@ class TransformerLM(nn.Module):
         self.model = model
         self.vocab_size: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]
         self.max_length: int | None = getattr(model.config, "max_position_embeddings", None)
-        # No cell of ours, so nothing to edit.
-        self.mixers: Sequence[Any] = ()
         if not self.eval()._only_multiplies():
             raise UserError(
                 f"a {model.config.model_type} does more than multiply by its head, and is not "
@@ -82,17 +80,15 @@ class TransformerLM(nn.Module):
         device = self.model.device
         return LMState(torch.zeros(batch_size, dtype=torch.long, device=device), ())
 
-    def hidden(
-        self, tokens: Tensor, state: LMState | None = None, *, edits: Sequence[Any] | None = None
-    ) -> tuple[Tensor, LMState]:
+    def hidden(self, tokens: Tensor, state: LMState | None = None) -> tuple[Tensor, LMState]:
         """What the head multiplies, `(b, t, d_model)`, and how far it has read.
 
         Raises:
-            UserError: a state that has read anything, or segments that count several times.
+            UserError: a state that has read anything.
         """
         if state is None:
             state = self.init_state(len(tokens))
-        if edits or bool((state.position > 0).any()):
+        if bool((state.position > 0).any()):
             raise UserError(
                 "a transformer is trained on rows that start from nothing: set "
                 "initial_state={kind: zero}"

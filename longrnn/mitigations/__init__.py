@@ -1,7 +1,6 @@
-"""Mitigations of state collapse: one method a file, through the hooks of the cells."""
+"""Mitigations of state collapse: one method per file, each an edit of the recurrence."""
 
-from longrnn.mitigations.base import MITIGATIONS, Chain, Mitigation, NoMitigation
-from longrnn.mitigations.chunk_select import ChunkSelect
+from longrnn.mitigations.base import MITIGATIONS, Chain, Mitigation, NoMitigation, Stage
 from longrnn.mitigations.forget_more import ForgetMore
 from longrnn.mitigations.mitigated import Mitigated, MitigatedState
 from longrnn.mitigations.scaling import PowerDecay, ScaleDecay, ScaleDelta
@@ -13,7 +12,6 @@ from longrnn.mitigations.token_filter import TokenFilter
 __all__ = [
     "MITIGATIONS",
     "Chain",
-    "ChunkSelect",
     "ForgetMore",
     "Mitigated",
     "MitigatedState",
@@ -23,6 +21,7 @@ __all__ = [
     "ScaleDecay",
     "ScaleDelta",
     "SlidingWindow",
+    "Stage",
     "StateNorm",
     "TokenFilter",
     "mitigation",

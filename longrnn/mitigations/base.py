@@ -1,29 +1,33 @@
-"""The contract of a mitigation: pure hooks, each the identity by default.
+"""The contract of a mitigation: its options, as a frozen value, and the edit that they stand for.
 
-A mitigation is built from its options alone, and `bind` fits it to one model: it refuses cells for
-which it is not defined, and turns its options into one value per layer and head. What it remembers
-from token to token is its carry, a part of the state like any other.
+A mitigation knows its options and no model. `bind` turns them into the `Edit` of one layer (see
+`longrnn.mixers.edits` for its hooks and their order), which stores nothing that depends on weights.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, ClassVar, Self
 
-import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.mixers import Mixer, ScanningMixer, StepwiseMixer, Update
-from longrnn.models.recurrent import RecurrentLM
-from longrnn.ops.ssd import SSD, ScanInputs
-from longrnn.registry import Registry
-from longrnn.state import PyTree
+from longrnn.mitigations.values import Range, frozen, listed
+from longrnn.mixers import Edit, Mixer, ScanningMixer, StepwiseMixer
+from longrnn.registry import Registry, keyword_options
 
 COLLAPSING = "collapsing"
+
+
+class Stage(IntEnum):
+    """Where in the recurrence a mitigation acts; stages apply in this order, whatever the list."""
+
+    STEPS = 1  # the step dt and the rate A
+    MULTIPLIERS = 2  # of the decays and of the inputs
+    SCAN = 3  # the recurrence itself; at most one mitigation
 
 
 @dataclass(frozen=True)
@@ -43,11 +47,12 @@ class Calibration:
     text_sha256: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
 class Mitigation:
     """A change to the recurrence of some layers and heads.
 
-    Members are registered in `MITIGATIONS`; their options are keyword-only. A cell without heads
-    (RNN, GRU, LSTM) counts as one head.
+    Members are frozen dataclasses, registered in `MITIGATIONS`; their fields are their options. A
+    cell without heads (RNN, GRU, LSTM) counts as one head.
 
     Args:
         layers: indices of the layers to change; None for all.
@@ -55,30 +60,43 @@ class Mitigation:
             `"collapsing"`, those that a diagnosis names; None for all.
         diagnosis: the file `diagnosis.yaml` that `"collapsing"` refers to.
 
+    Attributes:
+        name: its name in the registry.
+        stage: where it acts.
+        numbers: the options that are one number, one per layer, or one per layer and head.
+        calibration: where its numbers come from, if they were read from a file.
+
     Raises:
         UserError: options out of range.
     """
 
-    name = "none"
-    # A choice among states and no change to the recurrence: works with any cell, not as a hook.
-    over_states = False
-    calibration: Calibration | None = None
+    layers: Any = None
+    heads: Any = None
+    diagnosis: Any = None
+    calibration: Calibration | None = field(default=None, init=False, compare=False, repr=False)
 
-    def __init__(self, *, layers: Any = None, heads: Any = None, diagnosis: Any = None) -> None:
-        if layers is not None and not _indices(layers):
+    name: ClassVar[str] = "none"
+    stage: ClassVar[Stage] = Stage.STEPS
+    numbers: ClassVar[Mapping[str, Range]] = {}
+
+    def __post_init__(self) -> None:
+        layers, heads = self.layers, self.heads
+        if layers is not None and not is_indices(layers):
             raise UserError(f"layers are a list of indices from 0, not {layers!r}")
-        if heads not in (None, COLLAPSING) and not _pairs(heads) and not _indices(heads):
+        if heads not in (None, COLLAPSING) and not is_pairs(heads) and not is_indices(heads):
             raise UserError(
                 "heads are a list of indices from 0, a list of pairs [layer, head], or "
                 f"{COLLAPSING!r}, not {heads!r}"
             )
-        if heads == COLLAPSING and diagnosis is None:
+        if heads == COLLAPSING and self.diagnosis is None:
             raise UserError(
                 "heads='collapsing' needs diagnosis=FILE, the diagnosis.yaml that "
                 "`longrnn diagnose states` writes"
             )
-        self.layers, self.heads, self.diagnosis = layers, heads, diagnosis
-        self.masks: list[Tensor] = []
+        for name, allowed in self.numbers.items():
+            self._set(name, allowed.check(name, getattr(self, name)))
+        for name in self.options():
+            self._set(name, frozen(getattr(self, name)))
 
     # To be written by members
 
@@ -87,126 +105,46 @@ class Mitigation:
         """Why this mitigation is not defined for a kind of cell; None where it is."""
         return None
 
-    def prepare(self, layer: int, mixer: Mixer) -> None:
-        """Turns options into values of one layer; `self.masks[layer]` names its heads."""
+    def bind(self, layer: int, mixer: Mixer, heads: Tensor) -> Edit:
+        """The edit of one layer.
 
-    def init_carry(self, layer: int, batch_size: int) -> PyTree:
-        """What this mitigation remembers of one layer before the first token."""
-        return ()
-
-    def edit_inputs(self, layer: int, inputs: ScanInputs) -> ScanInputs:
-        """Changes the inputs of a scanning cell's recurrence."""
-        return inputs
-
-    def scan(
-        self, layer: int, inputs: ScanInputs, state: Tensor, carry: PyTree, ssd: SSD
-    ) -> tuple[Tensor, Tensor, PyTree]:
-        """Runs the recurrence of a scanning cell: y, the state after it, and the carry."""
-        y, state = ssd(inputs, state)
-        return y, state, carry
-
-    def edit_step(
-        self, layer: int, before: Tensor, after: Update, carry: PyTree
-    ) -> tuple[Update, PyTree]:
-        """Changes what one token does to a stepwise cell's memory `before`."""
-        return after, carry
+        Args:
+            layer: index of the layer.
+            mixer: its cell. The edit depends on its kind and its sizes, never on its weights.
+            heads: `(h,)` bool, the heads to change.
+        """
+        return Edit()
 
     # Common to all
 
     def parts(self) -> tuple[Mitigation, ...]:
-        """The mitigations that this one is made of."""
+        """This one mitigation; see `Chain.parts`."""
         return (self,)
 
-    @classmethod
-    def runs_the_scan(cls) -> bool:
-        """Whether this is a mitigation that redefines the recurrence itself; there can be one."""
-        return cls.scan is not Mitigation.scan
+    def calibrated(self, known: Calibration) -> Self:
+        """A copy that names where its numbers come from."""
+        one = copy.copy(self)
+        one._set("calibration", known)
+        return one
 
     def describe(self) -> str:
-        """The options that matter, for `repr` and for what identifies a mitigated state."""
-        options = ", ".join(
-            f"{name}={getattr(self, name)!r}"
-            for name in self.options()
-            if getattr(self, name) is not None
-        )
-        return f"{self.name}({options})"
+        """The options that are given, as a spec; part of what identifies a mitigated state."""
+        given = {name: listed(getattr(self, name)) for name in self.options()}
+        options = (f"{name}={value!r}" for name, value in given.items() if value is not None)
+        return f"{self.name}({', '.join(options)})"
 
     @classmethod
     def options(cls) -> list[str]:
-        """Names of the constructor's options, each also an attribute."""
-        from longrnn.registry import keyword_options
+        """Names of the options, the member's own before those of every mitigation."""
+        shared = Mitigation.__dataclass_fields__
+        names = list(keyword_options(cls))
+        return [n for n in names if n not in shared] + [n for n in names if n in shared]
 
-        return list(keyword_options(cls))
-
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         return self.describe()
 
-    def bind(self, model: RecurrentLM) -> Self:
-        """A copy fitted to a model.
-
-        Raises:
-            UserError: not defined for its cells, or layers or heads that it does not have.
-        """
-        bound = copy.copy(self)
-        kind = type(model.mixers[0])
-        reason = self.undefined(kind)
-        if reason is not None:
-            raise UserError(
-                f"{self.name} is not defined for {model.config.mixer['kind']}: {reason}"
-            )
-        bound.masks = self._select(model)
-        for layer, mixer in enumerate(model.mixers):
-            bound.prepare(layer, mixer)
-        return bound
-
-    def _select(self, model: RecurrentLM) -> list[Tensor]:
-        """Per layer, which heads are changed: `(h,)` bool."""
-        counts = [mixer.n_heads for mixer in model.mixers]
-        heads: Any = self._collapsing(model) if self.heads == COLLAPSING else self.heads
-        every = range(len(counts))
-        layers = every if self.layers is None else self.layers
-        pairs: list[tuple[int, int | None]]
-        if heads is None:
-            pairs = [(layer, None) for layer in layers]
-        elif _indices(heads):
-            pairs = [(layer, head) for layer in layers for head in heads]
-        else:
-            pairs = [(layer, head) for layer, head in heads]
-        for layer in (*layers, *(layer for layer, _ in pairs)):
-            if layer not in every:
-                raise UserError(f"the model has no layer {layer}: it has 0 to {len(counts) - 1}")
-        masks = [torch.zeros(count, dtype=torch.bool) for count in counts]
-        for layer, head in pairs:
-            if head is not None and head >= counts[layer]:
-                raise UserError(
-                    f"layer {layer} has no head {head}: it has 0 to {counts[layer] - 1}"
-                )
-            if layer in layers:
-                masks[layer][slice(None) if head is None else head] = True
-        return masks
-
-    def _collapsing(self, model: RecurrentLM) -> list[list[int]]:
-        """The heads that the diagnosis names."""
-        import yaml
-
-        path = Path(str(self.diagnosis))
-        if not path.is_file():
-            raise UserError(
-                f"no diagnosis at {path}: make one with `longrnn diagnose states CHECKPOINT`"
-            )
-        try:
-            found = yaml.safe_load(path.read_text())
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise UserError(f"{path} is not YAML: make it again") from error
-        if not isinstance(found, dict) or not _pairs(found.get(COLLAPSING)):
-            raise UserError(f"{path} is no diagnosis: give the diagnosis.yaml of diagnose states")
-        if found.get("fingerprint") not in (None, model.fingerprint()):
-            raise UserError(f"{path} is the diagnosis of another model: make one of this model")
-        if not found[COLLAPSING]:
-            raise UserError(
-                f"{path} names no collapsing head: leave the mitigation out, or name its heads"
-            )
-        return found[COLLAPSING]
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
 
 def without_steps(mixer: type[Mixer]) -> str | None:
@@ -218,39 +156,42 @@ def without_steps(mixer: type[Mixer]) -> str | None:
     return "it has no step size dt; use state_norm"
 
 
-class Chain(Mitigation):
-    """Several mitigations, applied in order.
+class Chain:
+    """Several mitigations as one.
 
-    Every edit of the inputs (or of a stepwise cell's update) applies to the result of the one
-    before it; the one that redefines the recurrence, if there is one, then runs on what they
-    made, wherever it stands in the list. Two that redefine it have no meaning together: the second
-    would scale, or cut off, a state that the first has already changed for later tokens.
+    They apply stage by stage, whatever their order in the list: first all that change the step dt
+    and the rate A, then the multipliers of decays and inputs, then the one that redefines the
+    recurrence. Within a stage they apply in the order of the list. Two that redefine the recurrence
+    have no meaning together: the second would scale, or cut off, a state that the first has already
+    changed for later tokens.
 
     Args:
-        members: the mitigations.
+        members: mitigations and chains.
 
     Raises:
         UserError: two of them redefine the recurrence.
     """
 
-    name = "chain"
-
-    def __init__(self, members: Sequence[Mitigation]) -> None:
-        super().__init__()
+    def __init__(self, members: Sequence[Mitigation | Chain]) -> None:
         flat = [part for member in members for part in member.parts()]
-        scans = [part.name for part in flat if part.runs_the_scan()]
+        scans = [part.name for part in flat if part.stage is Stage.SCAN]
         if len(scans) > 1:
             raise UserError(
                 f"{' and '.join(scans)} both redefine the recurrence and have no meaning "
                 "together: choose one"
             )
-        self.members = tuple(sorted(flat, key=lambda part: part.runs_the_scan()))
+        self._parts = tuple(sorted(flat, key=lambda part: part.stage))
 
     def parts(self) -> tuple[Mitigation, ...]:
-        return self.members
+        """The mitigations in the order in which they apply."""
+        return self._parts
 
     def describe(self) -> str:
-        return "+".join(part.describe() for part in self.members)
+        """The descriptions of the parts, joined by `+`."""
+        return "+".join(part.describe() for part in self._parts)
+
+    def __repr__(self) -> str:
+        return self.describe()
 
 
 MITIGATIONS: Registry[Mitigation] = Registry("mitigation")
@@ -264,11 +205,15 @@ class NoMitigation(Mitigation):
         super().__init__()
 
 
-def _indices(value: Any) -> bool:
-    return isinstance(value, list) and all(
+def is_indices(value: Any) -> bool:
+    """Whether this is a list of indices from 0."""
+    return isinstance(value, list | tuple) and all(
         isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value
     )
 
 
-def _pairs(value: Any) -> bool:
-    return isinstance(value, list) and all(_indices(pair) and len(pair) == 2 for pair in value)
+def is_pairs(value: Any) -> bool:
+    """Whether this is a list of pairs of indices from 0."""
+    return isinstance(value, list | tuple) and all(
+        is_indices(pair) and len(pair) == 2 for pair in value
+    )

@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-import torch
+from torch import Tensor
 
-from longrnn.mitigations.base import MITIGATIONS, Mitigation
-from longrnn.mitigations.values import check_values, of_layer
-from longrnn.mixers import Mixer, StepwiseMixer, Update
+from longrnn.mitigations.base import MITIGATIONS, Mitigation, Stage
+from longrnn.mitigations.values import Range, per_head
+from longrnn.mixers import Edit, Mixer, StepwiseMixer, Update
 from longrnn.ops.ssd import ScanInputs
+from longrnn.state import PyTree
+
+
+class Multiply(Edit):
+    """Multiplies decays and inputs of each head.
+
+    Args:
+        decay: `(h,)` float64, in (0, 1].
+        scale: `(h,)` float64, of the inputs.
+    """
+
+    def __init__(self, decay: Tensor, scale: Tensor) -> None:
+        self.decay, self.scale = decay, scale
+
+    def edit_inputs(self, inputs: ScanInputs, carry: PyTree) -> tuple[ScanInputs, PyTree]:
+        log_decay = inputs.log_decay + self.decay.log().to(inputs.log_decay)
+        # x instead of B, which several heads share; only their product enters the recurrence.
+        free = bool((self.scale == 1).all())
+        x = inputs.x if free else inputs.x * self.scale.to(inputs.x)[:, None]
+        return inputs._replace(x=x, log_decay=log_decay), carry
+
+    def edit_update(self, update: Update, carry: PyTree) -> tuple[Update, PyTree]:
+        assert update.keep is not None
+        decay, scale = float(self.decay), float(self.scale)
+        return Update(add=update.add * scale, keep=update.keep * decay), carry
 
 
 @MITIGATIONS.register("forget_more")
+@dataclass(frozen=True, kw_only=True)
 class ForgetMore(Mitigation):
     """Every decay and every input is multiplied by a constant (arXiv 2410.07145).
 
@@ -28,21 +55,15 @@ class ForgetMore(Mitigation):
         diagnosis: see `Mitigation`.
     """
 
-    name = "forget_more"
+    decay_scale: Any = 0.9999
+    input_scale: Any = 0.75
 
-    def __init__(
-        self,
-        *,
-        decay_scale: Any = 0.9999,
-        input_scale: Any = 0.75,
-        layers: Any = None,
-        heads: Any = None,
-        diagnosis: Any = None,
-    ) -> None:
-        super().__init__(layers=layers, heads=heads, diagnosis=diagnosis)
-        self.decay_scale = check_values("decay_scale", decay_scale, above=0, most=1)
-        self.input_scale = check_values("input_scale", input_scale, above=0, most=1)
-        self._scales: list[tuple[torch.Tensor, torch.Tensor]] = []
+    name = "forget_more"
+    stage = Stage.MULTIPLIERS
+    numbers: ClassVar = {
+        "decay_scale": Range(above=0, most=1),
+        "input_scale": Range(above=0, most=1),
+    }
 
     @classmethod
     def undefined(cls, mixer: type[Mixer]) -> str | None:
@@ -50,22 +71,8 @@ class ForgetMore(Mitigation):
             return "its new state is no gated sum of the old one and an input"
         return None
 
-    def prepare(self, layer: int, mixer: Mixer) -> None:
-        mask, n_layers = self.masks[layer], len(self.masks)
-        decay = of_layer("decay_scale", self.decay_scale, layer, n_layers, mask, 1.0)
-        scale = of_layer("input_scale", self.input_scale, layer, n_layers, mask, 1.0)
-        self._scales = [*self._scales[:layer], (decay, scale)]
-
-    def edit_inputs(self, layer: int, inputs: ScanInputs) -> ScanInputs:
-        decay, scale = self._scales[layer]
-        log_decay = inputs.log_decay + decay.log().to(inputs.log_decay)
-        # x instead of B, which several heads share; only their product enters the recurrence.
-        x = inputs.x if bool((scale == 1).all()) else inputs.x * scale.to(inputs.x)[:, None]
-        return inputs._replace(x=x, log_decay=log_decay)
-
-    def edit_step(
-        self, layer: int, before: torch.Tensor, after: Update, carry: Any
-    ) -> tuple[Update, Any]:
-        decay, scale = (float(value) for value in self._scales[layer])
-        assert after.keep is not None
-        return Update(add=after.add * scale, keep=after.keep * decay), carry
+    def bind(self, layer: int, mixer: Mixer, heads: Tensor) -> Edit:
+        return Multiply(
+            per_head(self.decay_scale, layer, heads, alone=1.0),
+            per_head(self.input_scale, layer, heads, alone=1.0),
+        )

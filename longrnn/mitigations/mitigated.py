@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -11,18 +12,20 @@ from torch import Tensor, nn
 
 from longrnn.errors import UserError
 from longrnn.mitigations.base import COLLAPSING, Chain, Mitigation
-from longrnn.mixers import Edit, Mixer, Update
+from longrnn.mitigations.selection import select
+from longrnn.mitigations.values import check_sizes
+from longrnn.mitigations.weights import Remembered
+from longrnn.mixers import Composed, Mixer
 from longrnn.models.base import LanguageModel, LMOutput
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
-from longrnn.ops.ssd import SSD, ScanInputs
-from longrnn.state import LMState, PyTree
+from longrnn.state import LMState, PyTree, leaves
 
 
 class MitigatedState(NamedTuple):
     """`LMState.extra` of a mitigated model.
 
     Attributes:
-        tag: `(b,)` int64, the same for all rows, tells one mitigation's state from another's.
+        tag: `(b,)` int64, the same for all rows: which weights and which mitigation made the state.
         carry: per layer, per part of the mitigation.
     """
 
@@ -33,42 +36,53 @@ class MitigatedState(NamedTuple):
 class Mitigated(nn.Module):
     """A `LanguageModel`: a recurrent model under a mitigation.
 
+    Nothing that depends on a weight is computed here: a model whose weights are changed, in place
+    or by `torch.func.functional_call`, is the model that a new `Mitigated` of these weights is. A
+    state belongs to the weights and the mitigation that made it, and is refused by others; see
+    `adopt`. After a change of weights the next call computes their SHA-256 once.
+
     Args:
         model: a `RecurrentLM`.
         mitigation: one, or several that apply as `Chain` says.
+
+    Attributes:
+        edits: per layer, what the mitigation makes of the recurrence.
+        parts: the mitigations in the order in which they apply.
+        heads: per part and layer, the heads that are changed, `(h,)` bool.
 
     Raises:
         UserError: not defined for the model's cells; layers or heads it does not have; numbers
             that were calibrated for another model; members that have no meaning together.
     """
 
-    def __init__(self, model: LanguageModel, mitigation: Mitigation | Sequence[Mitigation]) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        mitigation: Mitigation | Chain | Sequence[Mitigation | Chain],
+    ) -> None:
         super().__init__()
         if not isinstance(model, RecurrentLM):
             raise UserError(
                 f"a mitigation changes the recurrence of a RecurrentLM, and {type(model).__name__} "
                 "is none: give an RNN, GRU, LSTM or Mamba-2 model"
             )
-        members = [mitigation] if isinstance(mitigation, Mitigation) else list(mitigation)
+        members = [mitigation] if isinstance(mitigation, Mitigation | Chain) else mitigation
         self.mitigation = Chain(members)
-        for part in self.mitigation.parts():
-            known = part.calibration
-            if known is not None and known.fingerprint != model.fingerprint():
-                raise UserError(
-                    f"{known.source} was calibrated for another model (fingerprint "
-                    f"{known.fingerprint}, this model has {model.fingerprint()}): calibrate again"
-                )
+        self.parts = self.mitigation.parts()
+        for part in self.parts:
+            _check(part, model)
         self.model = model
-        self.parts = tuple(part.bind(model) for part in self.mitigation.parts())
-        # What a diagnosis names is not in the description, which has only the file's path.
-        named = "".join(
-            f"/{[mask.nonzero()[:, 0].tolist() for mask in part.masks]}"
-            for part in self.parts
-            if part.heads == COLLAPSING
-        )
-        identity = f"{model.fingerprint()}/{self.mitigation.describe()}{named}"
-        self._fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
-        self._tag = int(self._fingerprint, 16) >> 1
+        self.heads = [select(part, model) for part in self.parts]
+        self.edits = [
+            Composed(
+                [
+                    part.bind(layer, mixer, heads[layer])
+                    for part, heads in zip(self.parts, self.heads, strict=True)
+                ]
+            )
+            for layer, mixer in enumerate(model.mixers)
+        ]
+        self._last_tag = Remembered()
 
     @property
     def vocab_size(self) -> int:
@@ -87,22 +101,11 @@ class Mitigated(nn.Module):
 
     def init_state(self, batch_size: int) -> LMState:
         """The zero state, with empty carries."""
-        state = self.model.init_state(batch_size)
-        carry = tuple(
-            tuple(part.init_carry(layer, batch_size) for part in self.parts)
-            for layer in range(len(self.mixers))
-        )
-        return state._replace(
-            extra=MitigatedState(torch.full_like(state.position, self._tag), carry)
-        )
+        state = self.model.init_state(batch_size, self.edits)
+        return self._tagged(state)
 
     def forward(
-        self,
-        tokens: Tensor,
-        state: LMState | None = None,
-        *,
-        keep: int | None = None,
-        observe: Sequence[Edit] | None = None,
+        self, tokens: Tensor, state: LMState | None = None, *, keep: int | None = None
     ) -> LMOutput:
         """Consumes tokens; see `LanguageModel`.
 
@@ -110,74 +113,100 @@ class Mitigated(nn.Module):
             tokens: `(b, t)` int64.
             state: of this mitigated model; None stands for `init_state`.
             keep: logits for the last `keep` tokens only; None for all.
-            observe: one edit per layer that sees what the mitigation made of the inputs.
 
         Raises:
-            UserError: as the model does, and for a state of the plain model or of another
-                mitigation.
+            UserError: as the model does, and for a state of the plain model, of other weights or
+                of another mitigation.
         """
         if state is None:
             state = self.init_state(len(tokens))
         extra = self._check_extra(state)
-        watchers = [None] * len(self.mixers) if observe is None else observe
-        edits = [
-            LayerEdit(self.parts, layer, carry, watcher)
-            for layer, (carry, watcher) in enumerate(zip(extra.carry, watchers, strict=True))
-        ]
-        logits, after = self.model(tokens, state._replace(extra=()), keep=keep, edits=edits)
-        carry = tuple(tuple(edit.carry) for edit in edits)
-        return LMOutput(logits, after._replace(extra=MitigatedState(extra.tag, carry)))
+        given = state._replace(extra=extra.carry)
+        logits, after = self.model(tokens, given, keep=keep, edits=self.edits)
+        return LMOutput(logits, after._replace(extra=MitigatedState(extra.tag, after.extra)))
 
-    def _check_extra(self, state: LMState) -> MitigatedState:
-        remedy = "start from init_state of this mitigated model"
+    def adopt(self, state: LMState) -> LMState:
+        """A state of earlier weights of this model, to go on from with the present ones.
+
+        Truncated backpropagation through time carries a state over an optimizer's step on purpose.
+
+        Raises:
+            UserError: a state that does not fit: of a plain model, or with another carry.
+        """
+        extra = self._extra(state)
+        given, own = (
+            [(name, leaf.shape[1:]) for name, leaf in leaves(carry)]
+            for carry in (extra.carry, self.model.init_carries(1, self.edits))
+        )
+        if given != own:
+            raise UserError(
+                f"this state has not the carry of {self.mitigation}: "
+                "start from init_state of this mitigated model"
+            )
+        return self._tagged(state._replace(extra=extra.carry))
+
+    def _tagged(self, state: LMState) -> LMState:
+        """A state whose `extra` is a carry, with the tag beside it."""
+        tag = torch.full_like(state.position, self._tag())
+        return state._replace(extra=MitigatedState(tag, state.extra))
+
+    def _extra(self, state: LMState) -> MitigatedState:
         if not isinstance(state.extra, MitigatedState):
-            raise UserError(f"this is the state of a model without {self.mitigation}: {remedy}")
-        if bool((state.extra.tag != self._tag).any()):
-            raise UserError(f"this is the state of another model or mitigation: {remedy}")
+            raise UserError(
+                f"this is the state of a model without {self.mitigation}: "
+                "start from init_state of this mitigated model"
+            )
         return state.extra
 
+    def _check_extra(self, state: LMState) -> MitigatedState:
+        extra = self._extra(state)
+        if bool((extra.tag != self._tag()).any()):
+            raise UserError(
+                "this is the state of another model or mitigation, or of weights that were changed "
+                "since: start from init_state of this mitigated model, or call its adopt(state) "
+                "to go on with the present weights"
+            )
+        return extra
+
+    def _tag(self) -> int:
+        """The fingerprint of the present weights and the mitigation, as 63 bits."""
+        weights = chain(self.model.parameters(), self.model.buffers())
+        return self._last_tag.get(weights, lambda: int(self.fingerprint(), 16) >> 1)
+
     def fingerprint(self) -> str:
-        """16 hexadecimal digits: of the model and of the mitigation with all its numbers."""
-        return self._fingerprint
+        """16 hexadecimal digits: of the model's weights and of the mitigation with all its numbers.
+
+        Reads every weight.
+        """
+        # What a diagnosis names is not in the description, which has only the file's path.
+        named = "".join(
+            f"/{[mask.nonzero()[:, 0].tolist() for mask in heads]}"
+            for part, heads in zip(self.parts, self.heads, strict=True)
+            if part.heads == COLLAPSING
+        )
+        identity = f"{self.model.fingerprint()}/{self.mitigation.describe()}{named}"
+        return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
     def extra_repr(self) -> str:
         return f"mitigation={self.mitigation}"
 
 
-class LayerEdit(Edit):
-    """The parts of a mitigation in one layer, for the length of one call of the model.
-
-    Args:
-        parts: bound mitigations, the one that runs the scan last.
-        layer: index of the layer.
-        carry: of each part, before the call; after it, the attribute `carry` is what goes on.
-        observer: called with what the parts made of the inputs.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[Mitigation],
-        layer: int,
-        carry: Sequence[PyTree],
-        observer: Edit | None = None,
-    ) -> None:
-        self.parts, self.layer, self.carry, self.observer = parts, layer, list(carry), observer
-
-    def edit_inputs(self, inputs: ScanInputs) -> ScanInputs:
-        for part in self.parts:
-            inputs = part.edit_inputs(self.layer, inputs)
-        return inputs if self.observer is None else self.observer.edit_inputs(inputs)
-
-    def scan(self, inputs: ScanInputs, state: Tensor, ssd: SSD) -> tuple[Tensor, Tensor]:
-        last = len(self.parts) - 1
-        if last < 0 or not self.parts[last].runs_the_scan():
-            return ssd(inputs, state)
-        y, state, self.carry[last] = self.parts[last].scan(
-            self.layer, inputs, state, self.carry[last], ssd
+def _check(part: Mitigation, model: RecurrentLM) -> None:
+    """Refuses a mitigation that is not defined for a model, or that was made for another one."""
+    known = part.calibration
+    if known is not None and known.fingerprint != model.fingerprint():
+        raise UserError(
+            f"{known.source} was calibrated for another model (fingerprint "
+            f"{known.fingerprint}, this model has {model.fingerprint()}): calibrate again"
         )
-        return y, state
+    check_defined(part, model)
+    for option in part.numbers:
+        check_sizes(option, getattr(part, option), [mixer.n_heads for mixer in model.mixers])
 
-    def edit_step(self, before: Tensor, after: Update) -> Update:
-        for index, part in enumerate(self.parts):
-            after, self.carry[index] = part.edit_step(self.layer, before, after, self.carry[index])
-        return after if self.observer is None else self.observer.edit_step(before, after)
+
+def check_defined(part: type[Mitigation] | Mitigation, model: RecurrentLM) -> None:
+    """Raises a `UserError` where a mitigation is not defined for the cells of a model."""
+    reason = part.undefined(type(model.mixers[0]))
+    if reason is not None:
+        kind = model.config.mixer["kind"]
+        raise UserError(f"{part.name} is not defined for {kind}: {reason}")

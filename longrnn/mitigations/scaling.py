@@ -7,45 +7,54 @@ different things can be scaled, and they are named apart.
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from longrnn.mitigations.base import MITIGATIONS, Mitigation, without_steps
-from longrnn.mitigations.values import check_values, of_layer
-from longrnn.mixers import Mixer, ScanningMixer
-from longrnn.ops.ssd import ScanInputs
+from longrnn.mitigations.values import Range, per_head
+from longrnn.mixers import Edit, Mixer, Steps
+from longrnn.state import PyTree
 
 
+class Factors(Edit):
+    """One factor per head: `scale`, `(h,)` float64; 1 changes nothing."""
+
+    def __init__(self, scale: Tensor) -> None:
+        self.scale = scale
+
+
+@dataclass(frozen=True, kw_only=True)
 class Scaling(Mitigation):
-    """One factor per layer and head, in (0, ∞); 1 changes nothing."""
+    """One factor per layer and head, in (0, ∞).
 
-    def __init__(self, scale: Any, layers: Any, heads: Any, diagnosis: Any) -> None:
-        super().__init__(layers=layers, heads=heads, diagnosis=diagnosis)
-        self.scale = check_values("scale", scale, above=0, below=math.inf)
-        self.factors: list[Tensor] = []
+    Attributes:
+        edit: what is done with the factors.
+    """
+
+    scale: Any = 1.0
+
+    numbers: ClassVar = {"scale": Range(above=0, below=math.inf)}
+    edit: ClassVar[type[Factors]] = Factors
 
     @classmethod
     def undefined(cls, mixer: type[Mixer]) -> str | None:
         return without_steps(mixer)
 
-    def prepare(self, layer: int, mixer: Mixer) -> None:
-        scale = of_layer("scale", self.scale, layer, len(self.masks), self.masks[layer], 1.0)
-        assert isinstance(mixer, ScanningMixer)
-        self.factors = [*self.factors[:layer], self.factor(scale, mixer)]
+    def bind(self, layer: int, mixer: Mixer, heads: Tensor) -> Edit:
+        return self.edit(per_head(self.scale, layer, heads, alone=1.0))
 
-    def factor(self, scale: Tensor, mixer: ScanningMixer) -> Tensor:
-        """What log_decay is multiplied by, `(h,)`."""
-        return scale
 
-    def edit_inputs(self, layer: int, inputs: ScanInputs) -> ScanInputs:
-        return inputs._replace(
-            log_decay=inputs.log_decay * self.factors[layer].to(inputs.log_decay)
-        )
+class ScaledSteps(Factors):
+    """dt' = s · dt."""
+
+    def edit_steps(self, steps: Steps, carry: PyTree) -> tuple[Steps, PyTree]:
+        return steps._replace(dt=steps.dt * self.scale.to(steps.dt)), carry
 
 
 @MITIGATIONS.register("scale_delta")
+@dataclass(frozen=True, kw_only=True)
 class ScaleDelta(Scaling):
     """dt' = s · dt: every step is longer or shorter, its input with it.
 
@@ -61,18 +70,18 @@ class ScaleDelta(Scaling):
     """
 
     name = "scale_delta"
+    edit = ScaledSteps
 
-    def __init__(
-        self, *, scale: Any = 1.0, layers: Any = None, heads: Any = None, diagnosis: Any = None
-    ) -> None:
-        super().__init__(scale, layers, heads, diagnosis)
 
-    def edit_inputs(self, layer: int, inputs: ScanInputs) -> ScanInputs:
-        x = inputs.x * self.factors[layer].to(inputs.x)[:, None]
-        return super().edit_inputs(layer, inputs)._replace(x=x)
+class ScaledRates(Factors):
+    """A' = s · A."""
+
+    def edit_steps(self, steps: Steps, carry: PyTree) -> tuple[Steps, PyTree]:
+        return steps._replace(A=steps.A * self.scale.to(steps.A)), carry
 
 
 @MITIGATIONS.register("scale_decay")
+@dataclass(frozen=True, kw_only=True)
 class ScaleDecay(Scaling):
     """A' = s · A: memory is shorter or longer, inputs stay (arXiv 2509.19633).
 
@@ -84,14 +93,20 @@ class ScaleDecay(Scaling):
     """
 
     name = "scale_decay"
+    edit = ScaledRates
 
-    def __init__(
-        self, *, scale: Any = 1.0, layers: Any = None, heads: Any = None, diagnosis: Any = None
-    ) -> None:
-        super().__init__(scale, layers, heads, diagnosis)
+
+class PoweredRates(Factors):
+    """|A|' = |A|^s."""
+
+    def edit_steps(self, steps: Steps, carry: PyTree) -> tuple[Steps, PyTree]:
+        # One number per head, so float64 costs nothing, and s keeps its digits.
+        power = (-steps.A.double()).pow(self.scale.to(steps.A.device))
+        return steps._replace(A=-power.to(steps.A)), carry
 
 
 @MITIGATIONS.register("power_decay")
+@dataclass(frozen=True, kw_only=True)
 class PowerDecay(Scaling):
     """|A|' = |A|^s: slow heads (|A| < 1) become faster or slower against fast ones.
 
@@ -106,12 +121,4 @@ class PowerDecay(Scaling):
     """
 
     name = "power_decay"
-
-    def __init__(
-        self, *, scale: Any = 1.0, layers: Any = None, heads: Any = None, diagnosis: Any = None
-    ) -> None:
-        super().__init__(scale, layers, heads, diagnosis)
-
-    def factor(self, scale: Tensor, mixer: ScanningMixer) -> Tensor:
-        rate = -mixer.rates().detach().double().cpu()
-        return torch.pow(rate, scale - 1)
+    edit = PoweredRates

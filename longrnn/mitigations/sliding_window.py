@@ -2,29 +2,72 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.mitigations.base import MITIGATIONS, Mitigation
-from longrnn.mixers import Mixer, ScanningMixer, StepwiseMixer, Update
+from longrnn.mitigations.base import MITIGATIONS, Mitigation, Stage
+from longrnn.mixers import Edit, Mixer, ScanningMixer, StepwiseMixer, Update
 from longrnn.ops.ssd import SSD, ScanInputs
 from longrnn.ops.ssd.window import init_carry, windowed_ssd
 from longrnn.ops.window import StepwiseCarry, init_stepwise, slide
 from longrnn.state import PyTree
 
 
-class Heads(NamedTuple):
-    """Heads of one layer that have a window, those that have none, and where each went."""
+class Window(Edit):
+    """Lets some heads see the last tokens alone.
 
-    inside: Tensor
-    outside: Tensor
-    order: Tensor
+    Args:
+        window: r, in tokens.
+        heads: `(h,)` bool, those that have the window.
+    """
+
+    def __init__(self, window: int, heads: Tensor) -> None:
+        self.window = window
+        self.inside, self.outside = heads.nonzero()[:, 0], (~heads).nonzero()[:, 0]
+        self.order = torch.cat([self.inside, self.outside]).argsort()
+
+    def init_carry(self, mixer: Mixer, batch_size: int) -> PyTree:
+        if len(self.inside) == 0:
+            return ()
+        state = mixer.init_state(batch_size)
+        if isinstance(mixer, StepwiseMixer):
+            return init_stepwise(mixer.memory(state), self.window)
+        assert isinstance(mixer, ScanningMixer)
+        like, memory = mixer.inputs_like(), mixer.memory(state)
+        if len(self.outside) == 0:
+            return init_carry(like, memory, self.window)  # heads share B within a group
+        with_time = ScanInputs(*(tensor[None] for tensor in like))
+        chosen = ScanInputs(*(tensor[0] for tensor in _take_heads(with_time, self.inside)))
+        return init_carry(chosen, memory[:, self.inside.to(memory.device)], self.window)
+
+    def scan(
+        self, inputs: ScanInputs, state: Tensor, carry: PyTree, ssd: SSD
+    ) -> tuple[Tensor, Tensor, PyTree]:
+        if len(self.inside) == 0:
+            return super().scan(inputs, state, carry, ssd)
+        if len(self.outside) == 0:
+            return windowed_ssd(inputs, carry, self.window)
+        inside, outside, order = (
+            index.to(state.device) for index in (self.inside, self.outside, self.order)
+        )
+        y_in, state_in, carry = windowed_ssd(_take_heads(inputs, inside), carry, self.window)
+        y_out, state_out = ssd(_take_heads(inputs, outside), state[:, outside])
+        y = torch.cat([y_in, y_out], dim=2)[:, :, order]
+        return y, torch.cat([state_in, state_out], dim=1)[:, order], carry
+
+    def advance(self, memory: Tensor, update: Update, carry: PyTree) -> tuple[Tensor, PyTree]:
+        if len(self.inside) == 0:
+            return super().advance(memory, update, carry)
+        assert update.keep is not None
+        assert isinstance(carry, StepwiseCarry)
+        return slide(update.keep, update.add, carry)
 
 
 @MITIGATIONS.register("sliding_window")
+@dataclass(frozen=True, kw_only=True)
 class SlidingWindow(Mitigation):
     """A head's state is that of its last `window` tokens alone (arXiv 2410.07145).
 
@@ -41,17 +84,15 @@ class SlidingWindow(Mitigation):
         diagnosis: see `Mitigation`.
     """
 
-    name = "sliding_window"
+    window: int
 
-    def __init__(
-        self, *, window: int, layers: Any = None, heads: Any = None, diagnosis: Any = None
-    ) -> None:
-        super().__init__(layers=layers, heads=heads, diagnosis=diagnosis)
-        if window < 1:
-            raise UserError(f"window must be at least 1, not {window}")
-        self.window = window
-        self.mixers: list[Mixer] = []
-        self.chosen: list[Heads] = []
+    name = "sliding_window"
+    stage = Stage.SCAN
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.window < 1:
+            raise UserError(f"window must be at least 1, not {self.window}")
 
     @classmethod
     def undefined(cls, mixer: type[Mixer]) -> str | None:
@@ -59,51 +100,8 @@ class SlidingWindow(Mitigation):
             return "its state is no sum over past inputs that could be cut off"
         return None
 
-    def prepare(self, layer: int, mixer: Mixer) -> None:
-        self.mixers = [*self.mixers[:layer], mixer]
-        inside = self.masks[layer].nonzero()[:, 0]
-        outside = (~self.masks[layer]).nonzero()[:, 0]
-        order = torch.cat([inside, outside]).argsort()
-        self.chosen = [*self.chosen[:layer], Heads(inside, outside, order)]
-
-    def init_carry(self, layer: int, batch_size: int) -> PyTree:
-        mixer, inside = self.mixers[layer], self.chosen[layer].inside
-        if len(inside) == 0:
-            return ()
-        if isinstance(mixer, StepwiseMixer):
-            return init_stepwise(mixer.memory(mixer.init_state(batch_size)), self.window)
-        assert isinstance(mixer, ScanningMixer)
-        like = mixer.inputs_like()
-        state = mixer.memory(mixer.init_state(batch_size))
-        if len(self.chosen[layer].outside) == 0:
-            return init_carry(like, state, self.window)  # heads share B within a group
-        with_time = ScanInputs(*(tensor[None] for tensor in like))
-        chosen = ScanInputs(*(tensor[0] for tensor in _take_heads(with_time, inside)))
-        return init_carry(chosen, state[:, inside.to(state.device)], self.window)
-
-    def scan(
-        self, layer: int, inputs: ScanInputs, state: Tensor, carry: PyTree, ssd: SSD
-    ) -> tuple[Tensor, Tensor, PyTree]:
-        inside, outside, order = (index.to(state.device) for index in self.chosen[layer])
-        if len(inside) == 0:
-            y, state = ssd(inputs, state)
-            return y, state, carry
-        if len(outside) == 0:
-            return windowed_ssd(inputs, carry, self.window)
-        y_in, state_in, carry = windowed_ssd(_take_heads(inputs, inside), carry, self.window)
-        y_out, state_out = ssd(_take_heads(inputs, outside), state[:, outside])
-        y = torch.cat([y_in, y_out], dim=2)[:, :, order]
-        return y, torch.cat([state_in, state_out], dim=1)[:, order], carry
-
-    def edit_step(
-        self, layer: int, before: Tensor, after: Update, carry: PyTree
-    ) -> tuple[Update, PyTree]:
-        if len(self.chosen[layer].inside) == 0:
-            return after, carry
-        assert after.keep is not None
-        assert isinstance(carry, StepwiseCarry)
-        memory, carry = slide(after.keep, after.add, carry)
-        return Update(add=memory, keep=torch.zeros_like(memory)), carry
+    def bind(self, layer: int, mixer: Mixer, heads: Tensor) -> Edit:
+        return Window(self.window, heads)
 
 
 def _take_heads(inputs: ScanInputs, heads: Tensor) -> ScanInputs:

@@ -21,10 +21,17 @@ from longrnn.files import write_atomic
 from longrnn.mitigations.base import MITIGATIONS, Calibration, Chain, Mitigation
 
 FORMAT = "longrnn-mitigation-1"
+# Methods against state collapse that change no recurrence, and how to use them.
+ELSEWHERE = {
+    "chunk_select": "it chooses among states and changes no recurrence; give --chunk-select to "
+    "eval passkey, or call longrnn.models.chunk_select.select"
+}
 
 
-def mitigation(spec: str | Path | Mapping[str, Any] | Sequence[Any] | Mitigation) -> Mitigation:
-    """Builds a mitigation.
+def mitigation(
+    spec: str | Path | Mapping[str, Any] | Sequence[Any] | Mitigation | Chain,
+) -> Mitigation | Chain:
+    """Builds a mitigation, or a chain of several.
 
     Args:
         spec: `"name(option=value, …)"`; the path of a file that `longrnn calibrate` wrote, ending
@@ -34,7 +41,7 @@ def mitigation(spec: str | Path | Mapping[str, Any] | Sequence[Any] | Mitigation
     Raises:
         UserError: unknown names (the nearest is named), values out of range, a file that is none.
     """
-    if isinstance(spec, Mitigation):
+    if isinstance(spec, Mitigation | Chain):
         return spec
     if isinstance(spec, Mapping):
         return MITIGATIONS.build(spec)
@@ -67,7 +74,7 @@ def write_calibration(path: Path, members: Sequence[Mapping[str, Any]], known: C
     write_atomic(path, yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=100))
 
 
-def _read(path: Path) -> Mitigation:
+def _read(path: Path) -> Mitigation | Chain:
     if not path.is_file():
         raise UserError(f"no mitigation file {path}: write one with `longrnn calibrate`")
     try:
@@ -90,9 +97,7 @@ def _read(path: Path) -> Mitigation:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is incomplete ({error}): calibrate again") from error
-    members = [mitigation(one) for one in described]
-    for member in members:
-        member.calibration = known
+    members = [MITIGATIONS.build(one).calibrated(known) for one in described]
     return members[0] if len(members) == 1 else Chain(members)
 
 
@@ -104,6 +109,8 @@ def _parse(text: str) -> Mitigation:
             f"{text.strip()!r} is no mitigation: write name(option=value), "
             "for example sliding_window(window=8192)"
         )
+    if match[1] in ELSEWHERE:
+        raise UserError(f"{match[1]} is not a mitigation: {ELSEWHERE[match[1]]}")
     options: dict[str, Any] = {}
     for item in _split(match[2] or "", ","):
         name, equals, value = item.partition("=")

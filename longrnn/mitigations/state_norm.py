@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from longrnn.mitigations.base import MITIGATIONS, Mitigation
-from longrnn.mitigations.values import check_values, of_layer
-from longrnn.mixers import Mixer, Update
+from longrnn.mitigations.base import MITIGATIONS, Mitigation, Stage
+from longrnn.mitigations.values import Range, per_head
+from longrnn.mixers import Edit, Mixer, Update
 from longrnn.ops.ssd import SSD, ScanInputs
 from longrnn.ops.ssd.rescale import UNLIMITED, rescaled_ssd, scale_to
+from longrnn.state import PyTree
+
+
+class Limit(Edit):
+    """Scales each head's state down to a norm; `limit` is `(h,)` float64."""
+
+    def __init__(self, limit: Tensor) -> None:
+        self.limit = limit
+
+    def scan(
+        self, inputs: ScanInputs, state: Tensor, carry: PyTree, ssd: SSD
+    ) -> tuple[Tensor, Tensor, PyTree]:
+        y, state = rescaled_ssd(inputs, state, self.limit.to(state.device), ssd)
+        return y, state, carry
+
+    def advance(self, memory: Tensor, update: Update, carry: PyTree) -> tuple[Tensor, PyTree]:
+        memory = update.apply(memory)
+        square = memory.double().square().sum(-1, keepdim=True)
+        return memory * scale_to(self.limit.to(memory.device), square).to(memory), carry
 
 
 @MITIGATIONS.register("state_norm")
+@dataclass(frozen=True, kw_only=True)
 class StateNorm(Mitigation):
     """A head's state never exceeds a norm: h_t = ĥ_t · min(1, p / ‖ĥ_t‖) (arXiv 2410.07145).
 
@@ -28,32 +49,12 @@ class StateNorm(Mitigation):
         diagnosis: see `Mitigation`.
     """
 
+    threshold: Any
+
     name = "state_norm"
+    stage = Stage.SCAN
+    numbers: ClassVar = {"threshold": Range(above=0)}
 
-    def __init__(
-        self, *, threshold: Any, layers: Any = None, heads: Any = None, diagnosis: Any = None
-    ) -> None:
-        super().__init__(layers=layers, heads=heads, diagnosis=diagnosis)
-        self.threshold = check_values("threshold", threshold, above=0)
-        self.limits: list[Tensor] = []
-
-    def prepare(self, layer: int, mixer: Mixer) -> None:
-        mask, n_layers = self.masks[layer], len(self.masks)
-        limit = of_layer("threshold", self.threshold, layer, n_layers, mask, UNLIMITED)
-        self.limits = [*self.limits[:layer], limit.clamp(max=UNLIMITED)]
-
-    def scan(
-        self, layer: int, inputs: ScanInputs, state: Tensor, carry: Any, ssd: SSD
-    ) -> tuple[Tensor, Tensor, Any]:
-        limit = self.limits[layer].to(state.device)
-        y, state = rescaled_ssd(inputs, state, limit, ssd)
-        return y, state, carry
-
-    def edit_step(
-        self, layer: int, before: Tensor, after: Update, carry: Any
-    ) -> tuple[Update, Any]:
-        memory = after.apply(before)
-        square = memory.double().square().sum(-1, keepdim=True)
-        scale = scale_to(self.limits[layer].to(memory.device), square).to(memory)
-        keep = None if after.keep is None else after.keep * scale
-        return Update(add=after.add * scale, keep=keep), carry
+    def bind(self, layer: int, mixer: Mixer, heads: Tensor) -> Edit:
+        limit = per_head(self.threshold, layer, heads, alone=UNLIMITED)
+        return Limit(limit.clamp(max=UNLIMITED))

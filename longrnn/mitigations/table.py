@@ -19,8 +19,7 @@ def support_table() -> str:
             reason = member.undefined(mixer)
             if reason is not None and reason not in notes:
                 notes.append(reason)
-            word = "any" if member.over_states else "no"
-            cells.append("yes" if reason is None else f"{word} ({notes.index(reason) + 1})")
+            cells.append("yes" if reason is None else f"no ({notes.index(reason) + 1})")
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, start=1))]
     return "\n".join(lines)

@@ -1,24 +1,45 @@
-"""Tokens that a long memory had better not see."""
+"""Tokens that a long memory leaves out."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from longrnn.mitigations.base import MITIGATIONS, Mitigation, without_steps
-from longrnn.mitigations.values import check_values, of_layer
-from longrnn.mixers import Mixer, ScanningMixer
-from longrnn.ops.ssd import ScanInputs
+from longrnn.mitigations.values import Range, per_head
+from longrnn.mixers import Edit, Mixer, Steps
+from longrnn.state import PyTree
+
+# Below every step: such a head leaves no token out.
+NEVER = -1.0
+
+
+class Filter(Edit):
+    """Sets short steps to 0; `threshold` is `(h,)` float64."""
+
+    def __init__(self, threshold: Tensor) -> None:
+        self.threshold = threshold
+
+    def edit_steps(self, steps: Steps, carry: PyTree) -> tuple[Steps, PyTree]:
+        # In the dtype of dt: a threshold that was read from a step equals this step.
+        short = steps.dt <= self.threshold.to(steps.dt)
+        # x too, because 0 times an input that is not finite would enter the state.
+        x = torch.where(short[..., None], torch.zeros_like(steps.x), steps.x)
+        return steps._replace(x=x, dt=steps.dt.masked_fill(short, 0)), carry
 
 
 @MITIGATIONS.register("token_filter")
+@dataclass(frozen=True, kw_only=True)
 class TokenFilter(Mitigation):
     """dt_t := 0 where dt_t is at or below a threshold: such a token neither enters nor fades.
 
     Meant for the global heads, those whose retention over the training length exceeds 0.05, with
-    thresholds from calibration text (arXiv 2504.16053): `longrnn calibrate` finds both.
+    thresholds from calibration text (arXiv 2504.16053): `longrnn calibrate` finds both. In a chain
+    the filter sees the steps as the members before it left them: after a `scale_delta` it compares
+    s · dt, before it dt itself. `scale_decay` and `power_decay` change no step.
 
     Args:
         threshold: of dt, at least 0; a number, a list by layer, or lists by layer and head, null
@@ -28,31 +49,14 @@ class TokenFilter(Mitigation):
         diagnosis: see `Mitigation`.
     """
 
-    name = "token_filter"
+    threshold: Any
 
-    def __init__(
-        self, *, threshold: Any, layers: Any = None, heads: Any = None, diagnosis: Any = None
-    ) -> None:
-        super().__init__(layers=layers, heads=heads, diagnosis=diagnosis)
-        self.threshold = check_values("threshold", threshold, least=0)
-        self.limits: list[Tensor] = []
+    name = "token_filter"
+    numbers: ClassVar = {"threshold": Range(least=0)}
 
     @classmethod
     def undefined(cls, mixer: type[Mixer]) -> str | None:
         return without_steps(mixer)
 
-    def prepare(self, layer: int, mixer: Mixer) -> None:
-        mask, n_layers = self.masks[layer], len(self.masks)
-        # −1: no dt is that small.
-        threshold = of_layer("threshold", self.threshold, layer, n_layers, mask, -1.0)
-        assert isinstance(mixer, ScanningMixer)
-        # In log_decay, which is what the recurrence is given: dt ≤ θ ⇔ log_decay ≥ θ A.
-        limit = threshold * mixer.rates().detach().double().cpu()
-        self.limits = [*self.limits[:layer], limit]
-
-    def edit_inputs(self, layer: int, inputs: ScanInputs) -> ScanInputs:
-        filtered = inputs.log_decay >= self.limits[layer].to(inputs.log_decay)
-        return inputs._replace(
-            log_decay=inputs.log_decay.masked_fill(filtered, 0),
-            x=torch.where(filtered[..., None], torch.zeros_like(inputs.x), inputs.x),
-        )
+    def bind(self, layer: int, mixer: Mixer, heads: Tensor) -> Edit:
+        return Filter(per_head(self.threshold, layer, heads, alone=NEVER))

@@ -1,7 +1,12 @@
-"""Options that may be one number, one per layer, or one per layer and head."""
+"""Options that may be one number, one per layer, or one per layer and head.
+
+Lists are kept as tuples, so that the options of a mitigation are a frozen value.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,71 +15,97 @@ from torch import Tensor
 from longrnn.errors import UserError
 
 
-def check_values(
-    name: str,
-    value: Any,
-    *,
-    above: float | None = None,
-    least: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
-) -> Any:
-    """Checks every number in a nested list (None means: leave this layer or head alone).
+@dataclass(frozen=True)
+class Range:
+    """The numbers that an option takes; None where there is no bound.
 
-    Args:
-        name: of the option, for errors.
-        value: a number, a list of numbers or None per layer, or a list of such lists.
+    Attributes:
         above: every number is above this one.
         least: every number is at least this one.
         most: every number is at most this one.
         below: every number is below this one.
     """
-    if isinstance(value, list):
 
-        def check(item: Any) -> Any:
-            return check_values(name, item, above=above, least=least, most=most, below=below)
+    above: float | None = None
+    least: float | None = None
+    most: float | None = None
+    below: float | None = None
 
-        return [item if item is None else check(item) for item in value]
-    try:
-        if isinstance(value, bool):
-            raise TypeError("float takes it for a number")
-        number = float(value)
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"{name} takes a number, or lists by layer and head, not {value!r}"
-        ) from error
-    limits = [
-        (above is not None and not number > above, f"above {above}"),
-        (least is not None and not number >= least, f"at least {least}"),
-        (most is not None and not number <= most, f"at most {most}"),
-        (below is not None and not number < below, f"below {below}"),
-        (number != number, "a number"),
-    ]
-    for broken, limit in limits:
-        if broken:
-            raise UserError(f"{name} must be {limit}, not {value}")
-    return number
+    def check(self, name: str, value: Any) -> Any:
+        """`value` with floats for numbers and tuples for lists.
+
+        Args:
+            name: of the option, for errors.
+            value: a number, a list by layer of numbers or None (leave this layer or head alone),
+                or a list of such lists.
+
+        Raises:
+            UserError: not a number, or one out of range.
+        """
+        if isinstance(value, list | tuple):
+            return tuple(None if item is None else self.check(name, item) for item in value)
+        try:
+            if isinstance(value, bool):
+                raise TypeError("float takes it for a number")
+            number = float(value)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{name} takes a number, or lists by layer and head, not {value!r}"
+            ) from error
+        limits = [
+            (self.above is not None and not number > self.above, f"above {self.above}"),
+            (self.least is not None and not number >= self.least, f"at least {self.least}"),
+            (self.most is not None and not number <= self.most, f"at most {self.most}"),
+            (self.below is not None and not number < self.below, f"below {self.below}"),
+            (number != number, "a number"),
+        ]
+        for broken, limit in limits:
+            if broken:
+                raise UserError(f"{name} must be {limit}, not {value}")
+        return number
 
 
-def of_layer(
-    name: str, value: Any, layer: int, n_layers: int, mask: Tensor, alone: float
-) -> Tensor:
-    """The values of one layer's heads, `(h,)` float64.
+def check_sizes(name: str, value: Any, counts: Sequence[int]) -> None:
+    """Refuses a list that does not fit the model.
 
     Args:
-        name: of the option, for errors.
-        value: as `check_values` gave it.
-        layer: which.
-        n_layers: of the model.
-        mask: heads that the mitigation changes, `(h,)`.
-        alone: the value that changes nothing, for the other heads and for None.
+        name: of the option.
+        value: as `Range.check` gave it.
+        counts: heads of each layer.
+
+    Raises:
+        UserError: it has another number of layers, or of heads in one of them.
     """
-    if isinstance(value, list):
-        if len(value) != n_layers:
-            raise UserError(f"{name} lists {len(value)} layers, the model has {n_layers}")
+    if not isinstance(value, tuple):
+        return
+    if len(value) != len(counts):
+        raise UserError(f"{name} lists {len(value)} layers, the model has {len(counts)}")
+    for layer, (heads, count) in enumerate(zip(value, counts, strict=True)):
+        if isinstance(heads, tuple) and len(heads) != count:
+            raise UserError(f"{name} lists {len(heads)} heads for layer {layer}, which has {count}")
+
+
+def per_head(value: Any, layer: int, heads: Tensor, alone: float) -> Tensor:
+    """The numbers of one layer's heads, `(h,)` float64.
+
+    Args:
+        value: as `Range.check` gave it.
+        layer: which.
+        heads: which of its heads a mitigation changes, `(h,)` bool.
+        alone: the number that changes nothing, for the other heads and for None.
+    """
+    if isinstance(value, tuple):
         value = value[layer]
-    heads = value if isinstance(value, list) else [value] * len(mask)
-    if len(heads) != len(mask):
-        raise UserError(f"{name} lists {len(heads)} heads for layer {layer}, which has {len(mask)}")
-    filled = torch.tensor([alone if head is None else head for head in heads], dtype=torch.float64)
-    return torch.where(mask, filled, alone)
+    numbers = value if isinstance(value, tuple) else [value] * len(heads)
+    filled = torch.tensor([alone if one is None else one for one in numbers], dtype=torch.float64)
+    return torch.where(heads, filled, alone)
+
+
+def listed(value: Any) -> Any:
+    """A value with lists for tuples, as it is written in a spec."""
+    return [listed(item) for item in value] if isinstance(value, tuple) else value
+
+
+def frozen(value: Any) -> Any:
+    """A value with tuples for lists."""
+    return tuple(frozen(item) for item in value) if isinstance(value, list | tuple) else value

@@ -1,6 +1,7 @@
 """Sequence mixers: the recurrent cells, one recurrence a file."""
 
-from longrnn.mixers.base import MIXERS, Edit, Mixer, ScanningMixer, StepwiseMixer, Update
+from longrnn.mixers.base import MIXERS, Mixer, ScanningMixer, StepwiseMixer
+from longrnn.mixers.edits import Composed, Edit, EditedState, Steps, Update
 from longrnn.mixers.gru import GRU
 from longrnn.mixers.init import INITS
 from longrnn.mixers.lstm import LSTM
@@ -13,10 +14,13 @@ __all__ = [
     "LSTM",
     "MIXERS",
     "RNN",
+    "Composed",
     "Edit",
+    "EditedState",
     "Mamba2",
     "Mixer",
     "ScanningMixer",
+    "Steps",
     "StepwiseMixer",
     "Update",
 ]

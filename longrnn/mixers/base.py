@@ -4,55 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
+from longrnn.errors import UserError
+from longrnn.mixers.edits import Edit, EditedState, Steps, Update
 from longrnn.ops.ssd import SSD, ScanInputs
 from longrnn.ops.unroll import unroll
 from longrnn.registry import Registry
 from longrnn.state import PyTree, tree_map
-
-
-class Update(NamedTuple):
-    """What one token does to a stepwise cell's memory: memory ← keep ∘ memory + add.
-
-    The memory is the vector that recurs: c of an LSTM, h of a GRU or an Elman cell.
-
-    Attributes:
-        add: `(b, d)`.
-        keep: `(b, d)`; None where the new memory is no linear function of the old one (Elman), and
-            `add` is then the new memory itself.
-    """
-
-    add: Tensor
-    keep: Tensor | None
-
-    def apply(self, memory: Tensor) -> Tensor:
-        """The memory after the token, `(b, d)`."""
-        return self.add if self.keep is None else torch.addcmul(self.add, self.keep, memory)
-
-
-class Edit:
-    """What a mitigation may change in one layer during one call; each hook is the identity here.
-
-    A scanning mixer (Mamba-2) calls `edit_inputs` and `scan`, a stepwise one (RNN, GRU, LSTM)
-    calls `edit_step`.
-    """
-
-    def edit_inputs(self, inputs: ScanInputs) -> ScanInputs:
-        """Changes the inputs of the recurrence before it runs."""
-        return inputs
-
-    def scan(self, inputs: ScanInputs, state: Tensor, ssd: SSD) -> tuple[Tensor, Tensor]:
-        """Runs the recurrence itself; `ssd` is the mixer's own backend."""
-        return ssd(inputs, state)
-
-    def edit_step(self, before: Tensor, after: Update) -> Update:
-        """Changes what one token does to the memory `before`, `(b, d)`; the state and the output
-        are read from the memory that results."""
-        return after
 
 
 class Mixer(nn.Module, ABC):
@@ -78,17 +40,51 @@ class Mixer(nn.Module, ABC):
         """The state of one row without its batch axis, as tensors on the meta device."""
 
     @abstractmethod
+    def run(
+        self, x: Tensor, state: PyTree, edit: Edit | None, carry: PyTree
+    ) -> tuple[Tensor, PyTree, PyTree]:
+        """Runs the cell; what members write, and what `forward` calls.
+
+        Args:
+            x: `(b, t, d_input)`, t >= 1.
+            state: the cell's own; it is not changed.
+            edit: hooks to call in the order that `longrnn.mixers.edits` states; None for none.
+            carry: of the edit.
+
+        Returns:
+            y `(b, t, d_model)`, the state after the last token, and the carry.
+        """
+
     def forward(self, x: Tensor, state: PyTree, edit: Edit | None = None) -> tuple[Tensor, PyTree]:
         """Runs the cell.
 
         Args:
             x: `(b, t, d_input)`, t >= 1.
-            state: as `init_state` or an earlier call gave it; it is not changed.
-            edit: hooks of a mitigation.
+            state: as `init_state` or an earlier call gave it; it is not changed. Under an edit
+                that remembers something it is an `EditedState`.
+            edit: changes or observes the recurrence.
 
         Returns:
-            y `(b, t, d_model)` and the state after the last token.
+            y `(b, t, d_model)` and the state after the last token, of the kind that was given.
+
+        Raises:
+            UserError: the edit needs a carry and the state has none, or the reverse.
         """
+        if isinstance(state, EditedState):
+            if edit is None:
+                raise UserError(
+                    "this state has the carry of an edit and no edit was given: give the edit, or "
+                    "the cell's own state, `state.state`"
+                )
+            y, own, carry = self.run(x, state.state, edit, state.carry)
+            return y, EditedState(own, carry)
+        if edit is not None and edit.init_carry(self, 1) != ():
+            raise UserError(
+                f"{type(edit).__name__} remembers tokens and the state has no carry: give "
+                "EditedState(state, edit.init_carry(mixer, batch_size))"
+            )
+        y, state, _ = self.run(x, state, edit, ())
+        return y, state
 
     def hold(self, scales: Tensor) -> bool:
         """Has a cell that was just built keep its memory for so many tokens, where it has a gate.
@@ -113,7 +109,7 @@ class Mixer(nn.Module, ABC):
 
 
 class ScanningMixer(Mixer):
-    """A cell whose recurrence is linear and can be scanned: h_t = exp(dt_t A) h_{t−1} + x_t B_t^T.
+    """A cell whose recurrence can be scanned: h_t = exp(dt_t A) h_{t−1} + dt_t x_t B_t^T.
 
     Attributes:
         ssd: the implementation of the recurrence.
@@ -132,6 +128,28 @@ class ScanningMixer(Mixer):
     @abstractmethod
     def inputs_like(self) -> ScanInputs:
         """What the scan is given for one token, without its batch axis, on the meta device."""
+
+    def recur(
+        self, steps: Steps, B: Tensor, C: Tensor, state: Tensor, edit: Edit | None, carry: PyTree
+    ) -> tuple[Tensor, Tensor, PyTree]:
+        """Runs the recurrence, under an edit where there is one.
+
+        Args:
+            steps: see `Steps`.
+            B: `(b, t, g, n)`.
+            C: `(b, t, g, n)`.
+            state: `(b, h, p, n)`.
+            edit: its stages are called in order.
+            carry: of the edit.
+
+        Returns:
+            y `(b, t, h, p)`, the state after the last token, and the carry.
+        """
+        if edit is None:
+            return *self.ssd(steps.inputs(B, C), state), carry
+        steps, carry = edit.edit_steps(steps, carry)
+        inputs, carry = edit.edit_inputs(steps.inputs(B, C), carry)
+        return edit.scan(inputs, state, carry, self.ssd)
 
 
 class StepwiseMixer(Mixer):
@@ -174,18 +192,23 @@ class StepwiseMixer(Mixer):
         self.cell.train()
         return self
 
-    def forward(self, x: Tensor, state: PyTree, edit: Edit | None = None) -> tuple[Tensor, PyTree]:
+    def run(
+        self, x: Tensor, state: PyTree, edit: Edit | None, carry: PyTree
+    ) -> tuple[Tensor, PyTree, PyTree]:
         if edit is None:
-            return self.fused(x, state)
+            return *self.fused(x, state), carry
 
-        def edited(token: Tensor, before: PyTree) -> PyTree:
-            update, read = self.step(token, before)
-            memory = self.memory(before)
-            return read(edit.edit_step(memory, update).apply(memory))
+        def edited(token: Tensor, before: EditedState) -> EditedState:
+            update, read = self.step(token, before.state)
+            update, carry = edit.edit_update(update, before.carry)
+            memory, carry = edit.advance(self.memory(before.state), update, carry)
+            return EditedState(read(memory), carry)
 
         weight_ih, _, bias_ih, _ = self.cell.all_weights[0]
         projected = nn.functional.linear(x, weight_ih, bias_ih)
-        return unroll(edited, lambda after: after.h, projected, state)
+        start = EditedState(state, carry)
+        y, after = unroll(edited, lambda after: after.state.h, projected, start)
+        return y, after.state, after.carry
 
     def recurrent(self, h: Tensor) -> Tensor:
         """`W_hh h + b_hh`, `(b, gates · d)`."""

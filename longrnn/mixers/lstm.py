@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from longrnn.mixers.base import MIXERS, StepwiseMixer, Update
+from longrnn.mixers.base import MIXERS, StepwiseMixer
+from longrnn.mixers.edits import Update
 from longrnn.mixers.init import initialise
 
 

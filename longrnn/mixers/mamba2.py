@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longrnn.errors import UserError
-from longrnn.mixers.base import MIXERS, Edit, ScanningMixer
+from longrnn.mixers.base import MIXERS, ScanningMixer
+from longrnn.mixers.edits import Edit, Steps
 from longrnn.mixers.init import initialise
 from longrnn.ops.conv import causal_conv
 from longrnn.ops.norm import gated_rms_norm
 from longrnn.ops.ssd import BACKENDS, ScanInputs, resolve
+from longrnn.state import PyTree
 
 
 class Mamba2State(NamedTuple):
@@ -115,36 +117,33 @@ class Mamba2(ScanningMixer):
             ssm=torch.empty(ssm, dtype=wide, device="meta"),
         )
 
-    def forward(
-        self, x: Tensor, state: Mamba2State, edit: Edit | None = None
-    ) -> tuple[Tensor, Mamba2State]:
+    def run(
+        self, x: Tensor, state: Mamba2State, edit: Edit | None, carry: PyTree
+    ) -> tuple[Tensor, Mamba2State, PyTree]:
         z, xBC, dt = self.in_proj(x).split([self.d_inner, self.d_xBC, self.n_heads], dim=-1)
         weight = self.conv1d.weight[:, 0]
         xBC, conv = causal_conv(xBC, weight, self.conv1d.bias, state.conv)
-        inner, inputs = self._scan_inputs(F.silu(xBC), dt, state.ssm.dtype)
-
-        if edit is None:
-            y, ssm = self.ssd(inputs, state.ssm)
-        else:
-            y, ssm = edit.scan(edit.edit_inputs(inputs), state.ssm, self.ssd)
-
+        inner, B, C = self._split(F.silu(xBC))
+        steps = self._steps(inner, dt, state.ssm.dtype)
+        y, ssm, carry = self.recur(steps, B, C, state.ssm, edit, carry)
         y = torch.addcmul(y, inner, self.D[:, None]).flatten(2)
         y = gated_rms_norm(y, z, self.norm.weight, self.norm_eps, self.n_groups)
-        return self.out_proj(y), Mamba2State(conv, ssm)
+        return self.out_proj(y), Mamba2State(conv, ssm), carry
 
-    def _scan_inputs(
-        self, xBC: Tensor, dt: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, ScanInputs]:
-        """The inner x `(b, t, h, p)` before dt, and the inputs of the recurrence."""
+    def _split(self, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The inner x `(b, t, h, p)`, B and C `(b, t, g, n)`."""
         groups = self.n_groups * self.d_state
         inner, B, C = xBC.split([self.d_inner, groups, groups], dim=-1)
         inner = inner.unflatten(-1, (self.n_heads, self.head_dim))
         B = B.unflatten(-1, (self.n_groups, self.d_state))
-        C = C.unflatten(-1, (self.n_groups, self.d_state))
+        return inner, B, C.unflatten(-1, (self.n_groups, self.d_state))
+
+    def _steps(self, inner: Tensor, dt: Tensor, dtype: torch.dtype) -> Steps:
+        """Inner x, step and rate, from what `in_proj` gives for dt."""
         dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype))
         if self.dt_limit is not None:
             dt = dt.clamp(*self.dt_limit)
-        return inner, ScanInputs(inner * dt[..., None], dt * self.rates().to(dtype), B, C)
+        return Steps(inner, dt, self.rates().to(dtype))
 
     def memory(self, state: Mamba2State) -> Tensor:
         return state.ssm

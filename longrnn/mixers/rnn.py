@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from longrnn.errors import UserError, nearest
-from longrnn.mixers.base import MIXERS, Edit, StepwiseMixer, Update
+from longrnn.mixers.base import MIXERS, StepwiseMixer
+from longrnn.mixers.edits import Edit, Update
 from longrnn.mixers.init import initialise
 
 

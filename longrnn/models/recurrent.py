@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longrnn.errors import UserError, nearest
-from longrnn.mixers import MIXERS, Edit, Mixer
+from longrnn.mixers import MIXERS, Edit, EditedState, Mixer
 from longrnn.models.base import LMOutput, check_state, check_tokens, fingerprint
 from longrnn.ops.norm import rms_norm
 from longrnn.positions import POSITIONS
@@ -138,11 +138,17 @@ class RecurrentLM(nn.Module):
         """The cells, first layer first."""
         return [block.mixer for block in self.blocks]  # type: ignore[misc]
 
-    def init_state(self, batch_size: int) -> LMState:
-        """The zero state of `batch_size` rows."""
+    def init_state(self, batch_size: int, edits: Sequence[Edit] | None = None) -> LMState:
+        """The zero state of `batch_size` rows; under edits, `extra` holds a carry per layer."""
         device = self.embedding.weight.device
         position = torch.zeros(batch_size, dtype=torch.long, device=device)
-        return LMState(position, tuple(mixer.init_state(batch_size) for mixer in self.mixers))
+        layers = tuple(mixer.init_state(batch_size) for mixer in self.mixers)
+        return LMState(position, layers, self.init_carries(batch_size, edits))
+
+    def init_carries(self, batch_size: int, edits: Sequence[Edit] | None) -> tuple[PyTree, ...]:
+        """What each layer's edit remembers before the first token; () without edits."""
+        pairs = zip(self.mixers, edits, strict=True) if edits is not None else ()
+        return tuple(edit.init_carry(mixer, batch_size) for mixer, edit in pairs)
 
     def forward(
         self,
@@ -158,10 +164,12 @@ class RecurrentLM(nn.Module):
             tokens: `(b, t)` int64.
             state: of the same batch; None stands for `init_state`.
             keep: logits for the last `keep` tokens only; None for all.
-            edits: one per layer, the hooks of a mitigation.
+            edits: one per layer; `extra` of the state is then their carries, one per layer, in
+                the state given and in the one returned.
 
         Raises:
-            UserError: ids outside the vocabulary, a state of another model or batch size.
+            UserError: ids outside the vocabulary, a state of another model or batch size, a state
+                without the carries of the edits.
         """
         hidden, state = self.hidden(tokens, state, keep=keep, edits=edits)
         return LMOutput(F.linear(hidden, self.head.weight), state)
@@ -180,9 +188,14 @@ class RecurrentLM(nn.Module):
         """
         check_tokens(tokens, self.vocab_size)
         if state is None:
-            state = self.init_state(len(tokens))
+            state = self.init_state(len(tokens), edits)
         like = tuple(mixer.state_like() for mixer in self.mixers)
-        check_state(state, like, len(tokens))
+        check_state(state if edits is None else state._replace(extra=()), like, len(tokens))
+        if edits is not None and len(state.extra) != len(like):
+            raise UserError(
+                f"{len(edits)} edits need one carry each and the state has {len(state.extra)}: "
+                "start from init_state(batch_size, edits)"
+            )
         time = tokens.shape[1]
         keep = time if keep is None else min(keep, time)
         if keep < 0:
@@ -210,11 +223,16 @@ class RecurrentLM(nn.Module):
         x = self.merge(self.position(self.embedding(tokens), positions))
         if self._wide:
             x = x.to(torch.promote_types(x.dtype, torch.float32))
-        layers = []
+        layers, carries = [], []
         for index, (block, layer) in enumerate(zip(self.blocks, state.layers, strict=True)):
-            x, layer = block(x, layer, None if edits is None else edits[index])
+            if edits is None:
+                x, layer = block(x, layer, None)
+            else:
+                before = EditedState(layer, state.extra[index])
+                x, (layer, carry) = block(x, before, edits[index])
+                carries.append(carry)
             layers.append(layer)
-        return x, LMState(state.position + time, tuple(layers), state.extra)
+        return x, LMState(state.position + time, tuple(layers), tuple(carries))
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits of the SHA-256 of configuration and weights.

@@ -12,7 +12,7 @@ from longrnn.ops.cross_entropy import weighted_cross_entropy
 from longrnn.state import LMState, reset
 from longrnn.tasks import Batch
 from longrnn.training.models import Trained
-from longrnn.training.repeat import repeats
+from longrnn.training.repeat import read_repeatedly
 
 
 class StepOutput(NamedTuple):
@@ -59,8 +59,7 @@ class Objective(nn.Module):
     def _segment(self, batch: Batch, state: LMState) -> tuple[Tensor, LMState, Tensor]:
         """The loss from an initial state; see `Batch` for its weights and its tail."""
         body = batch.tokens.shape[1] - batch.tail
-        edits = repeats(self.model.mixers, batch.repeat, body)
-        hidden, state = self.model.hidden(batch.tokens[:, :body], state, edits=edits)
+        hidden, state = read_repeatedly(self.model, batch.tokens[:, :body], state, batch.repeat)
         if batch.tail:
             asked, _ = self.model.hidden(batch.tokens[:, body:], state)
             hidden = torch.cat([hidden, asked], dim=1)

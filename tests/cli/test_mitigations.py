@@ -211,7 +211,7 @@ COLLAPSING = "forget_more(heads=collapsing, diagnosis={})"
 SPECS: list[tuple[str, tuple[str, ...]]] = [
     # Names.
     ("statenorm(threshold=1)", ("unknown mitigation 'statenorm'", "did you mean 'state_norm'")),
-    ("xyz", ("unknown mitigation 'xyz'", "known: chunk_select, forget_more")),
+    ("xyz", ("unknown mitigation 'xyz'", "known: forget_more, none")),
     ("sliding_window(windw=3)", ("no option 'windw'", "did you mean 'window'")),
     ("forget_more(threshold=3)", ("no option 'threshold'", "known: decay_scale")),
     ("none(window=3)", ("no option 'window'", "it takes none")),
@@ -258,7 +258,7 @@ SPECS: list[tuple[str, tuple[str, ...]]] = [
         ("have no meaning together", "choose one"),
     ),
     ("state_norm(threshold=1)+none+state_norm(threshold=2)", ("have no meaning together",)),
-    ("chunk_select", ("chunk_select is not defined for mamba2", "give --chunk-select")),
+    ("chunk_select", ("chunk_select is not a mitigation", "give --chunk-select")),
     # What is no spec at all.
     ("", ("'' is no mitigation", "write name(option=value)")),
     ("+", ("'' is no mitigation",)),

@@ -236,8 +236,8 @@ def test_a_head_that_holds_on_collapses(found: Diagnosis, tmp_path: Path) -> Non
 def test_a_mitigation_reads_the_diagnosis(found: Diagnosis, tmp_path: Path) -> None:
     """Two halves of the package that each have their own idea of the file."""
     spec = f"state_norm(threshold=1, heads=collapsing, diagnosis={tmp_path / 'diagnosis.yaml'})"
-    (part,) = Mitigated(holding(1, 2), mitigation(spec)).parts
-    assert [mask.nonzero().tolist() for mask in part.masks] == [[], [[2]]]
+    (masks,) = Mitigated(holding(1, 2), mitigation(spec)).heads
+    assert [mask.nonzero().tolist() for mask in masks] == [[], [[2]]]
     with pytest.raises(UserError, match="another model"):
         Mitigated(holding(1, 1), mitigation(spec))
 

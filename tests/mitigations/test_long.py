@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from longrnn import state as states
-from longrnn.mitigations.mitigated import LayerEdit
 from longrnn.ops.ssd import ScanInputs, chunked
 from longrnn.state import leaves
 from tests.contracts.builders import (
@@ -20,7 +19,7 @@ from tests.contracts.builders import (
     generator,
     random_tokens,
 )
-from tests.mitigations.definitions import Definition, Loop, Spec
+from tests.mitigations.definitions import Definition, Spec, StateNorm
 
 HEADS, GROUPS, P, N = 4, 2, 4, 5
 MIXER: dict[str, Any] = {"kind": "mamba2", "d_state": N, "head_dim": P, "n_groups": GROUPS}
@@ -45,30 +44,41 @@ def stream(time: int) -> ScanInputs:
     return ScanInputs(normal(HEADS, P), log_decay, normal(GROUPS, N), normal(GROUPS, N))
 
 
+def loop(definition: Definition, inputs: ScanInputs, h: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs and final state by the definition, in float64."""
+    group_of_head = [head // (HEADS // GROUPS) for head in range(HEADS)]
+    outputs = []
+    for token in zip(*(tensor.double().unbind(1) for tensor in inputs), strict=True):
+        x, log_decay, B, C = token
+        add = x[..., :, None] * B[:, group_of_head, None, :]
+        h = definition.stepped(log_decay.exp()[..., None, None], add, h)
+        outputs.append((h * C[:, group_of_head, None, :]).sum(-1))
+    return torch.stack(outputs, dim=1), h
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec["kind"])
 @pytest.mark.parametrize("time", [4000, pytest.param(100_000, marks=slow)])
 @torch.no_grad()
 def test_float32(spec: Spec, time: int) -> None:
     """Rounding that adds up along the text, in outputs or in what goes on to the next piece."""
     inputs, start = stream(time), torch.zeros(1, HEADS, P, N)
-    definition = Definition([spec], layer=0, n_layers=1, n_heads=HEADS)
-    wide = ScanInputs(*(tensor.double() for tensor in inputs))
-    loop = Loop(definition, torch.full((HEADS,), -1.0, dtype=torch.float64))
-    expected, final = loop.scan(wide, start.double(), chunked.ssd)
-    if spec["kind"] == "state_norm":
-        share = torch.cat(definition.rescaled).double().mean((0, 2, 3))
+    definition = Definition([spec], layer=0, n_heads=HEADS)
+    expected, final = loop(definition, inputs, start.double())
+    (member,) = definition.members
+    if isinstance(member, StateNorm):
+        share = torch.cat(member.rescaled).double().mean((0, 2, 3))
         assert ((share > 0.1) & (share < 0.999)).any(), share
 
     model = build_mitigated([spec], MIXER, dtype=torch.float32, n_layers=1)
-    carry = [part.init_carry(0, 1) for part in model.parts]
+    (edit,) = model.edits
+    carry = edit.init_carry(model.mixers[0], 1)
     outputs, state, sizes = [], start, [1, 62, 3, 1000]
     sizes += [4096] * ((time - sum(sizes)) // 4096)
     sizes += [time - sum(sizes)]
     for piece in zip(*(tensor.split(sizes, dim=1) for tensor in inputs), strict=True):
-        edit = LayerEdit(model.parts, 0, carry)
-        y, state = edit.scan(edit.edit_inputs(ScanInputs(*piece)), state, chunked.ssd)
+        edited, carry = edit.edit_inputs(ScanInputs(*piece), carry)
+        y, state, carry = edit.scan(edited, state, carry, chunked.ssd)
         assert y.dtype == state.dtype == torch.float32
-        carry = edit.carry
         outputs.append(y)
     ours = torch.cat(outputs, dim=1)
     for head in range(HEADS):

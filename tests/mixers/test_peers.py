@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from longrnn.errors import UserError
-from longrnn.mixers import MIXERS, Edit, Mixer, Update
+from longrnn.mixers import MIXERS, Edit, EditedState, Mixer, Update
 from longrnn.mixers.base import StepwiseMixer
 from tests.contracts.builders import (
     D_MODEL,
@@ -45,11 +45,11 @@ class PeerMixer(Mixer):
     def state_like(self) -> tuple[Tensor, ...]:
         return self.like
 
-    def forward(self, x: Tensor, state: tuple[Tensor, ...], edit: Edit | None = None):
+    def run(self, x: Tensor, state: tuple[Tensor, ...], edit: Edit | None, carry: Any):
         given = tuple(leaf[None] for leaf in state)
         y, after = self.cell(x, given if len(given) > 1 else given[0])
         after = after if isinstance(after, tuple) else (after,)
-        return y, type(state)(*(leaf[0] for leaf in after))
+        return y, type(state)(*(leaf[0] for leaf in after)), carry
 
 
 def draw(mixer: Mixer, dtype: torch.dtype) -> tuple[Tensor, Any]:
@@ -83,28 +83,32 @@ def test_stepwise_equals_fused(kind: str) -> None:
     assert_same(mixer_outcome(mixer, x, state, [TIME], Edit()), fused, torch.float64)
 
 
+class Halve(Edit):
+    """Halves what each token keeps and adds, and carries what it was given."""
+
+    def edit_update(self, update: Update, carry: Any):
+        half = Update(*(None if gate is None else gate / 2 for gate in update))
+        return half, (*carry, update)
+
+    def advance(self, memory: Tensor, update: Update, carry: Any):
+        return update.apply(memory), (*carry[:-1], (memory, carry[-1]))
+
+
 @pytest.mark.parametrize("kind", STEPWISE)
-def test_edit_step_sees_every_token(kind: str) -> None:
-    """The hook gets the memory and what each token does to it; its result is what goes on."""
+def test_an_edit_sees_every_token(kind: str) -> None:
+    """The hooks get the memory and what each token does to it; their result is what goes on."""
     mixer = build_mixer(mixer_spec(kind))
     assert isinstance(mixer, StepwiseMixer)
     x, state = draw(mixer, torch.float64)
-    seen = []
-
-    class Halve(Edit):
-        def edit_step(self, before, after):
-            seen.append((before, after))
-            return Update(*(None if gate is None else gate / 2 for gate in after))
-
-    reached = [state, *(mixer(x[:, :t], state, Halve())[1] for t in (1, 2))]
-    y, final = mixer(x[:, :3], state, Halve())
-    reached.append(final)
+    runs = [mixer(x[:, :t], EditedState(state, ()), Halve()) for t in (1, 2, 3)]
+    reached = [state, *(after.state for _, after in runs)]
+    y, final = runs[-1]
     memory = mixer.memory(state)
-    for t in range(3):
-        before, after = seen[3 + t]
+    assert len(final.carry) == 3
+    for t, (before, update) in enumerate(final.carry):
         torch.testing.assert_close(before, memory, rtol=1e-12, atol=1e-12)
-        kept = 0 if after.keep is None else after.keep * memory
-        memory = (after.add + kept) / 2
+        kept = 0 if update.keep is None else update.keep * memory
+        memory = (update.add + kept) / 2
         _, unedited = mixer(x[:, t : t + 1], reached[t])
         torch.testing.assert_close(2 * memory, mixer.memory(unedited), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(mixer.memory(reached[t + 1]), memory, rtol=1e-12, atol=1e-12)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from longrnn.errors import UserError
-from longrnn.mixers import MIXERS, Edit
+from longrnn.mixers import MIXERS, Edit, EditedState
 from longrnn.models import LanguageModel, RecurrentConfig, RecurrentLM, recurrent
 from longrnn.models.recurrent import BLOCKS
 from longrnn.ops.ssd import resolve
@@ -209,13 +209,13 @@ def test_edits_reach_their_layer(kind: str, block: str) -> None:
         def __init__(self, layer: int) -> None:
             self.layer = layer
 
-        def scan(self, inputs, state, ssd):
+        def scan(self, inputs, state, carry, ssd):
             calls.append(self.layer)
-            return super().scan(inputs, state, ssd)
+            return super().scan(inputs, state, carry, ssd)
 
-        def edit_step(self, before, after):
+        def advance(self, memory, update, carry):
             calls.append(self.layer)
-            return super().edit_step(before, after)
+            return super().advance(memory, update, carry)
 
     model = build_model(kind, block=block)
     tokens = random_tokens(2, 4)
@@ -223,6 +223,48 @@ def test_edits_reach_their_layer(kind: str, block: str) -> None:
     assert sorted(set(calls)) == [0, 1]
     assert calls == sorted(calls)
     torch.testing.assert_close(edited.logits, model(tokens).logits, rtol=1e-12, atol=1e-12)
+
+
+class Count(Edit):
+    """Counts the tokens of each row; more than the cell does, it changes nothing."""
+
+    def init_carry(self, mixer, batch_size):
+        return torch.zeros(batch_size, dtype=torch.long)
+
+    def edit_inputs(self, inputs, carry):
+        return inputs, carry + inputs.x.shape[1]
+
+    def edit_update(self, update, carry):
+        return update, carry + 1
+
+
+@pytest.mark.parametrize("kind", list(MIXERS))
+def test_carries_of_edits_go_through_a_long_call(kind: str, monkeypatch) -> None:
+    """What an edit remembers goes from segment to segment and from call to call, as a value."""
+    monkeypatch.setattr(recurrent, "SEGMENT_TOKENS", 64)
+    model = build_model(kind)
+    edits = [Count(), Count()]
+    start = model.init_state(2, edits)
+    state = model(random_tokens(2, 150), start, edits=edits).state
+    assert [carry.tolist() for carry in state.extra] == [[150, 150]] * 2
+    state = model(random_tokens(2, 3), state, edits=edits).state
+    assert [carry.tolist() for carry in state.extra] == [[153, 153]] * 2
+    assert [carry.tolist() for carry in start.extra] == [[0, 0]] * 2
+
+
+def test_a_state_without_the_carries_of_the_edits_is_refused() -> None:
+    """Carries that are missing are not started anew without a word."""
+    model = build_model("gru")
+    with pytest.raises(UserError, match="start from init_state"):
+        model(random_tokens(2, 3), model.init_state(2), edits=[Count(), Count()])
+    with pytest.raises(UserError, match="mitigation"):
+        model(random_tokens(2, 3), model.init_state(2, [Count(), Count()]))
+    cell = model.mixers[0]
+    x, state = torch.zeros(1, 2, cell.d_input, dtype=torch.float64), cell.init_state(1)
+    with pytest.raises(UserError, match="remembers tokens and the state has no carry"):
+        cell(x, state, Count())
+    with pytest.raises(UserError, match="no edit was given"):
+        cell(x, EditedState(state, ()))
 
 
 def test_bfloat16_keeps_a_wide_state() -> None:

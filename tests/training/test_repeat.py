@@ -8,7 +8,7 @@ import torch
 from longrnn.errors import UserError
 from longrnn.tasks import Batch
 from longrnn.training.objective import Objective
-from longrnn.training.repeat import repeats
+from longrnn.training.repeat import read_repeatedly
 from tests.contracts.builders import build_model, random_tokens
 
 # Without a convolution, what the one layer reads is the same in every reading.
@@ -22,8 +22,9 @@ def test_a_model_of_one_layer_ends_where_reading_again_ends(time: int) -> None:
     text, tokens = random_tokens(2, 7, seed=1), random_tokens(2, time, seed=2)
     before = model(text).state
     times = torch.tensor([3, 5])
-    edits = repeats(model.mixers, times, time)
-    found = model(tokens, before, edits=edits).state.layers[0].ssm
+    _, after = read_repeatedly(model, tokens, before, times)
+    assert after.extra == ()
+    found = after.layers[0].ssm
     for row, count in enumerate(times.tolist()):
         again = tokens[row : row + 1].repeat(1, count)
         start = model(text[row : row + 1]).state
@@ -48,6 +49,8 @@ def test_the_objective_repeats_what_is_carried() -> None:
 def test_cells_that_step_are_refused() -> None:
     """A count that an LSTM ignores."""
     model = build_model("lstm")
-    assert repeats(model.mixers, torch.tensor([1, 1]), 5) is None
+    tokens, start = random_tokens(2, 5), model.init_state(2)
+    once, _ = read_repeatedly(model, tokens, start, torch.tensor([1, 1]))
+    assert torch.equal(once, model.hidden(tokens, start)[0])
     with pytest.raises(UserError, match="max_repeat=1"):
-        repeats(model.mixers, torch.tensor([1, 2]), 5)
+        read_repeatedly(model, tokens, start, torch.tensor([1, 2]))

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from longrnn.mitigations.chunk_select import Choice, select
 from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.evaluation.passkey import Subject, evaluate
-from longrnn.mitigations.chunk_select import Choice, select
 from longrnn.models import LanguageModel
+from longrnn.models.chunk_select import Choice, select
 from longrnn.results import read_results
 from longrnn.state import LMState
 from longrnn.text import ByteTokenizer

@@ -1,4 +1,8 @@
-"""Reading only the piece of a long context that the model is surest about."""
+"""Reading only the chunk of a long context after which the model's answer has the lowest entropy.
+
+This changes no recurrence, so it is not a mitigation of `longrnn.mitigations`: it chooses among the
+states of any language model.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +12,8 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.mitigations.base import MITIGATIONS, Mitigation
-from longrnn.mixers import Mixer
-from longrnn.models import LanguageModel
+from longrnn.models.base import LanguageModel
 from longrnn.state import LMState, expand, take
-
-
-@MITIGATIONS.register("chunk_select")
-class ChunkSelect(Mitigation):
-    """Not a change of the recurrence but a choice among states: see `select` (arXiv 2505.07793).
-
-    It stands in the registry so that its name is known; no cell takes it as a hook.
-    """
-
-    name = "chunk_select"
-    over_states = True
-
-    def __init__(self) -> None:
-        super().__init__()
-
-    @classmethod
-    def undefined(cls, mixer: type[Mixer]) -> str | None:
-        return (
-            "it chooses among the states of any model and changes no recurrence: call "
-            "longrnn.mitigations.chunk_select.select, or give --chunk-select to eval passkey"
-        )
 
 
 class Choice(NamedTuple):

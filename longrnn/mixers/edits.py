@@ -1,0 +1,193 @@
+"""`Edit`: the hooks through which the recurrence of a cell is changed or observed.
+
+Mitigations, observers and the repetition of segments all use these hooks, and no others. A cell
+calls them in a fixed order, so several edits of one layer compose stage by stage (`Composed`):
+
+| stage | scanning cells, once per call | stepwise cells, once per token |
+| --- | --- | --- |
+| 1 | `edit_steps`: the step dt and the rate A | |
+| 2 | `edit_inputs`: log_decay = dt · A and dt · x, times multipliers | `edit_update` |
+| 3 | `scan`: the recurrence | `advance`: the new memory |
+
+An edit is a value. What it remembers from token to token is its carry, which every hook takes and
+returns. It stores options and masks of heads, and nothing that depends on a weight: what depends on
+weights, such as A, is an argument of the hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longrnn.errors import UserError
+from longrnn.ops.ssd import SSD, ScanInputs
+from longrnn.state import PyTree
+
+if TYPE_CHECKING:
+    from longrnn.mixers.base import Mixer
+
+
+class Steps(NamedTuple):
+    """What a scanning cell makes the inputs of its recurrence of.
+
+    Attributes:
+        x: `(b, t, h, p)`, before it is multiplied by dt.
+        dt: `(b, t, h)`, the step, at least 0, in the dtype of the state.
+        A: `(h,)`, the rate, below 0, in the dtype of the state.
+    """
+
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+
+    def inputs(self, B: Tensor, C: Tensor) -> ScanInputs:
+        """Inputs of the recurrence: dt · x and log_decay = dt · A."""
+        return ScanInputs(self.x * self.dt[..., None], self.dt * self.A, B, C)
+
+
+class Update(NamedTuple):
+    """What one token does to a stepwise cell's memory: memory ← keep ∘ memory + add.
+
+    The memory is the vector that recurs: c of an LSTM, h of a GRU or an Elman cell.
+
+    Attributes:
+        add: `(b, d)`.
+        keep: `(b, d)`; None where the new memory is not a linear function of the old one (Elman);
+            `add` is then the new memory itself.
+    """
+
+    add: Tensor
+    keep: Tensor | None
+
+    def apply(self, memory: Tensor) -> Tensor:
+        """The memory after the token, `(b, d)`."""
+        return self.add if self.keep is None else torch.addcmul(self.add, self.keep, memory)
+
+
+class EditedState(NamedTuple):
+    """The state of a cell that runs under an edit.
+
+    Attributes:
+        state: the cell's own state.
+        carry: what the edit remembers, as `Edit.init_carry` or an earlier call gave it.
+    """
+
+    state: PyTree
+    carry: PyTree
+
+
+class Edit:
+    """Changes or observes the recurrence of one layer; each hook is the identity by default.
+
+    Every hook takes the carry and returns it, changed or not, beside its result. No hook changes an
+    argument in place.
+    """
+
+    def init_carry(self, mixer: Mixer, batch_size: int) -> PyTree:
+        """What this edit remembers before the first token; every leaf has `batch_size` rows."""
+        return ()
+
+    def edit_steps(self, steps: Steps, carry: PyTree) -> tuple[Steps, PyTree]:
+        """Stage 1 of a scanning cell: changes the step dt and the rate A."""
+        return steps, carry
+
+    def edit_inputs(self, inputs: ScanInputs, carry: PyTree) -> tuple[ScanInputs, PyTree]:
+        """Stage 2 of a scanning cell: multiplies the decays and the inputs of the recurrence."""
+        return inputs, carry
+
+    def scan(
+        self, inputs: ScanInputs, state: Tensor, carry: PyTree, ssd: SSD
+    ) -> tuple[Tensor, Tensor, PyTree]:
+        """Stage 3 of a scanning cell: runs the recurrence; `ssd` is the cell's own backend.
+
+        Returns:
+            y `(b, t, h, p)`, the state after the last token, and the carry.
+        """
+        y, state = ssd(inputs, state)
+        return y, state, carry
+
+    def edit_update(self, update: Update, carry: PyTree) -> tuple[Update, PyTree]:
+        """Stage 2 of a stepwise cell: multiplies what one token keeps and adds."""
+        return update, carry
+
+    def advance(self, memory: Tensor, update: Update, carry: PyTree) -> tuple[Tensor, PyTree]:
+        """Stage 3 of a stepwise cell: the memory after one token, from `memory` before it.
+
+        The state and the output of the cell are read from the result.
+        """
+        return update.apply(memory), carry
+
+    @property
+    def redefines_recurrence(self) -> bool:
+        """Whether stage 3 is overridden; in one layer at most one edit may do that."""
+        return type(self).scan is not Edit.scan or type(self).advance is not Edit.advance
+
+
+class Composed(Edit):
+    """Several edits of one layer as one: stage by stage, and in order within a stage.
+
+    Its carry is a tuple with the carry of each edit.
+
+    Args:
+        edits: at most one of them redefines the recurrence.
+
+    Raises:
+        UserError: two of them do.
+    """
+
+    def __init__(self, edits: Sequence[Edit]) -> None:
+        self.edits = tuple(edits)
+        last = [n for n, edit in enumerate(self.edits) if edit.redefines_recurrence]
+        if len(last) > 1:
+            raise UserError(
+                f"{len(last)} edits redefine the recurrence of one layer, and only one can: "
+                "give one of them"
+            )
+        self._last = last[0] if last else None
+
+    @property
+    def redefines_recurrence(self) -> bool:
+        return self._last is not None
+
+    def init_carry(self, mixer: Mixer, batch_size: int) -> PyTree:
+        return tuple(edit.init_carry(mixer, batch_size) for edit in self.edits)
+
+    def edit_steps(self, steps: Steps, carry: PyTree) -> tuple[Steps, PyTree]:
+        carries = []
+        for edit, own in zip(self.edits, carry, strict=True):
+            steps, own = edit.edit_steps(steps, own)
+            carries.append(own)
+        return steps, tuple(carries)
+
+    def edit_inputs(self, inputs: ScanInputs, carry: PyTree) -> tuple[ScanInputs, PyTree]:
+        carries = []
+        for edit, own in zip(self.edits, carry, strict=True):
+            inputs, own = edit.edit_inputs(inputs, own)
+            carries.append(own)
+        return inputs, tuple(carries)
+
+    def scan(
+        self, inputs: ScanInputs, state: Tensor, carry: PyTree, ssd: SSD
+    ) -> tuple[Tensor, Tensor, PyTree]:
+        if self._last is None:
+            return super().scan(inputs, state, carry, ssd)
+        last = self._last
+        y, state, own = self.edits[last].scan(inputs, state, carry[last], ssd)
+        return y, state, (*carry[:last], own, *carry[last + 1 :])
+
+    def edit_update(self, update: Update, carry: PyTree) -> tuple[Update, PyTree]:
+        carries = []
+        for edit, own in zip(self.edits, carry, strict=True):
+            update, own = edit.edit_update(update, own)
+            carries.append(own)
+        return update, tuple(carries)
+
+    def advance(self, memory: Tensor, update: Update, carry: PyTree) -> tuple[Tensor, PyTree]:
+        if self._last is None:
+            return super().advance(memory, update, carry)
+        last = self._last
+        memory, own = self.edits[last].advance(memory, update, carry[last])
+        return memory, (*carry[:last], own, *carry[last + 1 :])
