@@ -103,7 +103,8 @@ class SlidingWindow(Mitigation):
         assert after.keep is not None
         assert isinstance(carry, StepwiseCarry)
         memory, carry = slide(after.keep, after.add, carry)
-        return Update(add=memory, keep=torch.zeros_like(memory)), carry
+        # Not keep = 0: a NaN that has left the window would come back as 0 · NaN.
+        return Update(add=memory, keep=None), carry
 
 
 def _take_heads(inputs: ScanInputs, heads: Tensor) -> ScanInputs:

@@ -10,7 +10,7 @@ from longrnn.mitigations.base import MITIGATIONS, Mitigation
 from longrnn.mitigations.values import check_values, of_layer
 from longrnn.mixers import Mixer, Update
 from longrnn.ops.ssd import SSD, ScanInputs
-from longrnn.ops.ssd.rescale import UNLIMITED, rescaled_ssd, scale_to
+from longrnn.ops.ssd.rescale import UNLIMITED, rescaled_ssd, scale_of
 
 
 @MITIGATIONS.register("state_norm")
@@ -53,7 +53,7 @@ class StateNorm(Mitigation):
         self, layer: int, before: Tensor, after: Update, carry: Any
     ) -> tuple[Update, Any]:
         memory = after.apply(before)
-        square = memory.double().square().sum(-1, keepdim=True)
-        scale = scale_to(self.limits[layer].to(memory.device), square).to(memory)
+        # In float64: float32 has no numbers for the scale of a memory of 1e37.
+        scale = scale_of(self.limits[layer].to(memory.device), memory, (-1,))
         keep = None if after.keep is None else after.keep * scale
         return Update(add=after.add * scale, keep=keep), carry

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from longrnn.ops.precision import own_precision
 from longrnn.ops.ssd import SSD, ScanInputs
 from longrnn.ops.unroll import unroll
 from longrnn.registry import Registry
@@ -165,13 +166,19 @@ class StepwiseMixer(Mixer):
         """
 
     def forward(self, x: Tensor, state: PyTree, edit: Edit | None = None) -> tuple[Tensor, PyTree]:
-        if edit is None:
-            return self.fused(x, state)
+        # A memory of 8 bits forgets what is added to it in small amounts: autocast does not apply.
+        with own_precision(x):
+            x = x.to(self.cell.all_weights[0][0].dtype)
+            return self.fused(x, state) if edit is None else self._edited(x, state, edit)
+
+    def _edited(self, x: Tensor, state: PyTree, edit: Edit) -> tuple[Tensor, PyTree]:
+        """One token after another, each through the hooks."""
 
         def edited(token: Tensor, before: PyTree) -> PyTree:
             update, read = self.step(token, before)
             memory = self.memory(before)
-            return read(edit.edit_step(memory, update).apply(memory))
+            # An edit may compute in float64.
+            return read(edit.edit_step(memory, update).apply(memory).to(memory.dtype))
 
         weight_ih, _, bias_ih, _ = self.cell.all_weights[0]
         projected = nn.functional.linear(x, weight_ih, bias_ih)
