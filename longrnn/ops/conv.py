@@ -24,8 +24,8 @@ def causal_conv(
         state: `(b, k − 1, c)`, the inputs before `x`.
 
     Returns:
-        `y` of shape `(b, t, c)`, in the wider dtype of `x` and `weight`, and the state after the last
-        token, in the dtype of `state`.
+        `y` of shape `(b, t, c)`, in the wider dtype of `x` and `weight`, and the state after the
+        last token, in the dtype of `state`.
     """
     padded = torch.cat([state.to(x.dtype), x], dim=1)
     y = _Convolution.apply(padded, weight, bias)

@@ -56,7 +56,7 @@ def weighted_cross_entropy(
 
 
 def _logits_in(dtype: torch.dtype, head: Tensor) -> Callable[[Tensor], Tensor]:
-    """x ↦ x headᵀ in `dtype`, which is at least as wide as the factors: nothing is rounded twice."""
+    """x ↦ x headᵀ in `dtype`, at least as wide as the factors, so that no product is rounded."""
     if head.is_cuda and head.dtype != dtype == torch.float32 and torch.__version__ >= "2.8":
         return lambda x: torch.mm(x, head.t(), out_dtype=dtype)
     wide = head.to(dtype)

@@ -247,16 +247,17 @@ def test_sliding_window(r: int, names: tuple[str, ...], value: float) -> None:
     inputs = with_trouble(inputs, names, value)
     if r > BAD and names == ("log_decay",):
         pytest.skip("before the first token there is nothing that NaN could multiply")
+    # The decay of a window's first token is of what is outside.
+    first = inputs._replace(log_decay=torch.zeros_like(inputs.log_decay))
     y = []
     for t in range(TIME):
         state = torch.zeros_like(state)
-        for i in range(max(0, t - r + 1), t + 1):
-            state = (
-                step(inputs, i, state) if state.any() else step(_without_decay(inputs), i, state)
-            )
+        for number, i in enumerate(range(max(0, t - r + 1), t + 1)):
+            state = step(inputs if number else first, i, state)
         y.append(read(inputs, t, state))
     expected, final = torch.stack(y, 1), state
-    assert final.isfinite().all() == (r <= TIME - BAD - 1 or value == -INF == names) or r > 14
+    if r < TIME - BAD:
+        assert final.isfinite().all()
     with small_chunks():
         like = ScanInputs(*(tensor[0, :1] for tensor in inputs))
         for sizes in SPLITS:
@@ -269,11 +270,6 @@ def test_sliding_window(r: int, names: tuple[str, ...], value: float) -> None:
             ours = torch.cat(outputs, 1)
             assert_equal_or_both_not_finite(ours, expected, f"y {sizes}", nan=nan)
             assert_equal_or_both_not_finite(after, final, f"state {sizes}", nan=nan)
-
-
-def _without_decay(inputs: ScanInputs) -> ScanInputs:
-    """For the first token of a window: its own decay is of what is outside."""
-    return inputs._replace(log_decay=torch.zeros_like(inputs.log_decay))
 
 
 @pytest.mark.parametrize("r", [1, 2, 5, 8])
