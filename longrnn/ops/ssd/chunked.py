@@ -149,7 +149,8 @@ def _scan(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor
 
     since_start = _exp(total.to(dtype, copy=True))[..., None]  # b m i h 1
     start = torch.stack(carried, dim=1).transpose(2, 3).reshape(b, m, chunk, h, p)
-    return torch.addcmul(y.transpose(2, 3), start, since_start).reshape(b, time, h, p), state
+    # Not addcmul, whose result would lie as `y` does and be copied once more.
+    return (start * since_start).add_(y.transpose(2, 3)).view(b, time, h, p), state
 
 
 def decay_between(total: Tensor, dtype: torch.dtype) -> Tensor:
@@ -169,7 +170,7 @@ def decay_between(total: Tensor, dtype: torch.dtype) -> Tensor:
     between.exp_()
     # `exp` of −∞ would take twice the time. By `data`, because the zeros are also what the backward
     # pass has to find: the derivative of exp is its value.
-    F.threshold_(between.data, 1.001 * math.exp(FLOOR), 0.0)
+    F.threshold(between.data, 1.001 * math.exp(FLOOR), 0.0, inplace=True)
     return between
 
 
