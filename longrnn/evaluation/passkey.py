@@ -12,7 +12,6 @@ from longrnn.evaluation.passkey_grid import Grid, Inserted, Question, Sample, pr
 from longrnn.inference.prefix import Answer, Cost, Prompt, answers, count_tokens
 from longrnn.inference.reach import refuse_long
 from longrnn.intervals import Estimate, independent_stretches, proportion
-from longrnn.mitigations.chunk_select import select
 from longrnn.models import LanguageModel, generate
 from longrnn.models.chunk_select import select
 from longrnn.progress import Progress

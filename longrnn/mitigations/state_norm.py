@@ -11,7 +11,7 @@ from longrnn.mitigations.base import MITIGATIONS, Mitigation, Stage
 from longrnn.mitigations.values import Range, per_head
 from longrnn.mixers import Edit, Mixer, Update
 from longrnn.ops.ssd import SSD, ScanInputs
-from longrnn.ops.ssd.rescale import UNLIMITED, rescaled_ssd, scale_to
+from longrnn.ops.ssd.rescale import UNLIMITED, rescaled_ssd, scale_of
 from longrnn.state import PyTree
 
 
@@ -29,8 +29,9 @@ class Limit(Edit):
 
     def advance(self, memory: Tensor, update: Update, carry: PyTree) -> tuple[Tensor, PyTree]:
         memory = update.apply(memory)
-        square = memory.double().square().sum(-1, keepdim=True)
-        return memory * scale_to(self.limit.to(memory.device), square).to(memory), carry
+        # In float64: float32 has no numbers for the scale of a memory of 1e37.
+        scale = scale_of(self.limit.to(memory.device), memory, (-1,))
+        return (memory * scale).to(memory.dtype), carry
 
 
 @MITIGATIONS.register("state_norm")

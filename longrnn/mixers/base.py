@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from longrnn.errors import UserError
 from longrnn.mixers.edits import Edit, EditedState, Steps, Update
+from longrnn.ops.precision import own_precision
 from longrnn.ops.ssd import SSD, ScanInputs
 from longrnn.ops.unroll import unroll
 from longrnn.registry import Registry
@@ -195,8 +196,17 @@ class StepwiseMixer(Mixer):
     def run(
         self, x: Tensor, state: PyTree, edit: Edit | None, carry: PyTree
     ) -> tuple[Tensor, PyTree, PyTree]:
-        if edit is None:
-            return *self.fused(x, state), carry
+        # A memory of 8 bits forgets what is added to it in small amounts: autocast does not apply.
+        with own_precision(x):
+            x = x.to(self.cell.all_weights[0][0].dtype)
+            if edit is None:
+                return *self.fused(x, state), carry
+            return self._edited(x, state, edit, carry)
+
+    def _edited(
+        self, x: Tensor, state: PyTree, edit: Edit, carry: PyTree
+    ) -> tuple[Tensor, PyTree, PyTree]:
+        """One token after another, each through the hooks."""
 
         def edited(token: Tensor, before: EditedState) -> EditedState:
             update, read = self.step(token, before.state)

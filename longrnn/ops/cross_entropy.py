@@ -10,6 +10,7 @@ Notable choices:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +33,10 @@ def weighted_cross_entropy(
 ) -> HeadLoss:
     """Σ weights · (−log softmax(hidden headᵀ)[targets]), and the argmax of the logits.
 
-    The products run in the dtype of autocast where it is on; logits become float32 at least before
-    the softmax. The loss is differentiable once, in `hidden` and `head`.
+    The factors of the products are rounded to the dtype of autocast where it is on. The logits are
+    not: they are float32 at least, because 8 bits of a logit near 20 are steps of 0.1 in the loss.
+    A token of weight 0 adds nothing to loss and gradients, also where its hidden vector is not
+    finite. The loss is differentiable once, in `hidden` and `head`.
 
     Args:
         hidden: `(…, d)`.
@@ -50,6 +53,14 @@ def weighted_cross_entropy(
         hidden.flatten(0, -2), head, targets.flatten(), weights.flatten(), rows, dtype
     )
     return HeadLoss(loss, predictions.view_as(targets))
+
+
+def _logits_in(dtype: torch.dtype, head: Tensor) -> Callable[[Tensor], Tensor]:
+    """x ↦ x headᵀ in `dtype`, at least as wide as the factors, so that no product is rounded."""
+    if head.is_cuda and head.dtype != dtype == torch.float32 and torch.__version__ >= "2.8":
+        return lambda x: torch.mm(x, head.t(), out_dtype=dtype)
+    wide = head.to(dtype)
+    return lambda x: x.to(dtype) @ wide.t()
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -77,10 +88,13 @@ class _HeadLoss(torch.autograd.Function):
         loss = hidden.new_zeros((), dtype=wide)
         predictions = torch.empty_like(targets)
         with torch.autocast(hidden.device.type, enabled=False):
+            logits_of = _logits_in(wide, narrow)
             for start in range(0, len(hidden), rows):
                 part = slice(start, start + rows)
                 x, weight = hidden[part].to(dtype), relative[part, None]
-                logits = (x @ narrow.t()).to(wide)
+                broken = (weight == 0) & ~x.isfinite().all(-1, keepdim=True)
+                x = x.masked_fill(broken, 0)  # 0 · NaN would be NaN
+                logits = logits_of(x)
                 largest, likeliest = logits.max(-1, keepdim=True)
                 predictions[part] = likeliest[:, 0]
                 place = targets[part, None].clamp(min=0)

@@ -53,6 +53,7 @@ def slide(keep: Tensor, add: Tensor, carry: StepwiseCarry) -> tuple[Tensor, Step
     Returns:
         The sum over the window, `(b, d)`, and the carry.
     """
+    keep, add = keep.to(carry.back.keep.dtype), add.to(carry.back.add.dtype)
     phases = carry.phase.tolist()
     if len(set(phases)) == 1:
         return _slide(Term(keep, add), carry, phases[0])
@@ -68,7 +69,8 @@ def slide(keep: Tensor, add: Tensor, carry: StepwiseCarry) -> tuple[Tensor, Step
 
 def _slide(term: Term, carry: StepwiseCarry, slot: int) -> tuple[Tensor, StepwiseCarry]:
     slots, window = list(carry.slots), len(carry.slots)
-    back = _then(carry.back, term)
+    # What a block's first token keeps is of the block before: 0 times it could be 0 · NaN.
+    back = term if slot == 0 else _then(carry.back, term)
     slots[slot] = term
     if slot + 1 < window:
         memory = torch.addcmul(back.add, back.keep, slots[slot + 1].add)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from longrnn.mitigations.chunk_select import Choice, select
 from torch import Tensor
 
 from longrnn.errors import UserError

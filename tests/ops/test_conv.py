@@ -86,3 +86,26 @@ def test_second_derivatives(with_bias: bool) -> None:
 
     inputs = (x, weight, state, bias) if with_bias else (x, weight, state)
     assert torch.autograd.gradgradcheck(conv, inputs)
+
+
+def test_narrow_inputs_are_summed_in_float32() -> None:
+    """One rounding of the result and none of the partial sums: 1 + 256 − 256 in bfloat16 is 0."""
+    x = torch.tensor([1.0, 256.0, -256.0, 1.0], dtype=torch.bfloat16).view(1, 4, 1)
+    weight = torch.ones(1, 4, dtype=torch.bfloat16)
+    y, _ = causal_conv(x, weight, None, torch.zeros(1, 3, 1, dtype=torch.bfloat16))
+    assert y.dtype == torch.bfloat16
+    assert y.flatten().tolist() == [1.0, 256.0, 1.0, 2.0]
+    x, weight, bias, state = (tensor.detach() for tensor in draw(50, 4, torch.bfloat16))
+    wide, _ = causal_conv(x.float(), weight.float(), bias.float(), state.float())
+    y, _ = causal_conv(x, weight, bias, state)
+    assert torch.equal(y, wide.bfloat16())
+
+
+def test_narrow_gradients_are_summed_in_float32() -> None:
+    """Of the weights, sums over all tokens, and of the inputs, sums over the filter."""
+    narrow = [tensor.detach().requires_grad_() for tensor in draw(200, 4, torch.bfloat16)]
+    wide = [tensor.detach().float().requires_grad_() for tensor in narrow]
+    ours = torch.autograd.grad(causal_conv(*narrow)[0].float().sum(), narrow)
+    theirs = torch.autograd.grad(causal_conv(*wide)[0].sum(), wide)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other.bfloat16(), rtol=0, atol=0)

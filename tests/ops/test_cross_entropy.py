@@ -77,9 +77,10 @@ def test_autocast_leaves_the_loss_in_float32(dtype: torch.dtype) -> None:
     """A softmax in 8 bits, or gradients of another dtype than their tensors."""
     given = draw(torch.float32)
     with torch.autocast("cpu", dtype=dtype):
-        expected, predictions, logits = plain(*given)
         actual = weighted_cross_entropy(*given, piece=10 * VOCAB)
-    assert logits.dtype == dtype
+    # Rounded factors and exact products.
+    rounded = [tensor.to(dtype).float() for tensor in given[:2]]
+    expected, predictions, _ = plain(*rounded, *given[2:])
     assert actual.loss.dtype == torch.float32
     assert torch.equal(actual.predictions, predictions)
     torch.testing.assert_close(actual.loss, expected, rtol=1e-5, atol=0)
@@ -88,6 +89,34 @@ def test_autocast_leaves_the_loss_in_float32(dtype: torch.dtype) -> None:
     for one, other in zip(found, wanted, strict=True):
         assert one.dtype == torch.float32
         assert (one - other).norm() < 0.02 * other.norm()
+
+
+@pytest.mark.parametrize("size", [1, 20])
+def test_logits_of_narrow_weights_are_not_rounded(size: float) -> None:
+    """bfloat16 weights without autocast: logits near 100 would be rounded to multiples of 1/2."""
+    hidden, head, targets, weights = draw(torch.bfloat16)
+    hidden = (size * hidden.detach()).requires_grad_()
+    actual = weighted_cross_entropy(hidden, head, targets, weights).loss
+    expected, *_ = plain(hidden.double(), head.double(), targets, weights.double())
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_unscored_tokens_may_be_anything(dtype: torch.dtype, value: float) -> None:
+    """A hidden vector that is not finite reaches neither loss nor gradients, where its weight is 0
+    and where its target is below 0."""
+    hidden, head, targets, weights = draw(dtype)
+    targets[0, 3], weights[1, 2] = -100, 0
+    clean = weighted_cross_entropy(hidden, head, targets, weights)
+    expected = torch.autograd.grad(clean.loss, (hidden, head))
+    broken = hidden.detach().clone()
+    broken[0, 3], broken[1, 2, 0] = value, value
+    broken.requires_grad_()
+    actual = weighted_cross_entropy(broken, head, targets, weights)
+    found = torch.autograd.grad(actual.loss, (broken, head))
+    for one, other in zip((actual.loss, *found), (clean.loss, *expected), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
 
 
 def test_float16_keeps_the_gradient_of_one_token_among_many() -> None:

@@ -9,18 +9,24 @@ Notable choices:
   behind it their digits.
 - What multiplies the state, a token's decay or a whole chunk's, is kept as 0 or 1 plus a rest: one
   float32 near 1, rounded the same way again and again, would let a long memory drift.
-- No decay below e^FLOOR is computed: it is 0 to rounding, and float32 numbers smaller still are
-  denormal, which makes `exp` and the products up to 60 times slower on a CPU.
+- No decay below e^FLOOR is computed: it is 0, and float32 numbers smaller still are denormal, which
+  makes `exp` and the products up to 60 times slower on a CPU.
+- Rows in which something is not finite are computed again, one token after another: see
+  `longrnn.ops.ssd.rows`.
 - CHUNK and SEGMENT were chosen by `benchmarks/ssd_chunk_cpu.py`.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from longrnn.ops.precision import own_precision
 from longrnn.ops.ssd.base import ScanInputs
+from longrnn.ops.ssd.rows import all_finite, apart, finite_rows
 
 CHUNK = 64
 SEGMENT = 512
@@ -31,7 +37,22 @@ FLOOR = -80.0
 
 def ssd(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """See `longrnn.ops.ssd.base.SSD`."""
+    with own_precision(state):
+        y, final = _in_pieces(inputs, state)
+        # Every token's input and state are read by its output.
+        if all_finite(y):
+            return y, final
+        finite = finite_rows(y)
+        if bool(finite.all()):
+            return y, final
+        return apart(finite, _in_pieces, _one_by_one, inputs, state)
+
+
+def _in_pieces(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The recurrence where everything is finite."""
     time = inputs.x.shape[1]
+    if time == 1:
+        return _token(inputs, state)
     outputs = []
     for start, stop, chunk in _pieces(time):
         piece = ScanInputs(*(tensor[:, start:stop] for tensor in inputs))
@@ -49,17 +70,43 @@ def _pieces(time: int) -> list[tuple[int, int, int]]:
     return pieces + [(token, token + 1, 1) for token in range(whole, time)]
 
 
+def _one_by_one(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The recurrence where something is NaN or infinite, as the reference has it."""
+    outputs = []
+    for token in zip(*(tensor.split(1, dim=1) for tensor in inputs), strict=True):
+        one = ScanInputs(*token)
+        infinite = ~state.isfinite()
+        # The two parts of a decay have opposite signs, and ∞ times them would add up to NaN.
+        decay = one.log_decay.to(state.dtype).exp()[:, 0, :, None, None]
+        kept = torch.where(infinite, decay * state, 0)
+        state = _advance(one, state.masked_fill(infinite, 0)) + kept
+        outputs.append(_read(one, state))
+    return torch.cat(outputs, dim=1), state
+
+
 def _token(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """One token."""
+    state = _advance(inputs, state)
+    return _read(inputs, state), state
+
+
+def _advance(inputs: ScanInputs, state: Tensor) -> Tensor:
+    """The state after one token."""
     b, _, h, p = inputs.x.shape
     g, n = inputs.B.shape[2:]
     x = inputs.x.to(state.dtype).reshape(b, g, h // g * p, 1)
     B = inputs.B.to(state.dtype).reshape(b, g, 1, n)
-    C = inputs.C.to(state.dtype).reshape(b, g, n, 1)
     whole, rest = _split(inputs.log_decay.reshape(b, h, 1, 1), state.dtype)
     added = (rest * state).reshape(b, g, -1, n).addcmul_(x, B)
-    state = torch.addcmul(added.view(b, h, p, n), whole, state)
-    return (state.reshape(b, g, -1, n) @ C).view(b, 1, h, p), state
+    return torch.addcmul(added.view(b, h, p, n), whole, state)
+
+
+def _read(inputs: ScanInputs, state: Tensor) -> Tensor:
+    """y of one token, `(b, 1, h, p)`, from the state after it."""
+    b, _, h, p = inputs.x.shape
+    g, n = inputs.B.shape[2:]
+    C = inputs.C.to(state.dtype).reshape(b, g, n, 1)
+    return (state.reshape(b, g, -1, n) @ C).view(b, 1, h, p)
 
 
 def _scan(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
@@ -102,11 +149,12 @@ def _scan(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor
 
     since_start = _exp(total.to(dtype, copy=True))[..., None]  # b m i h 1
     start = torch.stack(carried, dim=1).transpose(2, 3).reshape(b, m, chunk, h, p)
-    return torch.addcmul(y.transpose(2, 3), start, since_start).reshape(b, time, h, p), state
+    # Not addcmul, whose result would lie as `y` does and be copied once more.
+    return (start * since_start).add_(y.transpose(2, 3)).view(b, time, h, p), state
 
 
 def decay_between(total: Tensor, dtype: torch.dtype) -> Tensor:
-    """exp(Σ log_decay over (j, i]) as `(b, m, h, i, j)`, and 1 where j > i.
+    """exp(Σ log_decay over (j, i]) as `(b, m, h, i, j)`: 0 below e^FLOOR, and 1 where j > i.
 
     Args:
         total: running sums of log_decay in a chunk, `(b, m, i, h)` float64.
@@ -119,7 +167,11 @@ def decay_between(total: Tensor, dtype: torch.dtype) -> Tensor:
     # Outside the graph, to keep nothing for the backward pass: below FLOOR the gradient is 0 to
     # rounding like the decay itself, and above 0 are only entries with j > i, which nobody reads.
     between.detach().clamp_(FLOOR, 0)
-    return between.exp_()
+    between.exp_()
+    # `exp` of −∞ would take twice the time. By `data`, because the zeros are also what the backward
+    # pass has to find: the derivative of exp is its value.
+    F.threshold(between.data, 1.001 * math.exp(FLOOR), 0.0, inplace=True)
+    return between
 
 
 def _split(log_decay: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

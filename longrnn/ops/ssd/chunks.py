@@ -25,9 +25,10 @@ class Chunk(NamedTuple):
     B: Tensor
 
 
-def cut(inputs: ScanInputs, length: int) -> list[Chunk]:
-    """Whole chunks."""
-    pieces = [tensor.split(length, dim=1) for tensor in inputs[:3]]
+def cut(inputs: ScanInputs, length: int, like: Chunk) -> list[Chunk]:
+    """Whole chunks, in the dtypes of `like`."""
+    pairs = zip(inputs[:3], like, strict=True)
+    pieces = [tensor.to(one.dtype).split(length, dim=1) for tensor, one in pairs]
     return [Chunk(*tensors) for tensors in zip(*pieces, strict=True)]
 
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from longrnn.ops.precision import own_precision
 from longrnn.ops.ssd.base import ScanInputs
 
 
 def ssd(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """See `longrnn.ops.ssd.base.SSD`. Exact in float64; the measure of all the others."""
+    with own_precision(state):
+        return _loop(inputs, state)
+
+
+def _loop(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     x, log_decay, B, C = (tensor.to(state.dtype) for tensor in inputs)
     heads_per_group = x.shape[2] // B.shape[2]
     B = B.repeat_interleave(heads_per_group, dim=2)

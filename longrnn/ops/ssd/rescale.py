@@ -17,13 +17,19 @@ Notable choices:
 - The sequential part works on products of the scales, so that a token costs a few operations on
   one number per head; a chunk ends early before these products leave the range of float64.
 - Norms start anew from the state itself in every chunk: rounding does not add up along the text.
+- All of this squares numbers in the dtype of the state. Where inputs, states or limits are so large
+  or small that float32 has no numbers for the squares, and where something is not finite, a chunk
+  runs token by token in float64 instead.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from longrnn.ops.precision import own_precision
 from longrnn.ops.ssd import chunked
 from longrnn.ops.ssd.base import SSD, ScanInputs
 
@@ -35,6 +41,29 @@ SLACK = 1e-4
 # Where the product of a chunk's scales gets this small the chunk ends; looked at every PATIENCE.
 SMALLEST = 1e-40
 PATIENCE = 4
+# Largest norms of x_t, of B_t and of a state, and the smallest limit, of the fast way. Squares of
+# all products are then float32 numbers, and what is too small for a float32 square is no part of a
+# norm that could reach its limit.
+MOST_X, MOST_B, MOST_STATE, LEAST_LIMIT = 1e12, 1e6, 1e18, 1e-6
+
+
+class Norms(NamedTuple):
+    """Of the inputs of some tokens and of the state before them, in the dtype of the state.
+
+    Attributes:
+        x: `(b, t, h)`.
+        B: `(b, t, g)`.
+        state: `(b, h)`.
+    """
+
+    x: Tensor
+    B: Tensor
+    state: Tensor
+
+    @property
+    def added(self) -> Tensor:
+        """‖u_t‖, `(b, t, h)`."""
+        return self.x * self.B.repeat_interleave(self.x.shape[2] // self.B.shape[2], dim=2)
 
 
 def rescaled_ssd(
@@ -53,20 +82,47 @@ def rescaled_ssd(
         y `(b, t, h, p)` and the final state.
     """
     outputs, start, time, span = [], 0, inputs.x.shape[1], SEGMENT
-    while start < time:
-        segment = _cut(inputs, start, start + span)
-        free = _free_tokens(segment, state, limit, ssd)
-        # Look far ahead only where that was not in vain.
-        span = min(2 * span, SEGMENT) if free == segment.x.shape[1] else CHUNK
-        if free == 0:
-            segment = _cut(segment, 0, CHUNK)
-            scales = _scales(segment, state, limit)
-            free = scales.shape[1]
-            segment = _scaled(_cut(segment, 0, free), scales)
-        y, state = ssd(_cut(segment, 0, free), state)
-        outputs.append(y)
-        start += free
+    usual = bool((limit >= LEAST_LIMIT).all())
+    with own_precision(state):
+        while start < time:
+            segment = _cut(inputs, start, start + span)
+            norms = _norms(segment, state)
+            if not (usual and _moderate(norms, segment.log_decay)):
+                span = CHUNK
+                segment = _cut(segment, 0, span)
+                y, state = _one_by_one(segment, state, limit)
+                outputs.append(y)
+                start += y.shape[1]
+                continue
+            free = _free_tokens(segment, state, norms, limit, ssd)
+            # Look far ahead only where that was not in vain.
+            span = min(2 * span, SEGMENT) if free == segment.x.shape[1] else CHUNK
+            if free == 0:
+                segment = _cut(segment, 0, CHUNK)
+                scales = _scales(segment, state, limit)
+                free = scales.shape[1]
+                segment = _scaled(_cut(segment, 0, free), scales)
+            y, state = ssd(_cut(segment, 0, free), state)
+            outputs.append(y)
+            start += free
     return (torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]), state
+
+
+def scale_of(limit: Tensor, memory: Tensor, dim: tuple[int, ...]) -> Tensor:
+    """min(1, limit / ‖memory‖) in float64, for memories of any size; NaN where the norm is NaN.
+
+    Args:
+        limit: broadcasts to the norms with `dim` kept.
+        memory: of any dtype.
+        dim: axes of the norm, kept with size 1.
+    """
+    wide = memory.double()
+    # Float64 squares hold every float32 number, and of float64 those up to 1e154: a unit of its own
+    # for each memory does the rest.
+    unit = wide.detach().abs().amax(dim, keepdim=True)
+    unit = torch.where(unit.isfinite() & (unit > 0), unit, 1.0)
+    norm = unit * torch.linalg.vector_norm(wide / unit, dim=dim, keepdim=True)
+    return limit / norm.clamp(min=limit)
 
 
 def scale_to(limit: Tensor, square: Tensor) -> Tensor:
@@ -74,24 +130,52 @@ def scale_to(limit: Tensor, square: Tensor) -> Tensor:
     return limit / square.clamp(min=limit.square()).sqrt()
 
 
+def _one_by_one(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition, token by token in float64; a state is rounded to its dtype after each."""
+    heads_per_group = inputs.x.shape[2] // inputs.B.shape[2]
+    B, C = (part.repeat_interleave(heads_per_group, dim=2) for part in (inputs.B, inputs.C))
+    tokens = (part.double().unbind(1) for part in (inputs.x, inputs.log_decay, B))
+    heads = (limit < UNLIMITED).nonzero()[:, 0]  # no scale, not even 1 · NaN, for the others
+    limit = limit[heads, None, None]
+    outputs = []
+    for x_t, l_t, B_t, C_t in zip(*tokens, C.to(state.dtype).unbind(1), strict=True):
+        wide = l_t.exp()[..., None, None] * state.double() + x_t[..., None] * B_t[..., None, :]
+        scale = scale_of(limit, wide[:, heads], (2, 3))
+        all_scales = torch.ones_like(wide[..., :1, :1]).index_copy(1, heads, scale)
+        state = (wide * all_scales).to(state.dtype)
+        outputs.append((state @ C_t[..., None])[..., 0])
+    return torch.stack(outputs, dim=1), state
+
+
 @torch.no_grad()
-def _free_tokens(inputs: ScanInputs, state: Tensor, limit: Tensor, ssd: SSD) -> int:
+def _norms(inputs: ScanInputs, state: Tensor) -> Norms:
+    x, B = inputs.x.to(state.dtype), inputs.B.to(state.dtype)
+    return Norms(x.norm(dim=-1), B.norm(dim=-1), state.flatten(2).norm(dim=-1))
+
+
+def _moderate(norms: Norms, log_decay: Tensor) -> bool:
+    """Whether the squares of everything are numbers; nothing that is NaN is moderate."""
+    found = torch.stack([part.amax() for part in norms] + [log_decay.detach().amax().to(norms.x)])
+    return bool((found <= found.new_tensor([MOST_X, MOST_B, MOST_STATE, 0.0])).all())
+
+
+@torch.no_grad()
+def _free_tokens(inputs: ScanInputs, state: Tensor, norms: Norms, limit: Tensor, ssd: SSD) -> int:
     """How many of the first tokens certainly need no rescaling, in whole chunks or all of them."""
-    time, dtype = inputs.x.shape[1], state.dtype
-    start = state.flatten(2).norm(dim=-1)
-    if bool((start >= (1 - SLACK) * limit).any()):
+    time, dtype, start, added = inputs.x.shape[1], state.dtype, norms.state, norms.added
+    if not bool((start < (1 - SLACK) * limit).all()):
         return 0  # it was just rescaled, and will most likely be so again
-    norms = _norms(inputs, dtype)
-    bounds = _recur(norms, inputs.log_decay, start)  # ‖ĥ_t‖ ≤ a_t ‖h_{t−1}‖ + ‖u_t‖
+    bounds = _recur(added, inputs.log_decay, start)  # ‖ĥ_t‖ ≤ a_t ‖h_{t−1}‖ + ‖u_t‖
     if bool((bounds * (1 + SLACK) <= limit).all()):
         return time
     read, _ = ssd(inputs._replace(C=inputs.B), state)
-    added = 2 * (inputs.x.to(dtype) * read).sum(-1) - norms.square()
-    squares = _recur(added, 2 * inputs.log_decay, start.square())
-    beyond = squares + SLACK * bounds.square() > limit.square()
-    if not bool(beyond.any()):
+    crossed = 2 * (inputs.x.to(dtype) * read).sum(-1) - added.square()
+    squares = _recur(crossed, 2 * inputs.log_decay, start.square())
+    # A comparison with NaN is false: what is not known to be within its limit is beyond it.
+    within = squares + SLACK * bounds.square() <= limit.square()
+    if bool(within.all()):
         return time
-    first = int(beyond.flatten(2).any(-1).any(0).nonzero()[0])
+    first = int((~within).flatten(2).any(-1).any(0).nonzero()[0])
     return first - first % CHUNK
 
 
@@ -102,17 +186,10 @@ def _recur(added: Tensor, log_decay: Tensor, start: Tensor) -> Tensor:
     return chunked.ssd(inputs, start[..., None, None])[0][..., 0]
 
 
-def _norms(inputs: ScanInputs, dtype: torch.dtype) -> Tensor:
-    """‖u_t‖, `(b, t, h)`."""
-    heads_per_group = inputs.x.shape[2] // inputs.B.shape[2]
-    of_B = inputs.B.to(dtype).norm(dim=-1).repeat_interleave(heads_per_group, dim=2)
-    return inputs.x.to(dtype).norm(dim=-1) * of_B
-
-
 def _scales(inputs: ScanInputs, state: Tensor, limit: Tensor) -> Tensor:
     """s_t of a chunk, `(b, t, h)` float64, possibly of its first tokens only."""
     products = _decayed_products(inputs, state).double().unbind(2)
-    own = _norms(inputs, state.dtype).double().square().unbind(1)
+    own = _squares(inputs, state.dtype).unbind(1)
     decays = (2 * inputs.log_decay.double()).exp().unbind(1)
     square = state.double().square().sum((2, 3))  # b h
     product = torch.ones_like(square)  # of all scales so far
@@ -129,6 +206,13 @@ def _scales(inputs: ScanInputs, state: Tensor, limit: Tensor) -> Tensor:
         if t % PATIENCE == PATIENCE - 1 and bool((product < SMALLEST).any()):
             break
     return torch.stack(scales, dim=1)
+
+
+def _squares(inputs: ScanInputs, dtype: torch.dtype) -> Tensor:
+    """‖u_t‖² in float64, `(b, t, h)`."""
+    heads_per_group = inputs.x.shape[2] // inputs.B.shape[2]
+    of_B = inputs.B.to(dtype).norm(dim=-1).repeat_interleave(heads_per_group, dim=2)
+    return (inputs.x.to(dtype).norm(dim=-1) * of_B).double().square()
 
 
 def _decayed_products(inputs: ScanInputs, state: Tensor) -> Tensor:

@@ -27,9 +27,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from longrnn.ops.precision import own_precision
 from longrnn.ops.ssd.base import ScanInputs
 from longrnn.ops.ssd.chunks import Chunk, cut, fill, join, stack
+from longrnn.ops.ssd.rows import all_finite, apart, finite_rows
 from longrnn.state import take, tree_map
 
 CHUNK = 64
@@ -128,25 +131,50 @@ def windowed_ssd(
     Returns:
         y `(b, t, h, p)`, the state of the last token's window `(b, h, p, n)`, and the carry.
     """
-    phases = carry.phase.tolist()
-    if len(set(phases)) == 1:
-        return _run(inputs, carry, shape_of(window), phases[0])
-    groups = [
-        [row for row, phase in enumerate(phases) if phase == one] for one in sorted(set(phases))
-    ]
-    parts = [
-        _run(take(inputs, rows), take(carry, rows), shape_of(window), phases[rows[0]])
-        for rows in groups
-    ]
-    joined = tree_map(lambda *leaves: torch.cat(leaves), *parts)
-    order = torch.tensor([row for rows in groups for row in rows]).argsort()
-    return take(joined, order)
+    with own_precision(carry.back):
+        phases = carry.phase.tolist()
+        if len(set(phases)) == 1:
+            return _of_one_phase(inputs, carry, shape_of(window), phases[0])
+        groups = [
+            [row for row, phase in enumerate(phases) if phase == one] for one in sorted(set(phases))
+        ]
+        parts = [
+            _of_one_phase(take(inputs, rows), take(carry, rows), shape_of(window), phases[rows[0]])
+            for rows in groups
+        ]
+        joined = tree_map(lambda *leaves: torch.cat(leaves), *parts)
+        order = torch.tensor([row for rows in groups for row in rows]).argsort()
+        return take(joined, order)
+
+
+def _of_one_phase(
+    inputs: ScanInputs, carry: WindowCarry, shape: Shape, phase: int
+) -> tuple[Tensor, Tensor, WindowCarry]:
+    """`windowed_ssd` for rows of one phase, whatever their numbers."""
+    found = _run(inputs, carry, shape, phase)
+    if inputs.x.shape[1] == 1 or all_finite(found[0]):
+        return found
+    finite = finite_rows(found[0])
+    if bool(finite.all()):
+        return found
+
+    def fast(inputs: ScanInputs, carry: WindowCarry) -> tuple[Tensor, Tensor, WindowCarry]:
+        return _run(inputs, carry, shape, phase)
+
+    def one_by_one(inputs: ScanInputs, carry: WindowCarry) -> tuple[Tensor, Tensor, WindowCarry]:
+        outputs, state = [], carry.back
+        for t, token in enumerate(zip(*(tensor.split(1, 1) for tensor in inputs), strict=True)):
+            y, state, carry = _run(ScanInputs(*token), carry, shape, (phase + t) % shape.block)
+            outputs.append(y)
+        return torch.cat(outputs, dim=1), state, carry
+
+    return apart(finite, fast, one_by_one, inputs, carry)
 
 
 def _run(
     inputs: ScanInputs, carry: WindowCarry, shape: Shape, phase: int
 ) -> tuple[Tensor, Tensor, WindowCarry]:
-    """`windowed_ssd` for rows of one phase: the rest of a chunk, whole chunks, the start of one."""
+    """The rest of a chunk, whole chunks, the start of one."""
     time, start, outputs = inputs.x.shape[1], 0, []
     state = carry.back
     while start < time:
@@ -170,45 +198,55 @@ def _piece(
     offset, time = phase % length, inputs.x.shape[1]
     m, last = max(1, time // length), min(offset + time, length)
     part = time < length
-    chunks = [fill(carry.current, inputs, offset)] if part else cut(inputs, length)
+    chunks = [fill(carry.current, inputs, offset)] if part else cut(inputs, length, carry.current)
     known = [*carry.recent, *chunks]
     x, log_decay, B = stack(chunks, last, dtype)
     C = inputs.C.to(dtype).unflatten(1, (m, -1)).transpose(2, 3)  # b m g q n
-    total = log_decay.double().clamp(min=-1e4).cumsum(2)  # b m j h, from the chunk's start
-    to_query = total[:, :, offset:]
-    ends = torch.cat([carry.totals, total[:, :, -1]], dim=1)  # b k+1+m h
+    decays = log_decay.double().clamp(min=-1e4)
+    # The first token's decay is of what came before the chunk, and must not meet what is in it.
+    total = F.pad(decays[:, :, 1:], (0, 0, 1, 0)).cumsum(2)  # b m j h, from the first token
+    from_before = total + decays[:, :, :1]
+    to_query = _exp(from_before[:, :, offset:], dtype)
+    ends = torch.cat([carry.totals, from_before[:, :, -1]], dim=1)  # b k+1+m h
     between = torch.stack(
         [ends[:, i + 2 : i + shape.k + 1].sum(1) for i in range(m)], dim=1
     )  # b m h: log decay of the K chunks between
 
     # The token's own chunk, up to itself.
     scores = (C @ B.transpose(3, 4)).tril(diagonal=offset)  # b m g q j
-    decay = _exp(to_query.transpose(2, 3)[..., None] - total.transpose(2, 3)[..., None, :], dtype)
+    by_head = total.transpose(2, 3)
+    decay = _exp(by_head[..., offset:, None] - by_head[..., None, :], dtype)
     y = _by_head(scores, decay) @ x.transpose(2, 3)  # b m h q p
 
     # The two oldest chunks, from the column that has not yet left the window of the first query.
     first = length + 1 - shape.rest + offset
     old = join(*(stack(known[i : i + m], length, dtype) for i in range(2)))
     old_decay = old.log_decay.double().clamp(min=-1e4)
-    after = old_decay.flip(2).cumsum(2).flip(2) - old_decay  # b m j h, to the pair's end
+    after = F.pad(old_decay[:, :, 1:], (0, 0, 0, 1)).flip(2).cumsum(2).flip(2)  # to the pair's end
     to_start = _exp(after + between[:, :, None], dtype)[:, :, first:]
     old_x = _by_group(old.x[:, :, first:] * to_start[..., None], B.shape[2])
     old_B = old.B[:, :, :, first:]
     before = (C @ old_B.transpose(3, 4)).triu() @ old_x  # b m g q (r p)
 
     # The chunks between, then everything before the token's chunk decayed to the token.
-    sums, carry = _slide(carry, x, B, total, shape, phase, complete=last == length)
+    moved = _Chunks(x, B, total, from_before[:, :, -1])
+    sums, carry = _slide(carry, moved, shape, phase, complete=last == length)
     p = x.shape[4]
     sums = sums.unflatten(2, (B.shape[2], -1)).flatten(3, 4)  # b m g (r p) n
     before = (before + C @ sums.transpose(3, 4)).unflatten(4, (-1, p))  # b m g q r p
     before = before.transpose(3, 4).flatten(2, 3)  # b m h q p
-    y = torch.addcmul(y, before, _exp(to_query, dtype).transpose(2, 3)[..., None])
+    alone = last == length == shape.window  # the last token's window is its chunk
+    if alone:
+        to_query = F.pad(to_query[:, :, :-1], (0, 0, 0, 1))
+    y = torch.addcmul(y, before, to_query.transpose(2, 3)[..., None])
 
     # The window of the last token as a state.
     row = last - 1 - offset
-    older = sums[:, -1] + old_x[:, -1, :, row:].transpose(2, 3) @ old_B[:, -1, :, row:]
-    older = older.unflatten(2, (-1, p)).flatten(1, 2)  # b h p n
-    state = _add(_state(x[:, -1], B[:, -1], total[:, -1]), total[:, -1, -1], older)
+    state = _state(x[:, -1], B[:, -1], total[:, -1])
+    if not alone:
+        older = sums[:, -1] + old_x[:, -1, :, row:].transpose(2, 3) @ old_B[:, -1, :, row:]
+        older = older.unflatten(2, (-1, p)).flatten(1, 2)  # b h p n
+        state = _add(state, from_before[:, -1, -1], older)
 
     if last < length:
         carry = carry._replace(current=chunks[0])
@@ -223,17 +261,21 @@ def _piece(
     return y.transpose(2, 3).flatten(1, 2), state, carry
 
 
+class _Chunks(NamedTuple):
+    """Chunks to be taken in: x, B and running sums of log decays as in `_piece`, and `whole`
+    `(b, m, h)`, the log decay of each chunk."""
+
+    x: Tensor
+    B: Tensor
+    total: Tensor
+    whole: Tensor
+
+
 def _slide(
-    carry: WindowCarry,
-    x: Tensor,
-    B: Tensor,
-    total: Tensor,
-    shape: Shape,
-    phase: int,
-    *,
-    complete: bool,
+    carry: WindowCarry, chunks: _Chunks, shape: Shape, phase: int, *, complete: bool
 ) -> tuple[Tensor, WindowCarry]:
     """The sums over the K chunks before each chunk, `(b, m, h, p, n)`, and the stacks after."""
+    x, B, total, whole = chunks
     if shape.between == 0:
         return carry.back[:, None].expand(-1, x.shape[1], -1, -1, -1), carry
     front, back, back_decay, sums = list(carry.front), carry.back, carry.back_decay, []
@@ -242,13 +284,14 @@ def _slide(
         sums.append(_add(back, back_decay, front[slot]))
         if not complete:
             break
-        own, decay = _state(x[:, i], B[:, i], total[:, i]), total[:, i, -1]
-        back, back_decay = _add(own, decay, back), back_decay + decay
+        own, decay = _state(x[:, i], B[:, i], total[:, i]), whole[:, i]
+        back = own if slot == 0 else _add(own, decay, back)
+        back_decay = back_decay + decay
         front[slot] = own
         slot += 1
         if slot == shape.between:
             # The block is complete: its states become sums to its end, and a new block begins.
-            decays = torch.cat([carry.totals, total[:, : i + 1, -1]], dim=1)
+            decays = torch.cat([carry.totals, whole[:, : i + 1]], dim=1)
             for j in range(slot - 2, -1, -1):
                 front[j] = _add(front[j + 1], decays[:, j + 1 - slot :].sum(1), front[j])
             back, back_decay, slot = torch.zeros_like(back), torch.zeros_like(back_decay), 0
