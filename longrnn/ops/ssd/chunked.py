@@ -150,7 +150,7 @@ def _scan(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor
     since_start = _exp(total.to(dtype, copy=True))[..., None]  # b m i h 1
     start = torch.stack(carried, dim=1).transpose(2, 3).reshape(b, m, chunk, h, p)
     # Not addcmul, whose result would lie as `y` does and be copied once more.
-    return (start * since_start).add_(y.transpose(2, 3)).view(b, time, h, p), state
+    return (start * since_start).add_(y.transpose(2, 3)).reshape(b, time, h, p), state
 
 
 def decay_between(total: Tensor, dtype: torch.dtype) -> Tensor:
