@@ -70,11 +70,17 @@ def build_config(
         merged = OmegaConf.structured(kind)
         for given in (_words(kind, values, source), _words(kind, dotted, "override")):
             for key in _emptied(kind, given):
+                parent = key.rpartition(".")[0]
+                if parent and OmegaConf.select(merged, parent) is None:
+                    merged = OmegaConf.merge(merged, given)  # with the defaults of what was None
                 OmegaConf.update(merged, key, {}, merge=False)
             merged = OmegaConf.merge(merged, given)
         return cast(C, OmegaConf.to_object(merged))
     except OverflowError as error:
-        raise UserError(f"{source} holds a number that is too large ({error}): lower it") from error
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"{source} holds a number that is too large ({reason}): lower it"
+        ) from error
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{source}, key {error.full_key!r}: {reason}") from error

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from longrnn.config import build_config, flat
 from longrnn.errors import UserError
-from longrnn.hf.loading import load
+from longrnn.hf.loading import load, resolve
 from longrnn.hf.tokenizer import HFTokenizer, byte_level, load_tokenizer
 from longrnn.hf.training import TransformerLM, build_transformer, read_transformer, save_transformer
 from longrnn.mixers import MIXERS
@@ -106,8 +106,9 @@ def tokenizer_of(config: TrainConfig, found: Path | None = None) -> tuple[str, T
         return name, load_tokenizer(name)
     if name is None:
         assert config.init_from is not None  # by `TrainConfig.__post_init__`
+        source = resolve(config.init_from) if found is None else found
         try:
-            tokenizer = load_tokenizer(config.init_from if found is None else found)
+            tokenizer = load_tokenizer(source)
         except UserError as error:
             raise UserError(
                 f"{error}; or give the run one, tokenizer=PATH or tokenizer=bytes"
