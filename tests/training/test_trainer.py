@@ -513,13 +513,12 @@ def test_checkpoints_of_other_formats(tmp_path: Path) -> None:
         (lambda content: content.update(format=99), "has checkpoint format 99, and this version"),
         (lambda content: [content], "has checkpoint format None"),
     ]:
-        rewritten(folder, lambda content: content.update(data="", format=2))
+        whole = {"data": "", "format": 2, "skipped": 0, "skipped_in_a_row": 0}
+        rewritten(folder, lambda content, whole=whole: content.update(whole))
         rewritten(folder, change)
         with pytest.raises(UserError, match=message) as refusal:
             Trainer(tiny("reverse", tmp_path), resume=True, quiet=True)
         assert f"init_from={folder}" in str(refusal.value)
-        if isinstance(checkpoint.read_tensors(folder / "training.pt"), list):
-            break
 
 
 def test_an_optimizer_of_another_version_is_refused(tmp_path: Path) -> None:
