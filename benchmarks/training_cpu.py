@@ -179,6 +179,7 @@ def run_of(folder: str, steps: int) -> dict[str, Any]:
         "initial_state": {"kind": "carry"},
         "per_device_train_batch_size": 4,
         "max_steps": steps,
+        "warmup_steps": min(100, steps),
         "save_steps": steps,
     }
 

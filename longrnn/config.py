@@ -1,13 +1,18 @@
-"""Configurations: dataclasses filled from YAML and dotted overrides, nothing unknown."""
+"""Configurations: dataclasses filled from YAML and dotted overrides, nothing unknown.
+
+A field of a dataclass states its range (`longrnn.ranges`), which `check_ranges` enforces.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from longrnn.errors import UserError, nearest
+from longrnn.ranges import choices_of
 
 C = TypeVar("C")
 
@@ -21,7 +26,8 @@ def load_config(kind: type[C], path: str | Path, overrides: Sequence[str] = ()) 
         overrides: `key=value` with dotted keys, for example `model.mixer.d_state=64`.
 
     Raises:
-        UserError: no such file, no YAML, an unknown key (the nearest is named), a wrong type.
+        UserError: no such file, no YAML, an empty file, an unknown key (the nearest is named), or a
+            value of the wrong type.
     """
     from omegaconf import OmegaConf
     from yaml import YAMLError
@@ -32,7 +38,16 @@ def load_config(kind: type[C], path: str | Path, overrides: Sequence[str] = ()) 
         loaded = OmegaConf.load(path)
     except (YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    return build_config(kind, OmegaConf.to_container(loaded), overrides, source=str(path))
+    except OSError as error:  # also what omegaconf raises for a number alone
+        raise UserError(
+            f"{path} cannot be read as a mapping of keys to values ({error}): see configs/train/ "
+            "for ones that run"
+        ) from error
+    values = OmegaConf.to_container(loaded)
+    config = build_config(kind, values, overrides, source=str(path))
+    if not values:
+        raise UserError(f"{path} is empty: write at least one key, as in configs/train/")
+    return config
 
 
 def build_config(
@@ -53,11 +68,19 @@ def build_config(
         _check_keys(kind, values, source)
         _check_keys(kind, dotted, "override")
         merged = OmegaConf.structured(kind)
-        for given in (values, dotted):
+        for given in (_words(kind, values, source), _words(kind, dotted, "override")):
             for key in _emptied(kind, given):
+                parent = key.rpartition(".")[0]
+                if parent and OmegaConf.select(merged, parent) is None:
+                    merged = OmegaConf.merge(merged, given)  # with the defaults of what was None
                 OmegaConf.update(merged, key, {}, merge=False)
             merged = OmegaConf.merge(merged, given)
         return cast(C, OmegaConf.to_object(merged))
+    except OverflowError as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"{source} holds a number that is too large ({reason}): lower it"
+        ) from error
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{source}, key {error.full_key!r}: {reason}") from error
@@ -87,10 +110,68 @@ def _emptied(kind: Any, values: dict[str, Any], prefix: str = "") -> Iterator[st
     """
     hints = get_type_hints(kind)
     for key, value in values.items():
-        if get_origin(hints[key]) is dict and not value:
+        hint = _given(hints[key])
+        if get_origin(hint) is dict and not value:
             yield f"{prefix}{key}"
-        elif is_dataclass(hints[key]):
-            yield from _emptied(hints[key], value, f"{prefix}{key}.")
+        elif is_dataclass(hint) and value is not None:
+            yield from _emptied(hint, value, f"{prefix}{key}.")
+
+
+def _given(hint: Any) -> Any:
+    """The type of a value that is given: `T` of `T | None`, any other type as it is."""
+    if get_origin(hint) in (Union, UnionType):
+        members = [member for member in get_args(hint) if member is not NoneType]
+        return members[0] if len(members) == 1 else hint
+    return hint
+
+
+def _words(kind: Any, values: dict[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
+    """`values` with the word that YAML 1.1 reads as a boolean where a key takes a text.
+
+    `no` comes back where it is a choice of the key.
+
+    Raises:
+        UserError: any other boolean for a text, whose spelling is lost.
+    """
+    hints = get_type_hints(kind)
+    words = dict(values)
+    for field in fields(kind):
+        name, value = field.name, values.get(field.name)
+        hint = _given(hints[name])
+        if is_dataclass(hint) and isinstance(value, dict):
+            words[name] = _words(hint, value, source, f"{prefix}{name}.")
+            continue
+        if value is False and "no" in choices_of(field):
+            words[name] = "no"
+            continue
+        if takes_text(hint):
+            refuse_booleans(value, f"{source}, key {prefix + name!r}")
+    return words
+
+
+def takes_text(hint: Any) -> bool:
+    """Whether a type is a text or a list of texts, and no boolean belongs to it."""
+    parts = [hint, *get_args(hint)]
+    parts += [inner for part in get_args(hint) for inner in get_args(part)]
+    return get_origin(hint) is not dict and str in parts and not {bool, Any} & set(parts)
+
+
+def refuse_booleans(value: Any, where: str) -> None:
+    """Refuses a boolean, or a list with one, for a text or a list of texts.
+
+    Args:
+        value: of any type.
+        where: names file and key, for the error.
+
+    Raises:
+        UserError: such a value.
+    """
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, bool):
+            raise UserError(
+                f"{where}: YAML reads yes, no, on, off, true and false as booleans, and a text is "
+                "wanted: put the word into quotes inside the YAML, as in \"'no'\""
+            )
 
 
 def _check_keys(kind: Any, values: Any, source: str, prefix: str = "") -> None:
@@ -99,6 +180,9 @@ def _check_keys(kind: Any, values: Any, source: str, prefix: str = "") -> None:
     A dataclass may say in `FORMER` what to write for keys that it once had.
     """
     key = prefix.removesuffix(".")
+    if values is None and _given(kind) is not kind:
+        return
+    kind = _given(kind)
     if get_origin(kind) is list and isinstance(values, dict):
         raise UserError(f"{source}, key {key!r}: it takes a list, not {values!r}")
     if not (is_dataclass(kind) or get_origin(kind) is dict):

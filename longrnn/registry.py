@@ -7,10 +7,12 @@ options once, in its signature, and unknown or ill-typed ones are refused here f
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field, is_dataclass, make_dataclass
 from typing import Any, Generic, TypeVar, get_type_hints
 
+from longrnn.config import refuse_booleans, takes_text
 from longrnn.errors import UserError, nearest
 
 T = TypeVar("T")
@@ -85,6 +87,8 @@ class Registry(Mapping[str, "type[T]"], Generic[T]):
             if name not in known:
                 remedy = nearest(str(name), known) if known else "it takes none"
                 raise UserError(f"{self.family} {kind!r} has no option {name!r}: {remedy}")
+            if takes_text(known[name]):
+                refuse_booleans(options[name], f"{self.family} {kind!r}, option {name!r}")
         optional = getattr(self[kind].__init__, "__kwdefaults__", None) or {}
         for name in known:
             if name not in options and name not in optional:
@@ -102,7 +106,17 @@ class Registry(Mapping[str, "type[T]"], Generic[T]):
             raise UserError(f"{self.family} {kind!r}, options {dict(options)}: {error}") from error
         plain = OmegaConf.to_container(merged)
         assert isinstance(plain, dict)
+        for name, value in plain.items():
+            if any(isinstance(x, float) and math.isnan(x) for x in _entries(value)):
+                raise UserError(
+                    f"{self.family} {kind!r}, option {name!r} is not a number: give one, or leave "
+                    "the option out"
+                )
         return {str(name): value for name, value in plain.items()}
+
+
+def _entries(value: Any) -> Any:
+    return value if isinstance(value, list) else [value]
 
 
 def keyword_options(member: type) -> dict[str, Any]:

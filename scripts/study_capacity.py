@@ -69,6 +69,7 @@ def main(
                 "length.max": trained,
                 "per_device_train_batch_size": max(1, STEP_TOKENS // trained),
                 "max_steps": steps if before is None else more_steps,
+                "warmup_steps": min(100, steps if before is None else more_steps),
             } | ({} if before is None else {"init_from": before})
             overrides = [f"{key}={value}" for key, value in settings.items()]
             Trainer(load_config(TrainConfig, CONFIG, overrides), resume=True, quiet=quiet).train()

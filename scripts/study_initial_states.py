@@ -135,6 +135,7 @@ def books(files: list[Path], tokenizer: Tokenizer, name: str, output: Path) -> d
 def trained_base(run: Path, task: dict[str, Any], steps: int, trained: int, quiet: bool) -> str:
     """The folder of the model that all policies go on from."""
     settings = [f"output_dir={run}", f"max_steps={steps}", f"length.max={trained}"]
+    settings += [f"warmup_steps={steps // 2}"] if steps < 200 else []  # else as in the file
     config = load_config(TrainConfig, CONFIG, settings)
     config.task = task
     Trainer(config, resume=True, quiet=quiet).train()

@@ -143,6 +143,7 @@ def _steps(steps: int) -> list[str]:
 
 def preamble(base: TrainConfig, seeds: int, hardware: str) -> list[str]:
     """What was done, where, and how to read it."""
+    assert base.model is not None  # `reverse_study.yaml` has one
     where = hardware or f"{os.cpu_count()} cores, {platform.machine()}, no GPU"
     return [
         "# Reverse ordering with five positional encodings, on a CPU",

@@ -41,7 +41,8 @@ def test_trained_by_the_configuration_in_the_tree(name: str) -> None:
     offered = load_config(TrainConfig, ROOT / f"configs/train/{name.replace('-', '_')}.yaml")
     recorded.output_dir = offered.output_dir
     if offered.init_from is not None:
-        offered.model = recorded.model  # that of the checkpoint it starts from
+        # Those of the checkpoint it starts from.
+        offered.model, offered.tokenizer = recorded.model, recorded.tokenizer
     assert recorded == offered
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import re
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ import pytest
 
 from longrnn.config import build_config, dump_config, load_config
 from longrnn.errors import UserError, nearest
-from longrnn.training.config import TrainConfig
+from longrnn.mixers import MIXERS
+from longrnn.models.recurrent import RecurrentConfig
+from longrnn.ranges import RANGE
+from longrnn.training.config import LengthConfig, TrainConfig
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs/train").glob("*.yaml"))
 
@@ -50,9 +54,13 @@ def test_values_and_overrides(tmp_path: Path) -> None:
     assert type(config.free["deep"]) is dict
 
 
-def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
-    """A crash on a file of comments alone."""
-    assert load_config(Outer, write(tmp_path, "# nothing\n")) == Outer()
+@pytest.mark.parametrize("text", ["", "# nothing\n", "{}", "---\n"])
+def test_an_empty_file_is_refused(text: str, tmp_path: Path) -> None:
+    """A run of nothing but defaults is never what a file that was cut off meant."""
+    with pytest.raises(UserError, match=r"config.yaml is empty: write at least one key"):
+        load_config(Outer, write(tmp_path, text))
+    with pytest.raises(UserError, match="is empty"):
+        load_config(Outer, write(tmp_path, text), ["steps=3"])
 
 
 @pytest.mark.parametrize("how", ["file", "override"])
@@ -61,9 +69,10 @@ def test_an_empty_mapping_is_no_default(tmp_path: Path, how: str) -> None:
     text, overrides = ("task: {}", []) if how == "file" else ("task: {kind: reverse}", ["task={}"])
     assert load_config(TrainConfig, write(tmp_path, text), overrides).task == {}
     nested = load_config(TrainConfig, write(tmp_path, "model: {mixer: {}}"), ["seed=1"])
+    assert nested.model is not None
     assert nested.model.mixer == {}
     assert nested.task == {"kind": "passkey"}
-    added = load_config(TrainConfig, write(tmp_path, ""), ["task.max_segments=3"])
+    added = load_config(TrainConfig, write(tmp_path, "seed: 1"), ["task.max_segments=3"])
     assert added.task == {"kind": "passkey", "max_segments": 3}
 
 
@@ -104,6 +113,7 @@ def test_the_configurations_of_the_repository(path: Path, tmp_path: Path) -> Non
         ("", ["steps.a=1"], "key 'steps'"),
         ("label: ${nowhere}", [], "nowhere"),
         ("- a\n- b", [], "must be a mapping"),
+        ("3", [], "cannot be read as a mapping"),
         ("just words", [], "unknown key just words"),
         ("a: [1", [], "is not YAML"),
         ("a: b: c", [], "is not YAML"),
@@ -150,10 +160,118 @@ def test_the_nearest_name() -> None:
         ("learning_rate=0", "must be above 0"),
         ("length.sampling=log_unifrm", "did you mean 'log_uniform'"),
         ("length.min=300", "must be between 1 and length.max"),
-        ("mixed_precision=int8", "use no, bf16 or fp16"),
+        ("mixed_precision=int8", "unknown mixed_precision 'int8': known: bf16, fp16, no"),
     ],
 )
 def test_training_values_out_of_range(override: str, message: str) -> None:
     """A value that would fail hours later, or never."""
     with pytest.raises(UserError, match=message):
         build_config(TrainConfig, {}, [override])
+
+
+def numeric_keys(kind: Any, prefix: str = "") -> dict[str, Any]:
+    """The keys of a dataclass that hold numbers, with their fields."""
+    found = {}
+    for declared in fields(kind):
+        text = str(declared.type)
+        if text.startswith("RecurrentConfig") or text == "LengthConfig":
+            inner = RecurrentConfig if text.startswith("R") else LengthConfig
+            found |= numeric_keys(inner, f"{prefix}{declared.name}.")
+        elif {"int", "float"} & set(re.findall(r"\w+", text)):
+            found[f"{prefix}{declared.name}"] = declared
+    return found
+
+
+NUMBERS = numeric_keys(TrainConfig)
+
+
+def given(key: str, value: str) -> str:
+    """An override that gives a number to a key, or to an entry of the mapping there."""
+    return f"{key}={{x: {value}}}" if "dict" in str(NUMBERS[key].type) else f"{key}={value}"
+
+
+def test_every_number_declares_its_range() -> None:
+    """A new key of the configuration has a range from its first day."""
+    assert {"max_steps", "fill", "length.max", "model.norm_eps"} <= NUMBERS.keys()
+    for key, declared in NUMBERS.items():
+        assert RANGE in declared.metadata, key
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+@pytest.mark.parametrize("value", ["-1", "nan", "-.inf", ".inf", "1e400", "2", "1" + "0" * 400])
+def test_numbers_out_of_range_are_one_sentence(key: str, value: str, tmp_path: Path) -> None:
+    """Every number of the configuration is checked: taken, or refused with key and remedy."""
+    path = write(tmp_path, "max_steps: 500")
+    negative_is_fine = key in ("seed", "fill")
+    infinite_is_fine = key in ("max_grad_norm", "max_grad_value")
+    two_is_fine = key not in ("adam_beta1", "adam_beta2")
+    fine = (
+        (value == "-1" and negative_is_fine)
+        or (value in (".inf", "1e400") and infinite_is_fine)
+        or (value == "2" and two_is_fine)
+    )
+    overrides = [given(key, value)]
+    if value == "2" and key in ("max_steps", "batch_tokens"):
+        overrides += ["warmup_steps=0", "length.max=2"]
+    if value == "2" and key == "decay_steps":
+        overrides += ["lr_scheduler_type=warmup_stable_decay"]
+    if value == "2" and key == "segments_per_step":
+        overrides += ["initial_state={kind: carry}"]
+    if fine:
+        load_config(TrainConfig, path, overrides)
+        return
+    with pytest.raises(UserError) as refusal:
+        load_config(TrainConfig, path, overrides)
+    message = str(refusal.value)
+    assert "\n" not in message
+    assert key in message or "too large" in message or "could not be converted" in message
+    assert ":" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["warmup_steps=11"], "the warm-up of warmup_steps=11 is longer than the run of max_step"),
+        (["decay_steps=3"], "decay_steps=3 does not apply to lr_scheduler_type=cosine"),
+        (["lr_scheduler_type=warmup_stable_decay", "decay_steps=11"], "set decay_steps=8 or less"),
+        (["lr_scheduler_type=warmup_stable_decay", "decay_steps=9"], "set decay_steps=8 or less"),
+        (["batch_tokens=255"], "no room for one row of length.max=256"),
+        (["learning_rate=nan"], "learning_rate must be finite, not nan: give such a number"),
+        (["adam_beta2=2"], "adam_beta2 must be below 1, not 2.0"),
+        (["max_steps=100000000"], "max_steps must be at most 99999999"),
+        (["tokenizer=no"], "key 'tokenizer': YAML reads yes, no, on"),
+        (["freeze=[on]"], "key 'freeze': YAML reads yes, no, on"),
+        (["nonfinite=no"], "key 'nonfinite': YAML reads yes, no, on"),
+        (["mixed_precision=yes"], "key 'mixed_precision': YAML reads yes, no, on"),
+    ],
+)
+def test_keys_that_contradict_one_another(
+    overrides: list[str], message: str, tmp_path: Path
+) -> None:
+    """One sentence, before anything is built."""
+    path = write(tmp_path, "max_steps: 10\nwarmup_steps: 2")
+    with pytest.raises(UserError) as refusal:
+        load_config(TrainConfig, path, overrides)
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("word", ["no", "'no'", "No", "off", "false"])
+def test_the_word_no_is_a_mixed_precision(word: str, tmp_path: Path) -> None:
+    """YAML reads it as false, in a file and on the command line."""
+    path = write(tmp_path, f"mixed_precision: {word}")
+    assert load_config(TrainConfig, path).mixed_precision == "no"
+    path = write(tmp_path, "mixed_precision: bf16")
+    config = load_config(TrainConfig, path, [f"mixed_precision={word}"])
+    assert config.mixed_precision == "no"
+    assert load_config(TrainConfig, write(tmp_path, dump_config(config))) == config
+
+
+def test_options_of_a_kind_are_numbers_and_words(tmp_path: Path) -> None:
+    """A NaN or a boolean for an option of a mixer, task or initial state is refused."""
+    for options in ({"dt_min": "nan"}, {"A_init": [1, float("nan")]}):
+        with pytest.raises(UserError, match="option '(dt_min|A_init)'"):
+            MIXERS.check("mamba2", options)
+    with pytest.raises(UserError, match="option 'init': YAML reads yes, no, on"):
+        MIXERS.check("lstm", {"init": False})
+    assert MIXERS.check("mamba2", {"bias": False}) == {"bias": False}

@@ -142,15 +142,19 @@ def _untrained(source: str, inits: Sequence[str]) -> list[Source]:
         if inits:
             raise UserError(f"{source} goes on from {config.init_from}: leave --init out")
         model = load_recurrent(config.init_from)
-        return [Source(source, model, config.tokenizer, asdict(config))]
+        tokenizer = config.tokenizer or config.init_from
+        return [Source(source, model, tokenizer, asdict(config))]
+    if config.model is None:
+        raise UserError(f"{source} builds a transformer: give a configuration with a model")
     found = []
+    tokenizer = config.tokenizer or "bytes"
     for init in inits or [None]:
         mixer = config.model.mixer if init is None else {**config.model.mixer, "init": init}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)  # as training would begin
             model = RecurrentLM(replace(config.model, mixer=mixer))
         name = source if init is None else f"{Path(source).stem}, {init}"
-        found.append(Source(name, model, config.tokenizer, asdict(config)))
+        found.append(Source(name, model, tokenizer, asdict(config)))
     return found
 
 

@@ -15,7 +15,7 @@ from longrnn.errors import UserError, nearest
 from longrnn.hf import hub
 from longrnn.hf.layouts import LAYOUTS, Layout, rename
 from longrnn.hf.weights import read_json, read_weights
-from longrnn.models.checkpoint import build_model, load_model
+from longrnn.models.checkpoint import build_model, cast_weights, load_model
 from longrnn.models.recurrent import RecurrentLM
 
 if TYPE_CHECKING:
@@ -70,7 +70,9 @@ def load(
             another causal language model of transformers; or `organisation/model` of the hub.
         backend: implementation of the recurrence (`auto`, `chunked`, `reference`).
         device: None for the CPU.
-        dtype: None for that of the checkpoint.
+        dtype: None for that of the checkpoint. What sets the time scales of a Mamba-2 (A_log,
+            dt_bias, D) is never rounded to a narrower one: published checkpoints hold it in
+            float32 beside matrices of float16 or bfloat16, and so does the model.
         revision: of a hub checkpoint; local ones have none.
         beyond: whether a transformer may read more tokens than it was made for.
 
@@ -84,9 +86,9 @@ def load(
     config = read_config(folder)
     layout = layout_of(config)
     if config.get("model_type") == "longrnn":
-        return load_model(folder, backend=backend).to(device=device, dtype=dtype)
+        return cast_weights(load_model(folder, backend=backend), dtype).to(device=device)
     if layout is not None:
-        return load_mamba2(folder, layout, backend).to(device=device, dtype=dtype)
+        return cast_weights(load_mamba2(folder, layout, backend), dtype).to(device=device)
     if backend != "auto":
         raise UserError(f"{name_or_path} is run by transformers and has no backend: leave it out")
     return _load_transformer(folder, config, dtype, beyond).to(device=device)

@@ -161,11 +161,7 @@ def _read(path: Path) -> HFTokenizer:
 
 
 def _refuse_unfit(tokenizer: HFTokenizer, config: Mapping[str, Any], path: Path) -> None:
-    """Refuses a tokenizer of another vocabulary than the checkpoint's in the same folder.
-
-    A vocabulary is often padded, to a multiple of something or with room for tokens to come, so
-    that a model may have some more ids than its tokenizer.
-    """
+    """Refuses a tokenizer of another vocabulary than the checkpoint's in the same folder."""
     if not config or config.get("model_type") == "longrnn":
         return
     text = config.get("text_config")
@@ -174,8 +170,17 @@ def _refuse_unfit(tokenizer: HFTokenizer, config: Mapping[str, Any], path: Path)
         return
     multiple = int(config.get("pad_vocab_size_multiple") or 1)
     size, ids = -(-known // multiple) * multiple, tokenizer.vocab_size
-    if ids > size or size - ids > max(PADDING, size * PADDED):
+    if not fits(ids, size):
         raise UserError(
             f"the tokenizer in {path} has {ids:,} ids and the model {size:,}: put the tokenizer "
             "that this model was trained with into the folder"
         )
+
+
+def fits(ids: int, size: int) -> bool:
+    """Whether a tokenizer of so many ids can be that of a model with a vocabulary of `size`.
+
+    A vocabulary is often padded, to a multiple of something or with room for tokens to come, so
+    that a model may have some more ids than its tokenizer.
+    """
+    return ids <= size and size - ids <= max(PADDING, size * PADDED)

@@ -27,10 +27,12 @@ class Mixer(nn.Module, ABC):
     Attributes:
         n_heads: parts of the state with a norm of their own.
         recurrent_weights: names of the parameters that make the recurrence what it is.
+        wide_weights: names of the parameters that are never rounded to a narrower dtype.
     """
 
     n_heads = 1
     recurrent_weights: tuple[str, ...] = ()
+    wide_weights: tuple[str, ...] = ()
 
     def __init__(self, d_input: int, d_model: int) -> None:
         super().__init__()

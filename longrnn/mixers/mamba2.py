@@ -51,6 +51,7 @@ class Mamba2(ScanningMixer):
     """
 
     recurrent_weights = ("in_proj.weight", "A_log", "dt_bias")
+    wide_weights = ("A_log", "dt_bias", "D")
 
     def __init__(
         self,

@@ -106,5 +106,5 @@ def fingerprint(config: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
         tensor: Tensor = torch.func.debug_unwrap(weight).detach()
         raw = tensor.cpu().contiguous().flatten().view(torch.uint8)
         digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-        digest.update(memoryview(raw.numpy()))
+        digest.update(raw.numpy().data)
     return digest.hexdigest()[:16]

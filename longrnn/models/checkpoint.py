@@ -150,3 +150,20 @@ def build_model(
         parameter.data = torch.empty_like(parameter, dtype=given[name].dtype)
     model.load_state_dict(given)
     return model.eval()
+
+
+def cast_weights(model: RecurrentLM, dtype: torch.dtype | None) -> RecurrentLM:
+    """Gives all weights a dtype; those of `Mixer.wide_weights` become wider, and never narrower.
+
+    Args:
+        model: changed in place, and returned.
+        dtype: None leaves the model as it is.
+    """
+    if dtype is None:
+        return model
+    kept = [mixer.get_parameter(name) for mixer in model.mixers for name in mixer.wide_weights]
+    values = [parameter.data for parameter in kept]
+    model.to(dtype)
+    for parameter, value in zip(kept, values, strict=True):
+        parameter.data = value.to(torch.promote_types(value.dtype, dtype))
+    return model

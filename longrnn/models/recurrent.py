@@ -21,6 +21,7 @@ from longrnn.mixers import MIXERS, Edit, EditedState, Mixer
 from longrnn.models.base import LMOutput, check_state, check_tokens, fingerprint
 from longrnn.ops.norm import rms_norm
 from longrnn.positions import POSITIONS
+from longrnn.ranges import check_ranges, count, number
 from longrnn.state import LMState, PyTree
 
 # Tokens (over all rows) of one segment; chosen by benchmarks/prefill_cpu.py.
@@ -45,14 +46,14 @@ class RecurrentConfig:
             where the weights are narrower.
     """
 
-    vocab_size: int = 256
-    d_model: int = 128
-    n_layers: int = 2
+    vocab_size: int = count(256)
+    d_model: int = count(128)
+    n_layers: int = count(2)
     mixer: dict[str, Any] = field(default_factory=lambda: {"kind": "mamba2"})
     position: dict[str, Any] = field(default_factory=lambda: {"kind": "none"})
     block: str = "residual"
     tie_embeddings: bool = True
-    norm_eps: float = 1e-5
+    norm_eps: float = number(1e-5, at_least=0)
     residual_in_fp32: bool = False
 
 
@@ -103,9 +104,7 @@ class RecurrentLM(nn.Module):
 
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__()
-        for name in ("vocab_size", "d_model", "n_layers"):
-            if getattr(config, name) < 1:
-                raise UserError(f"{name} must be at least 1, not {getattr(config, name)}")
+        check_ranges(config)
         if config.block not in BLOCKS:
             raise UserError(f"unknown block {config.block!r}: {nearest(config.block, BLOCKS)}")
         self.config = config

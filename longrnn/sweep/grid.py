@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from longrnn.config import build_config, flat
 from longrnn.errors import UserError, nearest
-from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.mixers import MIXERS
 from longrnn.models.recurrent import RecurrentConfig
 from longrnn.positions import POSITIONS
@@ -22,6 +21,7 @@ from longrnn.training.checks import check
 from longrnn.training.config import TrainConfig
 from longrnn.training.folder import HARMLESS
 from longrnn.training.initial_states import INITIAL_STATES
+from longrnn.training.models import tokenizer_of
 
 Axes = dict[str, list[str]]
 # The mappings with a kind, and who knows its options.
@@ -118,13 +118,18 @@ def applied(base: TrainConfig, values: dict[str, str]) -> TrainConfig:
         UserError: an unknown key, or a value of the wrong type.
     """
     content = asdict(base)
+    if base.init_from is None and "init_from" in values and base.model == RecurrentConfig():
+        # What stands for nothing given is that of the checkpoint now.
+        content["model"] = None
+        content["tokenizer"] = None if base.tokenizer == "bytes" else base.tokenizer
     dotted = {_dotted(key): _parsed(key, text) for key, text in values.items()}
     # Kinds first, then their options.
     for key in sorted(dotted, key=lambda key: not (key in FAMILIES or key.endswith(".kind"))):
         _put(content, key, dotted[key])
     config = build_config(TrainConfig, content, source="grid")
-    if any(key.split(".")[0] == "task" for key in dotted) and "model.vocab_size" not in dotted:
-        task = TASKS.build(config.task, load_tokenizer(config.tokenizer))
+    changed = any(key.split(".")[0] == "task" for key in dotted)
+    if changed and "model.vocab_size" not in dotted and config.init_from is None and config.model:
+        task = TASKS.build(config.task, tokenizer_of(config)[1])
         config.model.vocab_size = task.vocab_size
     return config
 
@@ -192,7 +197,9 @@ def _put(content: dict[str, Any], key: str, value: Any) -> None:
     """Sets a dotted key in a nested mapping."""
     *path, last = key.split(".")
     for part in path:
-        content = content.setdefault(part, {})
+        if content.get(part) is None:
+            content[part] = {}
+        content = content[part]
         if not isinstance(content, dict):
             raise UserError(f"grid: {key} has no keys below {part}: leave out what follows it")
     family = FAMILIES.get(".".join(path))

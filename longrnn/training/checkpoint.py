@@ -23,6 +23,11 @@ from longrnn.files import sha256, sync_folder, write_atomic
 
 NAME = re.compile(r"checkpoint-(\d{8})")
 CHECKSUMS = "checksums.json"
+# Version of what `training.pt` holds; the first one did not say so.
+FORMAT = 2
+# What `training.pt` must hold, whatever the run.
+NEEDED = ("step", "tokens", "pending", "skipped", "skipped_in_a_row", "data")
+NEEDED += ("optimizer", "random")
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
@@ -81,9 +86,14 @@ def newest_whole(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
     return None, damaged
 
 
-def set_aside(folder: Path) -> Path:
-    """Takes a damaged checkpoint out of the row of checkpoints; nothing of it is deleted."""
-    aside = folder.with_name(f"{folder.name}.damaged")
+def set_aside(folder: Path, why: str = "damaged") -> Path:
+    """Takes a checkpoint out of the row of checkpoints; nothing of it is deleted.
+
+    Args:
+        folder: the checkpoint.
+        why: the new end of its name.
+    """
+    aside = folder.with_name(f"{folder.name}.{why}")
     if aside.exists():
         shutil.rmtree(aside)
     os.replace(folder, aside)
@@ -95,18 +105,46 @@ def partial(output_dir: Path, step: int) -> Path:
     return output_dir / f".checkpoint-{step:08d}.partial"
 
 
-def publish(output_dir: Path, step: int, keep: int) -> None:
-    """Renames a written checkpoint into place and removes all but the newest `keep`."""
+def publish(output_dir: Path, step: int) -> None:
+    """Renames a written checkpoint into place; see `prune`."""
     beside = partial(output_dir, step)
     digests = {path.name: sha256(path) for path in sorted(beside.iterdir())}
     write_atomic(beside / CHECKSUMS, json.dumps(digests, indent=2) + "\n")
     os.replace(beside, output_dir / f"checkpoint-{step:08d}")
     sync_folder(output_dir)
+
+
+def prune(output_dir: Path, keep: int) -> None:
+    """Removes all checkpoints but the newest `keep`."""
     for old in checkpoints(output_dir)[:-keep]:
         # Half a folder must not bear a checkpoint's name: it is renamed before it is removed.
         unnamed = partial(output_dir, steps(old))
         os.replace(old, unnamed)
         shutil.rmtree(unnamed)
+
+
+def read_training(folder: Path) -> dict[str, Any]:
+    """What `training.pt` of a checkpoint holds, in the present format.
+
+    Raises:
+        UserError: damaged, or of a format that this version does not read.
+    """
+    content = read_tensors(folder / "training.pt")
+    version = content.get("format", 1) if isinstance(content, dict) else None
+    if not isinstance(version, int) or not 1 <= version <= FORMAT:
+        raise UserError(
+            f"{folder} has checkpoint format {version}, and this version of longrnn reads 1 to "
+            f"{FORMAT}: update longrnn, or start a new run from it with init_from={folder}"
+        )
+    if version == 1:  # the first ones did not count steps left out
+        content = {"skipped": 0, "skipped_in_a_row": 0, **content}
+    missing = [name for name in NEEDED if name not in content]
+    if missing:
+        raise UserError(
+            f"{folder} was written by an early version of longrnn and lacks {', '.join(missing)}: "
+            f"start a new run from it with init_from={folder}"
+        )
+    return content
 
 
 def write_tensors(path: Path, content: Any) -> None:

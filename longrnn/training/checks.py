@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 
 from longrnn.errors import UserError
-from longrnn.hf.tokenizer import load_tokenizer
+from longrnn.hf.tokenizer import fits
 from longrnn.models.recurrent import RecurrentLM
-from longrnn.tasks import TASKS, Task
+from longrnn.tasks import TASKS, SequenceTask, Task
 from longrnn.training import models, sharding
 from longrnn.training.config import TrainConfig
 from longrnn.training.data import Source
@@ -28,15 +28,17 @@ def check(config: TrainConfig) -> None:
         raise UserError(
             f"each run has one process here: leave out num_processes={config.num_processes}"
         )
-    task = TASKS.build(config.task, load_tokenizer(config.tokenizer))
+    config = replace(config)  # which building a model fills in
+    _, tokenizer = models.tokenizer_of(config)
+    task = TASKS.build(config.task, tokenizer)
     source = Source(task, config, 0, 1)
     with torch.random.fork_rng(devices=[]):
-        if config.init_from is None and not config.transformer:
-            check_vocabulary(config.model.vocab_size, task)
+        if config.model is not None and config.init_from is None and not config.transformer:
+            check_vocabulary(config.model.vocab_size, config, task)
             # What large vocabularies make large is not looked at.
             model = RecurrentLM(replace(config.model, vocab_size=1))
         else:
-            model = models.build(replace(config))
+            model = models.build(config)
             check_model(model, config, task)
     context = Context(model.init_state, config.seed, 0, 1, lambda part: part)
     INITIAL_STATES.build(config.initial_state, context)
@@ -48,17 +50,25 @@ def check(config: TrainConfig) -> None:
     check_positions(model, source)
 
 
-def check_vocabulary(vocab_size: int, task: Task) -> None:
-    """Refuses a model with fewer ids than the task.
+def check_vocabulary(vocab_size: int, config: TrainConfig, task: Task) -> None:
+    """Refuses a model with fewer ids than the task, or with many more than the tokenizer.
 
     Raises:
         UserError: such a model.
     """
-    if vocab_size < task.vocab_size:
+    ids = task.vocab_size
+    reads_text = not isinstance(task, SequenceTask)
+    if vocab_size >= ids and (not reads_text or fits(ids, vocab_size)):
+        return
+    if config.init_from is not None and reads_text:
         raise UserError(
-            f"the task uses {task.vocab_size} token ids and the model has "
-            f"{vocab_size}: set model.vocab_size={task.vocab_size}"
+            f"the tokenizer {config.tokenizer} has {ids:,} ids and the model of init_from="
+            f"{config.init_from} {vocab_size:,}: leave out tokenizer for the one beside the "
+            "checkpoint, or give the one that this model was trained with"
         )
+    key = "transformer.vocab_size" if config.transformer else "model.vocab_size"
+    remedy = f"start from a model with at least {ids}" if config.init_from else f"set {key}={ids}"
+    raise UserError(f"the task uses {ids} token ids and the model has {vocab_size}: {remedy}")
 
 
 def check_model(model: Trained, config: TrainConfig, task: Task) -> None:
@@ -67,7 +77,7 @@ def check_model(model: Trained, config: TrainConfig, task: Task) -> None:
     Raises:
         UserError: such a model or configuration.
     """
-    check_vocabulary(model.vocab_size, task)
+    check_vocabulary(model.vocab_size, config, task)
     if isinstance(model, RecurrentLM):
         return
     if config.initial_state["kind"] != "zero":

@@ -5,17 +5,20 @@ Names are those of Hugging Face's training arguments where one exists.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from longrnn.errors import UserError, nearest
+from longrnn.errors import UserError
 from longrnn.models.recurrent import RecurrentConfig
+from longrnn.ranges import LARGEST_FLOAT32, check_ranges, choice, count, number, within
 from longrnn.training.initial_states import uses_lanes
 
 SAMPLING = ("fixed", "log_uniform")
 TRACKERS = ("none", "tensorboard")
 NONFINITE = ("stop", "skip")
+PRECISIONS = ("no", "bf16", "fp16")
+# The names of checkpoints have eight digits.
+MOST_STEPS = 99_999_999
 
 
 @dataclass
@@ -30,10 +33,10 @@ class LengthConfig:
             `max` from the first step on.
     """
 
-    max: int = 256
-    min: int = 1
-    sampling: str = "fixed"
-    grow_steps: int = 0
+    max: int = count(256)
+    min: int = count(1)
+    sampling: str = choice("fixed", SAMPLING)
+    grow_steps: int = count(0, at_least=0)
 
 
 @dataclass
@@ -42,12 +45,16 @@ class TrainConfig:
 
     Attributes:
         output_dir: where checkpoints, metrics and the final model go.
-        model: what is built; ignored where `init_from` or `transformer` is given.
+        model: what is built; not given beside `transformer`, nor beside `init_from`, which brings
+            its own (a model that equals that one is accepted). It becomes the model of `init_from`
+            once that is loaded.
         transformer: builds a causal language model of transformers: `{"model_type": "llama",
             "hidden_size": 128, …}`, the options of its configuration. Its rows start from nothing.
         task: `{"kind": name of longrnn.tasks, option: value, …}`; passkey where nothing is said.
-        tokenizer: `bytes`, or a path; read by tasks made of text.
-        init_from: a checkpoint to start from.
+        tokenizer: `bytes`, or a path; read by tasks made of text. By default that of `init_from`,
+            and `bytes` without one.
+        init_from: a checkpoint to start from. Its weights are trained in float32, whatever their
+            dtype in the file. A resumed run goes on from its own checkpoint and does not read it.
         length: lengths of rows; where a state is carried, `length.max` is that of a segment.
         initial_state: from what rows start: `{"kind": "zero" | "carry" | "pass" | "fitted_noise" |
             "random_noise", option: value, …}`, see `longrnn.training.initial_states`.
@@ -66,8 +73,8 @@ class TrainConfig:
         freeze: patterns of parameter names that are not trained, such as `["embedding.*"]`.
         lr_scheduler_type: `constant`, `cosine`, or `warmup_stable_decay`.
         max_steps: optimizer steps; a resumed run may change it where the schedule is `constant`.
-        warmup_steps: linear warm-up from 0.
-        decay_steps: of `warmup_stable_decay`: linear decay to 0 at the end.
+        warmup_steps: linear warm-up from 0; at most `max_steps`.
+        decay_steps: of `warmup_stable_decay`: linear decay to 0 at the end, after the warm-up.
         max_grad_norm: norm that the gradient of a step is scaled down to; .inf for none.
         max_grad_value: where set, entries of the gradient are then cut to ± this.
         nonfinite: what to do at a step whose loss or gradient is NaN or infinite: `stop`, or `skip`
@@ -80,40 +87,46 @@ class TrainConfig:
     """
 
     output_dir: str = "runs/train"
-    model: RecurrentConfig = field(default_factory=RecurrentConfig)
+    model: RecurrentConfig | None = None
     transformer: dict[str, Any] = field(default_factory=dict)
     task: dict[str, Any] = field(default_factory=lambda: {"kind": "passkey"})
-    tokenizer: str = "bytes"
+    tokenizer: str | None = None
     init_from: str | None = None
     length: LengthConfig = field(default_factory=LengthConfig)
     initial_state: dict[str, Any] = field(default_factory=lambda: {"kind": "zero"})
-    segments_per_step: int = 1
-    seed: int = 0
-    max_steps: int = 1000
-    per_device_train_batch_size: int = 16
-    batch_tokens: int | None = None
-    gradient_accumulation_steps: int = 1
-    num_processes: int | None = None
+    segments_per_step: int = count(1)
+    seed: int = count(0, at_least=-(2**63), at_most=2**64 - 1)  # what torch.manual_seed takes
+    max_steps: int = count(1000, at_most=MOST_STEPS)
+    per_device_train_batch_size: int = count(16)
+    batch_tokens: int | None = count(None)
+    gradient_accumulation_steps: int = count(1)
+    num_processes: int | None = count(None)
     optim: str = "adamw"
-    learning_rate: float = 2e-3
-    learning_rate_scale: dict[str, float] = field(default_factory=dict)
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.95
-    adam_epsilon: float = 1e-8
-    weight_decay: float = 0.0
-    fill: dict[str, float] = field(default_factory=dict)
+    learning_rate: float = number(2e-3, above=0)
+    learning_rate_scale: dict[str, float] = field(
+        default_factory=dict,
+        metadata=within(above=0, remedy="to train nothing of it, name it in freeze"),
+    )
+    adam_beta1: float = number(0.9, at_least=0, below=1)
+    adam_beta2: float = number(0.95, at_least=0, below=1)
+    adam_epsilon: float = number(1e-8, above=0)
+    weight_decay: float = number(0.0, at_least=0)
+    fill: dict[str, float] = field(
+        default_factory=dict,
+        metadata=within(at_least=-LARGEST_FLOAT32, at_most=LARGEST_FLOAT32),
+    )
     freeze: list[str] = field(default_factory=list)
     lr_scheduler_type: str = "cosine"
-    warmup_steps: int = 100
-    decay_steps: int = 0
-    max_grad_norm: float = 1.0
-    max_grad_value: float | None = None
-    nonfinite: str = "stop"
-    mixed_precision: str = "no"
-    save_steps: int = 500
-    save_total_limit: int = 2
-    logging_steps: int = 20
-    report_to: str = "none"
+    warmup_steps: int = count(100, at_least=0)
+    decay_steps: int = count(0, at_least=0)
+    max_grad_norm: float = number(1.0, above=0, infinite=True)
+    max_grad_value: float | None = number(None, above=0, infinite=True)
+    nonfinite: str = choice("stop", NONFINITE)
+    mixed_precision: str = choice("no", PRECISIONS)
+    save_steps: int = count(500)
+    save_total_limit: int = count(2)
+    logging_steps: int = count(20)
+    report_to: str = choice("none", TRACKERS)
 
     # Keys of earlier versions, and what to write for them.
     FORMER: ClassVar[dict[str, str]] = {
@@ -121,44 +134,52 @@ class TrainConfig:
     }
 
     def __post_init__(self) -> None:
-        """Refuses values out of range."""
-        positive = ("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps")
-        positive += ("save_steps", "save_total_limit", "logging_steps", "segments_per_step")
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.learning_rate <= 0 or self.max_grad_norm <= 0:
-            raise UserError("learning_rate and max_grad_norm must be above 0")
-        if self.max_grad_value is not None and not self.max_grad_value > 0:
-            raise UserError(f"max_grad_value must be above 0, not {self.max_grad_value}")
-        for pattern, value in self.fill.items():
-            if not math.isfinite(value):
-                raise UserError(f"fill[{pattern!r}] must be finite, not {value}")
-        for pattern, factor in self.learning_rate_scale.items():
-            if not 0 < factor < float("inf"):
-                raise UserError(
-                    f"learning_rate_scale[{pattern!r}] must be above 0 and finite, not {factor}: "
-                    "to train nothing of it, name it in freeze"
-                )
-        if self.length.sampling not in SAMPLING:
-            remedy = nearest(self.length.sampling, SAMPLING)
-            raise UserError(f"unknown length.sampling {self.length.sampling!r}: {remedy}")
-        if not 1 <= self.length.min <= self.length.max:
+        """Refuses values out of range, and keys that contradict one another."""
+        check_ranges(self)
+        if self.length.min > self.length.max:
             raise UserError(
-                f"length.min {self.length.min} must be between 1 and length.max {self.length.max}"
+                f"length.min {self.length.min} must be between 1 and length.max {self.length.max}: "
+                "lower length.min, or raise length.max"
             )
-        if self.length.grow_steps < 0:
-            raise UserError(f"length.grow_steps must be at least 0, not {self.length.grow_steps}")
+        self._check_schedule()
         self._check_lanes()
-        if self.report_to not in TRACKERS:
+        if self.batch_tokens is not None and self.batch_tokens < self.length.max:
             raise UserError(
-                f"unknown report_to {self.report_to!r}: {nearest(self.report_to, TRACKERS)}"
+                f"batch_tokens={self.batch_tokens} has no room for one row of length.max="
+                f"{self.length.max} tokens: raise batch_tokens, or lower length.max"
             )
-        if self.nonfinite not in NONFINITE:
-            remedy = nearest(self.nonfinite, NONFINITE)
-            raise UserError(f"unknown nonfinite {self.nonfinite!r}: {remedy}")
-        if self.mixed_precision not in ("no", "bf16", "fp16"):
-            raise UserError(f"mixed_precision {self.mixed_precision!r}: use no, bf16 or fp16")
+        if self.init_from is not None and self.transformer:
+            raise UserError(
+                f"init_from={self.init_from} brings its own model: leave out transformer"
+            )
+        if self.transformer and self.model not in (None, RecurrentConfig()):
+            raise UserError("transformer says what is built: leave out model")
+        if self.init_from is None:
+            self.tokenizer = self.tokenizer or "bytes"
+            if not self.transformer:
+                self.model = self.model or RecurrentConfig()
+
+    def _check_schedule(self) -> None:
+        """Refuses a learning rate that never gets where its keys say."""
+        if self.warmup_steps > self.max_steps:
+            raise UserError(
+                f"the warm-up of warmup_steps={self.warmup_steps} is longer than the run of "
+                f"max_steps={self.max_steps}: set warmup_steps={self.max_steps // 10} or so"
+            )
+        if not self.decay_steps:
+            return
+        if self.lr_scheduler_type != "warmup_stable_decay":
+            raise UserError(
+                f"decay_steps={self.decay_steps} does not apply to lr_scheduler_type="
+                f"{self.lr_scheduler_type}: leave it out, or set "
+                "lr_scheduler_type=warmup_stable_decay"
+            )
+        if self.warmup_steps + self.decay_steps > self.max_steps:
+            raise UserError(
+                f"warmup_steps={self.warmup_steps} and decay_steps={self.decay_steps} are together "
+                f"longer than the run of max_steps={self.max_steps}: set decay_steps="
+                f"{self.max_steps - self.warmup_steps} or less"
+            )
 
     def _check_lanes(self) -> None:
         """Refuses what lanes cannot have, and what only lanes can have."""

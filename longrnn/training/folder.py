@@ -8,6 +8,7 @@ import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from longrnn.config import dump_config, flat
 from longrnn.errors import UserError
@@ -25,18 +26,25 @@ HARMLESS |= {"report_to", "nonfinite"}
 REMEDIES = {"learning_rate", "max_grad_norm", "max_grad_value", "mixed_precision"}
 
 
-def claim(config: TrainConfig, *, resume: bool, processes: int) -> Path | None:
-    """Takes the output folder for a run: makes it where it is missing, and writes `train.yaml`.
+class Found(NamedTuple):
+    """What a run finds in its output folder.
 
-    A newest checkpoint that is damaged is named on standard error and set aside.
+    Attributes:
+        checkpoint: the one to go on from; None where the run begins.
+        damaged: newer checkpoints, with what is wrong with each.
+    """
+
+    checkpoint: Path | None
+    damaged: dict[Path, str]
+
+
+def find(config: TrainConfig, *, resume: bool, processes: int) -> Found:
+    """Looks at the output folder of a run, and changes nothing.
 
     Args:
-        config: the run.
+        config: the run; a `tokenizer` or `model` that is not given is that of the folder.
         resume: whether a run of the same configuration may be in the folder.
         processes: how many the run has.
-
-    Returns:
-        The checkpoint to go on from, if there is one.
 
     Raises:
         UserError: the folder holds another run, or one that was not asked to be resumed, one of
@@ -47,20 +55,33 @@ def claim(config: TrainConfig, *, resume: bool, processes: int) -> Path | None:
     found, damaged = checkpoint.newest_whole(output_dir)
     if found is not None:
         _check_fits(found, config, processes)
+    return Found(found, damaged)
+
+
+def claim(config: TrainConfig, found: Found) -> None:
+    """Takes the output folder for a run: makes it where it is missing, and writes `train.yaml`.
+
+    A newest checkpoint that is damaged is named on standard error and set aside.
+
+    Args:
+        config: the run, with its model and tokenizer.
+        found: of `find`.
+    """
+    output_dir = Path(config.output_dir)
+    newest, damaged = found
     recorded = output_dir / "train.yaml"
-    if found is not None and differences(recorded.read_text(), config, HARMLESS):
-        _keep_history(output_dir, checkpoint.steps(found))
+    if newest is not None and differences(recorded, config, HARMLESS):
+        _keep_history(output_dir, checkpoint.steps(newest))
     write_atomic(recorded, dump_config(config))
     _clean(output_dir)
     for path, wrong in damaged.items():
         aside = checkpoint.set_aside(path)
         print(
             f"warning: {path} is damaged ({wrong}) and now named {aside.name}: "
-            f"going on from {found}",
+            f"going on from {newest}",
             file=sys.stderr,
         )
-    _cut_metrics(output_dir, checkpoint.steps(found) if found is not None else 0)
-    return found
+    _cut_metrics(output_dir, checkpoint.steps(newest) if newest is not None else 0)
 
 
 def _check_owner(output_dir: Path, config: TrainConfig, *, resume: bool) -> None:
@@ -68,7 +89,7 @@ def _check_owner(output_dir: Path, config: TrainConfig, *, resume: bool) -> None
     recorded = output_dir / "train.yaml"
     if recorded.is_file():
         allowed = HARMLESS | (REMEDIES if _stopped(output_dir) else set())
-        difference = differences(recorded.read_text(), config, allowed)
+        difference = differences(recorded, config, allowed)
         if difference:
             raise UserError(
                 f"{output_dir} holds a run with another configuration ({difference}): "
@@ -132,19 +153,45 @@ def _stopped(output_dir: Path) -> bool:
     return max(failed, default=0) > max(saved, default=0)
 
 
-def differences(recorded: str, config: TrainConfig, allowed: set[str]) -> str:
-    """Which keys of a recorded configuration (YAML) differ from a run's, but for `allowed` ones."""
-    import yaml
+def differences(recorded: Path, config: TrainConfig, allowed: set[str]) -> str:
+    """Which keys of a recorded configuration differ from a run's, but for `allowed` ones.
 
-    before, now = flat(yaml.safe_load(recorded)), flat(asdict(config))
-    keys = [k for k in {**before, **now} if before.get(k) != now.get(k)]
+    A key that the record is too old to have had its default. What `init_from` or `transformer`
+    says of the model is not compared again, nor is a tokenizer that the run leaves to `init_from`.
+
+    Raises:
+        UserError: the record cannot be read.
+    """
     # Every schedule but `constant` has another learning rate at every step of a longer run.
-    length = {"max_steps"} if config.lr_scheduler_type == "constant" else set()
+    skipped = allowed | ({"max_steps"} if config.lr_scheduler_type == "constant" else set())
+    skipped |= {"tokenizer"} if config.tokenizer is None else set()
+    before = flat(asdict(TrainConfig())) | flat(_recorded(recorded))
+    now = flat(asdict(config))
+    by_model = config.init_from is not None or bool(config.transformer)
+    keys = [k for k in {**before, **now} if before.get(k) != now.get(k) and k not in skipped]
     return ", ".join(
         f"{key}: {before.get(key)} there, {now.get(key)} here"
         for key in keys
-        if key not in allowed | length
+        if not (by_model and key.split(".")[0] == "model")
     )
+
+
+def _recorded(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(
+            f"{path} cannot be read ({' '.join(str(error).split())}): put it back from a copy, or "
+            "begin again in another output_dir"
+        ) from error
+    if not isinstance(content, dict):
+        raise UserError(
+            f"{path} is not a mapping of keys to values: put it back from a copy, or begin again "
+            "in another output_dir"
+        )
+    return content
 
 
 def append_metrics(output_dir: Path, row: dict[str, float]) -> None:

@@ -1,41 +1,162 @@
-"""What a run can train: a recurrent model of ours, or a transformer of transformers."""
+"""What a run can train: a recurrent model of ours, or a transformer of transformers.
+
+Weights that are trained are float32, whatever the checkpoint holds: an optimizer's small steps are
+lost in a narrower dtype, and mixed precision is accelerate's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from longrnn.config import build_config
-from longrnn.hf.loading import load
-from longrnn.hf.tokenizer import HFTokenizer
+from longrnn.config import build_config, flat
+from longrnn.errors import UserError
+from longrnn.hf.loading import load, resolve
+from longrnn.hf.tokenizer import HFTokenizer, byte_level, load_tokenizer
 from longrnn.hf.training import TransformerLM, build_transformer, read_transformer, save_transformer
+from longrnn.mixers import MIXERS
 from longrnn.models.checkpoint import load_model, save_model
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
-from longrnn.text import Tokenizer
+from longrnn.text import ByteTokenizer, Tokenizer
 from longrnn.training.config import TrainConfig
 
 Trained: TypeAlias = RecurrentLM | TransformerLM
 
 
-def build(config: TrainConfig) -> Trained:
-    """The model that a run begins with. Where it goes on from one, `config.model` becomes that's.
+def _silent(line: str) -> None: ...
+
+
+def build(
+    config: TrainConfig, found: Path | None = None, *, say: Callable[[str], None] = _silent
+) -> Trained:
+    """The model that a run begins with, in float32.
+
+    Where the model comes from `init_from`, `config.model` becomes its configuration.
+
+    Args:
+        config: the run.
+        found: the checkpoint that the run is resumed from, which then says what is built;
+            `init_from` is not read again.
+        say: is told in one line where weights change their dtype.
 
     Raises:
-        UserError: a configuration or a checkpoint that does not fit.
+        UserError: a configuration or a checkpoint that does not fit, or weights that are not
+            finite.
     """
     if config.init_from is not None:
-        model = load(config.init_from)
-        if not isinstance(model, RecurrentLM):
-            return TransformerLM(model.model)
-        config.model = model.config
+        source = str(config.init_from if found is None else found)
+        loaded = load(source)
+        model = loaded if isinstance(loaded, RecurrentLM) else TransformerLM(loaded.model)
+        _check_given(config, model)
+        if dtypes := widen(model):
+            say(f"{source} holds weights of {' and '.join(dtypes)}, which are trained in float32")
+        if (name := first_not_finite(model)) is not None:
+            raise UserError(
+                f"{source} holds weights that are not finite (the first is {name}): give a "
+                "checkpoint from before that"
+            )
+        config.model = model.config if isinstance(model, RecurrentLM) else None
         return model
     if config.transformer:
-        return build_transformer(config.transformer)
+        model = build_transformer(config.transformer)
+        widen(model)
+        return model
+    assert config.model is not None  # by `TrainConfig.__post_init__`
     return RecurrentLM(config.model)
+
+
+def widen(model: Trained) -> list[str]:
+    """Makes all weights float32; returns the names of the other dtypes that they had."""
+    dtypes = {parameter.dtype for parameter in model.parameters()} - {torch.float32}
+    model.float()
+    if isinstance(model, TransformerLM):
+        # A reader of the saved configuration would narrow the weights again.
+        configs = [model.model.config]
+        configs += [getattr(configs[0], name, None) for name in configs[0].sub_configs]
+        for one in filter(None, configs):
+            one.dtype = torch.float32
+    return sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def first_not_finite(model: nn.Module) -> str | None:
+    """The name of the first weight with a NaN or an infinity; None where all are finite."""
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            return name.removeprefix("model.")
+    return None
+
+
+def tokenizer_of(config: TrainConfig, found: Path | None = None) -> tuple[str, Tokenizer]:
+    """The tokenizer of a run, and what `config.tokenizer` becomes.
+
+    Args:
+        config: the run; without a `tokenizer` it has that of `init_from`.
+        found: the checkpoint that the run is resumed from, which has the tokenizer beside it.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    name = config.tokenizer
+    if name == "bytes":
+        return name, load_tokenizer(name)
+    if name is None:
+        assert config.init_from is not None  # by `TrainConfig.__post_init__`
+        source = resolve(config.init_from) if found is None else found
+        try:
+            tokenizer = load_tokenizer(source)
+        except UserError as error:
+            raise UserError(
+                f"{error}; or give the run one, tokenizer=PATH or tokenizer=bytes"
+            ) from error
+        # A transformer trained on bytes holds them as a tokenizer of transformers.
+        if tokenizer.fingerprint() in ("bytes", byte_level().fingerprint()):
+            return "bytes", ByteTokenizer()
+        return str(config.init_from), tokenizer
+    return name, load_tokenizer(name if found is None else found)
+
+
+def _check_given(config: TrainConfig, model: Trained) -> None:
+    """Refuses a `model` beside `init_from` that is another one than the checkpoint's.
+
+    Raises:
+        UserError: the two differ.
+    """
+    if config.model is None:
+        return
+    given, usual = _spelled(config.model), _spelled(RecurrentConfig())
+    if not isinstance(model, RecurrentLM):
+        if given == usual:  # as `train.yaml` of earlier versions has it
+            return
+        raise UserError(
+            f"init_from={config.init_from} brings a {model.model.config.model_type}, to which no "
+            "key of model applies: leave out model"
+        )
+    there = _spelled(model.config)
+    differing = [key for key in {**given, **there} if given.get(key) != there.get(key)]
+    # Those that somebody wrote, where any of them was.
+    written = [key for key in differing if given.get(key) != usual.get(key)] or differing
+    if written:
+        listed = ", ".join(
+            f"model.{k}: {given.get(k)} given, {there.get(k)} there" for k in written
+        )
+        raise UserError(
+            f"init_from={config.init_from} brings its own model, which is another one ({listed}): "
+            "leave out model"
+        )
+
+
+def _spelled(config: RecurrentConfig) -> dict[str, Any]:
+    """A configuration as dotted keys, with the options of the cell that have their default."""
+    content = asdict(config)
+    kind = content["mixer"].get("kind")
+    defaults = MIXERS[kind].__init__.__kwdefaults__ if kind in MIXERS else None
+    content["mixer"] = {**(defaults or {}), **content["mixer"]}
+    return flat(content)
 
 
 def description(model: Trained) -> dict[str, Any]:

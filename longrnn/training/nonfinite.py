@@ -23,8 +23,7 @@ from longrnn.errors import UserError
 from longrnn.state import LMState, leaves, tree_map
 from longrnn.tasks import Batch
 from longrnn.training import models, sharding
-from longrnn.training.checkpoint import checkpoints, read_tensors, write_tensors
-from longrnn.training.config import TrainConfig
+from longrnn.training.checkpoint import read_tensors, write_tensors
 from longrnn.training.objective import Objective
 from longrnn.training.processes import together
 
@@ -33,6 +32,12 @@ NAME = re.compile(r"nonfinite-(\d{8})\.pt")
 MODEL = "model"  # what `Objective` calls the model
 LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)  # its square still has a value
 DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Where nothing is found when the step is computed again.
+ALL_FINITE = (
+    "the gradient summed over micro-batches and processes is not finite, and each part of it is "
+    "when it is computed again"
+)
 
 Part: TypeAlias = tuple[list[Batch], LMState]
 
@@ -164,7 +169,12 @@ def _watch(seen: Examination, name: str, module: nn.Module) -> Iterator[Any]:
 
 
 def report(
-    accelerator: Accelerator, objective: Objective, micros: Sequence[Part], path: Path
+    accelerator: Accelerator,
+    objective: Objective,
+    micros: Sequence[Part],
+    path: Path,
+    *,
+    where: str | None = None,
 ) -> tuple[str, list[Tensor]]:
     """Says where a step went wrong, and writes the micro-batch that shows it.
 
@@ -173,6 +183,7 @@ def report(
         objective: without a wrapper for many devices.
         micros: the micro-batches of this process, each with what it starts from.
         path: the file, `nonfinite-STEP.pt`; the first process that finds something writes it.
+        where: what is not finite, where that is known.
 
     Returns:
         What to tell, the same in all processes, and `Examination.sound` of each micro-batch.
@@ -180,11 +191,8 @@ def report(
     found = [examine(objective, *part, accelerator.autocast()) for part in micros]
     bad = [index for index, seen in enumerate(found) if seen.where is not None]
     told = gather_object([found[bad[0]].where if bad else None])
-    process = next((rank for rank, where in enumerate(told) if where is not None), 0)
-    where = told[process] or (
-        "the gradient summed over micro-batches and processes is not finite, and each part of it "
-        "is when it is computed again"
-    )
+    process = next((rank for rank, one in enumerate(told) if one is not None), 0)
+    said = where or told[process] or ALL_FINITE
 
     weights = sharding.gathered(objective.model.state_dict())
 
@@ -198,7 +206,7 @@ def report(
             "step": steps(path),
             "process": process,
             "micro_batch": index,
-            "where": where,
+            "where": said,
             "layer": found[index].layer,
             "parameter": found[index].parameter,
             "segments": [
@@ -213,7 +221,7 @@ def report(
         write_tensors(path, content)
 
     together(accelerator, write)
-    return where, [seen.sound for seen in found]
+    return said, [seen.sound for seen in found]
 
 
 def replay(path: Path, device: str = "cpu") -> tuple[dict[str, Any], Examination]:
@@ -268,16 +276,3 @@ def _floats(tree: Any) -> Iterator[Tensor]:
 def _short(name: str) -> str:
     """A name within the model."""
     return name.removeprefix(f"{MODEL}.")
-
-
-def advice(config: TrainConfig, path: Path, where: str, in_a_row: int) -> str:
-    """One sentence for a run that stops: what happened at a step, and what can be done."""
-    many = f", the last of {in_a_row} steps in a row that were left out" if in_a_row > 1 else ""
-    saved = checkpoints(path.parent)
-    start = f"from {saved[-1].name}" if saved else "from the beginning"
-    skip = "" if config.nonfinite == "skip" else ", or with nonfinite=skip to leave such steps out"
-    return (
-        f"step {steps(path)}: {where}{many}; the batch is kept, to be looked at with `longrnn "
-        f"replay {path}`; go on {start} by the same command with --resume and a lower "
-        f"learning_rate={config.learning_rate / 2:g} or max_grad_norm{skip}"
-    )

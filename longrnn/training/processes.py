@@ -11,10 +11,10 @@ from typing import Any, Self, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list, gather_object
 
 from longrnn.errors import UserError
-from longrnn.training.config import TrainConfig
+from longrnn.training.config import PRECISIONS, TrainConfig
 from longrnn.training.sharding import unseen_by_accelerate
 
 T = TypeVar("T")
@@ -41,12 +41,7 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
         raise UserError(
             f"{launched} processes were asked for (WORLD_SIZE) and this one has no RANK: {LAUNCH}"
         )
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if precision not in ("no", config.mixed_precision):
-        raise UserError(
-            f"the launch configuration says mixed_precision {precision} and the run says "
-            f"{config.mixed_precision}: add mixed_precision={precision} behind the configuration"
-        )
+    _check_launch(config)
     if config.report_to != "none" and find_spec(config.report_to) is None:
         raise UserError(
             f"report_to={config.report_to} needs a package that is not installed: "
@@ -56,8 +51,16 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
         accelerator = Accelerator(
             cpu=not torch.cuda.is_available(),
             mixed_precision=config.mixed_precision,
+            # The trainer divides by the number of micro-batches itself; without this, accelerate
+            # would divide again by ACCELERATE_GRADIENT_ACCUMULATION_STEPS.
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
             log_with=None if config.report_to == "none" else config.report_to,
             project_dir=config.output_dir,
+        )
+    if config.mixed_precision == "fp16" and accelerator.device.type == "cpu":
+        raise UserError(
+            "mixed_precision=fp16 needs a GPU, and this run is on a CPU, where it would train in "
+            "float32: set mixed_precision=bf16 or mixed_precision=no"
         )
     expected = config.num_processes or launched
     seen = accelerator.num_processes
@@ -67,6 +70,48 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
             f"sees {seen}: {LAUNCH}"
         )
     return accelerator
+
+
+# What a launch configuration can ask for and the trainer does not do, by environment variable.
+UNSUPPORTED = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config",
+    "ACCELERATE_DOWNCAST_BF16": "downcast_bf16",
+}
+OFF = ("", "0", "no", "n", "off", "f", "false")
+
+
+def _check_launch(config: TrainConfig) -> None:
+    """Refuses a launch whose environment would change what the run computes.
+
+    Raises:
+        UserError: the launch asks for another mixed precision than the run, or for what the
+            trainer does not do.
+    """
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if precision not in ("no", *PRECISIONS):
+        raise UserError(
+            f"the launch configuration says mixed_precision {precision}, which is not supported: "
+            f"set one of {', '.join(PRECISIONS)}"
+        )
+    if precision not in ("no", config.mixed_precision):
+        raise UserError(
+            f"the launch configuration says mixed_precision {precision} and the run says "
+            f"{config.mixed_precision}: add mixed_precision={precision} behind the configuration"
+        )
+    compiler = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if compiler.lower() not in OFF:
+        raise UserError(
+            f"the launch configuration says dynamo_backend {compiler}, and models are not compiled "
+            "here: set dynamo_backend to 'no' in it (ACCELERATE_DYNAMO_BACKEND=no)"
+        )
+    for name, what in UNSUPPORTED.items():
+        if os.environ.get(name, "").lower() not in OFF:
+            raise UserError(
+                f"the launch configuration asks for {what} ({name}), which longrnn does not do: "
+                "take one of configs/accelerate/"
+            )
 
 
 # What holds a process group, to the end of the process: the destructor of gloo's groups loses a

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from longrnn.errors import UserError
 from longrnn.text import Tokenizer
 from longrnn.training import checkpoint, models, sharding
 from longrnn.training.config import TrainConfig
@@ -61,6 +62,7 @@ class Saver:
                 return
             models.save(model, folder, self.tokenizer, weights)
             content = {
+                "format": checkpoint.FORMAT,
                 **counters,
                 "optimizer": moments,
                 "random": torch.get_rng_state(),
@@ -71,13 +73,17 @@ class Saver:
 
         try:
             together(self.accelerator, write)
-            publish = partial(checkpoint.publish, self.output_dir, step, self.keep)
-            on_main(self.accelerator, publish)
+            on_main(self.accelerator, partial(checkpoint.publish, self.output_dir, step))
         except OSError:
             # A full disk is not helped by half a checkpoint; what cannot be removed now is
             # removed when the run is resumed.
             shutil.rmtree(folder, ignore_errors=True)
             raise
+
+    def prune(self) -> None:
+        """Removes all checkpoints but the newest ones that the run keeps."""
+        if self.accelerator.is_main_process:
+            checkpoint.prune(self.output_dir, self.keep)
 
     def write_final(self, model: Trained) -> None:
         """Writes the model into the output folder itself."""
@@ -99,14 +105,29 @@ class Saver:
             The counters, and what the policy of initial states remembered.
 
         Raises:
-            UserError: the checkpoint is damaged.
+            UserError: the checkpoint is damaged, of another format or another run, or its weights
+                are not finite.
         """
-        content = checkpoint.read_tensors(folder / "training.pt")
+        content = checkpoint.read_training(folder)
         weights = models.read(model, folder)
-        model.load_state_dict(sharding.sharded_weights(weights, model.state_dict()))
-        optimizer.load_state_dict(sharding.sharded_optimizer(content["optimizer"], optimizer))
+        wrong = [name for name, tensor in weights.items() if not bool(tensor.isfinite().all())]
+        if wrong:
+            raise UserError(
+                f"{folder} holds weights that are not finite (the first is {wrong[0]}): move it "
+                "out of the folder, and resume from the one before"
+            )
+        carried = checkpoint.read_tensors(folder / f"carry-{self.accelerator.process_index}.pt")
+        try:
+            model.load_state_dict(sharding.sharded_weights(weights, model.state_dict()))
+            optimizer.load_state_dict(sharding.sharded_optimizer(content["optimizer"], optimizer))
+        except (KeyError, ValueError, RuntimeError, IndexError) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"{folder} does not fit the model and optimizer of this run ({reason}): start a "
+                f"new run from it with init_from={folder}"
+            ) from error
         torch.set_rng_state(content["random"])
-        if self.accelerator.scaler is not None:
+        # A run that becomes fp16 after a stop has no scale yet.
+        if self.accelerator.scaler is not None and "scaler" in content:
             self.accelerator.scaler.load_state_dict(content["scaler"])
-        rank = self.accelerator.process_index
-        return content, checkpoint.read_tensors(folder / f"carry-{rank}.pt")
+        return content, carried

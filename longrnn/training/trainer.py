@@ -13,22 +13,22 @@ import signal
 import sys
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
 
 from longrnn.errors import Terminated, UserError
-from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.progress import Progress
 from longrnn.state import LMState, reset
 from longrnn.tasks import TASKS, Batch
-from longrnn.training import models, nonfinite, sharding
+from longrnn.training import finite, models, nonfinite, sharding
 from longrnn.training.checks import check_model, check_positions
 from longrnn.training.config import TrainConfig
 from longrnn.training.data import Source
-from longrnn.training.folder import append_metrics, claim
+from longrnn.training.folder import append_metrics, claim, find
 from longrnn.training.initial_states import INITIAL_STATES, Context
 from longrnn.training.models import Trained
 from longrnn.training.objective import Objective
@@ -65,14 +65,16 @@ class Trainer:
         self.config = config
         self.output_dir = Path(config.output_dir)
         self.accelerator = build_accelerator(config)
-        self.tokenizer = load_tokenizer(config.tokenizer)
-        self.task = TASKS.build(config.task, self.tokenizer)
+        self.quiet = quiet or not self.accelerator.is_main_process
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        look = partial(find, config, resume=resume, processes=world)
+        found = on_main(self.accelerator, look)
+        config.tokenizer, self.tokenizer = models.tokenizer_of(config, found.checkpoint)
+        self.task = TASKS.build(config.task, self.tokenizer)
         self.source = Source(self.task, config, rank, world)
-        model = self._build_model()
+        model = self._build_model(found.checkpoint)
         context = Context(model.init_state, config.seed, rank, world, self._total)
         self.starts = INITIAL_STATES.build(config.initial_state, context)
-        self.quiet = quiet or not self.accelerator.is_main_process
         learning_rate(0, config)  # an unknown schedule is refused before anything is written
         fill(model, config.fill)
         freeze(model, config.freeze)
@@ -80,7 +82,7 @@ class Trainer:
         self.objective, self.optimizer = sharding.prepare(self.accelerator, objective, config)
         self.source.check()  # as is a length that the task cannot make
         check_positions(model, self.source)
-        found = on_main(self.accelerator, lambda: claim(config, resume=resume, processes=world))
+        on_main(self.accelerator, lambda: claim(config, found))
         self.saver = Saver(config, self.accelerator, self.tokenizer)
         keep_alive(self.accelerator, self.objective)
 
@@ -88,15 +90,22 @@ class Trainer:
         self.tokens = 0
         self.skipped = self.skipped_in_a_row = 0  # steps left out by `nonfinite: skip`
         self.pending: dict[str, list[float]] = {}  # what the next row of metrics averages
-        if found is not None:
-            self._restore(found)
+        self.save_due = False  # whether a checkpoint waits for the next step that is finite
+        self.prune_due = found.checkpoint is not None  # whether old ones wait for it as well
+        if found.checkpoint is not None:
+            self._restore(found.checkpoint)
         start_trackers(self.accelerator, config, self.step)
 
-    def _build_model(self) -> Trained:
+    def _build_model(self, found: Path | None) -> Trained:
         torch.manual_seed(self.config.seed)
-        model = models.build(self.config)
+        model = models.build(self.config, found, say=self._say)
         check_model(model, self.config, self.task)
         return model.to(self.accelerator.device).train()
+
+    def _say(self, line: str) -> None:
+        """Writes a line of the log."""
+        if not self.quiet:
+            print(line, file=sys.stderr)
 
     def train(self) -> Trained:
         """Runs to `max_steps`, and writes the final model into `output_dir`.
@@ -108,7 +117,7 @@ class Trainer:
         config = self.config
         left = config.max_steps - self.step
         if not self.quiet and (layout := self.source.layout()):
-            print(layout, file=sys.stderr)
+            self._say(layout)
         with (
             Interrupts() as interrupts,
             Progress("training", left, unit="tokens", quiet=self.quiet) as progress,
@@ -125,8 +134,7 @@ class Trainer:
                 last = self.step == config.max_steps
                 if self.step % config.logging_steps == 0 or last:
                     self._log((self.tokens - before) / (time.monotonic() - begun))
-                if self.step % config.save_steps == 0 or last or stop:
-                    self._save()
+                self._keep("loss" in values, at_once=last or stop, last=last)
                 if stop and not last:
                     if interrupts.asked == signal.SIGINT:
                         raise KeyboardInterrupt
@@ -199,14 +207,13 @@ class Trainer:
         self.optimizer.zero_grad()
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.update()
-        micros = [self._part(micro) for micro in range(config.gradient_accumulation_steps)]
-        path = self.output_dir / f"nonfinite-{self.step + 1:08d}.pt"
+        path, micros = self._nonfinite_file(), self._micros()
         objective = self.accelerator.unwrap_model(self.objective)
         where, sound = nonfinite.report(self.accelerator, objective, micros, path)
         self.skipped += 1
         self.skipped_in_a_row += 1
         if config.nonfinite == "stop" or self.skipped_in_a_row == MOST_SKIPPED:
-            raise UserError(nonfinite.advice(config, path, where, self.skipped_in_a_row))
+            self._stop(path, where)
         if self.accelerator.is_main_process:
             print(
                 f"warning: step {self.step + 1} is left out: {where}; see {path}", file=sys.stderr
@@ -218,6 +225,29 @@ class Trainer:
                 gone = ~rows.to(self.accelerator.device)
                 zero = self._model().init_state(len(gone))
                 self.starts.after(reset(start, zero, gone), micro)
+
+    def _nonfinite_file(self) -> Path:
+        """Where the batch of the step after `self.step` is kept."""
+        return self.output_dir / f"nonfinite-{self.step + 1:08d}.pt"
+
+    def _micros(self) -> list[tuple[list[Batch], LMState]]:
+        return [self._part(micro) for micro in range(self.config.gradient_accumulation_steps)]
+
+    def _stop(self, path: Path, where: str) -> NoReturn:
+        """Ends the run at a step that was not finite.
+
+        Where several batches have failed in a row, the weights are at fault, and a checkpoint of
+        the same weights is set aside: the run is resumed from one before.
+        """
+        config, many = self.config, self.skipped_in_a_row
+        done = self.step + 1 - many  # steps before the weights were last changed
+        aside: list[str] = []
+        if many == MOST_SKIPPED:
+            where += f", as in each of the {many} steps in a row that were left out"
+            sick = partial(finite.set_aside, self.output_dir, done)
+            aside = on_main(self.accelerator, sick)
+        batch = config.nonfinite == "stop"
+        raise UserError(finite.advice(config, path, where, done=done, batch=batch, aside=aside))
 
     def _total(self, part: Tensor) -> Tensor:
         """The sum of `part` over processes."""
@@ -243,10 +273,41 @@ class Trainer:
     def _model(self) -> Trained:
         return self.accelerator.unwrap_model(self.objective).model
 
+    def _keep(self, was_finite: bool, *, at_once: bool, last: bool) -> None:
+        """Saves a checkpoint where one is due, and removes old ones.
+
+        While steps are left out, a checkpoint waits for the next one that is finite, and where it
+        cannot wait, none is removed for it. Nor is any before a step from the weights of the newest
+        one was finite: finite weights may fail at every batch.
+
+        Args:
+            was_finite: whether the step was.
+            at_once: whether a checkpoint is written in any case.
+            last: whether no step comes after this one.
+        """
+        if was_finite and self.prune_due:
+            self.saver.prune()
+            self.prune_due = False
+        self.save_due = self.save_due or self.step % self.config.save_steps == 0
+        if not at_once and not (self.save_due and was_finite):
+            return
+        self._save()
+        self.save_due, self.prune_due = False, True
+        if last and was_finite:
+            self.saver.prune()
+
     def _save(self) -> None:
+        model = self._model()
+        name = finite.unfit(self.accelerator, model, self.optimizer)
+        if name is not None:
+            path, micros = self._nonfinite_file(), self._micros()
+            objective = self.accelerator.unwrap_model(self.objective)
+            where = f"after step {self.step}, {name} is not finite"
+            nonfinite.report(self.accelerator, objective, micros, path, where=where)
+            raise UserError(finite.advice(self.config, path, where, done=self.step, batch=False))
         counters = {name: getattr(self, name) for name in COUNTERS}
         counters["data"] = self.task.data_sha256()
-        self.saver.save(counters, self._model(), self.optimizer, self.starts.content())
+        self.saver.save(counters, model, self.optimizer, self.starts.content())
 
     def _restore(self, folder: Path) -> None:
         counters, carried = self.saver.restore(folder, self._model(), self.optimizer)

@@ -212,7 +212,7 @@ def test_train(cli: CLI, tmp_path: Path) -> None:
 def test_progress_goes_to_standard_error(cli: CLI, tmp_path: Path) -> None:
     """Progress among the results, or none at all."""
     write_config(tiny("reverse", Path("run")), tmp_path / "c.yaml")
-    result = cli("train", "c.yaml", "max_steps=2")
+    result = cli("train", "c.yaml", "max_steps=2", "warmup_steps=1")
     assert result.out == "run: trained for 2 steps\n"
     assert "training: 2/2, " in result.err
 

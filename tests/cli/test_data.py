@@ -123,7 +123,7 @@ def test_a_corpus_of_another_tokenizer(cli: CLI, texts: list[Path], tmp_path: Pa
     config = tiny("lanes", Path("run"), task={"kind": "text", "corpus": "corpus"}, tokenizer="bpe")
     (tmp_path / "c.yaml").write_text(dump_config(config))
     small = ["length.max=8", "gradient_accumulation_steps=1", f"model.vocab_size={bpe.vocab_size}"]
-    train = ["train", "c.yaml", "--quiet", "max_steps=2", *small]
+    train = ["train", "c.yaml", "--quiet", "max_steps=2", "warmup_steps=1", *small]
     assert cli(*train).code == 0
     for index, place in enumerate(("run", "bpe/tokenizer.json", "run/checkpoint-00000002")):
         done = cli(*train, f"tokenizer={place}", f"output_dir=run{index}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from longrnn.training.nonfinite import files
 from tests.cli.conftest import CLI
 from tests.cli.test_errors import refused
 from tests.training.runs import tiny, write_config
+from tests.training.test_nonfinite import sick
 
 SMALL = ["--lengths", "4,8", "--rows", "2", "--exponents", "1", "--quiet"]
 FILES = {"gradients.jsonl", "report.html"}
@@ -86,15 +86,11 @@ def test_a_text(options: list[str], cli: CLI, models: Path, tmp_path: Path) -> N
 
 def test_steps_that_were_not_finite(cli: CLI, models: Path, tmp_path: Path) -> None:
     """What a run left behind of a step is told with its number."""
-    config = tiny("reverse", tmp_path / "run", nonfinite="skip", max_steps=1, learning_rate=1e-3)
+    how: dict[str, Any] = {"nonfinite": "skip", "max_steps": 1, "learning_rate": 1e-3}
+    sick(tmp_path / "broken", "backwards")
+    config = tiny("reverse", tmp_path / "run", **how, init_from="broken")
     write_config(config, tmp_path / "c.yaml")
-    shutil.copytree(models / "backwards", tmp_path / "broken")
-    model = load(tmp_path / "broken")
-    model.mixers[0].get_parameter("cell.weight_hh_l0").data[0, 0] = float("nan")
-    from longrnn.models.checkpoint import save_model
-
-    save_model(model, tmp_path / "broken")
-    assert cli("train", "c.yaml", "init_from=broken", "--quiet").code == 0
+    assert cli("train", "c.yaml", "--quiet").code == 0
     assert files(tmp_path / "run")
     result = cli("diagnose", "gradients", "run", *SMALL, "--output", "out")
     assert result.code == 0, result.err

@@ -114,7 +114,7 @@ def test_a_step_that_is_not_finite(tmp_path: Path) -> None:
         ({"transformer": {"model_type": "lama"}}, "did you mean 'llama'"),
         ({"transformer": {**LLAMA, "hiden_size": 3}}, "did you mean 'hidden_size'"),
         ({"transformer": {**LLAMA, "num_attention_heads": 3}}, "no llama can be built"),
-        ({"transformer": {**LLAMA, "vocab_size": 100}}, "set model.vocab_size=256"),
+        ({"transformer": {**LLAMA, "vocab_size": 100}}, "set transformer.vocab_size=256"),
         ({"transformer": {**LLAMA, "max_position_embeddings": 50}}, "max_position_embeddings=180"),
         ({"initial_state": {"kind": "carry"}}, "set initial_state={kind: zero}"),
         ({"initial_state": {"kind": "pass"}}, "set initial_state={kind: zero}"),

@@ -86,6 +86,10 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true
 def tiny(kind: str, output_dir: Path, **changes: Any) -> TrainConfig:
     """The configuration of a tiny run."""
     values = {**BASE, **KINDS[kind], "output_dir": str(output_dir), **changes}
+    if "model" not in changes and {"init_from", "transformer"} & changes.keys():
+        del values["model"]  # those say what is built
+    if "warmup_steps" not in changes:
+        values["warmup_steps"] = min(values["warmup_steps"], values["max_steps"])
     return build_config(TrainConfig, values)
 
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 import copy
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from longrnn import load
 from longrnn.config import build_config
-from longrnn.errors import UserError
+from longrnn.errors import Terminated, UserError
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from longrnn.training import checkpoint, nonfinite
@@ -36,14 +38,13 @@ def sick(folder: Path, fault: str, kind: str = "reverse", token: int = TOKEN) ->
     """A checkpoint whose model is at fault with one token."""
     torch.manual_seed(0)
     changes: dict[str, Any] = {"tie_embeddings": False}
-    changes |= {"mixer": MAMBA2["mixer"]} if fault == "forwards" else {}
+    # Without norms, which would make the large numbers small again.
+    changes |= {"mixer": MAMBA2["mixer"], "block": "plain"} if fault == "forwards" else {}
     model = RecurrentLM(build_config(RecurrentConfig, {**KINDS[kind]["model"], **changes}))
     with torch.no_grad():
         if fault == "forwards":
             # The recurrence multiplies three numbers of this order.
             model.embedding.weight[token] = 1e20
-        elif fault == "weights":
-            model.embedding.weight[token] = math.nan
         else:
             # The product is of order 1; the gradient of the small factor is the large one.
             weight = model.mixers[0].get_parameter("cell.weight_ih_l0")
@@ -79,7 +80,6 @@ def assert_identical(one: Any, other: Any) -> None:
     ("fault", "layer", "parameter", "says"),
     [
         ("forwards", "made inside blocks.0.mixer", "embedding.weight", "the loss is nan"),
-        ("weights", "the weight embedding.weight", "embedding.weight", "the loss is nan"),
         ("backwards", None, "embedding.weight", "gradient that is not finite is that of embedding"),
         ("norm", None, "embedding.weight", "norm of the gradient overflows, most in embedding.we"),
     ],
@@ -96,9 +96,13 @@ def test_a_run_stops_at_the_step_and_says_where(
         trainer.train()
     message, path = str(error.value), tmp_path / f"run/nonfinite-{first:08d}.pt"
     assert "\n" not in message
-    kept = f"from checkpoint-{first - 1:08d}" if first > 1 else "from the beginning"
-    pieces = (f"step {first}: ", says, f"`longrnn replay {path}`", kept, "learning_rate=0.001")
-    for piece in (*pieces, "nonfinite=skip"):
+    if first > 1:
+        remedy = f"or move checkpoint-{first - 1:08d}, which holds these weights, out of the folder"
+        remedy += " and give --resume and a lower learning_rate=0.001"
+    else:  # no step has changed the weights
+        remedy = "or begin again in another output_dir from other weights"
+    pieces = (f"step {first}: ", says, f"`longrnn replay {path}`", remedy)
+    for piece in (*pieces, "with --resume nonfinite=skip"):
         assert piece in message, message
     content = torch.load(path, weights_only=True)
     found = {name: content[name] for name in ("step", "micro_batch", "layer", "parameter")}
@@ -113,7 +117,7 @@ def test_a_run_stops_at_the_step_and_says_where(
 @pytest.mark.parametrize("kind", ["reverse", "carry"])
 def test_steps_left_out_leave_nothing_behind(kind: str, tmp_path: Path) -> None:
     """Moments, weights or states that a NaN has reached; a count that a resumed run forgets."""
-    start = sick(tmp_path / "sick", "weights", kind, TOKEN if kind == "reverse" else PASSKEY_DIGIT)
+    start = sick(tmp_path / "sick", "forwards", kind, TOKEN if kind == "reverse" else PASSKEY_DIGIT)
     changes: dict[str, Any] = {"init_from": start, "nonfinite": "skip", "logging_steps": 1}
     changes |= RARE if kind == "reverse" else {"gradient_accumulation_steps": 1}
     config = tiny(kind, tmp_path / "run", **changes)
@@ -150,7 +154,7 @@ def test_a_run_that_leaves_out_everything_stops(tmp_path: Path) -> None:
     start = sick(tmp_path / "sick", "backwards")
     changes = {"init_from": start, "nonfinite": "skip", "max_steps": 100}
     config = tiny("reverse", tmp_path / "run", **RARE, **changes)
-    with pytest.raises(UserError, match=f"step 10: .* the last of {MOST_SKIPPED} steps in a row"):
+    with pytest.raises(UserError, match=f"step 10: .* each of the {MOST_SKIPPED} steps in a row"):
         train(config)
 
 
@@ -159,7 +163,7 @@ def test_what_a_user_does_after_a_stop(
     tmp_path: Path,
 ) -> None:
     """A stop after which the run cannot go on, or goes on with a rate that no file tells."""
-    start = sick(tmp_path / "sick", "weights")
+    start = sick(tmp_path / "sick", "forwards")
     config = tiny("reverse", Path("run"), init_from=start, save_steps=1, **RARE)
     first, *others = with_token(config, 10)
     write_config(config, tmp_path / "c.yaml")
@@ -171,8 +175,8 @@ def test_what_a_user_does_after_a_stop(
     assert shown.code == 0
     then, now, *table = shown.out.splitlines()
     assert then.startswith(f"then  step {first}, micro-batch 0, process 0: the loss is nan")
-    assert now.startswith("now   the loss is nan, and the first value that is not finite is the w")
-    assert next(line.split()[0] for line in table if "nan" in line) == "embedding"
+    assert now.startswith("now   the loss is nan, and the first value that is not finite is made i")
+    assert next(line.split()[0] for line in table if "nan" in line).startswith("blocks.0.mixer")
     # Another seed is another run, also now.
     other = cli("train", "c.yaml", "--quiet", "--resume", "seed=1", "learning_rate=1e-3")
     assert (other.code, "seed: 0 there, 1 here" in other.err) == (2, True)
@@ -221,7 +225,7 @@ def test_replay_begins_from_the_carried_state(tmp_path: Path) -> None:
 
 def test_two_processes_leave_out_the_same_steps(tmp_path: Path) -> None:
     """A NaN that one process sees alone, and skips alone."""
-    start = sick(tmp_path / "sick", "weights")
+    start = sick(tmp_path / "sick", "forwards")
     changes = {"init_from": start, "nonfinite": "skip", **RARE, "max_steps": 8, "save_steps": 4}
     half = {**changes, "per_device_train_batch_size": 1, "num_processes": 2}
     train(tiny("reverse", tmp_path / "one", **changes))
@@ -239,3 +243,111 @@ def test_two_processes_leave_out_the_same_steps(tmp_path: Path) -> None:
     assert both[1].err == ""
     written = [torch.load(file, weights_only=True) for file in nonfinite.files(tmp_path / "two")]
     assert {content["process"] for content in written} <= {0, 1}
+
+
+def spoilt_at(
+    monkeypatch: pytest.MonkeyPatch, step: int, change: Callable[[Trainer], None]
+) -> None:
+    """Changes weights or optimizer of every trainer after so many steps, as a bad update would."""
+    whole = Trainer._train_step
+
+    def then(self: Trainer, *, stop: bool) -> dict[str, float]:
+        values = whole(self, stop=stop)
+        if self.step + 1 == step:
+            with torch.no_grad():
+                change(self)
+        return values
+
+    monkeypatch.setattr(Trainer, "_train_step", then)
+
+
+def failing(trainer: Trainer) -> None:
+    """Weights that are finite and fail at every batch."""
+    trainer._model().head.weight.fill_(3e38)
+
+
+def healthy(folder: Path) -> bool:
+    """Whether a checkpoint's model has finite logits."""
+    with torch.no_grad():
+        return bool(load(folder)(torch.arange(8)[None]).logits.isfinite().all())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+@pytest.mark.parametrize("save_steps", [1, 3])
+def test_weights_that_fail_never_replace_the_last_healthy_checkpoint(
+    save_steps: int, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that dies of steps left out is resumed by the remedy that it prints."""
+    changes = {"nonfinite": "skip", "max_steps": 30, "logging_steps": 1}
+    changes |= {"save_steps": save_steps, "save_total_limit": limit}
+    config = tiny("reverse", tmp_path / "run", **changes)
+    with monkeypatch.context() as patch:
+        spoilt_at(patch, 6, failing)
+        with pytest.raises(UserError) as error:
+            train(config)
+    message = str(error.value)
+    left = checkpoint.checkpoints(tmp_path / "run")
+    assert left, message
+    assert all(healthy(folder) for folder in left)
+    assert f"go on from {left[-1].name} by the same command with --resume and a lower " in message
+    assert "the weights that failed are in checkpoint-00000006.nonfinite" in message
+    assert checkpoint.steps(left[-1]) == (5 if save_steps == 1 else 3)
+    again = tiny("reverse", tmp_path / "run", **changes, learning_rate=1e-3)
+    trainer = train(again, resume=True)
+    assert (trainer.step, trainer.skipped) == (30, 0)
+    assert len(checkpoint.checkpoints(tmp_path / "run")) == limit
+
+
+@pytest.mark.parametrize("nonfinite_", ["stop", "skip"])
+@pytest.mark.parametrize("part", ["weight", "moment"])
+def test_weights_that_are_not_finite_are_never_saved(
+    nonfinite_: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update that overflows is found before it is saved; the remedy printed works."""
+
+    def overflow(trainer: Trainer) -> None:
+        if part == "weight":  # of a token that is in no batch
+            trainer._model().embedding.weight[TOKEN, 0] = math.inf  # type: ignore[union-attr]
+        else:
+            state = trainer.optimizer.state[trainer._model().head.weight]
+            state["exp_avg_sq"][0, 0] = math.inf
+
+    changes = {"nonfinite": nonfinite_, "save_steps": 3, "length": {"max": 2}}
+    config = tiny("reverse", tmp_path / "run", **changes)
+    with monkeypatch.context() as patch:
+        spoilt_at(patch, 6, overflow)
+        with pytest.raises(UserError) as error:
+            train(config)
+    said = {"weight": "the weight embedding.weight", "moment": "exp_avg_sq of head.weight"}[part]
+    message = str(error.value)
+    assert f"{said} is not finite; the batch is kept" in message
+    assert "go on from checkpoint-00000003 by the same command with --resume and a lo" in message
+    assert "nonfinite=skip" not in message
+    for folder in checkpoint.checkpoints(tmp_path / "run"):
+        assert healthy(folder)
+    again = tiny("reverse", tmp_path / "run", **changes, learning_rate=1e-3)
+    assert train(again, resume=True).step == 10
+
+
+def test_a_signal_while_steps_are_left_out_removes_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is saved then comes beside the healthy checkpoint, and ten such steps set it aside."""
+    changes = {"nonfinite": "skip", "max_steps": 30, "save_steps": 3, "save_total_limit": 1}
+    config = tiny("reverse", tmp_path / "run", **changes)
+    whole = Trainer._train_step
+
+    def stopped(self: Trainer, *, stop: bool) -> dict[str, float]:
+        return whole(self, stop=self.step == 7)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", stopped)
+        spoilt_at(patch, 5, failing)
+        with pytest.raises(Terminated):
+            train(config)
+    names = [folder.name for folder in checkpoint.checkpoints(tmp_path / "run")]
+    assert names == ["checkpoint-00000003", "checkpoint-00000008"]
+    with pytest.raises(UserError, match="step 15: .*checkpoint-00000008.nonfinite; go on from ch"):
+        train(config, resume=True)
+    again = tiny("reverse", tmp_path / "run", **changes, learning_rate=1e-3)
+    assert train(again, resume=True).step == 30

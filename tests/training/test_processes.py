@@ -168,6 +168,62 @@ def test_another_mixed_precision_than_launched_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("ACCELERATE_MIXED_PRECISION", "fp8", "mixed_precision fp8, which is not supported: set"),
+        ("ACCELERATE_DYNAMO_BACKEND", "inductor", "says dynamo_backend inductor"),
+        ("ACCELERATE_USE_DEEPSPEED", "true", "asks for DeepSpeed"),
+        ("ACCELERATE_USE_MEGATRON_LM", "true", "asks for Megatron-LM"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "1", "asks for a parallelism_config"),
+        ("ACCELERATE_DOWNCAST_BF16", "yes", "asks for downcast_bf16"),
+    ],
+)
+def test_a_launch_that_would_change_the_run_is_refused(
+    name: str, value: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What accelerate would do because of its environment, the run does or refuses."""
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=message):
+        Trainer(tiny("passkey", tmp_path / "run"), quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_float16_on_a_cpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that trains in float32 and records fp16."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    with pytest.raises(UserError, match="mixed_precision=fp16 needs a GPU.*set mixed_precision="):
+        Trainer(tiny("passkey", tmp_path / "run", mixed_precision="fp16"), quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+# The launcher's own variables that leave a run as it is.
+HARMLESS = {
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+    "ACCELERATE_DYNAMO_BACKEND": "NO",
+    "ACCELERATE_DYNAMO_MODE": "default",
+    "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
+    "ACCELERATE_USE_DEEPSPEED": "false",
+    "ACCELERATE_GRADIENT_CLIPPING": "0.001",
+    "ACCELERATE_EVEN_BATCHES": "false",
+    "ACCELERATE_SPLIT_BATCHES": "true",
+    "ACCELERATE_CPU_AFFINITY": "0",
+}
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_the_environment_does_not_change_the_gradients(
+    micro: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients are divided once, by the number of micro-batches of the configuration."""
+    changes = {"max_steps": 2, "logging_steps": 1, "gradient_accumulation_steps": micro}
+    train(tiny("reverse", tmp_path / "plain", **changes))
+    for name, value in HARMLESS.items():
+        monkeypatch.setenv(name, value)
+    train(tiny("reverse", tmp_path / "launched", **changes))
+    assert metrics(tmp_path / "launched") == metrics(tmp_path / "plain")
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_launch_configurations(path: Path) -> None:
     """A key that accelerate does not know, a command for another file, an unrun promise."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,15 @@ import pytest
 import torch
 
 from longrnn import load
+from longrnn.config import load_config
 from longrnn.errors import UserError
+from longrnn.files import sha256
 from longrnn.hf.loading import load as load_checkpoint
 from longrnn.mixers import MIXERS
 from longrnn.models.checkpoint import save_model
 from longrnn.tasks.passkey import QUESTION
 from longrnn.text import ByteTokenizer
+from longrnn.training import checkpoint
 from longrnn.training.config import TrainConfig
 from longrnn.training.documents import build_corpus
 from longrnn.training.initial_states import Carry
@@ -435,10 +440,10 @@ BASE_RATE = TrainConfig().learning_rate
 
 
 def test_init_from_starts_where_another_run_ended(tmp_path: Path) -> None:
-    """Fine-tuning that begins with random weights, or keeps the model of the configuration."""
+    """Fine-tuning starts from the weights of the checkpoint, with its model."""
     train(tiny("reverse", tmp_path / "first"))
-    changes = {"init_from": str(tmp_path / "first"), "model": MAMBA2, "max_steps": 1}
-    config = tiny("reverse", tmp_path / "second", warmup_steps=10**6, **changes)
+    changes = {"init_from": str(tmp_path / "first"), "max_steps": 1}
+    config = tiny("reverse", tmp_path / "second", learning_rate=1e-9, **changes)
     trainer = train(config)
     first, second = load(tmp_path / "first"), load(tmp_path / "second")
     assert second.config == first.config
@@ -446,9 +451,92 @@ def test_init_from_starts_where_another_run_ended(tmp_path: Path) -> None:
     for name, value in second.state_dict().items():
         torch.testing.assert_close(value, first.state_dict()[name], atol=1e-6, rtol=0)
     # The run goes on from its own checkpoint, not from the start again.
-    again = tiny("reverse", tmp_path / "second", warmup_steps=10**6, **changes)
+    shutil.rmtree(tmp_path / "first")
+    again = tiny("reverse", tmp_path / "second", learning_rate=1e-9, **changes)
     resumed = Trainer(again, resume=True, quiet=True)
     assert resumed.step == 1
+
+
+@pytest.mark.parametrize("kind", ["carry", "transformer"])
+def test_a_resume_needs_no_init_from(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint holds everything: the run goes on bit for bit where its start is gone."""
+    from tests.hf.foreign import causal, with_bytes
+
+    first, changes = str(tmp_path / "first"), dict(KINDS["carry"])
+    if kind == "transformer":
+        with_bytes(causal("llama", vocab_size=256, max_position_embeddings=256), Path(first))
+        changes |= {"initial_state": {"kind": "zero"}, "task": {"kind": "passkey"}}
+    else:
+        train(tiny("passkey", Path(first), max_steps=1))
+    changes |= {"init_from": first, "max_steps": 6, "save_steps": 2}
+    straight, broken = (tiny("carry", tmp_path / name, **changes) for name in ("a", "b"))
+    train(straight)
+    crash(broken, 3, monkeypatch)
+    shutil.rmtree(first)
+    train(tiny("carry", tmp_path / "b", **changes), resume=True)
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+    # Before the first checkpoint there is nothing else to start from.
+    early = tiny("carry", tmp_path / "c", **changes)
+    with pytest.raises(UserError, match=f"no checkpoint '{first}'"):
+        Trainer(early, resume=True, quiet=True)
+    # What the run recorded is a configuration to go on with.
+    again = load_config(TrainConfig, tmp_path / "b/train.yaml")
+    assert Trainer(again, resume=True, quiet=True).step == 6
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Changes what `training.pt` of a checkpoint holds, and its checksum."""
+    content = checkpoint.read_tensors(folder / "training.pt")
+    checkpoint.write_tensors(folder / "training.pt", change(content) or content)
+    path = folder / checkpoint.CHECKSUMS
+    digests = json.loads(path.read_text())
+    digests["training.pt"] = sha256(folder / "training.pt")
+    path.write_text(json.dumps(digests))
+
+
+def test_checkpoints_of_other_formats(tmp_path: Path) -> None:
+    """Earlier formats are resumed, unknown ones refused in one sentence with the way on."""
+    train(tiny("reverse", tmp_path))
+    folder = last_checkpoint(tmp_path)
+
+    def first(content: dict[str, Any]) -> None:
+        for name in ("format", "skipped", "skipped_in_a_row"):
+            del content[name]
+
+    rewritten(folder, first)
+    trainer = Trainer(tiny("reverse", tmp_path), resume=True, quiet=True)
+    assert (trainer.step, trainer.skipped) == (10, 0)
+    for change, message in [
+        (lambda content: content.pop("data") and None, "lacks data: start a new run"),
+        (lambda content: content.update(format=99), "has checkpoint format 99, and this version"),
+        (lambda content: [content], "has checkpoint format None"),
+    ]:
+        whole = {"data": "", "format": 2, "skipped": 0, "skipped_in_a_row": 0}
+        rewritten(folder, lambda content, whole=whole: content.update(whole))
+        rewritten(folder, change)
+        with pytest.raises(UserError, match=message) as refusal:
+            Trainer(tiny("reverse", tmp_path), resume=True, quiet=True)
+        assert f"init_from={folder}" in str(refusal.value)
+
+
+def test_an_optimizer_of_another_version_is_refused(tmp_path: Path) -> None:
+    """Parameter groups that do not fit are one sentence."""
+    train(tiny("reverse", tmp_path))
+    rewritten(last_checkpoint(tmp_path), lambda c: c["optimizer"]["param_groups"].pop() and None)
+    with pytest.raises(UserError, match="does not fit the model and optimizer of this run"):
+        Trainer(tiny("reverse", tmp_path), resume=True, quiet=True)
+
+
+@pytest.mark.parametrize("text", ["", "- 1", "a: [", "\x00", "3"])
+def test_a_damaged_record_of_the_configuration_is_refused(text: str, tmp_path: Path) -> None:
+    """A broken train.yaml is one sentence, and nothing is changed."""
+    train(tiny("reverse", tmp_path, max_steps=1))
+    (tmp_path / "train.yaml").write_text(text)
+    with pytest.raises(UserError, match="train.yaml .*put it back from a copy"):
+        Trainer(tiny("reverse", tmp_path, max_steps=1), resume=True, quiet=True)
+    assert (tmp_path / "train.yaml").read_text() == text
 
 
 def test_fine_tuning_with_frozen_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
