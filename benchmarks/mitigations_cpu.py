@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import add_threads, clock, interleaved, use_threads, write_json
-from longrnn.mitigations import Mitigated, Mitigation, mitigation
+from longrnn.mitigations import Mitigated, mitigation
+from longrnn.mixers import Edit, Mixer
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 from longrnn.ops.ssd import BACKENDS, SSD, ScanInputs
 from longrnn.ops.ssd.rescale import rescaled_ssd, scale_to
@@ -40,15 +41,14 @@ BARS = {
 STREAMED = ("state_norm(threshold=1.0)", "sliding_window(window=1000)", "forget_more")
 
 
-class TokenLoop(Mitigation):
+class TokenLoop(Edit):
     """State normalisation as written down: form the state, measure it, scale it."""
 
     def __init__(self, threshold: float) -> None:
-        super().__init__()
         self.threshold = torch.tensor(threshold, dtype=torch.float64)
 
     def scan(
-        self, layer: int, inputs: ScanInputs, state: Tensor, carry: Any, ssd: SSD
+        self, inputs: ScanInputs, state: Tensor, carry: Any, ssd: SSD
     ) -> tuple[Tensor, Tensor, Any]:
         outputs = []
         for t in range(inputs.x.shape[1]):
@@ -80,27 +80,20 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class LargestNorms(Mitigation):
-    """Changes nothing, and notes the largest norm of every head's state, token by token."""
+class LargestNorms(Edit):
+    """Changes nothing, and carries the largest norm of every head's state, `(b, h)`."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[list[float]] = []  # by layer
+    def init_carry(self, mixer: Mixer, batch_size: int) -> Tensor:
+        return torch.zeros(batch_size, mixer.n_heads)
 
     def scan(
-        self, layer: int, inputs: ScanInputs, state: Tensor, carry: Any, ssd: SSD
-    ) -> tuple[Tensor, Tensor, Any]:
-        memory, squares = state, [state.square().sum((2, 3))]
+        self, inputs: ScanInputs, state: Tensor, carry: Tensor, ssd: SSD
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        memory, largest = state, carry
         for x, log_decay, B, _ in zip(*(tensor.unbind(1) for tensor in inputs), strict=True):
             memory = log_decay.exp()[..., None, None] * memory + x[..., None] * B[:, :, None]
-            squares.append(memory.square().sum((2, 3)))
-        largest = torch.stack(squares).amax((0, 1)).sqrt()
-        if len(self.found) == layer:
-            self.found.append(largest.tolist())
-        else:  # the next piece of a long input
-            known = self.found[layer]
-            self.found[layer] = [max(pair) for pair in zip(known, largest.tolist(), strict=True)]
-        return *ssd(inputs, state), carry
+            largest = torch.maximum(largest, memory.square().sum((2, 3)).sqrt())
+        return *ssd(inputs, state), largest
 
 
 def stack(args: argparse.Namespace) -> dict[str, float]:
@@ -108,10 +101,9 @@ def stack(args: argparse.Namespace) -> dict[str, float]:
     torch.manual_seed(0)
     model = RecurrentLM(RecurrentConfig(256, args.d_model, args.layers, MIXER)).eval()
     tokens = torch.randint(256, (1, args.tokens), generator=torch.Generator().manual_seed(1))
-    norms = LargestNorms()
-    Mitigated(model, norms)(tokens, keep=0)
-    low = [[0.3 * norm for norm in layer] for layer in norms.found]
-    near = [[1.01 * norm for norm in layer] for layer in norms.found]
+    norms = model(tokens, keep=0, edits=[LargestNorms()] * args.layers).state.extra
+    low = [(0.3 * layer[0]).tolist() for layer in norms]
+    near = [(1.01 * layer[0]).tolist() for layer in norms]
     variants: dict[str, Any] = {
         "plain": model,
         "forget_more": Mitigated(model, mitigation("forget_more")),
@@ -129,11 +121,11 @@ def stack(args: argparse.Namespace) -> dict[str, float]:
         warm=True,
     )
     figures = report("stack", seconds)
-    loop = Mitigated(model, TokenLoop(1.0))
+    loop = [TokenLoop(1.0)] * args.layers
     few = tokens[:, : args.loop_tokens]
-    start, state = clock(), None
+    start, state = clock(), model.init_state(1, loop)
     for token in few.split(1, dim=1):  # as a user without a chunked form would run it
-        state = loop(token, state, keep=0).state
+        state = model(token, state, keep=0, edits=loop).state
     per_token = (clock() - start) / few.shape[1]
     ours = seconds["state_norm, most rescaled"] / args.tokens
     figures["token_loop_over_chunks"] = per_token / ours
@@ -179,7 +171,7 @@ def scan_alone(args: argparse.Namespace) -> dict[str, float]:
         "state_norm, none, far": lambda: rescaled_ssd(inputs, state, 1e6 * reached, ssd),
         "state_norm, none, near": lambda: rescaled_ssd(inputs, state, 2 * reached, ssd),
         "state_norm, most rescaled": lambda: rescaled_ssd(inputs, state, 0.3 * reached, ssd),
-        "state_norm, token loop": lambda: loop.scan(0, inputs, state, (), ssd),
+        "state_norm, token loop": lambda: loop.scan(inputs, state, (), ssd),
         "sliding_window": lambda: windowed_ssd(inputs, carry, args.window),
     }
     return report("scan", interleaved(variants, args.repeats, warm=True))

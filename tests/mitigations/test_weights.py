@@ -1,0 +1,335 @@
+"""A mitigated model is the model of its present weights, however these came to be.
+
+Every mitigation with every cell: weights changed in place, or given for one call by
+`torch.func.functional_call`, give bit for bit what a model that is built with them gives.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longrnn.errors import UserError
+from longrnn.mitigations import Mitigated, mitigation
+from longrnn.mixers import ScanningMixer, Steps
+from longrnn.models import RecurrentLM
+from longrnn.models.base import LMOutput
+from longrnn.state import LMState, leaves
+from tests.contracts.builders import (
+    DEFINED,
+    assert_trees_equal,
+    build_mitigated,
+    build_model,
+    functional,
+    generator,
+    gradients,
+    parameters,
+    random_start,
+    random_tokens,
+    random_tree,
+    spec_id,
+)
+
+Spec = dict[str, Any]
+every_pair = pytest.mark.parametrize(("spec", "mixer"), DEFINED, ids=spec_id)
+TOKENS = random_tokens(2, 23)
+WINDOW: Spec = {"kind": "sliding_window", "window": 4}
+
+
+def weights_of(model: RecurrentLM) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def copied(ours: Mitigated, weights: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in ours.model.named_parameters():
+            parameter.copy_(weights[name])
+
+
+def through_data(ours: Mitigated, weights: dict[str, Tensor]) -> None:
+    for name, parameter in ours.model.named_parameters():
+        parameter.data.copy_(weights[name])
+
+
+def replaced(ours: Mitigated, weights: dict[str, Tensor]) -> None:
+    for name, parameter in ours.model.named_parameters():
+        parameter.data = weights[name].clone()
+
+
+def loaded(ours: Mitigated, weights: dict[str, Tensor]) -> None:
+    ours.model.load_state_dict(weights, strict=False)
+
+
+CHANGES = [copied, through_data, replaced, loaded]
+
+
+def run(model: Any, seed: int = 3) -> LMOutput:
+    """Two calls, from memories that are not zero."""
+    state = random_start(model, len(TOKENS), seed)
+    first = model(TOKENS[:, :10], state)
+    return model(TOKENS[:, 10:], first.state)
+
+
+@every_pair
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_in_place(change: Callable[..., None], spec: Spec, mixer: Spec) -> None:
+    """Outputs, states, tag and fingerprint are those of a model that is built with the weights."""
+    ours, rebuilt = build_mitigated([spec], mixer), build_mitigated([spec], mixer, seed=7)
+    before, stale = run(ours), ours.init_state(2)
+    change(ours, weights_of(rebuilt.model))
+    expected = run(rebuilt)
+    assert not torch.equal(before.logits, expected.logits)
+    assert_trees_equal(run(ours), expected)
+    assert ours.fingerprint() == rebuilt.fingerprint()
+    for old in (stale, before.state):
+        with pytest.raises(UserError, match="weights that were changed since"):
+            ours(TOKENS, old)
+    adopted = ours.adopt(before.state)
+    assert_trees_equal(ours(TOKENS, adopted), rebuilt(TOKENS, adopted))
+
+
+@every_pair
+def test_given_for_one_call(spec: Spec, mixer: Spec) -> None:
+    """`functional_call` is the call of a model with these weights; the module itself stays."""
+    ours, rebuilt = build_mitigated([spec], mixer), build_mitigated([spec], mixer, seed=7)
+    before, expected = run(ours), run(rebuilt)
+    weights = {f"model.{name}": value for name, value in weights_of(rebuilt.model).items()}
+
+    def given(*arguments: Any) -> LMOutput:
+        return torch.func.functional_call(ours, weights, arguments)
+
+    start = random_start(rebuilt, len(TOKENS), 3)
+    first = given(TOKENS[:, :10], start)
+    assert_trees_equal(given(TOKENS[:, 10:], first.state), expected)
+    assert_trees_equal(given(TOKENS), rebuilt(TOKENS))
+    with pytest.raises(UserError, match="weights that were changed since"):
+        given(TOKENS, ours.init_state(2))
+    assert_trees_equal(run(ours), before)
+
+
+@every_pair
+def test_an_edit_stores_nothing_of_the_weights(spec: Spec, mixer: Spec) -> None:
+    """Cells with other weights give equal edits."""
+
+    def stored(ours: Mitigated) -> list[str]:
+        parts = [part for edit in ours.edits for part in edit.edits]
+        return [f"{type(part).__name__} {vars(part)}" for part in parts]
+
+    ours = build_mitigated([spec], mixer)
+    assert stored(ours) == stored(build_mitigated([spec], mixer, seed=7))
+    assert not any(
+        value.requires_grad
+        for edit in ours.edits
+        for part in edit.edits
+        for value in vars(part).values()
+        if isinstance(value, Tensor)
+    )
+
+
+@every_pair
+def test_another_dtype(spec: Spec, mixer: Spec) -> None:
+    """A model that is converted after it was wrapped is one that was built so."""
+    ours = build_mitigated([spec], mixer).to(torch.float32)
+    assert_trees_equal(run(ours), run(build_mitigated([spec], mixer, dtype=torch.float32)))
+
+
+@every_pair
+def test_gradients_are_finite_differences(spec: Spec, mixer: Spec) -> None:
+    """Of every parameter: the derivative along a random direction, by central differences."""
+    ours = build_mitigated([spec], mixer)
+    start = random_start(ours, len(TOKENS), 3)
+    names = dict(ours.named_parameters())
+
+    def value(weights: dict[str, Tensor]) -> Tensor:
+        state = start
+        if weights:
+            state = torch.func.functional_call(_Adopting(ours), _inside(weights), (start,))
+        call = (TOKENS, state)
+        logits, after = torch.func.functional_call(ours, weights, call) if weights else ours(*call)
+        return functional((logits, after._replace(extra=())), seed=5)
+
+    found = torch.autograd.grad(value({}), list(names.values()), materialize_grads=True)
+    for (name, weight), gradient in zip(names.items(), found, strict=True):
+        direction = torch.randn(weight.shape, generator=generator(1), dtype=torch.float64)
+        step = 1e-5 * direction
+        with torch.no_grad():
+            difference = float(value({name: weight + step}) - value({name: weight - step})) / 2e-5
+        expected = float((gradient * direction).sum())
+        size = max(abs(expected), float(gradient.norm()), 1e-3)
+        assert abs(difference - expected) <= 1e-6 * size, (name, difference, expected)
+
+
+class _Adopting(torch.nn.Module):
+    """`adopt` as a call, for `functional_call`."""
+
+    def __init__(self, ours: Mitigated) -> None:
+        super().__init__()
+        self.ours = ours
+
+    def forward(self, state: LMState) -> LMState:
+        return self.ours.adopt(state)
+
+
+def _inside(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"ours.{name}": value for name, value in weights.items()}
+
+
+def test_power_decay_gradient_has_the_factor() -> None:
+    """The gradient to A_log is s times that of a model whose rates are the powers themselves."""
+    scale = 3.0
+    ours = build_mitigated([{"kind": "power_decay", "scale": scale}])
+    direct = build_model()
+    with torch.no_grad():
+        for mixer in direct.mixers:
+            mixer.A_log.mul_(scale)  # type: ignore[union-attr]
+    found = gradients(ours(TOKENS).logits, parameters(ours.model))
+    expected = gradients(direct(TOKENS).logits, parameters(direct))
+    for name, gradient in expected.items():
+        factor = scale if name.endswith("A_log") else 1.0
+        torch.testing.assert_close(found[name], factor * gradient, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=spec_id)
+def test_a_step_equal_to_the_threshold_is_filtered(dtype: torch.dtype) -> None:
+    """In all heads, whatever their rates: dt is compared, and not dt · A with a product."""
+    heads = 64
+    model = build_model({"kind": "mamba2", "d_state": 2, "head_dim": 1, "expand": 8}, dtype=dtype)
+    cell = model.mixers[0]
+    assert isinstance(cell, ScanningMixer)
+    assert cell.n_heads == heads
+    dt = torch.rand(1, 50, heads, generator=generator(0), dtype=torch.float64).to(dtype)
+    for threshold in dt[0, :, 0].tolist():
+        edit = Mitigated(model, mitigation({"kind": "token_filter", "threshold": threshold})).edits
+        step = torch.full((1, 1, heads), threshold, dtype=dtype)
+        above = torch.nextafter(step, step + 1)
+        steps = Steps(torch.ones(1, 2, heads, 1), torch.cat([step, above], 1), cell.rates())
+        filtered, _ = edit[0].edit_steps(steps, ((),))
+        assert (filtered.dt[:, 0] == 0).all()
+        assert (filtered.x[:, 0] == 0).all()
+        assert torch.equal(filtered.dt[:, 1:], above)
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How often the weights of a model are hashed."""
+    calls: list[int] = []
+    hashed = RecurrentLM.fingerprint
+
+    def count(self: RecurrentLM) -> str:
+        calls.append(1)
+        return hashed(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RecurrentLM, "fingerprint", count)
+        yield calls
+
+
+def test_weights_are_hashed_once_per_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in every call, not at construction, and not for calls under autograd."""
+    with counted(monkeypatch) as calls:
+        ours = build_mitigated([WINDOW])
+        assert len(calls) == 0
+        state = ours.init_state(2)
+        for _ in range(5):
+            state = ours(TOKENS, state).state
+        ours(TOKENS).logits.sum().backward()
+        assert len(calls) == 1
+        optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-3)
+        for number in range(2, 5):
+            ours(TOKENS).logits.sum().backward()
+            optimizer.step()
+            ours(TOKENS)
+            assert len(calls) == number
+
+
+@pytest.mark.parametrize("part", ["one entry", "a rate through data", "another layout"])
+def test_a_small_change_is_seen(part: str) -> None:
+    """One entry of a large weight; a rate that is written past the count that PyTorch keeps."""
+    ours = build_mitigated([WINDOW], vocab_size=300)
+    state, cell = ours.init_state(2), ours.mixers[1]
+    with torch.no_grad():
+        if part == "one entry":
+            ours.model.embedding.weight[217, 3] += 1e-9
+        elif part == "a rate through data":
+            cell.A_log.data[2] += 1e-9  # type: ignore[operator]
+        else:
+            square = ours.model.blocks[0].mixer.out_proj.weight  # type: ignore[union-attr]
+            square.data = square.data.t().contiguous().t()
+            state = state._replace(position=state.position)
+    if part == "another layout":
+        ours(TOKENS, state)  # the same entries in another order of memory are the same weights
+        return
+    with pytest.raises(UserError, match="weights that were changed since"):
+        ours(TOKENS, state)
+
+
+def test_a_weight_at_the_address_of_a_freed_one() -> None:
+    """Memory that is used again for other numbers is not taken for the old weights."""
+    ours = build_mitigated([WINDOW])
+    parameter = ours.model.embedding.weight
+    for _ in range(20):
+        state = ours.init_state(2)
+        parameter.data = torch.randn_like(parameter)
+        with pytest.raises(UserError, match="weights that were changed since"):
+            ours(TOKENS, state)
+
+
+def test_a_copy_is_a_model_of_its_own() -> None:
+    """A copy takes the states of the original, until its weights are changed."""
+    ours = build_mitigated([WINDOW])
+    state = ours.init_state(2)
+    other = copy.deepcopy(ours)
+    assert_trees_equal(other(TOKENS, state), ours(TOKENS, state))
+    with torch.no_grad():
+        other.model.embedding.weight.add_(1)
+    ours(TOKENS, state)
+    with pytest.raises(UserError, match="weights that were changed since"):
+        other(TOKENS, state)
+
+
+def test_states_of_inference_mode() -> None:
+    """Weights that count no changes are compared too."""
+    with torch.inference_mode():
+        ours = build_mitigated([WINDOW])
+        state = ours.init_state(2)
+        ours(TOKENS, state)
+        ours.model.norm.weight.mul_(2)  # type: ignore[union-attr]
+        with pytest.raises(UserError, match="weights that were changed since"):
+            ours(TOKENS, state)
+
+
+def test_transforms_of_torch_func() -> None:
+    """`torch.func.grad` over a call gives the gradients of autograd."""
+    ours = build_mitigated([{"kind": "forget_more"}], "gru")
+    weights = {name: value.detach() for name, value in ours.named_parameters()}
+
+    def loss(given: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(ours, given, (TOKENS,)).logits.square().sum()
+
+    found = torch.func.grad(loss)(weights)
+    expected = torch.autograd.grad(ours(TOKENS).logits.square().sum(), list(ours.parameters()))
+    for gradient, (name, _) in zip(expected, ours.named_parameters(), strict=True):
+        torch.testing.assert_close(found[name], gradient)
+
+
+def test_adopt_refuses_what_does_not_fit() -> None:
+    """The state of a plain model, and one with another carry."""
+    ours = build_mitigated([WINDOW])
+    with pytest.raises(UserError, match="start from init_state"):
+        ours.adopt(ours.model.init_state(2))
+    for other in ({"kind": "forget_more"}, WINDOW | {"window": 9}):
+        with pytest.raises(UserError, match="has not the carry"):
+            ours.adopt(build_mitigated([other]).init_state(2))
+
+
+def test_a_start_is_not_zero() -> None:
+    """The states that this file begins with are no zeros, and fit the model."""
+    state = random_start(build_mitigated([WINDOW]), 2, 3)
+    assert all((leaf != 0).any() for name, leaf in leaves(state.layers))
+    assert_trees_equal(random_tree(state.layers, 3), state.layers)
