@@ -24,6 +24,7 @@ from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.files import leftovers, sha256, sync_folder, write_atomic
+from longrnn.locks import Lock
 from longrnn.text import Tokenizer
 
 FORMAT = "longrnn-corpus-1"
@@ -147,15 +148,12 @@ class CorpusWriter:
         min_length: documents of fewer tokens are dropped and counted.
 
     Raises:
-        UserError: the folder exists.
+        UserError: on entering, where the folder exists or another process builds it.
     """
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, *, name: str, min_length: int) -> None:
-        if folder.exists():
-            raise UserError(f"{folder} exists and is not overwritten: choose another --out")
-        for unfinished in leftovers(folder):  # of builds that were killed
-            shutil.rmtree(unfinished)
         self.folder = folder
+        self._lock = Lock.of_file(folder, instead="choose another --out")
         self.tokenizer, self.name, self.min_length = tokenizer, name, min_length
         self.vocab_size = tokenizer.vocab_size
         self.dtype = "uint16" if self.vocab_size <= 2**16 else "uint32"
@@ -164,7 +162,18 @@ class CorpusWriter:
         self._beside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
 
     def __enter__(self) -> Self:
-        self._beside.mkdir(parents=True)
+        self._lock.acquire()
+        try:
+            if self.folder.exists():
+                raise UserError(
+                    f"{self.folder} exists and is not overwritten: choose another --out"
+                )
+            for unfinished in leftovers(self.folder):  # of builds that were killed
+                shutil.rmtree(unfinished)
+            self._beside.mkdir()
+        except BaseException:
+            self._lock.release()
+            raise
         self._tokens = open(self._beside / TOKENS, "wb")
         self._ends = open(self._beside / DOCUMENTS, "wb")
         return self
@@ -181,6 +190,7 @@ class CorpusWriter:
         finally:
             if self._beside.exists():
                 shutil.rmtree(self._beside)
+            self._lock.release()
 
     def write(self, ids: Sequence[int]) -> None:
         """Adds tokens to the document at hand.

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from longrnn.cli.options import results_folder
+from longrnn.cli.options import lock_output, results_folder
 
 
 def report(
@@ -24,7 +24,7 @@ def report(
     from longrnn.diagnostics.training import read_runs, summary, write_report
 
     found = read_runs(runs)
-    folder = output or results_folder("training", [str(run) for run in runs])
+    folder = lock_output(output or results_folder("training", [str(run) for run in runs]))
     written = write_report(found, folder)
     typer.echo(summary(found))
     typer.echo("\n".join(map(str, written)))

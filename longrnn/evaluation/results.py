@@ -14,12 +14,13 @@ from typing import Any
 
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
+from longrnn.locks import Lock
 
 Row = dict[str, Any]
 
 
 class Results:
-    """The rows of one evaluation.
+    """The rows of one evaluation. While this object lives, no other process writes the file.
 
     Args:
         path: the file; its folder is made where it is missing.
@@ -27,12 +28,14 @@ class Results:
             that a file can grow.
 
     Raises:
-        UserError: the file holds the results of something else.
+        UserError: the file holds the results of something else, or another process writes it.
     """
 
     def __init__(self, path: Path, header: Row) -> None:
         self.path = path
         self.rows: list[Row] = []
+        self._lock = Lock.of_file(path, instead="choose another output folder")
+        self._lock.acquire()
         if not path.is_file():
             write_atomic(path, json.dumps(header) + "\n")
             return

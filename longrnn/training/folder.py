@@ -12,6 +12,7 @@ from pathlib import Path
 from longrnn.config import dump_config, flat
 from longrnn.errors import UserError
 from longrnn.files import leftovers, naming, write_atomic
+from longrnn.locks import FOLDER_LOCK, Lock
 from longrnn.training import checkpoint, nonfinite
 from longrnn.training.config import TrainConfig
 
@@ -25,13 +26,14 @@ HARMLESS |= {"report_to", "nonfinite"}
 REMEDIES = {"learning_rate", "max_grad_norm", "max_grad_value", "mixed_precision"}
 
 
-def claim(config: TrainConfig, *, resume: bool, processes: int) -> Path | None:
+def claim(config: TrainConfig, lock: Lock, *, resume: bool, processes: int) -> Path | None:
     """Takes the output folder for a run: makes it where it is missing, and writes `train.yaml`.
 
     A newest checkpoint that is damaged is named on standard error and set aside.
 
     Args:
         config: the run.
+        lock: of the output folder; it is held when this returns, and not when it raises.
         resume: whether a run of the same configuration may be in the folder.
         processes: how many the run has.
 
@@ -39,9 +41,20 @@ def claim(config: TrainConfig, *, resume: bool, processes: int) -> Path | None:
         The checkpoint to go on from, if there is one.
 
     Raises:
-        UserError: the folder holds another run, or one that was not asked to be resumed, one of
-            more steps or of another number of processes, or one whose checkpoints are all damaged.
+        UserError: another process writes into the folder; or it holds another run, or one that was
+            not asked to be resumed, one of more steps or of another number of processes, or one
+            whose checkpoints are all damaged.
     """
+    lock.acquire()
+    try:
+        return _claim(config, resume=resume, processes=processes)
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _claim(config: TrainConfig, *, resume: bool, processes: int) -> Path | None:
+    """`claim`, in a folder that no other process writes into."""
     output_dir = Path(config.output_dir)
     _check_owner(output_dir, config, resume=resume)
     found, damaged = checkpoint.newest_whole(output_dir)
@@ -80,7 +93,7 @@ def _check_owner(output_dir: Path, config: TrainConfig, *, resume: bool) -> None
                 "another output_dir"
             )
     # A kill during the first write below leaves half a file, which is nobody's.
-    elif output_dir.is_dir() and set(output_dir.iterdir()) - set(leftovers(recorded)):
+    elif set(output_dir.iterdir()) - {*leftovers(recorded), output_dir / FOLDER_LOCK}:
         raise UserError(f"{output_dir} is not empty and holds no run: choose another output_dir")
 
 

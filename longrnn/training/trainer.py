@@ -21,6 +21,7 @@ from torch import Tensor
 
 from longrnn.errors import Terminated, UserError
 from longrnn.hf.tokenizer import load_tokenizer
+from longrnn.locks import Lock
 from longrnn.progress import Progress
 from longrnn.state import LMState, reset
 from longrnn.tasks import TASKS, Batch
@@ -80,7 +81,11 @@ class Trainer:
         self.objective, self.optimizer = sharding.prepare(self.accelerator, objective, config)
         self.source.check()  # as is a length that the task cannot make
         check_positions(model, self.source)
-        found = on_main(self.accelerator, lambda: claim(config, resume=resume, processes=world))
+        # Held by the main process, which alone writes what the run shares, until `train` ends.
+        self.lock = Lock.of_folder(self.output_dir, instead="choose another output_dir")
+        found = on_main(
+            self.accelerator, lambda: claim(config, self.lock, resume=resume, processes=world)
+        )
         self.saver = Saver(config, self.accelerator, self.tokenizer)
         keep_alive(self.accelerator, self.objective)
 
@@ -105,6 +110,12 @@ class Trainer:
             KeyboardInterrupt: after Ctrl-C, when the step was finished and saved.
             Terminated: likewise after SIGTERM, or where another process was asked to stop.
         """
+        try:
+            return self._train()
+        finally:
+            self.lock.release()
+
+    def _train(self) -> Trained:
         config = self.config
         left = config.max_steps - self.step
         if not self.quiet and (layout := self.source.layout()):
