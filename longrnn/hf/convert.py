@@ -7,6 +7,7 @@ import secrets
 import shutil
 from pathlib import Path
 
+from longrnn.checksums import write_checksums
 from longrnn.errors import UserError, nearest
 from longrnn.files import leftovers, naming, sync_folder, write_atomic
 from longrnn.hf.layouts import LAYOUTS
@@ -58,6 +59,7 @@ def convert(source: str | Path, destination: Path, *, to: str) -> None:
                         byte_level().save(draft)
                     write_atomic(draft / "config.json", config)
                     LAYOUTS[to].save(model, draft)
+                write_checksums(draft)
                 os.rename(draft, destination)
         finally:
             shutil.rmtree(draft, ignore_errors=True)

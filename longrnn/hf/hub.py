@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from longrnn.checksums import MODEL_FILES, PICKLES
 from longrnn.errors import UserError
 
-# What loading reads; pickles only where there are no safetensors.
-FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-PICKLES = ["pytorch_model*.bin"]
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -39,9 +37,9 @@ def download(name: str, revision: str | None = None) -> Path:
     )
 
     try:
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=FILES))
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*MODEL_FILES]))
         if not any(folder.glob("*.safetensors")):
-            snapshot_download(name, revision=revision, allow_patterns=PICKLES)
+            snapshot_download(name, revision=revision, allow_patterns=[*PICKLES])
         return folder
     except GatedRepoError as error:
         raise UserError(

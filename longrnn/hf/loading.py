@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from longrnn.checksums import verify_folder
 from longrnn.errors import UserError, nearest
 from longrnn.hf import hub
 from longrnn.hf.layouts import LAYOUTS, Layout, rename
@@ -84,12 +85,16 @@ def load(
     config = read_config(folder)
     layout = layout_of(config)
     if config.get("model_type") == "longrnn":
-        return load_model(folder, backend=backend).to(device=device, dtype=dtype)
-    if layout is not None:
-        return load_mamba2(folder, layout, backend).to(device=device, dtype=dtype)
-    if backend != "auto":
+        model = load_model(folder, backend=backend).to(device=device, dtype=dtype)
+    elif layout is not None:
+        model = load_mamba2(folder, layout, backend).to(device=device, dtype=dtype)
+    elif backend != "auto":
         raise UserError(f"{name_or_path} is run by transformers and has no backend: leave it out")
-    return _load_transformer(folder, config, dtype, beyond).to(device=device)
+    else:
+        model = _load_transformer(folder, config, dtype, beyond).to(device=device)
+    # At the end, because an error of what is read says more than that its checksum does not fit.
+    verify_folder(folder)
+    return model
 
 
 def load_recurrent(

@@ -18,7 +18,7 @@ from longrnn.training.config import TrainConfig
 
 # What a run writes into its output folder itself.
 FILES = ("train.yaml", "metrics.jsonl", "config.json", "model.safetensors")
-FILES += ("tokenizer.json", "tokenizer_config.json")
+FILES += ("tokenizer.json", "tokenizer_config.json", "checksums.json")
 # Keys that may change between the parts of one run without changing what it computes so far.
 HARMLESS = {"output_dir", "save_steps", "save_total_limit", "logging_steps", "num_processes"}
 HARMLESS |= {"report_to", "nonfinite"}
