@@ -98,6 +98,13 @@ def damage(folder: Path, patterns: Iterable[str] = ("*",)) -> str | None:
     return None
 
 
+def damage_of_model(folder: Path) -> str | None:
+    """`damage` of the files that loading a model reads; None where nothing has a checksum."""
+    if not (folder / CHECKSUMS).is_file():
+        return None
+    return damage(folder, (*MODEL_FILES, *PICKLES))
+
+
 def verify_folder(folder: Path, patterns: Iterable[str] = (*MODEL_FILES, *PICKLES)) -> None:
     """Compares the files that loading a model reads with their checksums, where there are any.
 

@@ -79,17 +79,27 @@ def read_results(path: Path) -> tuple[Row, list[Row]]:
     Raises:
         UserError: not a results file, or a damaged line.
     """
-    *lines, _ = path.read_bytes().split(b"\n")  # what follows the last line end is a torn row
+    lines = _whole_lines(path)
     if not lines:
         raise UserError(f"{path} is not a results file (it has no header): choose another folder")
-    has_checksums = any(CHECKSUM.search(line) for line in lines)
+    checked = any(map(CHECKSUM.search, lines))
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(_parsed(line, has_checksums))
+            found.append(_parsed(line, checked))
         except ValueError as error:
-            raise UserError(_damage(path, number, error, has_checksums)) from error
+            raise UserError(_damage(path, number, error, checked)) from error
     return found[0], found[1:]
+
+
+def has_checksums(path: Path) -> bool:
+    """Whether a file holds rows that `line_of` wrote."""
+    return any(map(CHECKSUM.search, _whole_lines(path)))
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    """The lines of a file; what follows the last line end is a torn row."""
+    return path.read_bytes().split(b"\n")[:-1]
 
 
 def _parsed(line: bytes, has_checksum: bool) -> Row:
@@ -115,8 +125,8 @@ def _checksum(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()[:8]
 
 
-def _damage(path: Path, number: int, error: ValueError, has_checksums: bool) -> str:
-    if number == 1 and not has_checksums:
+def _damage(path: Path, number: int, error: ValueError, checked: bool) -> str:
+    if number == 1 and not checked:
         return f"{path} is not a results file ({error}): choose another folder"
     remedy = (
         "put the file back from a copy"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from longrnn.checksums import verify_folder
+from longrnn.checksums import damage_of_model, verify_folder
 from longrnn.errors import UserError, nearest
 from longrnn.hf import hub
 from longrnn.hf.layouts import LAYOUTS, Layout, rename
@@ -82,19 +82,30 @@ def load(
         UserError: unknown name, a folder that is incomplete, damaged or of another kind.
     """
     folder = resolve(name_or_path, revision)
+    try:
+        model = _open(folder, backend, dtype, beyond)
+    except UserError as error:
+        wrong = damage_of_model(folder)
+        if wrong is None:
+            raise
+        raise UserError(f"{error}; besides, {folder} is damaged ({wrong})") from error
+    verify_folder(folder)
+    return model.to(device=device)
+
+
+def _open(
+    folder: Path, backend: str, dtype: torch.dtype | None, beyond: bool
+) -> RecurrentLM | HFLanguageModel:
+    """The model in a folder, on the CPU; its checksums are not verified."""
     config = read_config(folder)
     layout = layout_of(config)
     if config.get("model_type") == "longrnn":
-        model = load_model(folder, backend=backend).to(device=device, dtype=dtype)
-    elif layout is not None:
-        model = load_mamba2(folder, layout, backend).to(device=device, dtype=dtype)
-    elif backend != "auto":
-        raise UserError(f"{name_or_path} is run by transformers and has no backend: leave it out")
-    else:
-        model = _load_transformer(folder, config, dtype, beyond).to(device=device)
-    # At the end, because an error of what is read says more than that its checksum does not fit.
-    verify_folder(folder)
-    return model
+        return load_model(folder, backend=backend).to(dtype=dtype)
+    if layout is not None:
+        return load_mamba2(folder, layout, backend).to(dtype=dtype)
+    if backend != "auto":
+        raise UserError(f"{folder} is run by transformers and has no backend: leave it out")
+    return _load_transformer(folder, config, dtype, beyond)
 
 
 def load_recurrent(
