@@ -105,17 +105,22 @@ def damage_of_model(folder: Path) -> str | None:
     return damage(folder, (*MODEL_FILES, *PICKLES))
 
 
-def verify_folder(folder: Path, patterns: Iterable[str] = (*MODEL_FILES, *PICKLES)) -> None:
-    """Compares the files that loading a model reads with their checksums, where there are any.
+def refusal(folder: Path, wrong: str) -> str:
+    """Why a folder with this `damage` is not read, and what to do."""
+    return (
+        f"{folder} is damaged ({wrong}): copy it again, or, if you changed it on purpose, delete "
+        f"{folder / CHECKSUMS}"
+    )
+
+
+def verify_folder(folder: Path, patterns: Iterable[str]) -> None:
+    """Compares files of a folder with their checksums, where there are any.
 
     Raises:
-        UserError: a file is damaged, or is missing.
+        UserError: one is damaged or missing.
     """
     if (folder / CHECKSUMS).is_file() and (wrong := damage(folder, patterns)) is not None:
-        raise UserError(
-            f"{folder} is damaged ({wrong}): copy it again, or, if you changed it on purpose, "
-            f"delete {folder / CHECKSUMS}"
-        )
+        raise UserError(refusal(folder, wrong))
 
 
 def sealed(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from longrnn.checksums import damage_of_model, verify_folder
+from longrnn.checksums import damage_of_model, refusal
 from longrnn.errors import UserError, nearest
 from longrnn.hf import hub
 from longrnn.hf.layouts import LAYOUTS, Layout, rename
@@ -82,14 +83,18 @@ def load(
         UserError: unknown name, a folder that is incomplete, damaged or of another kind.
     """
     folder = resolve(name_or_path, revision)
-    try:
-        model = _open(folder, backend, dtype, beyond)
-    except UserError as error:
-        wrong = damage_of_model(folder)
-        if wrong is None:
-            raise
-        raise UserError(f"{error}; besides, {folder} is damaged ({wrong})") from error
-    verify_folder(folder)
+    # Hashing releases the interpreter's lock: it runs beside the reading and building.
+    with ThreadPoolExecutor(1) as pool:
+        damaged = pool.submit(damage_of_model, folder)
+        try:
+            model = _open(folder, backend, dtype, beyond)
+        except UserError as error:
+            # What is wrong in a file says more than that its checksum does not fit.
+            if (wrong := damaged.result()) is None:
+                raise
+            raise UserError(f"{error}; besides, {folder} is damaged ({wrong})") from error
+        if (wrong := damaged.result()) is not None:
+            raise UserError(refusal(folder, wrong))
     return model.to(device=device)
 
 
