@@ -1,8 +1,13 @@
 """Corpora: token ids of documents in files that are mapped into memory and never read whole.
 
-A corpus is a folder of three files: `tokens.bin` (the ids of all documents, one after the other,
-little-endian uint16 or uint32), `documents.bin` (where each document ends, uint64) and
-`corpus.json` (the tokenizer, counts and checksums).
+A corpus is a folder of four files: `tokens.bin` (the ids of all documents, one after the other,
+little-endian uint16 or uint32), `documents.bin` (where each document ends, uint64), `blocks.bin`
+(the SHA-256 of each BLOCK bytes of `tokens.bin`) and `corpus.json` (the tokenizer, counts and the
+checksums of these files and of itself).
+
+Opening a corpus verifies all files but `tokens.bin`, whose blocks are verified when they are first
+read: the start of a training does not wait for a whole corpus to be read, and no token that was not
+verified is trained on.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,11 +28,17 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.files import leftovers, sha256, sync_folder, write_atomic
+from longrnn.files import leftovers, replacing, sha256, sync_folder, write_atomic
+from longrnn.locks import Lock
 from longrnn.text import Tokenizer
 
-FORMAT = "longrnn-corpus-1"
-HEADER, TOKENS, DOCUMENTS = "corpus.json", "tokens.bin", "documents.bin"
+# What is written, and what versions that did not verify blocks wrote.
+FORMAT, WITHOUT_BLOCKS = "longrnn-corpus-2", "longrnn-corpus-1"
+HEADER, TOKENS, DOCUMENTS, BLOCKS = "corpus.json", "tokens.bin", "documents.bin", "blocks.bin"
+# Bytes of `tokens.bin` that one checksum is for, and bytes of that.
+BLOCK, DIGEST = 2**18, 32
+# The key of the header's checksum of itself.
+OWN = "header_sha256"
 BUILD = "build it again with `longrnn data build`"
 
 
@@ -46,7 +57,7 @@ class Header:
         dropped_documents: how many were.
         dropped_tokens: how many tokens they had.
         sources: the files that the documents came from.
-        sha256: of the two other files, hexadecimal, by name.
+        sha256: of the other files, hexadecimal, by name.
     """
 
     tokenizer: str
@@ -80,11 +91,13 @@ class Corpus:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.header = _read_header(folder / HEADER)
-        self.sha256 = hashlib.sha256(
-            json.dumps(self.header.sha256, sort_keys=True).encode()
-        ).hexdigest()
-        itemsize = np.dtype(self.header.dtype).itemsize
-        sizes = {TOKENS: self.header.tokens * itemsize, DOCUMENTS: self.header.documents * 8}
+        # Not of the blocks: the same documents are the same data in either format.
+        documents = {name: self.header.sha256[name] for name in (TOKENS, DOCUMENTS)}
+        self.sha256 = _digest(documents)
+        self._itemsize = np.dtype(self.header.dtype).itemsize
+        sizes = {TOKENS: self.header.tokens * self._itemsize, DOCUMENTS: self.header.documents * 8}
+        if BLOCKS in self.header.sha256:
+            sizes[BLOCKS] = -(-sizes[TOKENS] // BLOCK) * DIGEST
         for name, wanted in sizes.items():
             path = folder / name
             found = path.stat().st_size if path.is_file() else 0
@@ -99,14 +112,21 @@ class Corpus:
         self.lengths = ends - self._starts
         if (self.lengths < 1).any() or ends[-1] != self.header.tokens:
             raise UserError(f"{folder / DOCUMENTS} is damaged: {BUILD}")
+        for name in sizes.keys() - {TOKENS}:
+            self._verify(name)
+        self._blocks: bytes | None = None
+        if BLOCKS in sizes:
+            self._blocks = (folder / BLOCKS).read_bytes()
+        self._verified = bytearray(len(self._blocks or b"") // DIGEST)  # 1 for a block that fits
 
     def read(self, document: int, start: int, stop: int) -> Tensor:
         """Tokens `start` up to `stop` of a document, `(stop − start,)` int64.
 
         Raises:
-            UserError: an id that the tokenizer does not have.
+            UserError: the tokens are damaged, or an id that the tokenizer does not have.
         """
         first = int(self._starts[document])
+        self._verify_blocks(first + start, first + stop)
         ids = self._tokens[first + start : first + stop].astype(np.int64)
         if ids.size and ids.max() >= self.header.vocab_size:
             raise UserError(
@@ -130,9 +150,32 @@ class Corpus:
         Raises:
             UserError: a file that has changed since it was written.
         """
-        for name, wanted in self.header.sha256.items():
-            if sha256(self.folder / name) != wanted:
-                raise UserError(f"{self.folder / name} has changed since it was built: {BUILD}")
+        for name in self.header.sha256:
+            self._verify(name)
+
+    def _verify(self, name: str) -> None:
+        if sha256(self.folder / name) != self.header.sha256[name]:
+            raise UserError(
+                f"{self.folder / name} is damaged, it has changed since it was built: copy the "
+                f"folder again or {BUILD}"
+            )
+
+    def _verify_blocks(self, start: int, stop: int) -> None:
+        """Compares the blocks of tokens `start` up to `stop` that were not read before."""
+        if self._blocks is None or start >= stop:
+            return
+        raw = self._tokens.view(np.uint8)
+        last = (stop * self._itemsize - 1) // BLOCK
+        for block in range(start * self._itemsize // BLOCK, last + 1):
+            if self._verified[block]:
+                continue
+            found = hashlib.sha256(raw[block * BLOCK : (block + 1) * BLOCK].tobytes()).digest()
+            if found != self._blocks[block * DIGEST : (block + 1) * DIGEST]:
+                raise UserError(
+                    f"{self.folder / TOKENS} is damaged (bytes {block * BLOCK:,} to "
+                    f"{(block + 1) * BLOCK:,}): copy the folder again or {BUILD}"
+                )
+            self._verified[block] = 1
 
 
 class CorpusWriter:
@@ -147,15 +190,12 @@ class CorpusWriter:
         min_length: documents of fewer tokens are dropped and counted.
 
     Raises:
-        UserError: the folder exists.
+        UserError: on entering, where the folder exists or another process builds it.
     """
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, *, name: str, min_length: int) -> None:
-        if folder.exists():
-            raise UserError(f"{folder} exists and is not overwritten: choose another --out")
-        for unfinished in leftovers(folder):  # of builds that were killed
-            shutil.rmtree(unfinished)
         self.folder = folder
+        self._lock = Lock.of_file(folder, instead="choose another --out")
         self.tokenizer, self.name, self.min_length = tokenizer, name, min_length
         self.vocab_size = tokenizer.vocab_size
         self.dtype = "uint16" if self.vocab_size <= 2**16 else "uint32"
@@ -164,7 +204,18 @@ class CorpusWriter:
         self._beside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
 
     def __enter__(self) -> Self:
-        self._beside.mkdir(parents=True)
+        self._lock.acquire()
+        try:
+            if self.folder.exists():
+                raise UserError(
+                    f"{self.folder} exists and is not overwritten: choose another --out"
+                )
+            for unfinished in leftovers(self.folder):  # of builds that were killed
+                shutil.rmtree(unfinished)
+            self._beside.mkdir()
+        except BaseException:
+            self._lock.release()
+            raise
         self._tokens = open(self._beside / TOKENS, "wb")
         self._ends = open(self._beside / DOCUMENTS, "wb")
         return self
@@ -181,6 +232,7 @@ class CorpusWriter:
         finally:
             if self._beside.exists():
                 shutil.rmtree(self._beside)
+            self._lock.release()
 
     def write(self, ids: Sequence[int]) -> None:
         """Adds tokens to the document at hand.
@@ -226,6 +278,7 @@ class CorpusWriter:
         for file in (self._tokens, self._ends):
             file.flush()
             os.fsync(file.fileno())
+        _write_blocks(self._beside)
         header = Header(
             tokenizer=self.name,
             fingerprint=self.tokenizer.fingerprint(),
@@ -237,14 +290,26 @@ class CorpusWriter:
             dropped_documents=self.dropped_documents,
             dropped_tokens=self.dropped_tokens,
             sources=sources,
-            sha256={name: sha256(self._beside / name) for name in (TOKENS, DOCUMENTS)},
+            sha256={name: sha256(self._beside / name) for name in (TOKENS, DOCUMENTS, BLOCKS)},
         )
-        text = json.dumps({"format": FORMAT, **asdict(header)}, indent=2) + "\n"
+        content = {"format": FORMAT, **asdict(header)}
+        text = json.dumps({**content, OWN: _digest(content)}, indent=2) + "\n"
         write_atomic(self._beside / HEADER, text)
         Corpus(self._beside)  # what no reader would accept is not published
         os.rename(self._beside, self.folder)
         sync_folder(self.folder.parent)
         return header
+
+
+def _write_blocks(folder: Path) -> None:
+    """Writes the checksums of the blocks of `tokens.bin`."""
+    with open(folder / TOKENS, "rb") as tokens, replacing(folder / BLOCKS) as blocks:
+        while block := tokens.read(BLOCK):
+            blocks.write(hashlib.sha256(block).digest())
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _little(dtype: str) -> np.dtype[Any]:
@@ -258,10 +323,17 @@ def _read_header(path: Path) -> Header:
         )
     try:
         content = json.loads(path.read_text())
-        if content.pop("format") != FORMAT:
+        recorded = content.pop(OWN, None)
+        digest = _digest(content)
+        form = content.pop("format")
+        if form not in (FORMAT, WITHOUT_BLOCKS):
             raise UserError(f"{path} is of another version of longrnn: {BUILD}")
+        if form == FORMAT and recorded != digest:
+            raise ValueError("its checksum does not fit")
         header = Header(**content)
         counts = (header.vocab_size, header.documents, header.tokens)
+        if not {TOKENS, DOCUMENTS} <= header.sha256.keys():
+            raise ValueError("checksums are missing")
         if header.dtype not in ("uint16", "uint32") or min(counts) < 1:
             raise ValueError("numbers out of range")
     except UserError:

@@ -24,7 +24,8 @@ from longrnn.errors import UserError
 PyTree: TypeAlias = Any
 S = TypeVar("S")
 
-FORMAT = "longrnn-state-1"
+# What `save` writes, and what versions without a checksum wrote.
+FORMAT, WITHOUT_CHECKSUM = "longrnn-state-2", "longrnn-state-1"
 
 
 class LMState(NamedTuple):
@@ -176,13 +177,14 @@ def nbytes(state: PyTree) -> int:
 def save(state: LMState, path: str | os.PathLike[str], *, model: Any = None) -> None:
     """Writes a state as safetensors, beside the target first and then renamed over it.
 
+    The file carries its own SHA-256, which `load` verifies.
+
     Args:
         path: the file to write.
         model: where given, its `fingerprint()` is recorded, and `load` then refuses the state for
             any other model.
     """
-    from safetensors.torch import save as to_bytes
-
+    from longrnn.checksums import sealed
     from longrnn.files import write_atomic
 
     tensors = {name: leaf.detach().cpu().contiguous().clone() for name, leaf in leaves(state)}
@@ -192,7 +194,7 @@ def save(state: LMState, path: str | os.PathLike[str], *, model: Any = None) -> 
         "position": json.dumps(state.position.tolist()),
         "dtype": json.dumps({name: str(leaf.dtype) for name, leaf in tensors.items()}),
     }
-    write_atomic(Path(path), to_bytes(tensors, metadata=metadata))
+    write_atomic(Path(path), sealed(tensors, metadata))
 
 
 def load(path: str | os.PathLike[str], like: Any) -> LMState:
@@ -204,9 +206,11 @@ def load(path: str | os.PathLike[str], like: Any) -> LMState:
             expected structure; the result is on its device.
 
     Raises:
-        UserError: no such file, not a state, or the state of another model.
+        UserError: no such file, not a state, damaged, or the state of another model.
     """
     from safetensors import SafetensorError, safe_open
+
+    from longrnn.checksums import verify_sealed
 
     if not Path(path).is_file():
         raise UserError(f"no state file at {path}: give the path that `state.save` wrote")
@@ -216,8 +220,10 @@ def load(path: str | os.PathLike[str], like: Any) -> LMState:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise UserError(f"{path} is truncated or no state file ({error}): save it again") from error
-    if metadata.get("format") != FORMAT:
+    if metadata.get("format") not in (FORMAT, WITHOUT_CHECKSUM):
         raise UserError(f"{path} holds no state: give a file that `state.save` wrote")
+    if metadata["format"] == FORMAT:
+        verify_sealed(Path(path), metadata)
     example = like
     if not isinstance(like, LMState):
         recorded = metadata["fingerprint"]

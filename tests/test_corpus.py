@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from longrnn import corpus as corpora
 from longrnn.corpus import Corpus, CorpusWriter, Header
 from longrnn.errors import UserError
 from longrnn.text import ByteTokenizer
@@ -88,6 +89,15 @@ def change(folder: Path, **changes: object) -> None:
     (folder / "corpus.json").write_text(json.dumps({**header, **changes}))
 
 
+def without_blocks(folder: Path) -> None:
+    """Makes a corpus one of a version that did not write checksums of blocks."""
+    content = json.loads((folder / "corpus.json").read_text())
+    del content["header_sha256"], content["sha256"]["blocks.bin"]
+    content["format"] = "longrnn-corpus-1"
+    (folder / "corpus.json").write_text(json.dumps(content))
+    (folder / "blocks.bin").unlink()
+
+
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
@@ -126,13 +136,66 @@ def test_a_damaged_corpus_is_refused(tmp_path: Path, damage, message: str) -> No
 def test_ids_that_the_tokenizer_lacks(tmp_path: Path) -> None:
     """A file of the right size with other content."""
     build(tmp_path / "c", [[1, 2, 3], [4, 5]])
+    without_blocks(tmp_path / "c")
     np.array([1, 2, 3, 4, 300], "<u2").tofile(tmp_path / "c/tokens.bin")
     corpus = Corpus(tmp_path / "c")
     assert corpus.read(0, 0, 3).tolist() == [1, 2, 3]
     with pytest.raises(UserError, match="has token id 300 and its tokenizer has 256"):
         corpus.read(1, 0, 2)
-    with pytest.raises(UserError, match="tokens.bin has changed since it was built"):
+    with pytest.raises(UserError, match="tokens.bin is damaged, it has changed since"):
         corpus.verify()
+
+
+def test_a_corpus_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """It has no checksums of blocks, and its identity is that of the same documents built now."""
+    build(tmp_path / "new", [[1, 2, 3], [4, 5]])
+    shutil.copytree(tmp_path / "new", tmp_path / "old")
+    without_blocks(tmp_path / "old")
+    old, new = Corpus(tmp_path / "old"), Corpus(tmp_path / "new")
+    assert old.read(1, 0, 2).tolist() == [4, 5]
+    assert old.sha256 == new.sha256
+    old.verify()
+
+
+def test_every_flipped_bit_of_a_corpus_is_noticed(tmp_path: Path) -> None:
+    """On opening or, in the tokens, when they are read; in other blocks nothing is held up."""
+    build(tmp_path / "c", [[1, 2, 3], [4, 5], [6] * 50])
+    for path in sorted((tmp_path / "c").iterdir()):
+        whole = path.read_bytes()
+        for place in range(0, len(whole), 3 if path.name == "corpus.json" else 1):
+            for bit in range(8):
+                damaged = bytearray(whole)
+                damaged[place] ^= 1 << bit
+                path.write_bytes(damaged)
+                with pytest.raises(UserError) as error:
+                    Corpus(tmp_path / "c").read(1, 0, 2)
+                assert "\n" not in str(error.value)
+                assert path.name in str(error.value)
+        path.write_bytes(whole)
+    assert Corpus(tmp_path / "c").read(1, 0, 2).tolist() == [4, 5]
+
+
+def test_only_the_blocks_that_are_read_are_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training begins at once on a large corpus, and each block is verified once."""
+    monkeypatch.setattr(corpora, "BLOCK", 64)
+    build(tmp_path / "c", [[7] * 200, [8] * 200])  # 800 bytes, 13 blocks
+    assert (tmp_path / "c/blocks.bin").stat().st_size == 13 * 32
+    tokens = bytearray((tmp_path / "c/tokens.bin").read_bytes())
+    tokens[700] ^= 1
+    (tmp_path / "c/tokens.bin").write_bytes(tokens)
+    corpus = Corpus(tmp_path / "c")
+    assert corpus.read(0, 0, 200).tolist() == [7] * 200
+    assert corpus.read(1, 0, 100).tolist() == [8] * 100
+    assert corpus.read(1, 0, 0).tolist() == []
+    with pytest.raises(UserError, match=r"tokens.bin is damaged \(bytes 640 to 704\)"):
+        corpus.read(1, 140, 160)
+    assert corpus.read(1, 152, 200).tolist() == [8] * 48
+    seen = []
+    monkeypatch.setattr(corpora.hashlib, "sha256", lambda *_: seen.append(1))
+    corpus.read(0, 0, 200)
+    assert not seen
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from longrnn.cli import (
     train,
 )
 from longrnn.errors import Terminated, UserError
+from longrnn.locks import release_all
 
 # How typer leaves after Ctrl-C.
 INTERRUPTED = 130
@@ -82,6 +83,7 @@ def run() -> NoReturn:
         where = f" ({error.filename})" if error.filename else ""
         reason = error.strerror or str(error)
         code = _fail(f"{reason}{where}: free space or choose another folder, then: {_again()}")
+    release_all()
     sys.stdout.flush()
     sys.stderr.flush()
     if "WORLD_SIZE" in os.environ:

@@ -72,6 +72,7 @@ def calibrate(
     from longrnn.evaluation.texts import read_documents
     from longrnn.hf.loading import load_recurrent
     from longrnn.hf.tokenizer import load_tokenizer
+    from longrnn.locks import Lock
     from longrnn.mitigations import mitigation
     from longrnn.mitigations.base import Calibration
     from longrnn.mitigations.spec import write_calibration
@@ -93,6 +94,7 @@ def calibrate(
         steps=steps,
         seed=seed,
     )
+    Lock.of_file(path, instead="choose another --output").hold_until_exit()
     model = load_recurrent(checkpoint, device=pick_device(device))
     documents = read_documents(text, load_tokenizer(checkpoint), model)
     member = measure(model, documents, method, settings, quiet=quiet)

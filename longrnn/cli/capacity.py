@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from longrnn.cli.options import training_length
+from longrnn.cli.options import lock_output, training_length
 from longrnn.errors import UserError
 from longrnn.units import format_length
 
@@ -64,7 +64,7 @@ def capacity(
         "forget": measure.fit("line", {size.state_size: size.forget for size in found}),
         "recall": measure.fit("exponential", {size.state_size: size.recall for size in found}),
     }
-    written = write(members, found, fits, output)
+    written = write(members, found, fits, lock_output(output))
     _print(members, found)
     for name, fitted in fits.items():
         typer.echo(f"T_{name}: {fitted}")

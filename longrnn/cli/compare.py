@@ -12,6 +12,7 @@ from longrnn.cli.options import (
     Device,
     Quiet,
     load_variant,
+    lock_output,
     pick_device,
     results_folder,
     split_variant,
@@ -72,7 +73,8 @@ def compare(
     target = pick_device(device)
     contenders = [contender(variant, name, target) for variant, name in _labels(variants).items()]
     _warn(contenders, {path for one in suites for e in one.evaluations for path in e.texts})
-    folder = output or results_folder("compare", variants, "+".join(one.name for one in suites))
+    names_of_suites = "+".join(one.name for one in suites)
+    folder = lock_output(output or results_folder("compare", variants, names_of_suites))
     cells = measure.compare(contenders, suites, output=folder, quiet=quiet)
     report, *_ = write_report(
         cells,

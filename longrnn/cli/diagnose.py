@@ -16,6 +16,7 @@ from longrnn.cli.options import (
     Mitigation,
     Quiet,
     TrainLength,
+    lock_output,
     pick_device,
     results_folder,
     training,
@@ -92,7 +93,7 @@ def states(
     prompts = [measure.text_prompt(document, tokens) for document in documents]
     if newlines is not False:
         prompts.append(measure.newlines(tokenizer, tokens))
-    folder = output or results_folder("states", [checkpoint], mitigation)
+    folder = lock_output(output or results_folder("states", [checkpoint], mitigation))
     diagnosis = measure.diagnose(
         model,
         prompts,

@@ -15,6 +15,7 @@ from longrnn.cli.options import (
     Quiet,
     TrainLength,
     load_variant,
+    lock_output,
     pick_device,
     results_folder,
     warn_if_calibrated_on,
@@ -119,7 +120,7 @@ def passkey(
     more = [mitigation, None if chunk is None else f"chunk_select={chunk}"]
     suffix = "+".join(part for part in more if part is not None) or None
     evaluation = "passkey-absolute" if inserted else "passkey"
-    folder = output or results_folder(evaluation, checkpoints, suffix)
+    folder = lock_output(output or results_folder(evaluation, checkpoints, suffix))
     grid = Grid(asked_lengths, n, asked_depths, inserted, seed, filler, n_keys)
     measure.refuse_out_of_reach(subjects, grid, chunk=chunk)
     rows = measure.evaluate(
@@ -253,7 +254,7 @@ def perplexity(
     Example: longrnn eval perplexity passkey-tiny --text book.txt --length 64k --by-position
     """
     variants = list(dict.fromkeys(checkpoints))
-    folder = output or results_folder("perplexity", variants, mitigation)
+    folder = lock_output(output or results_folder("perplexity", variants, mitigation))
     asked = Asked(text, parse_length(length), by_position, train_length, batch_size, quiet)
     target = pick_device(device)
     if len(variants) == 1:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from longrnn.cli.options import Quiet, results_folder, training
+from longrnn.cli.options import Quiet, lock_output, results_folder, training
 from longrnn.errors import UserError
 from longrnn.units import parse_lengths
 
@@ -99,7 +99,7 @@ def gradients(
     )
     subjects = _subjects(opened, max_grad_norm, max_grad_value)
     suffix = None if init is None else f"init={init}"
-    folder = output or results_folder("gradients", list(sources), suffix)
+    folder = lock_output(output or results_folder("gradients", list(sources), suffix))
     laboratory = diagnose(
         subjects, built, settings, output=folder, described=str(spec), quiet=quiet
     )

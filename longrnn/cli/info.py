@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from longrnn.cli.options import Checkpoint
+from longrnn.cli.verify import print_verified
 
 if TYPE_CHECKING:
     from longrnn.hf.adapter import HFLanguageModel
     from longrnn.models import RecurrentLM
 
 
-def info(checkpoint: Checkpoint) -> None:
+def info(
+    checkpoint: Checkpoint,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Compare files with their checksums instead: of a checkpoint, run, corpus, state "
+            "or results file, and of what was downloaded from the hub.",
+        ),
+    ] = False,
+) -> None:
     """Say what a checkpoint is: sizes, bytes of state, backend.
 
     Example: longrnn info passkey-tiny
     """
+    if verify:
+        print_verified(checkpoint)
+        return
     from longrnn.hf.loading import load, resolve
     from longrnn.models import RecurrentLM
 

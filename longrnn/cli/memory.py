@@ -14,6 +14,7 @@ from longrnn.cli.options import (
     Mitigation,
     Quiet,
     load_variant,
+    lock_output,
     pick_device,
     results_folder,
     warn_if_calibrated_on,
@@ -65,7 +66,7 @@ def memory(
     refuse_long(model, max(asked))
     documents = read_documents(text, load_tokenizer(name), model)
     warn_if_calibrated_on(model, documents)
-    folder = output or results_folder("memory", [checkpoint], mitigation)
+    folder = lock_output(output or results_folder("memory", [checkpoint], mitigation))
     rows = measure.evaluate(
         model,
         documents,

@@ -135,6 +135,18 @@ def training_length(checkpoint: str, given: str | None) -> int | None:
     return training(resolve(checkpoint)).get("length", {}).get("max")
 
 
+def lock_output(folder: Path) -> Path:
+    """Locks a folder for the results of this command, until it ends; returns the folder.
+
+    Raises:
+        UserError: another process is writing there.
+    """
+    from longrnn.locks import Lock
+
+    Lock.of_folder(folder, instead="choose another --output").hold_until_exit()
+    return folder
+
+
 def results_folder(evaluation: str, checkpoints: Sequence[str], spec: str | None = None) -> Path:
     """Where results go when nobody says: one folder for each set of checkpoints.
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from longrnn.cli.options import results_folder
+from longrnn.cli.options import lock_output, results_folder
 
 
 def report(
@@ -25,7 +25,7 @@ def report(
     from longrnn.training.metrics import read_runs
 
     found = read_runs(runs)
-    folder = output or results_folder("training", [str(run) for run in runs])
+    folder = lock_output(output or results_folder("training", [str(run) for run in runs]))
     written = write_report(found, folder)
     typer.echo(summary(found))
     typer.echo("\n".join(map(str, written)))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from longrnn.cli.options import pick_device, results_folder, training
+from longrnn.cli.options import lock_output, pick_device, results_folder, training
 from longrnn.errors import UserError, nearest
 
 
@@ -70,7 +70,7 @@ def evaluate_sequences(
             f"{checkpoint} has {there} positions and {kind} at length {length} needs {needed}: "
             "give a smaller --length"
         )
-    folder = output or results_folder(kind, [checkpoint])
+    folder = lock_output(output or results_folder(kind, [checkpoint]))
     rows = measure.evaluate(
         model, task, length=length, n=n, output=folder / "results.jsonl", quiet=quiet
     )

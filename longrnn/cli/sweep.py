@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from longrnn.cli.options import Quiet, pick_device
+from longrnn.cli.options import Quiet, lock_output, pick_device
 from longrnn.cli.train import terminable
 from longrnn.errors import UserError
 
@@ -63,7 +63,7 @@ def sweep(
         base = load_config(TrainConfig, config)
         against = None if baseline is None else parse_baseline(baseline, axes)
         targets = [pick_device(device.strip()) for device in devices.split(",")]
-        folder = output or Path(f"{base.output_dir}-sweep")
+        folder = lock_output(output or Path(f"{base.output_dir}-sweep"))
         points = expand(base, axes, folder / "runs")
         found = Sweep(
             points,

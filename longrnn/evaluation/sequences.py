@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -64,10 +64,10 @@ def evaluate(
         **task.options(),
     }
     results = Results(output, header)
-    first = len(results.rows)
-    with Progress(kind, max(0, n - first), unit="tokens", quiet=quiet) as progress:
-        for start in range(first, n, batch_size):
-            stop = min(start + batch_size, n)
+    done = {row["index"] for row in results.rows}
+    todo = [index for index in range(n) if index not in done]
+    with Progress(kind, len(todo), unit="tokens", quiet=quiet) as progress:
+        for start, stop in _runs(todo, batch_size):
             batch = task.evaluation_batch(start, stop, length=length)
             state = model.init_state(stop - start)
             tokens = batch.tokens.to(state.position.device)
@@ -82,7 +82,18 @@ def evaluate(
                 for i in range(stop - start)
             )
             progress.advance(stop - start, tokens.numel())
-    return results.rows[:n]
+    rows = {row["index"]: row for row in results.rows}
+    return [rows[index] for index in range(n)]
+
+
+def _runs(indices: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Start and stop of each run of consecutive indices, cut into runs of at most `most`."""
+    start = 0
+    for place in range(1, len(indices) + 1):
+        ends = place == len(indices) or indices[place] != indices[place - 1] + 1
+        if ends or place - start == most:
+            yield indices[start], indices[place - 1] + 1
+            start = place
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Estimate]:

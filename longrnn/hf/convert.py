@@ -7,11 +7,13 @@ import secrets
 import shutil
 from pathlib import Path
 
+from longrnn.checksums import write_checksums
 from longrnn.errors import UserError, nearest
-from longrnn.files import naming, sync_folder, write_atomic
+from longrnn.files import leftovers, naming, sync_folder, write_atomic
 from longrnn.hf.layouts import LAYOUTS
 from longrnn.hf.loading import load_recurrent, read_config, resolve
 from longrnn.hf.tokenizer import TOKENIZER_FILES, byte_level
+from longrnn.locks import Lock
 from longrnn.models.checkpoint import save_model
 
 OURS = "ours"
@@ -41,23 +43,27 @@ def convert(source: str | Path, destination: Path, *, to: str) -> None:
     # Before anything is written.
     config = None if to == OURS else LAYOUTS[to].write(model)
 
-    destination.parent.mkdir(parents=True, exist_ok=True)
     draft = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}")
-    try:
-        with naming(draft):
-            draft.mkdir()
-            has_tokenizer = _carry(folder, draft)
-            if config is None:
-                save_model(model, draft, tokenizer="tokenizer.json" if has_tokenizer else "bytes")
-            else:
-                if not has_tokenizer and read_config(folder).get("tokenizer") == "bytes":
-                    byte_level().save(draft)
-                write_atomic(draft / "config.json", config)
-                LAYOUTS[to].save(model, draft)
-            os.rename(draft, destination)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    sync_folder(destination.parent)
+    with Lock.of_file(destination, instead="give a new folder"):
+        for unfinished in leftovers(destination):  # of conversions that were killed
+            shutil.rmtree(unfinished)
+        try:
+            with naming(draft):
+                draft.mkdir()
+                has_tokenizer = _carry(folder, draft)
+                if config is None:
+                    kind = "tokenizer.json" if has_tokenizer else "bytes"
+                    save_model(model, draft, tokenizer=kind)
+                else:
+                    if not has_tokenizer and read_config(folder).get("tokenizer") == "bytes":
+                        byte_level().save(draft)
+                    write_atomic(draft / "config.json", config)
+                    LAYOUTS[to].save(model, draft)
+                write_checksums(draft)
+                os.rename(draft, destination)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+        sync_folder(destination.parent)
 
 
 def _carry(folder: Path, draft: Path) -> bool:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
+from longrnn.checksums import MODEL_FILES, PICKLES
 from longrnn.errors import UserError
 
-# What loading reads; pickles only where there are no safetensors.
-FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-PICKLES = ["pytorch_model*.bin"]
+# What the Hub calls the content of a file: its SHA-256, or git's SHA-1 where it is small.
+ETAG = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -39,9 +40,9 @@ def download(name: str, revision: str | None = None) -> Path:
     )
 
     try:
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=FILES))
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*MODEL_FILES]))
         if not any(folder.glob("*.safetensors")):
-            snapshot_download(name, revision=revision, allow_patterns=PICKLES)
+            snapshot_download(name, revision=revision, allow_patterns=[*PICKLES])
         return folder
     except GatedRepoError as error:
         raise UserError(
@@ -61,3 +62,25 @@ def download(name: str, revision: str | None = None) -> Path:
             f"name: download it elsewhere with `hf download {name}` and give its folder, or copy "
             "the cache and point HF_HOME to it"
         ) from error
+
+
+def published_digest(path: Path) -> str | None:
+    """The checksum that the Hub published for a downloaded file, where it is recorded beside it.
+
+    The Hub's cache has it as the name of the file that the one in a snapshot links to; a folder
+    that `hf download --local-dir` wrote has it in `.cache/huggingface/download`.
+
+    Returns:
+        64 hexadecimal digits (SHA-256) or 40 (git's SHA-1), see `longrnn.checksums.fits`.
+    """
+    if path.is_symlink():
+        blob = Path(os.readlink(path))
+        if blob.parent.name == "blobs" and ETAG.fullmatch(blob.name):
+            return blob.name
+    for root in path.absolute().parents:
+        name = f"{path.absolute().relative_to(root)}.metadata"
+        metadata = root / ".cache/huggingface/download" / name
+        if metadata.is_file():
+            _, etag, *_ = [*metadata.read_text(errors="replace").splitlines(), "", ""]
+            return etag if ETAG.fullmatch(etag) else None
+    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from longrnn.checksums import damage_of_model, refusal
 from longrnn.errors import UserError, nearest
 from longrnn.hf import hub
 from longrnn.hf.layouts import LAYOUTS, Layout, rename
@@ -83,15 +85,34 @@ def load(
         UserError: unknown name, a folder that is incomplete, damaged or of another kind.
     """
     folder = resolve(name_or_path, revision)
+    # Hashing releases the interpreter's lock: it runs beside the reading and building.
+    with ThreadPoolExecutor(1) as pool:
+        damaged = pool.submit(damage_of_model, folder)
+        try:
+            model = _open(folder, backend, dtype, beyond)
+        except UserError as error:
+            # What is wrong in a file says more than that its checksum does not fit.
+            if (wrong := damaged.result()) is None:
+                raise
+            raise UserError(f"{error}; besides, {folder} is damaged ({wrong})") from error
+        if (wrong := damaged.result()) is not None:
+            raise UserError(refusal(folder, wrong))
+    return model.to(device=device)
+
+
+def _open(
+    folder: Path, backend: str, dtype: torch.dtype | None, beyond: bool
+) -> RecurrentLM | HFLanguageModel:
+    """The model in a folder, on the CPU; its checksums are not verified."""
     config = read_config(folder)
     layout = layout_of(config)
     if config.get("model_type") == "longrnn":
-        return cast_weights(load_model(folder, backend=backend), dtype).to(device=device)
+        return cast_weights(load_model(folder, backend=backend), dtype)
     if layout is not None:
-        return cast_weights(load_mamba2(folder, layout, backend), dtype).to(device=device)
+        return cast_weights(load_mamba2(folder, layout, backend), dtype)
     if backend != "auto":
-        raise UserError(f"{name_or_path} is run by transformers and has no backend: leave it out")
-    return _load_transformer(folder, config, dtype, beyond).to(device=device)
+        raise UserError(f"{folder} is run by transformers and has no backend: leave it out")
+    return _load_transformer(folder, config, dtype, beyond)
 
 
 def load_recurrent(

@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from longrnn.checksums import remove_checksums, verify_folder
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
 from longrnn.hf.hub import is_hub_name
@@ -56,6 +57,7 @@ class HFTokenizer:
         """Writes its files, so that `load_tokenizer` finds it in `folder`."""
         with TemporaryDirectory() as draft:
             self.tokenizer.save_pretrained(draft)
+            remove_checksums(folder)
             for file in sorted(Path(draft).iterdir()):
                 write_atomic(folder / file.name, file.read_bytes())
 
@@ -127,6 +129,7 @@ def load_tokenizer(name_or_path: str | Path = "bytes") -> Tokenizer:
         )
     tokenizer = _read(path)
     _refuse_unfit(tokenizer, config, path)
+    verify_folder(path if path.is_dir() else path.parent, TOKENIZER_FILES)
     return tokenizer
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from longrnn.checksums import write_checksums
 from longrnn.errors import UserError, nearest
 from longrnn.files import write_atomic
 from longrnn.hf.tokenizer import HFTokenizer, byte_level
@@ -150,6 +151,7 @@ def save_transformer(
     fast.save(folder)
     write_atomic(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
     write_atomic(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    write_checksums(folder)
 
 
 def read_transformer(folder: Path, model: TransformerLM) -> dict[str, Tensor]:

@@ -1,4 +1,7 @@
-"""Checkpoint folders: `config.json` and `model.safetensors`, and nothing that could run code."""
+"""Checkpoint folders: `config.json`, `model.safetensors`, and nothing that could run code.
+
+`checksums.json` beside them is what `longrnn.hf.loading.load` compares them with.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longrnn.checksums import remove_checksums, write_checksums
 from longrnn.config import build_config
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
@@ -46,8 +50,10 @@ def save_model(
         "tokenizer": tokenizer,
         "config": asdict(model.config),
     }
+    remove_checksums(folder)
     write_atomic(folder / "model.safetensors", save(tensors))
     write_atomic(folder / "config.json", json.dumps(description, indent=2) + "\n")
+    write_checksums(folder)
 
 
 def read_description(folder: Path) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def read_recorded(paths: Sequence[Path]) -> Recorded:
     """Rows of every passkey and perplexity evaluation in files, or anywhere in folders.
 
     Raises:
-        UserError: nothing there, or a file that is no results file.
+        UserError: nothing there, or a file that is not a results file.
     """
     files: list[Path] = []
     for path in paths:

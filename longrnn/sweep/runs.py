@@ -4,8 +4,8 @@ Notable choices:
 - A run is `longrnn train … --resume` in its own process: what kills it kills no other.
 - A trainer reads a pipe that its sweep never writes to. It ends with the sweep, however that was
   killed, and the trainer then saves its step and stops as at SIGTERM.
-- The process that trains holds a lock on its log. The next sweep waits for it, instead of training
-  the same run twice. The sweep itself holds one on its folder.
+- The process that trains inherits a lock on its log. The next sweep waits for it, instead of
+  starting the same run while a trainer whose sweep was killed still saves its step.
 - A run is evaluated where it was trained; its row in `results.jsonl` says that it is done.
 """
 
@@ -18,9 +18,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -29,6 +28,7 @@ from longrnn.errors import UserError
 from longrnn.evaluation import sequences
 from longrnn.files import write_atomic
 from longrnn.hf.loading import load
+from longrnn.locks import Lock
 from longrnn.progress import Progress
 from longrnn.results import Results, Row, read_results
 from longrnn.sweep.grid import Point
@@ -88,7 +88,7 @@ class Sweep:
             KeyboardInterrupt: after Ctrl-C, when the runs at work have saved their step.
             Terminated: likewise after SIGTERM.
         """
-        with _alone(self.folder):
+        with Lock.of_folder(self.folder, instead="choose another --output"):
             return self._run()
 
     def _run(self) -> tuple[list[Row], list[Failure]]:
@@ -193,26 +193,6 @@ class Sweep:
                 return child.wait(PATIENCE)
             except subprocess.TimeoutExpired:
                 continue
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Holds a folder within this context; the system lets go of it when the process ends.
-
-    Raises:
-        UserError: another process holds it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)  # which no child inherits
-    try:
-        if not _locked(descriptor):
-            raise UserError(
-                f"another sweep is at work in {folder}: wait for its end, or choose another "
-                "--output"
-            )
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _locked(descriptor: int) -> bool:

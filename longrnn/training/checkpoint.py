@@ -9,7 +9,6 @@ with its checksums was damaged after it was written.
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import shutil
@@ -18,11 +17,11 @@ from typing import Any
 
 import torch
 
+from longrnn.checksums import damage, read_checksums, write_checksums
 from longrnn.errors import UserError
-from longrnn.files import sha256, sync_folder, write_atomic
+from longrnn.files import sync_folder, write_atomic
 
 NAME = re.compile(r"checkpoint-(\d{8})")
-CHECKSUMS = "checksums.json"
 # Version of what `training.pt` holds; the first one did not say so.
 FORMAT = 2
 # What `training.pt` must hold, whatever the run.
@@ -45,24 +44,6 @@ def steps(folder: Path) -> int:
 def processes(folder: Path) -> int:
     """How many processes wrote a checkpoint."""
     return len(list(folder.glob("carry-*.pt")))
-
-
-def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, by its checksums; None where it is whole."""
-    try:
-        recorded = json.loads((folder / CHECKSUMS).read_text())
-    except (OSError, ValueError) as error:
-        return f"{CHECKSUMS} cannot be read, {type(error).__name__}"
-    if not isinstance(recorded, dict) or not recorded:
-        return f"{CHECKSUMS} names no files"
-    for name, digest in recorded.items():
-        try:
-            found = sha256(folder / name)
-        except (OSError, ValueError) as error:
-            return f"{name!r} cannot be read, {type(error).__name__}"
-        if found != digest:
-            return f"{name!r} is not what was written"
-    return None
 
 
 def newest_whole(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
@@ -108,8 +89,7 @@ def partial(output_dir: Path, step: int) -> Path:
 def publish(output_dir: Path, step: int) -> None:
     """Renames a written checkpoint into place; see `prune`."""
     beside = partial(output_dir, step)
-    digests = {path.name: sha256(path) for path in sorted(beside.iterdir())}
-    write_atomic(beside / CHECKSUMS, json.dumps(digests, indent=2) + "\n")
+    write_checksums(beside, ("*",), known=read_checksums(beside))
     os.replace(beside, output_dir / f"checkpoint-{step:08d}")
     sync_folder(output_dir)
 

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 from longrnn.config import dump_config, flat
 from longrnn.errors import UserError
 from longrnn.files import leftovers, naming, write_atomic
+from longrnn.locks import FOLDER_LOCK, Lock
 from longrnn.training import checkpoint, nonfinite
 from longrnn.training.config import TrainConfig
 
 # What a run writes into its output folder itself.
 FILES = ("train.yaml", "metrics.jsonl", "config.json", "model.safetensors")
-FILES += ("tokenizer.json", "tokenizer_config.json")
+FILES += ("tokenizer.json", "tokenizer_config.json", "checksums.json")
 # Keys that may change between the parts of one run without changing what it computes so far.
 HARMLESS = {"output_dir", "save_steps", "save_total_limit", "logging_steps", "num_processes"}
 HARMLESS |= {"report_to", "nonfinite"}
@@ -38,18 +39,30 @@ class Found(NamedTuple):
     damaged: dict[Path, str]
 
 
-def find(config: TrainConfig, *, resume: bool, processes: int) -> Found:
-    """Looks at the output folder of a run, and changes nothing.
+def find(config: TrainConfig, lock: Lock, *, resume: bool, processes: int) -> Found:
+    """Locks the output folder of a run and looks at it, without changing what is in it.
 
     Args:
         config: the run; a `tokenizer` or `model` that is not given is that of the folder.
+        lock: of the output folder; it is held when this returns, and not when it raises.
         resume: whether a run of the same configuration may be in the folder.
         processes: how many the run has.
 
     Raises:
-        UserError: the folder holds another run, or one that was not asked to be resumed, one of
-            more steps or of another number of processes, or one whose checkpoints are all damaged.
+        UserError: another process writes into the folder; or it holds another run, or one that was
+            not asked to be resumed, one of more steps or of another number of processes, or one
+            whose checkpoints are all damaged.
     """
+    lock.acquire()
+    try:
+        return _find(config, resume=resume, processes=processes)
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _find(config: TrainConfig, *, resume: bool, processes: int) -> Found:
+    """`find`, in a folder that no other process writes into."""
     output_dir = Path(config.output_dir)
     _check_owner(output_dir, config, resume=resume)
     found, damaged = checkpoint.newest_whole(output_dir)
@@ -101,7 +114,7 @@ def _check_owner(output_dir: Path, config: TrainConfig, *, resume: bool) -> None
                 "another output_dir"
             )
     # A kill during the first write below leaves half a file, which is nobody's.
-    elif output_dir.is_dir() and set(output_dir.iterdir()) - set(leftovers(recorded)):
+    elif set(output_dir.iterdir()) - {*leftovers(recorded), output_dir / FOLDER_LOCK}:
         raise UserError(f"{output_dir} is not empty and holds no run: choose another output_dir")
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import Terminated, UserError
+from longrnn.locks import Lock
 from longrnn.progress import Progress
 from longrnn.state import LMState, reset
 from longrnn.tasks import TASKS, Batch
@@ -67,7 +68,9 @@ class Trainer:
         self.accelerator = build_accelerator(config)
         self.quiet = quiet or not self.accelerator.is_main_process
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        look = partial(find, config, resume=resume, processes=world)
+        # Held by the main process, which alone writes what the run shares, until `train` ends.
+        self.lock = Lock.of_folder(self.output_dir, instead="choose another output_dir")
+        look = partial(find, config, self.lock, resume=resume, processes=world)
         found = on_main(self.accelerator, look)
         config.tokenizer, self.tokenizer = models.tokenizer_of(config, found.checkpoint)
         self.task = TASKS.build(config.task, self.tokenizer)
@@ -114,6 +117,12 @@ class Trainer:
             KeyboardInterrupt: after Ctrl-C, when the step was finished and saved.
             Terminated: likewise after SIGTERM, or where another process was asked to stop.
         """
+        try:
+            return self._train()
+        finally:
+            self.lock.release()
+
+    def _train(self) -> Trained:
         config = self.config
         left = config.max_steps - self.step
         if not self.quiet and (layout := self.source.layout()):

@@ -14,6 +14,7 @@ from longrnn.models.checkpoint import save_model
 from longrnn.results import read_results
 from tests.cli.conftest import CLI
 from tests.cli.test_errors import refused
+from tests.holders import held
 from tests.training.runs import LSTM
 
 FAST = ["--positions", "32,64", "--quiet"]
@@ -106,6 +107,10 @@ def test_diagnose_capacity(cli: CLI, family: list[str], text: list[str], tmp_pat
     assert "T_forget: no fit: 0 of 3 state sizes" in result.out
     assert "T_recall: no fit: 0 of 3 state sizes" in result.out
     assert (folder / "capacity.png").stat().st_size > 10_000
+    with held(folder):
+        refusal = cli("diagnose", "capacity", *family)
+    assert refusal.code == 2
+    assert "is being written by another process" in refusal.err
 
 
 def test_capacity_of_nothing(cli: CLI, models: Path, family: list[str], tmp_path: Path) -> None:

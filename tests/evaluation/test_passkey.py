@@ -22,7 +22,7 @@ from longrnn.evaluation.passkey import (
 from longrnn.evaluation.passkey_grid import Sample
 from longrnn.inference import pieces
 from longrnn.models import LanguageModel
-from longrnn.results import Row, read_results
+from longrnn.results import Row, line_of, read_results
 from longrnn.tasks import Passkey
 from longrnn.tasks.passkey import HEADER
 from longrnn.tasks.passkey_documents import is_held_out
@@ -283,7 +283,9 @@ def test_results_of_another_run_are_refused(
     output = tmp_path / "r.jsonl"
     measure(Oracle(), output=output)
     if "edit" in change:
-        output.write_text(output.read_text().replace(*change["edit"], 1))
+        header, rows = read_results(output)
+        other = json.loads(json.dumps(header).replace(*change["edit"], 1))
+        output.write_text("".join(map(line_of, [other, *rows])))
     before = output.read_bytes()
     with pytest.raises(UserError, match=f"{message}.*choose another output folder"):
         measure(change.get("model", Oracle()), output=output, seed=change.get("seed", 0))

@@ -93,6 +93,20 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert output.read_text() == (tmp_path / "straight.jsonl").read_text()
 
 
+def test_a_row_that_was_removed_is_measured_again(tmp_path: Path) -> None:
+    """The remedy for a damaged line: that sequence alone is asked, and no other one twice."""
+    output = tmp_path / "r.jsonl"
+    straight = measure(Mirror(), output)
+    header, *lines = output.read_text().splitlines(keepends=True)
+    for gone in (3, 4, 17):
+        lines[gone] = ""
+    output.write_text("".join([header, *lines]))
+    model = Mirror()
+    assert measure(model, output) == straight
+    assert model.rows == 3
+    assert sorted(row["index"] for row in read_results(output)[1]) == list(range(20))
+
+
 def test_more_and_fewer_sequences(tmp_path: Path) -> None:
     """A smaller n that returns more rows than asked, or drops the others."""
     output = tmp_path / "r.jsonl"

@@ -25,6 +25,7 @@ from longrnn.sweep.grid import Axes, Point, expand, parse_axes
 from longrnn.sweep.runs import Sweep, _environment, _measured
 from longrnn.sweep.table import differences, markdown, means, parse_baseline, verdict
 from longrnn.training import checkpoint
+from tests.holders import held
 from tests.training.runs import (
     ENVIRONMENT,
     last_checkpoint,
@@ -122,13 +123,12 @@ def test_a_run_that_goes_on_is_asked_anew(tmp_path: Path) -> None:
 
 
 def test_a_folder_has_one_sweep_at_a_time(tmp_path: Path, trained: list[str]) -> None:
-    """Two processes that write checkpoints, scores and results into one folder."""
+    """A second sweep is refused while the first one is at work, and nothing is trained."""
     todo = points(tmp_path, parse_axes(["seed=1"]))
-    other = os.open(tmp_path, os.O_RDONLY)
-    fcntl.flock(other, fcntl.LOCK_EX)
-    with pytest.raises(UserError, match="another sweep is at work in"):
-        Sweep(todo, tmp_path, quiet=True).run()
-    os.close(other)
+    with held(tmp_path):
+        trained.clear()  # the process that holds the lock
+        with pytest.raises(UserError, match="is being written by another process"):
+            Sweep(todo, tmp_path, quiet=True).run()
     assert trained == []
     assert list(tmp_path.iterdir()) == []
 

@@ -1,0 +1,125 @@
+"""What `longrnn info --verify` does: compares files with the checksums recorded for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import typer
+
+from longrnn.errors import UserError
+
+FITS, DAMAGED, MISSING, UNKNOWN = "fits", "damaged", "missing", "no checksum"
+
+
+def print_verified(name: str) -> None:
+    """Prints a line per file.
+
+    Args:
+        name: a file, a folder, or what `load` takes.
+
+    Raises:
+        UserError: a file is damaged or missing, or none has a checksum.
+    """
+    from longrnn.hf.loading import resolve
+
+    root = Path(name) if Path(name).is_file() else resolve(name)
+    found = dict(_verdicts(root))
+    for path, verdict in found.items():
+        typer.echo(f"{verdict:<13}{path}")
+    bad = [str(path) for path, verdict in found.items() if verdict in (DAMAGED, MISSING)]
+    if bad:
+        raise UserError(
+            f"{len(bad)} of {len(found)} files are damaged or missing ({', '.join(bad)}): copy or "
+            "download them again"
+        )
+    if FITS not in found.values():
+        raise UserError(
+            f"no file of {root} has a recorded checksum to compare it with: copy or download it "
+            "again with `hf download`, which records those of the hub"
+        )
+
+
+def _verdicts(root: Path) -> Iterator[tuple[Path, str]]:
+    """Every file of a folder, or a single file, with what is known of it."""
+    from longrnn.checksums import CHECKSUMS
+
+    if not root.is_dir():
+        yield root, _verdict(root)
+        return
+    for path in sorted(root.rglob("*")):
+        inside = path.relative_to(root).parts
+        # Hidden files are locks, half-written files, and the records of the Hub's downloads.
+        if path.is_dir() or any(part.startswith(".") for part in inside):
+            continue
+        if not path.is_file():
+            yield path, MISSING  # a link of the Hub's cache to a file that was deleted
+            continue
+        yield path, _verdict(path)
+        if path.name == CHECKSUMS:
+            for name in _listed(path.parent):
+                if not (path.parent / name).exists():
+                    yield path.parent / name, MISSING
+
+
+def _verdict(path: Path) -> str:
+    from longrnn.checksums import CHECKSUMS, fits
+    from longrnn.corpus import HEADER, Corpus
+    from longrnn.hf.hub import published_digest
+    from longrnn.results import has_checksums, read_results
+
+    if path.name == CHECKSUMS:
+        return FITS if _listed(path.parent) else DAMAGED
+    digest = _listed(path.parent).get(path.name) or published_digest(path)
+    if digest is not None:
+        return FITS if fits(path, digest) else DAMAGED
+    try:
+        if path.name == HEADER:
+            Corpus(path.parent)
+        elif path.suffix == ".jsonl" and has_checksums(path):
+            read_results(path)
+        elif not _carries_its_own(path):
+            return UNKNOWN
+    except UserError as error:
+        typer.echo(f"warning: {error}", err=True)
+        return DAMAGED
+    return FITS
+
+
+def _listed(folder: Path) -> dict[str, str]:
+    """The checksums of a folder's files: of a checkpoint's, or of a corpus's."""
+    from longrnn.checksums import CHECKSUMS, read_checksums
+    from longrnn.corpus import HEADER, Corpus
+
+    try:
+        if (folder / CHECKSUMS).is_file():
+            return read_checksums(folder)
+        if (folder / HEADER).is_file():
+            return Corpus(folder).header.sha256
+    except (ValueError, UserError):
+        return {}  # the verdict of the file that lists them says so
+    return {}
+
+
+def _carries_its_own(path: Path) -> bool:
+    """Whether a file is a state with its own checksum, which then fits.
+
+    Raises:
+        UserError: it does not fit.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    from longrnn import state
+    from longrnn.checksums import verify_sealed
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+    except SafetensorError as error:
+        if path.suffix == ".safetensors":
+            raise UserError(f"{path} is truncated or damaged ({error}): copy it again") from error
+        return False
+    if metadata.get("format") != state.FORMAT:
+        return False
+    verify_sealed(path, metadata)
+    return True

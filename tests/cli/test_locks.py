@@ -1,0 +1,154 @@
+"""Every command that writes refuses to do so while another process writes there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from longrnn.cli.app import app
+from longrnn.config import build_config
+from longrnn.models import RecurrentConfig, RecurrentLM
+from longrnn.models.checkpoint import save_model
+from tests.cli.conftest import CLI
+from tests.cli.test_errors import contents
+from tests.holders import held
+from tests.training.forks import Fork, pair
+from tests.training.runs import MAMBA2, tiny, train, write_config
+
+QUIET = ["--quiet"]
+TEXT = ["--text", "a.txt"]
+OUTPUT = ["--output", "out"]
+TRAINED = ["--train-length", "64"]
+# Arguments of every command that writes a folder `out`, or a file of that name.
+FOLDERS = {
+    "eval passkey": ["{model}", "--lengths", "160", "--depths", "1", "--n", "1", *OUTPUT, *QUIET],
+    "eval reverse": ["{run}", "--n", "2", *OUTPUT, *QUIET],
+    "eval task": ["{run}", "--n", "2", *OUTPUT, *QUIET],
+    "eval perplexity": ["{model}", *TEXT, "--length", "64", *OUTPUT, *QUIET],
+    "compare": ["{model}", "suite.yaml", *OUTPUT, *QUIET],
+    "diagnose states": ["{model}", *TEXT, "--length", "300", *TRAINED, *OUTPUT, *QUIET],
+    "diagnose memory": ["{model}", *TEXT, "--positions", "16", *OUTPUT, *QUIET],
+    "diagnose gradients": ["{run}", "--lengths", "4", "--rows", "1", *OUTPUT, *QUIET],
+    "report": ["{run}", *OUTPUT],
+    "sweep": ["{config}", "seed=1", *OUTPUT, *QUIET],
+    "train": ["{config}", "output_dir=out", *QUIET],
+}
+METHOD = ["--method", "state_norm", "--output", "out.yaml"]
+FILES = {
+    "calibrate": ["{model}", *TEXT, *METHOD, *TRAINED, *QUIET],
+    "data build": ["--out", "out", "a.txt", *QUIET],
+    "convert": ["{model}", "out", "--to", "hf"],
+}
+# lm-eval writes its own results, into new files whose names hold the time.
+OTHERS = {"eval harness"}
+# `tests/cli/test_memory.py` asserts it of this one, which needs a family of models.
+SEPARATE = {"diagnose capacity"}
+WRITES = {"output", "out", "destination"}
+
+
+def commands(group: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Every command of the command line with its full name."""
+    for own, command in group.commands.items():
+        full = f"{name} {own}".strip()
+        if hasattr(command, "commands"):
+            yield from commands(command, full)
+        else:
+            yield full, command
+
+
+def test_no_command_that_writes_is_left_out() -> None:
+    """A new command with an option for its output needs a line above."""
+    found = {
+        name
+        for name, command in commands(typer.main.get_command(app))
+        if WRITES & {parameter.name for parameter in command.params}
+    }
+    assert found | {"train"} | OTHERS == {*FOLDERS, *FILES, *SEPARATE, *OTHERS}
+
+
+@pytest.fixture
+def places(models: Path, tmp_path: Path) -> dict[str, Path]:
+    """Models and files that the commands above name."""
+    (tmp_path / "a.txt").write_text("It was a dark and stormy night. " * 20)
+    (tmp_path / "suite.yaml").write_text(
+        "evaluations:\n- {kind: passkey, lengths: [160], depths: [1.0], n: 1}\n"
+    )
+    mamba = RecurrentLM(build_config(RecurrentConfig, MAMBA2))
+    save_model(mamba, tmp_path / "mamba")
+    config = tiny("reverse", tmp_path / "run", max_steps=2, length={"max": 4})
+    return {
+        "model": tmp_path / "mamba",
+        "run": models / "backwards",
+        "config": write_config(config, tmp_path / "config.yaml"),
+    }
+
+
+@pytest.mark.parametrize("name", [*FOLDERS, *FILES])
+def test_a_command_is_refused_while_another_process_writes_there(
+    name: str, cli: CLI, places: dict[str, Path], tmp_path: Path
+) -> None:
+    """One sentence with the owner and the remedy, exit code 2, and nothing is written."""
+    kind, arguments = ("file", FILES[name]) if name in FILES else ("folder", FOLDERS[name])
+    target = tmp_path / ("out.yaml" if name == "calibrate" else "out")
+    command = [*name.split(), *(argument.format(**places) for argument in arguments)]
+    with held(target, kind) as pid:
+        before = contents(tmp_path)
+        refused = cli(*command)
+        assert refused.code == 2, refused.err
+        last = refused.err.splitlines()[-1]
+        assert f" is being written by another process (process {pid} on " in last
+        assert "wait until it ends, or " in last
+        assert contents(tmp_path) == before
+    done = cli(*command)
+    assert done.code == 0, done.err
+    assert not list(tmp_path.rglob("*.lock"))
+
+
+def test_two_evaluations_of_one_file_do_not_mix(
+    cli: CLI, places: dict[str, Path], tmp_path: Path
+) -> None:
+    """The rows of a results file are locked wherever they are written from, not only here."""
+    command = ["eval", "perplexity", places["model"], *TEXT, "--length", "64", *OUTPUT, *QUIET]
+    with held(tmp_path / "out/results.jsonl", "file"):
+        refused = cli(*command)
+    assert refused.code == 2
+    assert "out/results.jsonl is being written by another process" in refused.err
+
+
+def test_a_run_whose_trainer_is_alive_is_not_resumed(tmp_path: Path) -> None:
+    """A requeued job beside the old one: the old one goes on, and then the folder is free."""
+    output = tmp_path / "run"
+    config = write_config(tiny("carry", output, max_steps=40, save_steps=4), tmp_path / "c.yaml")
+    first = Fork("train", config, "--quiet", folder=tmp_path / "first")
+    assert first.when(lambda: any(output.glob("checkpoint-*")))
+    second = Fork("train", config, "--quiet", "--resume", folder=tmp_path / "second")
+    assert second.end() == 2
+    assert f"{output} is being written by another process (process {first.process.pid} " in (
+        second.err
+    )
+    assert "longrnn train" in second.err
+    assert first.end() == 0, first.err
+    train(tiny("carry", tmp_path / "alone", max_steps=40, save_steps=4))
+    model = "model.safetensors"
+    assert (output / model).read_bytes() == (tmp_path / "alone" / model).read_bytes()
+    assert not list(output.glob(".*"))
+
+
+def test_of_two_processes_of_a_run_only_the_main_one_locks(tmp_path: Path) -> None:
+    """The second process of a launch is no stranger, but a second launch is."""
+    output = tmp_path / "run"
+    config = write_config(
+        tiny("carry", output, num_processes=2, max_steps=40, save_steps=4), tmp_path / "c.yaml"
+    )
+    both = pair("train", config, "--quiet", folder=tmp_path / "first")
+    assert both[0].when(lambda: any(output.glob("checkpoint-*")))
+    others = pair("train", config, "--quiet", "--resume", folder=tmp_path / "second")
+    assert [process.end() for process in others] == [2, 2]
+    for process in others:
+        assert f"process {both[0].process.pid} " in process.err
+    assert [process.end() for process in both] == [0, 0], both[0].err + both[1].err
+    assert not list(output.glob(".*"))

@@ -1,0 +1,97 @@
+"""Results files: what is written is what is read, and damage is named with its line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longrnn.errors import UserError
+from longrnn.results import Results, line_of, read_results
+
+HEADER = {"evaluation": "passkey", "model": "größer"}
+ROWS: list[dict[str, Any]] = [
+    {"index": 0, "said": "71 \u2028", "score": 0.1},
+    {"index": 1, "text_sha256": "a", "score": float("inf")},
+    {"index": 2, "nested": [{"a": None}]},
+    {},
+]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file of a header and four rows."""
+    results = Results(tmp_path / "r.jsonl", HEADER)
+    results.append(ROWS[:1])
+    results.append(ROWS[1:])
+    return tmp_path / "r.jsonl"
+
+
+def test_rows_come_back_without_their_checksums(path: Path) -> None:
+    """Readers see what was measured; every line is JSON for other programs, its checksum last."""
+    assert read_results(path) == (HEADER, ROWS)
+    before = path.read_bytes()
+    assert Results(path, HEADER).rows == ROWS
+    assert path.read_bytes() == before
+    for line in path.read_text().splitlines():
+        *_, last = json.loads(line)
+        assert last == "sha256"
+
+
+def test_every_flipped_bit_is_noticed_and_its_line_named(path: Path) -> None:
+    """In a row, its checksum or a line end. Without its end, the last row is dropped as torn."""
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        line = whole[:place].count(b"\n") + 1
+        for bit in range(8):
+            damaged = bytearray(whole)
+            damaged[place] ^= 1 << bit
+            path.write_bytes(damaged)
+            if place == len(whole) - 1:
+                assert read_results(path) == (HEADER, ROWS[:-1])
+                continue
+            with pytest.raises(UserError) as error:
+                read_results(path)
+            message = str(error.value)
+            assert "\n" not in message
+            assert message.startswith(f"{path}, line {line} is damaged (")
+            remedy = "put the file back from a copy" if line == 1 else "remove this line"
+            assert f": {remedy}" in message
+
+
+def test_the_remedy_works(path: Path) -> None:
+    """Without the line that is named, the file is read again."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[2] = lines[2].replace(b"1", b"3", 1)
+    path.write_bytes(b"".join(lines))
+    with pytest.raises(UserError, match="line 3 is damaged"):
+        Results(path, HEADER)
+    assert path.read_bytes() == b"".join(lines), "nothing is written over a damaged file"
+    path.write_bytes(b"".join([*lines[:2], *lines[3:]]))
+    assert Results(path, HEADER).rows == [ROWS[0], *ROWS[2:]]
+
+
+@pytest.mark.parametrize("cut", range(1, 60))
+def test_a_torn_last_row_is_dropped(path: Path, cut: int) -> None:
+    """Whatever of its last rows a killed process had written, the whole ones before it are read."""
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-cut])
+    kept = whole[:-cut].count(b"\n") - 1
+    assert read_results(path) == (HEADER, ROWS[:kept])
+    assert Results(path, HEADER).rows == ROWS[:kept]
+
+
+def test_files_without_checksums_are_read_and_get_them(path: Path) -> None:
+    """Results of earlier versions go on; a broken line of theirs is named as well."""
+    old = [json.dumps(row) + "\n" for row in [HEADER, ROWS[0], *ROWS[2:]]]
+    path.write_text("".join(old))
+    results = Results(path, HEADER)
+    assert results.rows == [ROWS[0], *ROWS[2:]]
+    results.append(ROWS[1:2])
+    assert path.read_text() == "".join(map(line_of, [HEADER, ROWS[0], *ROWS[2:], ROWS[1]]))
+    old[2] = old[2][5:]
+    path.write_text("".join(old))
+    with pytest.raises(UserError, match="line 3 is damaged .*remove this line"):
+        read_results(path)

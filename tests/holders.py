@@ -1,0 +1,43 @@
+"""Other processes that hold a lock."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+HOLD = """
+import sys
+from pathlib import Path
+from longrnn.locks import Lock
+kind, path = sys.argv[1:]
+lock = getattr(Lock, f"of_{kind}")(Path(path))
+lock.acquire()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def holder(path: Path, kind: str = "folder") -> subprocess.Popen[str]:
+    """A process that holds the lock of a folder or file until its standard input ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, kind, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+@contextmanager
+def held(path: Path, kind: str = "folder") -> Iterator[int]:
+    """Within this context another process, whose id is the value, holds the lock of `path`."""
+    process = holder(path, kind)
+    try:
+        yield process.pid
+    finally:
+        process.communicate()

@@ -1,0 +1,354 @@
+"""Real bit flips over every kind of file that longrnn writes, and checks of what others wrote."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from longrnn import state as states
+from longrnn.checksums import CHECKSUMS, damage, read_checksums
+from longrnn.config import build_config
+from longrnn.errors import UserError
+from longrnn.hf.convert import convert
+from longrnn.hf.loading import embedded, load
+from longrnn.hf.tokenizer import load_tokenizer
+from longrnn.models import RecurrentConfig, RecurrentLM
+from longrnn.models.checkpoint import save_model
+from tests.cli.conftest import CLI, cli
+from tests.training.runs import MAMBA2, last_checkpoint, tiny, train
+
+__all__ = ["cli"]
+
+TRANSFORMER = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+def model() -> RecurrentLM:
+    torch.manual_seed(0)
+    return RecurrentLM(build_config(RecurrentConfig, MAMBA2))
+
+
+def flips(path: Path, n: int) -> Iterator[tuple[int, int]]:
+    """Flips `n` bits of a file, one at a time, spread over all of it; then it is whole again."""
+    whole = path.read_bytes()
+    rng = random.Random(path.name)
+    for part in range(n):
+        low = part * len(whole) // n
+        place, bit = (
+            rng.randrange(low, max(low + 1, (part + 1) * len(whole) // n)),
+            rng.randrange(8),
+        )
+        content = bytearray(whole)
+        content[place] ^= 1 << bit
+        path.write_bytes(content)
+        yield place, bit
+    path.write_bytes(whole)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder of every kind with a model that longrnn writes."""
+    root = tmp_path_factory.mktemp("folders")
+    save_model(model(), root / "ours")
+    for layout in ("native", "hf"):
+        convert(root / "ours", root / layout, to=layout)
+    train(tiny("reverse", root / "run", max_steps=4))
+    changes = {"task": {"kind": "passkey"}, "length": {"max": 180}, "max_steps": 2}
+    train(tiny("passkey", root / "transformer", model={}, transformer=TRANSFORMER, **changes))
+    return {
+        **{name: root / name for name in ("ours", "native", "hf", "run", "transformer")},
+        "checkpoint": last_checkpoint(root / "run"),
+    }
+
+
+KINDS = ("ours", "native", "hf", "run", "transformer", "checkpoint")
+FLIPS = {".safetensors": 40, ".bin": 40, ".json": 12}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loading_notices_every_flipped_bit(
+    kind: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """In weights, configuration and tokenizer; one line that names the folder; whole files load."""
+    folder = tmp_path / kind
+    shutil.copytree(folders[kind], folder)
+    names = [name for name in read_checksums(folder) if Path(name).suffix in FLIPS]
+    assert "config.json" in names
+    assert {"model.safetensors", "pytorch_model.bin"} & {*names}
+    for name in names:
+        for place, bit in flips(folder / name, FLIPS[Path(name).suffix]):
+            with pytest.raises(UserError) as error:
+                load(folder)
+            assert "\n" not in str(error.value), (name, place, bit)
+            assert str(folder) in str(error.value)
+    load(folder)
+
+
+def test_tokenizers_are_verified_without_their_model(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """`tokenizer:` of a configuration reads a folder whose weights nobody loads."""
+    shutil.copytree(folders["hf"], tmp_path / "hf")
+    path = tmp_path / "hf/tokenizer_config.json"
+    path.write_text(path.read_text().replace("\n", " \n", 1))
+    with pytest.raises(UserError, match=r"damaged \('tokenizer_config.json' is not what was"):
+        load_tokenizer(tmp_path / "hf")
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "run"])
+def test_every_file_of_a_run_is_covered(
+    kind: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Of a checkpoint also optimizer and carried states, with which `--resume` goes on."""
+    folder = tmp_path / kind
+    shutil.copytree(folders[kind], folder)
+    listed = read_checksums(folder)
+    if kind == "checkpoint":
+        assert {"training.pt", "carry-0.pt", *listed} == {
+            path.name for path in folder.iterdir() if path.name != CHECKSUMS
+        }
+    for name in listed:
+        for place, bit in flips(folder / name, 60):
+            assert damage(folder) == f"{name!r} is not what was written", (place, bit)
+    assert damage(folder) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_folders_without_checksums_are_read(
+    kind: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """What earlier versions and other programs wrote."""
+    shutil.copytree(folders[kind], tmp_path / kind)
+    (tmp_path / kind / CHECKSUMS).unlink()
+    load(tmp_path / kind)
+
+
+def test_a_file_changed_on_purpose_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    """The message says which file to delete, and then the folder is read."""
+    save_model(model(), tmp_path / "m")
+    weights = load_file(tmp_path / "m/model.safetensors")
+    save_file(
+        {name: value + 1 for name, value in weights.items()}, tmp_path / "m/model.safetensors"
+    )
+    with pytest.raises(UserError) as error:
+        load(tmp_path / "m")
+    assert str(error.value).endswith(
+        "('model.safetensors' is not what was written): copy it again, or, if you changed it on "
+        f"purpose, delete {tmp_path / 'm' / CHECKSUMS}"
+    )
+    (tmp_path / "m" / CHECKSUMS).unlink()
+    load(tmp_path / "m")
+
+
+def test_a_damaged_optimizer_does_not_hold_up_loading_the_model(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Only what is read is verified."""
+    shutil.copytree(folders["checkpoint"], tmp_path / "c")
+    (tmp_path / "c/training.pt").write_bytes(b"")
+    load(tmp_path / "c")
+    assert damage(tmp_path / "c") == "'training.pt' is not what was written"
+
+
+def test_a_state_notices_every_flipped_bit(tmp_path: Path) -> None:
+    """In its tensors, its metadata, and the checksum itself."""
+    network, path = model().eval(), tmp_path / "state"
+    states.save(network(torch.arange(6)[None]).state, path, model=network)
+    whole = states.load(path, network)
+    for place, bit in flips(path, 400):
+        with pytest.raises(UserError) as error:
+            states.load(path, network)
+        assert str(path) in str(error.value), (place, bit)
+        assert "\n" not in str(error.value)
+    again = states.load(path, network)
+    for one, other in zip(states.leaves(whole), states.leaves(again), strict=True):
+        assert torch.equal(one[1], other[1])
+
+
+def test_a_state_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """Its format had no checksum; other programs read both."""
+    network, path = model().eval(), tmp_path / "state"
+    states.save(network.init_state(2), path, model=network)
+    with safe_open(path, framework="pt") as file:
+        metadata = dict(file.metadata())
+    tensors = load_file(path)
+    assert len(metadata.pop("sha256")) == 64
+    save_file(tensors, path, metadata={**metadata, "format": "longrnn-state-1"})
+    assert states.load(path, network).position.tolist() == [0, 0]
+    # The format with checksums without its checksum is not whole.
+    save_file(tensors, path, metadata=metadata)
+    with pytest.raises(UserError, match="is damaged"):
+        states.load(path, network)
+
+
+SAVE = """
+import sys, torch
+from pathlib import Path
+from tests.test_checksums import model
+from longrnn.models.checkpoint import save_model
+one, two = model(), model()
+torch.nn.init.zeros_(two.embedding.weight)
+print("ready", flush=True)
+while True:
+    for each in (one, two):
+        save_model(each, Path(sys.argv[1]))
+"""
+
+
+def test_a_kill_while_a_model_is_replaced_leaves_one_that_loads(tmp_path: Path) -> None:
+    """Checksums of the old files beside new ones would refuse a model that is whole."""
+    save_model(model(), tmp_path / "m")
+    command = [sys.executable, "-c", SAVE, str(tmp_path / "m")]
+    rng = random.Random(0)
+    for _ in range(2):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(rng.uniform(0.01, 0.1))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        load(tmp_path / "m")
+
+
+@pytest.mark.parametrize("name", sorted(embedded()))
+def test_embedded_checkpoints_are_what_was_published(name: str) -> None:
+    """Every file is listed, and none has changed since."""
+    folder = embedded()[name]
+    listed = {path.name for path in folder.iterdir()} - {CHECKSUMS}
+    assert read_checksums(folder).keys() == listed
+    assert damage(folder) is None
+
+
+def hub_cache(root: Path) -> Path:
+    """A model in the layout of the Hub's cache; small files are named by git's SHA-1."""
+    snapshot = root / "models--a--b/snapshots/0123"
+    blobs = root / "models--a--b/blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    save_model(model(), root / "draft")
+    for name, name_of in (("config.json", git_sha1), ("model.safetensors", sha256)):
+        content = (root / "draft" / name).read_bytes()
+        (blobs / name_of(content)).write_bytes(content)
+        (snapshot / name).symlink_to(Path("../../blobs") / name_of(content))
+    return snapshot
+
+
+def local_folder(root: Path) -> Path:
+    """A model as `hf download --local-dir` leaves it."""
+    save_model(model(), root / "m")
+    (root / "m" / CHECKSUMS).unlink()
+    records = root / "m/.cache/huggingface/download"
+    records.mkdir(parents=True)
+    for name, name_of in (("config.json", git_sha1), ("model.safetensors", sha256)):
+        etag = name_of((root / "m" / name).read_bytes())
+        (records / f"{name}.metadata").write_text(f"{'0' * 40}\n{etag}\n1700000000.0\n")
+    return root / "m"
+
+
+def git_sha1(content: bytes) -> str:
+    done = subprocess.run(["git", "hash-object", "--stdin"], input=content, capture_output=True)
+    return done.stdout.decode().strip()
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+@pytest.mark.parametrize("layout", [hub_cache, local_folder])
+def test_verify_compares_downloads_with_what_the_hub_published(
+    layout: Callable[[Path], Path], cli: CLI, tmp_path: Path
+) -> None:
+    """Files of others, which have no checksums of ours; a flipped bit is named, exit code 2."""
+    folder = layout(tmp_path)
+    whole = cli("info", folder, "--verify")
+    assert whole.code == 0, whole.err
+    assert whole.out.splitlines() == [
+        f"fits         {folder}/config.json",
+        f"fits         {folder}/model.safetensors",
+    ]
+    for name in ("config.json", "model.safetensors"):
+        for _ in flips((folder / name).resolve(), 3):
+            result = cli("info", folder, "--verify")
+            assert result.code == 2
+            assert f"damaged      {folder}/{name}" in result.out
+            assert result.err == (
+                f"error: 1 of 2 files are damaged or missing ({folder}/{name}): copy or download "
+                "them again\n"
+            )
+    (folder / "model.safetensors").resolve().unlink()
+    if layout is hub_cache:
+        assert f"missing      {folder}/model.safetensors" in cli("info", folder, "--verify").out
+
+
+def test_verify_without_any_checksum_is_an_error(cli: CLI, tmp_path: Path) -> None:
+    """Nothing was compared, and nothing is said to be right."""
+    save_model(model(), tmp_path / "m")
+    (tmp_path / "m" / CHECKSUMS).unlink()
+    result = cli("info", tmp_path / "m", "--verify")
+    assert result.code == 2
+    assert f"no checksum  {tmp_path}/m/config.json" in result.out
+    assert "has a recorded checksum" in result.err
+    assert "hf download" in result.err
+
+
+def test_verify_knows_every_kind_of_file(
+    cli: CLI, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """A run with its checkpoints, a corpus, a state, results; and damage in each."""
+    shutil.copytree(folders["run"], tmp_path / "run")
+    network = model()
+    states.save(network.init_state(1), tmp_path / "state", model=network)
+    (tmp_path / "a.txt").write_text("Once upon a time. " * 9)
+    assert cli("data", "build", "--out", "corpus", "a.txt", "--quiet").code == 0
+    evaluated = cli("eval", "reverse", "run", "--n", "2", "--output", "out", "--quiet")
+    assert evaluated.code == 0, evaluated.err
+    checkpoint = last_checkpoint(tmp_path / "run").relative_to(tmp_path)
+    for root, name in (
+        ("run", "run/model.safetensors"),
+        ("run", str(checkpoint / "training.pt")),
+        ("corpus", "corpus/tokens.bin"),
+        ("corpus", "corpus/documents.bin"),
+        ("state", "state"),
+        ("out/results.jsonl", "out/results.jsonl"),
+        ("out", "out/results.jsonl"),
+    ):
+        whole = cli("info", root, "--verify")
+        assert whole.code == 0, whole.err
+        assert "damaged" not in whole.out
+        for _ in flips(tmp_path / name, 5):
+            result = cli("info", root, "--verify")
+            if name.endswith(".jsonl") and result.code == 0:
+                continue  # the end of the last row: it is dropped as a torn one
+            assert result.code == 2, (name, result.out)
+            assert "damaged" in result.out or name == "state"
+            assert Path(name).name in result.err
+    (tmp_path / checkpoint / "carry-0.pt").unlink()
+    result = cli("info", "run", "--verify")
+    assert f"missing      {checkpoint}/carry-0.pt" in result.out
+
+
+def test_checksums_are_those_of_other_programs(folders: dict[str, Path]) -> None:
+    """`sha256sum` gives the same digits."""
+    for name, digest in json.loads((folders["hf"] / CHECKSUMS).read_text()).items():
+        done = subprocess.run(["sha256sum", folders["hf"] / name], capture_output=True, text=True)
+        assert done.stdout.split()[0] == digest
