@@ -124,6 +124,7 @@ def test_checkpoints_are_kept_to_the_limit_and_load(tmp_path: Path) -> None:
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [
         *(f"checkpoint-{step:08d}" for step in (6, 8, 10)),
+        "checksums.json",
         "config.json",
         "metrics.jsonl",
         "model.safetensors",
