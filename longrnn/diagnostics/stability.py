@@ -29,6 +29,7 @@ from longrnn.progress import Progress
 from longrnn.state import LMState, detach, leaves, tree_map
 from longrnn.tasks.sequence import Transduction
 from longrnn.training import checkpoint
+from longrnn.units import check_seed
 
 # Inputs whose rows of J are made together: a bound on memory.
 INPUTS = 192
@@ -152,7 +153,7 @@ def along_checkpoints(
     folders = checkpoint.checkpoints(run)
     if not folders:
         raise UserError(f"{run} has no checkpoints: give the output_dir of a training run")
-    inputs = triplets(task, n, length, torch.Generator().manual_seed(seed))
+    inputs = triplets(task, n, length, torch.Generator().manual_seed(check_seed(seed)))
     readings = []
     with Progress("stability", len(folders), unit="inputs", quiet=quiet) as progress:
         for folder in folders:

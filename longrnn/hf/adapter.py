@@ -136,7 +136,7 @@ class HFLanguageModel(nn.Module):
             UserError: ids outside the vocabulary, a state of another model or batch size, or more
                 tokens than `max_length`.
         """
-        check_tokens(tokens, self.vocab_size)
+        tokens = check_tokens(tokens, self.vocab_size)
         if state is None:
             state = self.init_state(len(tokens))
         check_state(state, self.like, len(tokens))

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from longrnn.errors import UserError
+from longrnn.files import one_line
 
 # What loading reads; pickles only where there are no safetensors.
 FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
@@ -32,6 +33,7 @@ def download(name: str, revision: str | None = None) -> Path:
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
+        HFValidationError,
         LocalEntryNotFoundError,
         OfflineModeIsEnabled,
         RepositoryNotFoundError,
@@ -43,6 +45,11 @@ def download(name: str, revision: str | None = None) -> Path:
         if not any(folder.glob("*.safetensors")):
             snapshot_download(name, revision=revision, allow_patterns=PICKLES)
         return folder
+    except HFValidationError as error:
+        raise UserError(
+            f"no folder {name}, and it is not a valid name of a model on the Hugging Face Hub "
+            f"({one_line(error)}): give the path of a folder, or organisation/model"
+        ) from error
     except GatedRepoError as error:
         raise UserError(
             f"{name} wants its terms to be accepted first: do so on the hub and log in with "

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from longrnn.errors import UserError
-from longrnn.files import write_atomic
+from longrnn.files import one_line, write_atomic
 from longrnn.hf.hub import is_hub_name
 from longrnn.hf.layouts import Native
 from longrnn.hf.loading import embedded, read_config, resolve
@@ -118,7 +118,9 @@ def load_tokenizer(name_or_path: str | Path = "bytes") -> Tokenizer:
     config = read_config(path) if (path / "config.json").is_file() else {}
     if config.get("model_type") == "longrnn" and not (path / "tokenizer.json").is_file():
         recorded = read_description(path).get("tokenizer", "bytes")
-        return load_tokenizer(recorded if recorded == "bytes" else path / recorded)
+        if recorded == "bytes":
+            return ByteTokenizer()
+        return _read(_recorded(path, recorded))
     if path.is_dir() and not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(_remedy(path, config))
     if not path.exists():
@@ -128,6 +130,22 @@ def load_tokenizer(name_or_path: str | Path = "bytes") -> Tokenizer:
     tokenizer = _read(path)
     _refuse_unfit(tokenizer, config, path)
     return tokenizer
+
+
+def _recorded(folder: Path, recorded: Any) -> Path:
+    """The file or folder that a checkpoint's `config.json` names as its tokenizer.
+
+    Raises:
+        UserError: it names none that is there.
+    """
+    path = folder / recorded if isinstance(recorded, str) and recorded else None
+    is_file = path is not None and path.is_file()
+    if path is None or not (is_file or any((path / name).is_file() for name in TOKENIZER_FILES)):
+        raise UserError(
+            f"no tokenizer at {folder}: its config.json names {recorded!r}, and a file tokenizer.json "
+            "beside it, or 'bytes', is expected: copy the checkpoint again"
+        )
+    return path
 
 
 def _remedy(folder: Path, config: Mapping[str, Any]) -> str:
@@ -156,8 +174,9 @@ def _read(path: Path) -> HFTokenizer:
         file = folder / "tokenizer.json" if path.is_dir() else path
         return HFTokenizer(PreTrainedTokenizerFast(tokenizer_file=str(file)))
     except Exception as error:  # the tokenizers library raises bare Exception
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path} is no tokenizer ({reason}): download it again") from error
+        raise UserError(
+            f"{path} is not a tokenizer ({one_line(error)}): download it again"
+        ) from error
 
 
 def _refuse_unfit(tokenizer: HFTokenizer, config: Mapping[str, Any], path: Path) -> None:
@@ -172,7 +191,8 @@ def _refuse_unfit(tokenizer: HFTokenizer, config: Mapping[str, Any], path: Path)
     known = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
     if not isinstance(known, int):
         return
-    multiple = int(config.get("pad_vocab_size_multiple") or 1)
+    multiple = config.get("pad_vocab_size_multiple")
+    multiple = multiple if isinstance(multiple, int) and multiple > 0 else 1
     size, ids = -(-known // multiple) * multiple, tokenizer.vocab_size
     if ids > size or size - ids > max(PADDING, size * PADDED):
         raise UserError(

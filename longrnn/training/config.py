@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from longrnn.errors import UserError, nearest
 from longrnn.models.recurrent import RecurrentConfig
 from longrnn.training.initial_states import uses_lanes
+from longrnn.units import check_seed
 
 SAMPLING = ("fixed", "log_uniform")
 TRACKERS = ("none", "tensorboard")
@@ -127,6 +128,7 @@ class TrainConfig:
         for name in positive:
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
+        check_seed(self.seed)
         if self.learning_rate <= 0 or self.max_grad_norm <= 0:
             raise UserError("learning_rate and max_grad_norm must be above 0")
         if self.max_grad_value is not None and not self.max_grad_value > 0:
