@@ -227,8 +227,11 @@ def _check_sizes(folder: Path) -> None:
         with _quietly():
             config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
         text = config.get_text_config(decoder=True)
+        layers = getattr(text, "num_hidden_layers", 1)
+        if layers < 1:
+            raise ValueError(f"num_hidden_layers is {layers}")
         # Each layer has weights with names; each unit of a width has a weight.
-        fits = (text.num_hidden_layers or 0) <= stored // 64 and all(
+        fits = layers <= stored // 64 and all(
             (getattr(text, name, 0) or 0) <= 8 * stored for name in WIDTHS
         )
         if fits:

@@ -142,7 +142,7 @@ def _recorded(folder: Path, recorded: Any) -> Path:
     is_file = path is not None and path.is_file()
     if path is None or not (is_file or any((path / name).is_file() for name in TOKENIZER_FILES)):
         raise UserError(
-            f"no tokenizer at {folder}: its config.json names {recorded!r}, and a file tokenizer.json "
+            f"no tokenizer at {folder}: its config.json names {recorded!r}, and a tokenizer.json "
             "beside it, or 'bytes', is expected: copy the checkpoint again"
         )
     return path

@@ -170,8 +170,8 @@ def _skeleton(config: RecurrentConfig, source: Path, n_weights: int) -> Recurren
     try:
         with torch.device("meta"):
             return RecurrentLM(config)
-    except UserError:
-        raise
+    except UserError as error:
+        raise UserError(f"{source} does not fit its config.json: {error}") from error
     except Exception as error:  # torch raises several kinds for sizes beyond its own
         raise UserError(
             f"no model can be built from the config.json of {source} ({one_line(error)}): copy the "
