@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -16,7 +17,7 @@ NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 def is_hub_name(name: str) -> bool:
     """Whether `name` reads like `organisation/model`, and not like a folder beside one that is."""
-    return NAME.fullmatch(name) is not None and not Path(name).parent.exists()
+    return NAME.fullmatch(name) is not None and not os.path.exists(Path(name).parent)
 
 
 def download(name: str, revision: str | None = None) -> Path:

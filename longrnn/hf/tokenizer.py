@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -113,7 +114,11 @@ def load_tokenizer(name_or_path: str | Path = "bytes") -> Tokenizer:
     if str(name_or_path) == "bytes":
         return ByteTokenizer()
     path = embedded().get(str(name_or_path), Path(name_or_path))
-    if not path.exists() and is_hub_name(str(name_or_path)):
+    if not os.path.exists(path) and not is_hub_name(str(name_or_path)):
+        raise UserError(
+            f"no tokenizer at {name_or_path}: give 'bytes', a tokenizer.json, or a folder with one"
+        )
+    if not os.path.exists(path):
         path = resolve(name_or_path)
     config = read_config(path) if (path / "config.json").is_file() else {}
     if config.get("model_type") == "longrnn" and not (path / "tokenizer.json").is_file():
@@ -123,10 +128,6 @@ def load_tokenizer(name_or_path: str | Path = "bytes") -> Tokenizer:
         return _read(_recorded(path, recorded))
     if path.is_dir() and not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(_remedy(path, config))
-    if not path.exists():
-        raise UserError(
-            f"no tokenizer at {name_or_path}: give 'bytes', a tokenizer.json, or a folder with one"
-        )
     tokenizer = _read(path)
     _refuse_unfit(tokenizer, config, path)
     return tokenizer
@@ -139,8 +140,11 @@ def _recorded(folder: Path, recorded: Any) -> Path:
         UserError: it names none that is there.
     """
     path = folder / recorded if isinstance(recorded, str) and recorded else None
-    is_file = path is not None and path.is_file()
-    if path is None or not (is_file or any((path / name).is_file() for name in TOKENIZER_FILES)):
+    # `Path.is_file` raises for a name that is too long for a file.
+    names = ("", *TOKENIZER_FILES)
+    if path is None or not any(
+        os.path.isfile(os.path.join(path, name) if name else path) for name in names
+    ):
         raise UserError(
             f"no tokenizer at {folder}: its config.json names {recorded!r}, and a tokenizer.json "
             "beside it, or 'bytes', is expected: copy the checkpoint again"
