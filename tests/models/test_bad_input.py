@@ -21,12 +21,11 @@ from longrnn.models import LanguageModel
 from longrnn.models.base import INTEGERS
 from longrnn.training.config import TrainConfig
 from longrnn.units import check_seed
-from tests.contracts.builders import build_mitigated, build_model, random_tokens
+from tests.contracts.builders import build_model, random_tokens
 from tests.hf.foreign import causal
 
 MODELS: dict[str, Callable[[], Any]] = {
     **{kind: lambda kind=kind: build_model(kind) for kind in ("rnn", "lstm", "gru", "mamba2")},
-    "mitigated": lambda: build_mitigated([{"kind": "state_norm", "threshold": 0.5}]),
     "llama": lambda: HFLanguageModel(causal("llama")),
 }
 
