@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from longrnn.errors import UserError
 
 
 def write_atomic(path: Path, content: bytes | memoryview | str) -> None:
@@ -43,6 +46,30 @@ def naming(path: Path) -> Iterator[None]:
         if error.errno is not None and error.filename is None:
             error.filename = str(path)
         raise
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file that holds a mapping.
+
+    Raises:
+        UserError: it is missing, cannot be read, or holds something else.
+    """
+    if not path.is_file():
+        raise UserError(f"{path.parent} is incomplete (it has no {path.name}): copy it again")
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path} is not JSON ({one_line(error)}): copy it again") from error
+    except RecursionError as error:
+        raise UserError(f"{path} is not JSON (nested too deeply): copy it again") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is not a mapping of keys to values: copy it again")
+    return content
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error on one line; its type where it has no message."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def leftovers(path: Path) -> list[Path]:

@@ -26,6 +26,8 @@ S = TypeVar("S")
 
 # What `save` writes, and what versions without a checksum wrote.
 FORMAT, WITHOUT_CHECKSUM = "longrnn-state-2", "longrnn-state-1"
+# More than any sequence has; sums of two positions still fit into int64.
+MOST_TOKENS = 2**53
 
 
 class LMState(NamedTuple):
@@ -208,9 +210,10 @@ def load(path: str | os.PathLike[str], like: Any) -> LMState:
     Raises:
         UserError: no such file, not a state, damaged, or the state of another model.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     from longrnn.checksums import verify_sealed
+    from longrnn.files import one_line
 
     if not Path(path).is_file():
         raise UserError(f"no state file at {path}: give the path that `state.save` wrote")
@@ -218,15 +221,17 @@ def load(path: str | os.PathLike[str], like: Any) -> LMState:
         with safe_open(os.fspath(path), framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise UserError(f"{path} is truncated or no state file ({error}): save it again") from error
+    except Exception as error:  # a SafetensorError, or what torch raises for a dtype it lacks
+        raise UserError(
+            f"{path} is truncated or not a state file ({one_line(error)}): save it again"
+        ) from error
     if metadata.get("format") not in (FORMAT, WITHOUT_CHECKSUM):
         raise UserError(f"{path} holds no state: give a file that `state.save` wrote")
     if metadata["format"] == FORMAT:
         verify_sealed(Path(path), metadata)
     example = like
     if not isinstance(like, LMState):
-        recorded = metadata["fingerprint"]
+        recorded = metadata.get("fingerprint", "")
         if recorded and recorded != like.fingerprint():
             raise UserError(
                 f"{path} is the state of another model (fingerprint {recorded}, this model has "
@@ -246,12 +251,39 @@ def _fill(example: LMState, tensors: dict[str, Tensor], path: str | os.PathLike[
         )
     for name, leaf in expected.items():
         found = tensors[name]
-        same = same_row(leaf.shape[1:], found.shape[1:], name in growing)
+        same = leaf.ndim == found.ndim
+        same = same and same_row(leaf.shape[1:], found.shape[1:], name in growing)
         if not same or leaf.dtype != found.dtype:
             raise UserError(
                 f"{path} is the state of another model ({name} has shape {tuple(found.shape[1:])} "
-                f"{found.dtype} a row, {tuple(leaf.shape[1:])} {leaf.dtype} was expected): "
+                f"{found.dtype} per row, {tuple(leaf.shape[1:])} {leaf.dtype} was expected): "
                 "load the checkpoint that made it"
             )
+    _check_values(tensors, path)
     ordered = iter([tensors[name].to(leaf.device) for name, leaf in leaves(example)])
     return tree_map(lambda _: next(ordered), example)
+
+
+def _check_values(tensors: dict[str, Tensor], path: str | os.PathLike[str]) -> None:
+    """Refuses values that no model gives a state.
+
+    Raises:
+        UserError: leaves of different numbers of rows, numbers that are not finite, or positions
+            that are not counts of tokens.
+    """
+    position = tensors["position"]
+    for name, tensor in tensors.items():
+        if len(tensor) != len(position):
+            raise UserError(
+                f"{path} has {len(position)} rows, and {name} has {len(tensor)}: save it again"
+            )
+        if not torch.isfinite(tensor).all():
+            raise UserError(
+                f"{path} holds values in {name} that are not finite, from which no model can go "
+                "on: save the state of a model whose outputs are finite"
+            )
+    if not ((position >= 0) & (position <= MOST_TOKENS)).all():
+        raise UserError(
+            f"{path} says that {position.tolist()} tokens were read, which is not valid: "
+            "save it again"
+        )

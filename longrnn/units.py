@@ -1,4 +1,4 @@
-"""Lengths as people write them: 256, 4k, 1M (powers of 1024)."""
+"""Lengths as people write them: 256, 4k, 1M (powers of 1024); the range of seeds."""
 
 from __future__ import annotations
 
@@ -20,6 +20,19 @@ def parse_length(text: str) -> int:
     if not 1 <= length < 2**63 or length != int(length):
         raise UserError(f"{text!r} is no length: write tokens such as 256, 4k or 1M")
     return int(length)
+
+
+def check_seed(seed: int) -> int:
+    """`seed`, where every generator of random numbers takes it.
+
+    Raises:
+        UserError: it is not a whole number of 64 bits.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+        raise UserError(
+            f"{seed!r} is not a valid seed: give a whole number from -2**63 to 2**64 - 1"
+        )
+    return seed
 
 
 def parse_lengths(text: str) -> list[int]:

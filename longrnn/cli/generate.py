@@ -37,6 +37,7 @@ def generate(
     from longrnn.inference.reach import refuse_long
     from longrnn.models.generate import stream
     from longrnn.text import read_text
+    from longrnn.units import check_seed
 
     if (prompt is None) == (prompt_file is None):
         raise UserError("give either --prompt or --prompt-file")
@@ -59,7 +60,7 @@ def generate(
         temperature=temperature,
         top_p=top_p,
         stop=[tokenizer.encode(text) for text in stop or []],
-        generator=torch.Generator(target).manual_seed(seed),
+        generator=torch.Generator(target).manual_seed(check_seed(seed)),
     ):
         text = tokenizer.decode(generation.tokens[0])
         if not text.endswith("\ufffd"):  # a character that is still incomplete

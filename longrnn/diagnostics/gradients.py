@@ -29,6 +29,7 @@ from longrnn.state import LMState, leaves
 from longrnn.tasks import Batch, Task
 from longrnn.training.nonfinite import examine
 from longrnn.training.objective import Objective
+from longrnn.units import check_seed
 
 FORMAT = "longrnn-gradients-1"
 LENGTHS = (16, 32, 64)
@@ -151,7 +152,7 @@ def default_lengths(task: Task) -> list[int]:
 
 
 def _draw(task: Task, length: int, settings: Settings) -> Batch:
-    generator = torch.Generator().manual_seed(settings.seed)
+    generator = torch.Generator().manual_seed(check_seed(settings.seed))
     return task.sample(settings.rows, length=length, generator=generator)
 
 
@@ -201,7 +202,7 @@ def jacobians(model: RecurrentLM, tokens: Tensor, settings: Settings) -> Iterato
     time = tokens.shape[1]
     readings = sorted({round(i * (time - 1) / (READINGS - 1)) for i in range(READINGS)})
     for layer, mixer in enumerate(model.mixers):
-        generator = torch.Generator().manual_seed(settings.seed)
+        generator = torch.Generator().manual_seed(check_seed(settings.seed))
         steps = [
             Step(mixer, inputs[layer][:, t : t + 1], states[t].layers[layer]) for t in range(time)
         ]

@@ -25,7 +25,7 @@ from longrnn.mitigations import MITIGATIONS, Mitigated, mitigation
 from longrnn.mitigations.mitigated import check_defined
 from longrnn.models import RecurrentLM
 from longrnn.progress import Progress
-from longrnn.units import format_length
+from longrnn.units import check_seed, format_length
 
 # A head is global where more than this is left of its first token at the end of the training
 # length (arXiv 2504.16053).
@@ -60,6 +60,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Refuses values out of range."""
+        check_seed(self.seed)
         if self.train_length < 2 or self.windows < 1 or self.steps < 1:
             raise UserError("the training length must be at least 2, windows and steps at least 1")
         if self.target_length is not None and self.target_length <= self.train_length:

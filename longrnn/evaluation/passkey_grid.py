@@ -25,7 +25,7 @@ from longrnn.results import Row
 from longrnn.tasks.passkey import Passkey
 from longrnn.tasks.passkey_documents import Needle, draw_needles, keys
 from longrnn.text import Tokenizer, read_text
-from longrnn.units import format_length
+from longrnn.units import check_seed, format_length
 
 # A prompt is short where all but its filler is more than one part in so many of it.
 SHORT = 8
@@ -131,6 +131,7 @@ class Grid(NamedTuple):
 
     def check(self) -> None:
         """Refuses values out of range."""
+        check_seed(self.seed)
         if self.n < 1:
             raise UserError("n and the batch size must be at least 1")
         if bool(self.depths) == bool(self.insert_at):

@@ -1,4 +1,4 @@
-"""The caches of transformers as states that are values, and back.
+"""The caches of Hugging Face models as states that are values, and back.
 
 A cache is an object that a model changes in place. A state keeps its tensors instead: what a layer
 only ever replaces (keys and values grow by concatenation) is handed over as it is, what it writes
@@ -7,13 +7,14 @@ into (convolutions, recurrent states) is copied first.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     DummyLayer,
     DynamicCache,
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -27,6 +28,7 @@ from longrnn.state import History
 # Layers whose tensors are all taken over below.
 KNOWN = (
     DummyLayer,
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -43,73 +45,45 @@ class LayerCache(NamedTuple):
         values: likewise.
         conv: the last inputs of each convolution, `(b, …)`.
         recurrent: each recurrent state, `(b, …)`.
+        selectors: entries `(b, t, d)`, by which sparse attention selects keys.
     """
 
     keys: History | tuple[()] = ()
     values: History | tuple[()] = ()
     conv: tuple[Tensor | tuple[()], ...] = ()
     recurrent: tuple[Tensor | tuple[()], ...] = ()
+    selectors: History | tuple[()] = ()
 
 
-class Carrier(Protocol):
-    """How one kind of model is given what it remembers, by which argument and of which output.
+def keep_cache(cache: Any) -> tuple[LayerCache, ...]:
+    """The layers of a `DynamicCache`, or of one of its subclasses, as values.
 
-    Attributes:
-        name: of the argument, and of the field of the output.
+    Raises:
+        UserError: a layer is of a kind that is not known.
     """
-
-    name: str
-
-    def keep(self, cache: Any) -> tuple[Any, ...]:
-        """The layers of a state, from what a model returned.
-
-        Raises:
-            UserError: it is of a kind that is not known.
-        """
-        ...
-
-    def restore(self, layers: tuple[Any, ...], position: int) -> Any:
-        """What to give to a model so that it goes on from `layers`, all rows after `position`
-        tokens."""
-        ...
+    for layer in cache.layers:
+        if type(layer) not in KNOWN:
+            raise UserError(f"its cache has a {type(layer).__name__}, which cannot be forked")
+        if getattr(layer, "indexer_position_ids", None) is not None:
+            raise UserError(f"its {type(layer).__name__} keeps positions, which cannot be forked")
+    return tuple(_keep(layer) for layer in cache.layers)
 
 
-class DynamicCarrier:
-    """A `DynamicCache`: attention, with sliding windows or without, recurrent layers, or both."""
-
-    def __init__(self, name: str, config: PreTrainedConfig) -> None:
-        self.name, self.config = name, config
-
-    def keep(self, cache: Any) -> tuple[LayerCache, ...]:
-        if type(cache) is not DynamicCache:
-            raise UserError(f"its cache is a {type(cache).__name__}, which cannot be forked")
-        for layer in cache.layers:
-            if type(layer) not in KNOWN:
-                raise UserError(f"its cache has a {type(layer).__name__}, which cannot be forked")
-        return tuple(_keep(layer) for layer in cache.layers)
-
-    def restore(self, layers: tuple[LayerCache, ...], position: int) -> DynamicCache:
-        cache = DynamicCache(config=self.config)
-        # Layers that no configuration announces are made when they are first written.
-        cache.layers += [DynamicLayer() for _ in layers[len(cache.layers) :]]
-        for layer, kept in zip(cache.layers, layers, strict=True):
-            _restore(layer, kept, position)
-        return cache
+def restore_cache(
+    layers: tuple[LayerCache, ...], position: int, config: PreTrainedConfig
+) -> DynamicCache:
+    """A new cache with the content of `layers`, all rows after `position` tokens."""
+    cache = DynamicCache(config=config)
+    fill_cache(cache, layers, position)
+    return cache
 
 
-class TensorCarrier:
-    """A list of tensors with the batch first, into which the model writes: RWKV."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def keep(self, cache: Any) -> tuple[Tensor, ...]:
-        if not isinstance(cache, (list, tuple)) or not all(isinstance(t, Tensor) for t in cache):
-            raise UserError(f"its state is a {type(cache).__name__}, which cannot be forked")
-        return tuple(cache)
-
-    def restore(self, layers: tuple[Tensor, ...], position: int) -> list[Tensor]:
-        return [tensor.clone() for tensor in layers]
+def fill_cache(cache: DynamicCache, layers: tuple[LayerCache, ...], position: int) -> None:
+    """Writes `layers` into an empty cache."""
+    # Layers that no configuration announces are made when they are first written.
+    cache.layers += [DynamicLayer() for _ in layers[len(cache.layers) :]]
+    for layer, kept in zip(cache.layers, layers, strict=True):
+        _restore(layer, kept, position)
 
 
 def _keep(layer: Any) -> LayerCache:
@@ -120,7 +94,9 @@ def _keep(layer: Any) -> LayerCache:
     numbers = range(getattr(layer, "number_of_states", 0))
     conv = tuple(_or_empty(layer.conv_states[i]) for i in numbers)
     recurrent = tuple(_or_empty(layer.recurrent_states[i]) for i in numbers)
-    return LayerCache(keys, values, conv, recurrent)
+    indexed = getattr(layer, "indexer_keys", None)
+    selectors: Any = () if indexed is None else History(indexed)
+    return LayerCache(keys, values, conv, recurrent, selectors)
 
 
 def _or_empty(tensor: Tensor | None) -> Tensor | tuple[()]:
@@ -140,3 +116,6 @@ def _restore(layer: Any, kept: LayerCache, position: int) -> None:
         layer.keys, layer.values = keys, values
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length = position
+    if isinstance(kept.selectors, History) and isinstance(layer, DynamicIndexedLayer):
+        layer.lazy_initialization_indexer(kept.selectors.entries)
+        layer.indexer_keys = kept.selectors.entries

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from longrnn.checksums import MODEL_FILES, PICKLES
 from longrnn.errors import UserError
+from longrnn.files import one_line
 
 # What the Hub calls the content of a file: its SHA-256, or git's SHA-1 where it is small.
 ETAG = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
@@ -16,7 +17,7 @@ NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 def is_hub_name(name: str) -> bool:
     """Whether `name` reads like `organisation/model`, and not like a folder beside one that is."""
-    return NAME.fullmatch(name) is not None and not Path(name).parent.exists()
+    return NAME.fullmatch(name) is not None and not os.path.exists(Path(name).parent)
 
 
 def download(name: str, revision: str | None = None) -> Path:
@@ -33,6 +34,7 @@ def download(name: str, revision: str | None = None) -> Path:
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
+        HFValidationError,
         LocalEntryNotFoundError,
         OfflineModeIsEnabled,
         RepositoryNotFoundError,
@@ -44,6 +46,11 @@ def download(name: str, revision: str | None = None) -> Path:
         if not any(folder.glob("*.safetensors")):
             snapshot_download(name, revision=revision, allow_patterns=[*PICKLES])
         return folder
+    except HFValidationError as error:
+        raise UserError(
+            f"no folder {name}, and it is not a valid name of a model on the Hugging Face Hub "
+            f"({one_line(error)}): give the path of a folder, or organisation/model"
+        ) from error
     except GatedRepoError as error:
         raise UserError(
             f"{name} wants its terms to be accepted first: do so on the hub and log in with "

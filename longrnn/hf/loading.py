@@ -14,16 +14,20 @@ import torch
 
 from longrnn.checksums import damage_of_model, refusal
 from longrnn.errors import UserError, nearest
+from longrnn.files import one_line, read_json
 from longrnn.hf import hub
 from longrnn.hf.layouts import LAYOUTS, Layout, rename
-from longrnn.hf.weights import read_json, read_weights
-from longrnn.models.checkpoint import build_model, cast_weights, load_model
+from longrnn.hf.weights import READERS, read_weights
+from longrnn.models.checkpoint import DTYPES, build_model, cast_weights, load_model
 from longrnn.models.recurrent import RecurrentLM
 
 if TYPE_CHECKING:
     from longrnn.hf.adapter import HFLanguageModel
 
 logger = logging.getLogger(__name__)
+
+# Sizes in a configuration of transformers that are sizes of weights.
+WIDTHS = ("hidden_size", "head_dim", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
 def embedded() -> dict[str, Path]:
@@ -40,6 +44,12 @@ def resolve(name_or_path: str | Path, revision: str | None = None) -> Path:
     """
     name, known = str(name_or_path), embedded()
     path = known.get(name, Path(name_or_path))
+    try:
+        path.exists()
+    except OSError as error:
+        raise UserError(
+            f"{name[:80]!r}… cannot be a checkpoint ({error.strerror}): give a name or a folder"
+        ) from error
     if path.is_dir():
         if revision is not None:
             raise UserError(f"{name} is a local checkpoint and has no revisions: leave it out")
@@ -84,6 +94,10 @@ def load(
     Raises:
         UserError: unknown name, a folder that is incomplete, damaged or of another kind.
     """
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(
+            f"a model cannot be computed in {dtype}: give float16, bfloat16, float32 or float64"
+        )
     folder = resolve(name_or_path, revision)
     # Hashing releases the interpreter's lock: it runs beside the reading and building.
     with ThreadPoolExecutor(1) as pool:
@@ -185,9 +199,10 @@ def _load_transformer(
         if not remedy.startswith("did you mean"):
             remedy = "give one of longrnn, of mamba-ssm (Mamba-2), or of a causal language model"
         raise UserError(
-            f"{folder} holds a model of type {kind!r}, which is no causal language model that the "
-            f"installed transformers knows: {remedy}"
+            f"{folder} holds a model of type {kind!r}, which is not a causal language model that "
+            f"the installed transformers knows: {remedy}"
         )
+    _check_sizes(folder)
     try:
         with _quietly():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -201,8 +216,7 @@ def _load_transformer(
             )
             model, report = loaded
     except Exception as error:  # whatever it raises about a folder that is damaged
-        reason = " ".join(str(error).split())
-        raise UserError(f"{folder} cannot be loaded ({reason}): copy it again") from error
+        raise UserError(f"{folder} cannot be loaded ({one_line(error)}): copy it again") from error
     for name, found, wanted in sorted(report["mismatched_keys"]):
         raise UserError(
             f"{folder} does not fit its config.json: {name} has shape {tuple(found)}, "
@@ -221,6 +235,39 @@ def _load_transformer(
             f"first {unused[0]}: look whether its config.json is of this checkpoint"
         )
     return HFLanguageModel(model, beyond=beyond)
+
+
+def _check_sizes(folder: Path) -> None:
+    """Refuses a `config.json` of a model that the files beside it cannot hold.
+
+    transformers would allocate it before it compares. Weights of one bit each are the smallest.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    suffixes = {Path(name).suffix for name in READERS}
+    stored = sum(path.stat().st_size for path in folder.iterdir() if path.suffix in suffixes)
+    try:
+        with _quietly():
+            config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+        text = config.get_text_config(decoder=True)
+        layers = getattr(text, "num_hidden_layers", 1)
+        if layers < 1:
+            raise ValueError(f"num_hidden_layers is {layers}")
+        # Each layer has weights with names; each unit of a width has a weight.
+        fits = layers <= stored // 64 and all(
+            (getattr(text, name, 0) or 0) <= 8 * stored for name in WIDTHS
+        )
+        if fits:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config)
+            fits = sum(weight.numel() for weight in model.parameters()) <= 8 * stored
+    except Exception as error:  # whatever a configuration raises that is not valid
+        raise UserError(f"{folder} cannot be loaded ({one_line(error)}): copy it again") from error
+    if not fits:
+        raise UserError(
+            f"{folder} cannot be loaded (its config.json describes a model that needs more than "
+            f"the {stored:,} bytes of weights in the folder): copy it again"
+        )
 
 
 @contextmanager

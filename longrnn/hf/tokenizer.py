@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from longrnn.checksums import remove_checksums, verify_folder
 from longrnn.errors import UserError
-from longrnn.files import write_atomic
+from longrnn.files import one_line, write_atomic
 from longrnn.hf.hub import is_hub_name
 from longrnn.hf.layouts import Native
 from longrnn.hf.loading import embedded, read_config, resolve
@@ -115,22 +116,43 @@ def load_tokenizer(name_or_path: str | Path = "bytes") -> Tokenizer:
     if str(name_or_path) == "bytes":
         return ByteTokenizer()
     path = embedded().get(str(name_or_path), Path(name_or_path))
-    if not path.exists() and is_hub_name(str(name_or_path)):
+    if not os.path.exists(path) and not is_hub_name(str(name_or_path)):
+        raise UserError(
+            f"no tokenizer at {name_or_path}: give 'bytes', a tokenizer.json, or a folder with one"
+        )
+    if not os.path.exists(path):
         path = resolve(name_or_path)
     config = read_config(path) if (path / "config.json").is_file() else {}
     if config.get("model_type") == "longrnn" and not (path / "tokenizer.json").is_file():
         recorded = read_description(path).get("tokenizer", "bytes")
-        return load_tokenizer(recorded if recorded == "bytes" else path / recorded)
+        if recorded == "bytes":
+            return ByteTokenizer()
+        return _read(_recorded(path, recorded))
     if path.is_dir() and not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(_remedy(path, config))
-    if not path.exists():
-        raise UserError(
-            f"no tokenizer at {name_or_path}: give 'bytes', a tokenizer.json, or a folder with one"
-        )
     tokenizer = _read(path)
     _refuse_unfit(tokenizer, config, path)
     verify_folder(path if path.is_dir() else path.parent, TOKENIZER_FILES)
     return tokenizer
+
+
+def _recorded(folder: Path, recorded: Any) -> Path:
+    """The file or folder that a checkpoint's `config.json` names as its tokenizer.
+
+    Raises:
+        UserError: it names none that is there.
+    """
+    path = folder / recorded if isinstance(recorded, str) and recorded else None
+    # `Path.is_file` raises for a name that is too long for a file.
+    names = ("", *TOKENIZER_FILES)
+    if path is None or not any(
+        os.path.isfile(os.path.join(path, name) if name else path) for name in names
+    ):
+        raise UserError(
+            f"no tokenizer at {folder}: its config.json names {recorded!r}, and a tokenizer.json "
+            "beside it, or 'bytes', is expected: copy the checkpoint again"
+        )
+    return path
 
 
 def _remedy(folder: Path, config: Mapping[str, Any]) -> str:
@@ -159,8 +181,9 @@ def _read(path: Path) -> HFTokenizer:
         file = folder / "tokenizer.json" if path.is_dir() else path
         return HFTokenizer(PreTrainedTokenizerFast(tokenizer_file=str(file)))
     except Exception as error:  # the tokenizers library raises bare Exception
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path} is no tokenizer ({reason}): download it again") from error
+        raise UserError(
+            f"{path} is not a tokenizer ({one_line(error)}): download it again"
+        ) from error
 
 
 def _refuse_unfit(tokenizer: HFTokenizer, config: Mapping[str, Any], path: Path) -> None:
@@ -171,7 +194,8 @@ def _refuse_unfit(tokenizer: HFTokenizer, config: Mapping[str, Any], path: Path)
     known = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
     if not isinstance(known, int):
         return
-    multiple = int(config.get("pad_vocab_size_multiple") or 1)
+    multiple = config.get("pad_vocab_size_multiple")
+    multiple = multiple if isinstance(multiple, int) and multiple > 0 else 1
     size, ids = -(-known // multiple) * multiple, tokenizer.vocab_size
     if not fits(ids, size):
         raise UserError(

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds a mapping.
-
-    Raises:
-        UserError: it is missing, or something else.
-    """
-    if not path.is_file():
-        raise UserError(f"{path.parent} is incomplete (it has no {path.name}): copy it again")
-    try:
-        content = json.loads(path.read_text())
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path} is not JSON ({error}): copy it again") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is not a mapping of keys to values: copy it again")
-    return content
+from longrnn.files import one_line, read_json
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -45,16 +27,30 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         if (folder / name).is_file():
             return _read(folder / name)
         if index.is_file():
-            parts = read_json(index).get("weight_map")
-            if not isinstance(parts, dict):
-                raise UserError(f"{index} has no weight_map: copy it again")
             tensors: dict[str, Tensor] = {}
-            for part in sorted(set(parts.values())):
-                tensors |= _read(folder / Path(part).name)
+            for part in _parts(index, Path(name).suffix):
+                tensors |= _read(folder / part)
             return tensors
     raise UserError(
         f"{folder} is incomplete (it has none of {', '.join(READERS)}): copy or download it again"
     )
+
+
+def _parts(index: Path, suffix: str) -> list[str]:
+    """The names of the files that an index lists, each a file beside it.
+
+    Raises:
+        UserError: it lists something else.
+    """
+    parts = read_json(index).get("weight_map")
+    if not isinstance(parts, dict):
+        raise UserError(f"{index} has no weight_map of names to files: copy it again")
+    for part in parts.values():
+        if not isinstance(part, str) or Path(part).name != part or Path(part).suffix != suffix:
+            raise UserError(
+                f"{index} names {part!r}, which is not a {suffix} file beside it: copy it again"
+            )
+    return sorted(set(parts.values()))
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -70,13 +66,14 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     Raises:
         UserError: it is damaged.
     """
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
         return load_file(path)
-    except SafetensorError as error:
-        raise UserError(f"{path} is truncated or damaged ({error}): copy it again") from error
+    except Exception as error:  # a SafetensorError, or what torch raises for a dtype it lacks
+        raise UserError(
+            f"{path} is truncated or damaged ({one_line(error)}): copy it again"
+        ) from error
 
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:
@@ -89,16 +86,30 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
             f"{path} is a pickle of more than tensors, which could run code when it is read: "
             "take a safetensors version of the checkpoint"
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{path} is truncated or damaged ({reason}): copy it again") from error
+    except Exception as error:  # a damaged pickle fails in any operation that it names
+        raise UserError(
+            f"{path} is truncated or damaged ({one_line(error)}): copy it again"
+        ) from error
     if not isinstance(content, Mapping) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in content.items()
     ):
         raise UserError(
             f"{path} holds something else than named tensors: give a checkpoint of weights alone"
         )
+    for name, tensor in content.items():
+        if not _is_stored(tensor):
+            raise UserError(
+                f"{path} holds {name} as a sparse, quantized or expanded tensor: give a checkpoint "
+                "of plain tensors"
+            )
     return dict(content)
+
+
+def _is_stored(tensor: Tensor) -> bool:
+    """Whether every entry of a tensor stands in the file: it is as large as it says it is."""
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        return False
+    return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 READERS: dict[str, Callable[[Path], dict[str, Tensor]]] = {

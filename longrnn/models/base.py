@@ -13,6 +13,11 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.state import LMState, PyTree, histories, leaves, same_row
 
+INTEGERS = (
+    *(torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+)
+
 
 class LMOutput(NamedTuple):
     """`logits`: `(b, t, v)`, or fewer rows by `keep`; `state`: after the last token."""
@@ -39,7 +44,7 @@ class LanguageModel(Protocol):
         """Consumes tokens.
 
         Args:
-            tokens: `(b, t)` int64; t = 0 is allowed and changes nothing.
+            tokens: `(b, t)` integers, b >= 1; t = 0 is allowed and changes nothing.
             state: of the same batch; None stands for `init_state`.
             keep: logits for the last `keep` tokens only (0 is allowed); None for all of them.
         """
@@ -50,18 +55,36 @@ class LanguageModel(Protocol):
         ...
 
 
-def check_tokens(tokens: Tensor, vocab_size: int) -> None:
-    """Refuses what is no `(b, t)`, and ids outside the vocabulary, with a `UserError`."""
+def check_tokens(tokens: Tensor, vocab_size: int) -> Tensor:
+    """The ids as int64, from any integer dtype.
+
+    Raises:
+        UserError: they are not integers of shape `(b, t)` with b >= 1, or outside the vocabulary.
+    """
+    if not isinstance(tokens, Tensor):
+        raise UserError(
+            f"tokens must be a tensor of ids, not a {type(tokens).__name__}: "
+            "give torch.tensor(ids), one row per sequence"
+        )
+    if tokens.dtype not in INTEGERS:
+        raise UserError(f"tokens must be integers, not {tokens.dtype}: give the ids as torch.long")
     if tokens.ndim != 2:
-        raise UserError(f"tokens must have shape (batch, time), not {tuple(tokens.shape)}")
+        raise UserError(
+            f"tokens must have shape (batch, time), not {tuple(tokens.shape)}: "
+            "give one row per sequence"
+        )
+    if len(tokens) == 0:
+        raise UserError("the batch has no rows: give at least one sequence")
+    tokens = tokens.long()
     if tokens.numel() == 0:
-        return
+        return tokens
     low, high = (int(bound) for bound in tokens.aminmax())
     if low < 0 or high >= vocab_size:
         raise UserError(
             f"token id {low if low < 0 else high} is outside the vocabulary of {vocab_size}: "
             "use the tokenizer that this model was trained with"
         )
+    return tokens
 
 
 def check_state(state: LMState, like: PyTree, batch_size: int) -> None:
@@ -88,6 +111,11 @@ def check_state(state: LMState, like: PyTree, batch_size: int) -> None:
                 f"{tuple(leaf.shape[1:])} {leaf.dtype} a row, {tuple(wanted.shape)} "
                 f"{wanted.dtype} was expected): start from model.init_state"
             )
+    if state.position.ndim != 1 or state.position.dtype != torch.int64:
+        raise UserError(
+            f"the state's position has shape {tuple(state.position.shape)} {state.position.dtype}, "
+            "and one int64 per row was expected: start from model.init_state"
+        )
     for leaf in (state.position, *given.values()):
         if len(leaf) != batch_size:
             raise UserError(

@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longrnn.checksums import remove_checksums, write_checksums
 from longrnn.config import build_config
 from longrnn.errors import UserError
-from longrnn.files import write_atomic
+from longrnn.files import one_line, read_json, write_atomic
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 
 FORMAT = 1
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def save_model(
@@ -67,12 +68,9 @@ def read_description(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{folder} is no checkpoint (it has no config.json): give a folder with one"
         )
-    try:
-        description = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}): write the checkpoint again") from error
-    if not isinstance(description, dict) or description.get("model_type") != "longrnn":
-        kind = description.get("model_type") if isinstance(description, dict) else None
+    description = read_json(path)
+    if description.get("model_type") != "longrnn":
+        kind = description.get("model_type")
         raise UserError(
             f"{folder} holds a model of type {kind!r}: this version loads checkpoints that longrnn "
             "has trained (model_type 'longrnn')"
@@ -95,7 +93,6 @@ def load_model(folder: Path, *, backend: str = "auto") -> RecurrentLM:
     Raises:
         UserError: a file is missing, truncated, or does not fit.
     """
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     description = read_description(folder)
@@ -107,8 +104,10 @@ def load_model(folder: Path, *, backend: str = "auto") -> RecurrentLM:
         raise UserError(f"{folder} is incomplete (it has no model.safetensors): copy it again")
     try:
         tensors = load_file(path)
-    except SafetensorError as error:
-        raise UserError(f"{path} is truncated or damaged ({error}): copy it again") from error
+    except Exception as error:  # a SafetensorError, or what torch raises for a dtype it lacks
+        raise UserError(
+            f"{path} is truncated or damaged ({one_line(error)}): copy it again"
+        ) from error
     return build_model(config, tensors, source=path, backend=backend)
 
 
@@ -134,11 +133,11 @@ def build_model(
     """
     if backend != "auto":
         config.mixer = {**config.mixer, "backend": backend}
-    with torch.random.fork_rng(devices=[]):  # building a model draws weights that are not kept
-        model = RecurrentLM(config)
-    expected, given = model.state_dict(), dict(tensors)
+    given = dict(tensors)
     if config.tie_embeddings:
         given.setdefault("head.weight", given.get("embedding.weight", torch.empty(0)))
+    model = _skeleton(config, source, len(tensors))
+    expected = model.state_dict()
     for name in sorted(expected.keys() | given.keys()):
         wanted = tuple(expected[name].shape) if name in expected else None
         found = tuple(given[name].shape) if name in given else None
@@ -147,14 +146,18 @@ def build_model(
                 f"{source} does not fit its config.json: {called(name)} has shape {found}, "
                 f"{wanted} was expected"
             )
+    _check_dtypes(model, given, source, called)
     if config.tie_embeddings and not torch.equal(given["head.weight"], given["embedding.weight"]):
         raise UserError(
             f"{source} does not fit its config.json: {called('head.weight')} is not "
             f"{called('embedding.weight')}, to which it is said to be tied"
         )
-    for name, parameter in model.named_parameters():
-        parameter.data = torch.empty_like(parameter, dtype=given[name].dtype)
-    model.load_state_dict(given)
+    # Copies, so that a file that is changed later changes nothing here.
+    copies = {name: given[name].clone(memory_format=torch.contiguous_format) for name in expected}
+    model.load_state_dict(copies, assign=True)
+    model.requires_grad_()
+    if config.tie_embeddings:
+        model.head.weight = model.embedding.weight
     return model.eval()
 
 
@@ -173,3 +176,53 @@ def cast_weights(model: RecurrentLM, dtype: torch.dtype | None) -> RecurrentLM:
     for parameter, value in zip(kept, values, strict=True):
         parameter.data = value.to(torch.promote_types(value.dtype, dtype))
     return model
+
+
+def _skeleton(config: RecurrentConfig, source: Path, n_weights: int) -> RecurrentLM:
+    """A model whose weights are shapes and no memory, whatever sizes a file asks for.
+
+    Raises:
+        UserError: sizes that do not fit, more layers than there are weights, or no tensor could
+            be as large.
+    """
+    if config.n_layers > n_weights:
+        raise UserError(
+            f"{source} does not fit its config.json: it has {n_weights} weights and config.json "
+            f"says n_layers {config.n_layers}"
+        )
+    try:
+        with torch.device("meta"):
+            return RecurrentLM(config)
+    except UserError as error:
+        raise UserError(f"{source} does not fit its config.json: {error}") from error
+    except Exception as error:  # torch raises several kinds for sizes beyond its own
+        raise UserError(
+            f"no model can be built from the config.json of {source} ({one_line(error)}): copy the "
+            "checkpoint again"
+        ) from error
+
+
+def _check_dtypes(
+    model: RecurrentLM, given: Mapping[str, Tensor], source: Path, called: Callable[[str], str]
+) -> None:
+    """Refuses weights that cannot be computed with.
+
+    What is multiplied as a matrix has one dtype; norms, rates and tables may have another, as in
+    the published Mamba-2, whose rates are float32 beside float16 matrices.
+    """
+    for name, tensor in given.items():
+        if tensor.dtype not in DTYPES:
+            raise UserError(
+                f"{source} holds {called(name)} as {tensor.dtype}, and weights must be float16, "
+                "bfloat16, float32 or float64: save the checkpoint in one of these"
+            )
+    first = "embedding.weight"
+    for path, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.Linear, nn.RNNBase)):
+            continue
+        for name, _ in module.named_parameters(prefix=path, recurse=False):
+            if given[name].dtype != given[first].dtype:
+                raise UserError(
+                    f"{source} holds {called(first)} as {given[first].dtype} and {called(name)} as "
+                    f"{given[name].dtype}: save its matrices in one dtype"
+                )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import index
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.models.base import LanguageModel
+from longrnn.models.base import LanguageModel, check_tokens
 from longrnn.state import LMState, reset
 
 
@@ -80,13 +81,15 @@ def stream(
     generator: torch.Generator | None = None,
 ) -> Iterator[Generation]:
     """`generate`, yielding what there is after each token (the first time with no token yet)."""
-    if prompt.ndim != 2 or prompt.shape[1] == 0:
+    prompt = check_tokens(prompt, model.vocab_size)
+    if prompt.shape[1] == 0:
         raise UserError("the prompt is empty: give at least one token")
     if max_new_tokens < 0 or not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
         raise UserError(
-            "max_new_tokens and temperature must be 0 or more and finite, and top_p in (0, 1]"
+            "max_new_tokens and temperature must be 0 or more and finite, and top_p in (0, 1]: "
+            f"they are {max_new_tokens}, {temperature} and {top_p}"
         )
-    stops = [list(sequence) for sequence in stop if len(sequence)]
+    stops = _stops(stop)
     logits, state = model(prompt, state, keep=1)
     rows: list[list[int]] = [[] for _ in range(len(prompt))]
     done = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
@@ -105,16 +108,34 @@ def stream(
             break
 
 
+def _stops(stop: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The sequences of ids that end a row; empty ones end none."""
+    try:
+        return [[index(token) for token in sequence] for sequence in stop if len(sequence)]
+    except TypeError as error:
+        raise UserError(
+            f"stop takes sequences of token ids, not {stop!r}: give for example [[3], [5, 7]]"
+        ) from error
+
+
 def _choose(
     logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None
 ) -> Tensor:
     """One token per row, `(b,)`, from logits `(b, v)`."""
+    likeliest = logits.max(-1, keepdim=True).values
+    if not likeliest.isfinite().all():  # max gives NaN where there is one
+        raise UserError(
+            "the model's logits are not finite: its weights or its state hold NaN or infinite "
+            "values; use a checkpoint and a state that do not"
+        )
     if temperature == 0:
         return logits.argmax(-1)
-    probabilities = torch.softmax(logits.float() / temperature, dim=-1)
+    # The largest becomes 0, so that no temperature, however small, gives 0/0 or inf − inf.
+    scaled = ((logits.float() - likeliest.float()).double() / temperature).float()
+    probabilities = torch.softmax(scaled, dim=-1)
     if top_p < 1:
-        ordered, index = probabilities.sort(dim=-1, descending=True)
+        ordered, order = probabilities.sort(dim=-1, descending=True)
         # The first token always stays: what comes before it sums to zero.
         ordered = ordered.where(ordered.cumsum(-1) - ordered < top_p, 0.0)
-        probabilities = torch.zeros_like(ordered).scatter(-1, index, ordered)
+        probabilities = torch.zeros_like(ordered).scatter(-1, order, ordered)
     return torch.multinomial(probabilities, 1, generator=generator)[:, 0]

@@ -185,7 +185,7 @@ class RecurrentLM(nn.Module):
 
         For a loss that never holds all logits (`longrnn.ops.cross_entropy`).
         """
-        check_tokens(tokens, self.vocab_size)
+        tokens = check_tokens(tokens, self.vocab_size)
         if state is None:
             state = self.init_state(len(tokens), edits)
         like = tuple(mixer.state_like() for mixer in self.mixers)

@@ -34,6 +34,7 @@ from longrnn.progress import Progress
 from longrnn.state import LMState, detach, leaves, tree_map
 from longrnn.tasks.sequence import Condition, Transduction
 from longrnn.training import checkpoint
+from longrnn.units import check_seed
 
 # Inputs whose rows of J are computed together: a bound on memory.
 INPUTS = 192
@@ -189,7 +190,7 @@ def along_checkpoints(
     folders = checkpoint.checkpoints(run)
     if not folders:
         raise UserError(f"{run} has no checkpoints: give the output_dir of a training run")
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(check_seed(seed))
     asked = [
         (condition.name, triplets(task, condition, n, length=length, generator=generator))
         for condition in task.conditions()

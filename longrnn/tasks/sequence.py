@@ -18,6 +18,7 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.tasks.base import UNSCORED, Batch, Task, exact_match
 from longrnn.text import Tokenizer
+from longrnn.units import check_seed
 
 
 class Condition(NamedTuple):
@@ -65,7 +66,7 @@ class SequenceTask(Task):
             raise UserError("random sequences need vocab_size >= 2 and held_out >= 1")
         self.n_tokens, self.query = vocab_size, vocab_size
         self.vocab_size = vocab_size + self.has_query
-        self.n_held_out, self.seed = held_out, seed
+        self.n_held_out, self.seed = held_out, check_seed(seed)
         self._held_out: dict[int, tuple[Tensor, set[bytes]]] = {}
 
     @abstractmethod

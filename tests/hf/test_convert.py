@@ -339,7 +339,7 @@ def test_code_beside_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
     config = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.C", "AutoModel": "evil.M"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="no causal language model that the installed"):
+    with pytest.raises(UserError, match="not a causal language model that the installed"):
         load(tmp_path)
 
 

@@ -178,7 +178,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: reshape(f, lambda t: t.update(extra=torch.zeros(1))),
         "extra has shape",
     ),
-    "no tensors": (lambda f: reshape(f, lambda t: t.clear()), "has shape None"),
+    "no tensors": (lambda f: reshape(f, lambda t: t.clear()), "it has 0 weights and"),
 }
 
 

@@ -90,7 +90,7 @@ def test_what_is_no_tokenizer_is_refused(saved: Path, tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "moved")
     for content in ("{", "{}", "[]"):
         (saved / "tokenizer.json").write_text(content)
-        with pytest.raises(UserError, match="is no tokenizer") as error:
+        with pytest.raises(UserError, match="is not a tokenizer") as error:
             load_tokenizer(saved / "tokenizer.json")
         assert "\n" not in str(error.value)
 

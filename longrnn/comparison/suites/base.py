@@ -19,7 +19,7 @@ from longrnn.intervals import Estimate
 from longrnn.models import LanguageModel
 from longrnn.registry import Registry
 from longrnn.text import Tokenizer
-from longrnn.units import parse_lengths
+from longrnn.units import check_seed, parse_lengths
 
 
 class Contender(NamedTuple):
@@ -90,7 +90,7 @@ class Evaluation(ABC):
     GROWING: ClassVar[tuple[str, ...]] = ("lengths",)
 
     def __init__(self, title: str, seed: int) -> None:
-        self.title, self.seed = title, seed
+        self.title, self.seed = title, check_seed(seed)
         self.texts: list[Path] = []
 
     def check(self, contender: Contender) -> None:

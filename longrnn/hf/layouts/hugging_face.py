@@ -47,6 +47,8 @@ class HuggingFace(Layout):
             whole = Mamba2Config.from_json_file(source)
         except Exception as error:  # its validation raises errors of several kinds
             raise UserError(f"{source} is no Mamba-2 ({_line(error)}): copy it again") from error
+        if whole.num_hidden_layers < 1:
+            raise UserError(f"{source} has num_hidden_layers 0 or less: copy the checkpoint again")
         if whole.hidden_act not in ("silu", "swish"):
             raise UserError(
                 f"{source} has hidden_act {whole.hidden_act!r}, and Mamba-2 here has silu: "

@@ -140,6 +140,6 @@ def _only(config: Mapping[str, Any], key: str, value: Any, source: str, *, defau
 
 def _whole(config: Mapping[str, Any], key: str, source: str, default: int | None = None) -> int:
     value = config.get(key, default)
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UserError(f"{source}, key {key}: a whole number above 0 is wanted, not {value!r}")
     return value

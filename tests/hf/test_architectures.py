@@ -1,0 +1,98 @@
+"""Hugging Face architectures behind the contract of a language model, one after another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from longrnn import state as states
+from longrnn.errors import UserError
+from longrnn.hf.adapter import HFLanguageModel
+from longrnn.state import leaves
+from tests.contracts.builders import assert_near
+from tests.hf.architectures import FEW, MANY, architecture
+from tests.hf.foreign import causal, tokens
+
+TOLERANCE = 1e-5
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in MANY]
+
+
+@pytest.mark.parametrize("kind", [*FEW, *SLOW])
+def test_splits_and_forks_equal_one_call(kind: str) -> None:
+    """Pieces, a fork that is read twice, and rows of different lengths give the logits of one call
+    without a cache; no state is changed by its readers."""
+    theirs = architecture(kind)
+    model, text = HFLanguageModel(theirs), tokens(2, 40, seed=3) % 60
+    with torch.no_grad():
+        whole = theirs(input_ids=text, use_cache=False).logits
+    state, rows = None, []
+    for piece in text.split([7, 1, 15, 17], dim=1):
+        logits, state = model(piece, state)
+        rows.append(logits)
+    assert_near(torch.cat(rows, 1), whole, TOLERANCE)
+
+    short, long = model(text[:1, :9], keep=0).state, model(text[1:, :30], keep=0).state
+    both = states.join([short, long])
+    before = {name: leaf.clone() for name, leaf in leaves(both)}
+    follow = torch.stack([text[0, 9:19], text[1, 30:]])
+    for _ in range(2):
+        logits, _ = model(follow, both)
+        assert_near(logits[0], whole[0, 9:19], TOLERANCE)
+        assert_near(logits[1], whole[1, 30:], TOLERANCE)
+    for name, leaf in leaves(both):
+        assert torch.equal(leaf, before[name]), name
+
+
+@pytest.mark.parametrize("kind", ["bamba", "recurrent_gemma"])
+def test_generation_of_single_tokens_equals_one_call(kind: str) -> None:
+    """Tokens one after another from the very first, which prefill never sees."""
+    theirs = architecture(kind)
+    model, text = HFLanguageModel(theirs), tokens(2, 12, seed=5)
+    with torch.no_grad():
+        whole = theirs(input_ids=text, use_cache=False).logits
+    state, rows = None, []
+    for token in text.split(1, dim=1):
+        logits, state = model(token, state)
+        rows.append(logits)
+    assert_near(torch.cat(rows, 1), whole, TOLERANCE)
+
+
+def test_only_models_that_miscount_are_given_positions() -> None:
+    """Bamba counts from 0 in every call; the others count themselves."""
+    found = {
+        kind: HFLanguageModel(architecture(kind)).gives_positions for kind in ("bamba", "llama")
+    }
+    assert found == {"bamba": True, "llama": False}
+
+
+@pytest.mark.parametrize("kind", ["llama", "mamba"])
+def test_a_model_with_a_head_of_zeros_loads(kind: str) -> None:
+    """Logits that are all zero have no scale to compare with, and equal each other."""
+    theirs = causal(kind, tie_word_embeddings=False)
+    nn.init.zeros_(theirs.get_output_embeddings().weight)
+    logits = HFLanguageModel(theirs)(tokens(2, 9)).logits
+    assert not logits.any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("deepseek_v4", "its cache has a Deepseek.* which cannot be forked"),
+        ("openai-gpt", "it takes no cache"),
+        ("moshi", "read in pieces, its logits differ"),
+    ],
+)
+def test_a_model_that_cannot_be_forked_is_refused_with_the_reason(kind: str, reason: str) -> None:
+    with pytest.raises(UserError, match=f"of type {kind} cannot be evaluated here .*{reason}"):
+        HFLanguageModel(architecture(kind))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named_as_the_reason(value: float) -> None:
+    """Not as a cache that cannot be forked."""
+    theirs = causal("llama")
+    with torch.no_grad():
+        theirs.model.norm.weight[3] = value
+    with pytest.raises(UserError, match="logits that are not finite: its weights hold NaN"):
+        HFLanguageModel(theirs)

@@ -1,0 +1,213 @@
+"""Tokens, states and settings of generation that no model can take: refused in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from longrnn import generate, positions, tasks
+from longrnn import state as states
+from longrnn.errors import UserError
+from longrnn.evaluation.calibrate import Settings
+from longrnn.evaluation.passkey_grid import Grid
+from longrnn.hf.adapter import HFLanguageModel
+from longrnn.models import LanguageModel
+from longrnn.models.base import INTEGERS
+from longrnn.training.config import TrainConfig
+from longrnn.units import check_seed
+from tests.contracts.builders import build_model, random_tokens
+from tests.hf.foreign import causal
+
+MODELS: dict[str, Callable[[], Any]] = {
+    **{kind: lambda kind=kind: build_model(kind) for kind in ("rnn", "lstm", "gru", "mamba2")},
+    "llama": lambda: HFLanguageModel(causal("llama")),
+}
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> LanguageModel:
+    return MODELS[request.param]()
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_ids_of_every_integer_dtype_give_the_same(model: LanguageModel, dtype: torch.dtype) -> None:
+    ids = random_tokens(2, 5)
+    with torch.no_grad():
+        assert torch.equal(model(ids.to(dtype)).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (torch.ones(2, 3), "integers, not torch.float32"),
+        (torch.ones(2, 3, dtype=torch.float16), "integers, not torch.float16"),
+        (torch.ones(2, 3, dtype=torch.bool), "integers, not torch.bool"),
+        (torch.ones(2, 3, dtype=torch.complex64), "integers, not torch.complex64"),
+        (torch.tensor([[]]), "integers, not torch.float32"),
+        (torch.ones(0, 3, dtype=torch.long), "the batch has no rows"),
+        (torch.ones(0, 0, dtype=torch.long), "the batch has no rows"),
+        (torch.tensor(3), "shape"),
+        (torch.tensor([3]), "shape"),
+        ([[1, 2]], "not a list"),
+        ("text", "not a str"),
+        (torch.tensor([[-1]]), "outside the vocabulary"),
+        (torch.tensor([[2**64 - 1]], dtype=torch.uint64), "outside the vocabulary"),
+    ],
+    ids=str,
+)
+def test_what_is_not_a_batch_of_ids_is_refused(
+    model: LanguageModel, tokens: Any, message: str
+) -> None:
+    for call in (lambda: model(tokens), lambda: generate(model, tokens, max_new_tokens=1)):
+        with pytest.raises(UserError, match=message):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"stop": [3]}, "sequences of token ids"),
+        ({"stop": 3}, "sequences of token ids"),
+        ({"stop": "ab"}, "sequences of token ids"),
+        ({"stop": ["ab"]}, "sequences of token ids"),
+        ({"stop": [[1.5]]}, "sequences of token ids"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"top_p": float("nan")}, "top_p"),
+        ({"top_p": 0.0}, "top_p"),
+    ],
+    ids=str,
+)
+def test_settings_of_generation_out_of_range_are_refused(
+    model: LanguageModel, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        generate(model, random_tokens(1, 2), max_new_tokens=2, **settings)
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 5e-324, 1e-7])
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+def test_a_small_temperature_takes_the_likeliest(
+    model: LanguageModel, temperature: float, top_p: float
+) -> None:
+    prompt = random_tokens(2, 3)
+    sampled = generate(model, prompt, max_new_tokens=5, temperature=temperature, top_p=top_p)
+    assert sampled.tokens == generate(model, prompt, max_new_tokens=5).tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_generate_nothing(temperature: float) -> None:
+    model = build_model("lstm")
+    with torch.no_grad():
+        model.head.weight[0, 0] = float("nan")
+    with pytest.raises(UserError, match="logits are not finite"):
+        generate(model, random_tokens(1, 2), max_new_tokens=2, temperature=temperature)
+
+
+def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, str]], Any]) -> None:
+    """Changes tensors and metadata of a state file."""
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = dict(file.metadata())
+    # What a program that edits a file does not know of.
+    metadata = {k: v for k, v in metadata.items() if "sha256" not in k and "checksum" not in k}
+    change(tensors, metadata)
+    save_file(tensors, path, metadata=metadata)
+
+
+def first_real(tensors: dict[str, torch.Tensor]) -> str:
+    return next(name for name, tensor in tensors.items() if tensor.is_floating_point())
+
+
+def fill(value: float) -> Callable[[dict[str, torch.Tensor], dict[str, str]], Any]:
+    return lambda t, m: t[first_real(t)].view(-1)[:1].fill_(value)
+
+
+STATES: dict[str, tuple[Callable[[dict[str, torch.Tensor], dict[str, str]], Any], str]] = {
+    "NaN": (fill(float("nan")), "not finite"),
+    "infinite": (fill(float("inf")), "not finite"),
+    "a negative position": (lambda t, m: t["position"].fill_(-5), "not valid"),
+    "a position beyond counting": (lambda t, m: t["position"].fill_(2**62), "not valid"),
+    "positions of other rows": (
+        lambda t, m: t.update(position=torch.zeros(3, dtype=torch.long)),
+        "rows",
+    ),
+    "a leaf of other rows": (
+        lambda t, m: t.update({first_real(t): torch.cat([t[first_real(t)]] * 2)}),
+        "rows",
+    ),
+    "a position of no axis": (
+        lambda t, m: t.update(position=torch.tensor(3)),
+        "state of another model",
+    ),
+    "a position in floating point": (
+        lambda t, m: t.update(position=t["position"].float()),
+        "state of another model",
+    ),
+    "no position": (lambda t, m: t.pop("position"), "state of another model"),
+}
+
+
+@pytest.mark.parametrize("damage", STATES)
+def test_state_files_with_values_that_no_state_has_are_refused(
+    model: LanguageModel, damage: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "state"
+    with torch.no_grad():
+        states.save(model(random_tokens(2, 9)).state, path)
+    rewrite(path, STATES[damage][0])
+    with pytest.raises(UserError, match=STATES[damage][1]) as error:
+        states.load(path, model)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_state_file_without_a_fingerprint_is_read_by_its_structure(
+    model: LanguageModel, tmp_path: Path
+) -> None:
+    path = tmp_path / "state"
+    with torch.no_grad():
+        states.save(model(random_tokens(2, 9)).state, path, model=model)
+    rewrite(path, lambda t, m: m.pop("fingerprint"))
+    assert states.load(path, model).position.tolist() == [9, 9]
+
+
+def test_a_state_with_a_position_that_is_not_counts_is_refused(model: LanguageModel) -> None:
+    state = model.init_state(2)
+    for position in (torch.zeros(2), torch.zeros(2, 1, dtype=torch.long)):
+        with pytest.raises(UserError, match="position"):
+            model(random_tokens(2, 3), state._replace(position=position))
+
+
+SEEDS: dict[str, Callable[[int], Any]] = {
+    "of training": lambda seed: TrainConfig(seed=seed),
+    "of a grid": lambda seed: Grid([256], 1, depths=[0.5], seed=seed).check(),
+    "of a calibration": lambda seed: Settings(64, seed=seed),
+    "of a table of positions": lambda seed: positions.POSITIONS["random"](8, seed=seed),
+    "of held-out sequences": lambda seed: tasks.TASKS["reverse"](None, seed=seed),
+}
+
+
+@pytest.mark.parametrize("where", SEEDS)
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 10**40])
+def test_seeds_beyond_64_bits_are_refused(where: str, seed: int) -> None:
+    with pytest.raises(UserError, match="is not a valid seed"):
+        SEEDS[where](seed)
+
+
+@pytest.mark.parametrize("seed", [0, 2**64 - 1, -(2**63)])
+def test_seeds_of_64_bits_are_taken(seed: int) -> None:
+    torch.Generator().manual_seed(check_seed(seed))
+
+
+@pytest.mark.parametrize("seed", [True, 1.0, "1", None])
+def test_what_is_not_a_whole_number_is_not_a_seed(seed: Any) -> None:
+    with pytest.raises(UserError, match="is not a valid seed"):
+        check_seed(seed)

@@ -1,0 +1,258 @@
+"""Seeded mutants of every kind of file and of command lines: a clean answer, or one sentence.
+
+Each case changes, removes or inserts bytes of one valid file (or one option), and runs a command in
+this process. It must end with exit code 0, or with exit code 2 and one line on standard error; no
+exception may reach the caller. A flipped byte of a weight may change outputs where a file carries
+no checksum, so outputs are compared only where nothing was changed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from longrnn import load
+from longrnn import state as states
+from longrnn.errors import UserError
+from longrnn.models.checkpoint import save_model
+from tests.cli import conftest
+from tests.cli.conftest import CLI, Outcome
+from tests.contracts.builders import build_model, random_tokens
+from tests.hf.foreign import causal, native, with_bytes
+from tests.training.runs import tiny, write_config
+
+pytestmark = pytest.mark.slow
+
+# What stands in a file where a number or a text stood.
+WORDS = [
+    "null",
+    "-1",
+    "0",
+    "1e400",
+    "2147483648",
+    '""',
+    "[]",
+    "{}",
+    "true",
+    "NaN",
+    '"\\u0000"',
+    "é",
+]
+EXPECTED = (0, 2)
+cli, models = conftest.cli, conftest.models
+
+
+def mutant(content: bytes, rng: random.Random) -> bytes:
+    """`content` with one to three changes of a random kind."""
+    for _ in range(rng.randint(1, 3)):
+        place = rng.randrange(len(content) + 1)
+        kind = rng.randrange(6)
+        if kind == 0:  # one bit
+            content = content[:place] + bytes([rng.randrange(256)]) + content[place + 1 :]
+        elif kind == 1:  # an end that is missing
+            content = content[:place]
+        elif kind == 2:  # a piece that is missing
+            content = content[:place] + content[place + rng.randint(1, 40) :]
+        elif kind == 3:  # a piece that stands twice
+            content = content[:place] + content[max(0, place - rng.randint(1, 40)) :]
+        elif kind == 4:  # bytes from elsewhere
+            content = content[:place] + rng.randbytes(rng.randint(1, 16)) + content[place:]
+        else:  # another value behind a colon
+            colons = [i for i, byte in enumerate(content[:4000]) if byte == ord(":")]
+            if colons:
+                place = rng.choice(colons) + 1
+                ends = [i for i in (content.find(c, place) for c in (b",", b"}", b"\n")) if i > 0]
+                end = min(ends, default=len(content))
+                content = content[:place] + rng.choice(WORDS).encode() + content[end:]
+    return content
+
+
+def assert_clean(result: Outcome, case: str) -> None:
+    """Exit code 0, or 2 and one sentence. Options that typer refuses come with its usage."""
+    assert result.code in EXPECTED, f"{case}: exit code {result.code}: {result.err[-300:]}"
+    assert "Traceback" not in result.err, f"{case}: {result.err[-300:]}"
+    if result.code == 2 and not result.err.startswith("Usage:"):
+        errors = [line for line in result.err.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1, f"{case}: {result.err[-300:]}"
+
+
+class Failures:
+    """Runs every case of a test and reports all that failed, not only the first."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def run(self, case: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except UserError as error:
+            if "\n" in str(error) or not str(error):
+                self.found.append(f"{case}: more than one line: {error}")
+        except (Exception, pytest.fail.Exception) as error:
+            self.found.append(f"{case}: {type(error).__name__}: {str(error)[:200]}")
+
+    def check(self) -> None:
+        assert not self.found, f"{len(self.found)} cases failed:\n" + "\n".join(self.found)
+
+
+@pytest.fixture(scope="module")
+def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder per layout."""
+    root = tmp_path_factory.mktemp("valid")
+    save_model(build_model("mamba2", dtype=torch.float32, vocab_size=256), root / "ours")
+    save_model(build_model("lstm", "random", dtype=torch.float32, vocab_size=256), root / "lstm")
+    native(root / "native")
+    with_bytes(causal("mamba2", vocab_size=256), root / "mamba2")
+    with_bytes(causal("llama", vocab_size=256), root / "llama")
+    return root
+
+
+# Files of each layout, and how many mutants of each.
+CHECKPOINTS = [
+    ("ours", "config.json", 120),
+    ("ours", "model.safetensors", 120),
+    ("lstm", "config.json", 80),
+    ("native", "config.json", 120),
+    ("native", "pytorch_model.bin", 120),
+    ("mamba2", "config.json", 60),
+    ("mamba2", "model.safetensors", 40),
+    ("llama", "config.json", 40),
+    ("llama", "model.safetensors", 40),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("layout", "name", "count"), CHECKPOINTS)
+def test_mutants_of_checkpoints(
+    layout: str, name: str, count: int, valid: Path, tmp_path: Path
+) -> None:
+    folder, failures = tmp_path / layout, Failures()
+    shutil.copytree(valid / layout, folder)
+    content, tokens = (folder / name).read_bytes(), random_tokens(1, 4)
+    expected = load(folder)(tokens).logits
+    for seed in range(count):
+        changed = mutant(content, random.Random(f"{layout}/{name}/{seed}"))
+        (folder / name).write_bytes(changed)
+
+        def call(changed: bytes = changed) -> None:
+            logits = load(folder)(tokens).logits
+            assert changed != content or torch.equal(logits, expected)
+
+        failures.run(f"{layout}/{name}, seed {seed}", call)
+    failures.check()
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "lstm"])
+def test_mutants_of_states(kind: str, tmp_path: Path) -> None:
+    model, failures = build_model(kind, "sinusoidal", dtype=torch.float32), Failures()
+    path, tokens = tmp_path / "state", random_tokens(2, 4)
+    with torch.no_grad():
+        states.save(model(tokens).state, path, model=model)
+    content = path.read_bytes()
+    for seed in range(100):
+        path.write_bytes(mutant(content, random.Random(f"{kind}/{seed}")))
+
+        def call() -> None:
+            state = states.load(path, model)
+            rows = random_tokens(len(state.position), 4)
+            assert model(rows, state).logits.shape[:2] == rows.shape
+
+        failures.run(f"state of {kind}, seed {seed}", call)
+    failures.check()
+
+
+def test_mutants_of_training_configurations(cli: CLI, tmp_path: Path) -> None:
+    """No run is begun: a missing checkpoint to start from ends it after the configuration."""
+    path = write_config(tiny("reverse", tmp_path / "run", max_steps=1), tmp_path / "train.yaml")
+    content, failures = path.read_bytes(), Failures()
+    for seed in range(150):
+        path.write_bytes(mutant(content, random.Random(f"train/{seed}")))
+        case = f"train.yaml, seed {seed}"
+        failures.run(
+            case,
+            lambda case=case: assert_clean(cli("train", path, "init_from=nowhere"), case),
+        )
+    failures.check()
+
+
+def test_mutants_of_results(cli: CLI, models: Path, tmp_path: Path) -> None:
+    """Damaged rows of a passkey evaluation that continues."""
+    command = ["eval", "passkey", models / "text", "--lengths", "160", "--depths", "1"]
+    command += ["--n", "1", "--quiet", "--output", tmp_path / "results"]
+    assert cli(*command).code == 0
+    failures = Failures()
+    path = next((tmp_path / "results").rglob("*.jsonl"))
+    content = path.read_bytes()
+    for seed in range(60):
+        path.write_bytes(mutant(content, random.Random(f"results/{seed}")))
+        case = f"results.jsonl, seed {seed}"
+        failures.run(case, lambda case=case: assert_clean(cli(*command), case))
+    failures.check()
+
+
+VALUES = [
+    *("", " ", "-1", "0", "nan", "inf", "-inf", "1e-40", "1e400", "9" * 30, "null", "true", "[]"),
+    *(
+        "{}",
+        "a,b",
+        ",",
+        "é",
+        "\udcff",
+        "/",
+        "..",
+        "/dev/null",
+        "4k,",
+        "0.5,2",
+        "=",
+        "-",
+        "--",
+        "x y",
+    ),
+]
+OPTIONS: dict[str, list[str]] = {
+    "generate": ["--seed", "--temperature", "--top-p", "--max-new-tokens", "--stop", "--prompt"],
+    "info": [],
+}
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_values_of_options(command: str, cli: CLI, models: Path) -> None:
+    failures = Failures()
+    base = [command, str(models / "text")]
+    if command == "generate":
+        base += ["--prompt", "a", "--max-new-tokens", "1"]
+    for option in OPTIONS[command]:
+        for value in VALUES:
+            if option == "--max-new-tokens" and len(value) > 20:
+                continue  # a number of tokens that is valid, and has no end
+            case = f"{command} {option} {value!r}"
+            failures.run(
+                case,
+                lambda option=option, value=value, case=case: assert_clean(
+                    cli(*base, option, value), case
+                ),
+            )
+    for value in VALUES:
+        case = f"{command} {value!r}"
+        failures.run(case, lambda v=value, case=case: assert_clean(cli(command, v), case))
+    failures.check()
+
+
+def test_mutants_in_a_process_of_their_own(valid: Path, tmp_path: Path) -> None:
+    """What is true in this process is true of the program."""
+    shutil.copytree(valid / "ours", tmp_path / "ours")
+    path = tmp_path / "ours" / "config.json"
+    content = json.dumps(json.loads(path.read_text())).encode()
+    for seed in range(5):
+        path.write_bytes(mutant(content, random.Random(f"process/{seed}")))
+        command = [sys.executable, "-m", "longrnn.cli", "info", str(tmp_path / "ours")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert_clean(Outcome(done.returncode, done.stdout, done.stderr), f"seed {seed}")
