@@ -77,8 +77,8 @@ def test_an_interrupted_build_leaves_nothing(
     before = set(Path().iterdir())
     monkeypatch.setattr(ByteTokenizer, "encode", interrupted)
     done = cli("data", "build", "--out", "corpus", "--quiet", *texts)
-    assert done.code == 2
-    assert done.err == "error: interrupted; corpus was not written, give the command again\n"
+    assert done.code == 130
+    assert done.err == "error: interrupted; corpus was not written: give the command again\n"
     assert set(Path().iterdir()) == before
 
 

@@ -19,8 +19,8 @@ from tests.training.runs import metrics, tiny, write_config
 SHORT = ["--lengths", "160", "--depths", "1", "--n", "1", "--quiet"]
 
 
-def assert_refused(result: Outcome, *pieces: str) -> None:
-    assert result.code == 2
+def assert_refused(result: Outcome, *pieces: str, code: int = 2) -> None:
+    assert result.code == code
     assert result.out == ""
     lines = result.err.splitlines()
     assert len(lines) == 1, result.err
@@ -359,7 +359,7 @@ def test_an_interrupted_evaluation_says_how_to_go_on(
     monkeypatch.setattr(passkey, "answers", interrupted)
     result = cli("eval", "passkey", models / "text", *SHORT, "--output", "with space")
     again = f"longrnn eval passkey {models}/text {' '.join(SHORT)} --output 'with space'"
-    assert_refused(result, "what was finished is kept", f"go on with: {again}")
+    assert_refused(result, "what was finished is kept", f"go on with: {again}", code=130)
 
 
 def test_a_prompt_that_is_no_text(cli: CLI, models: Path) -> None:
