@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_origin, get_type_hints
 
 from longrnn.errors import UserError, nearest
+from longrnn.text import read_mapping, read_text
 
 C = TypeVar("C")
+
+# Where a run records its configuration, and what its commands read there.
+RECORDED = "train.yaml"
+RECORDED_TYPES: dict[str, tuple[type, ...]] = {
+    "task": (dict,),
+    "task.kind": (str,),
+    "length": (dict,),
+    "length.max": (int,),
+    "max_grad_norm": (int, float),
+    "max_grad_value": (int, float),
+}
+TYPE_NAMES = {dict: "a mapping", str: "text", int: "a whole number", float: "a number"}
 
 
 def load_config(kind: type[C], path: str | Path, overrides: Sequence[str] = ()) -> C:
@@ -26,13 +40,16 @@ def load_config(kind: type[C], path: str | Path, overrides: Sequence[str] = ()) 
     from omegaconf import OmegaConf
     from yaml import YAMLError
 
-    if not Path(path).is_file():
-        raise UserError(f"no configuration file {path}: see configs/train/ for ones that run")
+    remedy = "see configs/train/ for ones that run"
+    text, _ = read_text(Path(path), remedy, kind="configuration file")
     try:
-        loaded = OmegaConf.load(path)
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    return build_config(kind, OmegaConf.to_container(loaded), overrides, source=str(path))
+        loaded = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+    except (YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} is not YAML ({reason}): {remedy}") from error
+    except (OSError, TypeError) as error:  # what omegaconf raises for a number, or a key of a list
+        raise UserError(f"{path} must be a mapping of keys to values: {remedy}") from error
+    return build_config(kind, loaded, overrides, source=str(path))
 
 
 def build_config(
@@ -44,7 +61,9 @@ def build_config(
     from yaml import YAMLError
 
     if not isinstance(values, dict):
-        raise UserError(f"{source} must be a mapping of keys to values")
+        raise UserError(
+            f"{source} must be a mapping of keys to values: see configs/train/ for ones that run"
+        )
     for override in overrides:
         if override.find("=") < 1:
             raise UserError(f"override {override!r} is not of the form key=value")
@@ -70,6 +89,30 @@ def dump_config(config: Any) -> str:
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+
+
+def read_recorded(folder: Path) -> dict[str, Any]:
+    """The configuration that a run recorded in its folder; empty where it recorded none.
+
+    Keys of other versions stay. Those that commands read have the right type.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    path, remedy = folder / RECORDED, "put it back from a copy, or remove it"
+    if not path.exists():
+        return {}
+    found = read_mapping(path, remedy)
+    for key, kind in RECORDED_TYPES.items():
+        head, _, rest = key.partition(".")
+        value = found.get(head)
+        if rest and isinstance(value, dict):
+            value = value.get(rest)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+            wanted = " or ".join(TYPE_NAMES[one] for one in kind)
+            raise UserError(f"{path}, key {key!r}: it must be {wanted}, not {value!r}; {remedy}")
+    # A mapping that is null is one that was not given.
+    return {k: v for k, v in found.items() if v is not None or RECORDED_TYPES.get(k) != (dict,)}
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -175,8 +175,8 @@ def _short(error: BaseException) -> str:
 def _open_streams() -> bool:
     """Prepares the standard streams; false where standard output is closed.
 
-    Characters that the encoding of standard output lacks are printed as `\\u2013`, as Python does
-    on standard error. A closed descriptor is filled, so that no file of results gets its number.
+    Characters that the encoding of a stream lacks are printed as `\\u2013`, as Python does on
+    standard error. A closed descriptor is filled, so that no file of results gets its number.
     """
     is_open = sys.stdout is not None
     for descriptor in (0, 1, 2):
@@ -184,9 +184,10 @@ def _open_streams() -> bool:
             os.fstat(descriptor)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    reconfigure = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="backslashreplace")
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
     return is_open
 
 

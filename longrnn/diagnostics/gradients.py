@@ -25,6 +25,7 @@ from longrnn.errors import UserError
 from longrnn.files import write_atomic
 from longrnn.models import RecurrentLM
 from longrnn.progress import Progress
+from longrnn.seeds import seeded
 from longrnn.state import LMState, leaves
 from longrnn.tasks import Batch, Task
 from longrnn.training.nonfinite import examine
@@ -151,7 +152,7 @@ def default_lengths(task: Task) -> list[int]:
 
 
 def _draw(task: Task, length: int, settings: Settings) -> Batch:
-    generator = torch.Generator().manual_seed(settings.seed)
+    generator = seeded(settings.seed)
     return task.sample(settings.rows, length=length, generator=generator)
 
 
@@ -200,7 +201,7 @@ def jacobians(model: RecurrentLM, tokens: Tensor, settings: Settings) -> Iterato
     time = tokens.shape[1]
     readings = sorted({round(i * (time - 1) / (READINGS - 1)) for i in range(READINGS)})
     for layer, mixer in enumerate(model.mixers):
-        generator = torch.Generator().manual_seed(settings.seed)
+        generator = seeded(settings.seed)
         steps = [
             Step(mixer, inputs[layer][:, t : t + 1], states[t].layers[layer]) for t in range(time)
         ]

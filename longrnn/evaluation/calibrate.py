@@ -24,6 +24,7 @@ from longrnn.evaluation.texts import Document
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.models import RecurrentLM
 from longrnn.progress import Progress
+from longrnn.seeds import seeded
 from longrnn.units import format_length
 
 # A head is global where more than this is left of its first token at the end of the training
@@ -207,7 +208,7 @@ def _search(
     target = settings.target()
     windows = _windows(documents, target + 1, settings.windows)
     layers = len(model.mixers)
-    generator = torch.Generator().manual_seed(settings.seed)
+    generator = seeded(settings.seed)
 
     def loss(logs: Tensor) -> float:
         factors = [round(value, 6) for value in logs.exp().tolist()]

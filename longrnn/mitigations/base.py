@@ -22,6 +22,7 @@ from longrnn.models.recurrent import RecurrentLM
 from longrnn.ops.ssd import SSD, ScanInputs
 from longrnn.registry import Registry
 from longrnn.state import PyTree
+from longrnn.text import read_mapping
 
 COLLAPSING = "collapsing"
 
@@ -187,18 +188,10 @@ class Mitigation:
 
     def _collapsing(self, model: RecurrentLM) -> list[list[int]]:
         """The heads that the diagnosis names."""
-        import yaml
-
         path = Path(str(self.diagnosis))
-        if not path.is_file():
-            raise UserError(
-                f"no diagnosis at {path}: make one with `longrnn diagnose states CHECKPOINT`"
-            )
-        try:
-            found = yaml.safe_load(path.read_text())
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise UserError(f"{path} is not YAML: make it again") from error
-        if not isinstance(found, dict) or not _pairs(found.get(COLLAPSING)):
+        remedy = "make one with `longrnn diagnose states CHECKPOINT`"
+        found = read_mapping(path, remedy, kind="diagnosis")
+        if not _pairs(found.get(COLLAPSING)):
             raise UserError(f"{path} is no diagnosis: give the diagnosis.yaml of diagnose states")
         if found.get("fingerprint") not in (None, model.fingerprint()):
             raise UserError(f"{path} is the diagnosis of another model: make one of this model")

@@ -26,6 +26,7 @@ from longrnn.hf.loading import load_recurrent
 from longrnn.intervals import Estimate, mean
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.progress import Progress
+from longrnn.seeds import seeded
 from longrnn.state import LMState, detach, leaves, tree_map
 from longrnn.tasks.sequence import Transduction
 from longrnn.training import checkpoint
@@ -152,7 +153,7 @@ def along_checkpoints(
     folders = checkpoint.checkpoints(run)
     if not folders:
         raise UserError(f"{run} has no checkpoints: give the output_dir of a training run")
-    inputs = triplets(task, n, length, torch.Generator().manual_seed(seed))
+    inputs = triplets(task, n, length, seeded(seed))
     readings = []
     with Progress("stability", len(folders), unit="inputs", quiet=quiet) as progress:
         for folder in folders:

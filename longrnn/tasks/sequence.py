@@ -15,6 +15,7 @@ from rapidfuzz.distance import DamerauLevenshtein
 from torch import Tensor
 
 from longrnn.errors import UserError
+from longrnn.seeds import seeded
 from longrnn.tasks.base import UNSCORED, Batch, Task, exact_match
 from longrnn.text import Tokenizer
 
@@ -125,7 +126,7 @@ class SequenceTask(Task):
                     f"sequences of length {length}: hold out at most half of them, not "
                     f"held_out={self.n_held_out}"
                 )
-            rows = self._draw_held_out(length, torch.Generator().manual_seed(self.seed))
+            rows = self._draw_held_out(length, seeded(self.seed))
             self._held_out[length] = rows, {row.tobytes() for row in rows.numpy()}
         return self._held_out[length]
 

@@ -8,8 +8,9 @@ import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from longrnn.config import dump_config, flat
+from longrnn.config import dump_config, flat, read_recorded
 from longrnn.errors import UserError
 from longrnn.files import leftovers, naming, write_atomic
 from longrnn.training import checkpoint, nonfinite
@@ -48,7 +49,7 @@ def claim(config: TrainConfig, *, resume: bool, processes: int) -> Path | None:
     if found is not None:
         _check_fits(found, config, processes)
     recorded = output_dir / "train.yaml"
-    if found is not None and differences(recorded.read_text(), config, HARMLESS):
+    if found is not None and differences(read_recorded(output_dir), config, HARMLESS):
         _keep_history(output_dir, checkpoint.steps(found))
     write_atomic(recorded, dump_config(config))
     _clean(output_dir)
@@ -68,7 +69,7 @@ def _check_owner(output_dir: Path, config: TrainConfig, *, resume: bool) -> None
     recorded = output_dir / "train.yaml"
     if recorded.is_file():
         allowed = HARMLESS | (REMEDIES if _stopped(output_dir) else set())
-        difference = differences(recorded.read_text(), config, allowed)
+        difference = differences(read_recorded(output_dir), config, allowed)
         if difference:
             raise UserError(
                 f"{output_dir} holds a run with another configuration ({difference}): "
@@ -132,11 +133,9 @@ def _stopped(output_dir: Path) -> bool:
     return max(failed, default=0) > max(saved, default=0)
 
 
-def differences(recorded: str, config: TrainConfig, allowed: set[str]) -> str:
-    """Which keys of a recorded configuration (YAML) differ from a run's, but for `allowed` ones."""
-    import yaml
-
-    before, now = flat(yaml.safe_load(recorded)), flat(asdict(config))
+def differences(recorded: dict[str, Any], config: TrainConfig, allowed: set[str]) -> str:
+    """Which keys of a recorded configuration differ from a run's, but for `allowed` ones."""
+    before, now = flat(recorded), flat(asdict(config))
     keys = [k for k in {**before, **now} if before.get(k) != now.get(k)]
     # Every schedule but `constant` has another learning rate at every step of a longer run.
     length = {"max_steps"} if config.lr_scheduler_type == "constant" else set()

@@ -6,6 +6,7 @@ A suite is a list of evaluations, each `{kind: …, option: value, …}`. A kind
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -178,7 +179,8 @@ def read_suite(name_or_path: str) -> Suite:
 
 def _find(name_or_path: str) -> Path:
     path = Path(name_or_path)
-    if path.suffix in (".yaml", ".yml") or path.is_file():
+    # `Path.is_file` fails at names that are too long for a file.
+    if path.suffix in (".yaml", ".yml") or os.path.isfile(path):
         if not path.is_file():
             raise UserError(f"no suite {path}: give a YAML file, or a name: {', '.join(_names())}")
         return path
