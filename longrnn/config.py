@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast, get_origin, get_type_hints
 
 from longrnn.errors import UserError, nearest
-from longrnn.text import read_mapping, read_text
+from longrnn.text import read_mapping, read_regular
 
 C = TypeVar("C")
 
@@ -41,15 +41,20 @@ def load_config(kind: type[C], path: str | Path, overrides: Sequence[str] = ()) 
     from yaml import YAMLError
 
     remedy = "see configs/train/ for ones that run"
-    text, _ = read_text(Path(path), remedy, kind="configuration file")
+    content = read_regular(Path(path), remedy, kind="configuration file")
     try:
-        loaded = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
-    except (YAMLError, ValueError, RecursionError) as error:
+        loaded = OmegaConf.to_container(OmegaConf.load(io.StringIO(content.decode())))
+    except (YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, a bad date
         reason = " ".join(str(error).split())
         raise UserError(f"{path} is not YAML ({reason}): {remedy}") from error
     except (OSError, TypeError) as error:  # what omegaconf raises for a number, or a key of a list
-        raise UserError(f"{path} must be a mapping of keys to values: {remedy}") from error
-    return build_config(kind, loaded, overrides, source=str(path))
+        raise UserError(
+            f"{path} cannot be read as a mapping of keys to values ({error}): {remedy}"
+        ) from error
+    config = build_config(kind, loaded, overrides, source=str(path))
+    if not loaded:
+        raise UserError(f"{path} is empty: write at least one key, as in configs/train/")
+    return config
 
 
 def build_config(
@@ -66,7 +71,7 @@ def build_config(
         )
     for override in overrides:
         if override.find("=") < 1:
-            raise UserError(f"override {override!r} is not of the form key=value")
+            raise UserError(f"override {override!r} is not of the form key=value: write it so")
     try:
         dotted: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
         _check_keys(kind, values, source)
@@ -79,9 +84,12 @@ def build_config(
         return cast(C, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"{source}, key {error.full_key!r}: {reason}") from error
+        raise UserError(
+            f"{source}, key {error.full_key!r}: {reason}; write a value of the right type"
+        ) from error
     except YAMLError as error:
-        raise UserError(f"an override is not YAML: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split())
+        raise UserError(f"an override is not YAML ({reason}): write its value in quotes") from error
 
 
 def dump_config(config: Any) -> str:
@@ -143,11 +151,16 @@ def _check_keys(kind: Any, values: Any, source: str, prefix: str = "") -> None:
     """
     key = prefix.removesuffix(".")
     if get_origin(kind) is list and isinstance(values, dict):
-        raise UserError(f"{source}, key {key!r}: it takes a list, not {values!r}")
+        raise UserError(
+            f"{source}, key {key!r}: it takes a list, not {values!r}; write [value, value]"
+        )
     if not (is_dataclass(kind) or get_origin(kind) is dict):
         return
     if not isinstance(values, dict):
-        raise UserError(f"{source}, key {key!r}: it takes a mapping of keys, not {values!r}")
+        raise UserError(
+            f"{source}, key {key!r}: it takes a mapping of keys, not {values!r}; "
+            "write {name: value}"
+        )
     if not is_dataclass(kind):
         return
     hints = get_type_hints(kind)
@@ -155,7 +168,7 @@ def _check_keys(kind: Any, values: Any, source: str, prefix: str = "") -> None:
     former: dict[str, str] = getattr(kind, "FORMER", {})
     for key, value in values.items():
         if key in former:
-            raise UserError(f"{source}: key {prefix}{key} is gone: {former[key]}")
+            raise UserError(f"{source}: key {prefix}{key} was replaced: {former[key]}")
         if key not in known:
             raise UserError(f"{source}: unknown key {prefix}{key}: {nearest(str(key), known)}")
         _check_keys(hints[key], value, source, f"{prefix}{key}.")

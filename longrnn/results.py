@@ -68,5 +68,5 @@ def read_results(path: Path) -> tuple[Row, list[Row]]:
         if not all(isinstance(row, dict) for row in (header, *rows)):
             raise ValueError("a line is not a JSON object")
     except ValueError as error:
-        raise UserError(f"{path} is no results file ({error}): choose another folder") from error
+        raise UserError(f"{path} is not a results file ({error}): choose another folder") from error
     return header, rows

@@ -88,17 +88,17 @@ def read_regular(path: Path, remedy: str, *, kind: str = "file") -> bytes:
     """
     try:
         mode = path.stat().st_mode
-        if stat.S_ISDIR(mode):
-            raise UserError(f"{path} cannot be read (it is a folder): {remedy}")
-        if not stat.S_ISREG(mode):
-            raise UserError(f"{path} cannot be read (it is a device, a pipe or a socket): {remedy}")
-        return path.read_bytes()
+        data = path.read_bytes() if stat.S_ISREG(mode) else None
     except FileNotFoundError as error:
         raise UserError(f"no {kind} {path}: {remedy}") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): {remedy}") from error
     except ValueError as error:  # a name that no file can have, such as one with a NUL
         raise UserError(f"{str(path)!r} cannot be the name of a file: {remedy}") from error
+    if data is None:
+        what = "folder" if stat.S_ISDIR(mode) else "device, a pipe or a socket"
+        raise UserError(f"{path} cannot be read (it is a {what}): {remedy}")
+    return data
 
 
 def read_mapping(path: Path, remedy: str, *, kind: str = "file") -> dict[str, Any]:

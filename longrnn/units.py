@@ -18,7 +18,7 @@ def parse_length(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text.strip())
     length = float(match[1]) * UNITS[match[2].lower()] if match else 0.0
     if not 1 <= length < 2**63 or length != int(length):
-        raise UserError(f"{text!r} is no length: write tokens such as 256, 4k or 1M")
+        raise UserError(f"{text!r} is not a valid length: write tokens such as 256, 4k or 1M")
     return int(length)
 
 

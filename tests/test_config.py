@@ -50,9 +50,13 @@ def test_values_and_overrides(tmp_path: Path) -> None:
     assert type(config.free["deep"]) is dict
 
 
-def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
-    """A crash on a file of comments alone."""
-    assert load_config(Outer, write(tmp_path, "# nothing\n")) == Outer()
+@pytest.mark.parametrize("text", ["", "# nothing\n", "{}", "---\n"])
+def test_an_empty_file_is_refused(text: str, tmp_path: Path) -> None:
+    """A run of nothing but defaults is never what a file that was cut off meant."""
+    with pytest.raises(UserError, match=r"config.yaml is empty: write at least one key"):
+        load_config(Outer, write(tmp_path, text))
+    with pytest.raises(UserError, match="is empty"):
+        load_config(Outer, write(tmp_path, text), ["steps=3"])
 
 
 @pytest.mark.parametrize("how", ["file", "override"])
@@ -63,7 +67,7 @@ def test_an_empty_mapping_is_no_default(tmp_path: Path, how: str) -> None:
     nested = load_config(TrainConfig, write(tmp_path, "model: {mixer: {}}"), ["seed=1"])
     assert nested.model.mixer == {}
     assert nested.task == {"kind": "passkey"}
-    added = load_config(TrainConfig, write(tmp_path, ""), ["task.max_segments=3"])
+    added = load_config(TrainConfig, write(tmp_path, "seed: 1"), ["task.max_segments=3"])
     assert added.task == {"kind": "passkey", "max_segments": 3}
 
 
@@ -104,6 +108,7 @@ def test_the_configurations_of_the_repository(path: Path, tmp_path: Path) -> Non
         ("", ["steps.a=1"], "key 'steps'"),
         ("label: ${nowhere}", [], "nowhere"),
         ("- a\n- b", [], "must be a mapping"),
+        ("3", [], "cannot be read as a mapping"),
         ("just words", [], "unknown key just words"),
         ("a: [1", [], "is not YAML"),
         ("a: b: c", [], "is not YAML"),
@@ -123,7 +128,7 @@ def test_a_file_that_is_missing_or_no_text(tmp_path: Path) -> None:
     """A traceback for a wrong path."""
     with pytest.raises(UserError, match="no configuration file .*configs/train"):
         load_config(Outer, tmp_path / "none.yaml")
-    with pytest.raises(UserError, match="no configuration file"):
+    with pytest.raises(UserError, match=r"cannot be read .*configs/train"):
         load_config(Outer, tmp_path)
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00\x80")
     with pytest.raises(UserError, match="is not YAML"):

@@ -176,7 +176,9 @@ def _task(task: str | None, text: list[Path] | None, first: Source) -> dict[str,
     if isinstance(described, str):
         return {"kind": described}
     if not isinstance(described, dict):
-        raise UserError(f"{task!r} is no task: write a name, or '{{kind: NAME, option: value}}'")
+        raise UserError(
+            f"{task!r} is not a valid task: write a name, or '{{kind: NAME, option: value}}'"
+        )
     return described
 
 
@@ -187,7 +189,9 @@ def _subjects(
 
     for name, limit in (("norm", max_grad_norm), ("value", max_grad_value)):
         if limit is not None and not limit > 0:
-            raise UserError(f"--max-grad-{name} must be above 0, not {limit}")
+            raise UserError(
+                f"--max-grad-{name} must be above 0, not {limit}: give a positive number"
+            )
     found = []
     for source in opened:
         like = Subject(source.name, source.model)

@@ -118,7 +118,7 @@ def _memory(device: str) -> tuple[int, int]:
         return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
     if not status.is_file():
-        raise UserError("memory is measured on Linux and on CUDA alone")
+        raise UserError("memory can be measured only on Linux and on CUDA: use one of them")
     # Not `ru_maxrss`, which begins at what the parent held.
     lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
     now, most = (int(lines[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))

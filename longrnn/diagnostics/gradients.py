@@ -104,7 +104,9 @@ def diagnose(
             cannot make, settings out of range.
     """
     if min(settings.rows, settings.exponents) < 1 or not settings.lengths:
-        raise UserError("rows, exponents and the number of lengths must be at least 1")
+        raise UserError(
+            "rows, exponents and the number of lengths must be at least 1: give positive numbers"
+        )
     for subject in subjects:
         check(subject.model, task)
     batches = {length: _draw(task, length, settings) for length in settings.lengths}

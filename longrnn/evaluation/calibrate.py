@@ -61,17 +61,19 @@ class Settings:
     def __post_init__(self) -> None:
         """Refuses values out of range."""
         if self.train_length < 2 or self.windows < 1 or self.steps < 1:
-            raise UserError("the training length must be at least 2, windows and steps at least 1")
+            raise UserError(
+                "the training length must be at least 2, windows and steps at least 1: raise them"
+            )
         if self.target_length is not None and self.target_length <= self.train_length:
             raise UserError(
                 f"the target length {format_length(self.target_length)} must be above the "
-                f"training length {format_length(self.train_length)}"
+                f"training length {format_length(self.train_length)}: give a greater one"
             )
         if not 0 < self.margin < math.inf:
-            raise UserError(f"margin must be above 0, not {self.margin}")
+            raise UserError(f"margin must be above 0, not {self.margin}: give a positive number")
         for name, value in (("quantile", self.quantile), ("share", self.share)):
             if value is not None and not 0 < value <= 1:
-                raise UserError(f"{name} must be in (0, 1], not {value}")
+                raise UserError(f"{name} must be in (0, 1], not {value}: give a share such as 0.5")
 
     def target(self) -> int:
         """The target length.
@@ -80,7 +82,9 @@ class Settings:
             UserError: none was given.
         """
         if self.target_length is None:
-            raise UserError("this method needs --target-length, the length that shall work")
+            raise UserError(
+                "this method needs the length that the model should reach: give --target-length"
+            )
         return self.target_length
 
 
@@ -146,7 +150,8 @@ def _token_filter(
     if all(theta is None for layer in thresholds for theta in layer):
         raise UserError(
             f"no head keeps more than {GLOBAL} of its first token over "
-            f"{format_length(settings.train_length)} tokens: there is nothing to filter"
+            f"{format_length(settings.train_length)} tokens, so there is nothing to filter: use "
+            "another method"
         )
     return {"kind": "token_filter", "threshold": thresholds}
 

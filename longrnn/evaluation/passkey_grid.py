@@ -132,11 +132,13 @@ class Grid(NamedTuple):
     def check(self) -> None:
         """Refuses values out of range."""
         if self.n < 1:
-            raise UserError("n and the batch size must be at least 1")
+            raise UserError("n and the batch size must be at least 1: give positive numbers")
         if bool(self.depths) == bool(self.insert_at):
             raise UserError("a grid has depths or insertion points: give one of the two")
         if not all(0 <= depth <= 1 for depth in self.depths):
-            raise UserError("depths lie between 0 (the start of the filler) and 1 (its end)")
+            raise UserError(
+                "depths lie between 0 (the start of the filler) and 1 (its end): give such numbers"
+            )
         if min(self.insert_at, default=0) < 0:
             raise UserError("insertion points count tokens of filler: give 0 or more")
         if self.insert_at and self.n_keys > 1:

@@ -53,7 +53,9 @@ class LanguageModel(Protocol):
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:
     """Refuses what is no `(b, t)`, and ids outside the vocabulary, with a `UserError`."""
     if tokens.ndim != 2:
-        raise UserError(f"tokens must have shape (batch, time), not {tuple(tokens.shape)}")
+        raise UserError(
+            f"tokens must have shape (batch, time), not {tuple(tokens.shape)}: add or drop an axis"
+        )
     if tokens.numel() == 0:
         return
     low, high = (int(bound) for bound in tokens.aminmax())

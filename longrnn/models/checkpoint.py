@@ -59,7 +59,7 @@ def read_description(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(
-            f"{folder} is no checkpoint (it has no config.json): give a folder with one"
+            f"{folder} is not a checkpoint folder (it has no config.json): give a folder with one"
         )
     try:
         description = json.loads(path.read_text())
@@ -68,8 +68,8 @@ def read_description(folder: Path) -> dict[str, Any]:
     if not isinstance(description, dict) or description.get("model_type") != "longrnn":
         kind = description.get("model_type") if isinstance(description, dict) else None
         raise UserError(
-            f"{folder} holds a model of type {kind!r}: this version loads checkpoints that longrnn "
-            "has trained (model_type 'longrnn')"
+            f"{folder} holds a model of type {kind!r}: give a checkpoint that longrnn has "
+            "trained (model_type 'longrnn')"
         )
     if description.get("format") != FORMAT:
         raise UserError(
@@ -139,12 +139,12 @@ def build_model(
         if wanted != found:
             raise UserError(
                 f"{source} does not fit its config.json: {called(name)} has shape {found}, "
-                f"{wanted} was expected"
+                f"{wanted} was expected; copy both files again"
             )
     if config.tie_embeddings and not torch.equal(given["head.weight"], given["embedding.weight"]):
         raise UserError(
             f"{source} does not fit its config.json: {called('head.weight')} is not "
-            f"{called('embedding.weight')}, to which it is said to be tied"
+            f"{called('embedding.weight')}, to which it is tied; copy both files again"
         )
     for name, parameter in model.named_parameters():
         parameter.data = torch.empty_like(parameter, dtype=given[name].dtype)

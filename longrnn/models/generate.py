@@ -84,7 +84,9 @@ def stream(
         raise UserError("the prompt is empty: give at least one token")
     if max_new_tokens < 0 or not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
         raise UserError(
-            "max_new_tokens and temperature must be 0 or more and finite, and top_p in (0, 1]"
+            "max_new_tokens and temperature must be 0 or more and finite, and top_p in (0, 1]: "
+            "give "
+            "such numbers"
         )
     stops = [list(sequence) for sequence in stop if len(sequence)]
     logits, state = model(prompt, state, keep=1)

@@ -70,7 +70,7 @@ def triplets(task: Transduction, n: int, length: int, generator: torch.Generator
     task.check(length)
     if length < 2:
         raise UserError(
-            f"stability needs tokens after the first: length {length} must be at least 2"
+            f"stability needs tokens after the first: length {length} is too small, give at least 2"
         )
     x = torch.randint(task.n_tokens, (n, 2, 1), generator=generator)
     suffix = torch.randint(task.n_tokens, (n, 2, length - 1), generator=generator)
@@ -149,7 +149,9 @@ def along_checkpoints(
         UserError: the run has no checkpoints, or n is not positive.
     """
     if n < 1:
-        raise UserError(f"the number of triplets must be at least 1, not {n}")
+        raise UserError(
+            f"the number of triplets must be at least 1, not {n}: give a positive number"
+        )
     folders = checkpoint.checkpoints(run)
     if not folders:
         raise UserError(f"{run} has no checkpoints: give the output_dir of a training run")

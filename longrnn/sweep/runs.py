@@ -70,7 +70,9 @@ class Sweep:
         quiet: bool = False,
     ) -> None:
         if jobs < 1:
-            raise UserError(f"jobs must be at least 1, not {jobs}")
+            raise UserError(
+                f"jobs must be at least 1, not {jobs}: give the number of runs at a time"
+            )
         self.points, self.folder, self.quiet = points, folder, quiet
         self.jobs = jobs
         self.devices: queue.Queue[str] = queue.Queue()

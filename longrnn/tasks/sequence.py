@@ -48,7 +48,9 @@ class SequenceTask(Task):
         seed: int = 0,
     ) -> None:
         if vocab_size < 2 or held_out < 1:
-            raise UserError("random sequences need vocab_size >= 2 and held_out >= 1")
+            raise UserError(
+                "random sequences need a choice of tokens: set vocab_size >= 2 and held_out >= 1"
+            )
         self.n_tokens, self.query = vocab_size, vocab_size
         self.vocab_size = vocab_size + self.has_query
         self.n_held_out, self.seed = held_out, seed
@@ -73,7 +75,7 @@ class SequenceTask(Task):
             UserError: such a length.
         """
         if length < 1:
-            raise UserError(f"length must be at least 1, not {length}")
+            raise UserError(f"length must be at least 1, not {length}: use a positive number")
 
     def options(self) -> dict[str, int | float]:
         """What the held-out sequences depend on, beside their length."""

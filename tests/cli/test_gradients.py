@@ -123,7 +123,7 @@ def test_help(cli: CLI) -> None:
         (["--text", "none.txt"], ("no text file none.txt",)),
         (["--text", "none.txt", "--task", "reverse"], ("leave out --task or --text",)),
         (["--lengths", "1"], ("hold out at most half",)),
-        (["--lengths", "x"], ("'x' is no length",)),
+        (["--lengths", "x"], ("'x' is not a valid length",)),
         (["--rows", "0"], ("must be at least 1",)),
         (["--exponents", "0"], ("must be at least 1",)),
         (["--max-grad-norm", "0"], ("--max-grad-norm must be above 0",)),

@@ -156,5 +156,5 @@ def test_what_is_recorded(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no passkey or perplexity evaluation"):
         read_recorded([tmp_path / "metrics.jsonl"])
     (tmp_path / "torn.jsonl").write_text("{")
-    with pytest.raises(UserError, match="is no results file"):
+    with pytest.raises(UserError, match="is not a results file"):
         read_recorded([tmp_path])

@@ -194,7 +194,7 @@ def test_weights_sum_to_text_plus_answer(weight: float) -> None:
 def test_options_out_of_range_are_refused() -> None:
     """Documents of no segment, or negative weights."""
     for options in ({"max_segments": 0}, {"grow_steps": -1}, {"answer_weight": -0.5}):
-        with pytest.raises(UserError, match="passkey needs"):
+        with pytest.raises(UserError, match="max_segments|max_repeat|answer_weight"):
             Passkey(**options)
     with pytest.raises(UserError, match="numbers_every must be at least 1, not 0"):
         Passkey(numbers_every=0)

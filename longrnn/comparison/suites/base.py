@@ -157,7 +157,7 @@ def read_suite(name_or_path: str) -> Suite:
     path = _find(name_or_path)
     config = load_config(SuiteConfig, path)
     if not config.evaluations:
-        raise UserError(f"{path} has no evaluations: list some, such as {{kind: passkey, …}}")
+        raise UserError(f"{path} has no evaluations: add some, such as {{kind: passkey, …}}")
     identities: dict[str, Any] = {}
     evaluations = []
     for spec in config.evaluations:

@@ -63,7 +63,9 @@ def run(checkpoint: str, arguments: Sequence[str], options: dict[str, Any]) -> N
         results = _evaluate(config, manager, tasks, tracker)
     except ConnectionError as error:
         raise UserError(
-            f"a task's data cannot be had ({error}): connect, or take tasks whose data is here"
+            f"the data of a task cannot be downloaded ({error}): connect to the network, or use "
+            "tasks "
+            "whose data is on this machine"
         ) from error
     except (UserError, RuntimeError, MemoryError):
         raise

@@ -81,7 +81,7 @@ def test_text(tmp_path: Path) -> None:
     [
         ("passkey", {"max_seq_length": [512]}, "did you mean 'max_seq_lengths'"),
         ("passkey", {"max_seq_lengths": [64]}, "too short for a passkey"),
-        ("passkey", {"max_seq_lengths": "long"}, "'long' is no length"),
+        ("passkey", {"max_seq_lengths": "long"}, "'long' is not a valid length"),
         ("passkey", {"n": 0}, "'n' is a number of at least 1"),
         ("passkey", {"pretrained": None}, "--metadata tokenizer=NAME"),
         ("text", {}, "--metadata text=book.txt"),
