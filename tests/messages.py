@@ -27,10 +27,27 @@ BANNED = re.compile(
     r"\b(?:is|are|was|were|be) no (?!longer\b|more\b)"
     r"|\bmend(?:s|ed)?\b|\ba row a\b|\bof transformers\b|\bof the hub\b|\bof lm-eval\b"
     r"|\bcannot be had\b"
-    r"|\bis gone\b|\bnobody\b|\btaken up\b|\bsurest\b|\bhad better\b|\blanes?\b"
+    r"|\bis gone\b|\bnobody\b|\btaken up\b|\bsurest\b|\bhad better\b"
 )
 # Files whose messages are not in this form yet: the list only ever gets shorter.
-LATER = ("longrnn/hf/", "longrnn/mitigations/", "longrnn/training/")
+LATER = (
+    "longrnn/hf/adapter.py",
+    "longrnn/hf/cache.py",
+    "longrnn/hf/hub.py",
+    "longrnn/hf/layouts/hugging_face.py",
+    "longrnn/hf/layouts/native.py",
+    "longrnn/hf/loading.py",
+    "longrnn/hf/tokenizer.py",
+    "longrnn/mitigations/base.py",
+    "longrnn/mitigations/chunk_select.py",
+    "longrnn/mitigations/sliding_window.py",
+    "longrnn/mitigations/spec.py",
+    "longrnn/mitigations/values.py",
+    "longrnn/training/config.py",
+    "longrnn/training/documents.py",
+    "longrnn/training/initial_states.py",
+    "longrnn/training/nonfinite.py",
+)
 SENTENCE = re.compile(r"[.!?] +(?=[A-Z])")
 LONGEST = 700
 NO_REMEDY = "it does not say what to do"
@@ -96,7 +113,7 @@ _FILLED = re.compile(
 def complaints_of_literal(literal: Literal, where: str) -> list[str]:
     """`complaints` of a message that may never be raised in a test, as far as it can be read."""
     text = literal.text.replace("{{", "{").replace("}}", "}")
-    found = complaints(text, where)
+    found = complaints(re.sub(r"\{[^{}]*\}", "X", text), where)
     if _FILLED.search(text):
         found = [one for one in found if one != NO_REMEDY]
     return found

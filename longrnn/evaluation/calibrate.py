@@ -83,7 +83,7 @@ class Settings:
         """
         if self.target_length is None:
             raise UserError(
-                "this method needs the length that the model should reach: give --target-length"
+                "this method needs --target-length: give the length that the model should reach"
             )
         return self.target_length
 

@@ -76,9 +76,7 @@ class Mamba2(ScanningMixer):
                 raise UserError(f"{name} must be at least 1, not {size}: set a positive number")
         for name, pair in (("A_init", A_init), ("dt_limit", dt_limit)):
             if pair is not None and len(pair) != 2:
-                raise UserError(
-                    f"{name} must be [least, largest], not {pair}: set two numbers in order"
-                )
+                raise UserError(f"{name} is [least, largest], not {pair}: set two numbers in order")
         d_inner = expand * d_model
         if head_dim < 1 or d_inner % head_dim:
             raise UserError(

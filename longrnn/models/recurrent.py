@@ -105,7 +105,9 @@ class RecurrentLM(nn.Module):
         super().__init__()
         for name in ("vocab_size", "d_model", "n_layers"):
             if getattr(config, name) < 1:
-                raise UserError(f"{name} must be at least 1, not {getattr(config, name)}")
+                raise UserError(
+                    f"{name} must be at least 1, not {getattr(config, name)}: set a positive number"
+                )
         if config.block not in BLOCKS:
             raise UserError(f"unknown block {config.block!r}: {nearest(config.block, BLOCKS)}")
         self.config = config

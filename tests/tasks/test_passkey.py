@@ -199,7 +199,7 @@ def test_options_out_of_range_are_refused() -> None:
     with pytest.raises(UserError, match="numbers_every must be at least 1, not 0"):
         Passkey(numbers_every=0)
     for n_keys in (0, 10, [], [1, 12]):
-        with pytest.raises(UserError, match="n_keys is a number of keys from 1 to 9"):
+        with pytest.raises(UserError, match="n_keys must be from 1 to 9"):
             Passkey(n_keys=n_keys)
 
 
