@@ -67,6 +67,6 @@ def read_results(path: Path) -> tuple[Row, list[Row]]:
         header, *rows = [json.loads(line) for line in lines if line.endswith("\n")]
         if not all(isinstance(row, dict) for row in (header, *rows)):
             raise ValueError("a line is not a JSON object")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a results file ({error}): choose another folder") from error
     return header, rows

@@ -79,7 +79,7 @@ def test_a_truncated_checkpoint(cli: CLI, models: Path, tmp_path: Path) -> None:
         (["--depths", "0"], ("the number of depths must be at least 1",)),
         (["--depths", "-1"], ("the number of depths must be at least 1",)),
         (["--depths", "0.5,1.5"], ("depths lie between 0",)),
-        (["--depths", "nan,"], ("no depths",)),
+        (["--depths", "nan,"], ("not a valid list of depths",)),
         (["--n", "0"], ("n and the batch size must be at least 1",)),
         (["--batch-size", "0"], ("n and the batch size must be at least 1",)),
         (["--device", "abacus"], ("device 'abacus' cannot be used", "take cpu or auto")),
@@ -157,8 +157,8 @@ def test_sweep_options(arguments: list[str], says: tuple[str, ...], cli: CLI) ->
 def test_diagnose_stability_options(cli: CLI, models: Path) -> None:
     """A run that has no Jacobian of the kind, or none at all."""
     base = ["diagnose", "stability"]
-    refused(cli, *base, models / "text", says=("no run on a task such as reverse",))
-    refused(cli, *base, "no/such", says=("no run on a task such as reverse",))
+    refused(cli, *base, models / "text", says=("is not a run on a task such as reverse",))
+    refused(cli, *base, "no/such", says=("is not a run on a task such as reverse",))
     refused(cli, *base, models / "backwards", "--n", "0", says=("at least 1",))
 
 
@@ -237,14 +237,14 @@ def test_train_configurations(
     text: str, overrides: list[str], says: tuple[str, ...], cli: CLI, tmp_path: Path
 ) -> None:
     """A key that is ignored, or a folder made for a run that never starts."""
-    (tmp_path / "c.yaml").write_text(text)
+    (tmp_path / "c.yaml").write_text(text or "seed: 0")
     refused(cli, "train", "c.yaml", *overrides, "--quiet", says=says)
 
 
 def test_train_without_a_configuration(cli: CLI, tmp_path: Path) -> None:
     """A wrong path."""
     refused(cli, "train", "none.yaml", says=("no configuration file none.yaml", "configs/train"))
-    refused(cli, "train", tmp_path, says=("no configuration file",))
+    refused(cli, "train", tmp_path, says=("cannot be read (it is a folder)", "configs/train"))
 
 
 def test_train_into_another_run(cli: CLI, tmp_path: Path) -> None:

@@ -116,8 +116,8 @@ def test_help(cli: CLI) -> None:
     [
         (["--task", "revers"], ("unknown task 'revers'", "did you mean 'reverse'")),
         (["--task", "{kind: reverse, vocab: 3}"], ("no option 'vocab'", "did you mean")),
-        (["--task", "{a"], ("'{a' is no task", "write a name")),
-        (["--task", "[1]"], ("is no task",)),
+        (["--task", "{a"], ("'{a' is not a valid task", "write a name")),
+        (["--task", "[1]"], ("is not a valid task",)),
         (["--task", "{vocab_size: 8}"], ("with 'kind'",)),
         (["--task", "reverse"], ("uses 33 token ids and the model has 9",)),
         (["--text", "none.txt"], ("no text file none.txt",)),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -242,3 +243,81 @@ def test_seeds_beyond_64_bits_are_refused(parameter: Parameter, cli: CLI, shelf:
     for seed in (-(2**63) - 1, 2**64, 10**30):
         wrong += complaints(call(cli, parameter, str(seed), shelf), str(seed), refused=False)
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"a: [\n", b"caf\xe9: 1\n", b"- a\n", b"words", b"\0", b"task: 3\n", b"task: {kind: 3}\n"]
+    + [b"length: x\n", b"length: {max: soon}\n", b"max_grad_norm: {a: 1}\n", b"a: 2024-99-99\n"],
+    ids=repr,
+)
+def test_a_damaged_record_of_training_is_named(
+    content: bytes, cli: CLI, shelf: Path, tmp_path: Path
+) -> None:
+    """`train.yaml` of a checkpoint, which a full disk or an editor has cut or changed."""
+    shutil.copytree(shelf / "backwards", "run")
+    Path("run/train.yaml").write_bytes(content)
+    text, good = str(shelf / "good.txt"), str(shelf / "good.yaml")
+    for arguments in (
+        ["eval", "task", "run"],
+        ["diagnose", "stability", "run"],
+        ["diagnose", "gradients", "run"],
+        ["diagnose", "capacity", "run"],
+        ["calibrate", "run", "--text", text, "--method", "state_norm"],
+        ["report", "run"],
+        ["train", good, "output_dir=run", "--resume", "--quiet"],
+    ):
+        result = cli(*arguments)
+        assert result.code == 2, arguments
+        assert "run/train.yaml" in result.err or "results" in result.err, result.err
+        assert "unexpected" not in result.err
+        assert len(result.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        "3",
+        '{"step": 1}',
+        '{"step": "x", "tokens": 2}',
+        "[" * 5000,
+        '{"step": 1, "a": {}}',
+    ],
+    ids=lambda line: line[:20],
+)
+def test_a_damaged_row_of_metrics_is_named(line: str, cli: CLI, shelf: Path) -> None:
+    shutil.copytree(shelf / "backwards", "run")
+    with open("run/metrics.jsonl", "a") as file:
+        file.write(line + "\n")
+    before = len(Path("run/metrics.jsonl").read_text().splitlines())
+    result = cli("report", "run")
+    assert result.code == 2
+    (error,) = result.err.splitlines()
+    assert f"run/metrics.jsonl, line {before} is not" in error
+    assert "remove that line" in error
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "3", "[" * 5000, "\x00"], ids=lambda line: line[:20])
+def test_a_damaged_row_of_results_is_named(line: str, cli: CLI, shelf: Path) -> None:
+    command = ["eval", "passkey", str(shelf / "text"), *SHORT["eval", "passkey"], "--output", "out"]
+    assert cli(*command, "--quiet").code == 0
+    with open("out/results.jsonl", "a") as file:
+        file.write(line + "\n")
+    result = cli(*command, "--quiet")
+    assert result.code == 2
+    (error,) = result.err.splitlines()
+    assert "out/results.jsonl" in error
+    assert "unexpected" not in error
+
+
+@pytest.mark.parametrize("option", ["--prompt", "--stop"])
+def test_text_that_is_not_utf8_is_refused(option: str, cli: CLI, shelf: Path) -> None:
+    """Bytes of the command line that are not UTF-8 come as surrogates."""
+    arguments = ["generate", str(shelf / "text"), "--max-new-tokens", "1"]
+    more = [] if option == "--prompt" else ["--prompt", "a"]
+    result = cli(*arguments, *more, option, os.fsdecode(b"a\xff"))
+    assert result.code == 2
+    (error,) = result.err.splitlines()
+    assert f"the text of {option} is not UTF-8" in error

@@ -272,7 +272,7 @@ SPECS: list[tuple[str, tuple[str, ...]]] = [
     # Files.
     ("nowhere.yaml", ("no mitigation file nowhere.yaml", "longrnn calibrate")),
     ("forget_more+nowhere.yml", ("no mitigation file nowhere.yml",)),
-    ("binary.yaml", ("binary.yaml is not YAML",)),
+    ("binary.yaml", ("binary.yaml is binary",)),
     ("open.yaml", ("open.yaml is not YAML",)),
     ("empty.yaml", ("empty.yaml is empty", "longrnn calibrate")),
     ("words.yaml", ("words.yaml must hold a mapping", "longrnn calibrate")),
