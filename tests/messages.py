@@ -49,7 +49,6 @@ LATER = (
     "longrnn/training/nonfinite.py",
 )
 SENTENCE = re.compile(r"[.!?] +(?=[A-Z])")
-LONGEST = 700
 NO_REMEDY = "it does not say what to do"
 
 
@@ -67,8 +66,6 @@ def complaints(message: str, where: str = "") -> list[str]:
         found.append("it has several lines")
     if len(SENTENCE.split(message)) > 2:
         found.append("it has more than two sentences")
-    if len(message) > LONGEST:
-        found.append(f"it has more than {LONGEST} characters")
     if not REMEDY.search(message):
         found.append(NO_REMEDY)
     if match := BANNED.search(message):
