@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.prefill_cpu import mebibytes
-from benchmarks.timing import add_threads, interleaved, use_threads, write_json
+from benchmarks.timing import add_threads, in_a_process, interleaved, use_threads, write_json
 from longrnn.ops.cross_entropy import weighted_cross_entropy
 
 WAYS = ("all logits", "2^21", "2^22", "2^23", "2^24")
@@ -70,9 +68,9 @@ def peak(args: argparse.Namespace, vocab: int, way: str) -> float:
     """Mebibytes above what was held before, in a process of its own."""
     shape = {"vocab": vocab, "d-model": args.d_model, "rows": args.rows, "tokens": args.tokens}
     options = [text for name, value in shape.items() for text in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "benchmarks.head_cpu", *options, "--memory-of", way]
+    command = ["benchmarks.head_cpu", *options, "--memory-of", way]
     command += ["--threads", str(torch.get_num_threads())]
-    return json.loads(subprocess.check_output(command))
+    return in_a_process(*command)
 
 
 def main() -> None:

@@ -14,15 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.timing import add_threads, clock, interleaved, use_threads, write_json
+from benchmarks.timing import add_threads, clock, in_a_process, interleaved, use_threads, write_json
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.mixers import Edit, Mixer
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
@@ -183,9 +181,9 @@ def streams(args: argparse.Namespace) -> dict[str, float]:
     for spec in STREAMED:
         peaks = []
         for length in (2**16, args.stream):
-            command = [sys.executable, "-m", "benchmarks.mitigations_cpu"]
+            command = ["benchmarks.mitigations_cpu"]
             command += ["--memory-of", spec, str(length), "--threads", str(torch.get_num_threads())]
-            peaks.append(json.loads(subprocess.check_output(command)))
+            peaks.append(in_a_process(*command))
         figures[f"memory/{spec}"] = peaks[1] / peaks[0]
         print(f"{spec}: {peaks[0]:.0f} MiB at 65,536, {peaks[1]:.0f} MiB at {args.stream:,}")
     return figures

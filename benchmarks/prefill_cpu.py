@@ -17,8 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.timing import add_threads, clock, interleaved, use_threads, write_json
+from benchmarks.timing import add_threads, clock, in_a_process, interleaved, use_threads, write_json
 from longrnn.mixers import Mamba2
 from longrnn.models import recurrent
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
@@ -144,12 +142,9 @@ def memory(args: argparse.Namespace) -> dict[str, float]:
     figures: dict[str, float] = {}
     for name, length in (("short", args.tokens), ("long", args.long)):
         shape = ["--layers", args.layers, "--d-model", args.d_model, "--vocab", args.vocab]
-        command = [sys.executable, "-m", "benchmarks.prefill_cpu", *map(str, shape)]
+        command = ["benchmarks.prefill_cpu", *map(str, shape)]
         command += ["--memory-of", str(length), "--threads", str(torch.get_num_threads())]
-        figures |= {
-            f"{key}_{name}": value
-            for key, value in json.loads(subprocess.check_output(command)).items()
-        }
+        figures |= {f"{key}_{name}": value for key, value in in_a_process(*command).items()}
     for key, what in (("peak_mib", "in all"), ("peak_over_model_mib", "above the loaded model")):
         short, long = figures[f"{key}_short"], figures[f"{key}_long"]
         figures[f"{key}_ratio"] = long / short

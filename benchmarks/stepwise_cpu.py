@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -26,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.prefill_cpu import mebibytes
-from benchmarks.timing import add_threads, interleaved, use_threads, write_json
+from benchmarks.timing import add_threads, in_a_process, interleaved, use_threads, write_json
 from benchmarks.training_cpu import stepper
 from longrnn.mixers import Edit
 from longrnn.models import RecurrentConfig, RecurrentLM
@@ -149,9 +147,9 @@ def peak(args: argparse.Namespace, way: str, kind: str) -> float:
         "--large-vocab": args.large_vocab,
         "--threads": torch.get_num_threads(),
     }
-    command = [sys.executable, "-m", "benchmarks.stepwise_cpu", "--memory-of", way, kind]
+    command = ["benchmarks.stepwise_cpu", "--memory-of", way, kind]
     command += [str(part) for option in options.items() for part in option]
-    return json.loads(subprocess.check_output(command))
+    return in_a_process(*command)
 
 
 def peak_here(args: argparse.Namespace) -> float:

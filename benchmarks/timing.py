@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +16,8 @@ from statistics import median
 from typing import Any
 
 import torch
+
+from longrnn.programs import module_command, module_environment
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +33,17 @@ def add_threads(parser: argparse.ArgumentParser) -> None:
 def use_threads(args: argparse.Namespace) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
+
+
+def in_a_process(module: str, *arguments: str) -> Any:
+    """Runs a module in a process of its own; the JSON of its last line of output."""
+    done = subprocess.run(
+        module_command(module, *arguments),
+        env=module_environment(module),
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def clock() -> float:

@@ -5,6 +5,7 @@ A field of a dataclass states its range (`longrnn.ranges`), which `check_ranges`
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
@@ -13,8 +14,21 @@ from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hin
 
 from longrnn.errors import UserError, nearest
 from longrnn.ranges import choices_of
+from longrnn.text import read_mapping, read_regular
 
 C = TypeVar("C")
+
+# Where a run records its configuration, and what its commands read there.
+RECORDED = "train.yaml"
+RECORDED_TYPES: dict[str, tuple[type, ...]] = {
+    "task": (dict,),
+    "task.kind": (str,),
+    "length": (dict,),
+    "length.max": (int,),
+    "max_grad_norm": (int, float),
+    "max_grad_value": (int, float),
+}
+TYPE_NAMES = {dict: "a mapping", str: "text", int: "a whole number", float: "a number"}
 
 
 def load_config(kind: type[C], path: str | Path, overrides: Sequence[str] = ()) -> C:
@@ -32,20 +46,19 @@ def load_config(kind: type[C], path: str | Path, overrides: Sequence[str] = ()) 
     from omegaconf import OmegaConf
     from yaml import YAMLError
 
-    if not Path(path).is_file():
-        raise UserError(f"no configuration file {path}: see configs/train/ for ones that run")
+    remedy = "see configs/train/ for ones that run"
+    content = read_regular(Path(path), remedy, kind="configuration file")
     try:
-        loaded = OmegaConf.load(path)
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    except OSError as error:  # also what omegaconf raises for a number alone
+        loaded = OmegaConf.to_container(OmegaConf.load(io.StringIO(content.decode())))
+    except (YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, a bad date
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} is not YAML ({reason}): {remedy}") from error
+    except (OSError, TypeError) as error:  # what omegaconf raises for a number, or a key of a list
         raise UserError(
-            f"{path} cannot be read as a mapping of keys to values ({error}): see configs/train/ "
-            "for ones that run"
+            f"{path} cannot be read as a mapping of keys to values ({error}): {remedy}"
         ) from error
-    values = OmegaConf.to_container(loaded)
-    config = build_config(kind, values, overrides, source=str(path))
-    if not values:
+    config = build_config(kind, loaded, overrides, source=str(path))
+    if not loaded:
         raise UserError(f"{path} is empty: write at least one key, as in configs/train/")
     return config
 
@@ -59,10 +72,12 @@ def build_config(
     from yaml import YAMLError
 
     if not isinstance(values, dict):
-        raise UserError(f"{source} must be a mapping of keys to values")
+        raise UserError(
+            f"{source} must be a mapping of keys to values: see configs/train/ for ones that run"
+        )
     for override in overrides:
         if override.find("=") < 1:
-            raise UserError(f"override {override!r} is not of the form key=value")
+            raise UserError(f"override {override!r} is not of the form key=value: write it so")
     try:
         dotted: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
         _check_keys(kind, values, source)
@@ -83,9 +98,12 @@ def build_config(
         ) from error
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"{source}, key {error.full_key!r}: {reason}") from error
+        raise UserError(
+            f"{source}, key {error.full_key!r}: {reason}; write a value of the right type"
+        ) from error
     except YAMLError as error:
-        raise UserError(f"an override is not YAML: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split())
+        raise UserError(f"an override is not YAML ({reason}): write its value in quotes") from error
 
 
 def dump_config(config: Any) -> str:
@@ -93,6 +111,30 @@ def dump_config(config: Any) -> str:
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+
+
+def read_recorded(folder: Path) -> dict[str, Any]:
+    """The configuration that a run recorded in its folder; empty where it recorded none.
+
+    Keys of other versions stay. Those that commands read have the right type.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    path, remedy = folder / RECORDED, "put it back from a copy, or remove it"
+    if not path.exists():
+        return {}
+    found = read_mapping(path, remedy)
+    for key, kind in RECORDED_TYPES.items():
+        head, _, rest = key.partition(".")
+        value = found.get(head)
+        if rest and isinstance(value, dict):
+            value = value.get(rest)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+            wanted = " or ".join(TYPE_NAMES[one] for one in kind)
+            raise UserError(f"{path}, key {key!r}: it must be {wanted}, not {value!r}; {remedy}")
+    # A mapping that is null is one that was not given.
+    return {k: v for k, v in found.items() if v is not None or RECORDED_TYPES.get(k) != (dict,)}
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -184,11 +226,16 @@ def _check_keys(kind: Any, values: Any, source: str, prefix: str = "") -> None:
         return
     kind = _given(kind)
     if get_origin(kind) is list and isinstance(values, dict):
-        raise UserError(f"{source}, key {key!r}: it takes a list, not {values!r}")
+        raise UserError(
+            f"{source}, key {key!r}: it takes a list, not {values!r}; write [value, value]"
+        )
     if not (is_dataclass(kind) or get_origin(kind) is dict):
         return
     if not isinstance(values, dict):
-        raise UserError(f"{source}, key {key!r}: it takes a mapping of keys, not {values!r}")
+        raise UserError(
+            f"{source}, key {key!r}: it takes a mapping of keys, not {values!r}; "
+            "write {name: value}"
+        )
     if not is_dataclass(kind):
         return
     hints = get_type_hints(kind)
@@ -196,7 +243,7 @@ def _check_keys(kind: Any, values: Any, source: str, prefix: str = "") -> None:
     former: dict[str, str] = getattr(kind, "FORMER", {})
     for key, value in values.items():
         if key in former:
-            raise UserError(f"{source}: key {prefix}{key} is gone: {former[key]}")
+            raise UserError(f"{source}: key {prefix}{key} was replaced: {former[key]}")
         if key not in known:
             raise UserError(f"{source}: unknown key {prefix}{key}: {nearest(str(key), known)}")
         _check_keys(hints[key], value, source, f"{prefix}{key}.")

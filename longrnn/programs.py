@@ -1,14 +1,42 @@
-"""How a script of `scripts/` begins and ends: as a command of `longrnn` does."""
+"""How every program of the project begins and ends, and how it starts another Python process.
+
+Notable choices:
+- Every program (`longrnn`, the scripts of `scripts/`) ends in `run_to_end`, the one place where an
+  error becomes a sentence on standard error and an exit code: 2 for what the user can change, 130
+  after Ctrl-C, 1 for an error that nobody foresaw. LONGRNN_DEBUG=1 adds the traceback.
+- A process that this project starts never imports from the current folder: a file `yaml.py` beside
+  a user's texts is not ours to run.
+"""
 
 from __future__ import annotations
 
+import errno
+import importlib.util
+import os
 import re
+import shlex
+import site
 import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
 
 import typer
 
-from longrnn.errors import UserError
+from longrnn.errors import Terminated, UserError
+from longrnn.locks import release_all
+
+DEBUG = "LONGRNN_DEBUG"
+# Exit codes: of what the user can change, of Ctrl-C, and of what nobody foresaw.
+REFUSED, INTERRUPTED, UNEXPECTED = 2, 130, 1
+# Characters of another library's message; the traceback has all of it.
+LONGEST = 300
+
+_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_RIGHTS = (errno.EACCES, errno.EPERM, errno.EROFS)
+# How torch words a failed allocation on a CPU, which is a plain RuntimeError there.
+_NO_MEMORY = re.compile(r"can't allocate memory|out of memory|not enough memory", re.IGNORECASE)
 
 
 def new_app() -> typer.Typer:
@@ -16,8 +44,8 @@ def new_app() -> typer.Typer:
     return typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
 
 
-def run_script(script: Callable[..., object] | typer.Typer, about: str | None) -> None:
-    """Runs a script. Bad input leaves one sentence on standard error and exit code 2.
+def run_script(script: Callable[..., object] | typer.Typer, about: str | None) -> NoReturn:
+    """Runs a script and leaves the process, as `run_to_end` does.
 
     Args:
         script: a function whose parameters are its options, or an app of several commands.
@@ -31,8 +59,191 @@ def run_script(script: Callable[..., object] | typer.Typer, about: str | None) -
         app.command(help=text)(script)
     else:
         app.info.help = text
+    run_to_end(app, again=lambda: shlex.join(["python", *sys.argv]))
+
+
+def run_to_end(program: Callable[[], object], *, again: Callable[[], str]) -> NoReturn:
+    """Runs a program and leaves the process; an error is one sentence on standard error.
+
+    Args:
+        program: what to run, such as a typer app.
+        again: the command that continues an interrupted one.
+    """
+    code: Any = REFUSED
+    if _open_streams():
+        code = _ending(program, again)
+    else:
+        _complain("standard output is closed: redirect it to a file, or to /dev/null")
+    release_all()
+    code = _flush(code)
+    if "WORLD_SIZE" in os.environ:
+        os._exit(code or 0)  # gloo's threads abort about one normal exit in ten
+    sys.exit(code)
+
+
+def _ending(program: Callable[[], object], again: Callable[[], str]) -> Any:
+    """The exit code of a program, after the sentence about its error."""
     try:
-        app()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        program()
+    except SystemExit as leaving:
+        if leaving.code == INTERRUPTED:  # how typer leaves after Ctrl-C
+            return _fail(_interruption(leaving), again)
+        if isinstance(leaving.__context__, BrokenPipeError):  # which typer swallows
+            return _fail(leaving.__context__, again)
+        return leaving.code
+    except Terminated as reason:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"terminated; {reason}; go on with: {again()}")
+    except BaseException as error:  # the last handler: whatever it is becomes a sentence
+        return _fail(error, again)
+    return 0
+
+
+def _interruption(leaving: SystemExit) -> KeyboardInterrupt:
+    """The Ctrl-C that made typer leave; its message, where it has one, says what is kept."""
+    cause: BaseException | None = leaving
+    while cause is not None and not isinstance(cause, KeyboardInterrupt):
+        cause = cause.__cause__ or cause.__context__
+    return cause or KeyboardInterrupt()
+
+
+def _fail(error: BaseException, again: Callable[[], str]) -> int:
+    if os.environ.get(DEBUG, "") not in ("", "0"):
+        traceback.print_exception(error)
+    sentence, code = describe(error, again())
+    _complain(sentence)
+    return code
+
+
+def describe(error: BaseException, again: str) -> tuple[str, int]:
+    """The sentence for an error, and its exit code.
+
+    Args:
+        error: what ended the program.
+        again: the command that continues it.
+    """
+    if isinstance(error, UserError):
+        return str(error), REFUSED
+    if isinstance(error, KeyboardInterrupt):
+        kept = str(error) or f"what was finished is kept, go on with: {again}"
+        return f"interrupted; {kept}", INTERRUPTED
+    if isinstance(error, BrokenPipeError):
+        return (
+            "the reader of the output closed it before everything was written: read all of it, or "
+            f"write it to a file with: {again} > FILE",
+            REFUSED,
+        )
+    if _is_memory(error):
+        said = f" ({_short(error)})" if str(error) else ""
+        return (
+            f"not enough memory{said}: use a smaller batch size, length or model, or another "
+            "device",
+            REFUSED,
+        )
+    if isinstance(error, OSError) and error.errno is not None and error.strerror:
+        where = f" ({error.filename})" if error.filename else ""
+        return f"{error.strerror}{where}: {_remedy(error.errno)}, then: {again}", REFUSED
+    what = type(error).__name__
+    said = f" ({_short(error)})" if str(error) else ""
+    return (
+        f"unexpected {what}{said}; run again with {DEBUG}=1 for the traceback",
+        UNEXPECTED,
+    )
+
+
+def _remedy(number: int) -> str:
+    if number in _SPACE:
+        return "free space or choose another folder"
+    if number in _RIGHTS:
+        return "change its permissions or choose another folder"
+    return "check the path or choose another folder"
+
+
+def _is_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError):
+        return True
+    torch = sys.modules.get("torch")  # what was never imported has raised nothing
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
+
+
+def _short(error: BaseException) -> str:
+    """What an error says, on one line of bounded length."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+
+
+def _open_streams() -> bool:
+    """Prepares the standard streams; false where standard output is closed.
+
+    Characters that the encoding of a stream lacks are printed as `\\u2013`, as Python does on
+    standard error. A closed descriptor is filled, so that no file of results gets its number.
+    """
+    is_open = sys.stdout is not None
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
+    return is_open
+
+
+def _complain(sentence: str) -> None:
+    if sys.stderr is None:  # print(file=None) would write to standard output
+        return
+    try:
+        print(f"error: {sentence}", file=sys.stderr, flush=True)
+    except OSError:
+        _discard(sys.stderr)  # nobody can be told any more; the exit code still says it
+
+
+def _flush(code: Any) -> Any:
+    """Writes what is still buffered; the exit code, of a full disk where that failed."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is None:
+            continue
+        try:
+            stream.flush()
+        except OSError as error:
+            _discard(stream)
+            if stream is sys.stdout and not code:
+                sentence, code = describe(error, shlex.join(sys.argv))
+                _complain(sentence)
+    return code
+
+
+def _discard(stream: TextIO) -> None:
+    """Points a stream that cannot be written at nothing, as Python flushes it once more."""
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), stream.fileno())
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """The command line of `python -m module` that does not import from the current folder.
+
+    Start it with `module_environment(module)`.
+    """
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def module_environment(module: str) -> dict[str, str]:
+    """This process's environment, in which a child finds the same `module` as this process does.
+
+    PYTHONPATH stays as it is; the folder that `module` comes from is added at its end where
+    neither PYTHONPATH nor the installation has it, as in a checkout that is not installed.
+    """
+    values = {**os.environ, "PYTHONSAFEPATH": "1"}
+    spec = importlib.util.find_spec(module.partition(".")[0])
+    if spec is None or spec.origin is None:
+        return values
+    root = str(Path(spec.origin).resolve().parents[1])
+    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    installed = [*site.getsitepackages(), site.getusersitepackages()]
+    if root not in [os.path.realpath(path) for path in [*given, *installed]]:
+        values["PYTHONPATH"] = os.pathsep.join([*given, root])
+    return values

@@ -85,7 +85,7 @@ class Registry(Mapping[str, "type[T]"], Generic[T]):
         known = keyword_options(self[kind])
         for name in options:
             if name not in known:
-                remedy = nearest(str(name), known) if known else "it takes none"
+                remedy = nearest(str(name), known) if known else "leave it out, as it takes none"
                 raise UserError(f"{self.family} {kind!r} has no option {name!r}: {remedy}")
             if takes_text(known[name]):
                 refuse_booleans(options[name], f"{self.family} {kind!r}, option {name!r}")
@@ -100,10 +100,16 @@ class Registry(Mapping[str, "type[T]"], Generic[T]):
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0]
             raise UserError(
-                f"{self.family} {kind!r}, option {error.full_key!r}: {reason}"
+                f"{self.family} {kind!r}, option {error.full_key!r}: {reason}; write a value of "
+                "the "
+                "right type"
             ) from error
         except TypeError as error:  # a mapping where a list is wanted
-            raise UserError(f"{self.family} {kind!r}, options {dict(options)}: {error}") from error
+            raise UserError(
+                f"{self.family} {kind!r}, options {dict(options)}: {error}; write values of the "
+                "right "
+                "types"
+            ) from error
         plain = OmegaConf.to_container(merged)
         assert isinstance(plain, dict)
         for name, value in plain.items():

@@ -87,7 +87,7 @@ def read_results(path: Path) -> tuple[Row, list[Row]]:
     for number, line in enumerate(lines, 1):
         try:
             found.append(_parsed(line, checked))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(_damage(path, number, error, checked)) from error
     return found[0], found[1:]
 
@@ -125,7 +125,7 @@ def _checksum(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()[:8]
 
 
-def _damage(path: Path, number: int, error: ValueError, checked: bool) -> str:
+def _damage(path: Path, number: int, error: Exception, checked: bool) -> str:
     if number == 1 and not checked:
         return f"{path} is not a results file ({error}): choose another folder"
     remedy = (

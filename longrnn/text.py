@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from longrnn.errors import UserError
 
@@ -45,7 +46,7 @@ class ByteTokenizer:
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text; bytes that are no UTF-8 come out as U+FFFD."""
+        """The text; bytes that are not UTF-8 come out as U+FFFD."""
         return bytes(ids).decode(errors="replace")
 
     def byte_ends(self, text: str) -> Sequence[int] | None:
@@ -55,19 +56,20 @@ class ByteTokenizer:
         return "bytes"
 
 
-def read_text(path: Path) -> tuple[str, str]:
+def read_text(
+    path: Path, remedy: str = "give a file of UTF-8 text", *, kind: str = "text file"
+) -> tuple[str, str]:
     """A text file and the hexadecimal SHA-256 of its bytes.
 
+    Args:
+        path: of the file.
+        remedy: what to do where it cannot be read.
+        kind: what it is, for where it is missing.
+
     Raises:
-        UserError: a file that is missing, unreadable, empty, or no UTF-8 text.
+        UserError: a file that is missing, unreadable, empty, not a regular file, or not UTF-8.
     """
-    remedy = "give a file of UTF-8 text"
-    if not path.exists():
-        raise UserError(f"no text file {path}: {remedy}")
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): {remedy}") from error
+    data = read_regular(path, remedy, kind=kind)
     if not data:
         raise UserError(f"{path} is empty: {remedy}")
     if 0 in data:
@@ -76,3 +78,60 @@ def read_text(path: Path) -> tuple[str, str]:
         return data.decode(), hashlib.sha256(data).hexdigest()
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 (at byte {error.start}): {remedy}") from error
+
+
+def read_regular(path: Path, remedy: str, *, kind: str = "file") -> bytes:
+    """The bytes of a regular file; a device or a pipe, which may never end, is refused.
+
+    Raises:
+        UserError: a path without a file, or a file that cannot be read.
+    """
+    try:
+        mode = path.stat().st_mode
+        data = path.read_bytes() if stat.S_ISREG(mode) else None
+    except FileNotFoundError as error:
+        raise UserError(f"no {kind} {path}: {remedy}") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): {remedy}") from error
+    except ValueError as error:  # a name that no file can have, such as one with a NUL
+        raise UserError(f"{str(path)!r} cannot be the name of a file: {remedy}") from error
+    if data is None:
+        what = "folder" if stat.S_ISDIR(mode) else "device, a pipe or a socket"
+        raise UserError(f"{path} cannot be read (it is a {what}): {remedy}")
+    return data
+
+
+def read_mapping(path: Path, remedy: str, *, kind: str = "file") -> dict[str, Any]:
+    """The mapping that a YAML file holds.
+
+    Raises:
+        UserError: a file that cannot be read, that is not YAML, or that holds something else.
+    """
+    import yaml
+
+    text, _ = read_text(path, remedy, kind=kind)
+    try:
+        found = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} is not YAML ({reason}): {remedy}") from error
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise UserError(f"{path} must hold a mapping of names to values: {remedy}")
+    return found
+
+
+def check_text(name: str, text: str, *, remedy: str) -> None:
+    """Refuses text of the command line that came from bytes that are not UTF-8.
+
+    Args:
+        name: of the option.
+        text: what was given; Python stands surrogates for such bytes.
+        remedy: what to do instead.
+
+    Raises:
+        UserError: such text.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"the text of {name} is not UTF-8: {remedy}") from error

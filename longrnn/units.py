@@ -18,21 +18,8 @@ def parse_length(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text.strip())
     length = float(match[1]) * UNITS[match[2].lower()] if match else 0.0
     if not 1 <= length < 2**63 or length != int(length):
-        raise UserError(f"{text!r} is no length: write tokens such as 256, 4k or 1M")
+        raise UserError(f"{text!r} is not a valid length: write tokens such as 256, 4k or 1M")
     return int(length)
-
-
-def check_seed(seed: int) -> int:
-    """`seed`, where every generator of random numbers takes it.
-
-    Raises:
-        UserError: it is not a whole number of 64 bits.
-    """
-    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
-        raise UserError(
-            f"{seed!r} is not a valid seed: give a whole number from -2**63 to 2**64 - 1"
-        )
-    return seed
 
 
 def parse_lengths(text: str) -> list[int]:

@@ -1,7 +1,60 @@
-"""Hypothesis profiles: the same examples in every run, or `--hypothesis-profile=explore`."""
+"""Hypothesis profiles, and a check of the form of every `UserError` that the suite raises.
 
+The profiles: the same examples in every run, or `--hypothesis-profile=explore`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import FrameType
+
+import pytest
 from hypothesis import settings
+
+import longrnn
+from longrnn.errors import UserError
+from tests import messages
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
 settings.register_profile("explore", deadline=None, max_examples=200)
 settings.load_profile("repeatable")
+
+PACKAGE = Path(longrnn.__file__).parent
+# Messages of wrong form that were raised since the last test ended: what, where, complaints.
+_wrong: list[str] = []
+_plain = UserError.__init__
+
+
+def _recording(self: UserError, *parts: object) -> None:
+    """`UserError.__init__`, which also looks at what is raised inside the package."""
+    _plain(self, *parts)
+    import sys
+
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    if frame is None:
+        return
+    path = Path(frame.f_code.co_filename)
+    if not path.is_relative_to(PACKAGE):
+        return
+    where = path.relative_to(PACKAGE.parent).as_posix()
+    found = messages.complaints(str(self), where)
+    if found:
+        _wrong.append(f"{where}:{frame.f_lineno}: {str(self)!r}: {'; '.join(found)}")
+
+
+UserError.__init__ = _recording  # type: ignore[method-assign]
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> object:
+    """Fails the test in which a message of wrong form was raised, in whichever worker it runs."""
+    outcome = yield
+    report = outcome.get_result()
+    if call.when == "call" and _wrong:
+        wrong, _wrong[:] = list(dict.fromkeys(_wrong)), []
+        if report.passed:
+            report.outcome = "failed"
+            listed = "\n".join(wrong)
+            report.longrepr = f"errors that do not have the form of tests/messages.py:\n{listed}"

@@ -98,7 +98,10 @@ def test_registered_twice(shapes: Registry[Shape]) -> None:
             {"kind": "circle", "radios": 1.0},
             "shape 'circle' has no option 'radios': did you mean 'radius'?",
         ),
-        ({"kind": "point", "radius": 1.0}, "shape 'point' has no option 'radius': it takes none"),
+        (
+            {"kind": "point", "radius": 1.0},
+            "shape 'point' has no option 'radius': leave it out, as it takes none",
+        ),
         (
             {"kind": "circle", "scale": 1.0},
             "shape 'circle' has no option 'scale': known: colour, corners, filled, limits, radius",

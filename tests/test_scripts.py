@@ -190,10 +190,10 @@ def test_help_has_an_example(
         ("study_initial_states --seeds 0", "must be at least 1"),
         ("study_initial_states --train no.txt", "no text file no.txt"),
         ("study_initial_states --length 256", "give --length 512 or more"),
-        ("study_capacity --d-states 4,x", "'x' is no length"),
+        ("study_capacity --d-states 4,x", "'x' is not a valid length"),
         ("study_capacity --steps 0", "must be at least 1"),
         ("compare_with_transformer --train no.txt", "no.txt"),
-        ("demo --lengths x", "'x' is no length"),
+        ("demo --lengths x", "'x' is not a valid length"),
     ],
 )
 def test_bad_input_of_scripts(tmp_path: Path, command: str, says: str) -> None:

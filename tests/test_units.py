@@ -35,7 +35,7 @@ def test_lists_keep_their_order_without_repeats() -> None:
     """A length measured twice, or lengths sorted against the user's order."""
     assert parse_lengths("4k,256,1k,4096, 256") == [4096, 256, 1024]
     for text in ("", "256,", ",256", "256,,512", "256;512"):
-        with pytest.raises(UserError, match="no length"):
+        with pytest.raises(UserError, match="is not a valid length"):
             parse_lengths(text)
 
 

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ import torch
 from lm_eval.api.instance import Instance
 
 from benchmarks.prefill_cpu import build, mebibytes, transformers_twin
-from benchmarks.timing import add_threads, interleaved, use_threads, write_json
+from benchmarks.timing import add_threads, in_a_process, interleaved, use_threads, write_json
 from longrnn.evaluation.harness import LongRNN
 from longrnn.hf.tokenizer import HFTokenizer
 from longrnn.models import RecurrentLM
@@ -142,10 +140,10 @@ def memory(args: argparse.Namespace) -> dict[str, float]:
     figures: dict[str, float] = {}
     shape = ["--layers", args.layers, "--d-model", args.d_model, "--vocab", args.vocab]
     for name, length in (("short", args.short), ("long", args.long)):
-        command = [sys.executable, "-m", "benchmarks.evaluation_cpu.harness", *map(str, shape)]
+        command = ["benchmarks.evaluation_cpu.harness", *map(str, shape)]
         command += ["--memory-of", str(length), "--threads", str(torch.get_num_threads())]
-        said = subprocess.check_output(command).splitlines()[-1]
-        figures |= {f"{key}_{name}": value for key, value in json.loads(said).items()}
+        said = in_a_process(*command)
+        figures |= {f"{key}_{name}": value for key, value in said.items()}
     figures["peak_mib_ratio"] = figures["peak_mib_long"] / figures["peak_mib_short"]
     print(f"peak memory of a document: {figures['peak_mib_short']:.0f} MiB for {args.short:,} "
           f"tokens, {figures['peak_mib_long']:.0f} MiB for {args.long:,}, ratio "

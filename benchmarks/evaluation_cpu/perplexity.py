@@ -12,14 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import subprocess
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 
-from benchmarks.timing import add_threads, clock, use_threads, write_json
+from benchmarks.timing import add_threads, clock, in_a_process, use_threads, write_json
 from longrnn import load
 from longrnn.evaluation.perplexity import evaluate
 from longrnn.evaluation.texts import Document
@@ -57,9 +55,9 @@ def main() -> None:
     figures: dict[str, dict[str, float] | float] = {}
     found = {}
     for name, length in (("short", SHORT), ("long", LONG // args.scale)):
-        command = [sys.executable, "-m", "benchmarks.evaluation_cpu.perplexity"]
+        command = ["benchmarks.evaluation_cpu.perplexity"]
         command += ["--length-of", str(length), "--threads", str(torch.get_num_threads())]
-        found[name] = json.loads(subprocess.check_output(command))
+        found[name] = in_a_process(*command)
         figures[name] = {"tokens": length, **found[name]}
         print(
             f"{length:,} tokens: {found[name]['peak_mib']:.0f} MiB at most, "

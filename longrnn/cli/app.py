@@ -1,11 +1,11 @@
-"""The commands' tree, and the one place where an error becomes a sentence and an exit code."""
+"""The commands' tree; `longrnn.programs` turns their errors into sentences and exit codes."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import sys
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import typer
 
@@ -23,11 +23,7 @@ from longrnn.cli import (
     sweep,
     train,
 )
-from longrnn.errors import Terminated, UserError
-from longrnn.locks import release_all
-
-# How typer leaves after Ctrl-C.
-INTERRUPTED = 130
+from longrnn.programs import run_to_end
 
 app = typer.Typer(
     name="longrnn",
@@ -64,40 +60,7 @@ def root(
 
 def run() -> NoReturn:
     """Runs the command line. Bad input leaves one sentence on standard error and exit code 2."""
-    code: Any = 0
-    try:
-        app(prog_name="longrnn")  # prints what is wrong with the arguments itself
-    except SystemExit as leaving:
-        code = leaving.code
-        if code == INTERRUPTED:
-            code = _interrupted()
-    except UserError as error:
-        code = _fail(str(error))
-    except KeyboardInterrupt:
-        code = _interrupted()
-    except Terminated as reason:
-        code = 0
-        if os.environ.get("RANK", "0") == "0":
-            print(f"terminated; {reason}; go on with: {_again()}")
-    except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        reason = error.strerror or str(error)
-        code = _fail(f"{reason}{where}: free space or choose another folder, then: {_again()}")
-    release_all()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if "WORLD_SIZE" in os.environ:
-        os._exit(code or 0)  # gloo's threads abort about one normal exit in ten
-    sys.exit(code)
-
-
-def _fail(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr)
-    return 2
-
-
-def _interrupted() -> int:
-    return _fail(f"interrupted; what was finished is kept, go on with: {_again()}")
+    run_to_end(lambda: app(prog_name="longrnn"), again=_again)
 
 
 def _again() -> str:

@@ -80,7 +80,9 @@ def calibrate(
 
     path = output or results_folder("calibrate", [checkpoint]) / f"{method}.yaml"
     if path.suffix not in (".yaml", ".yml"):
-        raise UserError(f"the output {path} must end in .yaml, so that --mitigation knows it")
+        raise UserError(
+            f"--mitigation knows files that end in .yaml, not {path}: give such an --output"
+        )
     trained = training_length(checkpoint, train_length)
     if trained is None:
         raise UserError(f"{checkpoint} does not say its training length: give --train-length")

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from longrnn.cli.options import Quiet
-from longrnn.errors import UserError
 
 app = typer.Typer(
     help="Corpora to train on.",
@@ -67,7 +66,7 @@ def build(
             quiet=quiet,
         )
     except KeyboardInterrupt as error:
-        raise UserError(f"interrupted; {out} was not written, give the command again") from error
+        raise KeyboardInterrupt(f"{out} was not written: give the command again") from error
     typer.echo(f"{out}: {header.documents:,} documents, {header.tokens:,} tokens ({header.dtype})")
     if header.dropped_documents:
         typer.echo(

@@ -137,10 +137,12 @@ def stability(
     from longrnn.tasks.sequence import Transduction
 
     trained = training(run)
-    task = TASKS.build(trained["task"], None) if trained else None
-    if not isinstance(task, Transduction):
-        raise UserError(f"{run} is no run on a task such as reverse or sort: give one")
-    length = trained["length"]["max"]
+    task = TASKS.build(trained["task"], None) if "task" in trained else None
+    length = trained.get("length", {}).get("max")
+    if not isinstance(task, Transduction) or length is None:
+        raise UserError(
+            f"{run} is not a run on a task such as reverse or sort: give the output_dir of one"
+        )
     target = pick_device(device)
     print_stability(
         along_checkpoints(run, task, length=length, n=n, seed=seed, device=target, quiet=quiet), n

@@ -289,5 +289,5 @@ def _depths(text: str) -> list[float]:
         raise
     except ValueError as error:
         raise UserError(
-            f"{text!r} are no depths: write how many (5), or a list such as 0,0.5,1"
+            f"{text!r} is not a valid list of depths: write how many (5), or a list such as 0,0.5,1"
         ) from error

@@ -36,17 +36,16 @@ def generate(
     from longrnn.hf.tokenizer import load_tokenizer
     from longrnn.inference.reach import refuse_long
     from longrnn.models.generate import stream
-    from longrnn.text import read_text
-    from longrnn.units import check_seed
+    from longrnn.seeds import seeded
+    from longrnn.text import check_text, read_text
 
     if (prompt is None) == (prompt_file is None):
         raise UserError("give either --prompt or --prompt-file")
     if prompt_file is not None:
         prompt, _ = read_text(prompt_file)
-    try:
-        (prompt or "").encode()
-    except UnicodeEncodeError as error:
-        raise UserError("the prompt is not UTF-8 text: give it in a file") from error
+    check_text("--prompt", prompt or "", remedy="give it in a file, with --prompt-file")
+    for text in stop or []:
+        check_text("--stop", text, remedy="give text in UTF-8")
     target = pick_device(device)
     name, model = load_variant(checkpoint, mitigation, target)
     tokenizer = load_tokenizer(name)
@@ -60,7 +59,7 @@ def generate(
         temperature=temperature,
         top_p=top_p,
         stop=[tokenizer.encode(text) for text in stop or []],
-        generator=torch.Generator(target).manual_seed(check_seed(seed)),
+        generator=seeded(seed, target),
     ):
         text = tokenizer.decode(generation.tokens[0])
         if not text.endswith("\ufffd"):  # a character that is still incomplete

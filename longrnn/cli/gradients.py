@@ -135,6 +135,7 @@ def _untrained(source: str, inits: Sequence[str]) -> list[Source]:
     from longrnn.config import load_config
     from longrnn.hf.loading import load_recurrent
     from longrnn.models import RecurrentLM
+    from longrnn.seeds import check_seed
     from longrnn.training.config import TrainConfig
 
     config = load_config(TrainConfig, source)
@@ -151,6 +152,7 @@ def _untrained(source: str, inits: Sequence[str]) -> list[Source]:
     for init in inits or [None]:
         mixer = config.model.mixer if init is None else {**config.model.mixer, "init": init}
         with torch.random.fork_rng(devices=[]):
+            check_seed(config.seed)
             torch.manual_seed(config.seed)  # as training would begin
             model = RecurrentLM(replace(config.model, mixer=mixer))
         name = source if init is None else f"{Path(source).stem}, {init}"
@@ -173,12 +175,14 @@ def _task(task: str | None, text: list[Path] | None, first: Source) -> dict[str,
         return known
     try:
         described = yaml.safe_load(task)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         described = None
     if isinstance(described, str):
         return {"kind": described}
     if not isinstance(described, dict):
-        raise UserError(f"{task!r} is no task: write a name, or '{{kind: NAME, option: value}}'")
+        raise UserError(
+            f"{task!r} is not a valid task: write a name, or '{{kind: NAME, option: value}}'"
+        )
     return described
 
 
@@ -189,7 +193,9 @@ def _subjects(
 
     for name, limit in (("norm", max_grad_norm), ("value", max_grad_value)):
         if limit is not None and not limit > 0:
-            raise UserError(f"--max-grad-{name} must be above 0, not {limit}")
+            raise UserError(
+                f"--max-grad-{name} must be above 0, not {limit}: give a positive number"
+            )
     found = []
     for source in opened:
         like = Subject(source.name, source.model)

@@ -115,11 +115,14 @@ def warn_if_calibrated_on(model: LanguageModel, documents: Iterable[Document]) -
 
 
 def training(folder: Path) -> dict[str, Any]:
-    """The configuration that a checkpoint was trained with, or nothing."""
-    import yaml
+    """The configuration that a checkpoint was trained with, or nothing.
 
-    path = folder / "train.yaml"
-    return yaml.safe_load(path.read_text()) if path.is_file() else {}
+    Raises:
+        UserError: its train.yaml is damaged.
+    """
+    from longrnn.config import read_recorded
+
+    return read_recorded(folder)
 
 
 def training_length(checkpoint: str, given: str | None) -> int | None:
@@ -164,7 +167,8 @@ def results_folder(evaluation: str, checkpoints: Sequence[str], spec: str | None
         parts += [Path(path).resolve().name, own and re.sub(UNFIT, "_", own)]
     parts.append(spec and re.sub(UNFIT, "_", spec))
     name = "+".join(part for part in parts if part)
-    if len(name.encode()) > LONGEST_NAME:
-        digest = hashlib.sha256(name.encode()).hexdigest()[:8]
-        name = f"{name.encode()[:LONGEST_NAME].decode(errors='ignore')}-{digest}"
+    content = os.fsencode(name)  # names of files need not be UTF-8
+    if len(content) > LONGEST_NAME:
+        digest = hashlib.sha256(content).hexdigest()[:8]
+        name = f"{content[:LONGEST_NAME].decode(errors='ignore')}-{digest}"
     return Path("results") / evaluation / name

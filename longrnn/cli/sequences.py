@@ -55,7 +55,7 @@ def evaluate_sequences(
     if kind != of_training:
         options = {}
     elif length is None:
-        length = trained["length"]["max"]
+        length = trained.get("length", {}).get("max")
     if vocab_size is not None:
         options["vocab_size"] = vocab_size
     if "vocab_size" not in options or length is None:

@@ -79,6 +79,6 @@ def sweep(
         if failures:
             listed = "; ".join(f"{f.name} ({f.reason}; see {f.log})" for f in failures)
             raise UserError(
-                f"{len(failures)} of {len(points)} runs failed, and the same command runs them "
+                f"{len(failures)} of {len(points)} runs failed, give the same command to run them "
                 f"again: {listed}"
             )

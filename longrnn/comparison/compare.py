@@ -22,6 +22,7 @@ from longrnn.comparison.suites import Contender, Evaluation, Point, Suite
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
 from longrnn.intervals import Estimate
+from longrnn.text import read_mapping
 from longrnn.units import format_length
 
 RECORD = "suite.yaml"
@@ -193,12 +194,10 @@ def _record(folder: Path, suite: Suite) -> str:
     path = folder / RECORD
     if not path.is_file():
         return yaml.safe_dump(suite.identity, sort_keys=False)
-    try:
-        before = yaml.safe_load(path.read_text())
-    except yaml.YAMLError:
-        before = None
-    if not isinstance(before, dict) or before.keys() != suite.identity.keys():
-        raise UserError(f"{path} is damaged: choose another output")
+    remedy = "choose another output"
+    before = read_mapping(path, remedy)
+    if before.keys() != suite.identity.keys() or not isinstance(before["evaluations"], dict):
+        raise UserError(f"{path} is damaged: {remedy}")
     # An evaluation that is new, or no longer asked for, leaves the others as they are.
     known, asked = before["evaluations"], suite.identity["evaluations"]
     differ = [title for title in asked if title in known and known[title] != asked[title]]

@@ -19,6 +19,7 @@ from longrnn.errors import UserError
 from longrnn.hf.loading import load
 from longrnn.hf.specs import mitigated
 from longrnn.inference.pieces import SCORED
+from longrnn.programs import module_command, module_environment
 
 MIB = 2**20
 
@@ -47,8 +48,14 @@ class Job(NamedTuple):
 
 def in_a_process(job: Job) -> dict[str, float] | str:
     """Measures in a new process; what `measure` returns, or why there is nothing."""
-    command = [sys.executable, "-m", "longrnn.comparison.cost", json.dumps(job)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    module = "longrnn.comparison.cost"
+    done = subprocess.run(
+        module_command(module, json.dumps(job)),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=module_environment(module),
+    )
     if done.returncode < 0:
         return f"ended by signal {-done.returncode}, as a process is that has no memory left"
     if done.returncode > 0:
@@ -111,7 +118,7 @@ def _memory(device: str) -> tuple[int, int]:
         return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
     if not status.is_file():
-        raise UserError("memory is measured on Linux and on CUDA alone")
+        raise UserError("memory can be measured only on Linux and on CUDA: use one of them")
     # Not `ru_maxrss`, which begins at what the parent held.
     lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
     now, most = (int(lines[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))

@@ -25,11 +25,11 @@ from longrnn.errors import UserError
 from longrnn.files import write_atomic
 from longrnn.models import RecurrentLM
 from longrnn.progress import Progress
+from longrnn.seeds import seeded
 from longrnn.state import LMState, leaves
 from longrnn.tasks import Batch, Task
 from longrnn.training.nonfinite import examine
 from longrnn.training.objective import Objective
-from longrnn.units import check_seed
 
 FORMAT = "longrnn-gradients-1"
 LENGTHS = (16, 32, 64)
@@ -104,7 +104,9 @@ def diagnose(
             cannot make, settings out of range.
     """
     if min(settings.rows, settings.exponents) < 1 or not settings.lengths:
-        raise UserError("rows, exponents and the number of lengths must be at least 1")
+        raise UserError(
+            "rows, exponents and the number of lengths must be at least 1: give positive numbers"
+        )
     for subject in subjects:
         check(subject.model, task)
     batches = {length: _draw(task, length, settings) for length in settings.lengths}
@@ -152,7 +154,7 @@ def default_lengths(task: Task) -> list[int]:
 
 
 def _draw(task: Task, length: int, settings: Settings) -> Batch:
-    generator = torch.Generator().manual_seed(check_seed(settings.seed))
+    generator = seeded(settings.seed)
     return task.sample(settings.rows, length=length, generator=generator)
 
 
@@ -202,7 +204,7 @@ def jacobians(model: RecurrentLM, tokens: Tensor, settings: Settings) -> Iterato
     time = tokens.shape[1]
     readings = sorted({round(i * (time - 1) / (READINGS - 1)) for i in range(READINGS)})
     for layer, mixer in enumerate(model.mixers):
-        generator = torch.Generator().manual_seed(check_seed(settings.seed))
+        generator = seeded(settings.seed)
         steps = [
             Step(mixer, inputs[layer][:, t : t + 1], states[t].layers[layer]) for t in range(time)
         ]

@@ -107,14 +107,19 @@ def diagnose(
     check(model)
     length = len(prompts[0].tokens)
     if every < 1 or first < 1 or train_length < 1:
-        raise UserError("every, first and the training length must be at least 1")
+        raise UserError(
+            "every, first and the training length must be at least 1: give positive numbers"
+        )
     if length <= train_length:
         raise UserError(
             f"collapse shows beyond the training length of {format_length(train_length)}: "
             f"give a --length above it, not {format_length(length)}"
         )
     if first >= length:
-        raise UserError(f"first must be below the length of {format_length(length)}, not {first}")
+        raise UserError(
+            f"first must be below the length of {format_length(length)}, not {first}: give a "
+            "smaller one"
+        )
     named = _named(prompts)
     stops = _stops(length, train_length, every)
     drawn = set(_thinned(stops))

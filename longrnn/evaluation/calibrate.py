@@ -25,7 +25,8 @@ from longrnn.mitigations import MITIGATIONS, Mitigated, mitigation
 from longrnn.mitigations.mitigated import check_defined
 from longrnn.models import RecurrentLM
 from longrnn.progress import Progress
-from longrnn.units import check_seed, format_length
+from longrnn.seeds import check_seed, seeded
+from longrnn.units import format_length
 
 # A head is global where more than this is left of its first token at the end of the training
 # length (arXiv 2504.16053).
@@ -62,17 +63,19 @@ class Settings:
         """Refuses values out of range."""
         check_seed(self.seed)
         if self.train_length < 2 or self.windows < 1 or self.steps < 1:
-            raise UserError("the training length must be at least 2, windows and steps at least 1")
+            raise UserError(
+                "the training length must be at least 2, windows and steps at least 1: raise them"
+            )
         if self.target_length is not None and self.target_length <= self.train_length:
             raise UserError(
                 f"the target length {format_length(self.target_length)} must be above the "
-                f"training length {format_length(self.train_length)}"
+                f"training length {format_length(self.train_length)}: give a greater one"
             )
         if not 0 < self.margin < math.inf:
-            raise UserError(f"margin must be above 0, not {self.margin}")
+            raise UserError(f"margin must be above 0, not {self.margin}: give a positive number")
         for name, value in (("quantile", self.quantile), ("share", self.share)):
             if value is not None and not 0 < value <= 1:
-                raise UserError(f"{name} must be in (0, 1], not {value}")
+                raise UserError(f"{name} must be in (0, 1], not {value}: give a share such as 0.5")
 
     def target(self) -> int:
         """The target length.
@@ -81,7 +84,9 @@ class Settings:
             UserError: none was given.
         """
         if self.target_length is None:
-            raise UserError("this method needs --target-length, the length that shall work")
+            raise UserError(
+                "this method needs --target-length: give the length that the model should reach"
+            )
         return self.target_length
 
 
@@ -147,7 +152,8 @@ def _token_filter(
     if all(theta is None for layer in thresholds for theta in layer):
         raise UserError(
             f"no head keeps more than {GLOBAL} of its first token over "
-            f"{format_length(settings.train_length)} tokens: there is nothing to filter"
+            f"{format_length(settings.train_length)} tokens, so there is nothing to filter: use "
+            "another method"
         )
     return {"kind": "token_filter", "threshold": thresholds}
 
@@ -209,7 +215,7 @@ def _search(
     target = settings.target()
     windows = _windows(documents, target + 1, settings.windows)
     layers = len(model.mixers)
-    generator = torch.Generator().manual_seed(settings.seed)
+    generator = seeded(settings.seed)
 
     def loss(logs: Tensor) -> float:
         factors = [round(value, 6) for value in logs.exp().tolist()]

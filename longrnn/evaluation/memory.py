@@ -81,7 +81,7 @@ def evaluate(
         UserError: settings out of range, a text shorter than a stretch, a file of another run.
     """
     if min(stretches, batch_size) < 1:
-        raise UserError("stretches and the batch size must be at least 1")
+        raise UserError("stretches and the batch size must be at least 1: give positive numbers")
     if min(positions) < 2:
         raise UserError("a position of 1 has no shorter context: give positions of 2 or more")
     positions = sorted(set(positions))

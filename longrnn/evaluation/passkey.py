@@ -33,7 +33,9 @@ class Subject(NamedTuple):
 def evenly_spaced(count: int) -> list[float]:
     """`count` depths from 0 to 1; one depth is the middle."""
     if count < 1:
-        raise UserError(f"the number of depths must be at least 1, not {count}")
+        raise UserError(
+            f"the number of depths must be at least 1, not {count}: give a positive number"
+        )
     return [0.5] if count == 1 else [round(i / (count - 1), 4) for i in range(count)]
 
 
@@ -82,7 +84,7 @@ def evaluate(
         UserError: a length too short, or a results file of another run.
     """
     if batch_size < 1:
-        raise UserError("n and the batch size must be at least 1")
+        raise UserError("n and the batch size must be at least 1: give positive numbers")
     grid = Grid(lengths, n, depths, insert_at, seed, filler, n_keys)
     tasks, wanted = _tasks(subjects, grid)
     header = {
@@ -181,7 +183,7 @@ def _fitting_task(subject: Subject, shortest: int, filler: Path | None, n_keys: 
     if shortest < least:
         raise UserError(
             f"length {shortest} is too short for the passkey prompt: "
-            f"the least is {least} tokens with the tokenizer of {subject.name}"
+            f"the least is {least} tokens with the tokenizer of {subject.name}; give that or more"
         )
     if task.vocab_size > subject.model.vocab_size:
         raise UserError(

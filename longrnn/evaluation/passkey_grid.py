@@ -22,10 +22,11 @@ from typing import NamedTuple
 from longrnn.errors import UserError
 from longrnn.inference.prefix import Prompt
 from longrnn.results import Row
+from longrnn.seeds import check_seed
 from longrnn.tasks.passkey import Passkey
 from longrnn.tasks.passkey_documents import Needle, draw_needles, keys
 from longrnn.text import Tokenizer, read_text
-from longrnn.units import check_seed, format_length
+from longrnn.units import format_length
 
 # A prompt is short where all but its filler is more than one part in so many of it.
 SHORT = 8
@@ -133,11 +134,13 @@ class Grid(NamedTuple):
         """Refuses values out of range."""
         check_seed(self.seed)
         if self.n < 1:
-            raise UserError("n and the batch size must be at least 1")
+            raise UserError("n and the batch size must be at least 1: give positive numbers")
         if bool(self.depths) == bool(self.insert_at):
             raise UserError("a grid has depths or insertion points: give one of the two")
         if not all(0 <= depth <= 1 for depth in self.depths):
-            raise UserError("depths lie between 0 (the start of the filler) and 1 (its end)")
+            raise UserError(
+                "depths lie between 0 (the start of the filler) and 1 (its end): give such numbers"
+            )
         if min(self.insert_at, default=0) < 0:
             raise UserError("insertion points count tokens of filler: give 0 or more")
         if self.insert_at and self.n_keys > 1:

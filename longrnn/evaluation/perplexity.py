@@ -112,7 +112,9 @@ def evaluate_windows(
         `nats_per_token`, `buckets` (see `edges`), `stretches` of STRETCH tokens.
     """
     if batch_size < 1:
-        raise UserError("the batch size must be at least 1")
+        raise UserError(
+            f"the batch size must be at least 1, not {batch_size}: give a positive number"
+        )
     header = {
         "evaluation": "perplexity",
         "model": model.fingerprint(),

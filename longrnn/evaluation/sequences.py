@@ -55,7 +55,9 @@ def evaluate(
         )
     n = min(task.n_held_out, MOST) if n is None else n
     if not 1 <= n <= task.n_held_out:
-        raise UserError(f"n must be between 1 and the {task.n_held_out} held-out sequences")
+        raise UserError(
+            f"n must be between 1 and the {task.n_held_out} held-out sequences: give a smaller one"
+        )
     task.evaluation_batch(0, 1, length=length)  # a length that does not fit is refused here
     header = {
         "evaluation": kind,

@@ -19,6 +19,7 @@ import yaml
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
 from longrnn.mitigations.base import MITIGATIONS, Calibration, Chain, Mitigation
+from longrnn.text import read_mapping
 
 FORMAT = "longrnn-mitigation-1"
 # Methods against state collapse that change no recurrence, and how to use them.
@@ -75,14 +76,10 @@ def write_calibration(path: Path, members: Sequence[Mapping[str, Any]], known: C
 
 
 def _read(path: Path) -> Mitigation | Chain:
-    if not path.is_file():
-        raise UserError(f"no mitigation file {path}: write one with `longrnn calibrate`")
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not YAML: write it again with `longrnn calibrate`") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise UserError(f"{path} is no mitigation file: write one with `longrnn calibrate`")
+    remedy = "write one with `longrnn calibrate`"
+    content = read_mapping(path, remedy, kind="mitigation file")
+    if content.get("format") != FORMAT:
+        raise UserError(f"{path} is not a mitigation file: {remedy}")
     described = content.get("mitigation")
     if not isinstance(described, list) or not all(isinstance(one, dict) for one in described):
         described = []
@@ -93,7 +90,7 @@ def _read(path: Path) -> Mitigation | Chain:
             source=str(path),
             fingerprint=str(content["fingerprint"]),
             length=int(content["length"]),
-            text_sha256=tuple(content["text_sha256"]),
+            text_sha256=tuple(map(str, content["text_sha256"])),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is incomplete ({error}): calibrate again") from error
@@ -123,7 +120,7 @@ def _parse(text: str) -> Mitigation:
             raise UserError(f"{match[1]} is given {name} twice: give it once")
         try:
             options[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise UserError(
                 f"{value.strip()!r} is no value of {name}: write a number, or a list as [1, 2]"
             ) from error

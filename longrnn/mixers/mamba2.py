@@ -76,16 +76,22 @@ class Mamba2(ScanningMixer):
         super().__init__(d_input, d_model)
         for name, size in (("d_state", d_state), ("expand", expand), ("d_conv", d_conv)):
             if size < 1:
-                raise UserError(f"{name} must be at least 1, not {size}")
+                raise UserError(f"{name} must be at least 1, not {size}: set a positive number")
         for name, pair in (("A_init", A_init), ("dt_limit", dt_limit)):
             if pair is not None and len(pair) != 2:
-                raise UserError(f"{name} is [least, largest], not {pair}")
+                raise UserError(f"{name} is [least, largest], not {pair}: set two numbers in order")
         d_inner = expand * d_model
         if head_dim < 1 or d_inner % head_dim:
-            raise UserError(f"head_dim {head_dim} does not divide expand · d_model = {d_inner}")
+            raise UserError(
+                f"head_dim {head_dim} does not divide expand · d_model = {d_inner}: set another "
+                "head_dim"
+            )
         self.n_heads = d_inner // head_dim
         if n_groups < 1 or self.n_heads % n_groups:
-            raise UserError(f"n_groups {n_groups} does not divide the {self.n_heads} heads")
+            raise UserError(
+                f"n_groups {n_groups} does not divide the {self.n_heads} heads: set another "
+                "n_groups"
+            )
         self.d_inner, self.d_state, self.head_dim = d_inner, d_state, head_dim
         self.n_groups, self.d_conv, self.norm_eps = n_groups, d_conv, norm_eps
         self.dt_limit = dt_limit

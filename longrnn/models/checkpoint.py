@@ -66,14 +66,14 @@ def read_description(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(
-            f"{folder} is no checkpoint (it has no config.json): give a folder with one"
+            f"{folder} is not a checkpoint folder (it has no config.json): give a folder with one"
         )
     description = read_json(path)
     if description.get("model_type") != "longrnn":
         kind = description.get("model_type")
         raise UserError(
-            f"{folder} holds a model of type {kind!r}: this version loads checkpoints that longrnn "
-            "has trained (model_type 'longrnn')"
+            f"{folder} holds a model of type {kind!r}: give a checkpoint that longrnn has "
+            "trained (model_type 'longrnn')"
         )
     if description.get("format") != FORMAT:
         raise UserError(
@@ -144,13 +144,13 @@ def build_model(
         if wanted != found:
             raise UserError(
                 f"{source} does not fit its config.json: {called(name)} has shape {found}, "
-                f"{wanted} was expected"
+                f"{wanted} was expected; copy both files again"
             )
     _check_dtypes(model, given, source, called)
     if config.tie_embeddings and not torch.equal(given["head.weight"], given["embedding.weight"]):
         raise UserError(
             f"{source} does not fit its config.json: {called('head.weight')} is not "
-            f"{called('embedding.weight')}, to which it is said to be tied"
+            f"{called('embedding.weight')}, to which it is tied; copy both files again"
         )
     # Copies, so that a file that is changed later changes nothing here.
     copies = {name: given[name].clone(memory_format=torch.contiguous_format) for name in expected}

@@ -87,7 +87,7 @@ def stream(
     if max_new_tokens < 0 or not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
         raise UserError(
             "max_new_tokens and temperature must be 0 or more and finite, and top_p in (0, 1]: "
-            f"they are {max_new_tokens}, {temperature} and {top_p}"
+            f"give such numbers, not {max_new_tokens}, {temperature} and {top_p}"
         )
     stops = _stops(stop)
     logits, state = model(prompt, state, keep=1)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.positions.base import POSITIONS, PositionalEncoding, look_up
-from longrnn.units import check_seed
+from longrnn.seeds import seeded
 
 
 @POSITIONS.register("random")
@@ -29,7 +29,7 @@ class Random(PositionalEncoding):
         self, d_model: int, *, max_length: int = 128, seed: int = 0, combine: str = "concat"
     ) -> None:
         super().__init__(d_model, combine)
-        generator = torch.Generator().manual_seed(check_seed(seed))
+        generator = seeded(seed)
         rows = torch.randn(max_length, d_model, generator=generator)
         self.register_buffer("table", F.normalize(rows, dim=-1))
 

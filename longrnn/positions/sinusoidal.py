@@ -24,7 +24,7 @@ class Sinusoidal(PositionalEncoding):
     def __init__(self, d_model: int, *, combine: str = "concat") -> None:
         super().__init__(d_model, combine)
         if d_model % 2:
-            raise UserError(f"sinusoidal positions need an even d_model, not {d_model}")
+            raise UserError(f"sinusoidal positions need an even d_model, not {d_model}: set one")
 
     def encode(self, x: Tensor, positions: Tensor) -> Tensor:
         # float64 keeps the phase of positions in the millions.

@@ -123,7 +123,7 @@ def read_recorded(paths: Sequence[Path]) -> Recorded:
     """
     files: list[Path] = []
     for path in paths:
-        if not path.exists():
+        if not path.is_dir() and not path.is_file():
             raise UserError(f"no results at {path}: give files or folders of recorded evaluations")
         files += sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
     found = Recorded({}, {})

@@ -31,10 +31,10 @@ from longrnn.hf.loading import load_recurrent
 from longrnn.intervals import Estimate, mean
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.progress import Progress
+from longrnn.seeds import seeded
 from longrnn.state import LMState, detach, leaves, tree_map
 from longrnn.tasks.sequence import Condition, Transduction
 from longrnn.training import checkpoint
-from longrnn.units import check_seed
 
 # Inputs whose rows of J are computed together: a bound on memory.
 INPUTS = 192
@@ -190,7 +190,7 @@ def along_checkpoints(
     folders = checkpoint.checkpoints(run)
     if not folders:
         raise UserError(f"{run} has no checkpoints: give the output_dir of a training run")
-    generator = torch.Generator().manual_seed(check_seed(seed))
+    generator = seeded(seed)
     asked = [
         (condition.name, triplets(task, condition, n, length=length, generator=generator))
         for condition in task.conditions()

@@ -66,7 +66,9 @@ def parse_axes(items: Sequence[str]) -> Axes:
         key, equals, text = item.partition("=")
         values = [value.strip() for value in _split(text)]
         if not key or not equals:
-            raise UserError(f"grid: {item!r} is not of the form KEY=VALUE,…, such as seed=111,222")
+            raise UserError(
+                f"grid: {item!r} is not of the form KEY=VALUE,…: write it as in seed=111,222"
+            )
         if not all(values):
             raise UserError(f"grid: {item!r} lacks a value: write {key}=VALUE,…")
         if _dotted(key) in map(_dotted, axes):
@@ -169,7 +171,9 @@ def _dotted(key: str) -> str:
     own = {field.name for field in fields(TrainConfig)} - {"output_dir"}
     of_model = {field.name for field in fields(RecurrentConfig)}
     if key == "output_dir":
-        raise UserError("grid: every run gets an output_dir of its own: say where with --output")
+        raise UserError(
+            "grid: every run gets an output_dir of its own: give their folder with --output"
+        )
     if head in own:
         return key
     if key == "vocab_size":
@@ -188,7 +192,8 @@ def _parsed(key: str, text: str) -> Any:
         content: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     except YAMLError as error:
         raise UserError(
-            f"grid: {key}={text} is not YAML: {' '.join(str(error).split())}"
+            f"grid: {key}={text} is not YAML ({' '.join(str(error).split())}): write the value in "
+            "quotes"
         ) from error
     return content["value"]
 

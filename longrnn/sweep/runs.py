@@ -29,6 +29,7 @@ from longrnn.evaluation import sequences
 from longrnn.files import write_atomic
 from longrnn.hf.loading import load
 from longrnn.locks import Lock
+from longrnn.programs import module_command, module_environment
 from longrnn.progress import Progress
 from longrnn.results import Results, Row, read_results
 from longrnn.sweep.grid import Point
@@ -69,7 +70,9 @@ class Sweep:
         quiet: bool = False,
     ) -> None:
         if jobs < 1:
-            raise UserError(f"jobs must be at least 1, not {jobs}")
+            raise UserError(
+                f"jobs must be at least 1, not {jobs}: give the number of runs at a time"
+            )
         self.points, self.folder, self.quiet = points, folder, quiet
         self.jobs = jobs
         self.devices: queue.Queue[str] = queue.Queue()
@@ -150,7 +153,7 @@ class Sweep:
         config = self.folder / "configs" / f"{point.name}.yaml"
         write_atomic(config, dump_config(point.config))
         log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "longrnn.cli", "train", str(config)]
+        command = module_command("longrnn.cli", "train", str(config))
         with open(log, "ab") as file:
             if not self._lock(file, point.name):
                 return "the sweep was stopped before it began"
@@ -206,7 +209,7 @@ def _locked(descriptor: int) -> bool:
 
 def _environment(device: str, jobs: int) -> dict[str, str]:
     """The environment in which `longrnn train` takes a device, and its share of the cores."""
-    values = dict(os.environ)
+    values = module_environment("longrnn.cli")
     values.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
     kind, _, index = device.partition(":")
     if kind == "cpu":

@@ -198,7 +198,10 @@ def _fitted(build: Callable[[int], str], prefix: str, tokenizer: Tokenizer, leng
 
     least = size(0)
     if length < least:
-        raise UserError(f"length {length} is too short: with this tokenizer the least is {least}")
+        raise UserError(
+            f"length {length} is too short: with this tokenizer the least is {least}, give that or "
+            "more"
+        )
     each = (size(EXAMPLE_UNITS) - least) / EXAMPLE_UNITS
     count = int((length - least) / each)
     # A second look at the true cost of a unit, then down to what fits.

@@ -98,10 +98,12 @@ class Passkey(Task):
         self.tokenizer = tokenizer or ByteTokenizer()
         self.vocab_size = self.tokenizer.vocab_size
         if answer_weight < 0 or text_weight < 0:
-            raise UserError("passkey needs answer_weight >= 0 and text_weight >= 0")
+            raise UserError("answer_weight and text_weight must not be negative: set 0 or more")
         self.n_keys = [n_keys] if isinstance(n_keys, int) else n_keys
         if not self.n_keys or not all(1 <= count <= 9 for count in self.n_keys):
-            raise UserError(f"n_keys is a number of keys from 1 to 9, or a list, not {n_keys}")
+            raise UserError(
+                f"n_keys must be from 1 to 9, not {n_keys}: set a number of keys, or a list of them"
+            )
         self.answer_weight, self.text_weight = answer_weight, text_weight
         files = [filler] if isinstance(filler, str) else filler
         text = FILLER if files is None else "".join(read_text(Path(file))[0] for file in files)
@@ -169,7 +171,10 @@ class Passkey(Task):
         free = self.free(key, length)
         if not 0 <= insert_at <= free:
             least = length - free + insert_at
-            raise UserError(f"{insert_at} tokens of filler before a key need a length of {least}")
+            raise UserError(
+                f"{insert_at} tokens of filler before a key need a longer prompt: use a length of "
+                f"{least} or more"
+            )
         # `_hidden` multiplies by `free` and rounds: a quotient of integers comes back exactly.
         return Needle(key, insert_at / free if free else 0.0)
 
@@ -199,7 +204,7 @@ class Passkey(Task):
         if free < 0:
             raise UserError(
                 f"the keys of a passkey text need at least {length - free} tokens with this "
-                f"tokenizer, not {length}"
+                f"tokenizer, not {length}: use a greater length, or fewer keys"
             )
         spans, before = [], 0
         for index in sorted(range(len(needles)), key=lambda i: needles[i].depth):

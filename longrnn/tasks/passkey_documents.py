@@ -45,7 +45,7 @@ def with_numbers(text: str, every: int) -> str:
         UserError: fewer than one.
     """
     if every < 1:
-        raise UserError(f"numbers_every must be at least 1, not {every}")
+        raise UserError(f"numbers_every must be at least 1, not {every}: set a positive number")
     rng = random.Random(every)
     words = text.split(" ")
     share = len(text) / len(words) / every
@@ -134,10 +134,10 @@ class Drawing(NamedTuple):
         if not 1 <= self.min_segments <= self.max_segments:
             raise UserError(
                 f"passkey needs 1 <= min_segments <= max_segments, not {self.min_segments} and "
-                f"{self.max_segments}"
+                f"{self.max_segments}: set them in this order"
             )
         if self.max_repeat < 1 or self.grow_steps < 0:
-            raise UserError("passkey needs max_repeat >= 1 and grow_steps >= 0")
+            raise UserError("max_repeat must be at least 1 and grow_steps at least 0: set them so")
 
     def document(self, start: int, rng: random.Random) -> Document:
         """The document that begins at step `start`."""

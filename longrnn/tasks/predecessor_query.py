@@ -30,7 +30,9 @@ class PredecessorQuery(SequenceTask):
 
     def check(self, length: int) -> None:
         if length < 2:
-            raise UserError(f"predecessor_query needs a length of at least 2, not {length}")
+            raise UserError(
+                f"predecessor_query needs at least 2 tokens, not {length}: use a greater length"
+            )
         if length > self.n_tokens:
             raise UserError(
                 f"predecessor_query has {length} distinct tokens and vocab_size={self.n_tokens}: "

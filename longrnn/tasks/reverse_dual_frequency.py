@@ -51,7 +51,7 @@ class ReverseDualFrequency(Reverse):
         if vocab_size % 2 or not 0 < rare_share < 1:
             raise UserError(
                 "reverse_dual_frequency needs an even vocab_size and a rare_share between 0 and 1, "
-                f"not {vocab_size} and {rare_share}"
+                f"not {vocab_size} and {rare_share}: set such values"
             )
         self.half, self.rare_share = vocab_size // 2, rare_share
 

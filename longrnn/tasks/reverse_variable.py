@@ -45,7 +45,9 @@ class ReverseVariable(SequenceTask):
     ) -> None:
         super().__init__(tokenizer, vocab_size=vocab_size, held_out=held_out, seed=seed)
         if min_length < 1:
-            raise UserError(f"min_length must be at least 1, not {min_length}")
+            raise UserError(
+                f"min_length must be at least 1, not {min_length}: set a positive number"
+            )
         self.min_length = min_length
 
     def check(self, length: int) -> None:

@@ -16,9 +16,9 @@ from rapidfuzz.distance import DamerauLevenshtein
 from torch import Tensor
 
 from longrnn.errors import UserError
+from longrnn.seeds import check_seed, seeded
 from longrnn.tasks.base import UNSCORED, Batch, Task, exact_match
 from longrnn.text import Tokenizer
-from longrnn.units import check_seed
 
 
 class Condition(NamedTuple):
@@ -63,7 +63,9 @@ class SequenceTask(Task):
         seed: int = 0,
     ) -> None:
         if vocab_size < 2 or held_out < 1:
-            raise UserError("random sequences need vocab_size >= 2 and held_out >= 1")
+            raise UserError(
+                "random sequences need a choice of tokens: set vocab_size >= 2 and held_out >= 1"
+            )
         self.n_tokens, self.query = vocab_size, vocab_size
         self.vocab_size = vocab_size + self.has_query
         self.n_held_out, self.seed = held_out, check_seed(seed)
@@ -88,7 +90,7 @@ class SequenceTask(Task):
             UserError: such a length.
         """
         if length < 1:
-            raise UserError(f"length must be at least 1, not {length}")
+            raise UserError(f"length must be at least 1, not {length}: use a positive number")
 
     def options(self) -> dict[str, int | float]:
         """What the held-out sequences depend on, beside their length."""
@@ -146,7 +148,7 @@ class SequenceTask(Task):
                     f"sequences of length {length}: hold out at most half of them, not "
                     f"held_out={self.n_held_out}"
                 )
-            rows = self._draw_held_out(length, torch.Generator().manual_seed(self.seed))
+            rows = self._draw_held_out(length, seeded(self.seed))
             self._held_out[length] = rows, {row.tobytes() for row in rows.numpy()}
         return self._held_out[length]
 

@@ -86,11 +86,14 @@ class Text(Task):
     ) -> None:
         if bool(files) == (corpus is not None):
             raise UserError(
-                "the text task needs either files (a list of UTF-8 text files to train on) or "
+                "the text task needs one source: set either files (a list of UTF-8 text files to "
+                "train on) or "
                 "corpus (a folder that `longrnn data build` wrote)"
             )
         if max_segments is not None and max_segments < 1:
-            raise UserError(f"max_segments must be at least 1, not {max_segments}")
+            raise UserError(
+                f"max_segments must be at least 1, not {max_segments}: set a positive number"
+            )
         tokenizer = tokenizer or ByteTokenizer()
         self.vocab_size, self.max_segments = tokenizer.vocab_size, max_segments
         self.documents: Documents

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longrnn.config import dump_config, flat
+from longrnn.config import dump_config, flat, read_recorded
 from longrnn.errors import UserError
 from longrnn.files import leftovers, naming, write_atomic
 from longrnn.locks import FOLDER_LOCK, Lock
@@ -83,7 +83,7 @@ def claim(config: TrainConfig, found: Found) -> None:
     output_dir = Path(config.output_dir)
     newest, damaged = found
     recorded = output_dir / "train.yaml"
-    if newest is not None and differences(recorded, config, HARMLESS):
+    if newest is not None and differences(read_recorded(output_dir), config, HARMLESS):
         _keep_history(output_dir, checkpoint.steps(newest))
     write_atomic(recorded, dump_config(config))
     _clean(output_dir)
@@ -102,7 +102,7 @@ def _check_owner(output_dir: Path, config: TrainConfig, *, resume: bool) -> None
     recorded = output_dir / "train.yaml"
     if recorded.is_file():
         allowed = HARMLESS | (REMEDIES if _stopped(output_dir) else set())
-        difference = differences(recorded, config, allowed)
+        difference = differences(read_recorded(output_dir), config, allowed)
         if difference:
             raise UserError(
                 f"{output_dir} holds a run with another configuration ({difference}): "
@@ -166,19 +166,16 @@ def _stopped(output_dir: Path) -> bool:
     return max(failed, default=0) > max(saved, default=0)
 
 
-def differences(recorded: Path, config: TrainConfig, allowed: set[str]) -> str:
+def differences(recorded: dict[str, Any], config: TrainConfig, allowed: set[str]) -> str:
     """Which keys of a recorded configuration differ from a run's, but for `allowed` ones.
 
     A key that the record is too old to have had its default. What `init_from` or `transformer`
     says of the model is not compared again, nor is a tokenizer that the run leaves to `init_from`.
-
-    Raises:
-        UserError: the record cannot be read.
     """
     # Every schedule but `constant` has another learning rate at every step of a longer run.
     skipped = allowed | ({"max_steps"} if config.lr_scheduler_type == "constant" else set())
     skipped |= {"tokenizer"} if config.tokenizer is None else set()
-    before = flat(asdict(TrainConfig())) | flat(_recorded(recorded))
+    before = flat(asdict(TrainConfig())) | flat(recorded)
     now = flat(asdict(config))
     by_model = config.init_from is not None or bool(config.transformer)
     keys = [k for k in {**before, **now} if before.get(k) != now.get(k) and k not in skipped]
@@ -187,24 +184,6 @@ def differences(recorded: Path, config: TrainConfig, allowed: set[str]) -> str:
         for key in keys
         if not (by_model and key.split(".")[0] == "model")
     )
-
-
-def _recorded(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(
-            f"{path} cannot be read ({' '.join(str(error).split())}): put it back from a copy, or "
-            "begin again in another output_dir"
-        ) from error
-    if not isinstance(content, dict):
-        raise UserError(
-            f"{path} is not a mapping of keys to values: put it back from a copy, or begin again "
-            "in another output_dir"
-        )
-    return content
 
 
 def append_metrics(output_dir: Path, row: dict[str, float]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from longrnn.config import flat
+from longrnn.config import flat, read_recorded
 from longrnn.errors import UserError
 
 Row = dict[str, Any]
@@ -50,8 +50,6 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     Raises:
         UserError: a folder without a run, or one that has logged nothing yet.
     """
-    import yaml
-
     distinct: dict[Path, Path] = {}
     for folder in folders:
         distinct.setdefault(folder.resolve(), folder)
@@ -60,9 +58,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     for resolved, folder in distinct.items():
         name = resolved.name
         label = name if short.count(name) == 1 else str(folder)
-        recorded = folder / "train.yaml"
-        settings = flat(yaml.safe_load(recorded.read_text())) if recorded.is_file() else {}
-        runs.append(Run(label, read_metrics(folder), settings))
+        runs.append(Run(label, read_metrics(folder), flat(read_recorded(folder))))
     return runs
 
 
@@ -79,18 +75,28 @@ def read_metrics(folder: Path) -> list[Row]:
         missing = "no training run: give the output_dir of one"
         raise UserError(f"{folder} holds {there if begun else missing}")
     rows = []
-    for line in path.read_text(errors="replace").splitlines(keepends=True):
-        if not line.endswith("\n"):
-            continue
+    # Not `str.splitlines`, which also splits at characters that JSON may hold.
+    for line in path.read_text(errors="replace").split("\n")[:-1]:
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(
                 f"{path}, line {len(rows) + 1} is not JSON ({error}): remove that line"
             ) from error
-        if not isinstance(row, dict) or not set(COUNTS) <= row.keys():
-            raise UserError(f"{path}, line {len(rows) + 1} is no row of metrics: remove that line")
+        if not _is_row(row):
+            raise UserError(
+                f"{path}, line {len(rows) + 1} is not a row of metrics: remove that line"
+            )
         rows.append(row)
     if not rows:
         raise UserError(f"{path} has no whole row yet: wait for the run's first logging_steps")
     return rows
+
+
+def _is_row(row: Any) -> bool:
+    """Whether a line of JSON names its step and holds nothing but numbers."""
+    return (
+        isinstance(row, dict)
+        and set(COUNTS) <= row.keys()
+        and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in row.values())
+    )

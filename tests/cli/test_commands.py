@@ -268,7 +268,7 @@ def test_sweep(cli: CLI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     command = ["sweep", "c.yaml", "--grid", "position.kind=none", "--quiet"]
     result = cli(*command, "seed=1,2")
     assert result.code == 2
-    assert "1 of 2 runs failed, and the same command runs them again" in result.err
+    assert "1 of 2 runs failed, give the same command to run them again" in result.err
     assert f"{failing} (exit code 1; see run-sweep/logs/{failing}.log)" in result.err
     assert "Traceback" not in result.err
     result = cli(*command, "seed=1")

@@ -56,7 +56,7 @@ def test_build_refuses(cli: CLI, texts: list[Path], tmp_path: Path) -> None:
         (["new", texts[2]], "no document has 2 tokens or more (1 shorter ones were dropped)"),
         (["new", "empty.txt"], "no document has 2 tokens or more"),
         (["new", "--min-length", "4k", texts[0]], "no document has 4096 tokens"),
-        (["new", "--min-length", "0", texts[0]], "'0' is no length"),
+        (["new", "--min-length", "0", texts[0]], "'0' is not a valid length"),
         (["new", "--split-on", "", texts[0]], "a --split-on that is not empty"),
         (["new", "--split-on", "<end>", texts[0]], "'<end>' is in none of the files"),
         (["new", "--tokenizer", "gpt9", texts[0]], "no tokenizer at gpt9"),
@@ -77,8 +77,8 @@ def test_an_interrupted_build_leaves_nothing(
     before = set(Path().iterdir())
     monkeypatch.setattr(ByteTokenizer, "encode", interrupted)
     done = cli("data", "build", "--out", "corpus", "--quiet", *texts)
-    assert done.code == 2
-    assert done.err == "error: interrupted; corpus was not written, give the command again\n"
+    assert done.code == 130
+    assert done.err == "error: interrupted; corpus was not written: give the command again\n"
     assert set(Path().iterdir()) == before
 
 
@@ -101,7 +101,7 @@ def test_training_on_a_corpus(cli: CLI, texts: list[Path], tmp_path: Path) -> No
     rows = "per_device_train_batch_size=9"
     refused(cli, *train, rows, says=("18 lanes", "task.max_segments=1 or less"))
     refused(cli, *train, "length.max=2000", says=("4 lanes", "a smaller length.max"))
-    refused(cli, *train, "carry=true", says=("carry is gone", "initial_state={kind: carry}"))
+    refused(cli, *train, "carry=true", says=("carry was replaced", "initial_state={kind: carry}"))
     refused(cli, *train, "initial_state.kind=cary", says=("did you mean 'carry'",))
     bpe = trained_bpe()
     bpe.save(tmp_path / "bpe")

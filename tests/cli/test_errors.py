@@ -19,8 +19,8 @@ from tests.training.runs import metrics, tiny, write_config
 SHORT = ["--lengths", "160", "--depths", "1", "--n", "1", "--quiet"]
 
 
-def assert_refused(result: Outcome, *pieces: str) -> None:
-    assert result.code == 2
+def assert_refused(result: Outcome, *pieces: str, code: int = 2) -> None:
+    assert result.code == code
     assert result.out == ""
     lines = result.err.splitlines()
     assert len(lines) == 1, result.err
@@ -67,19 +67,19 @@ def test_a_truncated_checkpoint(cli: CLI, models: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--lengths", "4x"], ("'4x' is no length", "256, 4k or 1M")),
-        (["--lengths", ""], ("'' is no length", "256, 4k or 1M")),
-        (["--lengths", "-1"], ("'-1' is no length",)),
-        (["--lengths", "256,"], ("'' is no length",)),
-        (["--lengths", "9" * 400], ("is no length",)),
+        (["--lengths", "4x"], ("'4x' is not a valid length", "256, 4k or 1M")),
+        (["--lengths", ""], ("'' is not a valid length", "256, 4k or 1M")),
+        (["--lengths", "-1"], ("'-1' is not a valid length",)),
+        (["--lengths", "256,"], ("'' is not a valid length",)),
+        (["--lengths", "9" * 400], ("is not a valid length",)),
         (["--lengths", "100"], ("length 100 is too short", "the least is 156 tokens")),
-        (["--depths", "many"], ("'many' are no depths", "0,0.5,1")),
-        (["--depths", ""], ("'' are no depths",)),
-        (["--depths", "0.5,"], ("'0.5,' are no depths",)),
+        (["--depths", "many"], ("'many' is not a valid list of depths", "0,0.5,1")),
+        (["--depths", ""], ("'' is not a valid list of depths",)),
+        (["--depths", "0.5,"], ("'0.5,' is not a valid list of depths",)),
         (["--depths", "0"], ("the number of depths must be at least 1",)),
         (["--depths", "-1"], ("the number of depths must be at least 1",)),
         (["--depths", "0.5,1.5"], ("depths lie between 0",)),
-        (["--depths", "nan,"], ("no depths",)),
+        (["--depths", "nan,"], ("not a valid list of depths",)),
         (["--n", "0"], ("n and the batch size must be at least 1",)),
         (["--batch-size", "0"], ("n and the batch size must be at least 1",)),
         (["--device", "abacus"], ("device 'abacus' cannot be used", "take cpu or auto")),
@@ -96,9 +96,9 @@ def test_eval_passkey_options(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--insert-at", "x"], ("'x' is no length",)),
-        (["--insert-at", "-1"], ("'-1' is no length",)),
-        (["--insert-every", "0"], ("'0' is no length",)),
+        (["--insert-at", "x"], ("'x' is not a valid length",)),
+        (["--insert-at", "-1"], ("'-1' is not a valid length",)),
+        (["--insert-every", "0"], ("'0' is not a valid length",)),
         (["--insert-at", "0,1M"], ("behind 1M tokens of filler", "give a greater length")),
         (["--insert-at", "0", "--depths", "5"], ("give one of --depths",)),
         (["--insert-at", "0", "--insert-every", "8k"], ("give one of --depths",)),
@@ -157,8 +157,8 @@ def test_sweep_options(arguments: list[str], says: tuple[str, ...], cli: CLI) ->
 def test_diagnose_stability_options(cli: CLI, models: Path) -> None:
     """A run that has no Jacobian of the kind, or none at all."""
     base = ["diagnose", "stability"]
-    refused(cli, *base, models / "text", says=("no run on a task such as reverse",))
-    refused(cli, *base, "no/such", says=("no run on a task such as reverse",))
+    refused(cli, *base, models / "text", says=("is not a run on a task such as reverse",))
+    refused(cli, *base, "no/such", says=("is not a run on a task such as reverse",))
     refused(cli, *base, models / "backwards", "--n", "0", says=("at least 1",))
 
 
@@ -237,14 +237,14 @@ def test_train_configurations(
     text: str, overrides: list[str], says: tuple[str, ...], cli: CLI, tmp_path: Path
 ) -> None:
     """A key that is ignored, or a folder made for a run that never starts."""
-    (tmp_path / "c.yaml").write_text(text)
+    (tmp_path / "c.yaml").write_text(text or "seed: 0")
     refused(cli, "train", "c.yaml", *overrides, "--quiet", says=says)
 
 
 def test_train_without_a_configuration(cli: CLI, tmp_path: Path) -> None:
     """A wrong path."""
     refused(cli, "train", "none.yaml", says=("no configuration file none.yaml", "configs/train"))
-    refused(cli, "train", tmp_path, says=("no configuration file",))
+    refused(cli, "train", tmp_path, says=("cannot be read (it is a folder)", "configs/train"))
 
 
 def test_train_into_another_run(cli: CLI, tmp_path: Path) -> None:
@@ -359,7 +359,7 @@ def test_an_interrupted_evaluation_says_how_to_go_on(
     monkeypatch.setattr(passkey, "answers", interrupted)
     result = cli("eval", "passkey", models / "text", *SHORT, "--output", "with space")
     again = f"longrnn eval passkey {models}/text {' '.join(SHORT)} --output 'with space'"
-    assert_refused(result, "what was finished is kept", f"go on with: {again}")
+    assert_refused(result, "what was finished is kept", f"go on with: {again}", code=130)
 
 
 def test_a_prompt_that_is_no_text(cli: CLI, models: Path) -> None:

@@ -58,7 +58,7 @@ def test_diagnose_memory(cli: CLI, models: Path, text: list[str], tmp_path: Path
     [
         (["--text", "none.txt"], ("no text file none.txt",)),
         (["--positions", "1"], ("give positions of 2 or more",)),
-        (["--positions", "x"], ("'x' is no length",)),
+        (["--positions", "x"], ("'x' is not a valid length",)),
         (["--positions", "4k"], ("give a longer text",)),
         (["--stretches", "0"], ("must be at least 1",)),
         (["--mitigation", "slidingwindow"], ("unknown mitigation",)),

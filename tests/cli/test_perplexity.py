@@ -183,8 +183,8 @@ def test_help(cli: CLI) -> None:
         (["--text", "."], ("cannot be read",)),
         (["--text", "a.txt"], ("are the same text",)),
         (["--length", "1k"], ("has 640 tokens", "1k needs 1,025", "give a longer text")),
-        (["--length", "0"], ("'0' is no length",)),
-        (["--train-length", "long"], ("'long' is no length",)),
+        (["--length", "0"], ("'0' is not a valid length",)),
+        (["--train-length", "long"], ("'long' is not a valid length",)),
         (["--batch-size", "0"], ("batch size must be at least 1",)),
         (["--device", "abacus"], ("cannot be used",)),
         (

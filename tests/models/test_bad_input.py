@@ -19,8 +19,8 @@ from longrnn.evaluation.passkey_grid import Grid
 from longrnn.hf.adapter import HFLanguageModel
 from longrnn.models import LanguageModel
 from longrnn.models.base import INTEGERS
+from longrnn.seeds import check_seed
 from longrnn.training.config import TrainConfig
-from longrnn.units import check_seed
 from tests.contracts.builders import build_model, random_tokens
 from tests.hf.foreign import causal
 

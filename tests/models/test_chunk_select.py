@@ -209,4 +209,4 @@ def test_command_line(cli: CLI, tmp_path: Path) -> None:  # noqa: F811
 @pytest.mark.parametrize("value", ["0", "-1", "many", "", "1.5"])
 def test_command_line_refuses(value: str, cli: CLI) -> None:  # noqa: F811
     """A chunk of no tokens, after the models were measured."""
-    refused(cli, *PASSKEY, "--chunk-select", value, says=(f"'{value}' is no length",))
+    refused(cli, *PASSKEY, "--chunk-select", value, says=(f"'{value}' is not a valid length",))

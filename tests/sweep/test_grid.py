@@ -99,7 +99,7 @@ def test_names_of_runs() -> None:
         (["seed=1,2,1"], "seed=1 and seed=1 are the same run"),
         (["seed=1", "seed=2"], "seed is given twice"),
         (["position.kind=none", "model.position.kind=none"], "is given twice"),
-        (["output_dir=a,b"], "say where with --output"),
+        (["output_dir=a,b"], "give their folder with --output"),
         (["seed=abc"], "could not be converted to Integer"),
         (["seed.a=1"], "leave out what follows it"),
         (["seed={"], "is not YAML"),

@@ -194,12 +194,12 @@ def test_weights_sum_to_text_plus_answer(weight: float) -> None:
 def test_options_out_of_range_are_refused() -> None:
     """Documents of no segment, or negative weights."""
     for options in ({"max_segments": 0}, {"grow_steps": -1}, {"answer_weight": -0.5}):
-        with pytest.raises(UserError, match="passkey needs"):
+        with pytest.raises(UserError, match="max_segments|max_repeat|answer_weight"):
             Passkey(**options)
     with pytest.raises(UserError, match="numbers_every must be at least 1, not 0"):
         Passkey(numbers_every=0)
     for n_keys in (0, 10, [], [1, 12]):
-        with pytest.raises(UserError, match="n_keys is a number of keys from 1 to 9"):
+        with pytest.raises(UserError, match="n_keys must be from 1 to 9"):
             Passkey(n_keys=n_keys)
 
 

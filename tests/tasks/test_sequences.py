@@ -212,7 +212,7 @@ def test_dual_frequencies() -> None:
         ("recall", {}, 7, "even, not 7: take a length of 8"),
         ("recall", {"vocab_size": 10}, 12, "set vocab_size=12 or more"),
         ("predecessor_query", {"vocab_size": 8}, 9, "set vocab_size=9 or more"),
-        ("predecessor_query", {}, 1, "a length of at least 2"),
+        ("predecessor_query", {}, 1, "at least 2 tokens"),
         ("reverse_variable", {"min_length": 9}, 8, "set a smaller min_length"),
         ("reverse_variable", {"min_length": 0}, 8, "min_length must be at least 1"),
         ("reverse_dual_frequency", {"vocab_size": 9}, 8, "an even vocab_size"),

@@ -64,5 +64,5 @@ def test_files_that_are_no_text(tmp_path: Path, content: bytes | None, reason: s
 
 
 def test_files_are_needed() -> None:
-    with pytest.raises(UserError, match="needs either files"):
+    with pytest.raises(UserError, match="set either files"):
         Text(files=[])

@@ -114,7 +114,7 @@ def test_interrupted_and_resumed(tmp_path: Path, undisturbed: dict[str, Path]) -
     process = start("train", path, "save_steps=1000", "--quiet")
     signal_after(process, output / "metrics.jsonl", signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 2
+    assert process.returncode == 130
     assert not out
     again = f"longrnn train {path} save_steps=1000 --quiet --resume"
     assert err == f"error: interrupted; what was finished is kept, go on with: {again}\n"

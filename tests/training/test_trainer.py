@@ -347,7 +347,7 @@ def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
         ({"initial_state": {}}, "'kind'"),
         ({"segments_per_step": 2}, "initial_state={kind: carry}"),
         ({"segments_per_step": 0}, "segments_per_step must be at least 1"),
-        ({"carry": True}, "key carry is gone: write initial_state={kind: carry} for true"),
+        ({"carry": True}, "key carry was replaced: write initial_state={kind: carry} for true"),
         ({"initial_state": {"kind": "carry"}, "batch_tokens": 9}, "leave out length.sampling"),
         (
             {"initial_state": {"kind": "carry"}, "length": {"max": 180, "grow_steps": 3}},

@@ -6,6 +6,7 @@ A suite is a list of evaluations, each `{kind: …, option: value, …}`. A kind
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +19,9 @@ from longrnn.errors import UserError, nearest
 from longrnn.intervals import Estimate
 from longrnn.models import LanguageModel
 from longrnn.registry import Registry
+from longrnn.seeds import check_seed
 from longrnn.text import Tokenizer
-from longrnn.units import check_seed, parse_lengths
+from longrnn.units import parse_lengths
 
 
 class Contender(NamedTuple):
@@ -156,7 +158,7 @@ def read_suite(name_or_path: str) -> Suite:
     path = _find(name_or_path)
     config = load_config(SuiteConfig, path)
     if not config.evaluations:
-        raise UserError(f"{path} has no evaluations: list some, such as {{kind: passkey, …}}")
+        raise UserError(f"{path} has no evaluations: add some, such as {{kind: passkey, …}}")
     identities: dict[str, Any] = {}
     evaluations = []
     for spec in config.evaluations:
@@ -178,7 +180,8 @@ def read_suite(name_or_path: str) -> Suite:
 
 def _find(name_or_path: str) -> Path:
     path = Path(name_or_path)
-    if path.suffix in (".yaml", ".yml") or path.is_file():
+    # `Path.is_file` fails at names that are too long for a file.
+    if path.suffix in (".yaml", ".yml") or os.path.isfile(path):
         if not path.is_file():
             raise UserError(f"no suite {path}: give a YAML file, or a name: {', '.join(_names())}")
         return path

@@ -52,7 +52,9 @@ class Cost(Evaluation):
         super().__init__(title, seed)
         self.lengths, self.decode = sorted_lengths(lengths), decode
         if decode < 1:
-            raise UserError("decode must be at least 1")
+            raise UserError(
+                f"decode must be at least 1, not {self.decode}: set it to the tokens to generate"
+            )
 
     def measure(self, contender: Contender, output: Path, *, quiet: bool) -> list[Point]:
         header = {

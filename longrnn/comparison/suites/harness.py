@@ -61,7 +61,9 @@ class Harness(Evaluation):
         self.texts = [] if text is None else [Path(text)]
         self._found = False  # whether all tasks are known to be there
         if not tasks or (limit is not None and limit < 1):
-            raise UserError("harness needs tasks, and a limit of at least 1 where there is one")
+            raise UserError(
+                "harness needs tasks, and a limit of at least 1 where there is one: set both"
+            )
 
     def check(self, contender: Contender) -> None:
         if find_spec("lm_eval") is None:
@@ -118,7 +120,7 @@ class Harness(Evaluation):
         for name in self.metrics:
             if name not in known:
                 raise UserError(
-                    f"{row['task']} has no metric {name!r}: it has {', '.join(sorted(known))}"
+                    f"{row['task']} has no metric {name!r}: use one of {', '.join(sorted(known))}"
                 )
         for name, samples in row["scores"].items():
             if not self.metrics or name.split(", ")[-1] in self.metrics:

@@ -62,16 +62,19 @@ class PasskeyRetrieval(Evaluation):
         self.filler = None if filler is None else Path(filler)
         self.texts = [] if self.filler is None else [self.filler]
         if n < 1 or batch_size < 1:
-            raise UserError("n and batch_size must be at least 1")
+            raise UserError("n and batch_size must be at least 1: set them to positive numbers")
         if not depths or not all(0 <= depth <= 1 for depth in depths):
-            raise UserError("depths is a list of numbers from 0 to 1, such as [0, 0.5, 1]")
+            raise UserError(
+                f"depths must be numbers from 0 to 1, not {list(depths)}: "
+                "write some, such as [0, 0.5, 1]"
+            )
 
     def check(self, contender: Contender) -> None:
         least = self._task(contender).least_length()
         if self.lengths[0] < least:
             raise UserError(
                 f"length {self.lengths[0]} is too short for the passkey prompt: the least is "
-                f"{least} tokens with the tokenizer of {contender.name}"
+                f"{least} tokens with the tokenizer of {contender.name}; give that or more"
             )
 
     def measure(self, contender: Contender, output: Path, *, quiet: bool) -> list[Point]:

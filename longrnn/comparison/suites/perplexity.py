@@ -87,10 +87,15 @@ class BitsPerByte(Evaluation):
         self.windows, self.batch_size = windows, batch_size
         self.metric = Metric(f"{title}, bits per byte", mean, paired_mean, ".3f")
         if not texts or windows < 1 or batch_size < 1:
-            raise UserError("perplexity needs texts, and windows and batch_size of at least 1")
+            raise UserError(
+                "perplexity needs texts, and windows and batch_size of at least 1: set all three"
+            )
         for length in self.lengths:
             if length % STRETCH:
-                raise UserError(f"perplexity needs lengths in multiples of {STRETCH}, not {length}")
+                raise UserError(
+                    f"perplexity needs lengths in multiples of {STRETCH}, not {length}: set "
+                    "another length"
+                )
 
     def check(self, contender: Contender) -> None:
         self._parts(contender)

@@ -63,7 +63,9 @@ def run(checkpoint: str, arguments: Sequence[str], options: dict[str, Any]) -> N
         results = _evaluate(config, manager, tasks, tracker)
     except ConnectionError as error:
         raise UserError(
-            f"a task's data cannot be had ({error}): connect, or take tasks whose data is here"
+            f"the data of a task cannot be downloaded ({error}): connect to the network, or use "
+            "tasks "
+            "whose data is on this machine"
         ) from error
     except (UserError, RuntimeError, MemoryError):
         raise
@@ -73,14 +75,14 @@ def run(checkpoint: str, arguments: Sequence[str], options: dict[str, Any]) -> N
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
-            f"lm-eval stopped ({reason}): mend the task or the options, or set "
+            f"lm-eval stopped ({reason}): correct the task or the options, or set "
             "LMEVAL_LOG_LEVEL=DEBUG to see where"
         ) from error
     except KeyboardInterrupt as error:
         if config.use_cache:
             raise
-        raise UserError(
-            "interrupted: a run with --use_cache FILE goes on where it stops"
+        raise KeyboardInterrupt(
+            "nothing was kept: give --use_cache FILE, and the same command goes on where it stopped"
         ) from error
     samples = results.pop("samples", None)
     tracker.save_results_aggregated(results=results, samples=samples)

@@ -23,7 +23,10 @@ class Limit:
 
     def __init__(self, max_length: int | None) -> None:
         if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
-            raise UserError(f"max_length is a number of tokens of at least 1, not {max_length!r}")
+            raise UserError(
+                f"max_length must be a whole number above 0, not {max_length!r}: give a number of "
+                "tokens"
+            )
         self.max_length = max_length
         self.truncated = {"requests": 0, "tokens": 0, "split_documents": 0}
 
@@ -35,7 +38,7 @@ class Limit:
         if room < 1:
             raise UserError(
                 f"{more} tokens to score or to generate leave no room for a context: the model "
-                f"reads at most {self.max_length}"
+                f"reads at most {self.max_length}; use shorter continuations"
             )
         self.truncated["requests"] += 1
         self.truncated["tokens"] += len(context) - room

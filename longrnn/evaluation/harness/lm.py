@@ -166,7 +166,10 @@ class LongRNN(TemplateLM):
         pairs = []
         for _, context, continuation in requests:
             if not continuation:
-                raise UserError("lm-eval asks for the likelihood of a text without tokens")
+                raise UserError(
+                    "the task asks for the likelihood of a text without tokens: remove empty texts "
+                    "from it"
+                )
             pairs.append(Pair(self.limit.fit(context, len(continuation) - 1), tuple(continuation)))
         found: dict[int, tuple[float, bool]] = {}
         for index, result in self._scores("loglikelihood", pairs, disable_tqdm):

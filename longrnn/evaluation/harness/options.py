@@ -78,7 +78,9 @@ def build_model(
     if isinstance(source, (str, Path)):
         kind = None if dtype is None else getattr(torch, dtype, None)
         if dtype is not None and not isinstance(kind, torch.dtype):
-            raise UserError(f"{dtype!r} is no dtype: take float32, bfloat16 or float16")
+            raise UserError(
+                f"{dtype!r} is not a dtype that is supported: use float32, bfloat16 or float16"
+            )
         where = device or ("cuda" if torch.cuda.is_available() else "cpu")
         return mitigated(load(source, backend=backend, device=where, dtype=kind), spec)
     return model if spec is None else Mitigated(model, mitigation(spec))
@@ -89,5 +91,8 @@ def rows_in_a_batch(batch_size: int | str | None) -> int:
     if batch_size is None or str(batch_size).startswith("auto"):
         return BATCH_SIZE
     if not str(batch_size).isdecimal() or int(batch_size) < 1:
-        raise UserError(f"the batch size is a number of rows of at least 1, not {batch_size!r}")
+        raise UserError(
+            f"the batch size must be a whole number above 0, not {batch_size!r}: give a number of "
+            "rows"
+        )
     return int(batch_size)

@@ -56,7 +56,9 @@ def options(metadata: Mapping[str, Any]) -> dict[str, Any]:
         found[name] = [parse_length(str(value)) for value in values]
     for name in ("n", "depths", "vocab_size"):
         if not isinstance(found[name], int) or found[name] < 1:
-            raise UserError(f"metadata {name!r} is a number of at least 1, not {found[name]!r}")
+            raise UserError(
+                f"metadata {name!r} must be at least 1, not {found[name]!r}: give a positive number"
+            )
     return found
 
 
@@ -77,7 +79,10 @@ def passkey_documents(metadata: Mapping[str, Any]) -> list[Document]:
     documents = []
     for length in given["max_seq_lengths"]:
         if length < (least := task.least_length()):
-            raise UserError(f"length {length} is too short for a passkey: the least is {least}")
+            raise UserError(
+                f"length {length} is too short for a passkey: the least is {least}, give that or "
+                "more"
+            )
         for index in range(given["n"]):
             depth = evenly_spaced(given["depths"])[index % given["depths"]]
             key = random.Random(f"{given['seed']}/{index}").choice(keys(True))

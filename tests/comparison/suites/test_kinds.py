@@ -225,7 +225,7 @@ def test_tasks_of_lm_eval(tmp_path: Path) -> None:
     (point,) = evaluation.measure(cut, tmp_path / "cut.jsonl", quiet=True)
     assert point.samples == {}
     assert point.reason == "5 requests exceed the 256 tokens that it reads"
-    with pytest.raises(UserError, match="has no metric 'acc': it has 300, accuracy"):
+    with pytest.raises(UserError, match="has no metric 'acc': use one of 300, accuracy"):
         Harness("lm-eval", 0, **{**options, "metrics": ["acc"]}).measure(
             good, tmp_path / "good.jsonl", quiet=True
         )

@@ -81,8 +81,8 @@ def test_text(tmp_path: Path) -> None:
     [
         ("passkey", {"max_seq_length": [512]}, "did you mean 'max_seq_lengths'"),
         ("passkey", {"max_seq_lengths": [64]}, "too short for a passkey"),
-        ("passkey", {"max_seq_lengths": "long"}, "'long' is no length"),
-        ("passkey", {"n": 0}, "'n' is a number of at least 1"),
+        ("passkey", {"max_seq_lengths": "long"}, "'long' is not a valid length"),
+        ("passkey", {"n": 0}, "'n' must be at least 1"),
         ("passkey", {"pretrained": None}, "--metadata tokenizer=NAME"),
         ("text", {}, "--metadata text=book.txt"),
         ("text", {"text": "missing.txt"}, "no text file missing.txt"),

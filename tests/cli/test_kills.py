@@ -1,0 +1,229 @@
+"""Every long command, killed at random moments: the same command then ends with the same results.
+
+LONGRNN_KILLS sets the kills of each command; 6 of them make 78 in all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import yaml
+from safetensors import safe_open
+
+from tests.training.forks import Fork
+from tests.training.runs import tiny, write_config
+
+KILLS = int(os.environ.get("LONGRNN_KILLS", "6"))
+# What a clock or a draft of a name says, and differs between equal runs.
+SUMS = "checksums.json"
+CLOCK = {"tokens_per_second", "seconds", "time", "date", "steps_per_second"}
+
+
+class Command(NamedTuple):
+    """One command: what is given before and after its first attempt, and where its results are.
+
+    `again` are further options of a command that continues.
+    """
+
+    arguments: list[str]
+    results: list[str]
+    again: list[str] = []
+
+
+TEXT = ["--text", "{shelf}/text.txt"]
+MODEL = "{shelf}/model"
+COMMANDS: dict[str, Command] = {
+    "train": Command(
+        ["train", "{shelf}/train.yaml", "output_dir={out}", "--quiet"], ["out"], ["--resume"]
+    ),
+    "sweep": Command(
+        ["sweep", "{shelf}/short.yaml", "--grid", "seed=1,2", "--output", "{out}", "--quiet"],
+        ["out/results.jsonl", "out/table.md"],
+    ),
+    "passkey": Command(
+        ["eval", "passkey", MODEL, "--lengths", "160,256", "--n", "8", "--batch-size", "2"]
+        + ["--output", "{out}", "--quiet"],
+        ["out"],
+    ),
+    "perplexity": Command(
+        ["eval", "perplexity", MODEL, *TEXT, "--length", "64", "--batch-size", "1"]
+        + ["--output", "{out}", "--quiet"],
+        ["out"],
+    ),
+    "task": Command(
+        ["eval", "task", MODEL, "--task", "sort", "--vocab-size", "64", "--length", "12"]
+        + ["--n", "256", "--output", "{out}", "--quiet"],
+        ["out"],
+    ),
+    "memory": Command(
+        ["diagnose", "memory", MODEL, *TEXT, "--positions", "16,64", "--stretches", "6"]
+        + ["--output", "{out}", "--quiet"],
+        ["out/results.jsonl"],
+    ),
+    "states": Command(
+        ["diagnose", "states", "{shelf}/mamba2", *TEXT, "--train-length", "64", "--length", "1k"]
+        + ["--no-newlines", "--output", "{out}", "--quiet"],
+        ["out/states.jsonl", "out/diagnosis.yaml"],
+    ),
+    "gradients": Command(
+        ["diagnose", "gradients", MODEL, *TEXT, "--lengths", "16,32", "--rows", "2"]
+        + ["--exponents", "2", "--output", "{out}", "--quiet"],
+        ["out/gradients.jsonl"],
+    ),
+    "compare": Command(
+        ["compare", MODEL, "{shelf}/mamba2", "--suite", "{shelf}/suite.yaml", "--output", "{out}"]
+        + ["--quiet"],
+        ["out/comparison.jsonl", "out/suite"],
+    ),
+    "calibrate": Command(
+        ["calibrate", "{shelf}/mamba2", *TEXT, "--method", "scale_decay", "--train-length", "32"]
+        + ["--target-length", "128", "--steps", "4", "--windows", "2", "--output", "{out}/c.yaml"]
+        + ["--quiet"],
+        ["out/c.yaml"],
+    ),
+    "convert": Command(["convert", "{shelf}/mamba2", "{out}", "--to", "hf"], ["out"]),
+    "data": Command(["data", "build", "--out", "{out}", "--quiet", "{shelf}/text.txt"], ["out"]),
+    "harness": Command(
+        ["eval", "harness", MODEL, "--tasks", "longrnn_passkey", "--limit", "6", "--metadata"]
+        + ['{{"max_seq_lengths": [256], "n": 6}}', "--use_cache", "{out}/cache", "--quiet"],
+        [],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models, configurations and texts of the commands."""
+    from longrnn.config import build_config
+    from longrnn.models import RecurrentConfig, RecurrentLM
+    from longrnn.models.checkpoint import save_model
+    from tests.training.runs import LSTM, MAMBA2
+
+    folder = tmp_path_factory.mktemp("shelf")
+    torch.manual_seed(0)
+    save_model(RecurrentLM(build_config(RecurrentConfig, LSTM)), folder / "model")
+    save_model(RecurrentLM(build_config(RecurrentConfig, MAMBA2)), folder / "mamba2")
+    rng = random.Random(0)
+    words = [f"{rng.choice('bdklmnprst')}{rng.choice('aeiou')}" for _ in range(3000)]
+    (folder / "text.txt").write_text(" ".join(words))
+    long = {"max_steps": 60, "save_steps": 5, "logging_steps": 5, "length": {"max": 6}}
+    write_config(tiny("reverse", Path("out"), **long), folder / "train.yaml")
+    write_config(tiny("reverse", Path("out"), max_steps=20), folder / "short.yaml")
+    (folder / "suite.yaml").write_text(
+        "evaluations: [{kind: passkey, lengths: [180, 240], depths: [0, 1], n: 4}]"
+    )
+    return folder
+
+
+def start(command: Command, shelf: Path, folder: Path, *, again: bool) -> Fork:
+    arguments = [one.format(shelf=shelf, out=folder / "out") for one in command.arguments]
+    return Fork(*arguments, *(command.again if again else []), folder=folder.parent / "log")
+
+
+def assert_whole(folder: Path) -> None:
+    """No file of a result is broken; drafts begin with a dot, and a last row may be torn."""
+    readers: Mapping[str, Callable[[Path], Any]] = {
+        ".json": lambda path: json.loads(path.read_text()),
+        ".jsonl": lambda path: [json.loads(line) for line in path.read_text().split("\n")[:-1]],
+        ".yaml": lambda path: yaml.safe_load(path.read_text()),
+        ".safetensors": lambda path: safe_open(path, "pt").keys(),
+        ".pt": lambda path: torch.load(path, weights_only=True),
+        ".html": lambda path: path.read_text().rstrip().endswith("</html>") or 1 / 0,
+        ".png": lambda path: path.read_bytes().endswith(b"IEND\xaeB`\x82") or 1 / 0,
+    }
+    for path in folder.rglob("*"):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.is_file() and not hidden and path.suffix in readers:
+            try:
+                readers[path.suffix](path)
+            except Exception as error:
+                raise AssertionError(f"{path} is broken after a kill: {error}") from error
+
+
+def results(command: Command, folder: Path) -> dict[str, Any]:
+    """What the files say, without the clock; rows of a file may come in another order."""
+    found: dict[str, Any] = {}
+    for name in command.results:
+        root = folder / name
+        for path in [root] if root.is_file() else sorted(root.rglob("*")):
+            # Checksums are of training.pt, whose pickled bytes differ where its content is equal.
+            if not path.is_file() or path.suffix in (".png", ".html") or path.name == SUMS:
+                continue
+            if path.suffix == ".jsonl":
+                rows = [json.loads(line) for line in path.read_text().splitlines()]
+                plain = [json.dumps(without_clock(row), sort_keys=True) for row in rows]
+                content: Any = sorted(plain)
+            elif path.suffix == ".pt":
+                content = str(torch.load(path, weights_only=True))
+            else:
+                content = path.read_bytes()
+            found[str(path.relative_to(folder))] = content
+    return found
+
+
+def is_done(process: Fork, code: int) -> bool:
+    """Whether a command ended, or found everything written by the one that was killed."""
+    there = ("is not overwritten", "is there already")
+    return code == 0 or (code == 2 and any(piece in process.err for piece in there))
+
+
+def without_clock(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: without_clock(v) for k, v in value.items() if k not in CLOCK}
+    return [without_clock(v) for v in value] if isinstance(value, list) else value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_killed_command_ends_with_the_same_results(
+    name: str, shelf: Path, tmp_path: Path
+) -> None:
+    command, folder = COMMANDS[name], tmp_path / "work"
+    folder.mkdir()
+    begun = time.monotonic()
+    whole = start(command, shelf, folder, again=False)
+    assert whole.end() == 0, whole.err
+    lasts = time.monotonic() - begun
+    wanted, printed = results(command, folder), whole.out
+    assert wanted or printed
+    rng, kills, tries = random.Random(name), 0, 0
+    while kills < KILLS:
+        shutil.rmtree(folder / "out", ignore_errors=True)
+        for _ in range(rng.randint(1, 3)):
+            tries += 1
+            assert tries < 10 * KILLS, f"{name} ends before it is killed"
+            process = start(command, shelf, folder, again=kills > 0)
+            process.process.join(rng.uniform(0.1, 0.98) * lasts)
+            with suppress(ProcessLookupError):  # it has just ended
+                process.send(signal.SIGKILL)
+            code = process.end()
+            assert code == -signal.SIGKILL or is_done(process, code), process.err
+            assert_whole(folder)
+            killed = code == -signal.SIGKILL
+            kills += killed
+            if not killed or kills == KILLS:
+                break
+        if killed:
+            last = start(command, shelf, folder, again=True)
+            code = last.end()
+            assert is_done(last, code), last.err
+            if code == 0:
+                assert last.out.splitlines()[-1:] == printed.splitlines()[-1:]
+        assert results(command, folder) == wanted
+        assert_whole(folder)
+
+
+@pytest.mark.slow
+def test_the_kills_of_every_long_command_are_many() -> None:
+    assert 6 * len(COMMANDS) >= 60

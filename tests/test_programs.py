@@ -1,0 +1,302 @@
+"""Programs end with one sentence and an exit code; their children import nothing foreign."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+import longrnn
+from longrnn import programs
+from longrnn.comparison import cost
+from longrnn.errors import Terminated, UserError
+from longrnn.programs import describe, module_command, module_environment, run_script, run_to_end
+from longrnn.sweep.grid import expand
+from longrnn.sweep.runs import Sweep
+from tests.training.runs import ENVIRONMENT, tiny
+
+ROOT = Path(longrnn.__file__).parents[1]
+NAMES = ("yaml", "torch", "omegaconf", "typer")
+
+
+@pytest.fixture
+def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with files that report in `ran` that they were imported."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in (*NAMES, "longrnn"):
+        (folder / f"{name}.py").write_text(
+            f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} ')\nraise SystemExit(99)\n"
+        )
+    monkeypatch.chdir(folder)
+    return tmp_path / "ran"
+
+
+def test_no_process_is_started_with_the_current_folder_on_its_path() -> None:
+    """`python -m` imports from the current folder; only `module_command` may write it."""
+    found = []
+    folders = [ROOT / name for name in ("longrnn", "scripts", "benchmarks")]
+    for path in [path for folder in folders for path in folder.rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.List, ast.Tuple)):
+                texts = [ast.unparse(item) for item in node.elts]
+                if "sys.executable" in texts and "'-P'" not in texts:
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not found, "start it with longrnn.programs.module_command"
+
+
+def test_the_cost_of_a_model_is_measured_without_importing_from_the_folder(hostile: Path) -> None:
+    found = cost.in_a_process(cost.Job("passkey-tiny", None, "cpu", 1, 16, 1, 0))
+    assert not isinstance(found, str), found
+    assert found["state_bytes"] > 0
+    assert not hostile.exists()
+
+
+def test_a_sweep_trains_without_importing_from_the_folder(hostile: Path) -> None:
+    config = tiny("reverse", Path("run"), max_steps=2)
+    points = expand(config, {"seed": ["1"]}, Path("out/runs"))
+    rows, failures = Sweep(points, Path("out"), quiet=True).run()
+    assert not failures
+    assert len(rows) == 1
+    assert not hostile.exists()
+
+
+def test_python_m_imports_no_library_from_the_folder(
+    hostile: Path,
+) -> None:
+    """`accelerate launch -m longrnn.cli` starts `python -m longrnn.cli` in each process."""
+    Path("longrnn.py").unlink()  # which Python takes before any line of the package can run
+    command = [sys.executable, "-m", "longrnn.cli", "info", "passkey-tiny"]
+    environment = ENVIRONMENT | {"PYTHONPATH": module_environment("longrnn").get("PYTHONPATH", "")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not hostile.exists()
+
+
+def test_a_child_keeps_pythonpath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text("import longrnn\nprint(longrnn.__file__)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = subprocess.run(
+        module_command("mine"),
+        capture_output=True,
+        text=True,
+        env=module_environment("longrnn"),
+        check=False,
+    )
+    assert done.stdout.strip() == longrnn.__file__, done.stderr
+
+
+AGAIN = "longrnn train c.yaml"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (UserError("n is 0: give 1"), 2, ["n is 0: give 1"]),
+        (KeyboardInterrupt(), 130, ["interrupted; what was finished is kept", AGAIN]),
+        (KeyboardInterrupt("x was not written: give it again"), 130, ["interrupted; x was not"]),
+        (ZeroDivisionError("division by zero"), 1, ["unexpected ZeroDivisionError (division by"]),
+        (KeyError("a\nb"), 1, ["unexpected KeyError ('a\\nb')"]),
+        (AssertionError(), 1, ["unexpected AssertionError; run again with LONGRNN_DEBUG=1"]),
+        (OSError(errno.ENOSPC, "No space left on device", "a/b"), 2, ["(a/b): free space", AGAIN]),
+        (PermissionError(errno.EACCES, "Permission denied", "a"), 2, ["change its permissions"]),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "a"), 2, ["check the path"]),
+        (OSError("Can't load the tokenizer"), 1, ["unexpected OSError (Can't load the tokenizer)"]),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 2, ["closed it before", "read all of it"]),
+        (MemoryError(), 2, ["not enough memory: use a smaller batch size"]),
+        (torch.OutOfMemoryError("CUDA out of memory."), 2, ["not enough memory (CUDA out"]),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+            2,
+            ["not enough memory", "smaller batch size"],
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_every_error_is_one_sentence(
+    error: BaseException,
+    code: int,
+    says: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same sentence and code from a typer app, of which typer sees the error first."""
+    monkeypatch.delenv("LONGRNN_DEBUG", raising=False)
+
+    def fail() -> None:
+        raise error
+
+    app = programs.new_app()
+    app.command()(fail)
+    with pytest.raises(SystemExit) as leaving:
+        run_to_end(lambda: app([]), again=lambda: AGAIN)
+    out, err = capsys.readouterr()
+    assert leaving.value.code == code
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line == f"error: {describe(error, AGAIN)[0]}"
+    for piece in says:
+        assert piece in line
+
+
+def test_long_messages_of_libraries_are_cut() -> None:
+    sentence, _ = describe(ValueError("x" * 5000), AGAIN)
+    assert len(sentence) < 500
+
+
+def test_the_traceback_is_shown_when_it_is_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("of mine")
+
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    for value, shown in (("1", True), ("0", False), ("", False)):
+        monkeypatch.setenv("LONGRNN_DEBUG", value)
+        with pytest.raises(SystemExit) as leaving:
+            run_script(fail, "A script.")
+        assert leaving.value.code == 1
+        err = capsys.readouterr().err
+        assert ("Traceback (most recent call last)" in err) is shown
+        assert err.splitlines()[-1].startswith("error: unexpected ZeroDivisionError (of mine)")
+
+
+def test_a_termination_ends_with_code_0(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop() -> None:
+        raise Terminated("step 3 is saved")
+
+    for rank, said in (("0", "terminated; step 3 is saved; go on with: again\n"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as leaving:
+            run_to_end(stop, again=lambda: "again")
+        assert not leaving.value.code
+        assert capsys.readouterr() == (said, "")
+
+
+def program(
+    *arguments: str, begin: Callable[[], None] | None = None, stdout: int, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "longrnn.cli", *arguments],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**ENVIRONMENT, **environment},
+        preexec_fn=begin,
+        check=False,
+    )
+
+
+def refusal(done: subprocess.CompletedProcess[str]) -> str:
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_behind_standard_output_is_reported() -> None:
+    with open("/dev/full", "w") as full:
+        done = program("--version", stdout=full.fileno())
+    assert done.returncode == 2
+    assert "No space left on device: free space" in refusal(done)
+
+
+def test_a_reader_that_goes_away_is_reported() -> None:
+    """What `longrnn … | head -1` leaves."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = program("--help", stdout=writing)
+    finally:
+        os.close(writing)
+    assert done.returncode == 2
+    assert "the reader of the output closed it" in refusal(done)
+
+
+def test_closed_standard_output_is_refused() -> None:
+    done = program("--version", begin=lambda: os.close(1), stdout=subprocess.DEVNULL)
+    assert done.returncode == 2
+    assert "standard output is closed: redirect it" in refusal(done)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}],
+    ids=["PYTHONIOENCODING", "LC_ALL"],
+)
+def test_standard_output_of_ascii_only_loses_nothing(environment: dict[str, str]) -> None:
+    """Help, results and messages hold characters such as × and –."""
+    script = (
+        "import typer\nfrom longrnn.programs import run_script\n"
+        "run_script(lambda: print('2 \\u00d7 3 \\u2013 \\udcff'), 'x')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={**ENVIRONMENT, **environment},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "2 \\xd7 3 \\u2013 \\udcff\n"
+    helped = program("eval", "passkey", "--help", stdout=subprocess.PIPE, **environment)
+    assert helped.returncode == 0, helped.stderr
+
+
+def test_a_worker_of_a_launch_ends_with_a_sentence_too() -> None:
+    """With WORLD_SIZE the process leaves without Python's exit; its output is still whole."""
+    script = (
+        "from longrnn.programs import run_script\nrun_script(lambda: print('first') or 1 / 0, 'x')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={**ENVIRONMENT, "WORLD_SIZE": "2", "RANK": "1"},
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stdout == "first\n"
+    assert "unexpected ZeroDivisionError" in refusal(done)
+
+
+def test_ctrl_c_ends_with_code_130() -> None:
+    script = (
+        "import os, signal, time\nfrom longrnn.programs import run_script\n"
+        "def wait():\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(30)\n"
+        "run_script(wait, 'x')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=ENVIRONMENT, check=False
+    )
+    assert done.returncode == 128 + signal.SIGINT
+    assert refusal(done).startswith("error: interrupted; what was finished is kept")
+
+
+def test_every_command_of_the_package_ends_in_the_last_handler(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from longrnn.cli import app as module
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    broken = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    broken.command()(fail)
+    monkeypatch.setattr(module, "app", broken)
+    monkeypatch.setattr(sys, "argv", ["longrnn"])
+    with pytest.raises(SystemExit) as leaving:
+        module.run()
+    assert leaving.value.code == 1
+    assert "unexpected ZeroDivisionError" in capsys.readouterr().err
