@@ -48,11 +48,12 @@ class Remembered:
     @torch.no_grad()
     def get(self, weights: Iterable[Tensor], compute: Callable[[], int]) -> int:
         """`compute()`, or what it gave at the last call if no weight has changed since."""
+        # Inside a transform of torch.func weights and results are wrapped, for as long as it runs.
         tensors = [torch.func.debug_unwrap(weight) for weight in weights]
         marks = [_mark(tensor) for tensor in tensors]
         seen = self._look
         if seen is None or seen.marks != marks or not _same(_entries(seen.views), seen.entries):
-            views = [_probe(tensor.detach()) for tensor in tensors]
+            views = [torch.func.debug_unwrap(_probe(tensor.detach())) for tensor in tensors]
             self._look = Look(marks, views, _entries(views))
             self._value = compute()
         return self._value
@@ -76,7 +77,7 @@ def _entries(views: list[Tensor]) -> list[Tensor]:
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for view in views:
         groups.setdefault((view.device, view.dtype), []).append(view)
-    return [torch.cat(group) for group in groups.values()]
+    return [torch.func.debug_unwrap(torch.cat(group)) for group in groups.values()]
 
 
 def _same(now: list[Tensor], then: list[Tensor]) -> bool:

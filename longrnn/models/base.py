@@ -129,10 +129,11 @@ def check_state(state: LMState, like: PyTree, batch_size: int) -> None:
 def fingerprint(config: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
     """16 hexadecimal digits of the SHA-256 of a configuration and of weights."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for name, weight in sorted(weights.items()):
-        # Unwrapped, for calls inside a transform of torch.func.
-        tensor: Tensor = torch.func.debug_unwrap(weight).detach()
-        raw = tensor.cpu().contiguous().flatten().view(torch.uint8)
-        digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-        digest.update(raw.numpy().data)
+    # Inside a transform of torch.func weights are wrapped, and only without it have they bytes.
+    with torch._C._DisableFuncTorch():
+        for name, weight in sorted(weights.items()):
+            tensor: Any = torch.func.debug_unwrap(weight).detach()
+            raw = tensor.cpu().contiguous().flatten().view(torch.uint8)
+            digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
+            digest.update(raw.numpy())
     return digest.hexdigest()[:16]

@@ -107,7 +107,7 @@ def small_chunks(chunk: int, together: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("spec", "mixer"), DEFINED, ids=spec_id)
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(
     sizes=splits(empty=False, longest=50),
     batch=st.integers(1, 3),
@@ -135,7 +135,7 @@ WIDE = {"kind": "mamba2", "d_state": 3, "head_dim": 2, "n_groups": 4}
 ONE_GROUP = {"kind": "mamba2", "d_state": 5, "head_dim": 8, "backend": "reference", "d_conv": 1}
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     r=st.integers(1, 60),
     sizes=splits(empty=False, longest=70),
@@ -220,7 +220,7 @@ def test_thresholds(kind: str, share: str) -> None:
         assert rescaled == (share == "all")
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     level=st.floats(0.01, 1.5),
     sizes=splits(empty=False, longest=60),
