@@ -74,19 +74,18 @@ def states(
     Example: longrnn diagnose states passkey-tiny-short --text book.txt --length 64k
     """
     from longrnn.diagnostics import states as measure
+    from longrnn.diagnostics.record import check
     from longrnn.diagnostics.states_report import summary, write_report
     from longrnn.evaluation.texts import read_documents
-    from longrnn.hf.loading import load_recurrent
-    from longrnn.hf.specs import mitigated
-    from longrnn.hf.tokenizer import load_tokenizer
+    from longrnn.hf.opened import open_checkpoint
 
     if not text and not newlines:
         raise UserError("give --text FILE, --newlines, or both")
     tokens, trained = parse_length(length), training_length(checkpoint, train_length)
     if trained is None:
         raise UserError(f"{checkpoint} does not say its training length: give --train-length")
-    model = mitigated(load_recurrent(checkpoint, device=pick_device(device)), mitigation)
-    tokenizer = load_tokenizer(checkpoint)
+    opened = open_checkpoint(checkpoint, mitigation, device=pick_device(device))
+    model, tokenizer = check(opened.model), opened.tokenizer
     documents = read_documents(text or [], tokenizer, model)
     warn_if_calibrated_on(model, documents)
     prompts = [measure.text_prompt(document, tokens) for document in documents]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +12,11 @@ import torch
 
 from longrnn.errors import UserError, nearest
 from longrnn.hf import hub
+from longrnn.hf.embedded import embedded
 from longrnn.hf.layouts import LAYOUTS, Layout, rename
+from longrnn.hf.specs import mitigated, split_spec
 from longrnn.hf.weights import read_json, read_weights
+from longrnn.mitigations import Mitigated
 from longrnn.models.checkpoint import build_model, load_model
 from longrnn.models.recurrent import RecurrentLM
 
@@ -22,12 +24,6 @@ if TYPE_CHECKING:
     from longrnn.hf.adapter import HFLanguageModel
 
 logger = logging.getLogger(__name__)
-
-
-def embedded() -> dict[str, Path]:
-    """The checkpoints that travel with the package, by name."""
-    root = Path(str(files("longrnn"))) / "checkpoints"
-    return {folder.name: folder for folder in sorted(root.iterdir()) if folder.is_dir()}
 
 
 def resolve(name_or_path: str | Path, revision: str | None = None) -> Path:
@@ -61,13 +57,15 @@ def load(
     dtype: torch.dtype | None = None,
     revision: str | None = None,
     beyond: bool = False,
-) -> RecurrentLM | HFLanguageModel:
+) -> RecurrentLM | Mitigated | HFLanguageModel:
     """Loads a language model, ready for evaluation.
 
     Args:
         name_or_path: the name of an embedded checkpoint (`passkey-tiny`); a folder that
             `longrnn train` wrote, of a Mamba-2 as mamba-ssm or transformers writes it, or of
-            another causal language model of transformers; or `organisation/model` of the hub.
+            another causal language model of transformers; or `organisation/model` of the hub. A
+            mitigation may follow a plus, `CHECKPOINT+MITIGATION`, unless a path of that whole name
+            exists.
         backend: implementation of the recurrence (`auto`, `chunked`, `reference`).
         device: None for the CPU.
         dtype: None for that of the checkpoint.
@@ -75,11 +73,19 @@ def load(
         beyond: whether a transformer may read more tokens than it was made for.
 
     Returns:
-        A `RecurrentLM`, of which every mitigation is available, or else an `HFLanguageModel`.
+        A `RecurrentLM`, of which every mitigation is available, `Mitigated` where one is named, or
+        else an `HFLanguageModel`.
 
     Raises:
         UserError: unknown name, a folder that is incomplete, damaged or of another kind.
     """
+    name, spec = split_spec(str(name_or_path))
+    if spec is not None:
+        plain = load(
+            name, backend=backend, device=device, dtype=dtype, revision=revision, beyond=beyond
+        )
+        assert not isinstance(plain, Mitigated)  # the name has no mitigation left
+        return mitigated(plain, spec)
     folder = resolve(name_or_path, revision)
     config = read_config(folder)
     layout = layout_of(config)
@@ -101,6 +107,11 @@ def load_recurrent(
         UserError: as `load`, and for any other model.
     """
     model = load(name_or_path, device=device)
+    if isinstance(model, Mitigated):
+        raise UserError(
+            f"{name_or_path} names a mitigation, and this needs the model alone: leave out what "
+            "follows the plus"
+        )
     if not isinstance(model, RecurrentLM):
         raise UserError(
             f"{name_or_path} is a {model.kind} of transformers, and its recurrence (if it has one) "

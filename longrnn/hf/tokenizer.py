@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
+from longrnn.hf.embedded import embedded
 from longrnn.hf.hub import is_hub_name
 from longrnn.hf.layouts import Native
-from longrnn.hf.loading import embedded, read_config, resolve
+from longrnn.hf.loading import read_config, resolve
+from longrnn.hf.specs import split_spec
 from longrnn.models.checkpoint import read_description
 from longrnn.text import ByteTokenizer, Tokenizer
 
@@ -112,9 +114,10 @@ def load_tokenizer(name_or_path: str | Path = "bytes") -> Tokenizer:
     """
     if str(name_or_path) == "bytes":
         return ByteTokenizer()
-    path = embedded().get(str(name_or_path), Path(name_or_path))
-    if not path.exists() and is_hub_name(str(name_or_path)):
-        path = resolve(name_or_path)
+    name, _ = split_spec(str(name_or_path))
+    path = embedded().get(name, Path(name))
+    if not path.exists() and is_hub_name(name):
+        path = resolve(name)
     config = read_config(path) if (path / "config.json").is_file() else {}
     if config.get("model_type") == "longrnn" and not (path / "tokenizer.json").is_file():
         recorded = read_description(path).get("tokenizer", "bytes")

@@ -11,6 +11,7 @@ from longrnn.errors import UserError
 from longrnn.mitigations.base import MITIGATIONS, Mitigation
 from longrnn.mixers import Mixer
 from longrnn.models import LanguageModel
+from longrnn.models.finite import refuse_nonfinite
 from longrnn.state import LMState, expand, take
 
 
@@ -100,6 +101,7 @@ def select(
             logits = model(asked, read, keep=1).logits[:, -1]
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
             found = torch.special.entr(wide.softmax(-1)).sum(-1)
+            refuse_nonfinite(found, model, asked, read)
             least = int(found.argmin())
             if best is None or float(found[least]) < best[0]:
                 index = sum(map(len, entropies)) + least

@@ -10,9 +10,11 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from longrnn.config import build_config
+from longrnn.errors import UserError
 from longrnn.hf.loading import load
 from longrnn.hf.tokenizer import HFTokenizer
 from longrnn.hf.training import TransformerLM, build_transformer, read_transformer, save_transformer
+from longrnn.mitigations import Mitigated
 from longrnn.models.checkpoint import load_model, save_model
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 from longrnn.text import Tokenizer
@@ -29,6 +31,11 @@ def build(config: TrainConfig) -> Trained:
     """
     if config.init_from is not None:
         model = load(config.init_from)
+        if isinstance(model, Mitigated):
+            raise UserError(
+                f"init_from={config.init_from} names a mitigation, which is not trained: leave out "
+                "what follows the plus"
+            )
         if not isinstance(model, RecurrentLM):
             return TransformerLM(model.model)
         config.model = model.config

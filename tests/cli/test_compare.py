@@ -15,7 +15,7 @@ from longrnn.mitigations.spec import write_calibration
 from longrnn.results import read_results
 from tests.cli.conftest import CLI
 from tests.cli.test_errors import refused
-from tests.comparison.suites.contenders import llama
+from tests.comparison.suites.small_models import llama
 
 SUITE = "evaluations: [{kind: passkey, lengths: [180, 240], depths: [0, 1], n: 2}]"
 

@@ -10,13 +10,13 @@ from longrnn import state as states
 from longrnn.comparison.cost import MIB, Job, in_a_process
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.models import RecurrentLM
-from tests.comparison.suites.contenders import contender, llama
+from tests.comparison.suites.small_models import llama, small_model
 
 
 def test_memory_is_that_of_the_measured_process(tmp_path: Path) -> None:
     """What the parent holds (ru_maxrss begins there), or a mitigation that is left out."""
     folder = tmp_path / "one"
-    model = contender("one", folder=folder).model
+    model = small_model("one", folder=folder).model
     held = torch.ones(2**30 // 4)  # 1 GiB
     found = in_a_process(Job(str(folder), "sliding_window(window=50)", "cpu", 1, 200, 3, 0))
     assert isinstance(found, dict), found

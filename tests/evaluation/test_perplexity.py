@@ -89,6 +89,7 @@ class Counting:
     """A model of equal chances that notes the sizes of its calls, and may be interrupted."""
 
     vocab_size = 1000
+    max_length = None
 
     def __init__(self, fails_after: int = 1000) -> None:
         self.calls: list[tuple[int, int]] = []

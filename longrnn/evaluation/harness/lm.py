@@ -96,10 +96,9 @@ class LongRNN(TemplateLM):
         hf = self._tokenizer.tokenizer if isinstance(self._tokenizer, HFTokenizer) else None
         self.tokenizer: Any = hf  # by this name lm-eval asks for chat templates
         self.batch_size = rows_in_a_batch(batch_size)
-        own = getattr(self.model, "max_length", None)  # of a model of transformers
         if isinstance(max_length, int):
             refuse_long(self.model, max_length)
-        self.limit = Limit(own if max_length is None else max_length)
+        self.limit = Limit(self.model.max_length if max_length is None else max_length)
         self.custom_prefix_token_id, self.add_bos_token = prefix_token_id, add_bos_token
         self.quiet = quiet
         self.tokens_computed = 0

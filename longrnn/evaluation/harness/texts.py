@@ -6,7 +6,6 @@ user gave as `--metadata`. `OPTIONS` says which of it means something here.
 
 from __future__ import annotations
 
-import math
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 from rapidfuzz.distance import DamerauLevenshtein
 
 from longrnn.errors import UserError
+from longrnn.evaluation.bits import Scored, bits_per_byte
 from longrnn.evaluation.passkey import evenly_spaced
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.tasks.needles import Haystack, needles, variable_tracking
@@ -195,5 +195,5 @@ def score_text(document: Document, results: Sequence[float]) -> dict[str, Any]:
         "word_perplexity": (nats, len(document["text"].split())),
         "byte_perplexity": (nats, size),
         "bits_per_byte": (nats, size),
-        str(document["max_length"]): -nats / size / math.log(2),
+        str(document["max_length"]): bits_per_byte([Scored(-nats, size)]),
     }

@@ -11,7 +11,7 @@ from longrnn.comparison.suites import EVALUATIONS, read_suite
 from longrnn.errors import UserError
 from longrnn.inference.reach import out_of_reach
 from longrnn.mitigations import Mitigated, mitigation
-from tests.comparison.suites.contenders import SHORT, contender
+from tests.comparison.suites.small_models import SHORT, small_model
 
 BUNDLED = sorted(path.stem for path in (bundled() / "suites").glob("*.yaml"))
 
@@ -96,13 +96,13 @@ def test_unknown_suites(tmp_path: Path) -> None:
 
 def test_out_of_reach() -> None:
     """A length that fails in the middle of a comparison, or one that is refused and would do."""
-    short = contender("short", position=SHORT).model
+    short = small_model("short", position=SHORT).model
     assert out_of_reach(short, 300) is None
     assert "300" in str(out_of_reach(short, 301))
-    endless = contender("endless").model
+    endless = small_model("endless").model
     assert out_of_reach(endless, 2**40) is None
     mitigated = Mitigated(
-        contender("m", position=SHORT).model,  # type: ignore[arg-type]
+        small_model("m", position=SHORT).model,  # type: ignore[arg-type]
         mitigation("forget_more"),
     )
     assert out_of_reach(mitigated, 300) is None

@@ -15,16 +15,17 @@ from longrnn import state as states
 from longrnn.comparison.suites import (
     EVALUATIONS,
     BitsPerByte,
-    Contender,
     Cost,
     Harness,
     PasskeyRetrieval,
 )
 from longrnn.errors import UserError
 from longrnn.evaluation import passkey
+from longrnn.evaluation.passkey_grid import Grid
+from longrnn.hf.opened import OpenCheckpoint
 from longrnn.results import read_results
 from longrnn.text import ByteTokenizer
-from tests.comparison.suites.contenders import SHORT, PairTokenizer, contender, llama
+from tests.comparison.suites.small_models import SHORT, PairTokenizer, llama, small_model
 
 WORDS = [f"{i * 7919 % 1000} of {i * 104729 % 77} é. " for i in range(1200)]
 
@@ -43,16 +44,13 @@ def perplexity(folder: Path, **changes: Any) -> BitsPerByte:
 
 def test_passkey(tmp_path: Path) -> None:
     """Other prompts than `eval passkey` asks, or samples under the key of another one."""
-    one = contender("one")
+    one = small_model("one")
     evaluation = PasskeyRetrieval("keys", 3, lengths=["200", "260"], depths=[0, 1], n=2)
     points = evaluation.measure(one, tmp_path / "one.jsonl", quiet=True)
     rows = passkey.evaluate(
-        [passkey.Subject("one", one.model, one.tokenizer)],
-        lengths=[200, 260],
-        depths=[0, 1],
-        n=2,
+        [OpenCheckpoint("one", one.model, one.tokenizer)],
+        Grid([200, 260], 2, [0, 1], seed=3),
         output=tmp_path / "eval.jsonl",
-        seed=3,
         quiet=True,
     )
     assert sorted(map(str, read_results(tmp_path / "one.jsonl")[1])) == sorted(map(str, rows))
@@ -69,7 +67,7 @@ def test_passkey(tmp_path: Path) -> None:
 
 def test_passkey_beyond_the_model(tmp_path: Path) -> None:
     """A prompt that fits, but not with its answer; a comparison that ends there."""
-    short = contender("short", position=SHORT)
+    short = small_model("short", position=SHORT)
     evaluation = PasskeyRetrieval("keys", 0, lengths=["200", "294", "295"], depths=[0.5], n=1)
     points = evaluation.measure(short, tmp_path / "short.jsonl", quiet=True)
     # " 01234" is 6 bytes: 294 + 6 are the 300 positions that there are.
@@ -82,13 +80,13 @@ def test_passkey_too_short() -> None:
     """A prompt that cannot hold the key is the suite's fault, not a model's."""
     evaluation = PasskeyRetrieval("keys", 0, lengths=["100", "1k"])
     with pytest.raises(UserError, match="length 100 is too short .* the least is .* of one"):
-        evaluation.check(contender("one"))
+        evaluation.check(small_model("one"))
 
 
 @pytest.mark.parametrize("pairs", [False, True])
 def test_perplexity(pairs: bool, tmp_path: Path) -> None:
     """Positions that are shifted, parts that overlap, bytes of another tokenizer."""
-    one = contender("one", tokenizer=PairTokenizer() if pairs else None)
+    one = small_model("one", tokenizer=PairTokenizer() if pairs else None)
     points = perplexity(tmp_path).measure(one, tmp_path / "one.jsonl", quiet=True)
     assert [point.at for point in points] == [64, 256, 512]
     expected: list[list[float]] = []
@@ -109,14 +107,14 @@ def test_perplexity(pairs: bool, tmp_path: Path) -> None:
         rtol=1e-5,
     )
     assert len({*points[0].samples}) == 6
-    bytes_ = contender("bytes")
+    bytes_ = small_model("bytes")
     theirs = perplexity(tmp_path).measure(bytes_, tmp_path / "bytes.jsonl", quiet=True)
     assert points[0].samples.keys() == theirs[0].samples.keys()
 
 
 def test_perplexity_beyond_the_model(tmp_path: Path) -> None:
     """A model that ends at 300 has its losses up to 256, on the same parts."""
-    short = contender("short", position=SHORT)
+    short = small_model("short", position=SHORT)
     points = perplexity(tmp_path).measure(short, tmp_path / "short.jsonl", quiet=True)
     assert [len(point.samples) for point in points] == [6, 6, 0]
     assert "300" in str(points[2].reason)
@@ -125,7 +123,7 @@ def test_perplexity_beyond_the_model(tmp_path: Path) -> None:
 
 def test_perplexity_goes_on(tmp_path: Path) -> None:
     """Parts that are read again, or a length that is answered from a shorter reading."""
-    one, output = contender("one"), tmp_path / "one.jsonl"
+    one, output = small_model("one"), tmp_path / "one.jsonl"
     few = perplexity(tmp_path, texts=texts(tmp_path)[:1], lengths=["64", "256"])
     before = few.measure(one, output, quiet=True)
     content = output.read_bytes()
@@ -139,24 +137,24 @@ def test_perplexity_goes_on(tmp_path: Path) -> None:
     assert [len(point.samples) for point in more] == [6, 6, 6]
     assert len(read_results(output)[1]) == 3 + 6
     with pytest.raises(UserError, match="different model"):
-        perplexity(tmp_path).measure(contender("one", seed=1), output, quiet=True)
+        perplexity(tmp_path).measure(small_model("one", seed=1), output, quiet=True)
 
 
 def test_perplexity_of_short_texts(tmp_path: Path) -> None:
     """A text that ends in the middle of a window is refused before anything is measured."""
     with pytest.raises(UserError, match="has .* tokens with the tokenizer of one and 8k needs"):
-        perplexity(tmp_path, lengths=["8k"]).check(contender("one"))
+        perplexity(tmp_path, lengths=["8k"]).check(small_model("one"))
     with pytest.raises(UserError, match="no text file"):
-        perplexity(tmp_path, texts=["none.txt"]).check(contender("one"))
+        perplexity(tmp_path, texts=["none.txt"]).check(small_model("one"))
     (tmp_path / "c.txt").write_text((tmp_path / "a.txt").read_text())
     twice = [*texts(tmp_path), str(tmp_path / "c.txt")]
     with pytest.raises(UserError, match=r"c\.txt and .*a\.txt are the same text"):
-        perplexity(tmp_path, texts=twice).check(contender("one"))
+        perplexity(tmp_path, texts=twice).check(small_model("one"))
 
 
 def test_cost(tmp_path: Path) -> None:
     """A state of another size, a length that is measured twice, or one that cannot be reached."""
-    one = contender("one", folder=tmp_path / "one", position=SHORT)
+    one = small_model("one", folder=tmp_path / "one", position=SHORT)
     evaluation = Cost("cost", 0, lengths=["64", "4k"], decode=2)
     points = evaluation.measure(one, tmp_path / "cost.jsonl", quiet=True)
     near = {point.metric.name: point for point in points if point.at == 64}
@@ -174,7 +172,7 @@ def test_cost(tmp_path: Path) -> None:
 
 def test_a_cost_that_cannot_be_measured(tmp_path: Path) -> None:
     """A failure that is recorded as if it were a result."""
-    gone = contender("gone")._replace(checkpoint=str(tmp_path / "gone"))
+    gone = small_model("gone")._replace(checkpoint=str(tmp_path / "gone"))
     points = Cost("cost", 0, lengths=["64"]).measure(gone, tmp_path / "c.jsonl", quiet=True)
     assert all("no checkpoint" in str(point.reason) for point in points)
     assert read_results(tmp_path / "c.jsonl")[1] == []
@@ -184,7 +182,7 @@ def test_every_kind_is_tested() -> None:
     """A kind that nobody measures by hand."""
     known = {PasskeyRetrieval, BitsPerByte, Cost}
     assert known <= set(EVALUATIONS.values())
-    assert isinstance(contender("one"), Contender)
+    assert isinstance(small_model("one"), OpenCheckpoint)
 
 
 def test_tasks_of_lm_eval(tmp_path: Path) -> None:
@@ -194,7 +192,7 @@ def test_tasks_of_lm_eval(tmp_path: Path) -> None:
     evaluation = Harness("lm-eval", 0, **options)
     checkpoint = "passkey-tiny"
     model, tokenizer = load(checkpoint), load_tokenizer(checkpoint)
-    good = Contender(checkpoint, model, tokenizer, checkpoint, None, "cpu")
+    good = OpenCheckpoint(checkpoint, model, tokenizer, checkpoint)
     (point,) = evaluation.measure(good, tmp_path / "good.jsonl", quiet=True)
     assert (point.metric.name, point.at, point.reason) == ("longrnn_passkey, accuracy", None, None)
     assert point.samples == {str(document): 1.0 for document in range(5)}
@@ -204,7 +202,7 @@ def test_tasks_of_lm_eval(tmp_path: Path) -> None:
     assert (tmp_path / "good.jsonl").read_bytes() == written
     llama(tmp_path / "llama", positions=256)
     short = load(tmp_path / "llama")
-    cut = Contender("llama", short, ByteTokenizer(), str(tmp_path / "llama"), None, "cpu")
+    cut = OpenCheckpoint("llama", short, ByteTokenizer(), str(tmp_path / "llama"), None, "cpu")
     (point,) = evaluation.measure(cut, tmp_path / "cut.jsonl", quiet=True)
     assert point.samples == {}
     assert point.reason == "5 requests exceed the 256 tokens that it reads"

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from longrnn.comparison.suites import Contender
 from longrnn.config import build_config
+from longrnn.hf.opened import OpenCheckpoint
 from longrnn.hf.training import build_transformer, save_transformer
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
@@ -35,14 +35,14 @@ class PairTokenizer:
         return "pairs"
 
 
-def contender(
+def small_model(
     name: str,
     seed: int = 0,
     *,
     folder: Path | None = None,
     tokenizer: Tokenizer | None = None,
     **changes: Any,
-) -> Contender:
+) -> OpenCheckpoint:
     """A random model; where a folder is given it is saved there, for another process."""
     tokenizer = tokenizer or ByteTokenizer()
     config = {"vocab_size": tokenizer.vocab_size, "d_model": 8, "n_layers": 1} | changes
@@ -51,7 +51,7 @@ def contender(
     model = RecurrentLM(build_config(RecurrentConfig, config)).eval()
     if folder is not None:
         save_model(model, folder)
-    return Contender(name, model, tokenizer, str(folder), None, "cpu")
+    return OpenCheckpoint(name, model, tokenizer, str(folder))
 
 
 def llama(folder: Path, *, positions: int) -> None:
