@@ -12,7 +12,7 @@ from longrnn.comparison.compare import Cell, compare, markdown, tables
 from longrnn.comparison.suites import Suite, read_suite
 from longrnn.errors import UserError
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.intervals import Estimate, mean, proportion
+from longrnn.intervals import Estimate, proportion, ratio_mean
 from longrnn.results import read_results
 from tests.comparison.suites.small_models import SHORT, PairTokenizer, small_model
 
@@ -56,12 +56,14 @@ def test_cells(models: list[OpenCheckpoint], tmp_path: Path) -> None:
     _, one = read_results(tmp_path / "out/mine/perplexity/one.jsonl")
     _, two = read_results(tmp_path / "out/mine/perplexity/two.jsonl")
     bits = [
-        {row["part"]: sum(row["stretches"][1:4]) / 192 / 0.6931471805599453 for row in rows}
-        for rows in (one, two)
+        {row["part"]: row["nats"][1] / 0.6931471805599453 for row in rows} for rows in (one, two)
     ]
+    sizes = [row["cuts"][2] - row["cuts"][1] for row in one]
+    assert sizes == [row["cuts"][2] - row["cuts"][1] for row in two]
     cell = cells["perplexity, bits per byte", 256, "two"]
-    assert cell.estimate == pytest.approx(mean([bits[1][part] for part in range(3)]))
-    assert cell.difference == pytest.approx(mean([bits[1][p] - bits[0][p] for p in range(3)]))
+    assert cell.estimate == pytest.approx(ratio_mean(list(bits[1].values()), sizes))
+    less = [bits[1][part] - bits[0][part] for part in range(3)]
+    assert cell.difference == pytest.approx(ratio_mean(less, sizes))
     assert cells["perplexity, bits per byte", 256, "one"].difference is None
     # The same parts of the text under another tokenizer.
     assert cells["perplexity, bits per byte", 64, "pairs"].difference is not None

@@ -155,10 +155,11 @@ def read_suite(name_or_path: str) -> Suite:
     evaluations = []
     for spec in config.evaluations:
         options = dict(spec)
-        title = check_name(str(options.pop("name", options.get("kind"))), "an evaluation", TAKEN)
+        title = str(options.pop("name", options.get("kind")))
         if title in identities:
             raise UserError(f"{path}: two evaluations are called {title!r}: give one another name")
         try:
+            check_name(title, "an evaluation", TAKEN)
             evaluation = EVALUATIONS.build(options, title, config.seed)
         except UserError as error:
             raise UserError(f"{path}: {error}") from error

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from longrnn.comparison.suites import Evaluation, Point
 from longrnn.config import build_config
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.hf.training import build_transformer, save_transformer
@@ -28,11 +29,23 @@ class PairTokenizer:
         data += b" " * (len(data) % 2)
         return [(256 * a + b) % self.vocab_size for a, b in zip(data[::2], data[1::2], strict=True)]
 
+    def byte_ends(self, text: str) -> list[int]:
+        n = len(text.encode())
+        return [min(end, n) for end in range(2, n + 2, 2)]
+
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))
 
     def fingerprint(self) -> str:
         return "pairs"
+
+
+def points(
+    evaluation: Evaluation, model: OpenCheckpoint, output: Path, *others: OpenCheckpoint
+) -> list[Point]:
+    """What an evaluation measures of a model, compared with others."""
+    evaluation.prepare([model, *others])
+    return evaluation.measure(model, output, quiet=True)
 
 
 def small_model(

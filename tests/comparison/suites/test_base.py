@@ -67,7 +67,12 @@ def test_what_makes_another_suite(tmp_path: Path) -> None:
         ("evaluations: [{kind: passkey, lengths: [1k], depths: [2]}]", "from 0 to 1"),
         ("evaluations: [{kind: passkey, lengths: [1k], depths: []}]", "from 0 to 1"),
         ("evaluations: [{kind: perplexity, texts: [], lengths: [64]}]", "needs texts"),
-        ("evaluations: [{kind: perplexity, texts: [a], lengths: [100]}]", "multiples of 64"),
+        ("evaluations: [{kind: cost, lengths: [1k], name: ..}]", "not a valid name"),
+        ("evaluations: [{kind: cost, lengths: [1k], name: a/b}]", "not a valid name"),
+        ("evaluations: [{kind: cost, lengths: [1k], name: /tmp}]", "not a valid name"),
+        ("evaluations: [{kind: cost, lengths: [1k], name: ''}]", "not a valid name"),
+        ("evaluations: [{kind: cost, lengths: [1k], name: NUL}]", "not a valid name"),
+        ("evaluations: [{kind: cost, lengths: [1k], name: suite.yaml}]", "not a valid name"),
         (
             "evaluations: [{kind: cost, lengths: [64]}, {kind: cost, lengths: [65]}]",
             "two evaluations are called 'cost'",
@@ -84,6 +89,13 @@ def test_bad_suites(text: str, says: str, tmp_path: Path) -> None:
     assert says in str(refusal.value)
     assert "bad.yaml" in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["...yaml", "....yaml", " .yaml", "comparison.jsonl.yaml"])
+def test_a_suite_whose_name_is_another_place_is_refused(name: str, tmp_path: Path) -> None:
+    """The name of a suite's file becomes a folder inside the output folder."""
+    with pytest.raises(UserError, match="is not a valid name for a suite"):
+        read_suite(write(tmp_path / name, "evaluations: [{kind: cost, lengths: [1k]}]"))
 
 
 def test_unknown_suites(tmp_path: Path) -> None:
