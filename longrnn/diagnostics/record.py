@@ -20,7 +20,6 @@ from longrnn.errors import UserError
 from longrnn.mitigations import Mitigated
 from longrnn.mixers import Edit, Mixer, ScanningMixer, StepwiseMixer, Update
 from longrnn.models import RecurrentLM
-from longrnn.models.finite import explain_nonfinite
 from longrnn.ops.ssd import ScanInputs
 from longrnn.progress import Progress
 from longrnn.state import LMState, PyTree
@@ -116,7 +115,7 @@ def read(
         progress: counts the tokens.
 
     Raises:
-        UserError: a model of another kind, or one whose logits at the end are not finite.
+        UserError: a model of another kind.
     """
     check(model)
     defined = _decays_are_defined(model)
@@ -152,19 +151,15 @@ def read(
                         for layer, memory in enumerate(_memories(model.mixers, state))
                     ],
                 )
-    last = tokens[:, position - 1 : position].to(device)
-    if not bool(model(last, state).logits.isfinite().all()):
-        explain_nonfinite(model, tokens[:, :position])
 
 
-def check(model: object) -> RecurrentLM | Mitigated:
-    """Returns the model; raises a UserError where its states cannot be read."""
+def check(model: object) -> None:
+    """Raises a UserError where the states of a model cannot be read."""
     if not isinstance(model, RecurrentLM | Mitigated):
         raise UserError(
             f"the states of a {type(model).__name__} cannot be read: give a RecurrentLM, with or "
             "without a mitigation"
         )
-    return model
 
 
 def state_size(model: RecurrentLM | Mitigated) -> int:

@@ -12,8 +12,8 @@ def out_of_reach(model: LanguageModel, tokens: int) -> str | None:
     if limit is None or tokens <= limit:
         return None
     return (
-        f"the model reads at most {limit:,} tokens and would have to read {tokens:,}: give shorter "
-        "texts (`longrnn info` says whether CHECKPOINT+beyond lifts the limit)"
+        f"the model was made for at most {limit:,} tokens and would have read {tokens:,}: give "
+        "shorter texts (`longrnn info` says whether CHECKPOINT+beyond lifts the limit)"
     )
 
 

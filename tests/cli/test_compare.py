@@ -82,7 +82,7 @@ def test_a_transformer(cli: CLI, models: Path, tmp_path: Path) -> None:
     assert len(cells) == 12
     for metric, near, far in (("passkey", 180, 240), ("perplexity, bits per byte", 64, 256)):
         assert cells[metric, "llama", near]["difference"] is not None
-        assert "reads at most 200 tokens" in cells[metric, "llama", far]["reason"]
+        assert "made for at most 200 tokens" in cells[metric, "llama", far]["reason"]
         assert cells[metric, "llama", far]["estimate"] is None
         assert cells[metric, "llama+beyond", far]["difference"] is not None
     assert "made for at most 200" in (tmp_path / "out/report.html").read_text()
