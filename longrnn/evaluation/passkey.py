@@ -18,6 +18,7 @@ from longrnn.models import LanguageModel, generate
 from longrnn.progress import Progress
 from longrnn.results import Results, Row
 from longrnn.tasks.passkey import Passkey
+from longrnn.tasks.passkey_documents import is_recalled
 from longrnn.tasks.spans import read
 from longrnn.units import format_length
 
@@ -207,7 +208,7 @@ def _row(
 ) -> Row:
     key = question.needle.key
     said = task.tokenizer.decode(ids).strip()
-    correct = said[: len(key)] == key
+    correct = is_recalled(said, key)
     return {
         "model": name, **asdict(sample), "key": key, "said": said, "correct": correct
     }  # fmt: skip

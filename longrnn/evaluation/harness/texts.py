@@ -21,7 +21,7 @@ from longrnn.evaluation.passkey import evenly_spaced
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.tasks.needles import Haystack, needles, variable_tracking
 from longrnn.tasks.passkey import Passkey
-from longrnn.tasks.passkey_documents import keys
+from longrnn.tasks.passkey_documents import is_recalled, keys
 from longrnn.text import Tokenizer, read_text
 from longrnn.units import parse_length
 
@@ -163,7 +163,7 @@ def _document(text: str, outputs: list[str], length: int, tokens: int) -> Docume
 
 def score_key(document: Document, results: Sequence[str]) -> dict[str, float]:
     """Whether an answer begins with the key."""
-    right = float(results[0].strip().startswith(document["outputs"][0]))
+    right = float(is_recalled(results[0], document["outputs"][0]))
     return {"accuracy": right, str(document["max_length"]): right}
 
 
