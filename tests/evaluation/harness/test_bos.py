@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from longrnn.errors import UserError
-from longrnn.evaluation.harness import LongRNN
+from longrnn.evaluation import harness
 from tests.evaluation.harness.conftest import WORDS, Setting
 from tests.models.test_mamba2_transformers import VOCAB
 
+LongRNN: Any = harness.LongRNN  # its decorator hides its parameters
 BOS, EOS = "<s>", "</s>"
 TEXTS = ["the sun is red", "", f"{BOS}an old tree", f"{EOS}and so", " as rain ran on "]
 
