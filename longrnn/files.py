@@ -1,4 +1,4 @@
-"""Files that survive a kill: written beside the target, synced, then renamed over it."""
+"""Files that survive a kill: written beside the target, synced, then renamed; and their names."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from longrnn.errors import UserError
+
+# Bytes of a file's name, of the 255 that file systems take; endings come on top.
+LONGEST_NAME = 100
+# Names that Windows keeps for devices, with any ending.
+RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 
 
 def write_atomic(path: Path, content: bytes | memoryview | str) -> None:
@@ -93,3 +98,39 @@ def sha256(path: Path) -> str:
     """Hexadecimal SHA-256 of a file's bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def plain_name(text: str) -> str:
+    """`text` with underscores for what a file name should not contain; not always unique."""
+    plain = re.sub(r"[^\w.,=()+-]+", "_", text)
+    # Dots alone mean a folder, and some systems keep names for devices.
+    return f"{plain}_" if not plain.strip(".") or RESERVED.fullmatch(plain) else plain
+
+
+def file_name(text: str) -> str:
+    """A file name for `text` that any file system takes, a different one for every text."""
+    plain = plain_name(text)
+    if plain == text and len(plain.encode()) <= LONGEST_NAME:
+        return plain
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return f"{plain.encode()[:LONGEST_NAME].decode(errors='ignore')}-{digest}"
+
+
+def check_name(text: str, what: str, taken: Iterable[str] = ()) -> str:
+    """Returns a name that the user gave to something that becomes a file or folder.
+
+    Args:
+        text: the name.
+        what: it names, for the message.
+        taken: names of other files in that folder.
+
+    Raises:
+        UserError: it is empty, a path, or means another place than a new file in a folder.
+    """
+    unfit = not text.strip(". ") or re.search(r"[/\\\x00-\x1f]", text) or RESERVED.fullmatch(text)
+    if unfit or text in taken or len(text.encode()) > LONGEST_NAME:
+        raise UserError(
+            f"{text!r} is not a valid name for {what}, because it becomes the name of a file: "
+            "give a short name without slashes, such as 'books'"
+        )
+    return text

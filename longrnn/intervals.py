@@ -82,6 +82,18 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimat
     return Estimate(center, float(low), float(high), n)
 
 
+def ratio_mean(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
+    """Σ numerators / Σ denominators with its Student-t interval over the pairs.
+
+    The variance is that of the linearised ratio (Cochran, Sampling Techniques, 1977, section 6.4).
+    With equal denominators it is `mean` of the quotients; of one pair, the interval is infinite.
+    """
+    center = sum(numerators) / sum(denominators)
+    size = sum(denominators) / len(denominators)
+    pairs = zip(numerators, denominators, strict=True)
+    return mean([center + (top - center * bottom) / size for top, bottom in pairs])
+
+
 def mean(values: Sequence[float]) -> Estimate:
     """A mean with its Student-t interval; of one value, the interval is infinite."""
     n = len(values)

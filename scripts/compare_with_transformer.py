@@ -27,13 +27,13 @@ sys.path.append(str(ROOT))  # benchmarks/ is not installed
 
 from benchmarks.timing import cpu_model  # noqa: E402
 from longrnn import load  # noqa: E402
-from longrnn.cli.compare import contender  # noqa: E402
 from longrnn.comparison.compare import compare, markdown, tables  # noqa: E402
 from longrnn.comparison.suites import read_suite  # noqa: E402
 from longrnn.config import build_config  # noqa: E402
 from longrnn.diagnostics.comparison import write_report  # noqa: E402
 from longrnn.errors import UserError  # noqa: E402
 from longrnn.files import write_atomic  # noqa: E402
+from longrnn.hf.opened import open_checkpoint  # noqa: E402
 from longrnn.programs import run_script  # noqa: E402
 from longrnn.text import read_text  # noqa: E402
 from longrnn.training.config import TrainConfig  # noqa: E402
@@ -122,7 +122,7 @@ def main(
         suite = read_suite(str(folder / f"{kind}.yaml"))
         for name in MODELS:
             Trainer(run(folder / name, name, task, steps, length), resume=True, quiet=quiet).train()
-        models = [contender(f"{folder}/{variant}", variant, "cpu") for variant in VARIANTS]
+        models = [open_checkpoint(f"{folder}/{variant}", name=variant) for variant in VARIANTS]
         cells = compare(models, [suite], output=folder / "compare", quiet=quiet)
         about = {one.name: f"{one.checkpoint}, trained on {kind}" for one in models}
         write_report(cells, folder / "compare", models=about, suites={kind: suite.text})

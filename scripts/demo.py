@@ -17,10 +17,12 @@ from longrnn import Mitigated, load_tokenizer, mitigation
 from longrnn.cli.tables import print_passkey
 from longrnn.diagnostics.plots import passkey_heat_map
 from longrnn.evaluation.calibrate import Settings, calibrate
-from longrnn.evaluation.passkey import Subject, by_model, evaluate, evenly_spaced, summarise
+from longrnn.evaluation.passkey import by_model, evaluate, evenly_spaced, summarise
+from longrnn.evaluation.passkey_grid import Grid
 from longrnn.evaluation.texts import read_documents
 from longrnn.files import write_atomic
 from longrnn.hf.loading import load_recurrent
+from longrnn.hf.opened import OpenCheckpoint, open_checkpoint
 from longrnn.programs import run_script
 from longrnn.tasks.passkey import FILLER
 from longrnn.units import format_length, parse_lengths
@@ -53,13 +55,11 @@ def demo(
     ]
     rows = evaluate(
         [
-            Subject(BROKEN, broken, tokenizer),
-            Subject(REPAIRED, Mitigated(broken, mitigation(found)), tokenizer),
-            Subject(HOLDING, load_recurrent(HOLDING), load_tokenizer(HOLDING)),
+            OpenCheckpoint(BROKEN, broken, tokenizer),
+            OpenCheckpoint(REPAIRED, Mitigated(broken, mitigation(found)), tokenizer),
+            open_checkpoint(HOLDING),
         ],
-        lengths=asked,
-        depths=evenly_spaced(5),
-        n=n,
+        Grid(asked, n, evenly_spaced(5)),
         output=output / "results.jsonl",
     )
     passkey_heat_map(rows, output / "heatmap.png")

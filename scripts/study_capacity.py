@@ -25,8 +25,10 @@ from longrnn.cli.capacity import capacity
 from longrnn.config import load_config
 from longrnn.errors import UserError
 from longrnn.evaluation import passkey, perplexity
+from longrnn.evaluation.passkey_grid import Grid
 from longrnn.evaluation.texts import read_documents
 from longrnn.files import write_atomic
+from longrnn.hf.opened import OpenCheckpoint
 from longrnn.programs import run_script
 from longrnn.tasks.passkey import FILLER, HEADER
 from longrnn.training.config import TrainConfig
@@ -85,10 +87,8 @@ def measure(
     """Passkeys and the loss by position of one model, recorded in a folder."""
     model, tokenizer = load(run), load_tokenizer(run)
     passkey.evaluate(
-        [passkey.Subject(run.name, model, tokenizer)],
-        lengths=asked,
-        depths=passkey.evenly_spaced(3),
-        n=n,
+        [OpenCheckpoint(run.name, model, tokenizer)],
+        Grid(asked, n, passkey.evenly_spaced(3)),
         output=results / "passkey.jsonl",
         quiet=quiet,
     )

@@ -23,9 +23,11 @@ from longrnn.errors import UserError
 from longrnn.evaluation import passkey as recall
 from longrnn.evaluation import perplexity as loss
 from longrnn.evaluation.calibrate import METHODS, Settings, calibrate
+from longrnn.evaluation.passkey_grid import Grid
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.files import write_atomic
 from longrnn.hf.loading import load_recurrent
+from longrnn.hf.opened import OpenCheckpoint
 from longrnn.mitigations.base import Calibration
 from longrnn.mitigations.spec import write_calibration
 from longrnn.models import RecurrentLM
@@ -112,16 +114,13 @@ def passkey(
     print("| --- " * (len(columns) + 1) + "|")
     variants = [(name, spec, None) for name, spec in {**uncalibrated(trained), **known}.items()]
     for name, spec, chunk in [*variants, ("chunk_select-4x", "none", 4 * trained)]:
-        subject = recall.Subject(name, Mitigated(model, mitigation(spec)), tokenizer)
+        subject = OpenCheckpoint(name, Mitigated(model, mitigation(spec)), tokenizer)
         cells: list[str] = []
         for length in columns:
             rows = recall.evaluate(
                 [subject],
-                lengths=[length],
-                depths=recall.evenly_spaced(5),
-                n=n,
+                Grid([length], n, recall.evenly_spaced(5), filler=filler),
                 output=folder / f"{name}.jsonl",
-                filler=filler,
                 chunk=chunk,
             )
             share = recall.summarise(rows)[length, None]

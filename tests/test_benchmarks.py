@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from benchmarks.evaluation_cpu.passkey import BARS, grids
-from longrnn.evaluation.passkey import Subject, cost
+from longrnn.evaluation.passkey import cost
+from longrnn.hf.opened import OpenCheckpoint
 from longrnn.text import ByteTokenizer
 from tests.contracts.builders import build_model
 from tests.training.runs import ENVIRONMENT
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 
 def ratio(name: str, scale: int) -> float:
     model = build_model("rnn", vocab_size=256)
-    found = cost([Subject("model", model, ByteTokenizer())], grids(scale)[name])
+    found = cost([OpenCheckpoint("model", model, ByteTokenizer())], grids(scale)[name])
     return found["model"].ratio
 
 

@@ -8,7 +8,9 @@ import pytest
 
 from longrnn.config import load_config
 from longrnn.evaluation import passkey
+from longrnn.evaluation.passkey_grid import Grid
 from longrnn.hf.loading import embedded, load
+from longrnn.hf.opened import OpenCheckpoint
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.training.config import TrainConfig
 
@@ -19,11 +21,9 @@ NAMES = (*PASSKEY, "recall-tiny", "recall-tiny-numbered")
 
 def accuracy(name: str, length: int, output: Path, n: int = 4) -> float:
     """Share of keys recalled over five depths."""
-    subject = passkey.Subject(name, load(name), load_tokenizer(name))
+    subject = OpenCheckpoint(name, load(name), load_tokenizer(name))
     depths = passkey.evenly_spaced(5)
-    rows = passkey.evaluate(
-        [subject], lengths=[length], depths=depths, n=n, output=output, quiet=True
-    )
+    rows = passkey.evaluate([subject], Grid([length], n, depths), output=output, quiet=True)
     return passkey.summarise(rows)[length, None].mean
 
 
@@ -61,13 +61,10 @@ def test_one_holds_where_the_other_has_collapsed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "least"), [("recall-tiny", 0.6), ("recall-tiny-numbered", 0.4)])
 def test_they_recall_in_other_text(name: str, least: float, tmp_path: Path) -> None:
     """Keys in text that is not the filler of the passkey task."""
-    subject = passkey.Subject(name, load(name), load_tokenizer(name))
+    subject = OpenCheckpoint(name, load(name), load_tokenizer(name))
     rows = passkey.evaluate(
         [subject],
-        lengths=[2048],
-        depths=[0.0, 0.5, 1.0],
-        n=4,
-        filler=ROOT / "docs/training.md",
+        Grid([2048], 4, [0.0, 0.5, 1.0], filler=ROOT / "docs/training.md"),
         output=tmp_path / "r.jsonl",
         quiet=True,
     )

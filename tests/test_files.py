@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from longrnn.files import leftovers, naming, sha256, sync_folder, write_atomic
+from longrnn.errors import UserError
+from longrnn.files import (
+    check_name,
+    file_name,
+    leftovers,
+    naming,
+    sha256,
+    sync_folder,
+    write_atomic,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -109,3 +118,34 @@ def test_sha256(tmp_path: Path) -> None:
     assert sha256(path) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     path.write_bytes(b"0123456789" * 100_000)
     assert sha256(path) == hashlib.sha256(b"0123456789" * 100_000).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "...", " ", "a/b", "/tmp", "..\\x", "a\0b", "CON", "nul.txt", "x" * 101]
+)
+def test_names_that_mean_another_place_are_refused(name: str) -> None:
+    """A name that the user gave never leaves the folder that its file belongs in."""
+    with pytest.raises(UserError, match="is not a valid name for a suite"):
+        check_name(name, "a suite")
+
+
+@pytest.mark.parametrize("name", ["books", "in book text", "a.b", "ü", "v1+x=2"])
+def test_names_of_files_are_accepted(name: str) -> None:
+    """Names that people give."""
+    assert check_name(name, "a suite") == name
+    with pytest.raises(UserError, match="is not a valid name"):
+        check_name(name, "a suite", [name])
+
+
+def test_every_text_has_a_file_name_of_its_own(tmp_path: Path) -> None:
+    """Any text becomes one short file name inside its folder, and no two the same."""
+    texts = ["", ".", "..", "...", "a/b", "a_b", "/etc", "con", "CON.txt", "x" * 300, "x" * 301,
+             "ü" * 200, "a b", "passkey-tiny+sliding_window(window=50)", "seed=1,n=2"]  # fmt: skip
+    names = [file_name(text) for text in texts]
+    assert len(set(names)) == len(texts)
+    for name in names:
+        path = tmp_path / name
+        path.write_text("")
+        assert path.resolve().parent == tmp_path.resolve()
+        assert len(name.encode()) < 120
+    assert names[-2:] == texts[-2:]

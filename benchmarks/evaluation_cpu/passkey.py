@@ -16,9 +16,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.timing import add_threads, clock, use_threads, write_json
-from longrnn import load, load_tokenizer
-from longrnn.evaluation.passkey import Subject, cost, evaluate
+from longrnn.evaluation.passkey import cost, evaluate
 from longrnn.evaluation.passkey_grid import Grid
+from longrnn.hf.opened import OpenCheckpoint, open_checkpoint
 
 CHECKPOINT = "passkey-tiny"
 # At least so many times fewer tokens, and so many times less time.
@@ -38,7 +38,7 @@ def grids(scale: int = 1, n: int = 10) -> dict[str, Grid]:
     }
 
 
-def measure(grid: Grid, subject: Subject, batch_size: int) -> dict[str, Any]:
+def measure(grid: Grid, subject: OpenCheckpoint, batch_size: int) -> dict[str, Any]:
     """Tokens and seconds both ways, after a check that the answers are equal."""
     counted = cost([subject], grid)[subject.name]
     seconds, answers = {}, {}
@@ -47,10 +47,7 @@ def measure(grid: Grid, subject: Subject, batch_size: int) -> dict[str, Any]:
             start = clock()
             rows = evaluate(
                 [subject],
-                lengths=grid.lengths,
-                depths=grid.depths,
-                insert_at=grid.insert_at,
-                n=grid.n,
+                grid,
                 output=Path(folder) / f"{name}.jsonl",
                 naive=naive,
                 batch_size=batch_size,
@@ -80,7 +77,7 @@ def main() -> None:
     add_threads(parser)
     args = parser.parse_args()
     use_threads(args)
-    subject = Subject(CHECKPOINT, load(CHECKPOINT), load_tokenizer(CHECKPOINT))
+    subject = open_checkpoint(CHECKPOINT)
     figures: dict[str, Any] = {"scale": args.scale, "batch_size": args.batch_size}
     for name, grid in grids(args.scale, args.keys).items():
         if args.grid in (None, name):

@@ -31,7 +31,7 @@ BAR = 1.10
 def one(length: int) -> dict[str, float]:
     """Measures one text in this process: seconds, and peak memory in MiB."""
     tokens = torch.randint(256, (length + 1,), generator=torch.Generator().manual_seed(0))
-    document = Document("random", f"{length}", tokens, 1.0, torch.arange(1, length + 2))
+    document = Document("random", f"{length}", tokens, torch.arange(1, length + 2))
     model = load(CHECKPOINT)
     with TemporaryDirectory() as folder:
         start = clock()

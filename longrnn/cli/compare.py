@@ -11,11 +11,9 @@ import typer
 from longrnn.cli.options import (
     Device,
     Quiet,
-    load_variant,
     lock_output,
     pick_device,
     results_folder,
-    split_variant,
     warn_if_calibrated_on,
 )
 from longrnn.errors import UserError
@@ -23,7 +21,7 @@ from longrnn.units import format_length
 
 if TYPE_CHECKING:
     from longrnn.comparison.compare import Table
-    from longrnn.comparison.suites import Contender
+    from longrnn.hf.opened import OpenCheckpoint
 
 # Characters of a cell, above which a reason is broken into lines.
 WIDEST = 26
@@ -49,6 +47,13 @@ def compare(
         Path | None,
         typer.Option(help="Folder of the results.", show_default="results/compare/NAMES"),
     ] = None,
+    trust_task_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-task-code",
+            help="Run lm-eval task files that a suite names: they can run any Python code.",
+        ),
+    ] = False,
     device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
@@ -62,6 +67,7 @@ def compare(
     from longrnn.comparison import compare as measure
     from longrnn.comparison.suites import read_suite
     from longrnn.diagnostics.comparison import write_report
+    from longrnn.hf.opened import open_checkpoint
 
     # A shell makes several files of `--suite eval/suites/*.yaml`, of which the option takes one.
     files = [name for name in checkpoints if _is_suite(name)]
@@ -71,21 +77,26 @@ def compare(
     names = [*(suite or []), *files] or ["quick"]
     suites = [read_suite(name) for name in dict.fromkeys(names)]
     target = pick_device(device)
-    contenders = [contender(variant, name, target) for variant, name in _labels(variants).items()]
-    _warn(contenders, {path for one in suites for e in one.evaluations for path in e.texts})
+    models = [
+        open_checkpoint(variant, name=name, device=target)
+        for variant, name in _labels(variants).items()
+    ]
+    _warn(models, {path for one in suites for e in one.evaluations for path in e.texts})
     names_of_suites = "+".join(one.name for one in suites)
     folder = lock_output(output or results_folder("compare", variants, names_of_suites))
-    cells = measure.compare(contenders, suites, output=folder, quiet=quiet)
+    cells = measure.compare(
+        models, suites, output=folder, trust_task_code=trust_task_code, quiet=quiet
+    )
     report, *_ = write_report(
         cells,
         folder,
-        models={one.name: _about(one) for one in contenders},
+        models={one.name: _about(one) for one in models},
         suites={one.name: one.text for one in suites},
     )
     for table in measure.tables(cells):
         print_table(table)
-    if len(contenders) > 1:
-        reference = contenders[0].name
+    if len(models) > 1:
+        reference = models[0].name
         typer.echo(f"[95 % intervals]; below a value, its difference from {reference}, paired")
     typer.echo(f"{folder / 'comparison.jsonl'}\n{report}")
 
@@ -109,11 +120,11 @@ def print_table(table: Table) -> None:
     Console(width=max(console.width, 16 + longest + (WIDEST + 3) * len(table.metrics))).print(grid)
 
 
-def _warn(contenders: Sequence[Contender], texts: set[Path]) -> None:
+def _warn(models: Sequence[OpenCheckpoint], texts: set[Path]) -> None:
     """Says which texts the numbers of a mitigation were taken from."""
     from longrnn.evaluation.texts import read_documents
 
-    for one in contenders:
+    for one in models:
         if one.mitigation is not None:
             for path in sorted(texts):
                 warn_if_calibrated_on(one.model, read_documents([path], one.tokenizer, one.model))
@@ -125,7 +136,9 @@ def _is_suite(name: str) -> bool:
 
 def _labels(variants: Sequence[str]) -> dict[str, str]:
     """A short name for each variant: without the folders above, where that tells them apart."""
-    parts = {variant: split_variant(variant) for variant in variants}
+    from longrnn.hf.specs import split_spec
+
+    parts = {variant: split_spec(variant) for variant in variants}
     short = {
         variant: "+".join(filter(None, (Path(name).name, own)))
         for variant, (name, own) in parts.items()
@@ -134,19 +147,6 @@ def _labels(variants: Sequence[str]) -> dict[str, str]:
     return {variant: name if taken.count(name) == 1 else variant for variant, name in short.items()}
 
 
-def contender(variant: str, name: str, device: str) -> Contender:
-    """A checkpoint, or `CHECKPOINT+MITIGATION`, to be called `name`."""
-    from longrnn.comparison.suites import Contender
-    from longrnn.hf.tokenizer import load_tokenizer
-
-    checkpoint, model = load_variant(variant, None, device)
-    mitigation = split_variant(variant)[1]
-    return Contender(name, model, load_tokenizer(checkpoint), checkpoint, mitigation, device)
-
-
-def _about(contender: Contender) -> str:
-    under = f" under {contender.mitigation}" if contender.mitigation else ""
-    return (
-        f"{contender.checkpoint}{under}, fingerprint {contender.model.fingerprint()}, on "
-        f"{contender.device}"
-    )
+def _about(model: OpenCheckpoint) -> str:
+    under = f" under {model.mitigation}" if model.mitigation else ""
+    return f"{model.checkpoint}{under}, fingerprint {model.model.fingerprint()}, on {model.device}"

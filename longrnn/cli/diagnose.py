@@ -78,7 +78,7 @@ def states(
     from longrnn.diagnostics.states_report import summary, write_report
     from longrnn.evaluation.texts import read_documents
     from longrnn.hf.loading import load_recurrent
-    from longrnn.hf.specs import mitigated
+    from longrnn.hf.specs import mitigated, split_spec
     from longrnn.hf.tokenizer import load_tokenizer
 
     if not text and not newlines:
@@ -86,8 +86,10 @@ def states(
     tokens, trained = parse_length(length), training_length(checkpoint, train_length)
     if trained is None:
         raise UserError(f"{checkpoint} does not say its training length: give --train-length")
-    model = mitigated(load_recurrent(checkpoint, device=pick_device(device)), mitigation)
-    tokenizer = load_tokenizer(checkpoint)
+    name, own = split_spec(checkpoint)
+    specs = [spec for spec in (own, mitigation) if spec is not None]
+    model = mitigated(load_recurrent(name, device=pick_device(device)), specs or None)
+    tokenizer = load_tokenizer(name)
     documents = read_documents(text or [], tokenizer, model)
     warn_if_calibrated_on(model, documents)
     prompts = [measure.text_prompt(document, tokens) for document in documents]

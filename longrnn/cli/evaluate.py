@@ -14,7 +14,6 @@ from longrnn.cli.options import (
     Mitigation,
     Quiet,
     TrainLength,
-    load_variant,
     lock_output,
     pick_device,
     results_folder,
@@ -100,21 +99,19 @@ def passkey(
     from longrnn.evaluation import passkey as measure
     from longrnn.evaluation.passkey_grid import Grid, insertion_points
     from longrnn.evaluation.texts import read_documents
-    from longrnn.hf.tokenizer import load_tokenizer
+    from longrnn.hf.opened import open_checkpoint
 
     asked_lengths = parse_lengths(lengths)
     asked_depths, inserted = _places(depths, insert_at, insert_every)
     step = None if insert_every is None else parse_length(insert_every)
     target = pick_device(device)
-    subjects = []
-    for variant in dict.fromkeys(checkpoints):
-        name, model = load_variant(variant, mitigation, target)
-        label = variant if mitigation is None else f"{variant}+{mitigation}"
-        subjects.append(measure.Subject(label, model, load_tokenizer(name)))
-        if filler is not None:
-            warn_if_calibrated_on(model, read_documents([filler], subjects[-1].tokenizer, model))
+    names = dict.fromkeys(checkpoints)
+    models = [open_checkpoint(name, mitigation, device=target) for name in names]
+    texts = [] if filler is None else [filler]
+    for one in models:
+        warn_if_calibrated_on(one.model, read_documents(texts, one.tokenizer, one.model))
     if step is not None:
-        tokenizers = [subject.tokenizer for subject in subjects]
+        tokenizers = [one.tokenizer for one in models]
         inserted = insertion_points(step, max(asked_lengths), tokenizers)
     chunk = None if chunk_select is None else parse_length(chunk_select)
     more = [mitigation, None if chunk is None else f"chunk_select={chunk}"]
@@ -122,17 +119,13 @@ def passkey(
     evaluation = "passkey-absolute" if inserted else "passkey"
     folder = lock_output(output or results_folder(evaluation, checkpoints, suffix))
     grid = Grid(asked_lengths, n, asked_depths, inserted, seed, filler, n_keys)
-    measure.refuse_out_of_reach(subjects, grid, chunk=chunk)
+    tasks = measure.tasks_of(models, grid)
+    measure.refuse_out_of_reach(models, grid, tasks=tasks, chunk=chunk)
     rows = measure.evaluate(
-        subjects,
-        lengths=asked_lengths,
-        depths=asked_depths,
-        insert_at=inserted,
-        n=n,
+        models,
+        grid,
         output=folder / "results.jsonl",
-        seed=seed,
-        filler=filler,
-        n_keys=n_keys,
+        tasks=tasks,
         chunk=chunk,
         naive=naive,
         batch_size=batch_size,
@@ -145,10 +138,10 @@ def passkey(
         else (passkey_heat_map, print_passkey)
     )
     draw(rows, picture)
-    for name, one in measure.by_model(rows).items():
-        show(name, one)
+    for name, own in measure.by_model(rows).items():
+        show(name, own)
     if chunk is None and not naive:
-        print_cost(measure.cost(subjects, grid))
+        print_cost(measure.cost(models, grid, tasks=tasks))
     typer.echo(f"{folder / 'results.jsonl'}\n{picture}")
 
 

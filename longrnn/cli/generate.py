@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from longrnn.cli.options import Checkpoint, Device, Mitigation, load_variant, pick_device
+from longrnn.cli.options import Checkpoint, Device, Mitigation, pick_device
 from longrnn.errors import UserError
 
 
@@ -33,7 +33,7 @@ def generate(
     """
     import torch
 
-    from longrnn.hf.tokenizer import load_tokenizer
+    from longrnn.hf.opened import open_checkpoint
     from longrnn.inference.reach import refuse_long
     from longrnn.models.generate import stream
     from longrnn.seeds import seeded
@@ -47,8 +47,8 @@ def generate(
     for text in stop or []:
         check_text("--stop", text, remedy="give text in UTF-8")
     target = pick_device(device)
-    name, model = load_variant(checkpoint, mitigation, target)
-    tokenizer = load_tokenizer(name)
+    opened = open_checkpoint(checkpoint, mitigation, device=target)
+    model, tokenizer = opened.model, opened.tokenizer
     ids = torch.tensor([tokenizer.encode(prompt or "")], dtype=torch.long, device=target)
     refuse_long(model, ids.shape[1] + max_new_tokens)
     shown = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from longrnn.cli.options import Checkpoint, Device, Mitigation, Quiet, pick_device, split_variant
+from longrnn.cli.options import Checkpoint, Device, Mitigation, Quiet, pick_device
 from longrnn.errors import UserError
 
 # Everything that typer does not know goes to lm-eval.
@@ -39,9 +39,7 @@ def harness(
             raise
         raise UserError("lm-eval is not installed: pip install 'longrnn[harness]'") from error
 
-    name, own = split_variant(checkpoint)
     options: dict[str, object] = {"device": pick_device(device), "quiet": quiet}
-    specs = [spec for spec in (own, mitigation) if spec is not None]
-    if specs:
-        options["mitigation"] = specs
-    run(name, context.args, options)
+    if mitigation is not None:
+        options["mitigation"] = mitigation
+    run(checkpoint, context.args, options)

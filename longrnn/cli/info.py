@@ -11,6 +11,7 @@ from longrnn.cli.verify import print_verified
 
 if TYPE_CHECKING:
     from longrnn.hf.adapter import HFLanguageModel
+    from longrnn.mitigations import Mitigated
     from longrnn.models import RecurrentLM
 
 
@@ -33,18 +34,27 @@ def info(
         print_verified(checkpoint)
         return
     from longrnn.hf.loading import load, resolve
-    from longrnn.models import RecurrentLM
+    from longrnn.hf.specs import split_spec
 
     model = load(checkpoint)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     rows = {
-        "checkpoint": str(resolve(checkpoint)),
+        "checkpoint": str(resolve(split_spec(checkpoint)[0])),
         "parameters": f"{parameters:,} ({next(model.parameters()).dtype})",
-        **(_recurrent(model) if isinstance(model, RecurrentLM) else _adapted(model)),
+        **_described(model),
         "fingerprint": model.fingerprint(),
     }
     for name, value in rows.items():
         typer.echo(f"{name:<12}{value}")
+
+
+def _described(model: RecurrentLM | Mitigated | HFLanguageModel) -> dict[str, str]:
+    from longrnn.mitigations import Mitigated
+    from longrnn.models import RecurrentLM
+
+    if isinstance(model, Mitigated):
+        return {**_recurrent(model.model), "mitigation": str(model.mitigation)}
+    return _recurrent(model) if isinstance(model, RecurrentLM) else _adapted(model)
 
 
 def _recurrent(model: RecurrentLM) -> dict[str, str]:

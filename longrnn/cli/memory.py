@@ -13,7 +13,6 @@ from longrnn.cli.options import (
     Device,
     Mitigation,
     Quiet,
-    load_variant,
     lock_output,
     pick_device,
     results_folder,
@@ -57,14 +56,15 @@ def memory(
     from longrnn.diagnostics.effective_memory_report import summary, write_report
     from longrnn.evaluation import memory as measure
     from longrnn.evaluation.texts import read_documents
-    from longrnn.hf.tokenizer import load_tokenizer
+    from longrnn.hf.opened import open_checkpoint
     from longrnn.inference.reach import refuse_long
     from longrnn.mitigations import Mitigated
 
     asked = parse_lengths(positions)
-    name, model = load_variant(checkpoint, mitigation, pick_device(device))
+    opened = open_checkpoint(checkpoint, mitigation, device=pick_device(device))
+    model = opened.model
     refuse_long(model, max(asked))
-    documents = read_documents(text, load_tokenizer(name), model)
+    documents = read_documents(text, opened.tokenizer, model)
     warn_if_calibrated_on(model, documents)
     folder = lock_output(output or results_folder("memory", [checkpoint], mitigation))
     rows = measure.evaluate(

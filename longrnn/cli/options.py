@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from longrnn.files import file_name, plain_name
+
 if TYPE_CHECKING:
     from longrnn.evaluation.texts import Document
-    from longrnn.hf.adapter import HFLanguageModel
-    from longrnn.mitigations import Mitigated
-    from longrnn.models import LanguageModel, RecurrentLM
-
-# Bytes of a folder's name, of the 255 that file systems take; what it is better without.
-LONGEST_NAME = 120
-UNFIT = r"[^\w.,=()+-]+"
+    from longrnn.models import LanguageModel
 
 Checkpoint = Annotated[
     str,
@@ -66,39 +61,6 @@ def pick_device(device: str) -> str:
     return device
 
 
-def load_variant(
-    text: str, spec: str | None, device: str
-) -> tuple[str, RecurrentLM | Mitigated | HFLanguageModel]:
-    """A checkpoint, or `CHECKPOINT+MITIGATION`, under the further mitigation `spec`.
-
-    Returns:
-        The checkpoint's own name, and the model.
-    """
-    from longrnn.hf.loading import load
-    from longrnn.hf.specs import mitigated
-
-    name, own = split_variant(text)
-    specs = [part for part in (own, spec) if part is not None]
-    return name, mitigated(load(name, device=device), specs or None)
-
-
-def split_variant(text: str) -> tuple[str, str | None]:
-    """Name of the checkpoint and mitigation of `CHECKPOINT+MITIGATION`; None without a plus.
-
-    A folder may have a plus in its name, and so may the file of a calibrated mitigation.
-    """
-    from longrnn.hf.loading import embedded
-
-    pluses = [index for index, character in enumerate(text) if character == "+"]
-    for cut in (len(text), *pluses):
-        # `Path.exists` fails at names that are too long for a file.
-        if text[:cut] in embedded() or os.path.exists(text[:cut]):
-            break
-    else:
-        cut = pluses[0] if pluses else len(text)
-    return text[:cut], text[cut + 1 :] if cut < len(text) else None
-
-
 def warn_if_calibrated_on(model: LanguageModel, documents: Iterable[Document]) -> None:
     """Says on standard error which texts a mitigation's numbers were taken from."""
     from longrnn.mitigations import Mitigated
@@ -131,11 +93,12 @@ def training_length(checkpoint: str, given: str | None) -> int | None:
     Where a run carried its state, this is the length of one segment.
     """
     from longrnn.hf.loading import resolve
+    from longrnn.hf.specs import split_spec
     from longrnn.units import parse_length
 
     if given is not None:
         return parse_length(given)
-    return training(resolve(checkpoint)).get("length", {}).get("max")
+    return training(resolve(split_spec(checkpoint)[0])).get("length", {}).get("max")
 
 
 def lock_output(folder: Path) -> Path:
@@ -158,17 +121,11 @@ def results_folder(evaluation: str, checkpoints: Sequence[str], spec: str | None
         checkpoints: names, or `CHECKPOINT+MITIGATION`.
         spec: what else tells these results from others.
     """
-    import hashlib
-    import re
+    from longrnn.hf.specs import split_spec
 
     parts: list[str | None] = []
     for checkpoint in checkpoints:
-        path, own = split_variant(checkpoint)
-        parts += [Path(path).resolve().name, own and re.sub(UNFIT, "_", own)]
-    parts.append(spec and re.sub(UNFIT, "_", spec))
-    name = "+".join(part for part in parts if part)
-    content = os.fsencode(name)  # names of files need not be UTF-8
-    if len(content) > LONGEST_NAME:
-        digest = hashlib.sha256(content).hexdigest()[:8]
-        name = f"{content[:LONGEST_NAME].decode(errors='ignore')}-{digest}"
-    return Path("results") / evaluation / name
+        path, own = split_spec(checkpoint)
+        parts += [Path(path).resolve().name, own and plain_name(own)]
+    parts.append(spec and plain_name(spec))
+    return Path("results") / evaluation / file_name("+".join(part for part in parts if part))

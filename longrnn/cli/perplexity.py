@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import typer
 
 from longrnn.cli.options import (
-    load_variant,
     results_folder,
     training_length,
     warn_if_calibrated_on,
@@ -22,7 +21,7 @@ from longrnn.units import format_length
 if TYPE_CHECKING:
     from longrnn.evaluation.paired import Difference
     from longrnn.evaluation.texts import Document
-    from longrnn.models import LanguageModel
+    from longrnn.hf.opened import OpenCheckpoint
     from longrnn.results import Row
 
 
@@ -37,27 +36,20 @@ class Asked(NamedTuple):
     quiet: bool
 
 
-class Reader(NamedTuple):
-    """One model with the texts as it reads them."""
-
-    name: str
-    checkpoint: str
-    model: LanguageModel
-    documents: list[Document]
-
-
 def measure_one(
     variant: str, mitigation: str | None, device: str, asked: Asked, folder: Path
 ) -> list[Path]:
     """Measures one model; prints what was found and returns the files."""
     from longrnn.evaluation.perplexity import evaluate
+    from longrnn.inference.reach import refuse_long
 
     # Checked before a long measurement begins.
-    reader = _reader(variant, mitigation, device, asked)
-    trained = training_length(reader.checkpoint, asked.train_length)
+    model, documents = _open(variant, mitigation, device, asked)
+    refuse_long(model.model, asked.length)
+    trained = training_length(model.source, asked.train_length)
     rows = evaluate(
-        reader.model,
-        reader.documents,
+        model.model,
+        documents,
         length=asked.length,
         output=folder / "results.jsonl",
         batch_size=asked.batch_size,
@@ -66,7 +58,7 @@ def measure_one(
     print_perplexity(rows, asked.by_position)
     written = [folder / "results.jsonl"]
     if asked.by_position:
-        written.append(_by_position(reader, rows, trained, asked, folder, "loss_by_position"))
+        written.append(_by_position(model, rows, trained, asked, folder, "loss_by_position"))
     return written
 
 
@@ -77,66 +69,74 @@ def measure_all(
     from longrnn.evaluation import paired
     from longrnn.evaluation.perplexity import evaluate_windows
     from longrnn.evaluation.windows import read_alike, shared_windows
+    from longrnn.inference.reach import refuse_long
 
-    readers = [_reader(variant, mitigation, device, asked) for variant in variants]
-    trained = [training_length(reader.checkpoint, asked.train_length) for reader in readers]
-    documents = [reader.documents for reader in readers]
+    opened = [_open(variant, mitigation, device, asked) for variant in variants]
+    models, documents = [model for model, _ in opened], [texts for _, texts in opened]
+    trained = [training_length(model.source, asked.train_length) for model in models]
     windows = shared_windows(documents, asked.length)
+    for model, wanted in zip(models, windows, strict=True):
+        refuse_long(model.model, max(window.length for window in wanted))
     if asked.by_position and not read_alike(documents):
         raise UserError(
             "positions count tokens, and the tokenizers of these models differ: leave out "
             "--by-position, or measure the models one by one"
         )
-    files = _files(readers, folder)
+    files = _files(models, folder)
     measured = [
         evaluate_windows(
-            reader.model, wanted, output=file, batch_size=asked.batch_size, quiet=asked.quiet
+            model.model, wanted, output=file, batch_size=asked.batch_size, quiet=asked.quiet
         )
-        for reader, wanted, file in zip(readers, windows, files, strict=True)
+        for model, wanted, file in zip(models, windows, files, strict=True)
     ]
     differences = [paired.bits_per_byte(measured[0], rows) for rows in measured[1:]]
     positions = [
         paired.by_position(measured[0], rows) if asked.by_position else [] for rows in measured[1:]
     ]
-    names = [reader.name for reader in readers]
+    names = [model.name for model in models]
     print_paired(names, measured, differences, positions)
-    written = [*files, _write(folder, readers, asked.length, differences, positions)]
+    written = [*files, _write(folder, models, asked.length, differences, positions)]
     if asked.by_position:
-        for reader, rows, length, file in zip(readers, measured, trained, files, strict=True):
-            typer.echo(reader.name)
+        for model, rows, length, file in zip(models, measured, trained, files, strict=True):
+            typer.echo(model.name)
             prefix = f"{file.stem}_loss_by_position"
-            written.append(_by_position(reader, rows, length, asked, folder, prefix))
+            written.append(_by_position(model, rows, length, asked, folder, prefix))
     return written
 
 
-def _reader(variant: str, mitigation: str | None, device: str, asked: Asked) -> Reader:
+def _open(
+    variant: str, mitigation: str | None, device: str, asked: Asked
+) -> tuple[OpenCheckpoint, list[Document]]:
+    """A model, and the texts as it reads them."""
     from longrnn.evaluation.texts import read_documents
-    from longrnn.hf.tokenizer import load_tokenizer
-    from longrnn.inference.reach import refuse_long
+    from longrnn.hf.opened import open_checkpoint
 
-    checkpoint, model = load_variant(variant, mitigation, device)
-    refuse_long(model, asked.length)
-    documents = read_documents(asked.texts, load_tokenizer(checkpoint), model)
-    warn_if_calibrated_on(model, documents)
-    name = variant if mitigation is None else f"{variant}+{mitigation}"
-    return Reader(name, checkpoint, model, documents)
+    model = open_checkpoint(variant, mitigation, device=device)
+    documents = read_documents(asked.texts, model.tokenizer, model.model)
+    warn_if_calibrated_on(model.model, documents)
+    return model, documents
 
 
 def _by_position(
-    reader: Reader, rows: list[Row], trained: int | None, asked: Asked, folder: Path, prefix: str
+    model: OpenCheckpoint,
+    rows: list[Row],
+    trained: int | None,
+    asked: Asked,
+    folder: Path,
+    prefix: str,
 ) -> Path:
     """Prints the verdict and draws the picture of one model."""
     from longrnn.diagnostics.plots import loss_by_position
 
-    print_forgetting(rows, trained, reader.model.vocab_size)
+    print_forgetting(rows, trained, model.model.vocab_size)
     picture = folder / f"{prefix}_{format_length(asked.length)}.png"
     loss_by_position(rows, picture, trained)
     return picture
 
 
-def _files(readers: Sequence[Reader], folder: Path) -> list[Path]:
+def _files(models: Sequence[OpenCheckpoint], folder: Path) -> list[Path]:
     """A results file for each model, of different names."""
-    names = [results_folder("perplexity", [reader.name]).name for reader in readers]
+    names = [results_folder("perplexity", [model.name]).name for model in models]
     return [
         folder / f"{name if names.count(name) == 1 else f'{name}-{number}'}.jsonl"
         for number, name in enumerate(names, 1)
@@ -145,7 +145,7 @@ def _files(readers: Sequence[Reader], folder: Path) -> list[Path]:
 
 def _write(
     folder: Path,
-    readers: Sequence[Reader],
+    models: Sequence[OpenCheckpoint],
     length: int,
     differences: Sequence[Difference],
     positions: Sequence[Sequence[Difference]],
@@ -154,15 +154,15 @@ def _write(
     from longrnn.evaluation.perplexity import edges
     from longrnn.files import write_atomic
 
-    first, *others = readers
+    first, *others = models
     header = {
         "evaluation": "perplexity_paired",
-        "models": {reader.name: reader.model.fingerprint() for reader in readers},
+        "models": {model.name: model.model.fingerprint() for model in models},
         "length": length,
     }
     lines = [header]
-    for reader, whole, buckets in zip(others, differences, positions, strict=True):
-        about = {"first": first.name, "second": reader.name}
+    for model, whole, buckets in zip(others, differences, positions, strict=True):
+        about = {"first": first.name, "second": model.name}
         lines.append({**about, "unit": "bits per byte", **_numbers(whole)})
         starts = edges(length)
         lines += [

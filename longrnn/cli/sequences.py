@@ -37,10 +37,11 @@ def evaluate_sequences(
     """
     from longrnn.evaluation import sequences as measure
     from longrnn.hf.loading import load, resolve
-    from longrnn.models import RecurrentLM
+    from longrnn.hf.specs import split_spec
+    from longrnn.inference.reach import refuse_long
     from longrnn.tasks import TASKS, SequenceTask
 
-    trained = training(resolve(checkpoint))
+    trained = training(resolve(split_spec(checkpoint)[0]))
     options = dict(trained.get("task", {}))
     of_training = str(options.pop("kind", None))
     known = [name for name, task in TASKS.items() if issubclass(task, SequenceTask)]
@@ -63,13 +64,7 @@ def evaluate_sequences(
     task = TASKS.build({"kind": kind, **options}, None)
     assert isinstance(task, SequenceTask)
     model = load(checkpoint, device=pick_device(device))
-    there = model.position.n_positions if isinstance(model, RecurrentLM) else None
-    needed = task.width(length)
-    if there is not None and there < needed:
-        raise UserError(
-            f"{checkpoint} has {there} positions and {kind} at length {length} needs {needed}: "
-            "give a smaller --length"
-        )
+    refuse_long(model, task.width(length))
     folder = lock_output(output or results_folder(kind, [checkpoint]))
     rows = measure.evaluate(
         model, task, length=length, n=n, output=folder / "results.jsonl", quiet=quiet

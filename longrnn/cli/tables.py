@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def print_perplexity(rows: Sequence[Row], by_position: bool) -> None:
-    """Prints the mean loss, and in a table that of every bucket of positions."""
+    """Prints the mean loss, and in a table that of every bucket of positions.
+
+    Bits per byte are those of the scored tokens over the bytes that these tokens stand for.
+    """
     from math import exp
 
     from rich.console import Console
@@ -35,14 +38,14 @@ def print_perplexity(rows: Sequence[Row], by_position: bool) -> None:
         table.add_column("bits per byte")
         for bucket in buckets:
             span = f"[{bucket.start:,}, {bucket.stop:,})"
-            table.add_row(span, _loss(bucket.nats), _loss(bucket.bits))
+            table.add_row(span, _loss(bucket.nats), _bits(bucket.bits))
         console = Console()
         Console(width=max(console.width, 80)).print(table)
     intervals = f"n = {n} documents, 95 % intervals"
     if n == 1:
         intervals = "one document: no interval can be given"
     typer.echo(
-        f"{_loss(whole.nats)} nats per token, {_loss(whole.bits)} bits per byte, "
+        f"{_loss(whole.nats)} nats per token, {_bits(whole.bits)} bits per byte, "
         f"perplexity {exp(min(whole.nats.mean, 700)):,.2f} ({intervals})"
     )
 
@@ -228,6 +231,11 @@ def print_cost(costs: Mapping[str, Cost]) -> None:
             f"Sharing prefixes, the whole grid takes {cost.shared:,} tokens a model; prompt by "
             f"prompt it takes {cost.naive:,}, {cost.ratio:.1f} × as many."
         )
+
+
+def _bits(estimate: Estimate | None) -> str:
+    """Bits per byte; unknown where the tokenizer does not tell the bytes of its tokens."""
+    return "unknown" if estimate is None else _loss(estimate)
 
 
 def _loss(estimate: Estimate) -> str:

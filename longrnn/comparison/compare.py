@@ -8,25 +8,22 @@ Notable choices:
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from longrnn.comparison.suites import Contender, Evaluation, Point, Suite
+from longrnn.comparison.suites import Evaluation, Point, Suite
+from longrnn.comparison.suites.base import CELLS, RECORD
 from longrnn.errors import UserError
-from longrnn.files import write_atomic
+from longrnn.files import file_name, write_atomic
+from longrnn.hf.opened import OpenCheckpoint
 from longrnn.intervals import Estimate
 from longrnn.text import read_mapping
 from longrnn.units import format_length
-
-RECORD = "suite.yaml"
-LONGEST_NAME = 100
 
 
 class Cell(NamedTuple):
@@ -72,47 +69,51 @@ class Table(NamedTuple):
 
 
 def compare(
-    contenders: Sequence[Contender],
+    models: Sequence[OpenCheckpoint],
     suites: Sequence[Suite],
     *,
     output: Path,
+    trust_task_code: bool = False,
     quiet: bool = False,
 ) -> list[Cell]:
     """Measures every model by every suite.
 
     Args:
-        contenders: the models; the first is the reference.
+        models: of different names; the first is the reference.
         suites: of different names.
         output: a folder. `SUITE/EVALUATION/MODEL.jsonl` is taken up where it was left, and
             `comparison.jsonl` has all cells at the end.
+        trust_task_code: whether suites may run Python code of their own task files.
         quiet: no progress.
 
     Raises:
         UserError: names that do not tell suites or models apart, a tokenizer that does not fit,
-            what an evaluation refuses, or results of another suite or model. Nothing is measured
-            before all that can be known is checked.
+            code that is not trusted, what an evaluation refuses, logits that are not finite, or
+            results of another suite or model. Nothing is measured before all that can be known is
+            checked.
     """
     _refuse_doubles([suite.name for suite in suites], "suites")
-    _refuse_doubles([contender.name for contender in contenders], "models")
-    for contender in contenders:
-        if contender.tokenizer.vocab_size > contender.model.vocab_size:
-            raise UserError(
-                f"the tokenizer of {contender.name} has {contender.tokenizer.vocab_size} ids and "
-                f"the model {contender.model.vocab_size}: use the tokenizer that it was trained "
-                "with"
-            )
-        for suite in suites:
-            for evaluation in suite.evaluations:
-                evaluation.check(contender)
+    _refuse_doubles([model.name for model in models], "models")
+    for model in models:
+        model.refuse_unfit()
+    evaluations = [evaluation for suite in suites for evaluation in suite.evaluations]
+    code = dict.fromkeys(path for evaluation in evaluations for path in evaluation.task_code())
+    if code and not trust_task_code:
+        raise UserError(
+            "the suite uses task files of its own, which can run any Python code "
+            f"({', '.join(code)}): read them, then give --trust-task-code"
+        )
+    for evaluation in evaluations:
+        evaluation.prepare(models)
     records = [_record(output / suite.name, suite) for suite in suites]
     cells = []
     for suite, record in zip(suites, records, strict=True):
         write_atomic(output / suite.name / RECORD, record)
         for evaluation in suite.evaluations:
-            folder = output / suite.name / _file_name(evaluation.title)
-            cells += _cells(suite.name, evaluation, contenders, folder, quiet)
+            folder = output / suite.name / file_name(evaluation.title)
+            cells += _cells(suite.name, evaluation, models, folder, quiet)
     lines = [json.dumps(_plain(cell)) + "\n" for cell in cells]
-    write_atomic(output / "comparison.jsonl", "".join(lines))
+    write_atomic(output / CELLS, "".join(lines))
     return cells
 
 
@@ -163,16 +164,16 @@ def shown(estimate: Estimate, form: str, sign: str = "") -> str:
 
 
 def _cells(
-    suite: str, evaluation: Evaluation, contenders: Sequence[Contender], folder: Path, quiet: bool
+    suite: str, evaluation: Evaluation, models: Sequence[OpenCheckpoint], folder: Path, quiet: bool
 ) -> Iterator[Cell]:
     """The cells of one evaluation, model by model."""
     reference: dict[tuple[str, int | None], Point] = {}
-    for contender in contenders:
-        path = folder / f"{_file_name(contender.name)}.jsonl"
-        for point in evaluation.measure(contender, path, quiet=quiet):
+    for model in models:
+        path = folder / f"{file_name(model.name)}.jsonl"
+        for point in evaluation.measure(model, path, quiet=quiet):
             metric, at, samples, reason = point
             difference = None
-            if contender is contenders[0]:
+            if model is models[0]:
                 reference[metric.name, at] = point
             elif metric.difference is not None and (metric.name, at) in reference:
                 others = reference[metric.name, at].samples
@@ -181,7 +182,7 @@ def _cells(
                 difference = metric.difference(*pairs) if shared else None
             estimate = metric.estimate(list(samples.values())) if samples else None
             yield Cell(
-                suite, metric.name, contender.name, at, estimate, difference, reason, metric.form
+                suite, metric.name, model.name, at, estimate, difference, reason, metric.form
             )
 
 
@@ -215,13 +216,6 @@ def _refuse_doubles(names: Sequence[str], what: str) -> None:
     double = [name for name in dict.fromkeys(names) if names.count(name) > 1]
     if double:
         raise UserError(f"two {what} are called {double[0]!r}: give each once, under its own name")
-
-
-def _file_name(name: str) -> str:
-    """A name that any file system takes, another for every `name`."""
-    plain = re.sub(r"[^\w.,=()+-]+", "_", name)[:LONGEST_NAME]
-    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
-    return plain if plain == name else f"{plain}-{digest}"
 
 
 def _plain(cell: Cell) -> dict[str, Any]:

@@ -17,7 +17,6 @@ import torch
 from longrnn import state as states
 from longrnn.errors import UserError
 from longrnn.hf.loading import load
-from longrnn.hf.specs import mitigated
 from longrnn.inference.pieces import SCORED
 from longrnn.programs import module_command, module_environment
 
@@ -28,8 +27,7 @@ class Job(NamedTuple):
     """One measurement.
 
     Attributes:
-        checkpoint: for `load`.
-        mitigation: for `mitigated`; None for the plain model.
+        source: for `load`.
         device: where it runs.
         threads: of torch.
         length: tokens to read.
@@ -37,8 +35,7 @@ class Job(NamedTuple):
         seed: of the tokens.
     """
 
-    checkpoint: str
-    mitigation: str | None
+    source: str
     device: str
     threads: int
     length: int
@@ -75,7 +72,7 @@ def measure(job: Job) -> dict[str, float]:
         it came on top of the loaded model), `state_bytes` (after the prefill, of one sequence).
     """
     torch.set_num_threads(job.threads)
-    model = mitigated(load(job.checkpoint, device=job.device), job.mitigation)
+    model = load(job.source, device=job.device)
     generator = torch.Generator().manual_seed(job.seed)
     tokens = torch.randint(model.vocab_size, (1, job.length), generator=generator)
     tokens = tokens.to(job.device)

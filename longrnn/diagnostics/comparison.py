@@ -10,6 +10,7 @@ from typing import Any
 from longrnn.comparison.compare import Cell, tables
 from longrnn.diagnostics.pages import Picture, write_page
 from longrnn.diagnostics.plots import lengths_axis, new_figure, png
+from longrnn.files import file_name
 from longrnn.intervals import Estimate
 from longrnn.units import format_length
 
@@ -85,14 +86,14 @@ def _picture(cells: Sequence[Cell], models: Iterable[str]) -> Picture | None:
     suite, metric = cells[0].suite, cells[0].metric
     panel.set(xlabel="tokens", ylabel=metric)
     panel.legend(fontsize=8)
-    name = "".join(character if character.isalnum() else "_" for character in f"{suite}_{metric}")
+    plain = "".join(sign if sign.isalnum() else "_" for sign in f"{suite}_{metric}")
     caption = f"{metric}, suite {suite}."
     if any(_bar(estimate) != (0, 0) for _, estimate, _ in drawn):
         caption += " Bars are 95 % intervals."
     missing = list(dict.fromkeys(cell.model for cell in cells if cell.reason is not None))
     if missing:
         caption += f" Not at every length: {', '.join(missing)}."
-    return Picture(name, caption, png(figure))
+    return Picture(file_name(plain), caption, png(figure))
 
 
 def _bar(estimate: Estimate) -> tuple[float, float]:

@@ -20,6 +20,7 @@ from longrnn.evaluation.texts import Document
 from longrnn.files import replacing, write_atomic
 from longrnn.mitigations import Mitigated
 from longrnn.models import RecurrentLM
+from longrnn.models.finite import refuse_nonfinite
 from longrnn.progress import Progress
 from longrnn.text import Tokenizer
 from longrnn.units import format_length
@@ -102,7 +103,8 @@ def diagnose(
         quiet: no progress.
 
     Raises:
-        UserError: a length that does not go beyond the training length; settings out of range.
+        UserError: a length that does not go beyond the training length; settings out of range;
+            logits that are not finite inside the training length.
     """
     check(model)
     length = len(prompts[0].tokens)
@@ -124,6 +126,9 @@ def diagnose(
     stops = _stops(length, train_length, every)
     drawn = set(_thinned(stops))
     tokens = torch.stack([prompt.tokens for prompt in named])
+    # A state that overflows beyond the training length is a finding; inside, the model is broken.
+    inside = tokens[:, :train_length].to(model.init_state(1).position.device)
+    refuse_nonfinite(model(inside, keep=1).logits, model, inside)
     names, heads = [prompt.name for prompt in named], model.mixers[0].n_heads
     judge = Judge(train_length, layers=len(model.mixers), prompts=names, heads=heads)
     points: list[tuple[int, list[Reading]]] = []

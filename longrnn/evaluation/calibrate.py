@@ -220,7 +220,8 @@ def _search(
     def loss(logs: Tensor) -> float:
         factors = [round(value, 6) for value in logs.exp().tolist()]
         mitigated = Mitigated(model, mitigation({"kind": kind, "scale": factors}))
-        return float(losses(mitigated, windows)[0].sum() / (windows.numel() - len(windows)))
+        (total,) = losses(mitigated, windows, [[0, windows.shape[1] - 1]])
+        return float(total.sum() / (windows.numel() - len(windows)))
 
     logs = torch.zeros(layers, dtype=torch.float64)
     best, least = logs, loss(logs)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from longrnn.mixers import Edit, ScanningMixer, Steps, StepwiseMixer
 from longrnn.models import RecurrentLM
+from longrnn.models.finite import explain_nonfinite
 from longrnn.progress import Progress
 from longrnn.state import PyTree
 
@@ -38,6 +39,9 @@ def statistics(model: RecurrentLM, windows: Tensor, quiet: bool = True) -> list[
         model: a recurrent model.
         windows: `(w, t)` tokens, each row from an empty state.
         quiet: no progress.
+
+    Raises:
+        UserError: the logits after the windows are not finite.
     """
     recorders = [_Recorder()] * len(model.mixers)
     state = model.init_state(len(windows), recorders)
@@ -50,6 +54,9 @@ def statistics(model: RecurrentLM, windows: Tensor, quiet: bool = True) -> list[
                 memory = mixer.memory(layer).double()
                 seen.append(memory.unflatten(1, (mixer.n_heads, -1)).flatten(2).norm(dim=-1))
             progress.advance(piece.numel(), piece.numel())
+    last = windows[:, -1:].to(state.position.device)
+    if not bool(model(last, state).logits.isfinite().all()):
+        explain_nonfinite(model, windows)
     found = []
     for recorded, seen in zip(state.extra, norms, strict=True):
         log_decay = dt = None

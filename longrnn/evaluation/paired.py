@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from longrnn.errors import UserError
-from longrnn.evaluation.perplexity import edges
+from longrnn.evaluation.perplexity import edges, scored
 from longrnn.intervals import Estimate, ratio
 from longrnn.results import Row
 
@@ -59,11 +59,8 @@ def bits_per_byte(first: Sequence[Row], second: Sequence[Row]) -> Difference:
         UserError: rows of other texts, or without their bytes.
     """
 
-    def bits(row: Row) -> float:
-        return row["nats_per_token"] * row["length"] / math.log(2)
-
     _check(first, second)
-    return _difference(first, second, bits, lambda row: row["bytes"])
+    return _difference(first, second, lambda row: scored(row).bits, lambda row: row["bytes"])
 
 
 def by_position(first: Sequence[Row], second: Sequence[Row]) -> list[Difference]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from longrnn.errors import UserError
 from longrnn.evaluation.passkey_grid import Grid, Inserted, Question, Sample, prompts, sample_of
+from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.prefix import Answer, Cost, Prompt, answers, count_tokens
 from longrnn.inference.reach import refuse_long
 from longrnn.intervals import Estimate, independent_stretches, proportion
@@ -17,17 +18,9 @@ from longrnn.models.chunk_select import select
 from longrnn.progress import Progress
 from longrnn.results import Results, Row
 from longrnn.tasks.passkey import Passkey
+from longrnn.tasks.passkey_documents import is_recalled
 from longrnn.tasks.spans import read
-from longrnn.text import Tokenizer
 from longrnn.units import format_length
-
-
-class Subject(NamedTuple):
-    """A model to measure, with its tokenizer and the name that its rows carry."""
-
-    name: str
-    model: LanguageModel
-    tokenizer: Tokenizer
 
 
 def evenly_spaced(count: int) -> list[float]:
@@ -40,16 +33,11 @@ def evenly_spaced(count: int) -> list[float]:
 
 
 def evaluate(
-    subjects: Sequence[Subject],
+    models: Sequence[OpenCheckpoint],
+    grid: Grid,
     *,
-    lengths: Sequence[int],
-    n: int,
     output: Path,
-    depths: Sequence[float] = (),
-    insert_at: Sequence[int] = (),
-    seed: int = 0,
-    filler: Path | None = None,
-    n_keys: int = 1,
+    tasks: Mapping[str, Passkey] | None = None,
     chunk: int | None = None,
     naive: bool = False,
     batch_size: int = 16,
@@ -58,19 +46,12 @@ def evaluate(
     """Measures passkey retrieval and returns its rows, new and earlier ones.
 
     Args:
-        subjects: the models, asked the same questions.
-        lengths: tokens of the prompts, exactly.
-        n: prompts per cell.
+        models: of different names, asked the same questions.
+        grid: what is asked.
         output: the results file, taken up where it was left; lengths, places and n may grow.
-        depths: where the key stands in the filler, from 0 to 1.
-        insert_at: in place of depths, tokens of filler before the key; lengths without room for
-            one have no cell with it.
-        seed: of the keys.
-        filler: a text file to hide the keys in, each prompt beginning at another place of it; None
-            for the sentences that everyone uses.
-        n_keys: keys in one prompt, numbered, of which one is asked.
-        chunk: where set, the model answers from the one chunk of so many tokens that it is surest
-            about (see `longrnn.models.chunk_select`).
+        tasks: of `tasks_of`, where they are there already.
+        chunk: where set, the model answers from the one chunk of so many tokens after which its
+            next token has the lowest entropy (see `longrnn.models.chunk_select`).
         naive: read every prompt by itself; the answers are the same, to rounding.
         batch_size: prompts in one batch.
         quiet: no progress.
@@ -81,77 +62,85 @@ def evaluate(
         begins and how much of it the prompt reads, as shares of the filler.
 
     Raises:
-        UserError: a length too short, or a results file of another run.
+        UserError: a length too short, logits that are not finite, or a results file of another run.
     """
     if batch_size < 1:
         raise UserError("n and the batch size must be at least 1: give positive numbers")
-    grid = Grid(lengths, n, depths, insert_at, seed, filler, n_keys)
-    tasks, wanted = _tasks(subjects, grid)
+    tasks = tasks_of(models, grid) if tasks is None else tasks
+    wanted = _samples(tasks, grid)
     header = {
         "evaluation": "passkey",
-        "models": {subject.name: subject.model.fingerprint() for subject in subjects},
-        "tokenizers": {subject.name: subject.tokenizer.fingerprint() for subject in subjects},
+        "models": {model.name: model.model.fingerprint() for model in models},
+        "tokenizers": {model.name: model.tokenizer.fingerprint() for model in models},
         **grid.header(),
     }
     if chunk is not None:
         header["chunk_select"] = chunk
     results = Results(output, header)
-    for subject in subjects:
-        task = tasks[subject.name]
-        done = {sample_of(row) for row in results.rows if row["model"] == subject.name}
+    for model in models:
+        task = tasks[model.name]
+        done = {sample_of(row) for row in results.rows if row["model"] == model.name}
         todo = [sample for sample in wanted if sample not in done]
-        asked = [sample.question(task, seed, n_keys) for sample in todo]
-        title = f"passkey {subject.name}"
+        asked = [sample.question(task, grid.seed, grid.n_keys) for sample in todo]
+        title = f"passkey {model.name}"
         with Progress(title, len(todo), unit="tokens", quiet=quiet) as progress:
             of_todo = list(prompts(task, todo, asked, naive=naive))
             if chunk is None:
                 found = answers(
-                    subject.model,
+                    model.model,
                     of_todo,
                     max_new_tokens=_longest_answer(task, asked),
                     batch_size=batch_size,
                     progress=progress,
                 )
             else:
-                found = _by_chunk(subject.model, task, of_todo, asked, chunk, progress)
+                found = _by_chunk(model.model, task, of_todo, asked, chunk, progress)
             for batch in found:
                 results.append(
-                    _row(subject, task, todo[index], asked[index], ids) for index, ids in batch
+                    _row(model.name, task, todo[index], asked[index], ids) for index, ids in batch
                 )
                 lengths_done = {format_length(todo[index].length) for index, _ in batch}
                 progress.advance(len(batch), 0, f"at {', '.join(lengths_done)}")
     rows = {(row["model"], sample_of(row)): row for row in results.rows}
-    return [rows[subject.name, sample] for subject in subjects for sample in wanted]
+    return [rows[model.name, sample] for model in models for sample in wanted]
 
 
 def refuse_out_of_reach(
-    subjects: Sequence[Subject], grid: Grid, *, chunk: int | None = None
+    models: Sequence[OpenCheckpoint],
+    grid: Grid,
+    *,
+    tasks: Mapping[str, Passkey] | None = None,
+    chunk: int | None = None,
 ) -> None:
     """Refuses a grid whose longest prompt, with its answer behind it, a model cannot read.
 
     Answering from a chunk it reads no more than header, chunk and question at once.
 
     Raises:
-        UserError: with the model's own reason, or as `evaluate` does.
+        UserError: with the length that it can read, or as `evaluate` does.
     """
-    tasks, samples = _tasks(subjects, grid)
-    for subject in subjects:
-        task = tasks[subject.name]
+    tasks = tasks_of(models, grid) if tasks is None else tasks
+    samples = _samples(tasks, grid)
+    for model in models:
+        task = tasks[model.name]
         asked = [sample.question(task, grid.seed, grid.n_keys) for sample in samples]
         longest = max(grid.lengths)
         if chunk is not None:
             questions = max((len(task.question(question.needle)) for question in asked), default=1)
             longest = min(longest, task.n_header + chunk + questions)
-        refuse_long(subject.model, longest + _longest_answer(task, asked))
+        refuse_long(model.model, longest + _longest_answer(task, asked))
 
 
-def cost(subjects: Sequence[Subject], grid: Grid) -> dict[str, Cost]:
+def cost(
+    models: Sequence[OpenCheckpoint], grid: Grid, *, tasks: Mapping[str, Passkey] | None = None
+) -> dict[str, Cost]:
     """Tokens that every model reads for a whole grid, shared and naive; nothing is read.
 
     Raises:
         UserError: as `evaluate` does.
     """
-    tasks, samples = _tasks(subjects, grid)
+    tasks = tasks_of(models, grid) if tasks is None else tasks
+    samples = _samples(tasks, grid)
     found = {}
     for name, task in tasks.items():
         asked = [sample.question(task, grid.seed, grid.n_keys) for sample in samples]
@@ -162,35 +151,31 @@ def cost(subjects: Sequence[Subject], grid: Grid) -> dict[str, Cost]:
     return found
 
 
-def _tasks(
-    subjects: Sequence[Subject], grid: Grid
-) -> tuple[dict[str, Passkey], list[Sample | Inserted]]:
-    """The task with each subject's tokenizer, and the prompts, for which all have room."""
+def tasks_of(models: Sequence[OpenCheckpoint], grid: Grid) -> dict[str, Passkey]:
+    """The task with each model's tokenizer, by the model's name.
+
+    Raises:
+        UserError: a grid out of range, a length too short, a tokenizer that does not fit its model.
+    """
     grid.check()
-    shortest = min(grid.lengths)
-    tasks = {
-        subject.name: _fitting_task(subject, shortest, grid.filler, grid.n_keys)
-        for subject in subjects
-    }
-    return tasks, grid.samples(max(task.least_length() for task in tasks.values()))
+    files = None if grid.filler is None else [str(grid.filler)]
+    tasks = {}
+    for model in models:
+        model.refuse_unfit()
+        task = Passkey(model.tokenizer, filler=files, n_keys=grid.n_keys)
+        least = task.least_length()
+        if min(grid.lengths) < least:
+            raise UserError(
+                f"length {min(grid.lengths)} is too short for the passkey prompt: "
+                f"the least is {least} tokens with the tokenizer of {model.name}; give that or more"
+            )
+        tasks[model.name] = task
+    return tasks
 
 
-def _fitting_task(subject: Subject, shortest: int, filler: Path | None, n_keys: int) -> Passkey:
-    """The task with a subject's tokenizer, if both fit the model and the shortest length."""
-    files = None if filler is None else [str(filler)]
-    task = Passkey(subject.tokenizer, filler=files, n_keys=n_keys)
-    least = task.least_length()
-    if shortest < least:
-        raise UserError(
-            f"length {shortest} is too short for the passkey prompt: "
-            f"the least is {least} tokens with the tokenizer of {subject.name}; give that or more"
-        )
-    if task.vocab_size > subject.model.vocab_size:
-        raise UserError(
-            f"the tokenizer of {subject.name} has {task.vocab_size} ids and the model "
-            f"{subject.model.vocab_size}: use the tokenizer that the model was trained with"
-        )
-    return task
+def _samples(tasks: Mapping[str, Passkey], grid: Grid) -> list[Sample | Inserted]:
+    """The prompts, for which all models have room."""
+    return grid.samples(max(task.least_length() for task in tasks.values()))
 
 
 def _longest_answer(task: Passkey, asked: Sequence[Question]) -> int:
@@ -218,7 +203,7 @@ def _by_chunk(
 
 
 def _row(
-    subject: Subject,
+    name: str,
     task: Passkey,
     sample: Sample | Inserted,
     question: Question,
@@ -226,8 +211,8 @@ def _row(
 ) -> Row:
     key = question.needle.key
     said = task.tokenizer.decode(ids).strip()
-    correct = said[: len(key)] == key
-    row = {"model": subject.name, **asdict(sample), "key": key, "said": said, "correct": correct}
+    correct = is_recalled(said, key)
+    row = {"model": name, **asdict(sample), "key": key, "said": said, "correct": correct}
     if task.own_filler:
         row |= {"start": question.start, "covers": sample.length / task.n_filler}
     return row

@@ -6,8 +6,8 @@ Notable choices:
   n tokens holds (n − 1) // L disjoint windows.
 - Losses are summed while the text streams by, so that neither logits nor losses of a whole window
   exist at any time.
-- Bits per byte divide by the bytes per token of the whole text, which is what nats per token of
-  different tokenizers must be divided by to be compared.
+- Bits per byte divide by the bytes of the very tokens whose loss is summed (see
+  `longrnn.evaluation.bits`), in a window and in every bucket.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from longrnn.errors import UserError
+from longrnn.evaluation import bits
+from longrnn.evaluation.bits import Scored
 from longrnn.evaluation.texts import Document, made_by
 from longrnn.evaluation.windows import Window, windows
-from longrnn.inference.pieces import scored_tokens
+from longrnn.inference.scoring import token_losses
 from longrnn.intervals import Estimate, mean
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
@@ -39,12 +40,19 @@ FACTOR = 2.0
 
 
 class Bucket(NamedTuple):
-    """Mean loss at positions from `start` up to `stop`, over documents."""
+    """Mean loss at positions from `start` up to `stop`, over documents.
+
+    Attributes:
+        start: the first position.
+        stop: behind the last one.
+        nats: per token.
+        bits: per byte; None where the tokenizer does not tell its bytes, or there are none.
+    """
 
     start: int
     stop: int
     nats: Estimate
-    bits: Estimate
+    bits: Estimate | None
 
 
 class Forgetting(NamedTuple):
@@ -107,9 +115,10 @@ def evaluate_windows(
     """`evaluate` on windows of any place and length.
 
     Returns:
-        A row a window with `text`, `text_sha256`, `window`, `start`, `length`, `bytes` (that are
-        predicted, or null), `bytes_per_token` of the text, and mean losses in nats:
-        `nats_per_token`, `buckets` (see `edges`), `stretches` of STRETCH tokens.
+        One row per window with `text`, `text_sha256`, `window`, `start`, `length`, `bytes` of the
+        predicted tokens and `bucket_bytes` of those in each bucket (null where the tokenizer does
+        not tell them), and mean losses in nats: `nats_per_token`, `buckets` (see `edges`),
+        `stretches` of STRETCH tokens.
     """
     if batch_size < 1:
         raise UserError(
@@ -122,15 +131,16 @@ def evaluate_windows(
     }
     results = Results(output, header)
     asked = {_key(window): window for window in wanted}
-    # Rows of versions that did not count the bytes are measured again.
+    # Rows without the bytes, of the first versions, are measured again.
     done = {_identity(row) for row in results.rows if "bytes" in row}
     todo = [window for key, window in asked.items() if key not in done]
     total = sum(window.length for window in todo)
     with Progress("perplexity", total, unit="tokens", quiet=quiet) as progress:
         for batch in _batches(todo, batch_size):
             tokens = torch.stack([window.tokens() for window in batch])
-            buckets, stretches = losses(model, tokens, progress)
             length = batch[0].length
+            partitions = [edges(length), _stretch_edges(length)]
+            buckets, stretches = losses(model, tokens, partitions, progress)
             results.append(
                 {
                     "text": window.document.name,
@@ -139,7 +149,7 @@ def evaluate_windows(
                     "window": window.number,
                     "start": window.start,
                     "bytes": window.n_bytes(),
-                    "bytes_per_token": window.document.bytes_per_token,
+                    "bucket_bytes": window.bytes_between(edges(length)),
                     "nats_per_token": float(by_bucket.sum() / length),
                     "buckets": (by_bucket / _sizes(edges(length))).tolist(),
                     "stretches": _rounded(by_stretch / _sizes(_stretch_edges(length))),
@@ -147,7 +157,11 @@ def evaluate_windows(
                 for window, by_bucket, by_stretch in zip(batch, buckets, stretches, strict=True)
             )
     rows = {_identity(row): row for row in results.rows if "bytes" in row}
-    return [rows[key] for key in asked]
+    # Rows of earlier versions lack the bytes of their buckets, which need no measurement.
+    return [
+        {"bucket_bytes": window.bytes_between(edges(window.length)), **rows[key]}
+        for key, window in asked.items()
+    ]
 
 
 def _batches(windows: Sequence[Window], batch_size: int) -> Iterator[list[Window]]:
@@ -163,39 +177,51 @@ def edges(length: int) -> list[int]:
     return [0, *(2**k for k in range((length - 1).bit_length())), length]
 
 
-@torch.no_grad()
 def losses(
-    model: LanguageModel, windows: Tensor, progress: Progress | None = None
-) -> tuple[Tensor, Tensor]:
-    """Sums of the loss in nats.
+    model: LanguageModel,
+    windows: Tensor,
+    partitions: Sequence[Sequence[int] | Tensor],
+    progress: Progress | None = None,
+) -> list[Tensor]:
+    """Sums of the loss in nats, in one pass.
 
     Args:
         model: reads the windows from an empty state, piece by piece.
         windows: `(b, length + 1)`, the tokens and the one to predict last.
+        partitions: each the edges of `k` parts of the positions, from 0 to `length`: `(k + 1,)`, or
+            `(b, k + 1)` where every row has its own.
         progress: counts the tokens.
 
     Returns:
-        `(b, buckets)` and `(b, stretches)`, float64 on the CPU.
+        For each partition the sums, `(b, k)` float64 on the CPU.
+
+    Raises:
+        UserError: logits that are not finite.
     """
-    batch, length = len(windows), windows.shape[1] - 1
-    state = model.init_state(batch)
-    device = state.position.device
-    starts = torch.tensor(edges(length)[1:-1], dtype=torch.long)
-    by_bucket = torch.zeros(batch, len(starts) + 1, dtype=torch.float64)
-    by_stretch = torch.zeros(batch, -(-length // STRETCH), dtype=torch.float64)
-    width = scored_tokens(batch, model.vocab_size)
-    for start in range(0, length, width):
-        piece = windows[:, start : start + width + 1].to(device)
-        logits, state = model(piece[:, :-1], state)
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        nats = F.cross_entropy(wide.flatten(0, 1), piece[:, 1:].flatten(), reduction="none")
-        nats = nats.view(batch, -1).double().cpu()
-        positions = torch.arange(start, start + nats.shape[1])
-        by_bucket.index_add_(1, torch.bucketize(positions, starts, right=True), nats)
-        by_stretch.index_add_(1, positions // STRETCH, nats)
+    batch = len(windows)
+    edges = [torch.as_tensor(one).expand(batch, -1).contiguous() for one in partitions]
+    sums = [torch.zeros(batch, one.shape[1] - 1, dtype=torch.float64) for one in edges]
+    for start, nats in token_losses(model, windows):
+        positions = torch.arange(start, start + nats.shape[1]).repeat(batch, 1)
+        for total, bounds in zip(sums, edges, strict=True):
+            part = torch.searchsorted(bounds, positions, right=True) - 1
+            total.scatter_add_(1, part, nats)
         if progress is not None:
             progress.advance(nats.numel(), nats.numel())
-    return by_bucket, by_stretch
+    return sums
+
+
+def scored(row: Row, bucket: int | None = None) -> Scored:
+    """What was scored in a row: the whole window, or one of its buckets.
+
+    Args:
+        row: of `evaluate`, with the bytes of its tokens.
+        bucket: which one, of `edges`; None for the window.
+    """
+    if bucket is None:
+        return Scored(row["nats_per_token"] * row["length"], row["bytes"])
+    start, stop = edges(row["length"])[bucket : bucket + 2]
+    return Scored(row["buckets"][bucket] * (stop - start), row["bucket_bytes"][bucket])
 
 
 def summarise(rows: Sequence[Row]) -> tuple[Bucket, list[Bucket]]:
@@ -205,17 +231,16 @@ def summarise(rows: Sequence[Row]) -> tuple[Bucket, list[Bucket]]:
         rows: of `evaluate`, all of one length; each counts as one document.
     """
     length = rows[0]["length"]
+    known = all(row.get("bucket_bytes") is not None for row in rows)
 
-    def bucket(start: int, stop: int, nats: list[float]) -> Bucket:
-        per_byte = [
-            value / math.log(2) / row["bytes_per_token"]
-            for value, row in zip(nats, rows, strict=True)
-        ]
-        return Bucket(start, stop, mean(nats), mean(per_byte))
+    def bucket(start: int, stop: int, nats: list[float], which: int | None) -> Bucket:
+        samples = [scored(row, which) for row in rows] if known else []
+        n_bytes = sum(sample.n_bytes for sample in samples)
+        return Bucket(start, stop, mean(nats), bits.estimate(samples) if n_bytes else None)
 
-    whole = bucket(0, length, [row["nats_per_token"] for row in rows])
+    whole = bucket(0, length, [row["nats_per_token"] for row in rows], None)
     bounds = enumerate(pairwise(edges(length)))
-    return whole, [bucket(a, b, [row["buckets"][k] for row in rows]) for k, (a, b) in bounds]
+    return whole, [bucket(a, b, [row["buckets"][k] for row in rows], k) for k, (a, b) in bounds]
 
 
 def curve(rows: Sequence[Row], width: int) -> list[tuple[int, float]]:

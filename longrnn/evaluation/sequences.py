@@ -10,6 +10,7 @@ import torch
 from longrnn.errors import UserError
 from longrnn.intervals import Estimate, mean, proportion
 from longrnn.models import LanguageModel
+from longrnn.models.finite import refuse_nonfinite
 from longrnn.progress import Progress
 from longrnn.results import Results, Row
 from longrnn.tasks import TASKS, SequenceTask
@@ -73,7 +74,9 @@ def evaluate(
             batch = task.evaluation_batch(start, stop, length=length)
             state = model.init_state(stop - start)
             tokens = batch.tokens.to(state.position.device)
-            predictions = model(tokens, state).logits.argmax(-1).cpu()
+            logits = model(tokens, state).logits
+            refuse_nonfinite(logits, model, tokens, state)
+            predictions = logits.argmax(-1).cpu()
             scores = {name: v.tolist() for name, v in task.score(predictions, batch).items()}
             results.append(
                 {

@@ -22,7 +22,6 @@ class Document(NamedTuple):
         name: of its file.
         sha256: of its bytes, hexadecimal.
         tokens: `(n,)` int64.
-        bytes_per_token: bytes of UTF-8 over tokens.
         byte_ends: `(n,)` int64, where each token ends; None where the tokenizer cannot tell.
         tokenizer: fingerprint of the one that made the tokens; empty for tokens of no text.
     """
@@ -30,7 +29,6 @@ class Document(NamedTuple):
     name: str
     sha256: str
     tokens: Tensor
-    bytes_per_token: float
     byte_ends: Tensor | None = None
     tokenizer: str = ""
 
@@ -59,16 +57,15 @@ def read_documents(
         text, digest = read_text(path)
         if digest in documents:
             raise UserError(f"{path} and {documents[digest].name} are the same text: give it once")
-        tokens, ends = _integers(tokenizer.encode(text)), tokenizer.byte_ends(text)
-        documents[digest] = Document(
-            path.name,
-            digest,
-            tokens,
-            len(text.encode()) / len(tokens),
-            None if ends is None else _integers(ends),
-            tokenizer.fingerprint(),
-        )
+        documents[digest] = tokenised(path.name, digest, text, tokenizer)
     return list(documents.values())
+
+
+def tokenised(name: str, sha256: str, text: str, tokenizer: Tokenizer) -> Document:
+    """A text, or a part of one, as a tokenizer reads it."""
+    tokens, ends = _integers(tokenizer.encode(text)), tokenizer.byte_ends(text)
+    ends = None if ends is None else _integers(ends)
+    return Document(name, sha256, tokens, ends, tokenizer.fingerprint())
 
 
 def made_by(documents: Iterable[Document]) -> str:

@@ -28,8 +28,18 @@ class Window(NamedTuple):
 
     def n_bytes(self) -> int | None:
         """Bytes that the predicted tokens stand for; None where the tokenizer cannot tell."""
+        found = self.bytes_between([0, self.length])
+        return None if found is None else found[0]
+
+    def bytes_between(self, edges: Sequence[int]) -> list[int] | None:
+        """Bytes of the tokens that are predicted at the positions from each edge up to the next.
+
+        None where the tokenizer cannot tell.
+        """
         ends = self.document.byte_ends
-        return None if ends is None else int(ends[self.start + self.length] - ends[self.start])
+        if ends is None:
+            return None
+        return ends[self.start + torch.tensor(edges)].diff().tolist()
 
 
 def windows(document: Document, length: int) -> list[Window]:
@@ -51,9 +61,9 @@ def windows(document: Document, length: int) -> list[Window]:
 def shared_windows(documents: Sequence[Sequence[Document]], length: int) -> list[list[Window]]:
     """Windows in which several models predict the very same bytes.
 
-    A window ends where the first tokenizer has read `length` tokens more, or a little before: at
-    the last place where every tokenizer has a border. Of equal tokenizers these are the windows of
-    `windows`. A window begins with the token that ends where the one before it ended.
+    A window ends where the first tokenizer has read `length` tokens more, or a little before (see
+    `shared_places`). Of equal tokenizers these are the windows of `windows`. A window begins with
+    the token that ends where the one before it ended.
 
     Args:
         documents: for each model, the same texts in the same order.
@@ -68,26 +78,42 @@ def shared_windows(documents: Sequence[Sequence[Document]], length: int) -> list
     """
     found: list[list[Window]] = [[] for _ in documents]
     for texts in zip(*documents, strict=True):
-        ends = [text.byte_ends for text in texts]
-        if read_alike([[text] for text in texts]):
-            for model, text in zip(found, texts, strict=True):
-                model += windows(text, length)
-            continue
-        known = [end for end in ends if end is not None]
-        if len(known) < len(ends):
-            raise UserError(
-                f"models with different tokenizers are compared by the bytes of {texts[0].name}, "
-                "and one of the tokenizers does not tell them: measure these models one by one"
-            )
-        cuts = _cuts(texts[0], known, length)
-        for model, text, end in zip(found, texts, known, strict=True):
-            # Of tokens that share a last byte, the last one ends there.
-            at = (torch.searchsorted(end, cuts, right=True) - 1).tolist()
+        count = len(windows(texts[0], length))
+        places = shared_places(texts, [number * length for number in range(count + 1)])
+        for model, text, at in zip(found, texts, places, strict=True):
             model += [
                 Window(text, number, start, stop - start)
                 for number, (start, stop) in enumerate(pairwise(at))
             ]
     return found
+
+
+def shared_places(texts: Sequence[Document], places: Sequence[int]) -> list[list[int]]:
+    """Tokens of several tokenizers that end at the same bytes of one text.
+
+    Args:
+        texts: the text as each model reads it.
+        places: tokens of the first model, ascending.
+
+    Returns:
+        For each model a token for each of `places`: the one that ends at the last byte, up to the
+        end of the first model's token, where every tokenizer has a border. Where all models read
+        the same tokens, these are `places`.
+
+    Raises:
+        UserError: a tokenizer that does not know its bytes; too few common borders.
+    """
+    if read_alike([[text] for text in texts]):
+        return [list(places) for _ in texts]
+    ends = [text.byte_ends for text in texts if text.byte_ends is not None]
+    if len(ends) < len(texts):
+        raise UserError(
+            f"models with different tokenizers are compared by the bytes of {texts[0].name}, "
+            "and one of the tokenizers does not tell them: measure these models one by one"
+        )
+    cuts = _cuts(texts[0].name, ends, places)
+    # Of tokens that share a last byte, the last one ends there.
+    return [(torch.searchsorted(end, cuts, right=True) - 1).tolist() for end in ends]
 
 
 def read_alike(documents: Sequence[Sequence[Document]]) -> bool:
@@ -99,17 +125,17 @@ def read_alike(documents: Sequence[Sequence[Document]]) -> bool:
     )
 
 
-def _cuts(first: Document, ends: Sequence[Tensor], length: int) -> Tensor:
-    """Bytes at which windows begin and end, `(windows + 1,)`, all of them borders of tokens."""
+def _cuts(name: str, ends: Sequence[Tensor], places: Sequence[int]) -> Tensor:
+    """Bytes at or before the ends of the first model's tokens, all of them borders of tokens."""
     common = ends[0]
     for end in ends[1:]:
         common = common[torch.isin(common, end)]
-    wanted = ends[0][[window.start for window in windows(first, length)]].tolist()
-    wanted.append(int(ends[0][len(wanted) * length]))
-    places = (torch.searchsorted(common, torch.tensor(wanted), right=True) - 1).clamp(min=0)
-    if not len(common) or len(places.unique()) < len(places):
+    wanted = ends[0][torch.tensor(places)]
+    found = (torch.searchsorted(common, wanted, right=True) - 1).clamp(min=0)
+    if not len(common) or len(found.unique()) < len(found):
         raise UserError(
-            f"the tokenizers of these models share too few borders in {first.name} for windows of "
-            f"{format_length(length)} tokens: give a greater --length"
+            f"the tokenizers of these models share too few borders in {name} for windows of "
+            f"{format_length(min(b - a for a, b in pairwise(places)))} tokens: give a greater "
+            "--length"
         )
-    return common[places]
+    return common[found]

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,11 @@ from longrnn.checksums import damage_of_model, refusal
 from longrnn.errors import UserError, nearest
 from longrnn.files import one_line, read_json
 from longrnn.hf import hub
+from longrnn.hf.embedded import embedded
 from longrnn.hf.layouts import LAYOUTS, Layout, rename
+from longrnn.hf.specs import mitigated, split_spec
 from longrnn.hf.weights import READERS, read_weights
+from longrnn.mitigations import Mitigated
 from longrnn.models.checkpoint import DTYPES, build_model, cast_weights, load_model
 from longrnn.models.recurrent import RecurrentLM
 
@@ -28,12 +30,6 @@ logger = logging.getLogger(__name__)
 
 # Sizes in a configuration of transformers that are sizes of weights.
 WIDTHS = ("hidden_size", "head_dim", "intermediate_size", "num_attention_heads", "vocab_size")
-
-
-def embedded() -> dict[str, Path]:
-    """The checkpoints that travel with the package, by name."""
-    root = Path(str(files("longrnn"))) / "checkpoints"
-    return {folder.name: folder for folder in sorted(root.iterdir()) if folder.is_dir()}
 
 
 def resolve(name_or_path: str | Path, revision: str | None = None) -> Path:
@@ -73,13 +69,15 @@ def load(
     dtype: torch.dtype | None = None,
     revision: str | None = None,
     beyond: bool = False,
-) -> RecurrentLM | HFLanguageModel:
+) -> RecurrentLM | Mitigated | HFLanguageModel:
     """Loads a language model, ready for evaluation.
 
     Args:
         name_or_path: the name of an embedded checkpoint (`passkey-tiny`); a folder that
             `longrnn train` wrote, of a Mamba-2 as mamba-ssm or transformers writes it, or of
-            another causal language model of transformers; or `organisation/model` of the hub.
+            another causal language model of transformers; or `organisation/model` of the hub. A
+            mitigation may follow a plus, `CHECKPOINT+MITIGATION`, unless a path of that whole name
+            exists.
         backend: implementation of the recurrence (`auto`, `chunked`, `reference`).
         device: None for the CPU.
         dtype: None for that of the checkpoint. What sets the time scales of a Mamba-2 (A_log,
@@ -89,7 +87,8 @@ def load(
         beyond: whether a transformer may read more tokens than it was made for.
 
     Returns:
-        A `RecurrentLM`, of which every mitigation is available, or else an `HFLanguageModel`.
+        A `RecurrentLM`, of which every mitigation is available, `Mitigated` where one is named, or
+        else an `HFLanguageModel`.
 
     Raises:
         UserError: unknown name, a folder that is incomplete, damaged or of another kind.
@@ -98,6 +97,13 @@ def load(
         raise UserError(
             f"a model cannot be computed in {dtype}: give float16, bfloat16, float32 or float64"
         )
+    name, spec = split_spec(str(name_or_path))
+    if spec is not None:
+        plain = load(
+            name, backend=backend, device=device, dtype=dtype, revision=revision, beyond=beyond
+        )
+        assert not isinstance(plain, Mitigated)  # the name has no mitigation left
+        return mitigated(plain, spec)
     folder = resolve(name_or_path, revision)
     # Hashing releases the interpreter's lock: it runs beside the reading and building.
     with ThreadPoolExecutor(1) as pool:
@@ -138,6 +144,11 @@ def load_recurrent(
         UserError: as `load`, and for any other model.
     """
     model = load(name_or_path, device=device)
+    if isinstance(model, Mitigated):
+        raise UserError(
+            f"{name_or_path} names a mitigation, and this needs the model alone: leave out what "
+            "follows the plus"
+        )
     if not isinstance(model, RecurrentLM):
         raise UserError(
             f"{name_or_path} is a {model.kind} of transformers, and its recurrence (if it has one) "

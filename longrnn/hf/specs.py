@@ -1,11 +1,13 @@
-"""A model under what is written behind the plus of `CHECKPOINT+MITIGATION`."""
+"""`CHECKPOINT+MITIGATION`: the text taken apart, and a model under what follows the plus."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, overload
 
 from longrnn.errors import UserError
+from longrnn.hf.embedded import embedded
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.models.recurrent import RecurrentLM
 
@@ -14,6 +16,22 @@ if TYPE_CHECKING:
 
 # In the place of a mitigation: a model of transformers may read more than it was made for.
 BEYOND = "beyond"
+
+
+def split_spec(text: str) -> tuple[str, str | None]:
+    """Name of the checkpoint and mitigation of `CHECKPOINT+MITIGATION`; None without a plus.
+
+    A folder may have a plus in its name, and so may the file of a calibrated mitigation: the
+    longest beginning that exists is the checkpoint.
+    """
+    pluses = [index for index, character in enumerate(text) if character == "+"]
+    for cut in (len(text), *reversed(pluses)):
+        # `Path.exists` fails at names that are too long for a file.
+        if text[:cut] in embedded() or os.path.exists(text[:cut]):
+            break
+    else:
+        cut = pluses[0] if pluses else len(text)
+    return text[:cut], text[cut + 1 :] if cut < len(text) else None
 
 
 @overload

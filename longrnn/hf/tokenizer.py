@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 from longrnn.checksums import remove_checksums, verify_folder
 from longrnn.errors import UserError
 from longrnn.files import one_line, write_atomic
+from longrnn.hf.embedded import embedded
 from longrnn.hf.hub import is_hub_name
 from longrnn.hf.layouts import Native
-from longrnn.hf.loading import embedded, read_config, resolve
+from longrnn.hf.loading import read_config, resolve
+from longrnn.hf.specs import split_spec
 from longrnn.models.checkpoint import read_description
 from longrnn.text import ByteTokenizer, Tokenizer
 
@@ -37,6 +39,7 @@ TOKENIZER_FILES = (
 )
 # Ids that a model may have more than its tokenizer: so many, or this share.
 PADDING, PADDED = 256, 0.05
+NO_BOS = "the tokenizer has no BOS token that texts could begin with: leave add_bos_token out"
 PROBE = "The naïve reader's 1,024 tokens — tabs\t, lines\n\n, and Ünïcödé: 你好."
 
 
@@ -102,35 +105,44 @@ def byte_level() -> HFTokenizer:
     return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=fast))
 
 
-def load_tokenizer(name_or_path: str | Path = "bytes") -> Tokenizer:
+def load_tokenizer(
+    name_or_path: str | Path = "bytes", *, add_bos_token: bool | None = None
+) -> Tokenizer:
     """Loads a tokenizer.
 
     Args:
         name_or_path: `bytes`; a checkpoint (its tokenizer is meant) as `load` takes it; a folder
             of `transformers`; or a `tokenizer.json`.
+        add_bos_token: whether the Hugging Face tokenizer inside begins texts with BOS where it is
+            asked for special tokens; None as its files say. `Tokenizer.encode` adds none in any
+            case.
 
     Raises:
         UserError: nothing of the kind is there, or it does not fit the vocabulary of the
             checkpoint that it stands beside.
     """
     if str(name_or_path) == "bytes":
+        if add_bos_token:
+            raise UserError(NO_BOS)
         return ByteTokenizer()
-    path = embedded().get(str(name_or_path), Path(name_or_path))
-    if not os.path.exists(path) and not is_hub_name(str(name_or_path)):
+    name, _ = split_spec(str(name_or_path))
+    path = embedded().get(name, Path(name))
+    if not os.path.exists(path) and not is_hub_name(name):
         raise UserError(
             f"no tokenizer at {name_or_path}: give 'bytes', a tokenizer.json, or a folder with one"
         )
     if not os.path.exists(path):
-        path = resolve(name_or_path)
+        path = resolve(name)
+    bos = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
     config = read_config(path) if (path / "config.json").is_file() else {}
     if config.get("model_type") == "longrnn" and not (path / "tokenizer.json").is_file():
         recorded = read_description(path).get("tokenizer", "bytes")
         if recorded == "bytes":
-            return ByteTokenizer()
-        return _read(_recorded(path, recorded))
+            return load_tokenizer(recorded, add_bos_token=add_bos_token)
+        return _with_bos(_read(_recorded(path, recorded), bos), add_bos_token)
     if path.is_dir() and not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(_remedy(path, config))
-    tokenizer = _read(path)
+    tokenizer = _with_bos(_read(path, bos), add_bos_token)
     _refuse_unfit(tokenizer, config, path)
     verify_folder(path if path.is_dir() else path.parent, TOKENIZER_FILES)
     return tokenizer
@@ -169,17 +181,25 @@ def _remedy(folder: Path, config: Mapping[str, Any]) -> str:
     )
 
 
-def _read(path: Path) -> HFTokenizer:
+def _with_bos(tokenizer: HFTokenizer, add_bos_token: bool | None) -> HFTokenizer:
+    """The tokenizer, unless it lacks the BOS token that is to be added."""
+    if add_bos_token and tokenizer.tokenizer.bos_token is None:
+        raise UserError(NO_BOS)
+    return tokenizer
+
+
+def _read(path: Path, bos: Mapping[str, Any]) -> HFTokenizer:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = path if path.is_dir() else path.parent
+    options = {**bos, "trust_remote_code": False}
     try:
         if path.is_dir() and not (folder / "tokenizer.json").is_file():
-            return HFTokenizer(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
+            return HFTokenizer(AutoTokenizer.from_pretrained(folder, **options))
         if (folder / "tokenizer_config.json").is_file():
-            return HFTokenizer(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
+            return HFTokenizer(AutoTokenizer.from_pretrained(folder, **options))
         file = folder / "tokenizer.json" if path.is_dir() else path
-        return HFTokenizer(PreTrainedTokenizerFast(tokenizer_file=str(file)))
+        return HFTokenizer(PreTrainedTokenizerFast(tokenizer_file=str(file), **bos))
     except Exception as error:  # the tokenizers library raises bare Exception
         raise UserError(
             f"{path} is not a tokenizer ({one_line(error)}): download it again"

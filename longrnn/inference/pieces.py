@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from longrnn.models import LanguageModel
+from longrnn.models.finite import explain_nonfinite, refuse_nonfinite_state
 from longrnn.progress import Progress
 from longrnn.state import LMState
 
@@ -49,8 +50,11 @@ def prefill(
 
     Returns:
         Logits after the last token, `(r, v)`, or `(r, 0)` where there are none; and the state.
+
+    Raises:
+        UserError: logits that are not finite, with the token and the layer where that begins.
     """
-    logits = torch.empty(len(state.position), 0)
+    logits, before = torch.empty(len(state.position), 0), state
     for place in range(start, stop, PREFILL):
         end = min(stop, place + PREFILL)
         tokens = read(place, end).to(state.position.device)
@@ -58,4 +62,8 @@ def prefill(
         progress.advance(tokens.numel() if items else 0, tokens.numel())
         if keep and end == stop:
             logits = kept[:, -1]
+    if not keep and stop > start:
+        refuse_nonfinite_state(model, lambda: read(start, stop), before, state)
+    if not bool(logits.isfinite().all()):
+        explain_nonfinite(model, read(start, stop), before)
     return logits, state

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import torch
-
 from longrnn.errors import UserError
 from longrnn.models import LanguageModel
 
 
-@torch.no_grad()
 def out_of_reach(model: LanguageModel, tokens: int) -> str | None:
-    """Why a model cannot read so many tokens, or None.
-
-    A position comes from the state alone, so one token at the last position tells.
-    """
-    # A transformer knows its limit, and its cache cannot be at a position that it has not read.
-    limit = getattr(model, "max_length", 0)
+    """Why a model cannot read so many tokens of one sequence, or None."""
+    limit = model.max_length
     if limit is None or tokens <= limit:
         return None
-    state = model.init_state(1)
-    token = torch.zeros(1, 1, dtype=torch.long, device=state.position.device)
-    try:
-        model(token, state._replace(position=state.position + tokens - 1), keep=0)
-    except UserError as error:
-        return str(error)
-    return None
+    return (
+        f"the model was made for at most {limit:,} tokens and would have read {tokens:,}: give "
+        "shorter texts (`longrnn info` says whether CHECKPOINT+beyond lifts the limit)"
+    )
 
 
 def refuse_long(model: LanguageModel, tokens: int) -> None:
-    """Refuses so many tokens of one sequence where the model would.
+    """Refuses so many tokens of one sequence where the model cannot read them.
 
     Raises:
-        UserError: with the model's own reason.
+        UserError: with the length that it can read.
     """
     reason = out_of_reach(model, tokens)
     if reason is not None:

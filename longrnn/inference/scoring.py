@@ -1,4 +1,4 @@
-"""Log-likelihoods of continuations; contexts that are equal, or begin equally, are read once.
+"""Losses by token, and log-likelihoods of continuations whose equal contexts are read once.
 
 Continuations of one context are scored on forks of its state. Logits exist for scored tokens only,
 and of a long continuation for one piece at a time.
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from longrnn.inference.pieces import scored_tokens
 from longrnn.inference.trie import Ids, read_texts, tensor
 from longrnn.models import LanguageModel
+from longrnn.models.finite import explain_nonfinite, refuse_nonfinite
 from longrnn.progress import Progress
 from longrnn.state import LMState, take
 
@@ -32,6 +33,35 @@ class Score(NamedTuple):
 
     nats: float
     greedy: bool
+
+
+@torch.no_grad()
+def token_losses(model: LanguageModel, windows: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The loss of every token after the first, piece by piece.
+
+    Args:
+        model: reads the windows from an empty state.
+        windows: `(b, n + 1)`, the tokens and the one to predict last.
+
+    Yields:
+        The position of a piece, and `(b, k)` nats from there on, float64 on the CPU: the loss at
+        position i is that of token i + 1.
+
+    Raises:
+        UserError: logits that are not finite.
+    """
+    batch, length = len(windows), windows.shape[1] - 1
+    state = model.init_state(batch)
+    width = scored_tokens(batch, model.vocab_size)
+    for start in range(0, length, width):
+        piece = windows[:, start : start + width + 1].to(state.position.device)
+        logits, state = model(piece[:, :-1], state)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        nats = F.cross_entropy(wide.flatten(0, 1), piece[:, 1:].flatten(), reduction="none")
+        nats = nats.view(batch, -1).double().cpu()
+        if not bool(nats.isfinite().all()):
+            explain_nonfinite(model, windows[:, : start + piece.shape[1] - 1])
+        yield start, nats
 
 
 @torch.no_grad()
@@ -83,10 +113,13 @@ def _follow(
     nats = torch.zeros(len(wanted), dtype=torch.float64)
     greedy = torch.ones(len(wanted), dtype=torch.bool)
     predicted, place, done = logits[:, None], 0, 0
+    # The logits of a context were looked at when it was read.
+    piece, before = tensor([()] * len(wanted), state), state
     while True:
         width = predicted.shape[1]
         target = tensor([row[place : place + width] for row in wanted[done:]], state)
         loss, best = _compare(predicted, target)
+        refuse_nonfinite(loss, model, piece, before)
         nats[done:] -= loss
         greedy[done:] &= best
         place += width
@@ -100,7 +133,8 @@ def _follow(
         rows = wanted[done:]
         width = min(scored_tokens(len(rows), model.vocab_size), len(rows[0]) - place)
         piece = tensor([row[place - 1 : place - 1 + width] for row in rows], state)
-        predicted, state = model(piece, state)
+        before = state
+        predicted, state = model(piece, before)
         progress.advance(0, piece.numel())
 
 

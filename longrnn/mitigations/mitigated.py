@@ -90,6 +90,11 @@ class Mitigated(nn.Module):
         return self.model.vocab_size
 
     @property
+    def max_length(self) -> int | None:
+        """That of the model inside."""
+        return self.model.max_length
+
+    @property
     def config(self) -> RecurrentConfig:
         """Of the model inside."""
         return self.model.config

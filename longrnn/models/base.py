@@ -34,6 +34,11 @@ class LanguageModel(Protocol):
         """Number of token ids."""
         ...
 
+    @property
+    def max_length(self) -> int | None:
+        """The most tokens that one sequence may have; None for any number."""
+        ...
+
     def init_state(self, batch_size: int) -> LMState:
         """The state before the first token of `batch_size` rows."""
         ...

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.models.base import LanguageModel
+from longrnn.models.finite import explain_nonfinite
 from longrnn.state import LMState, expand, take
 
 
@@ -81,6 +82,10 @@ def select(
             logits = model(asked, read, keep=1).logits[:, -1]
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
             found = torch.special.entr(wide.softmax(-1)).sum(-1)
+            if not bool(found.isfinite().all()):
+                before = context[:0] if prefix is None else prefix
+                seen = [before.to(device).expand(len(rows), -1), torch.stack(rows), asked]
+                explain_nonfinite(model, torch.cat(seen, dim=1))
             least = int(found.argmin())
             if best is None or float(found[least]) < best[0]:
                 index = sum(map(len, entropies)) + least

@@ -11,7 +11,11 @@ from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.models.base import LanguageModel, check_tokens
+from longrnn.models.finite import explain_nonfinite
 from longrnn.state import LMState, reset
+
+# In the place of a token, so that the check waits for the device no more often than the tokens do.
+NOT_FINITE = -1
 
 
 class Generation(NamedTuple):
@@ -53,7 +57,7 @@ def generate(
         generator: randomness of the sampling, on the model's device.
 
     Raises:
-        UserError: an empty prompt or settings out of range.
+        UserError: an empty prompt, settings out of range, or logits that are not finite.
     """
     *_, last = stream(
         model,
@@ -90,16 +94,21 @@ def stream(
             f"give such numbers, not {max_new_tokens}, {temperature} and {top_p}"
         )
     stops = _stops(stop)
-    logits, state = model(prompt, state, keep=1)
+    read, before = prompt, state
+    logits, state = model(read, before, keep=1)
     rows: list[list[int]] = [[] for _ in range(len(prompt))]
     done = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
     yield Generation([list(row) for row in rows], state)
     for _ in range(max_new_tokens):
         token = _choose(logits[:, -1], temperature, top_p, generator)
-        logits, after = model(token[:, None], state, keep=1)
+        values = token.tolist()
+        if NOT_FINITE in values:
+            explain_nonfinite(model, read, before)
+        read, before = token[:, None], state
+        logits, after = model(read, before, keep=1)
         # A row that has stopped stays where it was; where none has, nothing is copied.
         state = reset(after, state, done) if done.any() else after
-        for row, (ids, value) in enumerate(zip(rows, token.tolist(), strict=True)):
+        for row, (ids, value) in enumerate(zip(rows, values, strict=True)):
             if not done[row]:
                 ids.append(value)
                 done[row] = any(ids[-len(end) :] == end for end in stops)
@@ -121,21 +130,19 @@ def _stops(stop: Sequence[Sequence[int]]) -> list[list[int]]:
 def _choose(
     logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None
 ) -> Tensor:
-    """One token per row, `(b,)`, from logits `(b, v)`."""
-    likeliest = logits.max(-1, keepdim=True).values
-    if not likeliest.isfinite().all():  # max gives NaN where there is one
-        raise UserError(
-            "the model's logits are not finite: its weights or its state hold NaN or infinite "
-            "values; use a checkpoint and a state that do not"
-        )
+    """One token per row, `(b,)`, from logits `(b, v)`; NOT_FINITE where a logit is not finite."""
+    finite = logits.isfinite().all(-1)
     if temperature == 0:
-        return logits.argmax(-1)
+        return torch.where(finite, logits.argmax(-1), NOT_FINITE)
+    # Sampling from what is not finite would end the process on CUDA.
+    logits = torch.where(finite[:, None], logits, 0.0).float()
     # The largest becomes 0, so that no temperature, however small, gives 0/0 or inf − inf.
-    scaled = ((logits.float() - likeliest.float()).double() / temperature).float()
+    scaled = ((logits - logits.max(-1, keepdim=True).values).double() / temperature).float()
     probabilities = torch.softmax(scaled, dim=-1)
     if top_p < 1:
         ordered, order = probabilities.sort(dim=-1, descending=True)
         # The first token always stays: what comes before it sums to zero.
         ordered = ordered.where(ordered.cumsum(-1) - ordered < top_p, 0.0)
         probabilities = torch.zeros_like(ordered).scatter(-1, order, ordered)
-    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+    sampled = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+    return torch.where(finite, sampled, NOT_FINITE)

@@ -133,6 +133,11 @@ class RecurrentLM(nn.Module):
         nn.init.normal_(self.head.weight, std=config.d_model**-0.5 if residual else 0.02)
 
     @property
+    def max_length(self) -> int | None:
+        """How many positions there are; None where they do not end."""
+        return self.position.n_positions
+
+    @property
     def mixers(self) -> list[Mixer]:
         """The cells, first layer first."""
         return [block.mixer for block in self.blocks]  # type: ignore[misc]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any, NamedTuple
 
 from longrnn.config import build_config, flat
 from longrnn.errors import UserError, nearest
+from longrnn.files import file_name
 from longrnn.mixers import MIXERS
 from longrnn.models.recurrent import RecurrentConfig
 from longrnn.positions import POSITIONS
@@ -31,8 +30,6 @@ FAMILIES: dict[str, Registry[Any]] = {
     "task": TASKS,
     "initial_state": INITIAL_STATES,
 }
-# Bytes of a run's name before it is cut.
-LONGEST_NAME = 100
 
 
 class Point(NamedTuple):
@@ -139,11 +136,7 @@ def applied(base: TrainConfig, values: dict[str, str]) -> TrainConfig:
 def run_name(values: dict[str, str]) -> str:
     """A folder's name that tells a run from the others."""
     whole = ",".join(f"{key}={value}" for key, value in values.items())
-    name = re.sub(r"[^\w.,=-]+", "_", whole)
-    if name == whole and len(name.encode()) <= LONGEST_NAME:
-        return name
-    digest = hashlib.sha256(whole.encode()).hexdigest()[:8]
-    return f"{name.encode()[:LONGEST_NAME].decode(errors='ignore')}-{digest}"
+    return file_name(whole)
 
 
 def _check_values(base: TrainConfig, axes: Axes) -> None:

@@ -20,6 +20,11 @@ from typing import NamedTuple
 from longrnn.errors import UserError
 
 
+def is_recalled(said: str, key: str) -> bool:
+    """Whether an answer begins with the key: what counts as right wherever a passkey is asked."""
+    return said.strip().startswith(key)
+
+
 def is_held_out(key: str) -> bool:
     """Whether a key is kept for evaluation: one in eight, by the first byte of its SHA-256."""
     return hashlib.sha256(key.encode()).digest()[0] % 8 == 0

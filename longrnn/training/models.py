@@ -19,6 +19,7 @@ from longrnn.errors import UserError
 from longrnn.hf.loading import load, resolve
 from longrnn.hf.tokenizer import HFTokenizer, byte_level, load_tokenizer
 from longrnn.hf.training import TransformerLM, build_transformer, read_transformer, save_transformer
+from longrnn.mitigations import Mitigated
 from longrnn.mixers import MIXERS
 from longrnn.models.checkpoint import load_model, save_model
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
@@ -51,6 +52,11 @@ def build(
     if config.init_from is not None:
         source = str(config.init_from if found is None else found)
         loaded = load(source)
+        if isinstance(loaded, Mitigated):
+            raise UserError(
+                f"init_from={config.init_from} names a mitigation, which is not trained: leave out "
+                "what follows the plus"
+            )
         model = loaded if isinstance(loaded, RecurrentLM) else TransformerLM(loaded.model)
         _check_given(config, model)
         if dtypes := widen(model):

@@ -15,7 +15,7 @@ from longrnn.mitigations.spec import write_calibration
 from longrnn.results import read_results
 from tests.cli.conftest import CLI
 from tests.cli.test_errors import refused
-from tests.comparison.suites.contenders import llama
+from tests.comparison.suites.small_models import llama
 
 SUITE = "evaluations: [{kind: passkey, lengths: [180, 240], depths: [0, 1], n: 2}]"
 
@@ -164,3 +164,35 @@ def test_results_of_another_suite(cli: CLI, models: Path, suite: str, tmp_path: 
     (tmp_path / suite).write_text(SUITE.replace("n: 2", "n: 2, n_keys: 2"))
     refused(cli, *command, says=("results of another suite", "choose another output"))
     refused(cli, "compare", suite, says=("give the checkpoints",))
+
+
+@pytest.mark.parametrize("how", ["include_path", "file"])
+def test_a_suite_runs_its_own_task_files_only_where_they_are_trusted(
+    how: str, cli: CLI, models: Path, tmp_path: Path
+) -> None:
+    """A task file can run Python: a suite that names one needs --trust-task-code."""
+    pytest.importorskip("lm_eval")
+    folder, ran = tmp_path / "tasks", tmp_path / "ran"
+    folder.mkdir()
+    (folder / "code.py").write_text(
+        f"open({str(ran)!r}, 'w').close()\n\ndef text(doc):\n    return doc['text']\n"
+    )
+    (folder / "rows.jsonl").write_text('{"text": "one two three"}\n')
+    (folder / "mine.yaml").write_text(
+        "task: mine\ndataset_path: json\noutput_type: loglikelihood_rolling\ntest_split: test\n"
+        f"dataset_kwargs: {{data_files: {{test: {folder / 'rows.jsonl'}}}}}\n"
+        'doc_to_text: ""\ndoc_to_target: !function code.text\n'
+        "metric_list: [{metric: bits_per_byte}]\n"
+    )
+    options = {"include_path": f"tasks: [mine], include_path: {folder}",
+               "file": f"tasks: [{folder / 'mine.yaml'}], metadata: {{a: 1}}"}  # fmt: skip
+    suite = tmp_path / "own.yaml"
+    suite.write_text(f"evaluations: [{{kind: harness, {options[how]}}}]")
+    refused = cli("compare", models / "text", suite, "--quiet")
+    assert refused.code == 2
+    assert "can run any Python code" in refused.err
+    assert "--trust-task-code" in refused.err
+    assert not ran.exists()
+    trusted = cli("compare", models / "text", suite, "--trust-task-code", "--quiet")
+    assert "--trust-task-code" not in trusted.err
+    assert ran.exists()

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from longrnn.comparison.compare import Cell, compare, markdown, tables
-from longrnn.comparison.suites import Contender, Suite, read_suite
+from longrnn.comparison.suites import Suite, read_suite
 from longrnn.errors import UserError
-from longrnn.intervals import Estimate, mean, proportion
+from longrnn.hf.opened import OpenCheckpoint
+from longrnn.intervals import Estimate, proportion, ratio_mean
 from longrnn.results import read_results
-from tests.comparison.suites.contenders import SHORT, PairTokenizer, contender
+from tests.comparison.suites.small_models import SHORT, PairTokenizer, small_model
 
 SUITE = """
 evaluations:
@@ -30,7 +31,7 @@ def suite(folder: Path, text: str = SUITE, name: str = "mine") -> Suite:
     return read_suite(str(path))
 
 
-def run(models: Sequence[Contender], folder: Path, *suites: Suite) -> list[Cell]:
+def run(models: Sequence[OpenCheckpoint], folder: Path, *suites: Suite) -> list[Cell]:
     return compare(models, suites or [suite(folder)], output=folder / "out", quiet=True)
 
 
@@ -39,28 +40,30 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def models() -> list[Contender]:
+def models() -> list[OpenCheckpoint]:
     return [
-        contender("one"),
-        contender("two", seed=1),
-        contender("short", seed=2, position=SHORT),
-        contender("pairs", seed=3, tokenizer=PairTokenizer()),
+        small_model("one"),
+        small_model("two", seed=1),
+        small_model("short", seed=2, position=SHORT),
+        small_model("pairs", seed=3, tokenizer=PairTokenizer()),
     ]
 
 
-def test_cells(models: list[Contender], tmp_path: Path) -> None:
+def test_cells(models: list[OpenCheckpoint], tmp_path: Path) -> None:
     """Pairs of other items, a difference of the wrong sign, a reason that is lost."""
     cells = {(cell.metric, cell.at, cell.model): cell for cell in run(models, tmp_path)}
     assert len(cells) == 2 * 2 * 4
     _, one = read_results(tmp_path / "out/mine/perplexity/one.jsonl")
     _, two = read_results(tmp_path / "out/mine/perplexity/two.jsonl")
     bits = [
-        {row["part"]: sum(row["stretches"][1:4]) / 192 / 0.6931471805599453 for row in rows}
-        for rows in (one, two)
+        {row["part"]: row["nats"][1] / 0.6931471805599453 for row in rows} for rows in (one, two)
     ]
+    sizes = [row["cuts"][2] - row["cuts"][1] for row in one]
+    assert sizes == [row["cuts"][2] - row["cuts"][1] for row in two]
     cell = cells["perplexity, bits per byte", 256, "two"]
-    assert cell.estimate == pytest.approx(mean([bits[1][part] for part in range(3)]))
-    assert cell.difference == pytest.approx(mean([bits[1][p] - bits[0][p] for p in range(3)]))
+    assert cell.estimate == pytest.approx(ratio_mean(list(bits[1].values()), sizes))
+    less = [bits[1][part] - bits[0][part] for part in range(3)]
+    assert cell.difference == pytest.approx(ratio_mean(less, sizes))
     assert cells["perplexity, bits per byte", 256, "one"].difference is None
     # The same parts of the text under another tokenizer.
     assert cells["perplexity, bits per byte", 64, "pairs"].difference is not None
@@ -83,7 +86,7 @@ def test_cells(models: list[Contender], tmp_path: Path) -> None:
     assert recorded[0]["estimate"]["n"] == 4
 
 
-def test_it_goes_on(models: list[Contender], tmp_path: Path) -> None:
+def test_it_goes_on(models: list[OpenCheckpoint], tmp_path: Path) -> None:
     """What is known is measured again, or is lost when a model or a length is added."""
     cells = run(models[:2], tmp_path)
     before = files(tmp_path / "out")
@@ -115,7 +118,7 @@ def test_it_goes_on(models: list[Contender], tmp_path: Path) -> None:
     ],
 )
 def test_results_of_another_suite(
-    before: str, after: str, says: str, models: list[Contender], tmp_path: Path
+    before: str, after: str, says: str, models: list[OpenCheckpoint], tmp_path: Path
 ) -> None:
     """Rows of two suites in one file."""
     run(models[:1], tmp_path)
@@ -129,7 +132,7 @@ def test_results_of_another_suite(
         run(models[:1], tmp_path)
 
 
-def test_results_of_another_model(models: list[Contender], tmp_path: Path) -> None:
+def test_results_of_another_model(models: list[OpenCheckpoint], tmp_path: Path) -> None:
     """Another checkpoint under a name that is known."""
     run(models[:1], tmp_path)
     there = files(tmp_path / "out")
@@ -138,7 +141,7 @@ def test_results_of_another_model(models: list[Contender], tmp_path: Path) -> No
     assert files(tmp_path / "out") == there
 
 
-def test_refused_before_anything_is_written(models: list[Contender], tmp_path: Path) -> None:
+def test_refused_before_anything_is_written(models: list[OpenCheckpoint], tmp_path: Path) -> None:
     """An error after an hour that could have been known in the first second."""
     unfit = models[0]._replace(name="unfit", tokenizer=PairTokenizer())
     with pytest.raises(UserError, match=r"tokenizer of unfit has 997 ids and the model 256"):

@@ -10,15 +10,15 @@ from longrnn import state as states
 from longrnn.comparison.cost import MIB, Job, in_a_process
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.models import RecurrentLM
-from tests.comparison.suites.contenders import contender, llama
+from tests.comparison.suites.small_models import llama, small_model
 
 
 def test_memory_is_that_of_the_measured_process(tmp_path: Path) -> None:
     """What the parent holds (ru_maxrss begins there), or a mitigation that is left out."""
     folder = tmp_path / "one"
-    model = contender("one", folder=folder).model
+    model = small_model("one", folder=folder).model
     held = torch.ones(2**30 // 4)  # 1 GiB
-    found = in_a_process(Job(str(folder), "sliding_window(window=50)", "cpu", 1, 200, 3, 0))
+    found = in_a_process(Job(f"{folder}+sliding_window(window=50)", "cpu", 1, 200, 3, 0))
     assert isinstance(found, dict), found
     assert 50 < found["peak_mib"] < held.nbytes / MIB
     assert 0 <= found["peak_over_model_mib"] < found["peak_mib"] / 2
@@ -32,7 +32,7 @@ def test_memory_is_that_of_the_measured_process(tmp_path: Path) -> None:
 def test_a_transformer_beyond_its_limit(tmp_path: Path) -> None:
     """A cache that does not grow with the text, or a limit that the other process knows again."""
     llama(tmp_path / "llama", positions=64)
-    found = in_a_process(Job(str(tmp_path / "llama"), "beyond", "cpu", 1, 100, 2, 0))
+    found = in_a_process(Job(f"{tmp_path / 'llama'}+beyond", "cpu", 1, 100, 2, 0))
     assert isinstance(found, dict), found
     # Keys and values of one layer, 8 wide, in float32, and the position.
     assert found["state_bytes"] == 100 * 2 * 8 * 4 + 8
@@ -40,7 +40,7 @@ def test_a_transformer_beyond_its_limit(tmp_path: Path) -> None:
 
 def test_a_failure_is_one_line() -> None:
     """A traceback in the middle of a comparison."""
-    broken = in_a_process(Job("passkey-tiny", None, "abacus", 1, 64, 1, 0))
+    broken = in_a_process(Job("passkey-tiny", "abacus", 1, 64, 1, 0))
     assert isinstance(broken, str)
     assert broken.startswith("failed: ")
     assert "\n" not in broken

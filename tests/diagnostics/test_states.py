@@ -325,7 +325,7 @@ def test_settings(options: dict[str, int], says: str, tmp_path: Path) -> None:
 
 def test_prompts(tmp_path: Path) -> None:
     """A text that is padded; newlines that are no newlines; two prompts of one name."""
-    text = Document("a.txt", "f" * 64, torch.arange(10), 1.0)
+    text = Document("a.txt", "f" * 64, torch.arange(10))
     assert text_prompt(text, 10).tokens.tolist() == list(range(10))
     assert text_prompt(text, 4).tokens.tolist() == [0, 1, 2, 3]
     with pytest.raises(UserError, match=r"a.txt has 10 tokens and 11 are asked"):

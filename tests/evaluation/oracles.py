@@ -23,6 +23,7 @@ class Oracle:
     """
 
     vocab_size = 256
+    max_length = None
 
     def __init__(
         self, *, forgets: int | None = None, fails_after: int | None = None, name: str = "oracle"

@@ -72,7 +72,7 @@ def test_starts() -> None:
 
 
 def document(seed: int, tokens: int) -> Document:
-    return Document(f"{seed}.txt", str(seed), random_tokens(1, tokens, seed)[0], 1.0)
+    return Document(f"{seed}.txt", str(seed), random_tokens(1, tokens, seed)[0])
 
 
 def test_rows_go_on(tmp_path: Path) -> None:

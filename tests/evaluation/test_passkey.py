@@ -13,13 +13,13 @@ import pytest
 from longrnn.errors import UserError
 from longrnn.evaluation import passkey
 from longrnn.evaluation.passkey import (
-    Subject,
     evaluate,
     evenly_spaced,
     summarise,
     summarise_inserted,
 )
-from longrnn.evaluation.passkey_grid import Sample
+from longrnn.evaluation.passkey_grid import Grid, Sample
+from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference import pieces
 from longrnn.models import LanguageModel
 from longrnn.results import Row, line_of, read_results
@@ -34,8 +34,12 @@ CELLS: dict[str, Any] = {"lengths": [160, 300], "depths": [0.0, 0.5, 1.0], "n": 
 
 
 def measure(*models: LanguageModel, output: Path, **changes: Any) -> list[Row]:
-    subjects = [Subject(f"model{i}", model, ByteTokenizer()) for i, model in enumerate(models)]
-    return evaluate(subjects, output=output, quiet=True, **{**CELLS, "batch_size": 4, **changes})
+    subjects = [
+        OpenCheckpoint(f"model{i}", model, ByteTokenizer()) for i, model in enumerate(models)
+    ]
+    options = {**CELLS, "batch_size": 4, **changes}
+    grid = Grid(**{name: options.pop(name) for name in Grid._fields if name in options})
+    return evaluate(subjects, grid, output=output, quiet=True, **options)
 
 
 def cells(rows: list[Row]) -> list[tuple[Any, ...]]:
@@ -117,16 +121,14 @@ def test_a_tokenizer_of_ones_own(tmp_path: Path) -> None:
     oracle = Oracle()
     oracle.vocab_size = bpe.vocab_size
     least = Passkey(bpe).least_length()
-    subject = Subject("bpe", oracle, bpe)
-    rows = evaluate(
-        [subject], lengths=[least], depths=[0.5], n=2, output=tmp_path / "r.jsonl", quiet=True
-    )
+    subject = OpenCheckpoint("bpe", oracle, bpe)
+    rows = evaluate([subject], Grid([least], 2, [0.5]), output=tmp_path / "r.jsonl", quiet=True)
     assert len(rows) == 2
     with pytest.raises(UserError, match=rf"the least is {least} tokens with the tokenizer of bpe"):
-        evaluate([subject], lengths=[least - 1], depths=[0.5], n=2, output=tmp_path / "s.jsonl")
-    narrow = Subject("narrow", Oracle(), bpe)
+        evaluate([subject], Grid([least - 1], 2, [0.5]), output=tmp_path / "s.jsonl")
+    narrow = OpenCheckpoint("narrow", Oracle(), bpe)
     with pytest.raises(UserError, match=f"has {bpe.vocab_size} ids and the model 256"):
-        evaluate([narrow], lengths=[least], depths=[0.5], n=2, output=tmp_path / "s.jsonl")
+        evaluate([narrow], Grid([least], 2, [0.5]), output=tmp_path / "s.jsonl")
     assert not (tmp_path / "s.jsonl").exists()
 
 

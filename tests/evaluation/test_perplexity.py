@@ -26,8 +26,8 @@ from tests.contracts.builders import build_model, random_tokens
 LENGTH = 150
 
 
-def document(seed: int, tokens: int, bytes_per_token: float = 1.0) -> Document:
-    return Document(f"{seed}.txt", str(seed), random_tokens(1, tokens, seed)[0], bytes_per_token)
+def document(seed: int, tokens: int) -> Document:
+    return Document(f"{seed}.txt", str(seed), random_tokens(1, tokens, seed)[0])
 
 
 def direct(model: RecurrentLM, tokens: Tensor) -> list[float]:
@@ -89,6 +89,7 @@ class Counting:
     """A model of equal chances that notes the sizes of its calls, and may be interrupted."""
 
     vocab_size = 1000
+    max_length = None
 
     def __init__(self, fails_after: int = 1000) -> None:
         self.calls: list[tuple[int, int]] = []
@@ -153,14 +154,16 @@ def test_a_text_that_is_too_short(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def row(nats: list[float], *, length: int | None = None, bytes_per_token: float = 1.0) -> Row:
+def row(nats: list[float], *, length: int | None = None, bytes_per_token: int = 1) -> Row:
     """A row with these losses by stretch."""
     length = length or STRETCH * len(nats)
+    bounds = edges(length)
     return {
         "length": length,
-        "bytes_per_token": bytes_per_token,
+        "bytes": bytes_per_token * length,
+        "bucket_bytes": [bytes_per_token * (b - a) for a, b in pairwise(bounds)],
         "nats_per_token": mean(nats),
-        "buckets": [mean(nats)] * (len(edges(length)) - 1),
+        "buckets": [mean(nats)] * (len(bounds) - 1),
         "stretches": nats,
     }
 
@@ -169,17 +172,44 @@ def test_intervals_over_documents() -> None:
     """An interval over tokens, one where there can be none, bits that are per token."""
     from scipy import stats
 
-    rows = [row([1.0]), row([2.0]), row([4.0], bytes_per_token=4.0)]
+    rows = [row([1.0]), row([2.0]), row([4.0], bytes_per_token=4)]
     whole, buckets = summarise(rows)
     expected = stats.ttest_1samp([1, 2, 4], 0).confidence_interval()
     assert whole.nats.mean == pytest.approx(7 / 3)
     assert (whole.nats.low, whole.nats.high) == pytest.approx((expected.low, expected.high))
-    assert whole.bits.mean == pytest.approx((1 + 2 + 1) / 3 / math.log(2))
+    assert whole.bits is not None
+    assert whole.bits.mean == pytest.approx((1 + 2 + 4) / (1 + 1 + 4) / math.log(2))
     assert [(b.start, b.stop) for b in buckets] == list(pairwise(edges(STRETCH)))
     assert buckets[3].nats == whole.nats
     alone, _ = summarise(rows[:1])
     assert alone.nats.n == 1
     assert math.isinf(alone.nats.high)
+
+
+def test_rows_of_an_earlier_version_get_the_bytes_of_their_buckets(tmp_path: Path) -> None:
+    """Rows without `bucket_bytes` are read as they are, and nothing is measured again."""
+    (tmp_path / "a.txt").write_text("0123456789" * 30)
+    texts = read_documents(
+        [tmp_path / "a.txt"], ByteTokenizer(), build_model("gru", vocab_size=256)
+    )
+    asked: dict[str, Any] = {"length": 100, "output": tmp_path / "r.jsonl", "quiet": True}
+    rows = evaluate(Counting(), texts, **asked)
+    assert rows[0]["bucket_bytes"] == [b - a for a, b in pairwise(edges(100))]
+    lines = [json.loads(line) for line in asked["output"].read_text().splitlines()]
+    for line in lines[1:]:
+        del line["bucket_bytes"]
+    asked["output"].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    unused = Counting()
+    assert evaluate(unused, texts, **asked) == rows
+    assert unused.calls == []
+
+
+def test_bits_are_unknown_without_bytes(tmp_path: Path) -> None:
+    """No bits per byte are given where the tokenizer does not tell the bytes of its tokens."""
+    rows = evaluate(Counting(), [document(0, 101)], length=100, output=tmp_path / "r", quiet=True)
+    whole, buckets = summarise(rows)
+    assert whole.bits is None
+    assert all(bucket.bits is None for bucket in buckets)
 
 
 def test_forgetting() -> None:
@@ -259,10 +289,8 @@ def test_documents(tmp_path: Path) -> None:
     (a,) = read_documents([tmp_path / "a.txt"], ByteTokenizer(), model)
     assert a.name == "a.txt"
     assert a.tokens.tolist() == list(b"a\r\n\xc3\xbc\n")
-    assert a.bytes_per_token == 1
     assert a.sha256 == hashlib.sha256(b"a\r\n\xc3\xbc\n").hexdigest()
     (b,) = read_documents([tmp_path / "a.txt"], TwoBytes(), model)
-    assert b.bytes_per_token == 2
     assert a.byte_ends is not None
     assert b.byte_ends is not None
     assert a.byte_ends.tolist() == [1, 2, 3, 4, 5, 6]

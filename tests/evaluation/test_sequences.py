@@ -22,6 +22,7 @@ class Mirror:
     """Says a sequence of V = 8 backwards; with `swap`, its first two answers in wrong order."""
 
     vocab_size = 9
+    max_length = None
 
     def __init__(self, *, swap: bool = False, fails_after: int | None = None) -> None:
         self.swap, self.fails_after = swap, fails_after

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from longrnn import Mitigated, mitigation
-from longrnn.evaluation.passkey import Subject, cost, evaluate
+from longrnn.evaluation.passkey import cost, evaluate
 from longrnn.evaluation.passkey_grid import Grid
+from longrnn.hf.opened import OpenCheckpoint
 from longrnn.mixers import MIXERS
 from longrnn.models import LanguageModel, LMOutput, RecurrentLM
 from longrnn.models.recurrent import RecurrentConfig
@@ -36,6 +37,7 @@ class Watched:
 
     def __init__(self, model: LanguageModel) -> None:
         self.model, self.tokens, self.vocab_size = model, 0, model.vocab_size
+        self.max_length = model.max_length
         self.asked: list[list[float]] = []
 
     def fingerprint(self) -> str:
@@ -62,8 +64,10 @@ def speaking(kind: str) -> RecurrentLM:
 
 
 def answers(model: LanguageModel, output: Path, **options: Any) -> list[Row]:
-    subject = Subject("model", model, ByteTokenizer())
-    return evaluate([subject], output=output, quiet=True, **(GRID | options))
+    subject = OpenCheckpoint("model", model, ByteTokenizer())
+    asked = GRID | options
+    grid = Grid(**{name: asked.pop(name) for name in Grid._fields if name in asked})
+    return evaluate([subject], grid, output=output, quiet=True, **asked)
 
 
 def assert_same(model: LanguageModel, folder: Path, prompts: int = 27, **options: Any) -> None:
@@ -111,7 +115,8 @@ def test_under_a_mitigation(tmp_path: Path) -> None:
 @pytest.mark.parametrize("grid", [GRID, GRID | {"n_keys": 3}, INSERTED], ids=["", "keys", "at"])
 def test_the_count_of_tokens_is_what_is_read(grid: dict[str, Any], tmp_path: Path) -> None:
     """A count that flatters: it is compared with what a model was given, both ways."""
-    expected = cost([Subject("model", speaking("rnn"), ByteTokenizer())], Grid(**grid))["model"]
+    subject = OpenCheckpoint("model", speaking("rnn"), ByteTokenizer())
+    expected = cost([subject], Grid(**grid))["model"]
     for naive, count in ((True, expected.naive), (False, expected.shared)):
         watched = Watched(speaking("rnn"))
         answers(watched, tmp_path / f"{naive}.jsonl", naive=naive, **grid)
@@ -128,7 +133,7 @@ def test_the_count_of_tokens_is_what_is_read(grid: dict[str, Any], tmp_path: Pat
 )
 def test_how_many_fewer_tokens(grid: Grid, least: float) -> None:
     """What sharing is for: eight lengths that double up to 64k, or every 8k at even lengths."""
-    found = cost([Subject("model", speaking("rnn"), ByteTokenizer())], grid)["model"]
+    found = cost([OpenCheckpoint("model", speaking("rnn"), ByteTokenizer())], grid)["model"]
     assert found.ratio >= least
 
 

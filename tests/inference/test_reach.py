@@ -3,52 +3,51 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from longrnn.errors import UserError
 from longrnn.evaluation import passkey
 from longrnn.evaluation.passkey_grid import Grid
+from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.reach import refuse_long
 from longrnn.tasks import Passkey
 from longrnn.tasks.passkey_documents import Needle
-from tests.comparison.suites.contenders import SHORT, contender
+from tests.comparison.suites.small_models import SHORT, small_model
 
 
 def test_a_passkey_is_asked_where_its_answer_fits(tmp_path: Path) -> None:
     """A file with a header and no row, of prompts that leave no room for an answer."""
-    one = contender("short", position=SHORT)
-    subject = passkey.Subject(one.name, one.model, one.tokenizer)
+    one = small_model("short", position=SHORT)
+    subject = OpenCheckpoint(one.name, one.model, one.tokenizer)
     with pytest.raises(UserError, match="300"):
         passkey.refuse_out_of_reach([subject], Grid([200, 300], 1, [0.5]))
     fits = Grid([200, 290], 1, [0.5])
     passkey.refuse_out_of_reach([subject], fits)
     output = tmp_path / "results.jsonl"
-    rows = passkey.evaluate([subject], lengths=[200, 290], depths=[0.5], n=1, output=output)
+    rows = passkey.evaluate([subject], fits, output=output)
     assert len(rows) == 2
 
 
 def test_refuse_long() -> None:
     """A length that is refused and would do."""
-    model = contender("short", position=SHORT).model
+    model = small_model("short", position=SHORT).model
     refuse_long(model, 300)
     with pytest.raises(UserError, match="300"):
         refuse_long(model, 301)
-    refuse_long(contender("endless").model, 2**40)
+    refuse_long(small_model("endless").model, 2**40)
 
 
 def test_a_chunk_is_all_that_is_read_at_once(tmp_path: Path) -> None:
     """Prompts refused of which a model reads pieces, or an evaluation that fails in its middle."""
-    one = contender("short", position=SHORT)
-    subject = passkey.Subject(one.name, one.model, one.tokenizer)
+    one = small_model("short", position=SHORT)
+    subject = OpenCheckpoint(one.name, one.model, one.tokenizer)
     grid = Grid([400], 1, [0.5])
     task = Passkey(one.tokenizer)
     needle = Needle("01234", 0.5)
     fits = 300 - task.n_header - len(task.question(needle)) - len(task.answer(needle))
     passkey.refuse_out_of_reach([subject], grid, chunk=fits)
-    asked: dict[str, Any] = {"lengths": [400], "depths": [0.5], "n": 1}
-    passkey.evaluate([subject], **asked, chunk=fits, output=tmp_path / "results.jsonl")
+    passkey.evaluate([subject], grid, chunk=fits, output=tmp_path / "results.jsonl")
     with pytest.raises(UserError, match="300"):
         passkey.refuse_out_of_reach([subject], grid, chunk=fits + 1)
     # A chunk longer than the prompt is the prompt.

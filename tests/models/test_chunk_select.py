@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.evaluation.passkey import Subject, evaluate
+from longrnn.evaluation.passkey import evaluate
+from longrnn.evaluation.passkey_grid import Grid
+from longrnn.hf.opened import OpenCheckpoint
 from longrnn.models import LanguageModel
 from longrnn.models.chunk_select import Choice, select
 from longrnn.results import read_results
@@ -140,10 +142,8 @@ def test_refusals(changes: dict[str, Any]) -> None:
 
 def measure(output: Path, chunk: int | None, **options: Any) -> list[bool]:
     rows = evaluate(
-        [Subject("oracle", Oracle(**options), ByteTokenizer())],
-        lengths=[600],
-        depths=[0, 0.35, 1],
-        n=2,
+        [OpenCheckpoint("oracle", Oracle(**options), ByteTokenizer())],
+        Grid([600], 2, [0, 0.35, 1]),
         output=output,
         chunk=chunk,
         quiet=True,

@@ -37,7 +37,7 @@ class Fixed:
 
     def __init__(self, *probabilities: float) -> None:
         self.logits = torch.tensor(probabilities).log()
-        self.vocab_size = len(probabilities)
+        self.vocab_size, self.max_length = len(probabilities), None
 
     def init_state(self, batch_size: int) -> LMState:
         return LMState(torch.zeros(batch_size, dtype=torch.long), ())

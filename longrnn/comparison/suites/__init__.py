@@ -2,7 +2,6 @@
 
 from longrnn.comparison.suites.base import (
     EVALUATIONS,
-    Contender,
     Evaluation,
     Metric,
     Point,
@@ -17,7 +16,6 @@ from longrnn.comparison.suites.perplexity import BitsPerByte
 __all__ = [
     "EVALUATIONS",
     "BitsPerByte",
-    "Contender",
     "Cost",
     "Evaluation",
     "Harness",

@@ -16,32 +16,16 @@ from typing import Any, ClassVar, NamedTuple
 from longrnn.bundled import bundled
 from longrnn.config import load_config
 from longrnn.errors import UserError, nearest
+from longrnn.files import check_name
+from longrnn.hf.opened import OpenCheckpoint
 from longrnn.intervals import Estimate
-from longrnn.models import LanguageModel
 from longrnn.registry import Registry
 from longrnn.seeds import check_seed
-from longrnn.text import Tokenizer
 from longrnn.units import parse_lengths
 
-
-class Contender(NamedTuple):
-    """A model in a comparison.
-
-    Attributes:
-        name: what its rows and columns are called.
-        model: as it answers in this process.
-        tokenizer: that of the model.
-        checkpoint: what `load` is given by another process that measures it.
-        mitigation: what that process puts it under, for `mitigation`.
-        device: where it runs.
-    """
-
-    name: str
-    model: LanguageModel
-    tokenizer: Tokenizer
-    checkpoint: str
-    mitigation: str | None
-    device: str
+# What a comparison writes beside the folders of its suites and evaluations.
+RECORD, CELLS, REPORT = "suite.yaml", "comparison.jsonl", "report.html"
+TAKEN = (RECORD, CELLS, REPORT)
 
 
 class Metric(NamedTuple):
@@ -56,8 +40,8 @@ class Metric(NamedTuple):
     """
 
     name: str
-    estimate: Callable[[Sequence[float]], Estimate]
-    difference: Callable[[Sequence[float], Sequence[float]], Estimate] | None = None
+    estimate: Callable[[Sequence[Any]], Estimate]
+    difference: Callable[[Sequence[Any], Sequence[Any]], Estimate] | None = None
     form: str = ".2f"
 
 
@@ -73,7 +57,7 @@ class Point(NamedTuple):
 
     metric: Metric
     at: int | None
-    samples: dict[str, float]
+    samples: dict[str, Any]
     reason: str | None = None
 
 
@@ -95,22 +79,31 @@ class Evaluation(ABC):
         self.title, self.seed = title, check_seed(seed)
         self.texts: list[Path] = []
 
-    def check(self, contender: Contender) -> None:
-        """Refuses, before anything is measured, what cannot be asked of any model.
+    def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
+        """Sees all models before anything is measured, the reference first.
+
+        What no model can be asked is refused here, and what all models must share is made here.
 
         Raises:
             UserError: with the reason.
         """
         return
 
+    def task_code(self) -> list[str]:
+        """Files and folders of the user's own whose Python code this evaluation would run."""
+        return []
+
     @abstractmethod
-    def measure(self, contender: Contender, output: Path, *, quiet: bool) -> list[Point]:
-        """The points of one model.
+    def measure(self, model: OpenCheckpoint, output: Path, *, quiet: bool) -> list[Point]:
+        """The points of one model, which `prepare` has seen.
 
         Args:
-            contender: the model. A length that it cannot reach is a point with a reason.
+            model: any. A length that it cannot reach is a point with a reason.
             output: its results file, taken up where it was left.
             quiet: no progress.
+
+        Raises:
+            UserError: its logits are not finite, or the results are of something else.
         """
 
 
@@ -153,9 +146,10 @@ def read_suite(name_or_path: str) -> Suite:
         name_or_path: of a bundled suite (`quick`), or a YAML file.
 
     Raises:
-        UserError: no such suite, unknown keys, kinds or options.
+        UserError: no such suite, unknown keys, kinds or options, names that are not file names.
     """
     path = _find(name_or_path)
+    name = check_name(path.stem, "a suite", TAKEN)
     config = load_config(SuiteConfig, path)
     if not config.evaluations:
         raise UserError(f"{path} has no evaluations: add some, such as {{kind: passkey, …}}")
@@ -167,6 +161,7 @@ def read_suite(name_or_path: str) -> Suite:
         if title in identities:
             raise UserError(f"{path}: two evaluations are called {title!r}: give one another name")
         try:
+            check_name(title, "an evaluation", TAKEN)
             evaluation = EVALUATIONS.build(options, title, config.seed)
         except UserError as error:
             raise UserError(f"{path}: {error}") from error
@@ -175,7 +170,7 @@ def read_suite(name_or_path: str) -> Suite:
             name: value for name, value in options.items() if name not in evaluation.GROWING
         }
     identity = {"seed": config.seed, "evaluations": identities}
-    return Suite(path.stem, evaluations, identity, path.read_text())
+    return Suite(name, evaluations, identity, path.read_text())
 
 
 def _find(name_or_path: str) -> Path:

@@ -10,15 +10,16 @@ import torch
 from longrnn.comparison import cost
 from longrnn.comparison.suites.base import (
     EVALUATIONS,
-    Contender,
     Evaluation,
     Metric,
     Point,
     sorted_lengths,
 )
 from longrnn.errors import UserError
+from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.reach import out_of_reach
 from longrnn.intervals import figure
+from longrnn.models.finite import refuse_nonfinite
 from longrnn.progress import Progress
 from longrnn.results import Results
 
@@ -56,27 +57,30 @@ class Cost(Evaluation):
                 f"decode must be at least 1, not {self.decode}: set it to the tokens to generate"
             )
 
-    def measure(self, contender: Contender, output: Path, *, quiet: bool) -> list[Point]:
+    def measure(self, model: OpenCheckpoint, output: Path, *, quiet: bool) -> list[Point]:
         header = {
             "evaluation": "cost",
-            "model": contender.model.fingerprint(),
-            "device": contender.device,
+            "model": model.model.fingerprint(),
+            "device": model.device,
             "threads": torch.get_num_threads(),
             "decode": self.decode,
             "seed": self.seed,
         }
         results = Results(output, header)
         found = {row["length"]: row for row in results.rows}
-        reasons = {n: out_of_reach(contender.model, n + self.decode) for n in self.lengths}
+        reasons = {n: out_of_reach(model.model, n + self.decode) for n in self.lengths}
         todo = [n for n, reason in reasons.items() if reason is None and n not in found]
-        title = f"{self.title} {contender.name}"
+        if todo:
+            # The process would record it as one length's reason.
+            tokens = torch.arange(8)[None] % model.model.vocab_size
+            refuse_nonfinite(model.model(tokens.to(model.device)).logits, model.model, tokens)
+        title = f"{self.title} {model.name}"
         with Progress(title, len(todo), unit="tokens", quiet=quiet) as progress:
             for length in todo:
                 measured = cost.in_a_process(
                     cost.Job(
-                        contender.checkpoint,
-                        contender.mitigation,
-                        contender.device,
+                        model.source,
+                        model.device,
                         torch.get_num_threads(),
                         length,
                         self.decode,

@@ -7,8 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
-from longrnn.comparison.suites.base import EVALUATIONS, Contender, Evaluation, Metric, Point
+from longrnn.comparison.suites.base import EVALUATIONS, Evaluation, Metric, Point
 from longrnn.errors import UserError
+from longrnn.hf.opened import OpenCheckpoint
 from longrnn.intervals import (
     Estimate,
     mean,
@@ -59,26 +60,28 @@ class Harness(Evaluation):
         self.include_path, self.metadata = include_path, metadata
         text = (metadata or {}).get("text")
         self.texts = [] if text is None else [Path(text)]
-        self._found = False  # whether all tasks are known to be there
         if not tasks or (limit is not None and limit < 1):
             raise UserError(
                 "harness needs tasks, and a limit of at least 1 where there is one: set both"
             )
 
-    def check(self, contender: Contender) -> None:
+    def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
         if find_spec("lm_eval") is None:
             raise UserError("lm-eval is not installed: pip install 'longrnn[harness]'")
-        if not self._found:
-            from longrnn.evaluation.harness import find_tasks
+        from longrnn.evaluation.harness import find_tasks
 
-            find_tasks(self.tasks, self.include_path, self.metadata)
-            self._found = True
+        find_tasks(self.tasks, self.include_path, self.metadata)
 
-    def measure(self, contender: Contender, output: Path, *, quiet: bool) -> list[Point]:
+    def task_code(self) -> list[str]:
+        names = [name for task in self.tasks for name in task.split(",")]
+        files = [name for name in names if name.endswith((".yaml", ".yml")) or "/" in name]
+        return [*files, *([] if self.include_path is None else [self.include_path])]
+
+    def measure(self, model: OpenCheckpoint, output: Path, *, quiet: bool) -> list[Point]:
         header = {
             "evaluation": "harness",
-            "model": contender.model.fingerprint(),
-            "tokenizer": contender.tokenizer.fingerprint(),
+            "model": model.model.fingerprint(),
+            "tokenizer": model.tokenizer.fingerprint(),
             "texts": [read_text(path)[1] for path in self.texts],
             "limit": self.limit,
             "num_fewshot": self.num_fewshot,
@@ -88,27 +91,27 @@ class Harness(Evaluation):
         done = {row["task"] for row in results.rows}
         for task in self.tasks:
             if task not in done:
-                results.append([self._row(contender, task, quiet)])
+                results.append([self._row(model, task, quiet)])
         rows = {row["task"]: row for row in results.rows}
         return [point for task in self.tasks for point in self._points(rows[task])]
 
-    def _row(self, contender: Contender, task: str, quiet: bool) -> Row:
+    def _row(self, model: OpenCheckpoint, task: str, quiet: bool) -> Row:
         """The scores of one task by metric and document, and what was cut."""
         from longrnn.evaluation.harness import LongRNN, scores
 
         wrap: Any = LongRNN  # its decorator hides its parameters
-        model = wrap(contender.model, tokenizer=contender.tokenizer, quiet=quiet)
+        asked = wrap(model.model, tokenizer=model.tokenizer, quiet=quiet)
         found = scores(
-            model,
+            asked,
             [task],
             include_path=self.include_path,
             limit=self.limit,
             num_fewshot=self.num_fewshot,
-            metadata={"tokenizer": contender.checkpoint, **(self.metadata or {})},
+            metadata={"tokenizer": model.checkpoint, **(self.metadata or {})},
             seed=self.seed,
         )
-        cut = {"requests": model.limit.truncated["requests"], "reads": model.limit.max_length}
-        cut["requests"] += model.limit.truncated["split_documents"]
+        cut = {"requests": asked.limit.truncated["requests"], "reads": asked.limit.max_length}
+        cut["requests"] += asked.limit.truncated["split_documents"]
         return {"task": task, "cut": cut, "scores": found}
 
     def _points(self, row: Row) -> list[Point]:

@@ -9,7 +9,6 @@ from typing import ClassVar
 
 from longrnn.comparison.suites.base import (
     EVALUATIONS,
-    Contender,
     Evaluation,
     Metric,
     Point,
@@ -17,6 +16,8 @@ from longrnn.comparison.suites.base import (
 )
 from longrnn.errors import UserError
 from longrnn.evaluation import passkey
+from longrnn.evaluation.passkey_grid import Grid
+from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.reach import out_of_reach
 from longrnn.intervals import Estimate, paired_proportion, proportion
 from longrnn.results import Row
@@ -61,6 +62,7 @@ class PasskeyRetrieval(Evaluation):
         self.n, self.n_keys, self.batch_size = n, n_keys, batch_size
         self.filler = None if filler is None else Path(filler)
         self.texts = [] if self.filler is None else [self.filler]
+        self._tasks: dict[str, Passkey] = {}
         if n < 1 or batch_size < 1:
             raise UserError("n and batch_size must be at least 1: set them to positive numbers")
         if not depths or not all(0 <= depth <= 1 for depth in depths):
@@ -69,30 +71,24 @@ class PasskeyRetrieval(Evaluation):
                 "write some, such as [0, 0.5, 1]"
             )
 
-    def check(self, contender: Contender) -> None:
-        least = self._task(contender).least_length()
-        if self.lengths[0] < least:
-            raise UserError(
-                f"length {self.lengths[0]} is too short for the passkey prompt: the least is "
-                f"{least} tokens with the tokenizer of {contender.name}; give that or more"
-            )
+    def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
+        self._tasks = passkey.tasks_of(models, self._grid(self.lengths))
 
-    def measure(self, contender: Contender, output: Path, *, quiet: bool) -> list[Point]:
-        answer = self._longest_answer(contender)
-        reasons = {n: out_of_reach(contender.model, n + answer) for n in self.lengths}
+    def measure(self, model: OpenCheckpoint, output: Path, *, quiet: bool) -> list[Point]:
+        task = self._tasks[model.name]
+        number = int(self.n_keys > 1)
+        needles = [Needle(key, 0.5, number) for key in keys(True)[::97]]
+        answer = max(len(task.answer(needle)) for needle in needles)
+        reasons = {n: out_of_reach(model.model, n + answer) for n in self.lengths}
         reached = [length for length, reason in reasons.items() if reason is None]
         samples: dict[int, dict[str, float]] = {length: {} for length in self.lengths}
         by_length: dict[int, list[Row]] = {}
         if reached:
             rows = passkey.evaluate(
-                [passkey.Subject(contender.name, contender.model, contender.tokenizer)],
-                lengths=reached,
-                depths=self.depths,
-                n=self.n,
+                [model],
+                self._grid(reached),
                 output=output,
-                seed=self.seed,
-                filler=self.filler,
-                n_keys=self.n_keys,
+                tasks={model.name: task},
                 batch_size=self.batch_size,
                 quiet=quiet,
             )
@@ -113,15 +109,10 @@ class PasskeyRetrieval(Evaluation):
             partial(paired_proportion, independent=count),
         )
 
-    def _task(self, contender: Contender) -> Passkey:
-        files = None if self.filler is None else [str(self.filler)]
-        return Passkey(contender.tokenizer, filler=files, n_keys=self.n_keys)
-
-    def _longest_answer(self, contender: Contender) -> int:
-        """Tokens that are generated behind a prompt, at most."""
-        task, number = self._task(contender), int(self.n_keys > 1)
-        needles = [Needle(key, 0.5, number) for key in keys(True)[::97]]
-        return max(len(task.answer(needle)) for needle in needles)
+    def _grid(self, lengths: Sequence[int]) -> Grid:
+        return Grid(
+            lengths, self.n, self.depths, seed=self.seed, filler=self.filler, n_keys=self.n_keys
+        )
 
 
 def _share(values: Sequence[float], independent: float | None) -> Estimate:

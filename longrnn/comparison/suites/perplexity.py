@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from itertools import pairwise
+import logging
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,59 +12,72 @@ from torch import Tensor
 
 from longrnn.comparison.suites.base import (
     EVALUATIONS,
-    Contender,
     Evaluation,
     Metric,
     Point,
     sorted_lengths,
 )
 from longrnn.errors import UserError
-from longrnn.evaluation.perplexity import STRETCH, losses
+from longrnn.evaluation import bits
+from longrnn.evaluation.bits import Scored
+from longrnn.evaluation.perplexity import losses
+from longrnn.evaluation.texts import Document, tokenised
+from longrnn.evaluation.windows import shared_places
+from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.reach import out_of_reach
-from longrnn.intervals import mean, paired_mean
 from longrnn.progress import Progress
 from longrnn.results import Results, Row
 from longrnn.text import read_text
 from longrnn.units import format_length
 
+logger = logging.getLogger(__name__)
+
 
 class Part(NamedTuple):
-    """A part of a text, in the tokens of one model.
+    """A part of a text as one model reads it.
 
     Attributes:
-        text: name of the file.
-        sha256: of the whole text.
+        document: the part, in the tokens of the model.
+        text_sha256: of the whole text.
         number: which part.
-        tokens: `(n,)`.
-        bytes_per_token: of this part.
+        places: tokens between which the columns lie, one more than there are columns; they end at
+            the same bytes for every model.
+        cuts: the bytes of the part at which they end.
     """
 
-    text: str
-    sha256: str
+    document: Document
+    text_sha256: str
     number: int
-    tokens: Tensor
-    bytes_per_token: float
+    places: list[int]
+    cuts: list[int]
 
-    @property
-    def key(self) -> tuple[str, int]:
-        """The same for every tokenizer."""
-        return self.sha256, self.number
+    def tokens(self, columns: int) -> Tensor:
+        """What is read for the first columns, and the last token to predict."""
+        return self.document.tokens[self.places[0] : self.places[columns] + 1]
+
+    def length(self, columns: int) -> int:
+        """How many tokens are read for the first columns."""
+        return self.places[columns] - self.places[0]
+
+    def identity(self, columns: int) -> tuple[str, int, tuple[int, ...]]:
+        """What a row is about."""
+        return self.text_sha256, self.number, tuple(self.cuts[: columns + 1])
 
 
 @EVALUATIONS.register("perplexity")
 class BitsPerByte(Evaluation):
-    """Loss in bits per byte at the positions up to each length.
+    """Loss in bits per byte at the positions up to each length, on the same bytes for all models.
 
-    Every text is cut into equal parts by characters, so that models with different tokenizers read
-    from the same places on. A part is read once from an empty state, as far as the longest length
-    that the model reaches; the column at a length is the mean over the positions between it and the
-    length before. Each part counts as one document.
+    Every text is cut into equal parts by characters, each of which is read once from an empty
+    state. A column holds the positions between its length and the length before, counted in tokens
+    of the first model; the others score the same bytes, cut where all tokenizers have a border
+    (see `longrnn.evaluation.windows.shared_places`). Each part counts as one document.
 
     Args:
         title: see `Evaluation`.
         seed: see `Evaluation`; nothing is drawn here.
         texts: files of UTF-8 text.
-        lengths: multiples of 64 tokens, such as `[256, 4k]`.
+        lengths: tokens of the first model, such as `[256, 4k]`.
         windows: parts of each text.
         batch_size: parts in one batch.
     """
@@ -85,61 +98,88 @@ class BitsPerByte(Evaluation):
         self.texts = [Path(text) for text in dict.fromkeys(texts)]
         self.lengths = sorted_lengths(lengths)
         self.windows, self.batch_size = windows, batch_size
-        self.metric = Metric(f"{title}, bits per byte", mean, paired_mean, ".3f")
+        self.metric = Metric(f"{title}, bits per byte", bits.estimate, bits.difference, ".3f")
+        self._parts: dict[str, list[Part]] = {}  # by model
         if not texts or windows < 1 or batch_size < 1:
             raise UserError(
                 "perplexity needs texts, and windows and batch_size of at least 1: set all three"
             )
-        for length in self.lengths:
-            if length % STRETCH:
-                raise UserError(
-                    f"perplexity needs lengths in multiples of {STRETCH}, not {length}: set "
-                    "another length"
-                )
 
-    def check(self, contender: Contender) -> None:
-        self._parts(contender)
+    def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
+        """Cuts the texts where every tokenizer has a border.
 
-    def measure(self, contender: Contender, output: Path, *, quiet: bool) -> list[Point]:
-        reasons = {n: out_of_reach(contender.model, n) for n in self.lengths}
-        reach = max((n for n, reason in reasons.items() if reason is None), default=0)
-        rows = self._rows(contender, reach, output, quiet) if reach else []
-        points, bounds = [], pairwise([0, *self.lengths])
-        for start, stop in bounds:
-            samples = {_key(row): _bits(row, start, stop) for row in rows} if stop <= reach else {}
-            points.append(Point(self.metric, stop, samples, reasons[stop]))
+        Raises:
+            UserError: a file that is no text, has too little of it, or is given twice; a tokenizer
+                that does not tell the bytes of its tokens.
+        """
+        self._parts = {model.name: [] for model in models}
+        places = [0, *self.lengths]
+        for path, digest, number, piece in self._pieces():
+            name = f"part {number + 1} of {path.name}"
+            read = [tokenised(name, digest, piece, model.tokenizer) for model in models]
+            self._refuse_short(read[0], models[0])
+            for model, document, own in zip(models, read, shared_places(read, places), strict=True):
+                if document.byte_ends is None:
+                    raise UserError(
+                        f"the tokenizer of {model.name} does not tell which bytes its tokens stand "
+                        "for, so that its loss has no bits per byte: leave perplexity or the model "
+                        "out"
+                    )
+                cuts = document.byte_ends[torch.tensor(own)].tolist()
+                self._parts[model.name].append(Part(document, digest, number, own, cuts))
+
+    def measure(self, model: OpenCheckpoint, output: Path, *, quiet: bool) -> list[Point]:
+        parts = self._parts[model.name]
+        reasons = [
+            out_of_reach(model.model, max(part.length(column) for part in parts))
+            for column in range(1, len(self.lengths) + 1)
+        ]
+        columns = sum(reason is None for reason in reasons)
+        rows = self._rows(model, columns, output, quiet) if columns else []
+        points = []
+        for column, (length, reason) in enumerate(zip(self.lengths, reasons, strict=True)):
+            samples = {_key(row): _scored(row, column) for row in rows if reason is None}
+            points.append(Point(self.metric, length, samples, reason))
         return points
 
-    def _rows(self, contender: Contender, reach: int, output: Path, quiet: bool) -> list[Row]:
-        """A row a part, new and earlier ones, up to `reach`."""
+    def _rows(self, model: OpenCheckpoint, columns: int, output: Path, quiet: bool) -> list[Row]:
+        """One row per part, new and earlier ones, with the first columns."""
         header = {
             "evaluation": "bits per byte",
-            "model": contender.model.fingerprint(),
-            "tokenizer": contender.tokenizer.fingerprint(),
+            "model": model.model.fingerprint(),
+            "tokenizer": model.tokenizer.fingerprint(),
             "windows": self.windows,
         }
         results = Results(output, header)
-        parts = {(*part.key, reach): part for part in self._parts(contender)}
-        done = {_identity(row) for row in results.rows}
+        if any("cuts" not in row for row in results.rows):
+            logger.warning(
+                f"{output} has rows of an earlier version, which did not count the bytes of the "
+                "scored tokens: their parts are measured again"
+            )
+        parts = {part.identity(columns): part for part in self._parts[model.name]}
+        done = {_identity(row) for row in results.rows if "cuts" in row}
         todo = [part for key, part in parts.items() if key not in done]
-        title = f"{self.title} {contender.name}"
-        with Progress(title, len(todo) * reach, unit="tokens", quiet=quiet) as progress:
-            for first in range(0, len(todo), self.batch_size):
-                batch = todo[first : first + self.batch_size]
-                tokens = torch.stack([part.tokens[: reach + 1] for part in batch])
-                _, stretches = losses(contender.model, tokens, progress)
-                pairs = zip(batch, stretches.tolist(), strict=True)
-                results.append(_row(part, reach, nats) for part, nats in pairs)
-        rows = {_identity(row): row for row in results.rows}
+        total = sum(part.length(columns) for part in todo)
+        title = f"{self.title} {model.name}"
+        with Progress(title, total, unit="tokens", quiet=quiet) as progress:
+            for batch in self._batches(todo, columns):
+                tokens = torch.stack([part.tokens(columns) for part in batch])
+                edges = torch.tensor([part.places[: columns + 1] for part in batch])
+                (nats,) = losses(model.model, tokens, [edges - edges[:, :1]], progress)
+                results.append(map(_row, batch, nats.tolist()))
+        rows = {_identity(row): row for row in results.rows if "cuts" in row}
         return [rows[key] for key in parts]
 
-    def _parts(self, contender: Contender) -> list[Part]:
-        """The parts of all texts.
+    def _batches(self, parts: Sequence[Part], columns: int) -> Iterator[list[Part]]:
+        """Parts of one length together."""
+        for length in dict.fromkeys(part.length(columns) for part in parts):
+            same = [part for part in parts if part.length(columns) == length]
+            for start in range(0, len(same), self.batch_size):
+                yield same[start : start + self.batch_size]
 
-        Raises:
-            UserError: a file that is no text, has too little of it, or is given twice.
-        """
-        needed, parts, seen = self.lengths[-1] + 1, [], dict[str, Path]()
+    def _pieces(self) -> Iterator[tuple[Path, str, int, str]]:
+        """The parts of all texts: the file, its SHA-256, which part, and its characters."""
+        seen: dict[str, Path] = {}
         for path in self.texts:
             text, digest = read_text(path)
             if digest in seen:
@@ -147,40 +187,38 @@ class BitsPerByte(Evaluation):
             seen[digest] = path
             for number in range(self.windows):
                 start, stop = (len(text) * k // self.windows for k in (number, number + 1))
-                piece = text[start:stop]
-                tokens = torch.tensor(contender.tokenizer.encode(piece), dtype=torch.long)
-                if len(tokens) < needed:
-                    raise UserError(
-                        f"a part of {path} has {len(tokens):,} tokens with the tokenizer of "
-                        f"{contender.name} and {format_length(needed - 1)} needs {needed:,}: give "
-                        "longer texts, fewer windows or shorter lengths"
-                    )
-                size = len(piece.encode()) / len(tokens)
-                parts.append(Part(path.name, digest, number, tokens, size))
-        return parts
+                yield path, digest, number, text[start:stop]
+
+    def _refuse_short(self, document: Document, model: OpenCheckpoint) -> None:
+        needed = self.lengths[-1] + 1
+        if len(document.tokens) < needed:
+            raise UserError(
+                f"{document.name} has {len(document.tokens):,} tokens with the tokenizer of "
+                f"{model.name} and {format_length(needed - 1)} needs {needed:,}: give longer "
+                "texts, fewer windows or shorter lengths"
+            )
 
 
-def _row(part: Part, reach: int, nats: list[float]) -> dict[str, Any]:
-    """What is recorded: sums in nats over stretches of STRETCH tokens."""
+def _row(part: Part, nats: list[float]) -> dict[str, Any]:
+    """What is recorded: the sum in nats between every two cuts."""
     return {
-        "text": part.text,
-        "text_sha256": part.sha256,
+        "text": part.document.name,
+        "text_sha256": part.text_sha256,
         "part": part.number,
-        "length": reach,
-        "bytes_per_token": part.bytes_per_token,
-        "stretches": [round(value, 6) for value in nats],
+        "cuts": part.cuts[: len(nats) + 1],
+        "nats": [round(value, 6) for value in nats],
     }
 
 
-def _identity(row: Row) -> tuple[str, int, int]:
-    return row["text_sha256"], row["part"], row["length"]
-
-
 def _key(row: Row) -> str:
+    """The same for every model."""
     return f"{row['text_sha256'][:16]}/{row['part']}"
 
 
-def _bits(row: Row, start: int, stop: int) -> float:
-    """Mean bits per byte at the positions from `start` up to `stop`."""
-    nats = sum(row["stretches"][start // STRETCH : stop // STRETCH])
-    return nats / (stop - start) / math.log(2) / row["bytes_per_token"]
+def _scored(row: Row, column: int) -> Scored:
+    start, stop = row["cuts"][column : column + 2]
+    return Scored(row["nats"][column], stop - start)
+
+
+def _identity(row: Row) -> tuple[str, int, tuple[int, ...]]:
+    return row["text_sha256"], row["part"], tuple(row["cuts"])

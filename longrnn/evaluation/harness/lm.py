@@ -56,7 +56,8 @@ class LongRNN(TemplateLM):
         max_length: tokens that the model is to read at most; None for what it can.
         prefix_token_id: what the first token of a text follows; None for the tokenizer's BOS, else
             its EOS, else a newline.
-        add_bos_token: whether texts begin with BOS; None leaves it to the tokenizer.
+        add_bos_token: whether texts begin with BOS, as in the `hf` type; None leaves it to the
+            tokenizer.
         quiet: no progress.
 
     Raises:
@@ -87,7 +88,11 @@ class LongRNN(TemplateLM):
         source: Any = pretrained if tokenizer is None else tokenizer
         self.model = build_model(pretrained, mitigation, backend, dtype, device)
         named = isinstance(source, (str, Path))
-        self._tokenizer: Tokenizer = load_tokenizer(source) if named else source
+        # As in the `hf` type: the option makes the tokenizer where it is loaded, not where it is
+        # given, and says whether special tokens are added.
+        self._tokenizer: Tokenizer = (
+            load_tokenizer(source, add_bos_token=add_bos_token) if named else source
+        )
         if self._tokenizer.vocab_size > self.model.vocab_size:
             raise UserError(
                 f"the tokenizer has {self._tokenizer.vocab_size} ids and the model "
@@ -96,10 +101,9 @@ class LongRNN(TemplateLM):
         hf = self._tokenizer.tokenizer if isinstance(self._tokenizer, HFTokenizer) else None
         self.tokenizer: Any = hf  # by this name lm-eval asks for chat templates
         self.batch_size = rows_in_a_batch(batch_size)
-        own = getattr(self.model, "max_length", None)  # of a model of transformers
         if isinstance(max_length, int):
             refuse_long(self.model, max_length)
-        self.limit = Limit(own if max_length is None else max_length)
+        self.limit = Limit(self.model.max_length if max_length is None else max_length)
         self.custom_prefix_token_id, self.add_bos_token = prefix_token_id, add_bos_token
         self.quiet = quiet
         self.tokens_computed = 0
@@ -139,6 +143,14 @@ class LongRNN(TemplateLM):
             special = False
         options = {} if special is None else {"add_special_tokens": special}
         return self.tokenizer.encode(string, **options)
+
+    def _encode_prompt(self, text: str) -> list[int]:
+        """The ids of a prompt for generation, as `tok_batch_encode` of the `hf` type makes them."""
+        if self.tokenizer is None:
+            return self._tokenizer.encode(text)
+        special = False if has_bos_prefix(text, self.tokenizer.bos_token) else self.add_bos_token
+        options = {} if special is None else {"add_special_tokens": special}
+        return self.tokenizer.encode(text, **options)
 
     def tok_decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens left out."""
@@ -212,7 +224,7 @@ class LongRNN(TemplateLM):
         with Progress("generate_until", len(requests), unit="tokens", quiet=quiet) as progress:
             for indices in kinds.values():
                 how = generating(options[indices[0]], eos)
-                prompts = [self.tok_encode(texts[i]) or [self.prefix_token_id] for i in indices]
+                prompts = [self._encode_prompt(texts[i]) or [self.prefix_token_id] for i in indices]
                 for place, said in complete(
                     self.model,
                     [self.limit.fit(prompt, how.max_new_tokens) for prompt in prompts],

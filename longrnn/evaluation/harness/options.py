@@ -11,7 +11,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
 from longrnn.errors import UserError
 from longrnn.hf.loading import load
-from longrnn.hf.specs import mitigated
+from longrnn.hf.specs import mitigated, split_spec
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.models import LanguageModel
 
@@ -82,7 +82,12 @@ def build_model(
                 f"{dtype!r} is not a dtype that is supported: use float32, bfloat16 or float16"
             )
         where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        return mitigated(load(source, backend=backend, device=where, dtype=kind), spec)
+        name, own = split_spec(str(source))
+        specs = [] if own is None else [own]
+        specs += [spec] if isinstance(spec, str) else spec or []
+        model = load(name, backend=backend, device=where, dtype=kind)
+        assert not isinstance(model, Mitigated)  # the name has no mitigation left
+        return mitigated(model, specs or None)
     return model if spec is None else Mitigated(model, mitigation(spec))
 
 

@@ -6,7 +6,6 @@ user gave as `--metadata`. `OPTIONS` says which of it means something here.
 
 from __future__ import annotations
 
-import math
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -17,11 +16,12 @@ from typing import Any
 from rapidfuzz.distance import DamerauLevenshtein
 
 from longrnn.errors import UserError
+from longrnn.evaluation.bits import Scored, bits_per_byte
 from longrnn.evaluation.passkey import evenly_spaced
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.tasks.needles import Haystack, needles, variable_tracking
 from longrnn.tasks.passkey import Passkey
-from longrnn.tasks.passkey_documents import keys
+from longrnn.tasks.passkey_documents import is_recalled, keys
 from longrnn.text import Tokenizer, read_text
 from longrnn.units import parse_length
 
@@ -168,7 +168,7 @@ def _document(text: str, outputs: list[str], length: int, tokens: int) -> Docume
 
 def score_key(document: Document, results: Sequence[str]) -> dict[str, float]:
     """Whether an answer begins with the key."""
-    right = float(results[0].strip().startswith(document["outputs"][0]))
+    right = float(is_recalled(results[0], document["outputs"][0]))
     return {"accuracy": right, str(document["max_length"]): right}
 
 
@@ -200,5 +200,5 @@ def score_text(document: Document, results: Sequence[float]) -> dict[str, Any]:
         "word_perplexity": (nats, len(document["text"].split())),
         "byte_perplexity": (nats, size),
         "bits_per_byte": (nats, size),
-        str(document["max_length"]): -nats / size / math.log(2),
+        str(document["max_length"]): bits_per_byte([Scored(-nats, size)]),
     }

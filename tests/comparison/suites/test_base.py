@@ -11,7 +11,7 @@ from longrnn.comparison.suites import EVALUATIONS, read_suite
 from longrnn.errors import UserError
 from longrnn.inference.reach import out_of_reach
 from longrnn.mitigations import Mitigated, mitigation
-from tests.comparison.suites.contenders import SHORT, contender
+from tests.comparison.suites.small_models import SHORT, small_model
 
 BUNDLED = sorted(path.stem for path in (bundled() / "suites").glob("*.yaml"))
 
@@ -67,7 +67,12 @@ def test_what_makes_another_suite(tmp_path: Path) -> None:
         ("evaluations: [{kind: passkey, lengths: [1k], depths: [2]}]", "from 0 to 1"),
         ("evaluations: [{kind: passkey, lengths: [1k], depths: []}]", "from 0 to 1"),
         ("evaluations: [{kind: perplexity, texts: [], lengths: [64]}]", "needs texts"),
-        ("evaluations: [{kind: perplexity, texts: [a], lengths: [100]}]", "multiples of 64"),
+        ("evaluations: [{kind: cost, lengths: [1k], name: ..}]", "not a valid name"),
+        ("evaluations: [{kind: cost, lengths: [1k], name: a/b}]", "not a valid name"),
+        ("evaluations: [{kind: cost, lengths: [1k], name: /tmp}]", "not a valid name"),
+        ("evaluations: [{kind: cost, lengths: [1k], name: ''}]", "not a valid name"),
+        ("evaluations: [{kind: cost, lengths: [1k], name: NUL}]", "not a valid name"),
+        ("evaluations: [{kind: cost, lengths: [1k], name: suite.yaml}]", "not a valid name"),
         (
             "evaluations: [{kind: cost, lengths: [64]}, {kind: cost, lengths: [65]}]",
             "two evaluations are called 'cost'",
@@ -86,6 +91,13 @@ def test_bad_suites(text: str, says: str, tmp_path: Path) -> None:
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize("name", ["...yaml", "....yaml", " .yaml", "comparison.jsonl.yaml"])
+def test_a_suite_whose_name_is_another_place_is_refused(name: str, tmp_path: Path) -> None:
+    """The name of a suite's file becomes a folder inside the output folder."""
+    with pytest.raises(UserError, match="is not a valid name for a suite"):
+        read_suite(write(tmp_path / name, "evaluations: [{kind: cost, lengths: [1k]}]"))
+
+
 def test_unknown_suites(tmp_path: Path) -> None:
     """A name without the nearest one, and a file that is not there."""
     with pytest.raises(UserError, match="no suite 'quik', .* did you mean 'quick'"):
@@ -96,13 +108,13 @@ def test_unknown_suites(tmp_path: Path) -> None:
 
 def test_out_of_reach() -> None:
     """A length that fails in the middle of a comparison, or one that is refused and would do."""
-    short = contender("short", position=SHORT).model
+    short = small_model("short", position=SHORT).model
     assert out_of_reach(short, 300) is None
     assert "300" in str(out_of_reach(short, 301))
-    endless = contender("endless").model
+    endless = small_model("endless").model
     assert out_of_reach(endless, 2**40) is None
     mitigated = Mitigated(
-        contender("m", position=SHORT).model,  # type: ignore[arg-type]
+        small_model("m", position=SHORT).model,  # type: ignore[arg-type]
         mitigation("forget_more"),
     )
     assert out_of_reach(mitigated, 300) is None

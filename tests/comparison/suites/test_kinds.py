@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,19 @@ from longrnn import state as states
 from longrnn.comparison.suites import (
     EVALUATIONS,
     BitsPerByte,
-    Contender,
     Cost,
     Harness,
     PasskeyRetrieval,
 )
 from longrnn.errors import UserError
 from longrnn.evaluation import passkey
+from longrnn.evaluation.bits import bits_per_byte
+from longrnn.evaluation.passkey_grid import Grid
+from longrnn.hf.opened import OpenCheckpoint
 from longrnn.intervals import paired_proportion, proportion
 from longrnn.results import read_results
 from longrnn.text import ByteTokenizer
-from tests.comparison.suites.contenders import SHORT, PairTokenizer, contender, llama
+from tests.comparison.suites.small_models import SHORT, PairTokenizer, llama, points, small_model
 
 WORDS = [f"{i * 7919 % 1000} of {i * 104729 % 77} é. " for i in range(1200)]
 
@@ -44,23 +47,20 @@ def perplexity(folder: Path, **changes: Any) -> BitsPerByte:
 
 def test_passkey(tmp_path: Path) -> None:
     """Other prompts than `eval passkey` asks, or samples under the key of another one."""
-    one = contender("one")
+    one = small_model("one")
     evaluation = PasskeyRetrieval("keys", 3, lengths=["200", "260"], depths=[0, 1], n=2)
-    points = evaluation.measure(one, tmp_path / "one.jsonl", quiet=True)
+    found = points(evaluation, one, tmp_path / "one.jsonl")
     rows = passkey.evaluate(
-        [passkey.Subject("one", one.model, one.tokenizer)],
-        lengths=[200, 260],
-        depths=[0, 1],
-        n=2,
+        [OpenCheckpoint("one", one.model, one.tokenizer)],
+        Grid([200, 260], 2, [0, 1], seed=3),
         output=tmp_path / "eval.jsonl",
-        seed=3,
         quiet=True,
     )
     assert sorted(map(str, read_results(tmp_path / "one.jsonl")[1])) == sorted(map(str, rows))
-    assert [(point.at, point.metric.name, point.reason) for point in points] == [
+    assert [(point.at, point.metric.name, point.reason) for point in found] == [
         (200, "keys", None), (260, "keys", None)
     ]  # fmt: skip
-    for point in points:
+    for point in found:
         asked = [row for row in rows if row["length"] == point.at]
         assert point.samples == {
             f"{row['depth']}/{row['index']}": float(row["correct"]) for row in asked
@@ -73,7 +73,7 @@ def test_passkey_in_a_text_counts_what_is_shared_once(tmp_path: Path) -> None:
     book = tmp_path / "book.txt"
     book.write_text("It was a dark and stormy night; the rain fell in torrents. " * 8)
     evaluation = PasskeyRetrieval("keys", 0, lengths=["200"], depths=[0, 1], n=8, filler=str(book))
-    (point,) = evaluation.measure(contender("one"), tmp_path / "one.jsonl", quiet=True)
+    (point,) = points(evaluation, small_model("one"), tmp_path / "one.jsonl")
     _, rows = read_results(tmp_path / "one.jsonl")
     count = passkey.independent(rows)
     assert count is not None
@@ -86,28 +86,29 @@ def test_passkey_in_a_text_counts_what_is_shared_once(tmp_path: Path) -> None:
 
 def test_passkey_beyond_the_model(tmp_path: Path) -> None:
     """A prompt that fits, but not with its answer; a comparison that ends there."""
-    short = contender("short", position=SHORT)
+    short = small_model("short", position=SHORT)
     evaluation = PasskeyRetrieval("keys", 0, lengths=["200", "294", "295"], depths=[0.5], n=1)
-    points = evaluation.measure(short, tmp_path / "short.jsonl", quiet=True)
+    found = points(evaluation, short, tmp_path / "short.jsonl")
     # " 01234" is 6 bytes: 294 + 6 are the 300 positions that there are.
-    assert [len(point.samples) for point in points] == [1, 1, 0]
-    assert [point.reason for point in points[:2]] == [None, None]
-    assert "300" in str(points[2].reason)
+    assert [len(point.samples) for point in found] == [1, 1, 0]
+    assert [point.reason for point in found[:2]] == [None, None]
+    assert "300" in str(found[2].reason)
 
 
 def test_passkey_too_short() -> None:
     """A prompt that cannot hold the key is the suite's fault, not a model's."""
     evaluation = PasskeyRetrieval("keys", 0, lengths=["100", "1k"])
     with pytest.raises(UserError, match="length 100 is too short .* the least is .* of one"):
-        evaluation.check(contender("one"))
+        evaluation.prepare([small_model("one")])
 
 
 @pytest.mark.parametrize("pairs", [False, True])
 def test_perplexity(pairs: bool, tmp_path: Path) -> None:
-    """Positions that are shifted, parts that overlap, bytes of another tokenizer."""
-    one = contender("one", tokenizer=PairTokenizer() if pairs else None)
-    points = perplexity(tmp_path).measure(one, tmp_path / "one.jsonl", quiet=True)
-    assert [point.at for point in points] == [64, 256, 512]
+    """Bits of the tokens between two lengths over the bytes of these tokens, part by part."""
+    one = small_model("one", tokenizer=PairTokenizer() if pairs else None)
+    found = points(perplexity(tmp_path), one, tmp_path / "one.jsonl")
+    assert [point.at for point in found] == [64, 256, 512]
+    width = 2 if pairs else 1
     expected: list[list[float]] = []
     for text in (Path(path).read_text() for path in texts(tmp_path)):
         for part in range(3):
@@ -116,84 +117,114 @@ def test_perplexity(pairs: bool, tmp_path: Path) -> None:
             with torch.no_grad():
                 logits = one.model(ids[:, :512]).logits.double()
             nats = F.cross_entropy(logits[0], ids[0, 1:513], reduction="none")
-            bits = nats / math.log(2) * ids.shape[1] / len(piece.encode())
+            bits = nats / math.log(2) / width
             expected.append([float(bits[a:b].mean()) for a, b in ((0, 64), (64, 256), (256, 512))])
-    found = [list(point.samples.values()) for point in points]
+    values = [[bits_per_byte([sample]) for sample in point.samples.values()] for point in found]
     torch.testing.assert_close(
-        torch.tensor(found, dtype=torch.float64),
+        torch.tensor(values, dtype=torch.float64),
         torch.tensor(expected, dtype=torch.float64).T,
         atol=1e-5,
         rtol=1e-5,
     )
-    assert len({*points[0].samples}) == 6
-    bytes_ = contender("bytes")
-    theirs = perplexity(tmp_path).measure(bytes_, tmp_path / "bytes.jsonl", quiet=True)
-    assert points[0].samples.keys() == theirs[0].samples.keys()
+    assert len({*found[0].samples}) == 6
+
+
+def test_models_with_different_tokenizers_score_the_same_bytes(tmp_path: Path) -> None:
+    """Every part and column has the same bytes for both models, the reference's tokens wide."""
+    models = [small_model("bytes"), small_model("pairs", tokenizer=PairTokenizer())]
+    evaluation = perplexity(tmp_path)
+    evaluation.prepare(models)
+    first, second = (
+        evaluation.measure(model, tmp_path / f"{model.name}.jsonl", quiet=True) for model in models
+    )
+    for one, other, width in zip(first, second, (64, 192, 256), strict=True):
+        sizes = {key: sample.n_bytes for key, sample in one.samples.items()}
+        assert sizes == {key: sample.n_bytes for key, sample in other.samples.items()}
+        assert len(sizes) == 6
+        assert all(abs(size - width) <= 2 for size in sizes.values())
+
+
+def test_rows_that_did_not_count_the_scored_bytes_are_measured_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rows of an earlier version stay in the file, are not used, and this is said."""
+    one, output = small_model("one"), tmp_path / "one.jsonl"
+    found = points(perplexity(tmp_path), one, output)
+    assert "earlier version" not in caplog.text
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    for line in lines[1:]:
+        line |= {"bytes_per_token": 1.0, "length": 512, "stretches": line.pop("nats")}
+        del line["cuts"]
+    output.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    again = points(perplexity(tmp_path), one, output)
+    assert [point.samples for point in again] == [point.samples for point in found]
+    assert "are measured again" in caplog.text
 
 
 def test_perplexity_beyond_the_model(tmp_path: Path) -> None:
     """A model that ends at 300 has its losses up to 256, on the same parts."""
-    short = contender("short", position=SHORT)
-    points = perplexity(tmp_path).measure(short, tmp_path / "short.jsonl", quiet=True)
-    assert [len(point.samples) for point in points] == [6, 6, 0]
-    assert "300" in str(points[2].reason)
-    assert {row["length"] for row in read_results(tmp_path / "short.jsonl")[1]} == {256}
+    short = small_model("short", position=SHORT)
+    found = points(perplexity(tmp_path), short, tmp_path / "short.jsonl")
+    assert [len(point.samples) for point in found] == [6, 6, 0]
+    assert "300" in str(found[2].reason)
+    assert {len(row["nats"]) for row in read_results(tmp_path / "short.jsonl")[1]} == {2}
 
 
 def test_perplexity_goes_on(tmp_path: Path) -> None:
     """Parts that are read again, or a length that is answered from a shorter reading."""
-    one, output = contender("one"), tmp_path / "one.jsonl"
+    one, output = small_model("one"), tmp_path / "one.jsonl"
     few = perplexity(tmp_path, texts=texts(tmp_path)[:1], lengths=["64", "256"])
-    before = few.measure(one, output, quiet=True)
+    before = points(few, one, output)
     content = output.read_bytes()
-    assert few.measure(one, output, quiet=True) == before
+    assert points(few, one, output) == before
     assert output.read_bytes() == content
     # A torn last row, as a kill leaves it.
     output.write_bytes(content[:-5])
-    for point, known in zip(few.measure(one, output, quiet=True), before, strict=True):
-        assert point.samples == pytest.approx(known.samples, abs=1e-6)
-    more = perplexity(tmp_path).measure(one, output, quiet=True)
+    for point, known in zip(points(few, one, output), before, strict=True):
+        for key, sample in point.samples.items():
+            assert tuple(sample) == pytest.approx(tuple(known.samples[key]), rel=1e-6)
+    more = points(perplexity(tmp_path), one, output)
     assert [len(point.samples) for point in more] == [6, 6, 6]
     assert len(read_results(output)[1]) == 3 + 6
     with pytest.raises(UserError, match="different model"):
-        perplexity(tmp_path).measure(contender("one", seed=1), output, quiet=True)
+        points(perplexity(tmp_path), small_model("one", seed=1), output)
 
 
 def test_perplexity_of_short_texts(tmp_path: Path) -> None:
     """A text that ends in the middle of a window is refused before anything is measured."""
     with pytest.raises(UserError, match="has .* tokens with the tokenizer of one and 8k needs"):
-        perplexity(tmp_path, lengths=["8k"]).check(contender("one"))
+        perplexity(tmp_path, lengths=["8k"]).prepare([small_model("one")])
     with pytest.raises(UserError, match="no text file"):
-        perplexity(tmp_path, texts=["none.txt"]).check(contender("one"))
+        perplexity(tmp_path, texts=["none.txt"]).prepare([small_model("one")])
     (tmp_path / "c.txt").write_text((tmp_path / "a.txt").read_text())
     twice = [*texts(tmp_path), str(tmp_path / "c.txt")]
     with pytest.raises(UserError, match=r"c\.txt and .*a\.txt are the same text"):
-        perplexity(tmp_path, texts=twice).check(contender("one"))
+        perplexity(tmp_path, texts=twice).prepare([small_model("one")])
 
 
 def test_cost(tmp_path: Path) -> None:
     """A state of another size, a length that is measured twice, or one that cannot be reached."""
-    one = contender("one", folder=tmp_path / "one", position=SHORT)
+    one = small_model("one", folder=tmp_path / "one", position=SHORT)
     evaluation = Cost("cost", 0, lengths=["64", "4k"], decode=2)
-    points = evaluation.measure(one, tmp_path / "cost.jsonl", quiet=True)
-    near = {point.metric.name: point for point in points if point.at == 64}
+    found = points(evaluation, one, tmp_path / "cost.jsonl")
+    near = {point.metric.name: point for point in found if point.at == 64}
     assert list(near["state or cache, bytes"].samples.values()) == [
         states.nbytes(one.model.init_state(1))
     ]
     assert all(value > 0 for p in near.values() for value in p.samples.values())
-    far = [point for point in points if point.at == 4096]
+    far = [point for point in found if point.at == 4096]
     assert len(far) == 5
     assert all("300" in str(point.reason) and not point.samples for point in far)
     content = (tmp_path / "cost.jsonl").read_bytes()
-    assert evaluation.measure(one, tmp_path / "cost.jsonl", quiet=True) == points
+    assert points(evaluation, one, tmp_path / "cost.jsonl") == found
     assert (tmp_path / "cost.jsonl").read_bytes() == content
 
 
 def test_a_cost_that_cannot_be_measured(tmp_path: Path) -> None:
     """A failure that is recorded as if it were a result."""
-    gone = contender("gone")._replace(checkpoint=str(tmp_path / "gone"))
-    points = Cost("cost", 0, lengths=["64"]).measure(gone, tmp_path / "c.jsonl", quiet=True)
-    assert all("no checkpoint" in str(point.reason) for point in points)
+    gone = small_model("gone")._replace(source=str(tmp_path / "gone"))
+    found = points(Cost("cost", 0, lengths=["64"]), gone, tmp_path / "c.jsonl")
+    assert all("no checkpoint" in str(point.reason) for point in found)
     assert read_results(tmp_path / "c.jsonl")[1] == []
 
 
@@ -201,7 +232,7 @@ def test_every_kind_is_tested() -> None:
     """A kind that nobody measures by hand."""
     known = {PasskeyRetrieval, BitsPerByte, Cost}
     assert known <= set(EVALUATIONS.values())
-    assert isinstance(contender("one"), Contender)
+    assert isinstance(small_model("one"), OpenCheckpoint)
 
 
 def test_tasks_of_lm_eval(tmp_path: Path) -> None:
@@ -211,7 +242,7 @@ def test_tasks_of_lm_eval(tmp_path: Path) -> None:
     evaluation = Harness("lm-eval", 0, **options)
     checkpoint = "passkey-tiny"
     model, tokenizer = load(checkpoint), load_tokenizer(checkpoint)
-    good = Contender(checkpoint, model, tokenizer, checkpoint, None, "cpu")
+    good = OpenCheckpoint(checkpoint, model, tokenizer, checkpoint)
     (point,) = evaluation.measure(good, tmp_path / "good.jsonl", quiet=True)
     assert (point.metric.name, point.at, point.reason) == ("longrnn_passkey, accuracy", None, None)
     assert point.samples == {str(document): 1.0 for document in range(5)}
@@ -221,7 +252,7 @@ def test_tasks_of_lm_eval(tmp_path: Path) -> None:
     assert (tmp_path / "good.jsonl").read_bytes() == written
     llama(tmp_path / "llama", positions=256)
     short = load(tmp_path / "llama")
-    cut = Contender("llama", short, ByteTokenizer(), str(tmp_path / "llama"), None, "cpu")
+    cut = OpenCheckpoint("llama", short, ByteTokenizer(), str(tmp_path / "llama"), None, "cpu")
     (point,) = evaluation.measure(cut, tmp_path / "cut.jsonl", quiet=True)
     assert point.samples == {}
     assert point.reason == "5 requests exceed the 256 tokens that it reads"

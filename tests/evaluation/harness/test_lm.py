@@ -148,7 +148,7 @@ def test_interrupted_run_goes_on(setting: Setting, tmp_path: Path) -> None:
     class Failing:
         """Its third row never comes."""
 
-        vocab_size = inside.vocab_size
+        vocab_size, max_length = inside.vocab_size, inside.max_length
         init_state = staticmethod(inside.init_state)
         fingerprint = staticmethod(inside.fingerprint)
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from longrnn.comparison.suites import Contender
+from longrnn.comparison.suites import Evaluation, Point
 from longrnn.config import build_config
+from longrnn.hf.opened import OpenCheckpoint
 from longrnn.hf.training import build_transformer, save_transformer
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
@@ -28,6 +29,10 @@ class PairTokenizer:
         data += b" " * (len(data) % 2)
         return [(256 * a + b) % self.vocab_size for a, b in zip(data[::2], data[1::2], strict=True)]
 
+    def byte_ends(self, text: str) -> list[int]:
+        n = len(text.encode())
+        return [min(end, n) for end in range(2, n + 2, 2)]
+
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))
 
@@ -35,14 +40,22 @@ class PairTokenizer:
         return "pairs"
 
 
-def contender(
+def points(
+    evaluation: Evaluation, model: OpenCheckpoint, output: Path, *others: OpenCheckpoint
+) -> list[Point]:
+    """What an evaluation measures of a model, compared with others."""
+    evaluation.prepare([model, *others])
+    return evaluation.measure(model, output, quiet=True)
+
+
+def small_model(
     name: str,
     seed: int = 0,
     *,
     folder: Path | None = None,
     tokenizer: Tokenizer | None = None,
     **changes: Any,
-) -> Contender:
+) -> OpenCheckpoint:
     """A random model; where a folder is given it is saved there, for another process."""
     tokenizer = tokenizer or ByteTokenizer()
     config = {"vocab_size": tokenizer.vocab_size, "d_model": 8, "n_layers": 1} | changes
@@ -51,7 +64,7 @@ def contender(
     model = RecurrentLM(build_config(RecurrentConfig, config)).eval()
     if folder is not None:
         save_model(model, folder)
-    return Contender(name, model, tokenizer, str(folder), None, "cpu")
+    return OpenCheckpoint(name, model, tokenizer, str(folder))
 
 
 def llama(folder: Path, *, positions: int) -> None:

@@ -1,0 +1,164 @@
+"""Refuses logits that are not finite, and finds the token and the layer where that begins.
+
+Looking costs one reduction of what was computed anyway. Only where it fails are the tokens read
+again, with hooks on every module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from longrnn.errors import UserError
+from longrnn.models.base import LanguageModel, LMOutput
+from longrnn.state import LMState, leaves
+
+# Logits, over all rows and tokens, that one call of the search holds.
+LOGITS = 2**25
+
+
+class Found(NamedTuple):
+    """`position`: the first token whose logits are not finite; `module`: where that starts."""
+
+    position: int
+    module: str | None
+
+
+def refuse_nonfinite(
+    values: Tensor, model: LanguageModel, tokens: Tensor, state: LMState | None = None
+) -> None:
+    """Refuses logits that are not finite.
+
+    Args:
+        values: logits of `model`, or what was computed from them, such as losses.
+        model: any language model.
+        tokens: `(b, t)`, what it was given.
+        state: what it was given with them; None for the empty state.
+
+    Raises:
+        UserError: with the token and the layer where it begins.
+    """
+    if not bool(values.isfinite().all()):
+        explain_nonfinite(model, tokens, state)
+
+
+def explain_nonfinite(
+    model: LanguageModel, tokens: Tensor, state: LMState | None = None
+) -> NoReturn:
+    """Raises the `UserError` of `refuse_nonfinite`, of tokens whose logits are not all finite."""
+    reason = find_nonfinite(model, tokens, state)
+    raise UserError(reason or f"the model's logits are not finite: {_cause(model)}")
+
+
+def refuse_nonfinite_state(
+    model: LanguageModel, tokens: Callable[[], Tensor], before: LMState, after: LMState
+) -> None:
+    """Refuses tokens after which a state is not finite, where their logits are not either.
+
+    For tokens of which no logits were wanted: both are made only where the state looks bad.
+
+    Raises:
+        UserError: with the token and the layer where it begins.
+    """
+    reason = None if _bad_leaf(after) is None else find_nonfinite(model, tokens(), before)
+    if reason is not None:
+        raise UserError(reason)
+
+
+@torch.no_grad()
+def find_nonfinite(
+    model: LanguageModel, tokens: Tensor, state: LMState | None = None
+) -> str | None:
+    """Where logits that are not finite begin, and what to do about it; None where all are."""
+    state = model.init_state(len(tokens)) if state is None else state
+    found = _search(model, tokens.to(state.position.device), state)
+    if found is None:
+        return None
+    where = "" if found.module is None else f" ({_described(found.module)})"
+    place = f"from token {found.position:,} on"
+    return f"the model's logits are not finite {place}{where}: {_cause(model)}"
+
+
+def _search(model: LanguageModel, tokens: Tensor, state: LMState) -> Found | None:
+    """Reads the tokens again, with all logits, up to the first piece that fails."""
+    width = max(1, LOGITS // max(1, len(tokens) * model.vocab_size))
+    module = None
+    for start in range(0, tokens.shape[1], width):
+        piece, first = tokens[:, start : start + width], state.position
+        with _recording(model) as names:
+            logits, state = model(piece, state)
+        # A state may overflow long before any logit shows it.
+        module = module or next(iter(names), None) or _bad_leaf(state)
+        bad = ~logits.isfinite().all(-1)
+        if bool(bad.any()):
+            positions = first[:, None] + torch.arange(piece.shape[1], device=first.device)
+            if module is None and isinstance(model, nn.Module):
+                module = "the head"
+            return Found(int(positions[bad].min()), module)
+    return None
+
+
+@contextmanager
+def _recording(model: LanguageModel) -> Iterator[list[str]]:
+    """The names of modules whose output was not finite, in the order in which they ended."""
+    names: list[str] = []
+    handles = []
+
+    def hook(name: str) -> Any:
+        def record(module: nn.Module, args: Any, output: Any) -> None:
+            # A whole model says nothing about the layer.
+            if not isinstance(output, LMOutput) and _is_bad(output):
+                names.append(name)
+
+        return record
+
+    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        if name:
+            handles.append(module.register_forward_hook(hook(name)))
+    try:
+        yield names
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_bad(output: Any) -> bool:
+    return not all(bool(tensor.isfinite().all()) for tensor in _tensors(output))
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The floating tensors of what a module returned."""
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield output
+    elif isinstance(output, dict):
+        for part in output.values():
+            yield from _tensors(part)
+    elif isinstance(output, (tuple, list)):
+        for part in output:
+            yield from _tensors(part)
+
+
+def _bad_leaf(state: LMState) -> str | None:
+    """The first part of a state that is not finite."""
+    found = (name for name, leaf in leaves(state.layers) if _is_bad(leaf))
+    return next((f"layers.{name}" for name in found), None)
+
+
+def _described(module: str) -> str:
+    """A module with the layer that it belongs to, where its name has a number."""
+    number = next((part for part in module.split(".") if part.isdecimal()), None)
+    return f"it starts in {module}" if number is None else f"it starts in layer {number}, {module}"
+
+
+def _cause(model: LanguageModel) -> str:
+    """What is to be done about it."""
+    weights = model.named_parameters() if isinstance(model, nn.Module) else ()
+    for name, weight in weights:
+        if not bool(weight.isfinite().all()):
+            return f"its weight {name} is not finite, so take an earlier checkpoint"
+    return "its values overflow, so use a wider dtype such as float32, or shorter texts"

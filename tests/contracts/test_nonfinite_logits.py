@@ -1,0 +1,179 @@
+"""A model whose logits are not finite is an error in every evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from longrnn.errors import UserError
+from longrnn.inference.prefix import Prompt, answers
+from longrnn.inference.scoring import Pair, score, token_losses
+from longrnn.mixers import MIXERS
+from longrnn.models import LMOutput, RecurrentLM, generate
+from longrnn.models.checkpoint import save_model
+from longrnn.models.finite import find_nonfinite
+from longrnn.progress import Progress
+from longrnn.state import LMState
+from longrnn.tasks.spans import whole
+from tests.cli.conftest import CLI, cli  # noqa: F401
+from tests.contracts.builders import build_mitigated, build_model, mitigation_spec, random_tokens
+
+TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 60
+COMMANDS = {
+    "passkey": ["eval", "passkey", "MODEL", "--lengths", "200", "--n", "1"],
+    "passkey naive": ["eval", "passkey", "MODEL", "--lengths", "200", "--n", "1", "--naive"],
+    "chunk select": ["eval", "passkey", "MODEL", "--lengths", "200", "--chunk-select", "128"],
+    "perplexity": ["eval", "perplexity", "MODEL", "--text", "TEXT", "--length", "256"],
+    "paired": ["eval", "perplexity", "MODEL", "GOOD", "--text", "TEXT", "--length", "256"],
+    "sequences": [
+        "eval", "task", "MODEL", "--task", "sort", "--vocab-size", "9", "--length", "4",
+    ],
+    "harness, likelihood": [
+        "eval", "harness", "MODEL", "--tasks", "longrnn_perplexity", "--metadata",
+        '{"text": "TEXT", "max_seq_lengths": [256]}',
+    ],
+    "harness, generation": [
+        "eval", "harness", "MODEL", "--tasks", "longrnn_passkey", "--metadata",
+        '{"max_seq_lengths": [256], "n": 1}',
+    ],
+    "memory": ["diagnose", "memory", "MODEL", "--text", "TEXT", "--positions", "64"],
+    "states": [
+        "diagnose", "states", "MODEL", "--text", "TEXT", "--length", "256", "--train-length", "64",
+    ],
+    "calibrate": [
+        "calibrate", "MODEL", "--text", "TEXT", "--method", "state_norm", "--train-length", "64",
+    ],
+    "calibrate by search": [
+        "calibrate", "MODEL", "--text", "TEXT", "--method", "scale_decay", "--train-length", "64",
+        "--target-length", "128", "--steps", "1",
+    ],
+    "compare, cost": ["compare", "MODEL", "cost.yaml"],
+    "compare, perplexity": ["compare", "GOOD", "MODEL", "bits.yaml"],
+    "compare, passkey": ["compare", "GOOD", "MODEL", "keys.yaml"],
+    "generate": ["generate", "MODEL", "--prompt", "The sky", "--max-new-tokens", "3"],
+    "sample": [
+        "generate", "MODEL", "--prompt", "The sky", "--max-new-tokens", "3", "--temperature", "1",
+    ],
+}  # fmt: skip
+SUITES = {
+    "cost": "{kind: cost, lengths: [64], decode: 1}",
+    "bits": "{kind: perplexity, texts: [TEXT], lengths: [64], windows: 1}",
+    "keys": "{kind: passkey, lengths: [200], depths: [0.5], n: 1}",
+}
+
+
+def broken(mixer: str = "mamba2", layer: int = 1, **options: object) -> RecurrentLM:
+    """A model of which one number in one layer is NaN."""
+    model = build_model(mixer, n_layers=3, vocab_size=256, dtype=torch.float32, **options)  # type: ignore[arg-type]
+    with torch.no_grad():
+        next(model.mixers[layer].parameters()).view(-1)[0] = torch.nan
+    return model
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_evaluation_refuses_a_model_with_nan_weights(
+    name: str,
+    cli: CLI,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Exit code 2 and one sentence with the token, the layer and the weight."""
+    if "harness" in name:
+        pytest.importorskip("lm_eval")
+    save_model(broken(), tmp_path / "sick")
+    save_model(build_model("mamba2", vocab_size=256, dtype=torch.float32), tmp_path / "good")
+    (tmp_path / "text.txt").write_text(TEXT)
+    for suite, text in SUITES.items():
+        text = text.replace("TEXT", str(tmp_path / "text.txt"))
+        (tmp_path / f"{suite}.yaml").write_text(f"evaluations: [{text}]")
+    places = {"MODEL": tmp_path / "sick", "GOOD": tmp_path / "good", "TEXT": tmp_path / "text.txt"}
+    command = COMMANDS[name]
+    for placeholder, path in places.items():
+        command = [part.replace(placeholder, str(path)) for part in command]
+    done = cli(*command)
+    assert done.code == 2, done.out + done.err
+    error = next(line for line in done.err.splitlines() if line.startswith("error: "))
+    assert "logits are not finite from token 0 on (it starts in layer 1" in error
+    assert "blocks.1.mixer" in error
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("mixer", sorted(MIXERS))
+def test_the_layer_is_named(mixer: str, layer: int) -> None:
+    """The first layer whose output is not finite is named, for every cell."""
+    reason = find_nonfinite(broken(mixer, layer), random_tokens(2, 9) % 256)
+    assert reason is not None
+    assert f"it starts in layer {layer}, blocks.{layer}.mixer" in reason
+    assert "take an earlier checkpoint" in reason
+
+
+def test_the_layer_is_named_under_a_mitigation() -> None:
+    """The layer is that of the model inside."""
+    model = build_mitigated([mitigation_spec("forget_more")])
+    with torch.no_grad():
+        next(model.mixers[1].parameters()).view(-1)[0] = torch.nan
+    reason = find_nonfinite(model, random_tokens(1, 5))
+    assert reason is not None
+    assert "it starts in layer 1, model.blocks.1.mixer" in reason
+
+
+def late(mixer: str = "lstm") -> RecurrentLM:
+    """A model that is finite until it reads token 7."""
+    model = build_model(mixer, vocab_size=11, tie_embeddings=False, dtype=torch.float32)
+    with torch.no_grad():
+        model.embedding.weight[7] = torch.inf
+    return model
+
+
+def quiet() -> Progress:
+    return Progress("test", 0, unit="tokens", quiet=True)
+
+
+def test_the_token_is_named() -> None:
+    """The first token whose logits are not finite is named, wherever the text is cut."""
+    tokens = torch.tensor([[1, 2, 3, 4, 5, 7, 1, 2], [1, 2, 3, 4, 5, 6, 1, 2]])
+    message = r"not finite from token 5 on \(it starts in embedding\)"
+    with pytest.raises(UserError, match=message):
+        list(token_losses(late(), tokens))
+    with pytest.raises(UserError, match=message):
+        generate(late(), tokens, max_new_tokens=1)
+    pairs = [Pair((1, 2, 3), (4, 5, 7, 1)), Pair((1, 2, 3), (4, 5))]
+    with pytest.raises(UserError, match=message):
+        list(score(late(), pairs, batch_size=2, progress=quiet()))
+    prompt = Prompt([whole(tokens[0, :6])], tokens[0, 6:], "trunk", 6, "branch")
+    with pytest.raises(UserError, match=message):
+        list(answers(late(), [prompt], max_new_tokens=1, batch_size=1, progress=quiet()))
+
+
+class Breaking:
+    """Says token 0 until it has read six tokens; then its logits are not numbers."""
+
+    vocab_size, max_length = 5, None
+
+    def fingerprint(self) -> str:
+        return "breaking"
+
+    def init_state(self, batch_size: int) -> LMState:
+        return LMState(torch.zeros(batch_size, dtype=torch.long), ())
+
+    def __call__(
+        self, tokens: Tensor, state: LMState | None = None, *, keep: int | None = None
+    ) -> LMOutput:
+        state = self.init_state(len(tokens)) if state is None else state
+        places = state.position[:, None] + torch.arange(1, tokens.shape[1] + 1)
+        logits = torch.where(places < 6, 0.0, torch.nan)[..., None].expand(-1, -1, 5)
+        keep = tokens.shape[1] if keep is None else keep
+        return LMOutput(logits[:, tokens.shape[1] - keep :], LMState(places[:, -1], ()))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_break_in_an_answer_are_not_turned_into_tokens(temperature: float) -> None:
+    """Tokens up to the break are generated, and then it is named."""
+    prompt = torch.tensor([[1, 2, 3]])
+    found = generate(Breaking(), prompt, max_new_tokens=3, temperature=temperature)
+    assert len(found.tokens[0]) == 3
+    with pytest.raises(UserError, match="not finite from token 5 on"):
+        generate(Breaking(), prompt, max_new_tokens=4, temperature=temperature)

@@ -1,0 +1,67 @@
+"""`CHECKPOINT+MITIGATION` means the same wherever a checkpoint is named."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import longrnn
+from longrnn.errors import UserError
+from longrnn.hf.embedded import embedded
+from longrnn.hf.loading import load, load_recurrent
+from longrnn.hf.opened import open_checkpoint
+from longrnn.hf.specs import split_spec
+from longrnn.hf.tokenizer import load_tokenizer
+from longrnn.mitigations import Mitigated, mitigation
+from longrnn.models import RecurrentLM
+
+SPEC = "sliding_window(window=50)"
+
+
+def test_load_understands_a_mitigation() -> None:
+    """`longrnn.load` and `load_tokenizer` take what the command line takes."""
+    model = longrnn.load(f"passkey-tiny+{SPEC}")
+    assert isinstance(model, Mitigated)
+    expected = Mitigated(load_recurrent("passkey-tiny"), mitigation(SPEC))
+    assert model.fingerprint() == expected.fingerprint()
+    assert longrnn.load_tokenizer(f"passkey-tiny+{SPEC}").fingerprint() == "bytes"
+    with pytest.raises(UserError, match="leave out what follows the plus"):
+        load_recurrent(f"passkey-tiny+{SPEC}")
+    with pytest.raises(UserError, match="did you mean 'sliding_window'"):
+        load("passkey-tiny+sliding_windw")
+
+
+def test_a_path_with_a_plus_that_exists_wins(tmp_path: Path) -> None:
+    """A folder may have a plus in its name, and a mitigation behind it."""
+    both = tmp_path / "a+forget_more"
+    shutil.copytree(embedded()["passkey-tiny"], both)
+    shutil.copytree(embedded()["passkey-tiny"], tmp_path / "a")
+    assert isinstance(load(both), RecurrentLM)
+    assert load_tokenizer(both).fingerprint() == "bytes"
+    assert split_spec(f"{both}+{SPEC}") == (str(both), SPEC)
+    assert isinstance(load(f"{both}+{SPEC}"), Mitigated)
+    assert isinstance(load(f"{tmp_path / 'a'}+{SPEC}"), Mitigated)
+
+
+def test_an_opened_checkpoint_says_where_it_came_from() -> None:
+    """Name, mitigations and source of an opened checkpoint, with a further mitigation."""
+    plain = open_checkpoint("passkey-tiny")
+    assert (plain.name, plain.source, plain.mitigation) == ("passkey-tiny", "passkey-tiny", None)
+    further = open_checkpoint("passkey-tiny+forget_more", SPEC, name="mine")
+    assert (further.name, further.checkpoint) == ("mine", "passkey-tiny")
+    assert further.mitigation == f"forget_more+{SPEC}"
+    assert isinstance(further.model, Mitigated)
+    assert further.model.max_length is None
+
+
+def test_a_tokenizer_of_another_model_is_refused() -> None:
+    """More ids than the model has rows for."""
+    opened = open_checkpoint("passkey-tiny")
+
+    class Wide:
+        vocab_size = 300
+
+    with pytest.raises(UserError, match="tokenizer of passkey-tiny has 300 ids and the model 256"):
+        opened._replace(tokenizer=Wide()).refuse_unfit()  # type: ignore[arg-type]
