@@ -97,8 +97,9 @@ class Passkey(Task):
     ) -> None:
         self.tokenizer = tokenizer or ByteTokenizer()
         self.vocab_size = self.tokenizer.vocab_size
-        if answer_weight < 0 or text_weight < 0:
-            raise UserError("passkey needs answer_weight >= 0 and text_weight >= 0")
+        for name, weight in (("answer_weight", answer_weight), ("text_weight", text_weight)):
+            if not 0 <= weight < float("inf"):
+                raise UserError(f"{name} must be at least 0 and finite, not {weight}: give 1.0")
         self.n_keys = [n_keys] if isinstance(n_keys, int) else n_keys
         if not self.n_keys or not all(1 <= count <= 9 for count in self.n_keys):
             raise UserError(f"n_keys is a number of keys from 1 to 9, or a list, not {n_keys}")
