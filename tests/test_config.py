@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from longrnn.config import build_config, dump_config, load_config
 from longrnn.errors import UserError, nearest
 from longrnn.mixers import MIXERS
 from longrnn.models.recurrent import RecurrentConfig
 from longrnn.ranges import RANGE
+from longrnn.registry import keyword_options
+from longrnn.state import LMState
+from longrnn.sweep.grid import FAMILIES
 from longrnn.training.config import LengthConfig, TrainConfig
+from longrnn.training.initial_states import Context
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs/train").glob("*.yaml"))
 
@@ -275,3 +280,25 @@ def test_options_of_a_kind_are_numbers_and_words(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="option 'init': YAML reads yes, no, on"):
         MIXERS.check("lstm", {"init": False})
     assert MIXERS.check("mamba2", {"bias": False}) == {"bias": False}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("value", [-1, 0, float("inf"), -0.5, [-1.0, 2.0], [2.0, 1.0], [0.0, 0.0]])
+def test_numeric_options_of_every_kind(family: str, value: Any) -> None:
+    """An option is refused in one sentence, or builds a member whose weights are finite."""
+    zero = LMState(torch.zeros(1, dtype=torch.long), ())
+    context = Context(lambda rows: zero, 0, 0, 1, lambda part: part)
+    arguments = {"model.mixer": (8, 8), "model.position": (8,), "task": (None,)}
+    small = {"mamba2": {"d_state": 4, "head_dim": 4}}
+    for kind, member in FAMILIES[family].items():
+        for name, hint in keyword_options(member).items():
+            known = re.findall(r"\w+", str(hint))
+            if not {"int", "float"} & set(known) or isinstance(value, list) != ("list" in known):
+                continue
+            spec = {"kind": kind, **small.get(kind, {}), name: value}
+            try:
+                built = FAMILIES[family].build(spec, *arguments.get(family, (context,)))
+            except UserError:
+                continue
+            if isinstance(built, torch.nn.Module):
+                assert all(weight.isfinite().all() for weight in built.parameters()), spec

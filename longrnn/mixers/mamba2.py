@@ -77,9 +77,23 @@ class Mamba2(ScanningMixer):
         for name, size in (("d_state", d_state), ("expand", expand), ("d_conv", d_conv)):
             if size < 1:
                 raise UserError(f"{name} must be at least 1, not {size}: set a positive number")
-        for name, pair in (("A_init", A_init), ("dt_limit", dt_limit)):
+        ranges = {"A_init": A_init, "dt_limit": dt_limit, "[dt_min, dt_max]": [dt_min, dt_max]}
+        for name, pair in ranges.items():
             if pair is not None and len(pair) != 2:
                 raise UserError(f"{name} is [least, largest], not {pair}: set two numbers in order")
+            # Initial values are drawn from their range; a limit may be 0 or infinite.
+            wide = name == "dt_limit"
+            if pair is not None and not (
+                (pair[0] >= 0 if wide else pair[0] > 0)
+                and pair[0] <= pair[1]
+                and (wide or math.isfinite(pair[1]))
+            ):
+                raise UserError(
+                    f"{name} is [least, largest] with both {'at least' if wide else 'above'} 0, "
+                    f"not {pair}: give the smaller number first"
+                )
+        if not (norm_eps >= 0 and math.isfinite(norm_eps)):
+            raise UserError(f"norm_eps must be at least 0 and finite, not {norm_eps}: give 1e-5")
         d_inner = expand * d_model
         if head_dim < 1 or d_inner % head_dim:
             raise UserError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from longrnn.errors import UserError
 from longrnn.positions.base import POSITIONS, PositionalEncoding, look_up
 
 
@@ -22,6 +23,8 @@ class Learned(PositionalEncoding):
 
     def __init__(self, d_model: int, *, max_length: int = 128, combine: str = "concat") -> None:
         super().__init__(d_model, combine)
+        if max_length < 1:
+            raise UserError(f"max_length must be at least 1, not {max_length}: give a longer table")
         self.table = nn.Parameter(torch.randn(max_length, d_model))
 
     @property

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from longrnn.errors import UserError
 from longrnn.positions.base import POSITIONS, PositionalEncoding, look_up
 from longrnn.seeds import seeded
 
@@ -29,6 +30,8 @@ class Random(PositionalEncoding):
         self, d_model: int, *, max_length: int = 128, seed: int = 0, combine: str = "concat"
     ) -> None:
         super().__init__(d_model, combine)
+        if max_length < 1:
+            raise UserError(f"max_length must be at least 1, not {max_length}: give a longer table")
         generator = seeded(seed)
         rows = torch.randn(max_length, d_model, generator=generator)
         self.register_buffer("table", F.normalize(rows, dim=-1))

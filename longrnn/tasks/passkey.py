@@ -97,8 +97,9 @@ class Passkey(Task):
     ) -> None:
         self.tokenizer = tokenizer or ByteTokenizer()
         self.vocab_size = self.tokenizer.vocab_size
-        if answer_weight < 0 or text_weight < 0:
-            raise UserError("answer_weight and text_weight must not be negative: set 0 or more")
+        for name, weight in (("answer_weight", answer_weight), ("text_weight", text_weight)):
+            if not 0 <= weight < float("inf"):
+                raise UserError(f"{name} must be at least 0 and finite, not {weight}: give 1.0")
         self.n_keys = [n_keys] if isinstance(n_keys, int) else n_keys
         if not self.n_keys or not all(1 <= count <= 9 for count in self.n_keys):
             raise UserError(

@@ -250,8 +250,8 @@ class RandomNoise(InitialState):
 
     def __init__(self, context: Context, *, zero_share: float = 0.1, std: float = 0.1) -> None:
         super().__init__(context, zero_share=zero_share)
-        if std <= 0:
-            raise UserError(f"std must be above 0, not {std}")
+        if not 0 < std < float("inf"):
+            raise UserError(f"std must be above 0 and finite, not {std}: give such a number")
         self.std = std
 
     def _draw(self, zero: LMState, fresh: Tensor, seeds: Sequence[int], micro: int) -> LMState:
