@@ -116,8 +116,8 @@ def cell_of(model: RecurrentLM, reader: str) -> Mamba2:
     for reason, fits in reasons.items():
         if not fits:
             raise UserError(
-                f"{reader} has no place for {reason}: only a model of mamba2 cells in residual "
-                "blocks without positions can be converted"
+                f"{reader} has no place for {reason}: give a model of mamba2 cells in residual "
+                "blocks without positions"
             )
     assert isinstance(cell, Mamba2)
     return cell
