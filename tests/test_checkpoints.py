@@ -64,7 +64,7 @@ def test_they_recall_in_other_text(name: str, least: float, tmp_path: Path) -> N
     subject = OpenCheckpoint(name, load(name), load_tokenizer(name))
     rows = passkey.evaluate(
         [subject],
-        Grid([2048], 4, [0.0, 0.5, 1.0], filler=ROOT / "docs/training.md"),
+        Grid([2048], 4, [0.0, 0.5, 1.0], filler=ROOT / "eval/data/tom_sawyer_excerpt.txt"),
         output=tmp_path / "r.jsonl",
         quiet=True,
     )

@@ -137,6 +137,8 @@ def test_every_command_is_accepted(
         assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
     elif program == "pytest":
         assert all((ROOT / word).exists() for word in rest if "/" in word)
+    elif rest == ["-m"]:
+        return  # the sentence is about the option
     elif rest[0] != "-m":
         parse_script(ROOT / rest[0], rest[1:], complete)
     elif rest[1].startswith("scripts."):

@@ -55,7 +55,7 @@ def statistics(model: RecurrentLM, windows: Tensor, quiet: bool = True) -> list[
                 seen.append(memory.unflatten(1, (mixer.n_heads, -1)).flatten(2).norm(dim=-1))
             progress.advance(piece.numel(), piece.numel())
     last = windows[:, -1:].to(state.position.device)
-    if not bool(model(last, state).logits.isfinite().all()):
+    if not bool(model(last, state._replace(extra=())).logits.isfinite().all()):
         explain_nonfinite(model, windows)
     found = []
     for recorded, seen in zip(state.extra, norms, strict=True):

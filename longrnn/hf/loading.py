@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Sizes in a configuration of transformers that are sizes of weights.
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 WIDTHS = ("hidden_size", "head_dim", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
@@ -125,6 +126,7 @@ def _open(
 ) -> RecurrentLM | HFLanguageModel:
     """The model in a folder, on the CPU; its checksums are not verified."""
     config = read_config(folder)
+    _check_layers(folder, config)
     layout = layout_of(config)
     if config.get("model_type") == "longrnn":
         return cast_weights(load_model(folder, backend=backend), dtype)
@@ -255,8 +257,7 @@ def _check_sizes(folder: Path) -> None:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    suffixes = {Path(name).suffix for name in READERS}
-    stored = sum(path.stat().st_size for path in folder.iterdir() if path.suffix in suffixes)
+    stored = _stored_bytes(folder)
     try:
         with _quietly():
             config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -279,6 +280,27 @@ def _check_sizes(folder: Path) -> None:
             f"{folder} cannot be loaded (its config.json describes a model that needs more than "
             f"the {stored:,} bytes of weights in the folder): copy it again"
         )
+
+
+def _check_layers(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuses more layers than the weights in a folder can have, before anything lists them.
+
+    The configuration classes of transformers hold one entry per layer.
+    """
+    stored = _stored_bytes(folder)
+    for name in LAYERS:
+        layers = config.get(name)
+        if isinstance(layers, int) and layers > (stored // 64 or 10**6):
+            raise UserError(
+                f"{folder} cannot be loaded (its config.json has {name} {layers}, more layers than "
+                f"fit into the {stored:,} bytes of weights in the folder): copy it again"
+            )
+
+
+def _stored_bytes(folder: Path) -> int:
+    """Bytes of the weight files in a folder."""
+    suffixes = {Path(name).suffix for name in READERS}
+    return sum(path.stat().st_size for path in folder.iterdir() if path.suffix in suffixes)
 
 
 @contextmanager

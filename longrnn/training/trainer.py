@@ -29,7 +29,7 @@ from longrnn.training import finite, models, nonfinite, sharding
 from longrnn.training.checks import check_model, check_positions
 from longrnn.training.config import TrainConfig
 from longrnn.training.data import Source
-from longrnn.training.folder import append_metrics, claim, find
+from longrnn.training.folder import Found, append_metrics, claim, find
 from longrnn.training.initial_states import INITIAL_STATES, Context
 from longrnn.training.models import Trained
 from longrnn.training.objective import Objective
@@ -67,11 +67,21 @@ class Trainer:
         self.output_dir = Path(config.output_dir)
         self.accelerator = build_accelerator(config)
         self.quiet = quiet or not self.accelerator.is_main_process
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        world = self.accelerator.num_processes
         # Held by the main process, which alone writes what the run shares, until `train` ends.
         self.lock = Lock.of_folder(self.output_dir, instead="choose another output_dir")
         look = partial(find, config, self.lock, resume=resume, processes=world)
         found = on_main(self.accelerator, look)
+        try:
+            self._set_up(found)
+        except BaseException:
+            self.lock.release()
+            raise
+
+    def _set_up(self, found: Found) -> None:
+        """Builds what trains, refuses what does not fit, and only then writes into the folder."""
+        config = self.config
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
         config.tokenizer, self.tokenizer = models.tokenizer_of(config, found.checkpoint)
         self.task = TASKS.build(config.task, self.tokenizer)
         self.source = Source(self.task, config, rank, world)

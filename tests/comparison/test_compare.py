@@ -128,7 +128,7 @@ def test_results_of_another_suite(
         run(models[:1], tmp_path, other)
     assert files(tmp_path / "out") == there
     (tmp_path / "out/mine/suite.yaml").write_text("{broken")
-    with pytest.raises(UserError, match="is damaged"):
+    with pytest.raises(UserError, match="is not YAML"):
         run(models[:1], tmp_path)
 
 

@@ -196,8 +196,9 @@ def test_rows_of_an_earlier_version_get_the_bytes_of_their_buckets(tmp_path: Pat
     rows = evaluate(Counting(), texts, **asked)
     assert rows[0]["bucket_bytes"] == [b - a for a, b in pairwise(edges(100))]
     lines = [json.loads(line) for line in asked["output"].read_text().splitlines()]
-    for line in lines[1:]:
-        del line["bucket_bytes"]
+    for line in lines:
+        line.pop("bucket_bytes", None)
+        del line["sha256"]
     asked["output"].write_text("".join(json.dumps(line) + "\n" for line in lines))
     unused = Counting()
     assert evaluate(unused, texts, **asked) == rows

@@ -118,6 +118,7 @@ def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, str
         metadata = dict(file.metadata())
     # What a program that edits a file does not know of.
     metadata = {k: v for k, v in metadata.items() if "sha256" not in k and "checksum" not in k}
+    metadata["format"] = "longrnn-state-1"  # the format without a checksum
     change(tensors, metadata)
     save_file(tensors, path, metadata=metadata)
 
@@ -198,7 +199,7 @@ SEEDS: dict[str, Callable[[int], Any]] = {
 @pytest.mark.parametrize("where", SEEDS)
 @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 10**40])
 def test_seeds_beyond_64_bits_are_refused(where: str, seed: int) -> None:
-    with pytest.raises(UserError, match="is not a valid seed"):
+    with pytest.raises(UserError, match="is not a valid seed|seed must be at (least|most)"):
         SEEDS[where](seed)
 
 

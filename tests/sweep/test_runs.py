@@ -57,8 +57,9 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     begin = subprocess.Popen
 
     def popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        started.append(Path(command[4]).stem)
-        if "duplicate" in command[4]:
+        config = command[command.index("train") + 1]
+        started.append(Path(config).stem)
+        if "duplicate" in config:
             command = ["sh", "-c", "echo a warning >&2; echo 'error: broken' >&2; exit 2"]
         return begin(command, **options)
 
@@ -110,7 +111,9 @@ def test_a_run_that_goes_on_is_asked_anew(tmp_path: Path) -> None:
     """Scores of fewer steps that stand in the way for ever, or count for the longer run."""
     seen = []
     for steps in (2, 3):
-        base = tiny("reverse", tmp_path, lr_scheduler_type="constant", max_steps=steps)
+        base = tiny(
+            "reverse", tmp_path, lr_scheduler_type="constant", max_steps=steps, warmup_steps=1
+        )
         [point] = expand(base, parse_axes(["seed=1"]), tmp_path / "runs")
         train(point.config, resume=True)
         row = _measured(point, "cpu", tmp_path)
@@ -175,6 +178,7 @@ def ended(log: Path) -> None:
 def test_devices_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every run on the first device, or as many threads as cores in each of many runs."""
     monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(module, "module_environment", lambda _: dict(os.environ))
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     assert _environment("cpu", 2) == {"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": ""}
     assert _environment("cuda:1", 16) == {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "1"}

@@ -259,6 +259,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     weights = load_file(source / "model.safetensors")
     weights["blocks.1.mixer.D"][0] = float("nan")
     save_file(weights, source / "model.safetensors")
+    (source / "checksums.json").unlink()
     with pytest.raises(UserError, match=r"not finite \(the first is blocks.1.mixer.D\): give"):
         Trainer(tuned(tmp_path / "run", str(source)), quiet=True)
     assert not (tmp_path / "run").exists()

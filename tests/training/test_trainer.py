@@ -492,7 +492,7 @@ def rewritten(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Changes what `training.pt` of a checkpoint holds, and its checksum."""
     content = checkpoint.read_tensors(folder / "training.pt")
     checkpoint.write_tensors(folder / "training.pt", change(content) or content)
-    path = folder / checkpoint.CHECKSUMS
+    path = folder / "checksums.json"
     digests = json.loads(path.read_text())
     digests["training.pt"] = sha256(folder / "training.pt")
     path.write_text(json.dumps(digests))

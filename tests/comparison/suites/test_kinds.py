@@ -155,6 +155,8 @@ def test_rows_that_did_not_count_the_scored_bytes_are_measured_again(
     for line in lines[1:]:
         line |= {"bytes_per_token": 1.0, "length": 512, "stretches": line.pop("nats")}
         del line["cuts"]
+    for line in lines:
+        del line["sha256"]
     output.write_text("".join(json.dumps(line) + "\n" for line in lines))
     again = points(perplexity(tmp_path), one, output)
     assert [point.samples for point in again] == [point.samples for point in found]

@@ -171,8 +171,8 @@ def test_interrupted_run_goes_on(setting: Setting, tmp_path: Path) -> None:
     [
         ({"batch_size": 0}, "batch size"),
         ({"batch_size": "many"}, "batch size"),
-        ({"max_length": 0}, "max_length is a number"),
-        ({"max_length": "2k"}, "max_length is a number"),
+        ({"max_length": 0}, "max_length must be a whole number"),
+        ({"max_length": "2k"}, "max_length must be a whole number"),
         ({"mitigation": "forget_mor"}, "forget_more"),
     ],
 )
@@ -183,7 +183,7 @@ def test_bad_arguments(setting: Setting, options: dict[str, Any], message: str) 
 
 
 def test_bad_dtype() -> None:
-    with pytest.raises(UserError, match="no dtype"):
+    with pytest.raises(UserError, match="is not a dtype"):
         LongRNN("passkey-tiny", dtype="floaty")
 
 
