@@ -112,7 +112,7 @@ def file_name(text: str) -> str:
     plain = plain_name(text)
     if plain == text and len(plain.encode()) <= LONGEST_NAME:
         return plain
-    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    digest = hashlib.sha256(os.fsencode(text)).hexdigest()[:8]
     return f"{plain.encode()[:LONGEST_NAME].decode(errors='ignore')}-{digest}"
 
 

@@ -290,7 +290,7 @@ def _check_layers(folder: Path, config: Mapping[str, Any]) -> None:
     stored = _stored_bytes(folder)
     for name in LAYERS:
         layers = config.get(name)
-        if isinstance(layers, int) and layers > (stored // 64 or 10**6):
+        if isinstance(layers, int) and layers > max(stored // 64, 1000):
             raise UserError(
                 f"{folder} cannot be loaded (its config.json has {name} {layers}, more layers than "
                 f"fit into the {stored:,} bytes of weights in the folder): copy it again"
