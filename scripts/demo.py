@@ -1,21 +1,29 @@
-"""The demo: passkeys far beyond the training length, with a broken model, repaired, and a good one.
+"""The demo: state collapse and its cures, and passkeys far beyond the training length.
 
     python scripts/demo.py
     python scripts/demo.py --lengths 256,4k,64k --n 5 --output demo
 
-Writes the answers and a picture of them. A demo that was stopped goes on with the same command.
+First the loss by position of a language model that collapses, as it is and under three mitigations;
+then passkeys with a model that forgets, the same model repaired, and one that holds. Writes the
+results and a picture of each half. A demo that was stopped continues with the same command.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
-from longrnn import Mitigated, load_tokenizer, mitigation
+from longrnn import LanguageModel, Mitigated, load_tokenizer, mitigation
+from longrnn.bundled import bundled
 from longrnn.cli.tables import print_passkey
+from longrnn.diagnostics.loss_curves import losses_by_position
 from longrnn.diagnostics.plots import passkey_heat_map
+from longrnn.evaluation import perplexity
 from longrnn.evaluation.calibrate import Settings, calibrate
 from longrnn.evaluation.passkey import by_model, evaluate, evenly_spaced, summarise
 from longrnn.evaluation.passkey_grid import Grid
@@ -24,9 +32,17 @@ from longrnn.files import write_atomic
 from longrnn.hf.loading import load_recurrent
 from longrnn.hf.opened import OpenCheckpoint, open_checkpoint
 from longrnn.programs import run_script
+from longrnn.results import Row
 from longrnn.tasks.passkey import FILLER
-from longrnn.units import format_length, parse_lengths
+from longrnn.units import format_length, parse_length, parse_lengths
 
+COLLAPSING, ROW = "collapse-tiny", 64  # and the tokens of a row of its training
+CURES = {
+    "sliding_window": {"kind": "sliding_window", "window": ROW},
+    "forget_more": {"kind": "forget_more", "decay_scale": 0.98, "input_scale": 1.0},
+}
+# Tokens over which a speed is measured.
+TIMED = 4096
 BROKEN, HOLDING = "passkey-tiny-short", "passkey-tiny"
 REPAIRED = f"{BROKEN} + token_filter"
 TRAINED = 256
@@ -35,9 +51,76 @@ TRAINED = 256
 def demo(
     lengths: Annotated[str, typer.Option(help="Prompt lengths.")] = "256,1k,4k,16k,64k",
     n: Annotated[int, typer.Option("--n", help="Prompts per cell.")] = 10,
+    window: Annotated[str, typer.Option(help="Tokens of a text whose loss is measured.")] = "16k",
     output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("demo"),
 ) -> None:
-    """Evaluates one broken checkpoint as it is and repaired, and one that holds."""
+    """Shows state collapse and its cures, and passkeys under a model that holds."""
+    collapse(parse_length(window), output)
+    passkeys(lengths, n, output)
+
+
+def collapse(length: int, output: Path) -> None:
+    """Loss by position of a model that collapses: plain, and under three mitigations."""
+    plain, tokenizer = load_recurrent(COLLAPSING), load_tokenizer(COLLAPSING)
+    texts = bundled() / "data"
+    novel = read_documents([texts / "moby_dick_excerpt.txt"], tokenizer, plain)
+    other = read_documents([texts / "tom_sawyer_excerpt.txt"], tokenizer, plain)
+    calibrated = calibrate(plain, other, "state_norm", Settings(train_length=ROW), quiet=True)
+    models: dict[str, LanguageModel] = {"plain": plain}
+    for name, options in (CURES | {"state_norm": calibrated}).items():
+        models[name] = Mitigated(plain, mitigation(options))
+    rows = {
+        name: perplexity.evaluate(model, novel, length=length, output=output / f"loss-{name}.jsonl")
+        for name, model in models.items()
+    }
+    losses_by_position(rows, output / "loss.png", ROW)
+    inside, beyond = print_losses(rows, {name: speed(models[name]) for name in models})
+    worst = max(beyond[name] / inside[name] for name in models if name != "plain")
+    typer.echo(
+        f"{output / 'loss.png'}\n"
+        f"{COLLAPSING}, trained on rows of {ROW} bytes, collapses on a novel that it never saw: "
+        f"its loss is {inside['plain']:.2f} nats per byte at the end of its training length and "
+        f"{beyond['plain']:.2f} at {format_length(length)} bytes. The same weights under a "
+        f"mitigation, without training, stay within {worst:.2f} times the loss inside.\n"
+    )
+
+
+def print_losses(
+    rows: Mapping[str, Sequence[Row]], speeds: Mapping[str, float]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Prints the losses; returns those of the last bucket inside the training length, and last."""
+    buckets = {name: perplexity.summarise(one)[1] for name, one in rows.items()}
+    shown = [
+        i for i, b in enumerate(buckets["plain"]) if b.stop in (ROW, 512, 4096) or b.stop > ROW * 64
+    ]
+    name_width = 16
+    typer.echo("".join(f"{title:>{name_width}}" for title in ("nats per byte at", *rows)))
+    for index in shown:
+        bucket = buckets["plain"][index]
+        cells = [f"{format_length(bucket.start)} to {format_length(bucket.stop)}"]
+        cells += [f"{one[index].nats.mean:.2f}" for one in buckets.values()]
+        typer.echo("".join(f"{cell:>{name_width}}" for cell in cells))
+    cells = ["tokens/s", *(f"{speeds[name]:,.0f}" for name in rows)]
+    typer.echo("".join(f"{cell:>{name_width}}" for cell in cells))
+    end = next(i for i, b in enumerate(buckets["plain"]) if b.stop == ROW)
+    inside = {name: one[end].nats.mean for name, one in buckets.items()}
+    return inside, {name: one[-1].nats.mean for name, one in buckets.items()}
+
+
+def speed(model: LanguageModel) -> float:
+    """Tokens per second of a prefill, the better of two."""
+    tokens = torch.randint(256, (1, TIMED), generator=torch.Generator().manual_seed(0))
+    seconds = []
+    for _ in range(2):
+        begun = time.perf_counter()
+        with torch.no_grad():
+            model(tokens, keep=0)
+        seconds.append(time.perf_counter() - begun)
+    return TIMED / min(seconds)
+
+
+def passkeys(lengths: str, n: int, output: Path) -> None:
+    """Keys recalled by a model that forgets, the same repaired, and one that holds."""
     asked = parse_lengths(lengths)
     first, last = asked[0], asked[-1]
     broken, tokenizer = load_recurrent(BROKEN), load_tokenizer(BROKEN)
@@ -68,17 +151,17 @@ def demo(
         print_passkey(name, one)
         cells[name] = summarise(one)
 
-    def says(name: str, length: int) -> str:
+    def share(name: str, length: int) -> str:
         return f"{cells[name][length, None].mean:.0%} of the keys at {format_length(length)} tokens"
 
     where = ", ".join(f"head {head} of layer {layer}" for layer, head in heads)
     typer.echo(
         f"{output / 'results.jsonl'}\n{output / 'heatmap.png'}\n"
-        f"{BROKEN}, trained on prompts of {TRAINED} tokens, recalls {says(BROKEN, first)} and "
-        f"{says(BROKEN, last)}; with the filler's tokens kept out of the one kind of head that "
-        f"remembers ({where}), and no training, it recalls {says(REPAIRED, last)}.\n"
-        f"{HOLDING}, the same network trained on segments that count thousands of times, "
-        f"recalls {says(HOLDING, first)} and {says(HOLDING, last)}."
+        f"{BROKEN}, trained on prompts of {TRAINED} tokens, recalls {share(BROKEN, first)} and "
+        f"{share(BROKEN, last)}; with the filler's tokens kept out of the one kind of head that "
+        f"remembers ({where}), and no training, it recalls {share(REPAIRED, last)}.\n"
+        f"{HOLDING}, the same network trained on segments that are repeated thousands of times, "
+        f"recalls {share(HOLDING, first)} and {share(HOLDING, last)}."
     )
 
 

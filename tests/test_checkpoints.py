@@ -16,7 +16,7 @@ from longrnn.training.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 PASSKEY = ("passkey-tiny", "passkey-tiny-short")
-NAMES = (*PASSKEY, "recall-tiny", "recall-tiny-numbered")
+NAMES = (*PASSKEY, "collapse-tiny", "recall-tiny", "recall-tiny-numbered")
 
 
 def accuracy(name: str, length: int, output: Path, n: int = 4) -> float:
