@@ -86,11 +86,13 @@ def ours(model: RecurrentLM, batch: Batch, *, carry: bool = False) -> Callable[[
     """Our training step; with `carry`, each begins with the detached state of the one before."""
     objective = Objective(model)
     zero = model.init_state(len(batch.tokens))
-    state, fresh = zero, ~batch.fresh
+    state, is_document_start = zero, ~batch.is_document_start
 
     def loss() -> Tensor:
         nonlocal state
-        start = reset(state, model.init_state(len(batch.tokens)), fresh) if carry else zero
+        start = (
+            reset(state, model.init_state(len(batch.tokens)), is_document_start) if carry else zero
+        )
         output = objective([batch], start)
         state = detach(output.state)
         return output.loss

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.timing import cpu_model
 from longrnn import generate, load, load_tokenizer
-from longrnn.diagnostics.gradients import LENGTHS, Laboratory
+from longrnn.diagnostics.gradients import LENGTHS, GradientRecord
 from longrnn.diagnostics.gradients_report import layers
 from longrnn.intervals import Estimate, mean
 
@@ -98,7 +98,7 @@ def nats(estimate: Estimate) -> str:
     return f"{estimate.mean:.4f} [{estimate.low:.4f}, {estimate.high:.4f}]"
 
 
-def written(study: Study, laboratory: Laboratory) -> list[str]:
+def written(study: Study, laboratory: GradientRecord) -> list[str]:
     """The report in Markdown."""
     losses, seeds = study.losses, len(study.losses[SETTINGS[0].name])
     trained, measured = (path.stat().st_size for path in (study.head, study.tail))
@@ -137,7 +137,7 @@ def written(study: Study, laboratory: Laboratory) -> list[str]:
     return lines[:-1]
 
 
-def gradient_table(laboratory: Laboratory) -> list[str]:
+def gradient_table(laboratory: GradientRecord) -> list[str]:
     """Factor a token and half-life, and the gradient of the recurrent weights by length."""
     lengths = [str(length) for length in laboratory.about["lengths"]]
     lines = [

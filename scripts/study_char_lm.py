@@ -22,7 +22,7 @@ import typer
 
 from longrnn import load, load_tokenizer
 from longrnn.config import build_config
-from longrnn.diagnostics.gradients import Laboratory, Settings, Subject, diagnose
+from longrnn.diagnostics.gradients import GradientRecord, Settings, Subject, diagnose
 from longrnn.diagnostics.gradients_report import write_report
 from longrnn.errors import UserError
 from longrnn.evaluation import perplexity as measure
@@ -139,11 +139,11 @@ def training(
 ) -> TrainConfig:
     """The run of one setting and seed; but for model and window all are equal."""
     rows = STEP_TOKENS // setting.window
-    lane = head.stat().st_size // STEP_TOKENS  # windows of a row until the text is read once
+    stream = head.stat().st_size // STEP_TOKENS  # windows of a row until the text is read once
     values = {
         "output_dir": str(run),
         "model": model,
-        "task": {"kind": "text", "files": [str(head)], "max_segments": lane - 1},
+        "task": {"kind": "text", "files": [str(head)], "max_segments": stream - 1},
         "initial_state": {"kind": "carry"},
         "seed": seed,
         "length": {"max": setting.window},
@@ -173,7 +173,7 @@ def loss_of(run: Path, tail: Path, quiet: bool) -> float:
     return measure.summarise(rows)[0].nats.mean
 
 
-def gradients(output: Path, tail: Path, quiet: bool) -> Laboratory:
+def gradients(output: Path, tail: Path, quiet: bool) -> GradientRecord:
     """Gradients through time of the first seed's models on the tail, with their report."""
     subjects = [Subject(s.name, load_recurrent(output / s.name / "seed0")) for s in SETTINGS]
     task = TASKS.build({"kind": "text", "files": [str(tail)]})

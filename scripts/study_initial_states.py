@@ -39,7 +39,7 @@ from longrnn.units import format_length, parse_length
 CONFIG = Path(__file__).parents[1] / "configs/train/books_256.yaml"
 TRAIN = ("war_and_peace", "les_miserables", "karamazov_brothers", "don_quixote")
 HELD_OUT = ("moby_dick", "tom_sawyer")
-# Tokens of a step, and segments after which a lane takes up another document.
+# Tokens of a step, and segments after which a stream takes up another document.
 STEP_TOKENS, MAX_SEGMENTS = 4096, 64
 
 

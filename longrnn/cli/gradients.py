@@ -13,7 +13,7 @@ from longrnn.errors import UserError
 from longrnn.units import parse_lengths
 
 if TYPE_CHECKING:
-    from longrnn.diagnostics.gradients import Laboratory, Subject
+    from longrnn.diagnostics.gradients import GradientRecord, Subject
     from longrnn.models import RecurrentLM
 
 
@@ -226,7 +226,7 @@ def _left_out(folder: Path) -> list[str]:
     return lines
 
 
-def print_gradients(laboratory: Laboratory) -> None:
+def print_gradients(laboratory: GradientRecord) -> None:
     """Prints a row a model and layer."""
     from rich.console import Console
     from rich.table import Table

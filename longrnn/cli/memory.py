@@ -21,7 +21,7 @@ from longrnn.cli.options import (
 from longrnn.units import format_length, parse_lengths
 
 if TYPE_CHECKING:
-    from longrnn.evaluation.memory import Point
+    from longrnn.evaluation.memory import MeanEffRem
 
 
 def memory(
@@ -89,7 +89,7 @@ def memory(
     typer.echo("\n".join(map(str, [folder / "results.jsonl", *pictures, report])))
 
 
-def _print(found: Mapping[int, Sequence[Point]]) -> None:
+def _print(found: Mapping[int, Sequence[MeanEffRem]]) -> None:
     """A table of EffRem by the last tokens kept, a column for each T."""
     from rich.console import Console
     from rich.table import Table

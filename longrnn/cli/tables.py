@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from longrnn.inference.prefix import Cost
     from longrnn.intervals import Estimate
     from longrnn.results import Row
-    from longrnn.studies.stability import Reading
+    from longrnn.studies.stability import StabilityRow
 
 
 def print_perplexity(rows: Sequence[Row], by_position: bool) -> None:
@@ -160,7 +160,7 @@ def print_passkey(name: str, rows: Sequence[Row]) -> None:
     _print_overlap(rows)
 
 
-def print_stability(readings: Sequence[Reading], n: int) -> None:
+def print_stability(readings: Sequence[StabilityRow], n: int) -> None:
     """Prints the stability of the gradient at every checkpoint."""
     from rich.console import Console
     from rich.table import Table

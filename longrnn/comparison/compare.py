@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from longrnn.comparison.suites import Evaluation, Point, Suite
+from longrnn.comparison.suites import Evaluation, Measurement, Suite
 from longrnn.comparison.suites.base import CELLS, RECORD
 from longrnn.errors import UserError
 from longrnn.files import file_name, write_atomic
@@ -167,7 +167,7 @@ def _cells(
     suite: str, evaluation: Evaluation, models: Sequence[OpenCheckpoint], folder: Path, quiet: bool
 ) -> Iterator[Cell]:
     """The cells of one evaluation, model by model."""
-    reference: dict[tuple[str, int | None], Point] = {}
+    reference: dict[tuple[str, int | None], Measurement] = {}
     for model in models:
         path = folder / f"{file_name(model.name)}.jsonl"
         for point in evaluation.measure(model, path, quiet=quiet):

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longrnn.diagnostics.record import Reading
+from longrnn.diagnostics.record import HeadStatistics
 
 MARGIN = 0.5
 GLOBAL = 0.05
@@ -62,7 +62,7 @@ class Finding(NamedTuple):
     first_share: float | None
 
 
-class Judge:
+class CollapseDetector:
     """Follows the statistics of every head and says in the end which ones left their ranges.
 
     Memory does not grow with the length: inside the training length the ranges are kept, and beyond
@@ -88,9 +88,9 @@ class Judge:
         self.onset = torch.full(shape, math.inf)
         self.beyond = 0
         self.retention: list[Tensor | None] = []
-        self.last: list[Reading] = []
+        self.last: list[HeadStatistics] = []
 
-    def see(self, position: int, readings: Sequence[Reading]) -> None:
+    def see(self, position: int, readings: Sequence[HeadStatistics]) -> None:
         """Takes the readings of all layers at one position; positions ascend."""
         values = torch.stack([torch.stack([r.mean, r.variance.sqrt(), r.norm]) for r in readings])
         self.last = list(readings)

@@ -8,7 +8,7 @@ from typing import Any
 
 from longrnn.diagnostics.pages import Picture, write_page
 from longrnn.diagnostics.plots import lengths_axis, new_figure, png
-from longrnn.evaluation.memory import ENOUGH, Point, enough
+from longrnn.evaluation.memory import ENOUGH, MeanEffRem, enough
 from longrnn.units import format_length
 
 CAPTIONS = {
@@ -20,7 +20,7 @@ CAPTIONS = {
 
 
 def write_report(
-    found: Mapping[int, Sequence[Point]], about: Mapping[str, Any], folder: Path
+    found: Mapping[int, Sequence[MeanEffRem]], about: Mapping[str, Any], folder: Path
 ) -> list[Path]:
     """Writes the pictures and `report.html`.
 
@@ -43,7 +43,7 @@ def write_report(
     return write_page("memory.html", folder, pictures, values)
 
 
-def summary(found: Mapping[int, Sequence[Point]]) -> str:
+def summary(found: Mapping[int, Sequence[MeanEffRem]]) -> str:
     """What the longest context hangs on, in two sentences."""
     position = max(found)
     points = found[position]
@@ -62,7 +62,7 @@ def summary(found: Mapping[int, Sequence[Point]]) -> str:
     )
 
 
-def _picture(found: Mapping[int, Sequence[Point]], name: str) -> Picture:
+def _picture(found: Mapping[int, Sequence[MeanEffRem]], name: str) -> Picture:
     from matplotlib import colormaps
 
     figure = new_figure(7.5, 4.2)

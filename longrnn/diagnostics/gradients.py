@@ -68,7 +68,7 @@ class Settings(NamedTuple):
     seed: int = 0
 
 
-class Laboratory(NamedTuple):
+class GradientRecord(NamedTuple):
     """What was found; `rows` is what gradients.jsonl holds behind `about`."""
 
     about: dict[str, Any]
@@ -88,7 +88,7 @@ def diagnose(
     output: Path,
     described: str = "",
     quiet: bool = False,
-) -> Laboratory:
+) -> GradientRecord:
     """Measures gradients of models on one task, and writes `gradients.jsonl`.
 
     Args:
@@ -127,7 +127,7 @@ def diagnose(
     }
     lines = [json.dumps(_plain(row), ensure_ascii=False) for row in (head, *rows)]
     write_atomic(output / "gradients.jsonl", "".join(f"{line}\n" for line in lines))
-    return Laboratory(head, rows)
+    return GradientRecord(head, rows)
 
 
 def check(model: object, task: Task) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longrnn.diagnostics.gradients import Laboratory
+from longrnn.diagnostics.gradients import GradientRecord
 from longrnn.diagnostics.pages import Picture, write_page
 from longrnn.diagnostics.plots import new_figure, png
 from longrnn.diagnostics.through_time import BINS
@@ -33,7 +33,7 @@ CAPTIONS = {
 Row = dict[str, Any]
 
 
-def write_report(laboratory: Laboratory, folder: Path) -> list[Path]:
+def write_report(laboratory: GradientRecord, folder: Path) -> list[Path]:
     """Writes the pictures and `report.html`.
 
     Args:
@@ -60,7 +60,7 @@ def write_report(laboratory: Laboratory, folder: Path) -> list[Path]:
     return write_page("gradients.html", folder, pictures, values)
 
 
-def layers(laboratory: Laboratory) -> list[Row]:
+def layers(laboratory: GradientRecord) -> list[Row]:
     """One row a subject and layer: slope, factor and half-life, spectra, first exponent."""
     found = []
     for norms in laboratory.of("norms", part="state"):
@@ -84,7 +84,7 @@ def layers(laboratory: Laboratory) -> list[Row]:
     return found
 
 
-def summary(laboratory: Laboratory) -> str:
+def summary(laboratory: GradientRecord) -> str:
     """What was found, a sentence a model."""
     sentences = [
         f"{row['subject']}: {row['where']} (length {row['length']})."
@@ -112,7 +112,7 @@ def _manner(row: Row) -> str:
     return f"vanishes, {factor}, halved every {row['half_life']:.3g} tokens"
 
 
-def _norms(laboratory: Laboratory) -> bytes:
+def _norms(laboratory: GradientRecord) -> bytes:
     figure = new_figure(8.0, 4.2)
     panel = figure.subplots()
     rows = laboratory.of("norms", part="state")
@@ -126,7 +126,7 @@ def _norms(laboratory: Laboratory) -> bytes:
     return png(figure)
 
 
-def _weights(laboratory: Laboratory) -> bytes:
+def _weights(laboratory: GradientRecord) -> bytes:
     """A panel a subject, all layers together."""
     names = list(dict.fromkeys(row["subject"] for row in laboratory.of("weights")))
     figure = new_figure(3.6 * len(names) + 0.6, 3.4)
@@ -145,7 +145,7 @@ def _weights(laboratory: Laboratory) -> bytes:
     return png(figure)
 
 
-def _jacobian(laboratory: Laboratory) -> bytes:
+def _jacobian(laboratory: GradientRecord) -> bytes:
     figure = new_figure(9.0, 3.6)
     panels = figure.subplots(1, 2)
     keys = laboratory.of("norms", part="state")
@@ -162,7 +162,7 @@ def _jacobian(laboratory: Laboratory) -> bytes:
     return png(figure)
 
 
-def _lyapunov(laboratory: Laboratory) -> bytes:
+def _lyapunov(laboratory: GradientRecord) -> bytes:
     figure = new_figure(6.4, 3.4)
     panel = figure.subplots()
     rows = laboratory.of("lyapunov")

@@ -26,7 +26,7 @@ from longrnn.progress import Progress
 from longrnn.state import LMState, PyTree
 
 
-class Reading(NamedTuple):
+class HeadStatistics(NamedTuple):
     """One layer at one position; each `(b, h)` float64 on the CPU, a row a prompt.
 
     The state of a head is its p · n entries in Mamba-2; RNN, GRU and LSTM count as one head, whose
@@ -113,14 +113,14 @@ def read(
     *,
     first: int,
     progress: Progress | None = None,
-) -> Iterator[tuple[int, list[Reading]]]:
+) -> Iterator[tuple[int, list[HeadStatistics]]]:
     """Reads prompts and yields (tokens read, a reading a layer) at every stop.
 
     Args:
         model: with or without a mitigation.
         tokens: `(b, t)`, the prompts.
         stops: where to take statistics, ascending, from 1 to t.
-        first: how many tokens `Reading.first_share` is about.
+        first: how many tokens `HeadStatistics.first_share` is about.
         progress: counts the tokens.
 
     Raises:
@@ -176,7 +176,7 @@ def state_size(model: RecurrentLM | Mitigated) -> int:
 
 def _reading(
     memory: Tensor, decays: Decays | None, contribution: Tensor | None, output_norm: Tensor
-) -> Reading:
+) -> HeadStatistics:
     """One layer; `memory` and what the first tokens contributed are `(b, h, entries)`."""
     norm = memory.norm(dim=-1)
     retention = first_share = None
@@ -185,7 +185,7 @@ def _reading(
         left = memory if contribution is None else contribution * decays.recent.exp()
         first_share = (left.norm(dim=-1) / norm).cpu()
     variance = memory.var(dim=-1, correction=0)
-    return Reading(
+    return HeadStatistics(
         memory.mean(-1).cpu(), variance.cpu(), norm.cpu(), retention, first_share, output_norm
     )
 

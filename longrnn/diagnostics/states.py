@@ -13,8 +13,8 @@ import torch
 import yaml
 from torch import Tensor
 
-from longrnn.diagnostics.collapse import CRITERION, GLOBAL, Finding, Judge
-from longrnn.diagnostics.record import Reading, check, read
+from longrnn.diagnostics.collapse import CRITERION, GLOBAL, CollapseDetector, Finding
+from longrnn.diagnostics.record import HeadStatistics, check, read
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document
 from longrnn.files import replacing, write_atomic
@@ -45,7 +45,7 @@ class Curves(NamedTuple):
 
     Attributes:
         positions: tokens read.
-        values: by the names of `Reading`, `(positions, layers, prompts, heads)`; `output_norm` is
+        values: by the names of `HeadStatistics`, `(positions, layers, prompts, heads)`; `output_norm` is
             `(positions, layers, prompts)`; what is not defined is left out.
         low: widened lower ends of the ranges inside, `(layers, statistics, prompts, heads)`.
         high: widened upper ends.
@@ -130,14 +130,14 @@ def diagnose(
     inside = tokens[:, :train_length].to(model.init_state(1).position.device)
     refuse_nonfinite(model(inside, keep=1).logits, model, inside)
     names, heads = [prompt.name for prompt in named], model.mixers[0].n_heads
-    judge = Judge(train_length, layers=len(model.mixers), prompts=names, heads=heads)
-    points: list[tuple[int, list[Reading]]] = []
+    detector = CollapseDetector(train_length, layers=len(model.mixers), prompts=names, heads=heads)
+    points: list[tuple[int, list[HeadStatistics]]] = []
     with (
         Progress("states", tokens.numel(), unit="tokens", quiet=quiet) as progress,
         replacing(output / "states.jsonl") as file,
     ):
         for position, readings in read(model, tokens, stops, first=first, progress=progress):
-            judge.see(position, readings)
+            detector.see(position, readings)
             if position in drawn:
                 points.append((position, readings))
             for row in _rows(position, readings, names):
@@ -154,7 +154,7 @@ def diagnose(
         "criterion": CRITERION,
         "prompts": [{"name": p.name, "sha256": p.sha256, "tokens": length} for p in named],
     }
-    found = Diagnosis(about, named, judge.findings(), _curves(points, judge))
+    found = Diagnosis(about, named, detector.findings(), _curves(points, detector))
     write_atomic(output / "diagnosis.yaml", _yaml(found))
     return found
 
@@ -213,24 +213,28 @@ def _thinned(stops: Sequence[int]) -> list[int]:
     return kept
 
 
-def _curves(points: Sequence[tuple[int, Sequence[Reading]]], judge: Judge) -> Curves:
-    defined = [name for name in Reading._fields if getattr(points[0][1][0], name) is not None]
+def _curves(
+    points: Sequence[tuple[int, Sequence[HeadStatistics]]], detector: CollapseDetector
+) -> Curves:
+    defined = [
+        name for name in HeadStatistics._fields if getattr(points[0][1][0], name) is not None
+    ]
     values = {
         name: torch.stack([torch.stack([getattr(r, name) for r in layers]) for _, layers in points])
         for name in defined
     }
-    low, high = judge.bounds()
+    low, high = detector.bounds()
     return Curves([position for position, _ in points], values, low, high)
 
 
 def _rows(
-    position: int, readings: Sequence[Reading], prompts: Sequence[str]
+    position: int, readings: Sequence[HeadStatistics], prompts: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
     """A row a layer, head and prompt; what is no number, or not defined, is null."""
     for layer, reading in enumerate(readings):
         tables = {
             name: None if table is None else table.tolist()
-            for name, table in zip(Reading._fields, reading, strict=True)
+            for name, table in zip(HeadStatistics._fields, reading, strict=True)
         }
         output_norms = tables.pop("output_norm")
         for row, prompt in enumerate(prompts):

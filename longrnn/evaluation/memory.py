@@ -38,7 +38,7 @@ from longrnn.state import join, take
 ENOUGH = 0.1
 
 
-class Point(NamedTuple):
+class MeanEffRem(NamedTuple):
     """Mean EffRem of one T at the start t, over stretches."""
 
     start: int
@@ -166,20 +166,20 @@ def _lifetimes(positions: Sequence[int]) -> dict[int, int]:
     return {start: end - start for start, end in ends.items()}
 
 
-def summarise(rows: Sequence[Row]) -> dict[int, list[Point]]:
+def summarise(rows: Sequence[Row]) -> dict[int, list[MeanEffRem]]:
     """Means over stretches by T, starts ascending, with Student-t intervals inside [0, 1]."""
     values: dict[tuple[int, int], list[float]] = {}
     for row in rows:
         values.setdefault((row["position"], row["start"]), []).append(row["effrem"])
-    found: dict[int, list[Point]] = {}
+    found: dict[int, list[MeanEffRem]] = {}
     for (position, start), effrem in sorted(values.items()):
         estimate = mean(effrem)
         inside = estimate._replace(low=max(estimate.low, 0.0), high=min(estimate.high, 1.0))
-        found.setdefault(position, []).append(Point(start, inside))
+        found.setdefault(position, []).append(MeanEffRem(start, inside))
     return found
 
 
-def enough(points: Sequence[Point], position: int) -> int | None:
+def enough(points: Sequence[MeanEffRem], position: int) -> int | None:
     """Tokens of the shortest context that, like all longer ones, predicts within ENOUGH.
 
     None where every context that was cut is farther from the whole one.

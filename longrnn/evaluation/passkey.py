@@ -19,7 +19,7 @@ from longrnn.progress import Progress
 from longrnn.results import Results, Row
 from longrnn.tasks.passkey import Passkey
 from longrnn.tasks.passkey_documents import is_recalled
-from longrnn.tasks.spans import read
+from longrnn.tasks.repeated import read
 from longrnn.units import format_length
 
 

@@ -18,7 +18,7 @@ from longrnn.inference.pieces import prefill
 from longrnn.models import LanguageModel, generate
 from longrnn.progress import Progress
 from longrnn.state import LMState, join, take
-from longrnn.tasks.spans import Span, length, read
+from longrnn.tasks.repeated import RepeatedTokens, length, read
 
 
 class Prompt(NamedTuple):
@@ -33,7 +33,7 @@ class Prompt(NamedTuple):
             beginning of the longer.
     """
 
-    context: list[Span]
+    context: list[RepeatedTokens]
     question: Tensor
     trunk: Hashable
     fork: int
@@ -50,7 +50,7 @@ class Stop(NamedTuple):
 class Branch(NamedTuple):
     """What follows a fork: the longest context, and the stops on it, nearest first."""
 
-    context: list[Span]
+    context: list[RepeatedTokens]
     fork: int
     stops: list[Stop]
 
@@ -172,7 +172,7 @@ def _walk(
             state = take(state, going)
 
 
-def _reader(texts: Sequence[tuple[list[Span], int]]) -> Callable[[int, int], Tensor]:
+def _reader(texts: Sequence[tuple[list[RepeatedTokens], int]]) -> Callable[[int, int], Tensor]:
     """Reads tokens of rows of spans, each after its own offset."""
     return lambda start, stop: torch.stack(
         [read(spans, offset + start, offset + stop) for spans, offset in texts]

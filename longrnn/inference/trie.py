@@ -25,7 +25,7 @@ Ids = tuple[int, ...]
 WORTH = 256
 
 
-class Reading(NamedTuple):
+class ReadTexts(NamedTuple):
     """Texts that were read to their ends together.
 
     Attributes:
@@ -51,7 +51,7 @@ class Branch(NamedTuple):
 @torch.no_grad()
 def read_texts(
     model: LanguageModel, texts: Sequence[Ids], batch_size: int, progress: Progress
-) -> Iterator[Reading]:
+) -> Iterator[ReadTexts]:
     """Reads different texts from the empty state, what they begin with in common once.
 
     Args:
@@ -62,7 +62,7 @@ def read_texts(
     """
     order = sorted(range(len(texts)), key=texts.__getitem__)
     if order and not texts[order[0]]:
-        yield Reading([order.pop(0)], torch.empty(1, 0), model.init_state(1))
+        yield ReadTexts([order.pop(0)], torch.empty(1, 0), model.init_state(1))
     stack = [Branch(order, 0, 0, model.init_state(1))] if order else []
     while stack:
         branch = stack.pop()
@@ -114,7 +114,7 @@ def _walk(
     start: int,
     state: LMState,
     progress: Progress,
-) -> Iterator[Reading]:
+) -> Iterator[ReadTexts]:
     """Reads texts, sorted by length, side by side from token `start` of one common state."""
     state = expand(state, len(numbers))
     while numbers:
@@ -122,7 +122,7 @@ def _walk(
         rows = [texts[number] for number in numbers]
         logits, state = prefill(model, _reader(rows), start, goal, state, progress)
         done = sum(len(row) == goal for row in rows)
-        yield Reading(numbers[:done], logits[:done], take(state, range(done)))
+        yield ReadTexts(numbers[:done], logits[:done], take(state, range(done)))
         state = take(state, range(done, len(numbers)))
         numbers, start = numbers[done:], goal
 

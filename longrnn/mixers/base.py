@@ -89,7 +89,7 @@ class Mixer(nn.Module, ABC):
         y, state, _ = self.run(x, state, edit, ())
         return y, state
 
-    def hold(self, scales: Tensor) -> bool:
+    def init_time_scales(self, scales: Tensor) -> bool:
         """Has a cell that was just built keep its memory for so many tokens, where it has a gate.
 
         Args:

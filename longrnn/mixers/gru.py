@@ -38,7 +38,7 @@ class GRU(StepwiseMixer):
         initialise(self, init)
 
     @torch.no_grad()
-    def hold(self, scales: Tensor) -> bool:
+    def init_time_scales(self, scales: Tensor) -> bool:
         _, _, bias_ih, bias_hh = self.cell.all_weights[0]
         keep = slice(self.d_model, 2 * self.d_model)
         bias_ih[keep] = (scales - 1).log()  # σ of it is 1 − 1 / scale

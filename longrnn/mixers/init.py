@@ -88,7 +88,7 @@ class LongMemory(Init):
 
     def apply(self, mixer: Mixer) -> None:
         count = mixer.d_model if isinstance(mixer, StepwiseMixer) else mixer.n_heads
-        if not mixer.hold(torch.empty(count).uniform_(2, LONGEST)):
+        if not mixer.init_time_scales(torch.empty(count).uniform_(2, LONGEST)):
             _refuse("long_memory", mixer, "it has no gate that could hold; use identity")
 
 

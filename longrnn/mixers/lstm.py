@@ -38,7 +38,7 @@ class LSTM(StepwiseMixer):
         initialise(self, init)
 
     @torch.no_grad()
-    def hold(self, scales: Tensor) -> bool:
+    def init_time_scales(self, scales: Tensor) -> bool:
         forget = (scales - 1).log()  # σ of it is 1 − 1 / scale
         _, _, bias_ih, bias_hh = self.cell.all_weights[0]
         bias_ih[: 2 * self.d_model] = torch.cat([-forget, forget])

@@ -125,7 +125,7 @@ class Mamba2(ScanningMixer):
         initialise(self, init)
 
     @torch.no_grad()
-    def hold(self, scales: Tensor) -> bool:
+    def init_time_scales(self, scales: Tensor) -> bool:
         self.A_log.copy_(-(scales * F.softplus(self.dt_bias)).log())  # dt · |A| = 1 / scale
         return True
 

@@ -54,22 +54,22 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def backward(  # type: ignore[override]
-        ctx: Any, of_y: Tensor
+        ctx: Any, grad_y: Tensor
     ) -> tuple[Tensor | None, ...]:
         padded, weight = ctx.saved_tensors
         wants_padded, wants_weight, wants_bias = ctx.needs_input_grad
-        wide = torch.promote_types(of_y.dtype, torch.float32)
-        of_y, time = of_y.to(wide), of_y.shape[1]
-        of_padded = of_weight = of_bias = None
+        wide = torch.promote_types(grad_y.dtype, torch.float32)
+        grad_y, time = grad_y.to(wide), grad_y.shape[1]
+        grad_padded = grad_weight = grad_bias = None
         if wants_padded:
-            of_padded = of_y.new_zeros(padded.shape)
+            grad_padded = grad_y.new_zeros(padded.shape)
             for j, tap in enumerate(weight.t().to(wide).contiguous().unbind()):
-                of_padded[:, j : j + time].addcmul_(of_y, tap)
-            of_padded = of_padded.to(padded.dtype)
+                grad_padded[:, j : j + time].addcmul_(grad_y, tap)
+            grad_padded = grad_padded.to(padded.dtype)
         if wants_weight:
             windows = (padded[:, j : j + time].to(wide) for j in range(weight.shape[1]))
-            sums = [(of_y * window).sum((0, 1)) for window in windows]
-            of_weight = torch.stack(sums, dim=1).to(weight.dtype)
+            sums = [(grad_y * window).sum((0, 1)) for window in windows]
+            grad_weight = torch.stack(sums, dim=1).to(weight.dtype)
         if wants_bias:
-            of_bias = of_y.sum((0, 1)).to(ctx.bias_dtype)
-        return of_padded, of_weight, of_bias
+            grad_bias = grad_y.sum((0, 1)).to(ctx.bias_dtype)
+        return grad_padded, grad_weight, grad_bias

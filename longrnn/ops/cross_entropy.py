@@ -78,8 +78,8 @@ class _HeadLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         narrow = head.to(dtype)
-        of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        of_head = torch.zeros_like(head, dtype=wide) if ctx.needs_input_grad[1] else None
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_head = torch.zeros_like(head, dtype=wide) if ctx.needs_input_grad[1] else None
         # float16 has no numbers for weights as small as one token's among many: the largest
         # becomes 1 in the products.
         weights = weights.to(wide)
@@ -103,21 +103,21 @@ class _HeadLoss(torch.autograd.Function):
                 # The largest probability is 1 / Σ exp(logit − largest), and never small.
                 normaliser = largest - gradient.gather(1, likeliest).log()
                 loss += ((normaliser - said) * weight).sum()
-                if of_hidden is None and of_head is None:
+                if grad_hidden is None and grad_head is None:
                     continue
                 # In place: softmax − one-hot, the gradient of a token's loss in its logits.
                 gradient.scatter_add_(1, place, torch.full_like(said, -1.0))
                 gradient = gradient.to(dtype)
-                if of_hidden is not None:
-                    of_hidden[part] = (gradient @ narrow).to(wide) * weight * scale
+                if grad_hidden is not None:
+                    grad_hidden[part] = (gradient @ narrow).to(wide) * weight * scale
                 weighted = (x * weight).to(dtype)
-                if of_head is not None and dtype == wide:
-                    of_head.addmm_(gradient.t(), weighted)  # without a second tensor of its size
-                elif of_head is not None:
-                    of_head += gradient.t() @ weighted
-        if of_head is not None:
-            of_head = of_head.mul_(scale).to(head.dtype)
-        ctx.save_for_backward(of_hidden, of_head)
+                if grad_head is not None and dtype == wide:
+                    grad_head.addmm_(gradient.t(), weighted)  # without a second tensor of its size
+                elif grad_head is not None:
+                    grad_head += gradient.t() @ weighted
+        if grad_head is not None:
+            grad_head = grad_head.mul_(scale).to(head.dtype)
+        ctx.save_for_backward(grad_hidden, grad_head)
         ctx.mark_non_differentiable(predictions)
         return loss * scale, predictions
 
@@ -126,10 +126,10 @@ class _HeadLoss(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, of_loss: Tensor, _: Tensor
     ) -> tuple[Tensor | None, ...]:
-        of_hidden, of_head = ctx.saved_tensors
+        grad_hidden, grad_head = ctx.saved_tensors
         return (
-            None if of_hidden is None else of_hidden * of_loss.to(of_hidden.dtype),
-            None if of_head is None else of_head * of_loss.to(of_head.dtype),
+            None if grad_hidden is None else grad_hidden * of_loss.to(grad_hidden.dtype),
+            None if grad_head is None else grad_head * of_loss.to(grad_head.dtype),
             None,
             None,
             None,

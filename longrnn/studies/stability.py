@@ -56,7 +56,7 @@ class Stability(NamedTuple):
     norm: Tensor
 
 
-class Reading(NamedTuple):
+class StabilityRow(NamedTuple):
     """Means over triplets with their intervals, of one checkpoint under one condition.
 
     Attributes:
@@ -167,7 +167,7 @@ def along_checkpoints(
     seed: int = 0,
     device: str = "cpu",
     quiet: bool = False,
-) -> list[Reading]:
+) -> list[StabilityRow]:
     """Measures every checkpoint that a run has kept, on the same triplets, by condition.
 
     Args:
@@ -202,12 +202,12 @@ def along_checkpoints(
             model = load_recurrent(folder, device=device)
             for name, inputs in asked:
                 estimates = [mean(values.tolist()) for values in stability(model, inputs)]
-                readings.append(Reading(checkpoint.steps(folder), name, *estimates))
+                readings.append(StabilityRow(checkpoint.steps(folder), name, *estimates))
                 progress.advance(1, 3 * n)
     return readings
 
 
-def rows(readings: Sequence[Reading]) -> list[list[str]]:
+def rows(readings: Sequence[StabilityRow]) -> list[list[str]]:
     """Cells of a table: step, condition, the two stabilities and the norm of J."""
     return [
         [

@@ -32,7 +32,7 @@ FAMILIES: dict[str, Registry[Any]] = {
 }
 
 
-class Point(NamedTuple):
+class GridRun(NamedTuple):
     """One run of a grid.
 
     Attributes:
@@ -74,7 +74,7 @@ def parse_axes(items: Sequence[str]) -> Axes:
     return axes
 
 
-def expand(base: TrainConfig, axes: Axes, folder: Path) -> list[Point]:
+def expand(base: TrainConfig, axes: Axes, folder: Path) -> list[GridRun]:
     """Every combination, the last key's values changing fastest, each checked to be runnable.
 
     Args:
@@ -96,7 +96,7 @@ def expand(base: TrainConfig, axes: Axes, folder: Path) -> list[Point]:
         except UserError as error:
             raise UserError(f"run {name}: {error}") from error
         config.output_dir = str(folder / name)
-        points.append(Point(name, values, config))
+        points.append(GridRun(name, values, config))
     named: dict[str, str] = {}
     for point in points:
         other = named.setdefault(str(point.content()), point.name)
@@ -145,7 +145,7 @@ def _check_values(base: TrainConfig, axes: Axes) -> None:
     for key, values in axes.items():
         seen: dict[str, str] = {}
         for value in values:
-            point = Point("", first, applied(base, first | {key: value}))
+            point = GridRun("", first, applied(base, first | {key: value}))
             content = str(point.content())
             if content in seen:
                 raise UserError(

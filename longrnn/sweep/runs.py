@@ -32,7 +32,7 @@ from longrnn.locks import Lock
 from longrnn.programs import module_command, module_environment
 from longrnn.progress import Progress
 from longrnn.results import Results, Row, read_results
-from longrnn.sweep.grid import Point
+from longrnn.sweep.grid import GridRun
 from longrnn.tasks import TASKS, SequenceTask
 from longrnn.training.metrics import read_metrics
 
@@ -62,7 +62,7 @@ class Sweep:
 
     def __init__(
         self,
-        points: Sequence[Point],
+        points: Sequence[GridRun],
         folder: Path,
         *,
         devices: Sequence[str] = ("cpu",),
@@ -132,7 +132,7 @@ class Sweep:
         else:
             results.append([outcome])
 
-    def _one(self, point: Point) -> Row | Failure:
+    def _one(self, point: GridRun) -> Row | Failure:
         """Trains and evaluates one run on a device of its own."""
         log = self.folder / "logs" / f"{point.name}.log"
         device = self.devices.get()
@@ -148,7 +148,7 @@ class Sweep:
         finally:
             self.devices.put(device)
 
-    def _train(self, point: Point, device: str, log: Path) -> str | None:
+    def _train(self, point: GridRun, device: str, log: Path) -> str | None:
         """Runs `longrnn train`; returns why it did not end, or None."""
         config = self.folder / "configs" / f"{point.name}.yaml"
         write_atomic(config, dump_config(point.config))
@@ -220,7 +220,7 @@ def _environment(device: str, jobs: int) -> dict[str, str]:
     return values
 
 
-def _measured(point: Point, device: str, folder: Path) -> Row:
+def _measured(point: GridRun, device: str, folder: Path) -> Row:
     """The row of a run that has ended: its last metrics, and its scores on held-out sequences."""
     output_dir = Path(point.config.output_dir)
     last = read_metrics(output_dir)[-1]
@@ -245,7 +245,7 @@ def _measured(point: Point, device: str, folder: Path) -> Row:
     }
 
 
-def _row(rows: Sequence[Row], point: Point) -> Row | None:
+def _row(rows: Sequence[Row], point: GridRun) -> Row | None:
     """The row of a run, if it is done with this very configuration."""
     content = point.content()
     return next((row for row in reversed(rows) if row["config"] == content), None)

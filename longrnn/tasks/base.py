@@ -22,23 +22,23 @@ class Batch(NamedTuple):
     Attributes:
         tokens: `(b, t)` int64, the model's input.
         targets: `(b, t)` int64, what the logits at the same place should say; −100 where unscored.
-        fresh: `(b,)` bool, whether a row begins a new document (false: it goes on from the row's
+        is_document_start: `(b,)` bool, whether a row begins a new document (false: it goes on from the row's
             last batch).
         weights: `(b, t)` weights of the loss, which is the mean over rows of the weighted sum over
             tokens; None for the mean over a row's scored tokens.
         answer: `(b, t)` bool, the places that `Task.score` looks at; None for all scored ones.
-        tail: the last `tail` tokens are asked on a fork of the state: a carried state is the one
+        query_length: the last `query_length` tokens are asked on a fork of the state: a carried state is the one
             before them.
-        repeat: `(b,)` int64, how often the tokens before the tail count in what is carried; None
+        repeat: `(b,)` int64, how often the tokens before the query_length count in what is carried; None
             for once.
     """
 
     tokens: Tensor
     targets: Tensor
-    fresh: Tensor
+    is_document_start: Tensor
     weights: Tensor | None = None
     answer: Tensor | None = None
-    tail: int = 0
+    query_length: int = 0
     repeat: Tensor | None = None
 
     def answers(self) -> Tensor:
@@ -84,17 +84,17 @@ class Task(ABC):
         """Scores by name, `(b,)` float each, of predicted ids `(b, t)`."""
 
     def segment(
-        self, lanes: Sequence[int], step: int, *, n_lanes: int, length: int, seed: int
+        self, streams: Sequence[int], step: int, *, n_streams: int, length: int, seed: int
     ) -> Batch:
-        """The `step`-th segment of continuing documents, a row per lane.
+        """The `step`-th segment of continuing documents, a row per stream.
 
-        A pure function of its arguments: any process can make any lane at any step.
+        A pure function of its arguments: any process can make any stream at any step.
 
         Args:
-            lanes: whose segments are wanted, counted from 0.
-            step: which segment of its lane, counted from 0; one a step, or `segments_per_step`.
-            n_lanes: lanes of the whole run, over which documents are shared out.
-            length: tokens of a segment; a task may add a question behind it (`Batch.tail`).
+            streams: whose segments are wanted, counted from 0.
+            step: which segment of its stream, counted from 0; one a step, or `segments_per_step`.
+            n_streams: streams of the whole run, over which documents are shared out.
+            length: tokens of a segment; a task may add a question behind it (`Batch.query_length`).
             seed: of the run.
 
         Raises:
@@ -106,7 +106,7 @@ class Task(ABC):
         """Segments of `length` tokens of the longest document that `segment` may give."""
         raise self._no_documents()
 
-    def layout(self, n_lanes: int, *, length: int, seed: int) -> str:
+    def layout(self, n_streams: int, *, length: int, seed: int) -> str:
         """What a user should know of the documents of `segment`; nothing where all are used."""
         return ""
 

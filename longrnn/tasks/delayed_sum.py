@@ -40,5 +40,5 @@ class DelayedSum(SequenceTask):
         return Batch(
             tokens=x,
             targets=torch.cat([torch.full_like(first, UNSCORED), answer], dim=1),
-            fresh=torch.ones(len(x), dtype=torch.bool),
+            is_document_start=torch.ones(len(x), dtype=torch.bool),
         )

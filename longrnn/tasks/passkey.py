@@ -30,7 +30,7 @@ from longrnn.tasks.passkey_documents import (
     numbered,
     with_numbers,
 )
-from longrnn.tasks.spans import Span, read, whole
+from longrnn.tasks.repeated import RepeatedTokens, read, whole
 from longrnn.text import ByteTokenizer, Tokenizer, read_text
 
 HEADER = "Something important is hidden in the text below. Remember it.\n"
@@ -68,7 +68,7 @@ class Passkey(Task):
         max_segments: of the longest one; lengths are log-uniform.
         max_repeat: how often a segment of filler counts at most; log-uniform. Above 1 only for
             cells that are scanned.
-        grow_steps: segments of a lane over which the longest document grows from `min_segments` to
+        grow_steps: segments of a stream over which the longest document grows from `min_segments` to
             `max_segments`, and repeats from 1 to `max_repeat`.
         filler: UTF-8 text files to take the filler from, over and over, from a place that is drawn;
             None for `FILLER`.
@@ -121,7 +121,7 @@ class Passkey(Task):
         self.drawing.check()
         self.own_filler = files is not None
         self._sha256 = hashlib.sha256(text.encode()).hexdigest() if files else ""
-        self._lanes: dict[tuple[int, int], list[Document]] = {}
+        self._streams: dict[tuple[int, int], list[Document]] = {}
 
     # Prompts
 
@@ -148,7 +148,7 @@ class Passkey(Task):
 
     def context(
         self, needles: Sequence[Needle], asked: int, *, length: int, start: int = 0
-    ) -> list[Span]:
+    ) -> list[RepeatedTokens]:
         """What comes before the question of `prompt_of`: the header, then filler and keys."""
         room = length - len(self._header) - len(self.question(needles[asked]))
         return [whole(self._header), *self._hidden(needles, start, room, length)]
@@ -198,7 +198,9 @@ class Passkey(Task):
         form = NUMBERED_KEY_LINE if needle.number else KEY_LINE
         return self._ids(form.format(key=needle.key, number=needle.number))
 
-    def _hidden(self, needles: Sequence[Needle], start: int, room: int, length: int) -> list[Span]:
+    def _hidden(
+        self, needles: Sequence[Needle], start: int, room: int, length: int
+    ) -> list[RepeatedTokens]:
         """`room` tokens of filler and key lines; `start` counts through the filler."""
         lines = [self._line(needle) for needle in needles]
         free = room - sum(map(len, lines))
@@ -210,9 +212,12 @@ class Passkey(Task):
         spans, before = [], 0
         for index in sorted(range(len(needles)), key=lambda i: needles[i].depth):
             place = round(needles[index].depth * free)
-            spans += [Span(self._filler, start + before, place - before), whole(lines[index])]
+            spans += [
+                RepeatedTokens(self._filler, start + before, place - before),
+                whole(lines[index]),
+            ]
             before = place
-        return [*spans, Span(self._filler, start + before, free - before)]
+        return [*spans, RepeatedTokens(self._filler, start + before, free - before)]
 
     # Training
 
@@ -225,24 +230,24 @@ class Passkey(Task):
             start = rng.randrange(self.n_filler) if self.own_filler else 0
             prompts.append(self.prompt_of(needles, asked, length=length, start=start))
             chosen.append(needles[asked])
-        fresh = torch.ones(batch_size, dtype=torch.bool)
-        return self._batch(prompts, chosen, fresh, asked=[True] * batch_size)
+        is_document_start = torch.ones(batch_size, dtype=torch.bool)
+        return self._batch(prompts, chosen, is_document_start, asked=[True] * batch_size)
 
     def segment(
-        self, lanes: Sequence[int], step: int, *, n_lanes: int, length: int, seed: int
+        self, streams: Sequence[int], step: int, *, n_streams: int, length: int, seed: int
     ) -> Batch:
         """See `Task.segment`; a segment has `length` tokens, the question follows on a fork."""
-        bodies, chosen, fresh, asked, repeat = [], [], [], [], []
-        for lane in lanes:
-            document = self._document(lane, step, seed)
+        bodies, chosen, is_document_start, asked, repeat = [], [], [], [], []
+        for stream in streams:
+            document = self._document(stream, step, seed)
             index = step - document.start
             needle = document.needles[document.asked]
             bodies.append(torch.cat([self._body(document, index, length), self.question(needle)]))
             chosen.append(needle)
-            fresh.append(index == 0)
+            is_document_start.append(index == 0)
             asked.append(document.asks(index))
             repeat.append(document.repeats[index])
-        batch = self._batch(bodies, chosen, torch.tensor(fresh), asked, fork=length)
+        batch = self._batch(bodies, chosen, torch.tensor(is_document_start), asked, fork=length)
         return batch if set(repeat) == {1} else batch._replace(repeat=torch.tensor(repeat))
 
     def longest_document(self, length: int) -> int:
@@ -260,7 +265,7 @@ class Passkey(Task):
         self,
         prompts: list[Tensor],
         chosen: list[Needle],
-        fresh: Tensor,
+        is_document_start: Tensor,
         asked: list[bool],
         *,
         fork: int | None = None,
@@ -288,17 +293,17 @@ class Passkey(Task):
         weights = self.text_weight * scored / scored.sum(1, keepdim=True)
         per_answer = answer_mask.float() / answer_mask.sum(1, keepdim=True).clamp(min=1)
         weights = weights + self.answer_weight * per_answer
-        tail = 0 if fork is None else width - 1 - fork
-        return Batch(ids[:, :-1], targets, fresh, weights, answer_mask, tail)
+        query_length = 0 if fork is None else width - 1 - fork
+        return Batch(ids[:, :-1], targets, is_document_start, weights, answer_mask, query_length)
 
     # Documents that go on
 
-    def _document(self, lane: int, step: int, seed: int) -> Document:
-        """The document that a lane is in at a step."""
-        documents = self._lanes.setdefault((seed, lane), [])
+    def _document(self, stream: int, step: int, seed: int) -> Document:
+        """The document that a stream is in at a step."""
+        documents = self._streams.setdefault((seed, stream), [])
         while not documents or documents[-1].end <= step:
             start = documents[-1].end if documents else 0
-            rng = random.Random(f"{seed}/{lane}/{len(documents)}")
+            rng = random.Random(f"{seed}/{stream}/{len(documents)}")
             documents.append(self.drawing.document(start, rng))
         return next(d for d in reversed(documents) if d.start <= step)
 

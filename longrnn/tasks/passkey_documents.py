@@ -1,4 +1,4 @@
-"""Passkey documents that go on over segments, as lanes read them.
+"""Passkey documents that go on over segments, as streams read them.
 
 Notable choices:
 - A document asks its question at the end of some segments, on a fork of the state: the answer never
@@ -122,7 +122,7 @@ class Drawing(NamedTuple):
         min_segments: of the shortest document.
         max_segments: of the longest; lengths are log-uniform.
         max_repeat: how often a segment of filler counts at most, log-uniform.
-        grow_steps: segments of a lane over which lengths and repeats grow to their full range.
+        grow_steps: segments of a stream over which lengths and repeats grow to their full range.
         n_keys: numbers of keys to choose from.
         n_filler: tokens of filler to begin at; 1 to begin at its start.
     """

@@ -52,4 +52,6 @@ class PredecessorQuery(SequenceTask):
         place = (x[:, :-1] == x[:, -1:]).int().argmax(dim=1, keepdim=True)
         targets = torch.full_like(x, UNSCORED)
         targets[:, -1:] = x.gather(1, place - 1)
-        return Batch(tokens=x, targets=targets, fresh=torch.ones(len(x), dtype=torch.bool))
+        return Batch(
+            tokens=x, targets=targets, is_document_start=torch.ones(len(x), dtype=torch.bool)
+        )

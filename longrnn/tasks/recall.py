@@ -61,5 +61,5 @@ class Recall(SequenceTask):
         return Batch(
             tokens=x,
             targets=torch.cat([unscored, values.gather(1, place)], dim=1),
-            fresh=torch.ones(len(x), dtype=torch.bool),
+            is_document_start=torch.ones(len(x), dtype=torch.bool),
         )

@@ -78,4 +78,4 @@ class ReverseVariable(SequenceTask):
         targets = answer.where((mirrored >= 0) & (mirrored < ends), UNSCORED)
         tokens = torch.full((n, 2 * width), self.query)
         tokens[:, :width] = x.where(x != NOTHING, self.query)
-        return Batch(tokens, targets, fresh=torch.ones(n, dtype=torch.bool))
+        return Batch(tokens, targets, is_document_start=torch.ones(n, dtype=torch.bool))

@@ -164,7 +164,7 @@ class Transduction(SequenceTask):
         return Batch(
             tokens=torch.cat([x, torch.full_like(x, self.query)], dim=1),
             targets=torch.cat([torch.full_like(x, UNSCORED), self.answer(x)], dim=1),
-            fresh=torch.ones(len(x), dtype=torch.bool),
+            is_document_start=torch.ones(len(x), dtype=torch.bool),
         )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from longrnn.corpus import Corpus
 from longrnn.errors import UserError
 from longrnn.tasks.base import TASKS, Batch, Task
-from longrnn.tasks.lanes import Lanes
+from longrnn.tasks.streams import Streams
 from longrnn.text import ByteTokenizer, Tokenizer, read_text
 
 
@@ -62,15 +62,15 @@ class Text(Task):
         tokens   t o   b
         targets  o   b e
 
-    Independent rows start at places drawn uniformly from all documents. Rows that are lanes read
-    documents from their beginning on, see `longrnn.tasks.lanes`. No row runs over the end of a
+    Independent rows start at places drawn uniformly from all documents. Rows that are streams read
+    documents from their beginning on, see `longrnn.tasks.streams`. No row runs over the end of a
     document. What is held out is what is in other files.
 
     Args:
         tokenizer: ids of the text; bytes where it is None.
         files: UTF-8 text files to train on, a document each, tokenised when training begins.
         corpus: instead of files, a folder that `longrnn data build` wrote.
-        max_segments: lanes begin anew after so many segments of a document at the latest; None for
+        max_segments: streams begin anew after so many segments of a document at the latest; None for
             documents as long as they are.
     """
 
@@ -102,7 +102,7 @@ class Text(Task):
         else:
             self.documents = opened = Corpus(Path(corpus))
             opened.check_tokenizer(tokenizer)
-        self._lanes: dict[tuple[int, int, int], Lanes] = {}
+        self._streams: dict[tuple[int, int, int], Streams] = {}
 
     def sample(self, batch_size: int, *, length: int, generator: torch.Generator) -> Batch:
         starts = np.maximum(0, self.documents.lengths - length)  # places of each document
@@ -120,22 +120,24 @@ class Text(Task):
         return self._batch(list(pairs), length, torch.ones(batch_size, dtype=torch.bool))
 
     def segment(
-        self, lanes: Sequence[int], step: int, *, n_lanes: int, length: int, seed: int
+        self, streams: Sequence[int], step: int, *, n_streams: int, length: int, seed: int
     ) -> Batch:
-        layout = self._laid_out(n_lanes, length, seed)
-        places = [layout.place(lane, step) for lane in lanes]
-        fresh = torch.tensor([place.fresh for place in places])
-        return self._batch([(place.document, place.start) for place in places], length, fresh)
+        layout = self._laid_out(n_streams, length, seed)
+        places = [layout.place(stream, step) for stream in streams]
+        is_document_start = torch.tensor([place.is_document_start for place in places])
+        return self._batch(
+            [(place.document, place.start) for place in places], length, is_document_start
+        )
 
-    def layout(self, n_lanes: int, *, length: int, seed: int) -> str:
-        """Lanes, their epochs, and what is left out."""
-        lanes = self._laid_out(n_lanes, length, seed)
-        share = lanes.dropped_tokens / int(self.documents.lengths.sum())
+    def layout(self, n_streams: int, *, length: int, seed: int) -> str:
+        """Streams, their epochs, and what is left out."""
+        streams = self._laid_out(n_streams, length, seed)
+        share = streams.dropped_tokens / int(self.documents.lengths.sum())
         return (
-            f"{lanes.documents:,} documents in {n_lanes:,} lanes, whose epochs have "
-            f"{min(lanes.epochs):,} to {max(lanes.epochs):,} segments of {length:,} tokens; left "
-            f"out: {lanes.dropped_documents:,} documents shorter than a segment and the ends of "
-            f"the others, {lanes.dropped_tokens:,} tokens in all ({share:.2%})"
+            f"{streams.documents:,} documents in {n_streams:,} streams, whose epochs have "
+            f"{min(streams.epochs):,} to {max(streams.epochs):,} segments of {length:,} tokens; left "
+            f"out: {streams.dropped_documents:,} documents shorter than a segment and the ends of "
+            f"the others, {streams.dropped_tokens:,} tokens in all ({share:.2%})"
         )
 
     def longest_document(self, length: int) -> int:
@@ -149,20 +151,22 @@ class Text(Task):
     def data_sha256(self) -> str:
         return self.documents.sha256
 
-    def _laid_out(self, n_lanes: int, length: int, seed: int) -> Lanes:
-        key = n_lanes, length, seed
-        if key not in self._lanes:
-            self._lanes[key] = Lanes(
+    def _laid_out(self, n_streams: int, length: int, seed: int) -> Streams:
+        key = n_streams, length, seed
+        if key not in self._streams:
+            self._streams[key] = Streams(
                 self.documents.lengths,
-                n_lanes=n_lanes,
+                n_streams=n_streams,
                 length=length,
                 max_segments=self.max_segments,
                 seed=seed,
             )
-        return self._lanes[key]
+        return self._streams[key]
 
-    def _batch(self, places: Sequence[tuple[int, int]], length: int, fresh: Tensor) -> Batch:
+    def _batch(
+        self, places: Sequence[tuple[int, int]], length: int, is_document_start: Tensor
+    ) -> Batch:
         """Rows of `length` + 1 tokens from (document, first token), shifted by one."""
         rows = [self.documents.read(which, start, start + length + 1) for which, start in places]
         tokens = torch.stack(rows)
-        return Batch(tokens[:, :-1], tokens[:, 1:], fresh)
+        return Batch(tokens[:, :-1], tokens[:, 1:], is_document_start)

@@ -1,7 +1,7 @@
 """Training checkpoints: folders written beside, synced, checked and renamed into place.
 
 `checkpoint-00000500/` holds a model that `load` reads, `training.pt` (optimizer, random state,
-counters), one `carry-RANK.pt` per process with the states of its lanes and, written last,
+counters), one `carry-RANK.pt` per process with the states of its streams and, written last,
 `checksums.json` with the SHA-256 of each of these files. A folder of that name that does not agree
 with its checksums was damaged after it was written.
 """

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from longrnn.errors import UserError
 from longrnn.models.recurrent import RecurrentConfig
 from longrnn.ranges import LARGEST_FLOAT32, check_ranges, choice, count, number, within
-from longrnn.training.initial_states import uses_lanes
+from longrnn.training.initial_states import uses_streams
 
 SAMPLING = ("fixed", "log_uniform")
 TRACKERS = ("none", "tensorboard")
@@ -142,7 +142,7 @@ class TrainConfig:
                 "lower length.min, or raise length.max"
             )
         self._check_schedule()
-        self._check_lanes()
+        self._check_streams()
         if self.batch_tokens is not None and self.batch_tokens < self.length.max:
             raise UserError(
                 f"batch_tokens={self.batch_tokens} has no room for one row of length.max="
@@ -181,9 +181,9 @@ class TrainConfig:
                 f"{self.max_steps - self.warmup_steps} or less"
             )
 
-    def _check_lanes(self) -> None:
-        """Refuses what lanes cannot have, and what only lanes can have."""
-        if not uses_lanes(self.initial_state):
+    def _check_streams(self) -> None:
+        """Refuses what streams cannot have, and what only streams can have."""
+        if not uses_streams(self.initial_state):
             if self.segments_per_step > 1:
                 raise UserError(
                     "segments_per_step above 1 needs rows that go on from segment to segment: set "

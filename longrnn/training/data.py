@@ -8,7 +8,7 @@ import torch
 
 from longrnn.tasks import Batch, Task
 from longrnn.training.config import TrainConfig
-from longrnn.training.initial_states import uses_lanes
+from longrnn.training.initial_states import uses_streams
 from longrnn.training.seeds import mix
 
 
@@ -16,7 +16,7 @@ class Source:
     """The batches of one process of a run.
 
     Every process draws the same global batch and takes its own rows, so a run on two processes
-    sees the rows of a run on one with twice the batch. Lanes are numbered over all micro-batches
+    sees the rows of a run on one with twice the batch. Streams are numbered over all micro-batches
     and processes, and stay where they are: no state ever moves.
 
     Args:
@@ -29,17 +29,17 @@ class Source:
     def __init__(self, task: Task, config: TrainConfig, rank: int, world_size: int) -> None:
         self.task, self.config = task, config
         self.rank, self.world_size = rank, world_size
-        self.lanes = uses_lanes(config.initial_state)
+        self.streams = uses_streams(config.initial_state)
         rows = config.per_device_train_batch_size
-        self.n_lanes = config.gradient_accumulation_steps * world_size * rows
+        self.n_streams = config.gradient_accumulation_steps * world_size * rows
 
     def segments(self, step: int, micro: int) -> list[Batch]:
         """The rows of this process for one micro-batch of a step.
 
-        Consecutive segments of lanes, `segments_per_step` of them, or one batch of independent
+        Consecutive segments of streams, `segments_per_step` of them, or one batch of independent
         rows.
         """
-        if not self.lanes:
+        if not self.streams:
             return [self._sample(step, micro)]
         count = self.config.segments_per_step
         return [self._segment(step * count + index, micro) for index in range(count)]
@@ -47,26 +47,26 @@ class Source:
     def check(self) -> None:
         """Raises UserError for lengths that the task cannot make."""
         length = self.config.length
-        if not self.lanes and (length.grow_steps or length.sampling != "fixed"):
+        if not self.streams and (length.grow_steps or length.sampling != "fixed"):
             self.task.sample(1, length=length.min, generator=torch.Generator())
         self.segments(0, 0)
 
     def layout(self) -> str:
-        """How documents are laid out in lanes, in words; nothing where rows are no lanes."""
+        """How documents are laid out in streams, in words; nothing where rows are no streams."""
         length, seed = self.config.length.max, self.config.seed
-        return self.task.layout(self.n_lanes, length=length, seed=seed) if self.lanes else ""
+        return self.task.layout(self.n_streams, length=length, seed=seed) if self.streams else ""
 
     def longest(self) -> int:
         """Tokens of the longest row, or document where a state is carried, that a run may see."""
         config = self.config
-        if not self.lanes:
+        if not self.streams:
             row = self.task.sample(1, length=config.length.max, generator=torch.Generator())
             return row.tokens.shape[1]
         segment = self._segment(0, 0)
         steps = config.max_steps * config.segments_per_step
         segments = min(steps, self.task.longest_document(config.length.max))
         # Only the last segment's question counts: the others are asked on forks.
-        return segments * config.length.max + segment.tail
+        return segments * config.length.max + segment.query_length
 
     def _sample(self, step: int, micro: int) -> Batch:
         seed = mix(self.config.seed, step, micro)
@@ -82,10 +82,10 @@ class Source:
         config = self.config
         rows = config.per_device_train_batch_size
         first = (micro * self.world_size + self.rank) * rows
-        lanes = range(first, first + rows)
+        streams = range(first, first + rows)
         length = config.length.max
         return self.task.segment(
-            lanes, index, n_lanes=self.n_lanes, length=length, seed=config.seed
+            streams, index, n_streams=self.n_streams, length=length, seed=config.seed
         )
 
     def _length(self, step: int, rng: random.Random) -> int:

@@ -51,10 +51,10 @@ class InitialState(ABC):
     Args of every member's constructor: `context`; options are keyword-only.
 
     Attributes:
-        lanes: whether rows are lanes: consecutive segments of documents.
+        streams: whether rows are streams: consecutive segments of documents.
     """
 
-    lanes = False
+    streams = False
 
     def __init__(self, context: Context, *, zero_share: float = 0.1) -> None:
         if not 0 <= zero_share <= 1:
@@ -68,7 +68,7 @@ class InitialState(ABC):
         # A row's seed is that of its place in the global batch, on however many processes.
         first = self.context.rank * rows
         seeds = [mix(self.context.seed, step, micro, first + row) for row in range(rows)]
-        state = self._draw(zero, batch.fresh, seeds, micro)
+        state = self._draw(zero, batch.is_document_start, seeds, micro)
         zeros = [random.Random(seed).random() < self.zero_share for seed in seeds]
         return reset(state, zero, torch.tensor(zeros).to(zero.position.device) | ~_finite(state))
 
@@ -83,12 +83,14 @@ class InitialState(ABC):
         """Takes up what `content` gave."""
 
     @abstractmethod
-    def _draw(self, zero: LMState, fresh: Tensor, seeds: Sequence[int], micro: int) -> LMState:
+    def _draw(
+        self, zero: LMState, is_document_start: Tensor, seeds: Sequence[int], micro: int
+    ) -> LMState:
         """The states of rows that do not start from zero.
 
         Args:
             zero: the zero states of the rows.
-            fresh: `(b,)` bool, see `Batch`.
+            is_document_start: `(b,)` bool, see `Batch`.
             seeds: one a row.
             micro: which micro-batch.
         """
@@ -97,10 +99,10 @@ class InitialState(ABC):
 INITIAL_STATES: Registry[InitialState] = Registry("initial state")
 
 
-def uses_lanes(spec: Mapping[str, Any]) -> bool:
-    """Whether the policy that `spec` describes reads documents in lanes."""
+def uses_streams(spec: Mapping[str, Any]) -> bool:
+    """Whether the policy that `spec` describes reads documents in streams."""
     kind = spec.get("kind")
-    return isinstance(kind, str) and INITIAL_STATES[kind].lanes
+    return isinstance(kind, str) and INITIAL_STATES[kind].streams
 
 
 @INITIAL_STATES.register("zero")
@@ -110,7 +112,9 @@ class Zero(InitialState):
     def __init__(self, context: Context) -> None:
         super().__init__(context, zero_share=1.0)
 
-    def _draw(self, zero: LMState, fresh: Tensor, seeds: Sequence[int], micro: int) -> LMState:
+    def _draw(
+        self, zero: LMState, is_document_start: Tensor, seeds: Sequence[int], micro: int
+    ) -> LMState:
         return zero
 
 
@@ -140,20 +144,22 @@ class Remembering(InitialState):
 
 @INITIAL_STATES.register("carry")
 class Carry(Remembering):
-    """Truncated back-propagation through time: rows are lanes, each goes on where it stopped.
+    """Truncated back-propagation through time: rows are streams, each goes on where it stopped.
 
     Args:
         context: of the run.
         zero_share: share of segments that forget what came before, in the middle of a document.
     """
 
-    lanes = True
+    streams = True
 
     def __init__(self, context: Context, *, zero_share: float = 0.0) -> None:
         super().__init__(context, zero_share=zero_share)
 
-    def _draw(self, zero: LMState, fresh: Tensor, seeds: Sequence[int], micro: int) -> LMState:
-        return reset(self.states.get(micro, zero), zero, fresh)
+    def _draw(
+        self, zero: LMState, is_document_start: Tensor, seeds: Sequence[int], micro: int
+    ) -> LMState:
+        return reset(self.states.get(micro, zero), zero, is_document_start)
 
 
 @INITIAL_STATES.register("pass")
@@ -171,7 +177,9 @@ class Pass(Remembering):
     def __init__(self, context: Context, *, zero_share: float = 0.1) -> None:
         super().__init__(context, zero_share=zero_share)
 
-    def _draw(self, zero: LMState, fresh: Tensor, seeds: Sequence[int], micro: int) -> LMState:
+    def _draw(
+        self, zero: LMState, is_document_start: Tensor, seeds: Sequence[int], micro: int
+    ) -> LMState:
         if micro not in self.states:
             return zero
         rows, last = len(seeds), self.states[micro]
@@ -226,7 +234,9 @@ class FittedNoise(InitialState):
         self.moments = {n: pair.to(device) for n, pair in content.items() if n != "weight"}
         self.weight = float(content["weight"])
 
-    def _draw(self, zero: LMState, fresh: Tensor, seeds: Sequence[int], micro: int) -> LMState:
+    def _draw(
+        self, zero: LMState, is_document_start: Tensor, seeds: Sequence[int], micro: int
+    ) -> LMState:
         if not self.moments:
             return zero
         drawn = []
@@ -254,7 +264,9 @@ class RandomNoise(InitialState):
             raise UserError(f"std must be above 0 and finite, not {std}: give such a number")
         self.std = std
 
-    def _draw(self, zero: LMState, fresh: Tensor, seeds: Sequence[int], micro: int) -> LMState:
+    def _draw(
+        self, zero: LMState, is_document_start: Tensor, seeds: Sequence[int], micro: int
+    ) -> LMState:
         layers = tree_map(lambda leaf: self.std * leaf, _noise(zero.layers, seeds))
         return zero._replace(layers=layers)
 

@@ -68,7 +68,7 @@ class Examination:
 
     Attributes:
         loss: its loss.
-        sound: `(b,)` bool, rows of which everything was finite on the way forward.
+        finite_rows: `(b,)` bool, rows of which everything was finite on the way forward.
         layer: where the first value that is not finite came from, in order of execution; None.
         parameter: the first parameter of the model whose gradient is not finite or, where all are
             and the norm over them overflows, the one with the largest; None.
@@ -77,7 +77,7 @@ class Examination:
     """
 
     loss: float
-    sound: Tensor
+    finite_rows: Tensor
     layer: str | None = None
     parameter: str | None = None
     sizes: dict[str, Size] = field(default_factory=dict)
@@ -144,8 +144,8 @@ def _look(seen: Examination, label: str, tree: Any) -> None:
     """Notes what is not finite in `tree`, and in which rows."""
     for values in _floats(tree):
         finite = values.isfinite()
-        if values.ndim and len(values) == len(seen.sound):
-            seen.sound &= finite.reshape(len(finite), -1).all(1).cpu()
+        if values.ndim and len(values) == len(seen.finite_rows):
+            seen.finite_rows &= finite.reshape(len(finite), -1).all(1).cpu()
         if seen.layer is None and not finite.all():
             seen.layer = label
 
@@ -186,7 +186,7 @@ def report(
         where: what is not finite, where that is known.
 
     Returns:
-        What to tell, the same in all processes, and `Examination.sound` of each micro-batch.
+        What to tell, the same in all processes, and `Examination.finite_rows` of each micro-batch.
     """
     found = [examine(objective, *part, accelerator.autocast()) for part in micros]
     bad = [index for index, seen in enumerate(found) if seen.where is not None]
@@ -221,7 +221,7 @@ def report(
         write_tensors(path, content)
 
     together(accelerator, write)
-    return said, [seen.sound for seen in found]
+    return said, [seen.finite_rows for seen in found]
 
 
 def replay(path: Path, device: str = "cpu") -> tuple[dict[str, Any], Examination]:

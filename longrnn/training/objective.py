@@ -43,14 +43,18 @@ class Objective(nn.Module):
 
         Args:
             segments: of equal rows.
-            state: from which the first one starts, whether it is fresh or not. In the others,
+            state: from which the first one starts, whether it is is_document_start or not. In the others,
                 rows that begin a document start from zero.
         """
         losses: list[Tensor] = []
         predictions: list[Tensor] = []
         for batch in segments:
             if losses:
-                state = reset(state, self.model.init_state(len(batch.fresh)), batch.fresh)
+                state = reset(
+                    state,
+                    self.model.init_state(len(batch.is_document_start)),
+                    batch.is_document_start,
+                )
             loss, state, said = self._segment(batch, state)
             losses.append(loss)
             predictions.append(said)
@@ -58,9 +62,9 @@ class Objective(nn.Module):
 
     def _segment(self, batch: Batch, state: LMState) -> tuple[Tensor, LMState, Tensor]:
         """The loss from an initial state; see `Batch` for its weights and its tail."""
-        body = batch.tokens.shape[1] - batch.tail
+        body = batch.tokens.shape[1] - batch.query_length
         hidden, state = read_repeatedly(self.model, batch.tokens[:, :body], state, batch.repeat)
-        if batch.tail:
+        if batch.query_length:
             asked, _ = self.model.hidden(batch.tokens[:, body:], state)
             hidden = torch.cat([hidden, asked], dim=1)
         weights = batch.weights

@@ -220,7 +220,7 @@ class Trainer:
     def _leave_out(self) -> None:
         """Makes a step that was not finite undone: stops the run, or has it go on beyond.
 
-        Lanes that were not finite go on from the zero state, since what they carry may be at fault.
+        Streams that were not finite go on from the zero state, since what they carry may be at fault.
         """
         config = self.config
         self.optimizer.zero_grad()
@@ -228,7 +228,7 @@ class Trainer:
             self.accelerator.scaler.update()
         path, micros = self._nonfinite_file(), self._micros()
         objective = self.accelerator.unwrap_model(self.objective)
-        where, sound = nonfinite.report(self.accelerator, objective, micros, path)
+        where, finite_rows = nonfinite.report(self.accelerator, objective, micros, path)
         self.skipped += 1
         self.skipped_in_a_row += 1
         if config.nonfinite == "stop" or self.skipped_in_a_row == MOST_SKIPPED:
@@ -239,8 +239,8 @@ class Trainer:
             )
             for old in nonfinite.files(self.output_dir)[: -config.save_total_limit]:
                 old.unlink()
-        if self.starts.lanes:
-            for micro, ((_, start), rows) in enumerate(zip(micros, sound, strict=True)):
+        if self.starts.streams:
+            for micro, ((_, start), rows) in enumerate(zip(micros, finite_rows, strict=True)):
                 gone = ~rows.to(self.accelerator.device)
                 zero = self._model().init_state(len(gone))
                 self.starts.after(reset(start, zero, gone), micro)

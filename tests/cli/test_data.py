@@ -86,12 +86,12 @@ def test_training_on_a_corpus(cli: CLI, texts: list[Path], tmp_path: Path) -> No
     """A corpus that is carried, and everything that a run must refuse before it begins."""
     assert cli("data", "build", "--out", "corpus", "--quiet", *texts).code == 0
     config = tiny(
-        "lanes", Path("run"), task={"kind": "text", "corpus": "corpus", "max_segments": 5}
+        "streams", Path("run"), task={"kind": "text", "corpus": "corpus", "max_segments": 5}
     )
     (tmp_path / "c.yaml").write_text(dump_config(config))
     done = cli("train", "c.yaml")
     assert done.code == 0, done.err
-    assert "8 documents in 4 lanes, whose epochs have 8 to 9 segments of 64 tokens" in done.err
+    assert "8 documents in 4 streams, whose epochs have 8 to 9 segments of 64 tokens" in done.err
     assert [row["step"] for row in metrics(tmp_path / "run")] == [3, 6, 9, 10]
 
     train = ["train", "c.yaml", "output_dir=other", "--quiet"]
@@ -99,8 +99,8 @@ def test_training_on_a_corpus(cli: CLI, texts: list[Path], tmp_path: Path) -> No
     refused(cli, *train, "task.files=[0.txt]", says=("either files", "or corpus"))
     refused(cli, *train, "task.max_segments=0", says=("max_segments must be at least 1",))
     rows = "per_device_train_batch_size=9"
-    refused(cli, *train, rows, says=("18 lanes", "task.max_segments=1 or less"))
-    refused(cli, *train, "length.max=2000", says=("4 lanes", "a smaller length.max"))
+    refused(cli, *train, rows, says=("18 streams", "task.max_segments=1 or less"))
+    refused(cli, *train, "length.max=2000", says=("4 streams", "a smaller length.max"))
     refused(cli, *train, "carry=true", says=("carry was replaced", "initial_state={kind: carry}"))
     refused(cli, *train, "initial_state.kind=cary", says=("did you mean 'carry'",))
     bpe = trained_bpe()
@@ -120,7 +120,9 @@ def test_a_corpus_of_another_tokenizer(cli: CLI, texts: list[Path], tmp_path: Pa
     bpe.save(tmp_path / "bpe")
     build = ["data", "build", "--quiet", "--tokenizer", "bpe", "--out"]
     assert cli(*build, "corpus", *texts).code == 0
-    config = tiny("lanes", Path("run"), task={"kind": "text", "corpus": "corpus"}, tokenizer="bpe")
+    config = tiny(
+        "streams", Path("run"), task={"kind": "text", "corpus": "corpus"}, tokenizer="bpe"
+    )
     (tmp_path / "c.yaml").write_text(dump_config(config))
     small = ["length.max=8", "gradient_accumulation_steps=1", f"model.vocab_size={bpe.vocab_size}"]
     train = ["train", "c.yaml", "--quiet", "max_steps=2", "warmup_steps=1", *small]

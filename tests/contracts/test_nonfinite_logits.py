@@ -17,7 +17,7 @@ from longrnn.models.checkpoint import save_model
 from longrnn.models.finite import find_nonfinite
 from longrnn.progress import Progress
 from longrnn.state import LMState
-from longrnn.tasks.spans import whole
+from longrnn.tasks.repeated import whole
 from tests.cli.conftest import CLI, cli  # noqa: F401
 from tests.contracts.builders import build_mitigated, build_model, mitigation_spec, random_tokens
 

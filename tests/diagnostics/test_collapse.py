@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 import torch
 
-from longrnn.diagnostics.collapse import Finding, Judge
-from longrnn.diagnostics.record import Reading
+from longrnn.diagnostics.collapse import CollapseDetector, Finding
+from longrnn.diagnostics.record import HeadStatistics
 
 ENTRIES, TRAINED, LENGTH, EVERY = 64, 1024, 32768, 64
 
 
-def judge(norm: Callable[[int], float], mean: Callable[[int], float] = lambda t: 0.0) -> Finding:
+def detector(norm: Callable[[int], float], mean: Callable[[int], float] = lambda t: 0.0) -> Finding:
     """One head whose state has this norm and mean at position t."""
-    one = Judge(TRAINED, layers=1, prompts=["text"], heads=1)
+    one = CollapseDetector(TRAINED, layers=1, prompts=["text"], heads=1)
     for position in range(EVERY, LENGTH + 1, EVERY):
         square = norm(position) ** 2 / ENTRIES
         values = (mean(position), max(square - mean(position) ** 2, 0.0), norm(position))
         tables = [torch.full((1, 1), value, dtype=torch.float64) for value in values]
-        one.see(position, [Reading(*tables, tables[0], tables[0], tables[0][0])])
+        one.see(position, [HeadStatistics(*tables, tables[0], tables[0], tables[0][0])])
     (finding,) = one.findings()
     return finding
 
@@ -38,14 +38,14 @@ def test_a_stationary_head_does_not_collapse(seed: int, memory: int) -> None:
         added = randomness.standard_normal(ENTRIES) * randomness.gamma(1.0)
         state = keep * state + math.sqrt(1 - keep**2) * added
         norms[position], means[position] = float(np.linalg.norm(state)), float(state.mean())
-    assert judge(norms.__getitem__, means.__getitem__).left == ()
+    assert detector(norms.__getitem__, means.__getitem__).left == ()
 
 
 @pytest.mark.parametrize(("retention", "collapses"), [(0.2, False), (0.5, True), (0.99, True)])
 def test_a_head_that_fills_up(retention: float, collapses: bool) -> None:
     """1 − exp(−t/τ): a third of the state over the training length is where it begins."""
     rate = -math.log(retention) / TRAINED
-    found = judge(lambda t: 1 - math.exp(-rate * t))
+    found = detector(lambda t: 1 - math.exp(-rate * t))
     assert bool(found.left) == collapses
     if collapses:
         assert found.left == ("deviation", "norm")
@@ -60,9 +60,9 @@ def test_a_head_that_fills_up(retention: float, collapses: bool) -> None:
 
 def test_a_passing_excursion_is_no_collapse() -> None:
     """One odd passage; and a head that leaves for good in the second half of the prompt."""
-    assert judge(lambda t: 9.0 if 8192 < t <= 16384 else 1.0).left == ()
-    assert judge(lambda t: 9.0 if t > 20000 else 1.0).left == ()
-    found = judge(lambda t: 9.0 if t > 12000 else 1.0)
+    assert detector(lambda t: 9.0 if 8192 < t <= 16384 else 1.0).left == ()
+    assert detector(lambda t: 9.0 if t > 20000 else 1.0).left == ()
+    found = detector(lambda t: 9.0 if t > 12000 else 1.0)
     assert found.left == ("deviation", "norm")
     assert found.onset == 12032
     assert found.growth == 9
@@ -71,19 +71,19 @@ def test_a_passing_excursion_is_no_collapse() -> None:
 def test_the_mean_is_judged_beside_the_entries() -> None:
     """A mean that triples and stays small; one that takes over at the same norm."""
     size = 8.0  # the norm of 64 entries of size 1
-    assert judge(lambda t: size, lambda t: 0.3 if t > TRAINED else 0.1).left == ()
-    found = judge(lambda t: size, lambda t: -0.9 if t > TRAINED else 0.1)
+    assert detector(lambda t: size, lambda t: 0.3 if t > TRAINED else 0.1).left == ()
+    found = detector(lambda t: size, lambda t: -0.9 if t > TRAINED else 0.1)
     assert found.left == ("mean",)
 
 
 def test_states_that_shrink_or_stay_zero() -> None:
     """A head that goes quiet is not one that collapses; neither is one that never spoke."""
-    assert judge(lambda t: 1.0 if t <= TRAINED else 1e-6).left == ()
-    assert judge(lambda t: 0.0).left == ()
+    assert detector(lambda t: 1.0 if t <= TRAINED else 1e-6).left == ()
+    assert detector(lambda t: 0.0).left == ()
 
 
 @pytest.mark.parametrize("start", [500, 2000])
 def test_no_number_is_outside(start: int) -> None:
     """NaN, which compares as neither."""
-    assert "norm" in judge(lambda t: math.nan if t > start else 1.0).left
-    assert "norm" in judge(lambda t: math.inf if t > 2000 else 1.0).left
+    assert "norm" in detector(lambda t: math.nan if t > start else 1.0).left
+    assert "norm" in detector(lambda t: math.inf if t > 2000 else 1.0).left

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from longrnn.diagnostics.effective_memory_report import summary, write_report
-from longrnn.evaluation.memory import Point, starts
+from longrnn.evaluation.memory import MeanEffRem, starts
 from longrnn.intervals import Estimate
 from tests.diagnostics.conftest import open_alone
 
 
-def points(position: int, needed: int) -> list[Point]:
+def points(position: int, needed: int) -> list[MeanEffRem]:
     """A prediction that needs its last `needed` tokens."""
     return [
-        Point(start, Estimate(0.9 if position - start < needed else 0.03, 0.0, 1.0, 3))
+        MeanEffRem(start, Estimate(0.9 if position - start < needed else 0.03, 0.0, 1.0, 3))
         for start in starts(position)
     ]
 

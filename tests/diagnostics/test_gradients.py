@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from longrnn.diagnostics import gradients_report
 from longrnn.diagnostics.gradients import (
-    Laboratory,
+    GradientRecord,
     Settings,
     Subject,
     default_lengths,
@@ -184,7 +184,7 @@ def test_the_last_scored_token() -> None:
     assert wanted.tolist() == [4, 6]
 
 
-def laboratory(subjects: list[Subject], folder: Path, **settings: Any) -> Laboratory:
+def laboratory(subjects: list[Subject], folder: Path, **settings: Any) -> GradientRecord:
     small = {"lengths": (4, 8), "rows": 3, "exponents": 2, **settings}
     return diagnose(subjects, reverse(), Settings(**small), output=folder, quiet=True)
 

@@ -13,7 +13,7 @@ import yaml
 from torch import Tensor, nn
 
 from longrnn.diagnostics import states
-from longrnn.diagnostics.record import Reading, read
+from longrnn.diagnostics.record import HeadStatistics, read
 from longrnn.diagnostics.states import Diagnosis, Prompt, diagnose, newlines, text_prompt
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document
@@ -80,7 +80,7 @@ class Loop:
         return torch.sigmoid(gates[:, d : 2 * d])[:, None]  # f of an LSTM, z of a GRU
 
 
-def readings(model: Any, tokens: Tensor, stops: list[int]) -> dict[int, list[Reading]]:
+def readings(model: Any, tokens: Tensor, stops: list[int]) -> dict[int, list[HeadStatistics]]:
     return dict(read(model, tokens, stops, first=FIRST))
 
 

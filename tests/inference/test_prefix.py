@@ -18,7 +18,7 @@ from longrnn.models import LanguageModel, LMOutput, RecurrentLM
 from longrnn.models.recurrent import RecurrentConfig
 from longrnn.results import Row
 from longrnn.state import LMState
-from longrnn.tasks.spans import Span, length, read, whole
+from longrnn.tasks.repeated import RepeatedTokens, length, read, whole
 from longrnn.text import ByteTokenizer
 from tests.contracts.builders import mixer_spec, stirred
 
@@ -141,7 +141,7 @@ def test_spans_are_read_across_their_borders() -> None:
     """Tokens of a neighbour, or a filler that does not begin anew."""
     spans = [
         whole(torch.tensor([1, 2])),
-        Span(torch.tensor([5, 6, 7]), 2, 5),
+        RepeatedTokens(torch.tensor([5, 6, 7]), 2, 5),
         whole(torch.tensor([9])),
     ]
     everything = [1, 2, 7, 5, 6, 7, 5, 9]

@@ -10,7 +10,7 @@ import pytest
 
 from longrnn.config import build_config
 from longrnn.errors import UserError
-from longrnn.sweep.grid import Point, applied, expand, parse_axes, run_name
+from longrnn.sweep.grid import GridRun, applied, expand, parse_axes, run_name
 from longrnn.training.config import TrainConfig
 from tests.training.runs import BASE, KINDS
 
@@ -19,7 +19,7 @@ def base(**changes: Any) -> TrainConfig:
     return build_config(TrainConfig, {**BASE, **KINDS["reverse"], **changes})
 
 
-def points(*items: str, **changes: Any) -> list[Point]:
+def points(*items: str, **changes: Any) -> list[GridRun]:
     return expand(base(**changes), parse_axes(items), Path("out"))
 
 

@@ -21,7 +21,7 @@ from longrnn.hf.loading import load
 from longrnn.intervals import Estimate
 from longrnn.results import Row, read_results
 from longrnn.sweep import runs as module
-from longrnn.sweep.grid import Axes, Point, expand, parse_axes
+from longrnn.sweep.grid import Axes, GridRun, expand, parse_axes
 from longrnn.sweep.runs import Sweep, _environment, _measured
 from longrnn.sweep.table import differences, markdown, means, parse_baseline, verdict
 from longrnn.training import checkpoint
@@ -42,7 +42,7 @@ AXES = parse_axes(["position.kind=none,duplicate", "seed=1"])
 TINY = {"max_steps": 3, "length": {"max": 4}}
 
 
-def points(folder: Path, axes: Axes = AXES) -> list[Point]:
+def points(folder: Path, axes: Axes = AXES) -> list[GridRun]:
     return expand(tiny("reverse", folder, **TINY), axes, folder / "runs")
 
 

@@ -45,7 +45,7 @@ def test_sample_is_a_function_of_the_generator(task: Task) -> None:
 
 
 def test_shapes_and_dtypes(task: Task) -> None:
-    """Fields that the trainer relies on: one shape, int64 ids below the vocabulary, all fresh."""
+    """Fields that the trainer relies on: one shape, int64 ids below the vocabulary, all is_document_start."""
     batch = draw(task)
     assert batch.tokens.shape == batch.targets.shape
     assert batch.tokens.dtype == batch.targets.dtype == torch.int64
@@ -55,9 +55,9 @@ def test_shapes_and_dtypes(task: Task) -> None:
     assert scored.any(dim=1).all()
     assert batch.targets[scored].min() >= 0
     assert batch.targets[scored].max() < task.vocab_size
-    assert batch.fresh.dtype == torch.bool
-    assert batch.fresh.tolist() == [True] * 5
-    assert batch.tail == 0
+    assert batch.is_document_start.dtype == torch.bool
+    assert batch.is_document_start.tolist() == [True] * 5
+    assert batch.query_length == 0
     if batch.weights is not None:
         assert not batch.weights[~scored].any()
         assert (batch.weights >= 0).all()
@@ -108,13 +108,13 @@ def test_segment_is_refused_or_pure(task: Task) -> None:
     """A task without documents must say so when it is asked to carry a state."""
     if type(task).segment is Task.segment:
         for ask in (
-            lambda: task.segment([0], 0, n_lanes=1, length=64, seed=0),
+            lambda: task.segment([0], 0, n_streams=1, length=64, seed=0),
             lambda: task.longest_document(64),
         ):
             with pytest.raises(UserError, match="initial_state={kind: zero}"):
                 ask()
     else:
-        how = {"n_lanes": 3, "length": 256, "seed": 0}
+        how = {"n_streams": 3, "length": 256, "seed": 0}
         first = task.segment([0, 1], 3, **how)
         assert_batches_equal(task.segment([0, 1], 3, **how), first)
         assert task.longest_document(256) >= 1

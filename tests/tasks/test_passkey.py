@@ -18,7 +18,7 @@ from longrnn.tasks import Passkey
 from longrnn.tasks.base import UNSCORED
 from longrnn.tasks.passkey import ANSWER, FILLER, HEADER, KEY_LINE, QUESTION
 from longrnn.tasks.passkey_documents import Needle, is_held_out, keys, with_numbers
-from longrnn.tasks.spans import read
+from longrnn.tasks.repeated import read
 from longrnn.text import ByteTokenizer, Tokenizer
 from tests.tasks.drawings import drawing
 
@@ -155,10 +155,10 @@ def test_training_never_shows_a_held_out_key() -> None:
     task = Passkey(max_segments=2)
     generator = torch.Generator().manual_seed(0)
     batch = task.sample(800, length=200, generator=generator)
-    lanes = task.segment(range(400), 0, n_lanes=400, length=200, seed=0)
+    streams = task.segment(range(400), 0, n_streams=400, length=200, seed=0)
     shown = [
         re.search(r"passkey is (\d{5})\.", ByteTokenizer().decode(row))
-        for row in [*batch.tokens.tolist(), *lanes.tokens.tolist()]
+        for row in [*batch.tokens.tolist(), *streams.tokens.tolist()]
     ]
     found = {match[1] for match in shown if match}
     assert len(found) > 900

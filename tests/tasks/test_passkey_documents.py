@@ -24,46 +24,46 @@ def build(**options: int) -> Passkey:
 
 def body(batch: Batch, row: int) -> str:
     """The part of a row that enters the carried state."""
-    tokens = batch.tokens[row, : batch.tokens.shape[1] - batch.tail]
+    tokens = batch.tokens[row, : batch.tokens.shape[1] - batch.query_length]
     return ByteTokenizer().decode(tokens.tolist())
 
 
 @pytest.fixture(scope="module")
 def segments() -> list[Batch]:
-    """All lanes at every step, in order."""
+    """All streams at every step, in order."""
     task = build()
     return [
-        task.segment(range(LANES), step, n_lanes=LANES, length=LENGTH, seed=7)
+        task.segment(range(LANES), step, n_streams=LANES, length=LENGTH, seed=7)
         for step in range(STEPS)
     ]
 
 
-def test_a_segment_depends_on_lane_step_and_seed_alone(segments: list[Batch]) -> None:
-    """Memory of earlier calls, or rows that depend on which lanes are asked together."""
+def test_a_segment_depends_on_stream_step_and_seed_alone(segments: list[Batch]) -> None:
+    """Memory of earlier calls, or rows that depend on which streams are asked together."""
     task = build()
-    places = [(lane, step) for lane in range(LANES) for step in range(STEPS)]
+    places = [(stream, step) for stream in range(LANES) for step in range(STEPS)]
     random.Random(0).shuffle(places)
-    for lane, step in places:
-        alone = task.segment([lane], step, n_lanes=LANES, length=LENGTH, seed=7)
-        assert_batches_equal(alone, segments[step].rows(lane, lane + 1))
-    pair = task.segment([4, 1], 9, n_lanes=LANES, length=LENGTH, seed=7)
+    for stream, step in places:
+        alone = task.segment([stream], step, n_streams=LANES, length=LENGTH, seed=7)
+        assert_batches_equal(alone, segments[step].rows(stream, stream + 1))
+    pair = task.segment([4, 1], 9, n_streams=LANES, length=LENGTH, seed=7)
     assert_batches_equal(pair.rows(1, 2), segments[9].rows(1, 2))
 
 
-def test_seed_and_lane_make_a_difference(segments: list[Batch]) -> None:
-    """Lanes that all hold one document."""
-    other = build().segment(range(LANES), 0, n_lanes=LANES, length=LENGTH, seed=8)
+def test_seed_and_stream_make_a_difference(segments: list[Batch]) -> None:
+    """Streams that all hold one document."""
+    other = build().segment(range(LANES), 0, n_streams=LANES, length=LENGTH, seed=8)
     assert not torch.equal(other.tokens, segments[0].tokens)
-    assert len({body(segments[0], lane) for lane in range(LANES)}) > 1
+    assert len({body(segments[0], stream) for stream in range(LANES)}) > 1
 
 
-def documents(segments: list[Batch], lane: int) -> list[list[Batch]]:
-    """The complete documents of a lane, each a list of one-row batches."""
+def documents(segments: list[Batch], stream: int) -> list[list[Batch]]:
+    """The complete documents of a stream, each a list of one-row batches."""
     found: list[list[Batch]] = []
     for batch in segments:
-        if batch.fresh[lane]:
+        if batch.is_document_start[stream]:
             found.append([])
-        found[-1].append(batch.rows(lane, lane + 1))
+        found[-1].append(batch.rows(stream, stream + 1))
     return found[:-1]
 
 
@@ -84,8 +84,8 @@ def fillers(document: list[Batch]) -> list[str]:
 def test_documents_are_header_filler_key_line_filler(segments: list[Batch]) -> None:
     """A document whose key is missing, told twice, or cut at the edge of a segment."""
     lengths = []
-    for lane in range(LANES):
-        for document in documents(segments, lane):
+    for stream in range(LANES):
+        for document in documents(segments, stream):
             lengths.append(len(document))
             for filler in fillers(document):
                 assert filler in FILLER * (len(filler) // len(FILLER) + 2)
@@ -96,8 +96,8 @@ def test_documents_are_header_filler_key_line_filler(segments: list[Batch]) -> N
 def test_the_filler_runs_on_over_segments(segments: list[Batch]) -> None:
     """Filler that jumps between segments, as no prompt of an evaluation does."""
     starts = set()
-    for lane in range(LANES):
-        for document in documents(segments, lane):
+    for stream in range(LANES):
+        for document in documents(segments, stream):
             text = "".join(fillers(document))
             endless = FILLER * (len(text) // len(FILLER) + 2)
             assert text in endless
@@ -108,15 +108,15 @@ def test_the_filler_runs_on_over_segments(segments: list[Batch]) -> None:
 def test_fresh_marks_exactly_the_starts(segments: list[Batch]) -> None:
     """A state carried into another document, or thrown away within one."""
     for batch in segments:
-        for lane in range(LANES):
-            assert bool(batch.fresh[lane]) == body(batch, lane).startswith(HEADER)
-    assert segments[0].fresh.all()
+        for stream in range(LANES):
+            assert bool(batch.is_document_start[stream]) == body(batch, stream).startswith(HEADER)
+    assert segments[0].is_document_start.all()
 
 
 def test_the_question_is_asked_on_a_fork(segments: list[Batch]) -> None:
     """Answer tokens inside what is carried: the key would be remembered from its answers."""
     for batch in segments:
-        assert batch.tokens.shape == (LANES, LENGTH + batch.tail)
+        assert batch.tokens.shape == (LANES, LENGTH + batch.query_length)
         for row in range(LANES):
             tail = ByteTokenizer().decode(batch.tokens[row, LENGTH:].tolist())
             assert QUESTION not in body(batch, row)
@@ -127,8 +127,8 @@ def test_the_question_is_asked_on_a_fork(segments: list[Batch]) -> None:
 def test_rows_are_asked_at_doubling_distances(segments: list[Batch]) -> None:
     """Asking before the key teaches to guess; asking at every step teaches the key itself."""
     distances = set()
-    for lane in range(LANES):
-        for document in documents(segments, lane):
+    for stream in range(LANES):
+        for document in documents(segments, stream):
             since = None  # segments since the key line
             for part in document:
                 match = re.search(r"The passkey is (\d{5})", body(part, 0))
@@ -180,13 +180,14 @@ def test_score_leaves_out_rows_that_were_not_asked(segments: list[Batch]) -> Non
 def test_documents_grow_with_the_steps() -> None:
     """A curriculum that begins with the longest documents, or never reaches them."""
     task = build(max_segments=16, grow_steps=300)
-    lanes = range(20)
+    streams = range(20)
     early = [
-        task.segment(lanes, step, n_lanes=LANES, length=LENGTH, seed=0).fresh for step in range(4)
+        task.segment(streams, step, n_streams=LANES, length=LENGTH, seed=0).is_document_start
+        for step in range(4)
     ]
     assert torch.stack(early).float().mean() > 0.9
     late = [
-        task.segment(lanes, step, n_lanes=LANES, length=LENGTH, seed=0).fresh
+        task.segment(streams, step, n_streams=LANES, length=LENGTH, seed=0).is_document_start
         for step in range(400, 440)
     ]
     assert torch.stack(late).float().mean() < 0.5
@@ -195,7 +196,7 @@ def test_documents_grow_with_the_steps() -> None:
 def test_a_segment_too_short_says_what_it_needs() -> None:
     """A silent cut of the key line."""
     with pytest.raises(UserError, match=r"at least \d+ tokens"):
-        build().segment(range(20), 0, n_lanes=20, length=100, seed=0)
+        build().segment(range(20), 0, n_streams=20, length=100, seed=0)
 
 
 def test_segments_of_filler_count_many_times() -> None:
@@ -203,8 +204,8 @@ def test_segments_of_filler_count_many_times() -> None:
     task = build(min_segments=3, max_segments=3, max_repeat=1000, grow_steps=60)
     counts: dict[int, list[int]] = {}
     for step in range(120):
-        batch = task.segment(range(20), step, n_lanes=20, length=LENGTH, seed=1)
-        assert bool(batch.fresh.any()) == (step % 3 == 0)
+        batch = task.segment(range(20), step, n_streams=20, length=LENGTH, seed=1)
+        assert bool(batch.is_document_start.any()) == (step % 3 == 0)
         if batch.repeat is None:
             continue
         for row, times in enumerate(batch.repeat.tolist()):
@@ -213,7 +214,7 @@ def test_segments_of_filler_count_many_times() -> None:
             assert times == 1 or fillers_only(body(batch, row))
     assert max(max(counts.get(step, [1])) for step in range(6)) < 30
     assert max(max(counts.get(step, [1])) for step in range(60, 120)) > 300
-    assert build().segment(range(20), 5, n_lanes=20, length=LENGTH, seed=1).repeat is None
+    assert build().segment(range(20), 5, n_streams=20, length=LENGTH, seed=1).repeat is None
 
 
 def fillers_only(text: str) -> bool:
@@ -224,7 +225,7 @@ def test_numbered_documents_hold_all_keys_in_one_segment() -> None:
     """Keys over several segments, or a question about a number that was not given."""
     task = build(min_segments=2, max_segments=3, n_keys=[4])
     for step in range(12):
-        batch = task.segment(range(8), step, n_lanes=8, length=300, seed=2)
+        batch = task.segment(range(8), step, n_streams=8, length=300, seed=2)
         for row in range(8):
             lines = re.findall(r"Passkey (\d):(\d{5})\. Remember", body(batch, row))
             assert len(lines) in (0, 4)

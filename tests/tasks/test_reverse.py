@@ -54,7 +54,7 @@ def test_edit_distance_by_hand(said: list[int], wanted: list[int], distance: int
     batch = Batch(
         tokens=torch.zeros(1, 8, dtype=torch.long),
         targets=torch.tensor([[UNSCORED] * 4 + wanted]),
-        fresh=torch.tensor([True]),
+        is_document_start=torch.tensor([True]),
     )
     predictions = torch.tensor([[9, 9, 9, 9, *said]])
     scores = Reverse(vocab_size=5).score(predictions, batch)

@@ -42,7 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "initial_state": {"kind": "carry"},
         "gradient_accumulation_steps": 2,
     },
-    "lanes": {
+    "streams": {
         "task": {"kind": "text", "files": TEXTS, "max_segments": 5},
         "model": MAMBA2,
         "length": {"max": 64},

@@ -122,7 +122,7 @@ def test_a_file_added_by_hand_is_no_damage(copy: Path) -> None:
 
 
 def test_another_number_of_processes_is_refused(copy: Path) -> None:
-    """Lanes whose states are dealt to the wrong rows; and a folder touched before that is seen."""
+    """Streams whose states are dealt to the wrong rows; and a folder touched before that is seen."""
     before = content(copy)
     path = write_config(tiny("carry", copy), copy.parent / "config.yaml")
     for process in pair("train", path, "save_steps=3", "--resume", folder=copy.parent / "log"):

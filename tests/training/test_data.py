@@ -101,8 +101,8 @@ def test_a_fixed_length_grows() -> None:
 
 def test_segments_of_a_step_follow_each_other() -> None:
     """Segments read twice, or left out, where a step takes several."""
-    config = tiny("lanes", NOWHERE)
-    two, one = source(config), source(tiny("lanes", NOWHERE, segments_per_step=1))
+    config = tiny("streams", NOWHERE)
+    two, one = source(config), source(tiny("streams", NOWHERE, segments_per_step=1))
     for step in range(4):
         for micro in (0, 1):
             pair = two.segments(step, micro)
@@ -113,28 +113,28 @@ def test_segments_of_a_step_follow_each_other() -> None:
     assert not torch.equal(micros[0], micros[1])
 
 
-def test_longest_knows_lanes() -> None:
+def test_longest_knows_streams() -> None:
     """A table of positions that ends before a document does."""
-    assert source(tiny("lanes", NOWHERE)).longest() == 5 * 64
-    assert source(tiny("lanes", NOWHERE, max_steps=2)).longest() == 4 * 64
-    uncut = {**KINDS["lanes"]["task"], "max_segments": None}
+    assert source(tiny("streams", NOWHERE)).longest() == 5 * 64
+    assert source(tiny("streams", NOWHERE, max_steps=2)).longest() == 4 * 64
+    uncut = {**KINDS["streams"]["task"], "max_segments": None}
     longest = max(Path(file).stat().st_size for file in TEXTS)
-    found = source(tiny("lanes", NOWHERE, task=uncut, max_steps=10**6)).longest()
+    found = source(tiny("streams", NOWHERE, task=uncut, max_steps=10**6)).longest()
     assert found == (longest - 1) // 64 * 64
 
 
 def test_layout_says_what_is_left_out() -> None:
     """Text that is dropped without a word."""
-    said = source(tiny("lanes", NOWHERE)).layout()
-    assert "documents in 4 lanes" in said
+    said = source(tiny("streams", NOWHERE)).layout()
+    assert "documents in 4 streams" in said
     assert "segments of 64 tokens" in said
     assert "left out: 0 documents shorter than a segment and the ends of the others" in said
     assert source(tiny("reverse", NOWHERE)).layout() == ""
 
 
-def test_fewer_documents_than_lanes() -> None:
-    config = tiny("lanes", NOWHERE, per_device_train_batch_size=10**5)
-    with pytest.raises(UserError, match="200,000 lanes"):
+def test_fewer_documents_than_streams() -> None:
+    config = tiny("streams", NOWHERE, per_device_train_batch_size=10**5)
+    with pytest.raises(UserError, match="200,000 streams"):
         source(config).check()
 
 

@@ -71,7 +71,7 @@ def widened(source: str, folder: Path) -> str:
 
 def tuned(run: Path, source: str, **changes: Any) -> TrainConfig:
     usual = {"task": {"kind": "text", "files": TEXTS, "max_segments": 4}, "length": {"max": 16}}
-    config = tiny("lanes", run, init_from=source, max_steps=2, logging_steps=1, **usual)
+    config = tiny("streams", run, init_from=source, max_steps=2, logging_steps=1, **usual)
     config.segments_per_step = config.gradient_accumulation_steps = 1
     config.initial_state = {"kind": "zero"}
     for name, value in changes.items():

@@ -12,7 +12,7 @@ from longrnn.errors import UserError
 from longrnn.mixers import MIXERS
 from longrnn.state import LMState, leaves, take, tree_map
 from longrnn.tasks import Batch
-from longrnn.training.initial_states import INITIAL_STATES, Context, InitialState, uses_lanes
+from longrnn.training.initial_states import INITIAL_STATES, Context, InitialState, uses_streams
 from tests.contracts.builders import assert_near, assert_trees_equal, build_model, random_state
 
 cells = pytest.mark.parametrize("mixer", list(MIXERS))
@@ -29,9 +29,13 @@ def policy(
     return INITIAL_STATES.build({"kind": kind, **options}, context)
 
 
-def batch(fresh: list[bool] | None = None, rows: int = ROWS) -> Batch:
+def batch(is_document_start: list[bool] | None = None, rows: int = ROWS) -> Batch:
     tokens = torch.zeros(rows, 3, dtype=torch.long)
-    flags = torch.ones(rows, dtype=torch.bool) if fresh is None else torch.tensor(fresh)
+    flags = (
+        torch.ones(rows, dtype=torch.bool)
+        if is_document_start is None
+        else torch.tensor(is_document_start)
+    )
     return Batch(tokens, tokens, flags)
 
 
@@ -73,8 +77,10 @@ def test_content_is_all_that_is_remembered(kind: str, mixer: str) -> None:
     assert all(isinstance(value, torch.Tensor) for value in content.values())
     other.restore(content)
     for micro in (0, 1):
-        fresh = batch([False] * ROWS)
-        assert_trees_equal(other.before(fresh, 3, micro), one.before(fresh, 3, micro))
+        is_document_start = batch([False] * ROWS)
+        assert_trees_equal(
+            other.before(is_document_start, 3, micro), one.before(is_document_start, 3, micro)
+        )
     other.after(final(99, mixer), 0)
     one.after(final(99, mixer), 0)
     assert_trees_equal(other.before(batch(), 4, 0), one.before(batch(), 4, 0))
@@ -87,10 +93,10 @@ def test_states_are_detached_and_not_used_up(kind: str, mixer: str) -> None:
     found = policy(kind, mixer)
     state = tree_map(lambda x: x.requires_grad_() if x.is_floating_point() else x, final(0, mixer))
     found.after(state, 0)
-    fresh = batch([False] * ROWS)
-    first = found.before(fresh, 1, 0)
+    is_document_start = batch([False] * ROWS)
+    first = found.before(is_document_start, 1, 0)
     assert not any(leaf.requires_grad for _, leaf in leaves(first))
-    assert_trees_equal(found.before(fresh, 1, 0), first)
+    assert_trees_equal(found.before(is_document_start, 1, 0), first)
 
 
 @cells
@@ -99,12 +105,12 @@ def test_carry_goes_on_row_by_row(mixer: str) -> None:
     found, states = policy("carry", mixer), [final(seed, mixer) for seed in (0, 1)]
     for micro in (0, 1):
         found.after(states[micro], micro)
-    fresh = [False, True, False, False, True, False]
+    is_document_start = [False, True, False, False, True, False]
     for micro in (1, 0):
-        state = found.before(batch(fresh), 1, micro)
-        assert is_zero(state) == fresh
+        state = found.before(batch(is_document_start), 1, micro)
+        assert is_zero(state) == is_document_start
         for row in range(ROWS):
-            if not fresh[row]:
+            if not is_document_start[row]:
                 assert_trees_equal(take(state, [row]), take(states[micro], [row]))
             else:
                 assert int(state.position[row]) == 0
@@ -205,11 +211,11 @@ def test_random_noise_has_one_deviation(mixer: str) -> None:
 @pytest.mark.parametrize("kind", ["carry", "pass", "fitted_noise", "random_noise"])
 def test_a_share_of_rows_starts_from_zero(kind: str) -> None:
     """No zero starts, only zero starts, or always the same rows."""
-    lanes = [False] * ROWS
+    streams = [False] * ROWS
     for share, expected in ((0.0, 0.0), (0.3, 0.3), (1.0, 1.0)):
         found = policy(kind, zero_share=share)
         found.after(final(), 0)
-        zeros = [is_zero(found.before(batch(lanes), step, 0)) for step in range(1, 200)]
+        zeros = [is_zero(found.before(batch(streams), step, 0)) for step in range(1, 200)]
         by_row = torch.tensor(zeros).float().mean(0)
         assert by_row.mean().item() == pytest.approx(expected, abs=0.05)
         assert (by_row - expected).abs().max() < 0.12
@@ -228,11 +234,11 @@ def test_two_processes_start_as_one(kind: str) -> None:
     whole.after(state, 0)
     for rank, half in enumerate(halves):
         half.after(take(state, range(3 * rank, 3 * rank + 3)), 0)
-    fresh = [False, True, False, False, False, True]
-    wanted = whole.before(batch(fresh), 5, 0)
+    is_document_start = [False, True, False, False, False, True]
+    wanted = whole.before(batch(is_document_start), 5, 0)
     for rank, half in enumerate(halves):
         rows = range(3 * rank, 3 * rank + 3)
-        found = half.before(batch([fresh[row] for row in rows], rows=3), 5, 0)
+        found = half.before(batch([is_document_start[row] for row in rows], rows=3), 5, 0)
         for (name, ours), (_, theirs) in zip(
             leaves(found), leaves(take(wanted, rows)), strict=True
         ):
@@ -255,9 +261,9 @@ def test_what_is_not_finite_is_not_handed_on(kind: str, mixer: str, bad: float) 
     assert sum(is_zero(state)) == (0 if kind == "fitted_noise" else 1)
 
 
-def test_which_policies_use_lanes() -> None:
-    """Documents in lanes without a state that is carried, or the other way round."""
-    assert [kind for kind in INITIAL_STATES if uses_lanes({"kind": kind})] == ["carry"]
-    assert not uses_lanes({})
+def test_which_policies_use_streams() -> None:
+    """Documents in streams without a state that is carried, or the other way round."""
+    assert [kind for kind in INITIAL_STATES if uses_streams({"kind": kind})] == ["carry"]
+    assert not uses_streams({})
     with pytest.raises(UserError, match="did you mean 'fitted_noise'"):
-        uses_lanes({"kind": "fited_noise"})
+        uses_streams({"kind": "fited_noise"})

@@ -28,7 +28,7 @@ def batch(*, weighted: bool, tail: int) -> Batch:
 
 def defined(model: RecurrentLM, batch: Batch, state: LMState) -> tuple[Tensor, Tensor, LMState]:
     """The mean over rows of the weighted sum, from all logits; predictions; the carried state."""
-    body = TIME - batch.tail
+    body = TIME - batch.query_length
     logits, carried = model(batch.tokens[:, :body], state)
     logits = torch.cat([logits, model(batch.tokens[:, body:], carried).logits], 1)
     per_token = F.cross_entropy(logits.transpose(1, 2), batch.targets, reduction="none")

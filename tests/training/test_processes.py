@@ -57,11 +57,11 @@ FSDP2 = ("--config_file", "configs/accelerate/cpu2_fsdp2.yaml")
 CONFIGS = sorted((REPOSITORY / "configs/accelerate").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("kind", ["passkey", "carry", "lanes", "fitted_noise"])
+@pytest.mark.parametrize("kind", ["passkey", "carry", "streams", "fitted_noise"])
 def test_two_processes_train_like_one(kind: str, tmp_path: Path) -> None:
-    """Gradients that are not averaged, rows seen twice, lanes mixed up, metrics of one process."""
+    """Gradients that are not averaged, rows seen twice, streams mixed up, metrics of one process."""
     how = dict(SHORT)
-    if kind == "lanes":  # states carried over 20 steps of two segments, from a corpus
+    if kind == "streams":  # states carried over 20 steps of two segments, from a corpus
         build_corpus(
             [Path(file) for file in TEXTS],
             ByteTokenizer(),

@@ -111,9 +111,9 @@ def test_carried_states_reach_across_steps(tmp_path: Path) -> None:
     positions = [int(p) for state in states for p in state.position]
     assert all(position % 180 == 0 for position in positions)
     assert max(positions) > 180
-    starts = [trainer.source.segments(5, micro)[0].fresh for micro in (0, 1)]
-    fresh = [bool(flag) for flags in starts for flag in flags]
-    for flag, position in zip(fresh, positions, strict=True):
+    starts = [trainer.source.segments(5, micro)[0].is_document_start for micro in (0, 1)]
+    is_document_start = [bool(flag) for flags in starts for flag in flags]
+    for flag, position in zip(is_document_start, positions, strict=True):
         assert (position == 180) == flag
     assert not any(leaf.requires_grad for state in states for leaf in state.layers[0])
 
@@ -156,7 +156,7 @@ def test_texts_that_changed_are_refused(kind: str, tmp_path: Path) -> None:
     }
     length = {"max": 180 if kind == "passkey" else 32}
     build_corpus([text], ByteTokenizer(), built, name="bytes", quiet=True)
-    config = tiny("lanes", tmp_path / "run", task=tasks[kind], length=length, max_steps=4)
+    config = tiny("streams", tmp_path / "run", task=tasks[kind], length=length, max_steps=4)
     config.initial_state = {"kind": "zero"}
     config.segments_per_step = config.gradient_accumulation_steps = 1
     train(config)

@@ -27,14 +27,14 @@ LENGTH, K, ROWS = 7, 4, 3
 cells = pytest.mark.parametrize("mixer", list(MIXERS))
 
 
-def segments(tokens: Tensor, fresh: dict[int, list[bool]]) -> list[Batch]:
+def segments(tokens: Tensor, is_document_start: dict[int, list[bool]]) -> list[Batch]:
     """K segments of rows of K · LENGTH + 1 tokens; `fresh` by segment, false where unsaid."""
     starts = range(0, K * LENGTH, LENGTH)
     return [
         Batch(
             tokens[:, start : start + LENGTH],
             tokens[:, start + 1 : start + LENGTH + 1],
-            torch.tensor(fresh.get(index, [False] * ROWS)),
+            torch.tensor(is_document_start.get(index, [False] * ROWS)),
             torch.full((ROWS, LENGTH), 1 / LENGTH, dtype=torch.float64),
         )
         for index, start in enumerate(starts)
@@ -69,7 +69,7 @@ def test_k_segments_are_one_long_call(mixer: str, position: str) -> None:
     model = build_model(mixer, position)
     tokens = random_tokens(ROWS, K * LENGTH + 1)
     state = differentiable(random_state(model, ROWS))
-    # The first segment starts where the initial state says, fresh or not.
+    # The first segment starts where the initial state says, is_document_start or not.
     output = Objective(model)(segments(tokens, {0: [True] * ROWS}), state)
     loss, after = summed(model, tokens, state)
     loss = loss / (ROWS * K * LENGTH)
@@ -88,13 +88,13 @@ def test_resets_inside_a_step_are_exact(mixer: str) -> None:
     """
     model = build_model(mixer, "sinusoidal")
     tokens = random_tokens(ROWS, K * LENGTH + 1)
-    fresh = {1: [False, True, False], 2: [True, False, False], 3: [False, True, False]}
+    is_document_start = {1: [False, True, False], 2: [True, False, False], 3: [False, True, False]}
     state = differentiable(random_state(model, ROWS))
-    output = Objective(model)(segments(tokens, fresh), state)
+    output = Objective(model)(segments(tokens, is_document_start), state)
 
     losses, ends = [], []
     for row in range(ROWS):
-        cuts = [0, *(k for k in range(1, K) if fresh.get(k, [False] * ROWS)[row]), K]
+        cuts = [0, *(k for k in range(1, K) if is_document_start.get(k, [False] * ROWS)[row]), K]
         one = take(state, [row])
         for begin, end in pairwise(cuts):
             if begin:

@@ -3,8 +3,8 @@
 from longrnn.comparison.suites.base import (
     EVALUATIONS,
     Evaluation,
+    Measurement,
     Metric,
-    Point,
     Suite,
     read_suite,
 )
@@ -19,9 +19,9 @@ __all__ = [
     "Cost",
     "Evaluation",
     "Harness",
+    "Measurement",
     "Metric",
     "PasskeyRetrieval",
-    "Point",
     "Suite",
     "read_suite",
 ]

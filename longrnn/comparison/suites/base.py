@@ -45,7 +45,7 @@ class Metric(NamedTuple):
     form: str = ".2f"
 
 
-class Point(NamedTuple):
+class Measurement(NamedTuple):
     """One metric of one model at one length.
 
     Attributes:
@@ -94,7 +94,7 @@ class Evaluation(ABC):
         return []
 
     @abstractmethod
-    def measure(self, model: OpenCheckpoint, output: Path, *, quiet: bool) -> list[Point]:
+    def measure(self, model: OpenCheckpoint, output: Path, *, quiet: bool) -> list[Measurement]:
         """The points of one model, which `prepare` has seen.
 
         Args:

@@ -11,8 +11,8 @@ from longrnn.comparison import cost
 from longrnn.comparison.suites.base import (
     EVALUATIONS,
     Evaluation,
+    Measurement,
     Metric,
-    Point,
     sorted_lengths,
 )
 from longrnn.errors import UserError
@@ -57,7 +57,7 @@ class Cost(Evaluation):
                 f"decode must be at least 1, not {self.decode}: set it to the tokens to generate"
             )
 
-    def measure(self, model: OpenCheckpoint, output: Path, *, quiet: bool) -> list[Point]:
+    def measure(self, model: OpenCheckpoint, output: Path, *, quiet: bool) -> list[Measurement]:
         header = {
             "evaluation": "cost",
             "model": model.model.fingerprint(),
@@ -95,7 +95,7 @@ class Cost(Evaluation):
                     results.append([found[length]])
                 progress.advance(1, length)
         return [
-            Point(metric, n, {"": found[n][name]} if reasons[n] is None else {}, reasons[n])
+            Measurement(metric, n, {"": found[n][name]} if reasons[n] is None else {}, reasons[n])
             for n in self.lengths
             for name, metric in METRICS.items()
         ]

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
-from longrnn.comparison.suites.base import EVALUATIONS, Evaluation, Metric, Point
+from longrnn.comparison.suites.base import EVALUATIONS, Evaluation, Measurement, Metric
 from longrnn.errors import UserError
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.intervals import (
@@ -77,7 +77,7 @@ class Harness(Evaluation):
         files = [name for name in names if name.endswith((".yaml", ".yml")) or "/" in name]
         return [*files, *([] if self.include_path is None else [self.include_path])]
 
-    def measure(self, model: OpenCheckpoint, output: Path, *, quiet: bool) -> list[Point]:
+    def measure(self, model: OpenCheckpoint, output: Path, *, quiet: bool) -> list[Measurement]:
         header = {
             "evaluation": "harness",
             "model": model.model.fingerprint(),
@@ -114,7 +114,7 @@ class Harness(Evaluation):
         cut["requests"] += asked.limit.truncated["split_documents"]
         return {"task": task, "cut": cut, "scores": found}
 
-    def _points(self, row: Row) -> list[Point]:
+    def _points(self, row: Row) -> list[Measurement]:
         cut, points = row["cut"], []
         reason = None
         if cut["requests"]:
@@ -128,7 +128,7 @@ class Harness(Evaluation):
         for name, samples in row["scores"].items():
             if not self.metrics or name.split(", ")[-1] in self.metrics:
                 metric = Metric(name, _estimate, _difference, ".3f")
-                points.append(Point(metric, None, {} if reason else samples, reason))
+                points.append(Measurement(metric, None, {} if reason else samples, reason))
         return points
 
 

@@ -10,8 +10,8 @@ from typing import ClassVar
 from longrnn.comparison.suites.base import (
     EVALUATIONS,
     Evaluation,
+    Measurement,
     Metric,
-    Point,
     sorted_lengths,
 )
 from longrnn.errors import UserError
@@ -74,7 +74,7 @@ class PasskeyRetrieval(Evaluation):
     def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
         self._tasks = passkey.tasks_of(models, self._grid(self.lengths))
 
-    def measure(self, model: OpenCheckpoint, output: Path, *, quiet: bool) -> list[Point]:
+    def measure(self, model: OpenCheckpoint, output: Path, *, quiet: bool) -> list[Measurement]:
         task = self._tasks[model.name]
         number = int(self.n_keys > 1)
         needles = [Needle(key, 0.5, number) for key in keys(True)[::97]]
@@ -96,7 +96,7 @@ class PasskeyRetrieval(Evaluation):
                 samples[row["length"]][f"{row['depth']}/{row['index']}"] = float(row["correct"])
                 by_length.setdefault(row["length"], []).append(row)
         return [
-            Point(self._metric(by_length.get(n, [])), n, samples[n], reasons[n])
+            Measurement(self._metric(by_length.get(n, [])), n, samples[n], reasons[n])
             for n in self.lengths
         ]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from longrnn.comparison.suites.base import (
     EVALUATIONS,
     Evaluation,
+    Measurement,
     Metric,
-    Point,
     sorted_lengths,
 )
 from longrnn.errors import UserError
@@ -128,7 +128,7 @@ class BitsPerByte(Evaluation):
                 cuts = document.byte_ends[torch.tensor(own)].tolist()
                 self._parts[model.name].append(Part(document, digest, number, own, cuts))
 
-    def measure(self, model: OpenCheckpoint, output: Path, *, quiet: bool) -> list[Point]:
+    def measure(self, model: OpenCheckpoint, output: Path, *, quiet: bool) -> list[Measurement]:
         parts = self._parts[model.name]
         reasons = [
             out_of_reach(model.model, max(part.length(column) for part in parts))
@@ -139,7 +139,7 @@ class BitsPerByte(Evaluation):
         points = []
         for column, (length, reason) in enumerate(zip(self.lengths, reasons, strict=True)):
             samples = {_key(row): _scored(row, column) for row in rows if reason is None}
-            points.append(Point(self.metric, length, samples, reason))
+            points.append(Measurement(self.metric, length, samples, reason))
         return points
 
     def _rows(self, model: OpenCheckpoint, columns: int, output: Path, quiet: bool) -> list[Row]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from longrnn.comparison.suites import Evaluation, Point
+from longrnn.comparison.suites import Evaluation, Measurement
 from longrnn.config import build_config
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.hf.training import build_transformer, save_transformer
@@ -42,7 +42,7 @@ class PairTokenizer:
 
 def points(
     evaluation: Evaluation, model: OpenCheckpoint, output: Path, *others: OpenCheckpoint
-) -> list[Point]:
+) -> list[Measurement]:
     """What an evaluation measures of a model, compared with others."""
     evaluation.prepare([model, *others])
     return evaluation.measure(model, output, quiet=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class Span(NamedTuple):
+class RepeatedTokens(NamedTuple):
     """`size` tokens of `tokens` `(n,)` from `start` on, over and over."""
 
     tokens: Tensor
@@ -22,17 +22,17 @@ class Span(NamedTuple):
         return self.tokens[index]
 
 
-def whole(tokens: Tensor) -> Span:
+def whole(tokens: Tensor) -> RepeatedTokens:
     """All of `tokens`, once."""
-    return Span(tokens, 0, len(tokens))
+    return RepeatedTokens(tokens, 0, len(tokens))
 
 
-def length(spans: Sequence[Span]) -> int:
+def length(spans: Sequence[RepeatedTokens]) -> int:
     """Tokens of spans laid end to end."""
     return sum(span.size for span in spans)
 
 
-def read(spans: Sequence[Span], start: int = 0, stop: int | None = None) -> Tensor:
+def read(spans: Sequence[RepeatedTokens], start: int = 0, stop: int | None = None) -> Tensor:
     """Tokens `start` up to `stop` of spans laid end to end, `(stop − start,)`."""
     stop = length(spans) if stop is None else stop
     parts, begin = [torch.empty(0, dtype=torch.long)], 0

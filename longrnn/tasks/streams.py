@@ -1,9 +1,9 @@
-"""Lanes: documents laid end to end in the rows of a batch, in an order that is a pure function.
+"""Streams: documents laid end to end in the rows of a batch, in an order that is a pure function.
 
 Row b of consecutive batches reads one document segment by segment, then the next document of its
-lane. A document belongs to one lane for the whole run; longest first, each goes to the lane that is
-shortest so far. When a lane has read its documents it reads them again, in another order: epochs
-are a lane's own, and no lane waits for another.
+stream. A document belongs to one stream for the whole run; longest first, each goes to the stream that is
+shortest so far. When a stream has read its documents it reads them again, in another order: epochs
+are a stream's own, and no stream waits for another.
 
 A segment of length L consumes L tokens and predicts the L tokens that follow each of them, so a
 document of n tokens gives (n − 1) // L segments. What is left at its end, fewer than L tokens to
@@ -24,39 +24,39 @@ from longrnn.errors import UserError
 
 
 class Place(NamedTuple):
-    """A segment: `document`, its first token `start`, and whether the lane begins a document."""
+    """A segment: `document`, its first token `start`, and whether the stream begins a document."""
 
     document: int
     start: int
-    fresh: bool
+    is_document_start: bool
 
 
-class Lanes:
-    """The documents of a run in `n_lanes` lanes.
+class Streams:
+    """The documents of a run in `n_streams` streams.
 
     Args:
         lengths: tokens of every document.
-        n_lanes: rows of the batch of all processes together.
+        n_streams: rows of the batch of all processes together.
         length: tokens of a segment.
         max_segments: longer documents are cut into parts of at most so many segments, as equal as
             can be, each of which is a document of its own; None for no limit.
         seed: of the order.
 
     Attributes:
-        epochs: segments of one epoch of every lane.
-        documents: parts of documents in all lanes.
+        epochs: segments of one epoch of every stream.
+        documents: parts of documents in all streams.
         dropped_documents: how many are too short for one segment.
         dropped_tokens: predictions that no segment makes, of these and at the ends of the others.
 
     Raises:
-        UserError: there are fewer documents than lanes.
+        UserError: there are fewer documents than streams.
     """
 
     def __init__(
         self,
         lengths: Sequence[int] | NDArray[np.int64],
         *,
-        n_lanes: int,
+        n_streams: int,
         length: int,
         max_segments: int | None,
         seed: int,
@@ -68,34 +68,34 @@ class Lanes:
         self.documents = len(size)
         self.dropped_documents = int((segments == 0).sum())
         self.dropped_tokens = int((targets - segments * length).sum())
-        if self.documents < n_lanes:
-            raise UserError(_too_few(segments, self.documents, n_lanes, length))
-        lane_of = _share_out(size, n_lanes, seed)
-        # A lane's documents: (which, first token, segments), three rows.
+        if self.documents < n_streams:
+            raise UserError(_too_few(segments, self.documents, n_streams, length))
+        stream_of = _share_out(size, n_streams, seed)
+        # A stream's documents: (which, first token, segments), three rows.
         table = np.stack([document, first * length, size])
-        by_lane = np.argsort(lane_of, kind="stable")
-        cuts = np.cumsum(np.bincount(lane_of, minlength=n_lanes))[:-1]
-        self._lanes = [table[:, members] for members in np.split(by_lane, cuts)]
-        self.epochs = [int(lane[2].sum()) for lane in self._lanes]
+        by_stream = np.argsort(stream_of, kind="stable")
+        cuts = np.cumsum(np.bincount(stream_of, minlength=n_streams))[:-1]
+        self._streams = [table[:, members] for members in np.split(by_stream, cuts)]
+        self.epochs = [int(stream[2].sum()) for stream in self._streams]
         self._orders: dict[int, tuple[int, list[int], NDArray[np.int64]]] = {}
 
-    def place(self, lane: int, step: int) -> Place:
-        """Where lane `lane` is at segment `step`."""
-        epoch, index = divmod(step, self.epochs[lane])
-        order, ends = self._order(lane, epoch)
+    def place(self, stream: int, step: int) -> Place:
+        """Where stream `stream` is at segment `step`."""
+        epoch, index = divmod(step, self.epochs[stream])
+        order, ends = self._order(stream, epoch)
         turn = int(np.searchsorted(ends, index, side="right"))
-        document, start, size = self._lanes[lane][:, order[turn]].tolist()
+        document, start, size = self._streams[stream][:, order[turn]].tolist()
         within = index - (int(ends[turn]) - size)
         return Place(document, start + within * self.length, within == 0)
 
-    def _order(self, lane: int, epoch: int) -> tuple[list[int], NDArray[np.int64]]:
-        """A lane's documents in the order of an epoch, and where each ends."""
-        known = self._orders.get(lane)
+    def _order(self, stream: int, epoch: int) -> tuple[list[int], NDArray[np.int64]]:
+        """A stream's documents in the order of an epoch, and where each ends."""
+        known = self._orders.get(stream)
         if known is None or known[0] != epoch:
-            order = list(range(self._lanes[lane].shape[1]))
-            random.Random(f"{self.seed}/{lane}/{epoch}").shuffle(order)
-            known = epoch, order, np.cumsum(self._lanes[lane][2][order])
-            self._orders[lane] = known
+            order = list(range(self._streams[stream].shape[1]))
+            random.Random(f"{self.seed}/{stream}/{epoch}").shuffle(order)
+            known = epoch, order, np.cumsum(self._streams[stream][2][order])
+            self._orders[stream] = known
         return known[1:]
 
 
@@ -112,31 +112,31 @@ def _parts(
     return document, first, after - first
 
 
-def _share_out(size: NDArray[np.int64], n_lanes: int, seed: int) -> NDArray[np.int64]:
-    """The lane of every part: longest first, each to the lane that is shortest so far.
+def _share_out(size: NDArray[np.int64], n_streams: int, seed: int) -> NDArray[np.int64]:
+    """The stream of every part: longest first, each to the stream that is shortest so far.
 
     Parts of one size are taken in an order of the seed.
     """
     order = list(range(len(size)))
     random.Random(f"{seed}/lanes").shuffle(order)
     order.sort(key=size.tolist().__getitem__, reverse=True)
-    lane_of = np.zeros(len(size), dtype=np.int64)
-    loads = [(0, lane) for lane in range(n_lanes)]
+    stream_of = np.zeros(len(size), dtype=np.int64)
+    loads = [(0, stream) for stream in range(n_streams)]
     for part in order:
-        load, lane = loads[0]
-        lane_of[part] = lane
-        heapq.heapreplace(loads, (load + int(size[part]), lane))
-    return lane_of
+        load, stream = loads[0]
+        stream_of[part] = stream
+        heapq.heapreplace(loads, (load + int(size[part]), stream))
+    return stream_of
 
 
-def _too_few(segments: NDArray[np.int64], documents: int, n_lanes: int, length: int) -> str:
+def _too_few(segments: NDArray[np.int64], documents: int, n_streams: int, length: int) -> str:
     total = int(segments.sum())
     message = (
         f"{documents:,} documents have a segment of {length:,} tokens and there are "
-        f"{n_lanes:,} lanes (rows of all processes and micro-batches): "
+        f"{n_streams:,} streams (rows of all processes and micro-batches): "
     )
-    if total < n_lanes:
-        return message + f"use at most {total:,} lanes, or a smaller length.max"
+    if total < n_streams:
+        return message + f"use at most {total:,} streams, or a smaller length.max"
     return message + (
-        f"use fewer lanes, or cut long documents, with task.max_segments={total // n_lanes} or less"
+        f"use fewer streams, or cut long documents, with task.max_segments={total // n_streams} or less"
     )

@@ -1,0 +1,148 @@
+"""Streams: every token in order, once an epoch, whoever asks."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longrnn.errors import UserError
+from longrnn.tasks.streams import Place, Streams
+
+MANY = [5, 100, 33, 64, 1, 65, 7, 40, 41, 90, 2, 17]
+
+
+def streams(lengths: list[int], n_streams: int, **how: int | None) -> Streams:
+    settings = {"length": 4, "max_segments": None, "seed": 0, **how}
+    return Streams(lengths, n_streams=n_streams, **settings)  # type: ignore[arg-type]
+
+
+def epoch(layout: Streams, stream: int, number: int) -> list[Place]:
+    """What a stream reads in one of its epochs."""
+    size = layout.epochs[stream]
+    return [layout.place(stream, step) for step in range(number * size, (number + 1) * size)]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=30),
+    n_streams=st.integers(1, 6),
+    length=st.integers(1, 9),
+    max_segments=st.none() | st.integers(1, 5),
+    seed=st.integers(0, 3),
+)
+def test_every_token_once_an_epoch_in_order(
+    lengths: list[int], n_streams: int, length: int, max_segments: int | None, seed: int
+) -> None:
+    """Tokens lost, seen twice, out of order, in two streams, or predicted across a border."""
+    how = {"length": length, "max_segments": max_segments, "seed": seed}
+    possible = [(n - 1) // length for n in lengths]
+    parts = [-(-n // max_segments) if max_segments else min(1, n) for n in possible]
+    if sum(parts) < n_streams:
+        with pytest.raises(UserError, match="streams"):
+            streams(lengths, n_streams, **how)
+        return
+    layout = streams(lengths, n_streams, **how)
+    for number in (0, 1, 5):
+        read: dict[int, list[int]] = {index: [] for index in range(len(lengths))}
+        homes: dict[int, set[int]] = {}
+        for stream in range(n_streams):
+            places = epoch(layout, stream, number)
+            assert places[0].is_document_start
+            for before, place in zip([None, *places], places, strict=False):
+                if not place.is_document_start:
+                    # It goes on exactly where the stream stopped.
+                    assert before is not None
+                    goes_on = (before.document, before.start + length)
+                    assert (place.document, place.start) == goes_on
+                assert place.start + length + 1 <= lengths[place.document]
+                read[place.document].append(place.start)
+                homes.setdefault(place.document, set()).add(stream)
+            if max_segments is not None:
+                is_document_start = [index for index, place in enumerate(places) if place.fresh]
+                runs = [
+                    b - a
+                    for a, b in zip(
+                        is_document_start, [*is_document_start[1:], len(places)], strict=True
+                    )
+                ]
+                assert max(runs) <= max_segments
+        dropped = 0
+        for document, starts in read.items():
+            wanted = (lengths[document] - 1) // length
+            assert sorted(starts) == [k * length for k in range(wanted)]
+            dropped += lengths[document] - 1 - wanted * length
+        assert layout.dropped_tokens == dropped
+        if max_segments is None:
+            assert all(len(found) == 1 for found in homes.values())
+    assert layout.dropped_documents == sum(n <= length for n in lengths)
+
+
+def test_a_place_is_a_function_of_stream_and_step() -> None:
+    """An order that must be replayed, or that depends on who asked before."""
+    layout = streams(MANY, 3)
+    asked = {
+        (stream, step): layout.place(stream, step) for step in range(300) for stream in range(3)
+    }
+    for stream, step in [(2, 299), (0, 7), (1, 150), (2, 3)]:
+        assert streams(MANY, 3).place(stream, step) == asked[stream, step]
+        assert layout.place(stream, step) == asked[stream, step]
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    """The same order again and again."""
+    layout = streams(MANY, 2)
+    orders = {tuple(epoch(layout, 0, number)) for number in range(6)}
+    assert len(orders) > 3
+    assert {tuple(sorted(order)) for order in orders} == {tuple(sorted(epoch(layout, 0, 0)))}
+    starts = {tuple(epoch(streams(MANY, 2, seed=seed), 0, 0)) for seed in range(6)}
+    assert len(starts) > 3
+
+
+def test_streams_are_balanced() -> None:
+    """One stream that repeats its only story while another never ends.
+
+    Longest first to the shortest stream leaves streams apart by less than the longest document.
+    """
+    rising = [4 * n + 1 for n in range(1, 200)]
+    layout = streams(rising, 8)
+    assert max(layout.epochs) - min(layout.epochs) < 8
+    assert sum(layout.epochs) == sum(range(1, 200))
+    uneven = streams([4001, 41, 41, 41], 2)
+    assert sorted(uneven.epochs) == [30, 1000]
+    cut = streams([4001, 41, 41, 41], 2, max_segments=50)
+    assert max(cut.epochs) - min(cut.epochs) <= 50
+
+
+def test_long_documents_are_cut_evenly() -> None:
+    """A last part of one segment."""
+    layout = streams([4 * 101 + 1], 1, max_segments=50)
+    is_document_start = sorted(
+        place.start // 4 for place in epoch(layout, 0, 0) if place.is_document_start
+    )
+    assert is_document_start == [0, 33, 67]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "n_streams", "says"),
+    [
+        ([100, 100], 3, "2 documents.*3 streams.*task.max_segments=16 or less"),
+        ([5, 5, 4], 3, "2 documents.*3 streams.*at most 2 streams, or a smaller length.max"),
+        ([3, 2], 1, "0 documents have a segment of 4 tokens.*smaller length.max"),
+    ],
+)
+def test_fewer_documents_than_streams(lengths: list[int], n_streams: int, says: str) -> None:
+    """A stream without a text; the remedy works."""
+    with pytest.raises(UserError, match=says):
+        streams(lengths, n_streams)
+    if "max_segments" in says:
+        assert streams(lengths, n_streams, max_segments=16).documents >= n_streams
+
+
+def test_documents_are_spread_by_size_and_not_by_number() -> None:
+    """Short documents that all end up in one stream with a long one."""
+    layout = streams([401] + [41] * 10, 2)
+    found = Counter(place.document for place in epoch(layout, 0, 0) + epoch(layout, 1, 0))
+    assert found[0] == 100
+    assert sorted(layout.epochs) == [100, 100]
