@@ -29,14 +29,14 @@ DOCUMENTS = sorted(
     for path in ROOT.glob(pattern)
     if path.name != "CHANGELOG.md"
 )  # fmt: skip
-# What stands for something that is left out.
+# Stands for words that a document omits.
 ELLIPSIS = "…"
-# The error of a wrong command line, of the click that typer brings along.
+# The error for an invalid command line, from the click that typer vendors or depends on.
 UsageError: Any = typer.BadParameter.__bases__[0]
 
 
 def commands(text: str) -> Iterator[tuple[str, bool]]:
-    """Commands of a page, and whether each is complete (in a block) or a name in a sentence."""
+    """Commands of a page, and whether each is complete (in a code block) or only mentioned."""
     for block in re.findall(r"^ *```\w*\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE):
         for line in block.replace("\\\n", " ").splitlines():
             yield line.strip().removeprefix("$ "), True
@@ -45,13 +45,13 @@ def commands(text: str) -> Iterator[tuple[str, bool]]:
         yield re.sub(r"[\[\]]", "", " ".join(name.split())), False
 
 
-def kinds(line: str) -> list[str] | None:
+def words_of(line: str) -> list[str] | None:
     """The words of a command of this project; None for any other line."""
     if not re.match(r"(longrnn|python|accelerate|make|pytest)\s+\S", line):
         return None
     try:
         words = shlex.split(line, comments=True)
-    except ValueError:  # output that begins with a name of ours
+    except ValueError:  # output that begins with the name of a command
         return None
     return [word for word in words if word != ELLIPSIS]
 
@@ -62,7 +62,7 @@ def cases() -> list[Any]:
     for document in DOCUMENTS:
         seen = set()
         for line, complete in commands((ROOT / document).read_text()):
-            words = kinds(line)
+            words = words_of(line)
             if words and (line, complete) not in seen:
                 seen.add((line, complete))
                 found.append(pytest.param(words, complete, id=f"{document}: {line}"))
@@ -70,11 +70,11 @@ def cases() -> list[Any]:
 
 
 class Parsed(Exception):
-    """A program of argparse has accepted its options."""
+    """Raised when an argparse program has accepted its options."""
 
 
 def parse(command: Any, words: list[str], complete: bool) -> None:
-    """Has the parser of a command read its words, and nothing run."""
+    """Parses the words of a command without running it."""
     words = list(words)
     while hasattr(command, "commands"):
         if not words:
@@ -114,7 +114,9 @@ def parse_module(name: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", only_parse)
     monkeypatch.setattr(sys, "argv", [name, *words])
-    monkeypatch.delitem(sys.modules, name, raising=False)  # runpy warns of one that is there
+    monkeypatch.delitem(
+        sys.modules, name, raising=False
+    )  # runpy warns about a module that is already imported
     with pytest.raises(Parsed):
         runpy.run_module(name, run_name="__main__")
 
@@ -123,7 +125,7 @@ def parse_module(name: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -
 def test_every_command_is_accepted(
     words: list[str], complete: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each command of a page has a program, options and arguments that exist."""
+    """Every command in a document is accepted by the parser of its program."""
     monkeypatch.chdir(ROOT)
     if words[:2] == ["accelerate", "launch"]:
         if len(words) == 2:
@@ -149,10 +151,10 @@ def test_every_command_is_accepted(
         assert rest[1] in {"longrnn.cli", "benchmarks"}, f"no module {rest[1]}"
 
 
-def test_commands_that_do_not_exist_are_found() -> None:
-    """The check refuses an unknown option, an unknown command and an unknown override."""
+def test_unknown_commands_and_options_are_refused() -> None:
+    """The check fails for an unknown option and for an unknown command."""
     for line in ("longrnn info x --verbatim", "longrnn diagnose mind x"):
-        words = kinds(line)
+        words = words_of(line)
         assert words is not None
         with pytest.raises((pytest.fail.Exception, AssertionError)):
             parse_longrnn(words[1:], True)
@@ -160,7 +162,7 @@ def test_commands_that_do_not_exist_are_found() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_file_that_is_named_exists(document: str) -> None:
-    """Links, and paths of files that belong to the project."""
+    """Every link and every path of a project file in a document exists."""
     text = (ROOT / document).read_text()
     here = (ROOT / document).parent
     links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]

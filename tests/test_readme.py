@@ -1,4 +1,4 @@
-"""What the README shows is run."""
+"""The README's Python example, public names and configuration paths work as printed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
 def test_the_python_example_recalls_its_key() -> None:
-    """The example as printed, in a process of its own: the key comes back after 100,000 tokens."""
+    """The example, in a separate process, recalls the key after 100,000 tokens."""
     (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     result = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -23,16 +23,16 @@ def test_the_python_example_recalls_its_key() -> None:
     position = int(first.split()[0])
     assert position > 100_000
     assert "40913" in first
-    assert second.split()[0] == first.split()[0], "the second question sees the same state"
+    assert second.split()[0] == first.split()[0], "both questions must start from the same state"
 
 
 @pytest.mark.parametrize("name", longrnn.__all__)
 def test_every_public_name_resolves(name: str) -> None:
-    """The lazy names of the package lead somewhere."""
+    """Every name in `longrnn.__all__` can be imported lazily."""
     assert getattr(longrnn, name) is not None
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"configs/[\w/]+\.\w+", README))))
 def test_every_configuration_named_exists(path: str) -> None:
-    """The README names no file that is not there."""
+    """Every configuration file that the README names exists."""
     assert (Path(__file__).parent.parent / path).is_file()

@@ -32,7 +32,7 @@ def recorded(name: str) -> str:
 
 
 def table(text: str, *head: str) -> list[list[str]]:
-    """Cells of the first table whose header begins with `head`."""
+    """Rows of the first table whose header begins with `head`, as lists of cells."""
     lines = text.splitlines()
     start = next(i for i, line in enumerate(lines) if cells_of(line)[: len(head)] == list(head))
     found = []
@@ -45,6 +45,13 @@ def table(text: str, *head: str) -> list[list[str]]:
 
 def cells_of(line: str) -> list[str]:
     return [cell.strip().strip("`*") for cell in line.strip().strip("|").split("|")]
+
+
+def share_of(cell: str) -> tuple[str, str, str]:
+    """`share [low, high]` as three texts."""
+    match = re.fullmatch(rf"({NUMBER}) \[({NUMBER}), ({NUMBER})\]", cell)
+    assert match is not None, cell
+    return match[1], match[2], match[3]
 
 
 def value(text: str) -> float:
@@ -65,7 +72,7 @@ def size_of(folder: Path) -> int:
 
 
 def test_the_number_of_embedded_checkpoints() -> None:
-    """The Makefile and the README name as many checkpoints as the package holds."""
+    """The Makefile and the README name all checkpoints of the package."""
     names = {folder.name for folder in EMBEDDED}
     assert "two of the four embedded checkpoints" in (ROOT / "Makefile").read_text()
     assert len(names) == 4
@@ -88,18 +95,19 @@ def test_the_number_of_embedded_checkpoints() -> None:
     ],
 )
 def test_sizes_of_models(document: str, name: str) -> None:
-    """Every number of parameters in a document is that of the file it speaks of."""
+    """Every number of parameters in a document equals that of the checkpoint or configuration."""
     if name.endswith(".yaml"):
         config = load_config(TrainConfig, ROOT / "configs/train" / name)
+        assert config.model is not None
         expected = sum(p.numel() for p in RecurrentLM(config.model).parameters())
     else:
         expected = size_of(next(folder for folder in EMBEDDED if folder.name == name))
-    said = re.findall(r"(?<!about )([\d.,]+[KM]?) parameters", (ROOT / document).read_text())
-    assert set(said) == {f"{expected:,}"}
+    written = re.findall(r"(?<!about )([\d.,]+[KM]?) parameters", (ROOT / document).read_text())
+    assert set(written) == {f"{expected:,}"}
 
 
-def test_cells_with_mitigations() -> None:
-    """The README counts the mitigations of each cell as the table in docs/mitigations.md does."""
+def test_mitigations_per_cell() -> None:
+    """The README's number of mitigations per cell equals the table in docs/mitigations.md."""
     rows = table((ROOT / "docs/mitigations.md").read_text(), "", "gru", "lstm", "mamba2", "rnn")
     assert {row[0] for row in rows} == set(MITIGATIONS)
     counts = [sum(row[i] == "yes" and row[0] != "none" for row in rows) for i in (4, 1, 2, 3)]
@@ -114,8 +122,8 @@ def losses() -> dict[str, list[float]]:
     return {row[0]: [float(cell) for cell in row[1:6]] for row in rows}
 
 
-def test_how_far_the_loss_rises_beyond_the_training_length() -> None:
-    """The range in the text is that of the table's first row."""
+def test_rise_of_the_loss_beyond_the_training_length() -> None:
+    """The range in the text equals that of the first row of the table."""
     inside, *beyond = losses()["none"]
     rises = [100 * (loss / inside - 1) for loss in beyond]
     assert f"{min(rises):.1f} to {max(rises):.1f} % higher" in recorded("state_collapse")
@@ -130,8 +138,8 @@ def test_how_far_the_loss_rises_beyond_the_training_length() -> None:
         (("token_filter",), 0.020),
     ],
 )
-def test_what_mitigations_change_on_books(names: tuple[str, ...], change: float) -> None:
-    """What two documents say of the last column is in the table."""
+def test_effect_of_mitigations_on_books(names: tuple[str, ...], change: float) -> None:
+    """The differences that two documents give for the last column are those of the table."""
     found = losses()
     for name in names:
         assert found[name][-1] - found["none"][-1] == pytest.approx(change, abs=5e-4)
@@ -156,15 +164,15 @@ def test_the_ratio_of_prefill_compares_the_same_work() -> None:
 
 
 def test_verdicts_of_gradient_stability() -> None:
-    """Counts in the text are those of the tables, of positional encodings against the control."""
+    """The counts in the text equal those of the tables, for encodings against the control."""
     text = recorded("reverse_cpu")
     published = table(text, "condition", "encoding", "step")
     uniform = table(text, "encoding", "step", "same first token")
     encodings = {"sinusoidal", "learned", "random"}
     counted = [row[5] for row in published if row[1] in encodings]
-    said = ", ".join(f"{counted.count(v)} {v}" for v in ("higher", "lower", "inconclusive"))
+    summary = ", ".join(f"{counted.count(v)} {v}" for v in ("higher", "lower", "inconclusive"))
     assert f"Of {len(counted)} comparisons" in text
-    assert said in text
+    assert summary in text
     studies = " ".join((ROOT / "docs/studies.md").read_text().split())
     higher, lower, unclear = (counted.count(v) for v in ("higher", "lower", "inconclusive"))
     assert f"{higher} are higher, {lower} lower and {unclear} inconclusive" in studies
@@ -174,7 +182,7 @@ def test_verdicts_of_gradient_stability() -> None:
 
 
 def interval_of(share: float, n: int, independent: float | None = None) -> list[Estimate]:
-    """The Wilson intervals of all counts that round to a share."""
+    """The Wilson intervals of all counts whose share rounds to `share`."""
     counts = [right for right in range(n + 1) if f"{right / n:.2f}" == f"{share:.2f}"]
     return [proportion(right, n, independent) for right in counts]
 
@@ -189,8 +197,8 @@ def check(share: str, low: str, high: str, n: int, independent: float | None = N
 
 
 @pytest.mark.parametrize("document", [*PROSE, *sorted(RESULTS.glob("*.md"))], ids=lambda p: p.name)
-def test_shares_with_their_number_of_prompts(document: Path) -> None:
-    """`share [low, high] (n)` is a Wilson interval of n prompts."""
+def test_shares_with_a_number_of_prompts(document: Path) -> None:
+    """Every `share [low, high] (n)` is a Wilson interval of n prompts."""
     text = document.read_text()
     for share, low, high, n in re.findall(
         rf"({NUMBER}) \[({NUMBER}), ({NUMBER})\] \((?:n = )?(\d+)\)", text
@@ -199,7 +207,7 @@ def test_shares_with_their_number_of_prompts(document: Path) -> None:
 
 
 def test_tables_of_passkeys() -> None:
-    """Cells are Wilson intervals of their number of prompts, a fifth of n for each depth."""
+    """Cells are Wilson intervals of their number of prompts; each depth has a fifth of n."""
     rows = table(recorded("passkey_tiny"), "length", "n", "depth 0%")
     rows = [[row[0], row[1], "", *row[2:]] for row in rows]
     for part in recorded("recall_tiny").split("\n## ")[1:3]:
@@ -208,21 +216,19 @@ def test_tables_of_passkeys() -> None:
     assert len(rows) == 7 + 4 * 4
     for _, n, counted, *cells in rows:
         for place, cell in enumerate(cells):
-            share, low, high = re.fullmatch(
-                rf"({NUMBER}) \[({NUMBER}), ({NUMBER})\]", cell
-            ).groups()
+            share, low, high = share_of(cell)
             size = int(n) if place == len(cells) - 1 else int(n) // 5
             check(share, low, high, size, float(counted) if counted else None)
     demo = table((ROOT / "README.md").read_text(), "prompt length")
     assert len(demo) == 5
     for _, *cells in demo:
         for cell in cells:
-            check(*re.fullmatch(rf"({NUMBER}) \[({NUMBER}), ({NUMBER})\]", cell).groups(), 50)
+            check(*share_of(cell), 50)
 
 
 @pytest.mark.parametrize("document", PROSE, ids=lambda p: p.name)
 def test_intervals_in_prose_are_recorded(document: Path) -> None:
-    """Every interval in a sentence stands in a results file, or is Wilson's of the n beside it."""
+    """Every interval in a sentence is in a results file, or is the Wilson interval of its n."""
     kept = set()
     for path in RESULTS.glob("*.md"):
         kept |= {(value(a), value(b)) for a, b in INTERVAL.findall(path.read_text())}
