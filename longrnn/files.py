@@ -73,8 +73,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error on one line; its type where it has no message."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """The first sentence of an error's message, on one line; its type where it has no message."""
+    sentence = re.split(r"[.!?] +(?=[A-Z])", " ".join(str(error).split()), maxsplit=1)[0]
+    return sentence.rstrip(".") or type(error).__name__
 
 
 def leftovers(path: Path) -> list[Path]:
