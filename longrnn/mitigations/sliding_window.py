@@ -11,7 +11,8 @@ from longrnn.errors import UserError
 from longrnn.mitigations.base import MITIGATIONS, Mitigation, Stage
 from longrnn.mixers import Edit, Mixer, ScanningMixer, StepwiseMixer, Update
 from longrnn.ops.ssd import SSD, ScanInputs
-from longrnn.ops.ssd.window import init_carry, windowed_ssd
+from longrnn.ops.ssd.window import windowed_ssd
+from longrnn.ops.ssd.window_carry import init_carry
 from longrnn.ops.window import StepwiseCarry, init_stepwise, slide
 from longrnn.state import PyTree
 

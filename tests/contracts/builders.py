@@ -6,10 +6,12 @@ member whose defaults are unfit for a small model needs a line in the tables bel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from longrnn.mitigations import MITIGATIONS, Mitigated, mitigation
 from longrnn.mixers import MIXERS, Edit, Mixer
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.recurrent import BLOCKS
+from longrnn.ops.ssd import chunked, rescale, window, window_carry
 from longrnn.positions import POSITIONS
 from longrnn.state import LMState, PyTree, leaves, tree_map
 
@@ -87,6 +90,18 @@ def spec_id(spec: object) -> str:
         return str(spec).removeprefix("torch.")
     options = [f"{name}={value}" for name, value in spec.items() if name != "kind"]
     return "-".join([spec["kind"], *options]).replace(" ", "")
+
+
+@contextmanager
+def small_chunks(chunk: int = 4, chunks_at_once: int = 2) -> Iterator[None]:
+    """Cuts time into chunks so small that short texts reach every edge between them."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (chunked, rescale, window_carry):
+            patch.setattr(module, "CHUNK", chunk)
+        for module in (chunked, rescale):
+            patch.setattr(module, "SEGMENT", chunk * chunks_at_once)
+        patch.setattr(window, "CHUNKS_AT_ONCE", chunks_at_once)
+        yield
 
 
 def generator(seed: int) -> torch.Generator:

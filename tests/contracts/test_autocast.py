@@ -17,7 +17,8 @@ from longrnn.mixers import StepwiseMixer
 from longrnn.mixers.base import Edit
 from longrnn.ops.ssd import BACKENDS, ScanInputs, chunked
 from longrnn.ops.ssd.rescale import rescaled_ssd
-from longrnn.ops.ssd.window import init_carry, windowed_ssd
+from longrnn.ops.ssd.window import windowed_ssd
+from longrnn.ops.ssd.window_carry import init_carry
 from longrnn.state import PyTree, leaves
 from tests.contracts.builders import (
     D_MODEL,

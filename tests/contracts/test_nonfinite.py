@@ -7,8 +7,7 @@ and every cell × position × mitigation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,9 +15,10 @@ import torch
 from torch import Tensor
 
 from longrnn import state as states
-from longrnn.ops.ssd import BACKENDS, ScanInputs, chunked, rescale, window
+from longrnn.ops.ssd import BACKENDS, ScanInputs, chunked
 from longrnn.ops.ssd.rescale import UNLIMITED, rescaled_ssd
-from longrnn.ops.ssd.window import init_carry, windowed_ssd
+from longrnn.ops.ssd.window import windowed_ssd
+from longrnn.ops.ssd.window_carry import init_carry
 from longrnn.ops.window import init_stepwise, slide
 from longrnn.state import LMState, leaves
 from tests.contracts.builders import (
@@ -34,6 +34,7 @@ from tests.contracts.builders import (
     generator,
     random_start,
     random_tokens,
+    small_chunks,
     spec_id,
 )
 
@@ -49,18 +50,6 @@ TROUBLES: list[tuple[tuple[str, ...], float]] = [
     (("x", "log_decay"), NAN),
 ]
 every_trouble = pytest.mark.parametrize(("names", "value"), TROUBLES, ids=str)
-
-
-@contextmanager
-def small_chunks(chunk: int = 4, together: int = 2) -> Iterator[None]:
-    """Edges of chunks, and of what is computed together, in texts of a few tokens."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (chunked, rescale, window):
-            patch.setattr(module, "CHUNK", chunk)
-        for module in (chunked, rescale):
-            patch.setattr(module, "SEGMENT", chunk * together)
-        patch.setattr(window, "TOGETHER", together)
-        yield
 
 
 def draw(dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[ScanInputs, Tensor]:

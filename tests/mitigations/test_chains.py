@@ -27,11 +27,12 @@ from tests.contracts.builders import (
     mixer_spec,
     random_start,
     random_tokens,
+    small_chunks,
     spec_id,
     splits,
 )
 from tests.mitigations.definitions import DEFINITIONS, Defined
-from tests.mitigations.test_definitions import assert_as_defined, small_chunks
+from tests.mitigations.test_definitions import assert_as_defined
 
 Spec = dict[str, Any]
 

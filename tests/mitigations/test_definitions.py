@@ -6,8 +6,7 @@ through a whole model of two layers; the definitions stand in `tests/mitigations
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from torch import Tensor
 from longrnn import state as states
 from longrnn.mitigations import Mitigated
 from longrnn.models import RecurrentLM
-from longrnn.ops.ssd import chunked, rescale, window
 from longrnn.state import LMState
 from tests.contracts.builders import (
     BLOCK_KINDS,
@@ -34,6 +32,7 @@ from tests.contracts.builders import (
     random_state,
     random_tokens,
     real_leaves,
+    small_chunks,
     spec_id,
     splits,
 )
@@ -92,18 +91,6 @@ def assert_as_defined(
     for name, tensor in expected.items():
         assert_near(actual[name], tensor, TOLERANCE, name, scale=1e-9)
     return theirs
-
-
-@contextmanager
-def small_chunks(chunk: int, together: int) -> Iterator[None]:
-    """Edges of chunks, and of what is computed together, in texts of a few tokens."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (chunked, rescale, window):
-            patch.setattr(module, "CHUNK", chunk)
-        patch.setattr(chunked, "SEGMENT", chunk * together)
-        patch.setattr(rescale, "SEGMENT", chunk * together)
-        patch.setattr(window, "TOGETHER", together)
-        yield
 
 
 @pytest.mark.parametrize(("spec", "mixer"), DEFINED, ids=spec_id)
