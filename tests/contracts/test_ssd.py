@@ -151,7 +151,7 @@ def long_run() -> tuple[ScanInputs, Tensor, Tensor, Tensor]:
 
     def decay(shape: tuple[int, ...], randomness: torch.Generator) -> Tensor:
         both = wide_decay(shape, randomness)
-        # The slowest decays of a is_document_start Mamba-2 (dt_min · A_min = 1e-3), different for each token.
+        # The slowest decays of a new Mamba-2 (dt_min · A_min = 1e-3), different for each token.
         # A float32 loop rounds exp(log_decay) at every token: slower ones would cost it more.
         both[..., 1] = -1e-3 * (0.5 + torch.rand(shape[:2], generator=randomness))
         return both

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longrnn import Mitigated, mitigation
-from longrnn.inference import pieces, trie
+from longrnn.inference import prefill, trie
 from longrnn.inference.completion import complete
 from longrnn.inference.scoring import Pair, Score, score
 from longrnn.inference.trie import Ids, read_texts
@@ -57,13 +57,13 @@ def scored(model: LanguageModel, pairs: list[Pair], batch_size: int = 3) -> tupl
     return [found[index] for index in range(len(pairs))], progress.units
 
 
-@pytest.mark.parametrize("worth", [1, 10**6])
+@pytest.mark.parametrize("min_saved", [1, 10**6])
 @pytest.mark.parametrize("kind", [*MIXERS, "mitigated"])
-def test_by_itself(kind: str, worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows, forks and pieces that touch each other; `worth` decides which forks there are."""
-    monkeypatch.setattr(trie, "WORTH", worth)
-    monkeypatch.setattr(pieces, "PREFILL", 16)
-    monkeypatch.setattr(pieces, "LOGITS", 6 * VOCAB)
+def test_by_itself(kind: str, min_saved: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, forks and pieces that touch each other; `min_saved` decides where states are forked."""
+    monkeypatch.setattr(trie, "MIN_SAVED_TOKENS", min_saved)
+    monkeypatch.setattr(prefill, "PREFILL_TOKENS", 16)
+    monkeypatch.setattr(prefill, "MAX_LOGITS", 6 * VOCAB)
     spec = "sliding_window(window=9)+forget_more(decay_scale=0.9)"
     model = (
         Mitigated(speaking("mamba2"), mitigation(spec)) if kind == "mitigated" else speaking(kind)
@@ -100,7 +100,7 @@ def test_heads_are_shared() -> None:
 
 def test_logits_of_a_long_continuation(monkeypatch: pytest.MonkeyPatch) -> None:
     """More logits at one time than a piece has."""
-    monkeypatch.setattr(pieces, "LOGITS", 32 * VOCAB)
+    monkeypatch.setattr(prefill, "MAX_LOGITS", 32 * VOCAB)
     model, rng = speaking("mamba2"), random.Random(4)
     sizes: list[int] = []
     model.register_forward_hook(lambda _, __, output: sizes.append(output.logits.numel()))
@@ -119,10 +119,10 @@ def test_nothing_to_score() -> None:
     assert found.state.position.tolist() == [0]
 
 
-@pytest.mark.parametrize("worth", [1, 10**6])
-def test_completions(worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("min_saved", [1, 10**6])
+def test_completions(min_saved: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers that differ from those of each prompt by itself."""
-    monkeypatch.setattr(trie, "WORTH", worth)
+    monkeypatch.setattr(trie, "MIN_SAVED_TOKENS", min_saved)
     model, rng = speaking("lstm"), random.Random(3)
     prompts = family(rng)
     expected = [

@@ -325,7 +325,7 @@ def test_adopt_refuses_what_does_not_fit() -> None:
     with pytest.raises(UserError, match="start from init_state"):
         ours.adopt(ours.model.init_state(2))
     for other in ({"kind": "forget_more"}, WINDOW | {"window": 9}):
-        with pytest.raises(UserError, match="has not the carry"):
+        with pytest.raises(UserError, match="does not have the carry"):
             ours.adopt(build_mitigated([other]).init_state(2))
 
 

@@ -12,7 +12,7 @@ from longrnn.errors import UserError
 from longrnn.hf.loading import load
 from longrnn.mixers import INITS, MIXERS, RNN, Mamba2, Mixer
 from longrnn.mixers.base import StepwiseMixer
-from longrnn.mixers.init import LONGEST
+from longrnn.mixers.init import MAX_TIME_SCALE
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from tests.contracts.builders import D_MODEL, assert_trees_equal, mixer_spec, random_tokens
@@ -110,8 +110,8 @@ def test_long_memory(kind: str) -> None:
         scales = 1 / (1 - keep[0])
         assert zeros.shape == keep.shape
     assert scales.min() > 1.99
-    assert scales.max() < LONGEST + 1
-    assert scales.max() > LONGEST / 2
+    assert scales.max() < MAX_TIME_SCALE + 1
+    assert scales.max() > MAX_TIME_SCALE / 2
 
 
 def test_a_checkpoint_remembers_it(tmp_path: Path) -> None:

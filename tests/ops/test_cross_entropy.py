@@ -42,7 +42,7 @@ def test_loss_predictions_and_gradients(piece: int) -> None:
     """A piece left out or counted twice, an unscored token that pulls, a factor that is lost."""
     given = draw(torch.float64)
     loss, predictions, _ = plain(*given)
-    actual = weighted_cross_entropy(*given, piece=piece)
+    actual = weighted_cross_entropy(*given, max_logits=piece)
     assert torch.equal(actual.predictions, predictions)
     torch.testing.assert_close(actual.loss, loss, rtol=1e-12, atol=0)
     # Scaled, as by a loss that is one of several: the factor arrives behind the forward pass.
@@ -58,7 +58,7 @@ def test_a_frozen_side(trained: int) -> None:
     given = draw(torch.float64)
     given[1 - trained].requires_grad_(False)
     (expected,) = torch.autograd.grad(plain(*given)[0], given[trained])
-    (found,) = torch.autograd.grad(weighted_cross_entropy(*given, piece=100).loss, given[trained])
+    (found,) = torch.autograd.grad(weighted_cross_entropy(*given, max_logits=100).loss, given[trained])
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
 
 
@@ -77,7 +77,7 @@ def test_autocast_leaves_the_loss_in_float32(dtype: torch.dtype) -> None:
     """A softmax in 8 bits, or gradients of another dtype than their tensors."""
     given = draw(torch.float32)
     with torch.autocast("cpu", dtype=dtype):
-        actual = weighted_cross_entropy(*given, piece=10 * VOCAB)
+        actual = weighted_cross_entropy(*given, max_logits=10 * VOCAB)
     # Rounded factors and exact products.
     rounded = [tensor.to(dtype).float() for tensor in given[:2]]
     expected, predictions, _ = plain(*rounded, *given[2:])
@@ -148,7 +148,7 @@ def test_no_tensor_of_all_logits() -> None:
     """Pieces that are put together again."""
     hidden, head, targets, weights = draw(torch.float32, rows=8, time=64)
     with Largest() as largest:
-        weighted_cross_entropy(hidden, head, targets, weights, piece=20 * VOCAB).loss.backward()
+        weighted_cross_entropy(hidden, head, targets, weights, max_logits=20 * VOCAB).loss.backward()
     assert largest.entries == max(hidden.numel(), 20 * VOCAB)
     with Largest() as largest:
         plain(hidden, head, targets, weights)[0].backward()

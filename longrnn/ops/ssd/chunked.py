@@ -108,7 +108,7 @@ def _read(inputs: ScanInputs, state: Tensor) -> Tensor:
 
 
 def _scan(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    """The recurrence for one segment; i and j are tokens of a chunk, the output's and the input's."""
+    """The recurrence for one segment of whole chunks."""
     b, time, h, p = inputs.x.shape
     g, n = inputs.B.shape[2:]
     m, r, dtype = time // chunk, h // g, state.dtype
@@ -128,7 +128,7 @@ def _scan(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor
     to_end = _exp((total[:, :, -1:] - total).to(dtype))  # b m j h
     x_to_end = (x * to_end[..., None]).unflatten(3, (g, r)).flatten(4)  # b m j g (r p)
     x_to_end = x_to_end.permute(0, 1, 3, 4, 2)  # b m g (r p) j
-    # Decay of a whole chunk, `b m g (r p) 1`: one number per row of the state. The state is reshaped
+    # Decay of a whole chunk, b m g (r p) 1: one number per row of the state. The state is reshaped
     # to rows too, so that no in-place change goes through a view, which autograd would copy.
     whole, rest = (
         part.expand(b, m, h, p).reshape(b, m, g, r * p, 1)
@@ -162,12 +162,12 @@ def decay_between(total: Tensor, dtype: torch.dtype) -> Tensor:
     # Negating before broadcasting: the gradient of a difference would be as large as the result.
     between = high[..., :, None] + (-high)[..., None, :]
     between.add_(low[..., :, None]).sub_(low[..., None, :])
-    # Outside the graph, so that nothing is saved for the backward pass: below FLOOR the gradient is
-    # 0 to rounding like the decay itself, and only entries with j > i, which are unused, exceed 0.
+    # Outside the graph, so that nothing is saved for the backward pass: below FLOOR the gradient
+    # is 0 to rounding like the decay itself, and only the unused entries with j > i exceed 0.
     between.detach().clamp_(FLOOR, 0)
     between.exp_()
-    # `exp` of −∞ would take twice the time. Through `data`, so that the backward pass sees the zeros
-    # too: the derivative of exp is its value.
+    # `exp` of −∞ would take twice the time. Through `data`, so that the backward pass sees the
+    # zeros too: the derivative of exp is its value.
     F.threshold(between.data, 1.001 * math.exp(FLOOR), 0.0, inplace=True)
     return between
 

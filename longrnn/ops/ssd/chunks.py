@@ -44,8 +44,11 @@ def fill(chunk: Chunk, inputs: ScanInputs, offset: int) -> Chunk:
 
 
 def stack(chunks: list[Chunk], last: int, dtype: torch.dtype) -> Chunk:
-    """Stacks the first `last` tokens of chunks: x `(b, m, j, h, p)`, log_decay `(b, m, j, h)` in its
-    own dtype, B `(b, m, g, j, n)`."""
+    """Stacks the first `last` tokens of chunks.
+
+    Returns:
+        x `(b, m, j, h, p)` and B `(b, m, g, j, n)` in `dtype`; log_decay `(b, m, j, h)` unchanged.
+    """
     x, log_decay, B = (
         torch.stack(tensors, dim=1)[:, :, :last] for tensors in zip(*chunks, strict=True)
     )

@@ -1,6 +1,6 @@
 """The recurrence with a limit on the norm of its state, in chunks.
 
-    ĥ_t = a_t h_{t−1} + u_t,  u_t = x_t B_t^T,  h_t = s_t ĥ_t,  s_t = min(1, p / ‖ĥ_t‖)
+    ĥ_t = a_t h_{t−1} + u_t,  u_t = x_t B_t^T,  h_t = s_t ĥ_t,  s_t = min(1, limit / ‖ĥ_t‖)
 
 The scale s_t is one number per head and token. Given all scales, this is the plain recurrence with
 a'_t = s_t a_t and u'_t = s_t u_t, which any `SSD` computes. Computing the scales needs no state:
@@ -40,9 +40,9 @@ SLACK = 1e-4
 # A chunk ends where the product of its scales gets this small; checked every CHECK_EVERY tokens.
 MIN_PRODUCT = 1e-40
 CHECK_EVERY = 4
-# The fast path takes norms of x_t, of B_t and of a state up to these, and limits from the last one.
-# Squares of all products then fit into float32, and entries whose squares underflow are too small to
-# bring a norm to its limit.
+# The fast path takes norms of x_t, of B_t and of a state up to the first three, and limits from the
+# last. Squares of all products then fit into float32, and entries whose squares underflow are too
+# small to bring a norm to its limit.
 MAX_X, MAX_B, MAX_STATE, MIN_LIMIT = 1e12, 1e6, 1e18, 1e-6
 
 
@@ -235,4 +235,3 @@ def _scaled(inputs: ScanInputs, scales: Tensor) -> ScanInputs:
         x=inputs.x * scales[..., None].to(inputs.x),
         log_decay=inputs.log_decay + scales.log().to(inputs.log_decay),
     )
-

@@ -2,20 +2,20 @@
 
     h_t = Σ_{i = t−w+1 … t} a_{i+1} … a_t x_i B_i^T,  y_t = h_t C_t
 
-Time is cut into chunks of L tokens, counted from the first token of the stream. With K = ⌊w / L⌋ − 1,
-the window of a token in chunk c consists of three parts: the tokens of its own chunk up to itself;
-all of the K chunks before; and the end of the two chunks before those, from a column that moves with
-the token. The first and the last part are masked products, as in attention. The middle part is a
-sum over K chunk states, and its window slides by one chunk at a time. It is kept in two stacks: the
-*front* holds sums from each chunk to the end of its block of K chunks, and the *back* is the sum over
-the block after it.
+Time is cut into chunks of L tokens, counted from the first token of the stream. The window of a
+token consists of three parts: the tokens of its own chunk up to itself; all of the K = ⌊w / L⌋ − 1
+chunks before; and the end of the two chunks before those, from a column that moves with the token.
+The first and the last part are masked products, as in attention. The middle part is a sum over K
+chunk states, and its window slides by one chunk at a time. It is kept in two stacks: the *front*
+holds sums from each chunk to the end of its block of K chunks, and the *back* is the sum over the
+block after it.
 
-The carry holds the inputs of the last K + 2 chunks (no exact window can do with fewer) and K states,
-for a stream of any length. The difference h_t − a_{t−w+1} … a_t h_{t−w} would need less memory, but
+The carry holds the inputs of the last K + 2 chunks (an exact window needs them) and K states, for a
+stream of any length. The difference h_t − a_{t−w+1} … a_t h_{t−w} would need less memory, but
 it loses its significant digits where h is far larger than the window's part of it.
 
 Notable choices:
-- The carry is a tuple of chunks. A step replaces the few that change and shares the others: one
+- The carry is a tuple of chunks. A step replaces the few that change and shares the others, so a
   token copies no window, and a kept state is never changed.
 - Slots that are not filled yet hold zeros, which add nothing, so shapes do not depend on how many
   tokens were consumed. Rows at different phases (after the reset of one row) run in groups of equal
@@ -214,7 +214,7 @@ def _slide(
 
 
 def _state(x: Tensor, B: Tensor, total: Tensor) -> Tensor:
-    """Σ_j x_j B_j^T, decayed to the chunk's end: `(b, h, p, n)` from `(b, j, h, p)`, `(b, g, j, n)`."""
+    """Σ_j x_j B_j^T, decayed to the end: `(b, h, p, n)` from `(b, j, h, p)`, `(b, g, j, n)`."""
     to_end = _exp(total[:, -1:] - total, x.dtype)
     weighted = _by_group((x * to_end[..., None])[:, None], B.shape[1])[:, 0]  # b g j (r p)
     return (weighted.transpose(2, 3) @ B).unflatten(2, (-1, x.shape[3])).flatten(1, 2)

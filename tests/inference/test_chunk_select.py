@@ -14,8 +14,8 @@ from longrnn.errors import UserError
 from longrnn.evaluation.passkey import evaluate
 from longrnn.evaluation.passkey_grid import Grid
 from longrnn.hf.opened import OpenCheckpoint
+from longrnn.inference.chunk_select import Choice, select
 from longrnn.models import LanguageModel
-from longrnn.models.chunk_select import Choice, select
 from longrnn.results import read_results
 from longrnn.state import LMState
 from longrnn.text import ByteTokenizer
