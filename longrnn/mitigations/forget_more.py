@@ -68,7 +68,7 @@ class ForgetMore(Mitigation):
     @classmethod
     def undefined(cls, mixer: type[Mixer]) -> str | None:
         if issubclass(mixer, StepwiseMixer) and not mixer.gated:
-            return "its new state is not a gated sum of the old one and an input"
+            return "its new state is not a gated sum of the old one and an input; use state_norm"
         return None
 
     def bind(self, layer: int, mixer: Mixer, heads: Tensor) -> Edit:

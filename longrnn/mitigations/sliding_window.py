@@ -100,7 +100,7 @@ class SlidingWindow(Mitigation):
     @classmethod
     def undefined(cls, mixer: type[Mixer]) -> str | None:
         if issubclass(mixer, StepwiseMixer) and not mixer.gated:
-            return "its state is not a sum over past inputs"
+            return "its state is not a sum over past inputs; use state_norm"
         return None
 
     def bind(self, layer: int, mixer: Mixer, heads: Tensor) -> Edit:

@@ -221,8 +221,8 @@ SPECS: list[tuple[str, tuple[str, ...]]] = [
     ("state_norm(threshold=0)", ("threshold must be above 0, not 0",)),
     ("state_norm(threshold=[[1, -2, 1, 1], 3])", ("threshold must be above 0, not -2",)),
     ("state_norm(threshold=nan)", ("threshold must be above 0",)),
-    ("state_norm(threshold=true)", ("threshold takes a number",)),
-    ("state_norm(threshold=much)", ("threshold takes a number", "not 'much'")),
+    ("state_norm(threshold=true)", ("threshold must be a number",)),
+    ("state_norm(threshold=much)", ("threshold must be a number", "not 'much'")),
     ("token_filter(threshold=-0.1)", ("threshold must be at least 0",)),
     ("sliding_window(window=0)", ("window must be at least 1, not 0",)),
     ("sliding_window(window=-8)", ("window must be at least 1",)),
@@ -245,7 +245,7 @@ SPECS: list[tuple[str, tuple[str, ...]]] = [
     ("state_norm(threshold=[1, 2, 3])", ("threshold lists 3 layers and the model has 2",)),
     ("state_norm(threshold=[[1, 2], 3])", ("threshold lists 2 heads for layer 0, which has 4",)),
     ("forget_more(heads=collapsing)", ("give diagnosis=FILE", "longrnn diagnose states")),
-    (COLLAPSING.format("no.yaml"), ("no diagnosis no.yaml", "longrnn diagnose states")),
+    (COLLAPSING.format("no.yaml"), ("no diagnosis file no.yaml", "longrnn diagnose states")),
     (COLLAPSING.format("diagnosis.yaml"), ("layer 0 has no head 4",)),
     (COLLAPSING.format("nodiagnosis.yaml"), ("nodiagnosis.yaml is not a diagnosis",)),
     (COLLAPSING.format("triples.yaml"), ("triples.yaml is not a diagnosis",)),
@@ -309,7 +309,7 @@ def test_every_command_refuses(command: str, cli: CLI, texts: None, models: Path
     spec = ["--mitigation", "sliding_window(window=0)"]
     refused(cli, *command.split(), CHECKPOINT, *options[command], *spec, says=("at least 1",))
     spec = ["--mitigation", ""]
-    refused(cli, *command.split(), CHECKPOINT, *options[command], *spec, says=("no mitigation",))
+    refused(cli, *command.split(), CHECKPOINT, *options[command], *spec, says=("not a valid mitigation",))
     spec = ["--mitigation", "token_filter(threshold=0.1)"]
     trained = ["--train-length", "64"] if command == "diagnose states" else []
     arguments = [*command.split(), models / "text", *options[command], *trained, *spec]
