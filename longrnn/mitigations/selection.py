@@ -48,7 +48,7 @@ def _collapsing(part: Mitigation, model: RecurrentLM) -> list[list[int]]:
     path = Path(str(part.diagnosis))
     if not path.is_file():
         raise UserError(
-            f"there is no diagnosis file {path}: make one with `longrnn diagnose states CHECKPOINT`"
+            f"no diagnosis file {path}: make one with `longrnn diagnose states CHECKPOINT`"
         )
     try:
         found = yaml.safe_load(path.read_text())

@@ -51,7 +51,9 @@ def explain_nonfinite(
 ) -> NoReturn:
     """Raises the `UserError` of `refuse_nonfinite` for tokens whose logits are not all finite."""
     reason = find_nonfinite(model, tokens, state)
-    raise UserError(reason or f"the model's logits are not finite: {_cause(model)}")
+    if reason is None:
+        reason = f"the model's logits are not finite: {_cause(model)}"
+    raise UserError(reason)
 
 
 def refuse_nonfinite_state(
