@@ -88,7 +88,7 @@ def test_second_derivatives_equal_finite_differences(with_bias: bool) -> None:
 
 
 def test_narrow_inputs_are_summed_in_float32() -> None:
-    """Only the result is rounded: with rounded partial sums, 1 + 256 − 256 would be 0 in bfloat16."""
+    """Only the result is rounded: with rounded partial sums, 1 + 256 − 256 would be 0."""
     x = torch.tensor([1.0, 256.0, -256.0, 1.0], dtype=torch.bfloat16).view(1, 4, 1)
     weight = torch.ones(1, 4, dtype=torch.bfloat16)
     y, _ = causal_conv(x, weight, None, torch.zeros(1, 3, 1, dtype=torch.bfloat16))

@@ -58,7 +58,8 @@ def test_gradients_with_a_frozen_head_or_body(trained: int) -> None:
     given = draw(torch.float64)
     given[1 - trained].requires_grad_(False)
     (expected,) = torch.autograd.grad(plain(*given)[0], given[trained])
-    (found,) = torch.autograd.grad(weighted_cross_entropy(*given, max_logits=100).loss, given[trained])
+    actual = weighted_cross_entropy(*given, max_logits=100).loss
+    (found,) = torch.autograd.grad(actual, given[trained])
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
 
 
@@ -147,7 +148,8 @@ def test_no_tensor_holds_all_logits() -> None:
     """The largest tensor has `max_logits` entries, forward and backward."""
     hidden, head, targets, weights = draw(torch.float32, rows=8, time=64)
     with Largest() as largest:
-        weighted_cross_entropy(hidden, head, targets, weights, max_logits=20 * VOCAB).loss.backward()
+        actual = weighted_cross_entropy(hidden, head, targets, weights, max_logits=20 * VOCAB)
+        actual.loss.backward()
     assert largest.entries == max(hidden.numel(), 20 * VOCAB)
     with Largest() as largest:
         plain(hidden, head, targets, weights)[0].backward()
