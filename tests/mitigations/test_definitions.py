@@ -1,7 +1,7 @@
 """Every mitigation equals its definition per token in float64, with every gradient.
 
-The tests compare outputs, final state, and gradients of parameters and initial state, for a model of
-two layers and the definitions in `tests/mitigations/definitions.py`.
+The tests compare outputs, final state, and gradients of parameters and initial state, for a model
+of two layers and the definitions in `tests/mitigations/definitions.py`.
 """
 
 from __future__ import annotations

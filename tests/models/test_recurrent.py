@@ -144,7 +144,8 @@ def test_sizes_that_do_not_fit_are_refused(message: str, changes: dict[str, Any]
 @pytest.mark.parametrize("kind", list(MIXERS))
 def test_fingerprint(kind: str) -> None:
     """It is equal for equal models; any weight, dtype or option changes it, a call does not."""
-    model, twin = build_model(kind, "random"), build_model(kind, "random")
+    model: Any = build_model(kind, "random")
+    twin = build_model(kind, "random")
     known = model.fingerprint()
     assert len(known) == 16
     assert twin.fingerprint() == known
@@ -181,7 +182,7 @@ def test_tied_head() -> None:
 @pytest.mark.parametrize("position", ["none", "sinusoidal"])
 def test_plain_is_the_cell_alone(position: str) -> None:
     """A plain model is embedding → position → cells → head, as in arXiv 2402.00236."""
-    model = build_model("lstm", position, "plain", n_layers=1, tie_embeddings=False)
+    model: Any = build_model("lstm", position, "plain", n_layers=1, tie_embeddings=False)
     names = {name.split(".")[0] for name, _ in model.named_parameters()}
     assert names == {"embedding", "blocks", "head"}
     tokens = random_tokens(2, 9)
@@ -193,7 +194,7 @@ def test_plain_is_the_cell_alone(position: str) -> None:
 
 def test_residual_block() -> None:
     """Each block is x + mixer(norm(x)), and a norm precedes the head."""
-    model = build_model("gru", n_layers=2)
+    model: Any = build_model("gru", n_layers=2)
     tokens = random_tokens(2, 9)
     x = model.embedding(tokens)
     for block in model.blocks:

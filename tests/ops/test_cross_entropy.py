@@ -80,8 +80,8 @@ def test_autocast_leaves_the_loss_in_float32(dtype: torch.dtype) -> None:
     with torch.autocast("cpu", dtype=dtype):
         actual = weighted_cross_entropy(*given, max_logits=10 * VOCAB)
     # The factors are rounded, the products are not.
-    rounded = [tensor.to(dtype).float() for tensor in given[:2]]
-    expected, predictions, _ = plain(*rounded, *given[2:])
+    hidden, head = (tensor.to(dtype).float() for tensor in given[:2])
+    expected, predictions, _ = plain(hidden, head, *given[2:])
     assert actual.loss.dtype == torch.float32
     assert torch.equal(actual.predictions, predictions)
     torch.testing.assert_close(actual.loss, expected, rtol=1e-5, atol=0)

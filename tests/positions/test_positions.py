@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tests.contracts.builders import (
 )
 
 
-def build(kind: str, **options: object):
+def build(kind: str, **options: object) -> Any:
     return POSITIONS.build({**position_spec(kind), **options}, D_MODEL)
 
 
@@ -82,7 +83,7 @@ def test_a_position_past_the_end_is_refused(kind: str) -> None:
     encoding(vectors(20), positions_from(0, 20))
     with pytest.raises(UserError, match=r"position 20 is past .* at least 21"):
         encoding(vectors(20), positions_from(1, 20))
-    model = build_model("rnn", kind)
+    model: Any = build_model("rnn", kind)
     state = model.init_state(1)
     end = model.position.table.shape[0]
     state = model(random_tokens(1, 2), state._replace(position=torch.tensor([end - 2]))).state
