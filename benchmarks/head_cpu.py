@@ -57,7 +57,7 @@ def prepare(args: argparse.Namespace, vocab: int, way: str) -> Callable[[], floa
             logits.detach().argmax(-1)
         else:
             size = 2 ** int(way.removeprefix("2^"))
-            loss = weighted_cross_entropy(hidden, head, targets, weights, piece=size).loss
+            loss = weighted_cross_entropy(hidden, head, targets, weights, max_logits=size).loss
         loss.backward()
         return loss.item()
 

@@ -26,7 +26,8 @@ from longrnn.mixers import Edit, Mixer
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 from longrnn.ops.ssd import BACKENDS, SSD, ScanInputs
 from longrnn.ops.ssd.rescale import rescaled_ssd, scale_to
-from longrnn.ops.ssd.window import init_carry, windowed_ssd
+from longrnn.ops.ssd.window import windowed_ssd
+from longrnn.ops.ssd.window_carry import init_carry
 
 MIXER = {"kind": "mamba2", "d_state": 128, "head_dim": 64}
 BARS = {

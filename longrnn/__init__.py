@@ -1,6 +1,26 @@
 """longrnn: recurrent and state-space language models on contexts far beyond their training length.
 
-Names are imported on first use, so that `import longrnn` costs nothing.
+Names are imported on first use, so that `import longrnn` is fast.
+
+Comments and docstrings give the shapes of tensors in these letters:
+
+| letter | axis |
+| --- | --- |
+| b | rows of the batch |
+| t | tokens (time) |
+| i, j | tokens of a chunk: i of the output, j of the input |
+| m | chunks of t tokens |
+| d | width of the model or of a cell's vector (`d_model`) |
+| v | vocabulary |
+| h | heads |
+| g | groups of heads that share B and C |
+| r | heads per group: h = g · r |
+| p | channels per head (`head_dim`) |
+| n | state size per channel (`d_state`) |
+| c | channels of a convolution |
+| k | taps of a convolution |
+
+`(r p)` is one axis that combines two, and `…` stands for any axes.
 """
 
 from __future__ import annotations

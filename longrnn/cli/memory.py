@@ -57,7 +57,7 @@ def memory(
     from longrnn.evaluation import memory as measure
     from longrnn.evaluation.texts import read_documents
     from longrnn.hf.opened import open_checkpoint
-    from longrnn.inference.reach import refuse_long
+    from longrnn.inference.length_limit import refuse_long
     from longrnn.mitigations import Mitigated
 
     asked = parse_lengths(positions)

@@ -41,7 +41,7 @@ def measure_one(
 ) -> list[Path]:
     """Measures one model; prints what was found and returns the files."""
     from longrnn.evaluation.perplexity import evaluate
-    from longrnn.inference.reach import refuse_long
+    from longrnn.inference.length_limit import refuse_long
 
     # Checked before a long measurement begins.
     model, documents = _open(variant, mitigation, device, asked)
@@ -69,7 +69,7 @@ def measure_all(
     from longrnn.evaluation import paired
     from longrnn.evaluation.perplexity import evaluate_windows
     from longrnn.evaluation.windows import read_alike, shared_windows
-    from longrnn.inference.reach import refuse_long
+    from longrnn.inference.length_limit import refuse_long
 
     opened = [_open(variant, mitigation, device, asked) for variant in variants]
     models, documents = [model for model, _ in opened], [texts for _, texts in opened]

@@ -38,7 +38,7 @@ def evaluate_sequences(
     from longrnn.evaluation import sequences as measure
     from longrnn.hf.loading import load, resolve
     from longrnn.hf.specs import split_spec
-    from longrnn.inference.reach import refuse_long
+    from longrnn.inference.length_limit import refuse_long
     from longrnn.tasks import TASKS, SequenceTask
 
     trained = training(resolve(split_spec(checkpoint)[0]))

@@ -17,7 +17,7 @@ import torch
 from longrnn import state as states
 from longrnn.errors import UserError
 from longrnn.hf.loading import load
-from longrnn.inference.pieces import SCORED
+from longrnn.inference.prefill import SCORED_TOKENS
 from longrnn.programs import module_command, module_environment
 
 MIB = 2**20
@@ -80,7 +80,7 @@ def measure(job: Job) -> dict[str, float]:
     before = _memory(job.device)[0]
 
     begun, state, logits = _clock(job.device), model.init_state(1), None
-    for piece in tokens.split(SCORED, dim=1):
+    for piece in tokens.split(SCORED_TOKENS, dim=1):
         logits, state = model(piece, state, keep=1)
     read, size = _clock(job.device), states.nbytes(state)
     assert logits is not None

@@ -10,11 +10,11 @@ from typing import Any
 from longrnn.errors import UserError
 from longrnn.evaluation.passkey_grid import Grid, Inserted, Question, Sample, prompts, sample_of
 from longrnn.hf.opened import OpenCheckpoint
+from longrnn.inference.chunk_select import select
+from longrnn.inference.length_limit import refuse_long
 from longrnn.inference.prefix import Answer, Cost, Prompt, answers, count_tokens
-from longrnn.inference.reach import refuse_long
 from longrnn.intervals import Estimate, independent_stretches, proportion
 from longrnn.models import LanguageModel, generate
-from longrnn.models.chunk_select import select
 from longrnn.progress import Progress
 from longrnn.results import Results, Row
 from longrnn.tasks.passkey import Passkey
@@ -51,7 +51,7 @@ def evaluate(
         output: the results file, taken up where it was left; lengths, places and n may grow.
         tasks: of `tasks_of`, where they are there already.
         chunk: where set, the model answers from the one chunk of so many tokens after which its
-            next token has the lowest entropy (see `longrnn.models.chunk_select`).
+            next token has the lowest entropy (see `longrnn.inference.chunk_select`).
         naive: read every prompt by itself; the answers are the same, to rounding.
         batch_size: prompts in one batch.
         quiet: no progress.

@@ -193,7 +193,7 @@ def load_mamba2(folder: Path, layout: type[Layout], backend: str = "auto") -> Re
         tensors,
         source=folder,
         backend=backend,
-        called=lambda name: rename(name, layout.names),
+        source_name=lambda name: rename(name, layout.names),
     )
 
 

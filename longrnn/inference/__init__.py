@@ -1,1 +1,1 @@
-"""Reading text with any language model: prefix sharing, completion, scoring."""
+"""Inference with any language model: prefix sharing, completion, scoring, chunk selection."""

@@ -1,4 +1,4 @@
-"""Texts that go on from many prompts; what prompts begin with in common is read once."""
+"""Completes many prompts; beginnings that prompts share are read once."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ def complete(
     batch_size: int,
     progress: Progress,
 ) -> Iterator[tuple[int, str]]:
-    """Goes on from prompts, in the order in which they are found.
+    """Generates completions of prompts.
 
     Args:
-        model: any.
-        prompts: of at least one token each.
-        decode: ids to text.
-        until: texts that end an answer; they are left in it.
-        eos: the id that ends an answer, where there is one.
-        max_new_tokens: at most so many.
-        temperature: 0 takes the likeliest token; above it, torch's global randomness is used.
+        model: any language model.
+        prompts: token ids, at least one per prompt.
+        decode: maps ids to text.
+        until: texts that end a completion; they remain at its end.
+        eos: the id that ends a completion, if there is one.
+        max_new_tokens: the maximum number per prompt.
+        temperature: 0 takes the most likely token; otherwise torch's global generator is used.
         top_p: sample among the fewest tokens whose probabilities reach this sum.
-        batch_size: rows side by side.
+        batch_size: rows per batch.
         progress: counts the tokens that are computed.
 
     Yields:
-        The number of a prompt, and the text behind it.
+        The index of a prompt and its completion, in the order in which they are computed.
     """
-    # The last token is left to `stream`, which wants one.
-    asked: dict[Ids, list[int]] = {}
+    # `stream` gets the last token, because it needs at least one.
+    prompts_of: dict[Ids, list[int]] = {}
     for number, prompt in enumerate(prompts):
-        asked.setdefault(prompt[:-1], []).append(number)
-    texts = list(asked)
+        prompts_of.setdefault(prompt[:-1], []).append(number)
+    texts = list(prompts_of)
     for numbers, _, state in read_texts(model, texts, batch_size, progress):
-        forks = [(row, i) for row, number in enumerate(numbers) for i in asked[texts[number]]]
+        forks = [(row, i) for row, number in enumerate(numbers) for i in prompts_of[texts[number]]]
         for first in range(0, len(forks), batch_size):
             rows, some = zip(*forks[first : first + batch_size], strict=True)
             last = torch.tensor([prompts[i][-1:] for i in some], device=state.position.device)
-            said = [""] * len(some)
+            generated = [""] * len(some)
             for generation in stream(
                 model,
                 last,
@@ -65,11 +65,11 @@ def complete(
                 stop=[] if eos is None else [[eos]],
             ):
                 progress.advance(0, len(some))
-                said = [decode(ids) for ids in generation.tokens]
+                generated = [decode(ids) for ids in generation.tokens]
                 ended = [
                     eos in ids or any(end in text for end in until if end)
-                    for ids, text in zip(generation.tokens, said, strict=True)
+                    for ids, text in zip(generation.tokens, generated, strict=True)
                 ]
                 if all(ended):
                     break
-            yield from zip(some, said, strict=True)
+            yield from zip(some, generated, strict=True)

@@ -1,9 +1,9 @@
-"""Greedy answers to many prompts of which long parts are equal, none of them read twice.
+"""Greedy answers to many prompts with long common parts, each of which is read only once.
 
-A state is a value: the text that prompts begin with is read once, and its state is forked where a
-prompt goes its own way; a prompt that is a longer version of another goes on from where that one
-asked its question, on a fork of its own. What is read and in which pieces differs from reading each
-prompt by itself; what a state then holds is equal to rounding.
+The beginning that prompts share is read once, and its state is forked where they differ. A prompt
+whose context extends that of another one continues from the fork at which the other asked its
+question. The calls of the model differ from those for each prompt alone; the states are equal up to
+rounding.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longrnn.inference.pieces import prefill
+from longrnn.inference.prefill import prefill
 from longrnn.models import LanguageModel, generate
 from longrnn.progress import Progress
 from longrnn.state import LMState, join, take
@@ -25,12 +25,12 @@ class Prompt(NamedTuple):
     """One prompt.
 
     Attributes:
-        context: what comes before the question.
-        question: `(q,)`, q >= 1.
-        trunk: prompts of one trunk have equal contexts up to the smaller of their `fork`.
-        fork: how many tokens of the context are of the trunk.
-        branch: prompts of one trunk, fork and branch have contexts of which the shorter is the
-            beginning of the longer.
+        context: the text before the question.
+        question: `(t,)` token ids, t >= 1.
+        trunk: prompts of the same trunk have equal contexts up to the smaller of their `fork`.
+        fork: how many tokens of the context belong to the trunk.
+        branch: of two prompts with the same trunk, fork and branch, the shorter context is a prefix
+            of the longer.
     """
 
     context: list[RepeatedTokens]
@@ -41,37 +41,37 @@ class Prompt(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """After so many tokens of a branch, the question of prompt `number` is asked."""
+    """The question of prompt `number` is asked after `position` tokens of a branch."""
 
-    place: int
+    position: int
     number: int
 
 
 class Branch(NamedTuple):
-    """What follows a fork: the longest context, and the stops on it, nearest first."""
+    """The text after a fork: the longest context, and the stops in it, nearest first."""
 
     context: list[RepeatedTokens]
     fork: int
     stops: list[Stop]
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Tokens after the fork."""
+        """The tokens from `start` up to `stop`, counted from the fork."""
         return read(self.context, self.fork + start, self.fork + stop)
 
 
 class Answer(NamedTuple):
-    """The ids that a model says to prompt `number`."""
+    """The ids that a model generates after prompt `number`."""
 
     number: int
     ids: list[int]
 
 
 class Cost(NamedTuple):
-    """Tokens that a model reads to answer prompts, answers included.
+    """Number of tokens that a model processes to answer prompts, including the answers.
 
     Attributes:
-        shared: as `answers` reads them.
-        naive: every prompt by itself.
+        shared: with `answers`.
+        naive: with each prompt read separately.
     """
 
     shared: int
@@ -79,19 +79,19 @@ class Cost(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """How many times fewer tokens are read."""
+        """How many times fewer tokens are processed."""
         return self.naive / max(self.shared, 1)
 
 
 def count_tokens(prompts: Sequence[Prompt], *, max_new_tokens: int) -> Cost:
-    """What `answers` costs, without a model: every token is counted, none is read."""
+    """Counts the tokens that `answers` would process, without a model."""
     trunks: dict[Hashable, int] = {}
     for prompt in prompts:
         trunks[prompt.trunk] = max(trunks.get(prompt.trunk, 0), prompt.fork)
-    branches = sum(branch.stops[-1].place for branch in _branches(prompts).values())
-    asked = sum(len(prompt.question) + max_new_tokens for prompt in prompts)
+    branches = sum(branch.stops[-1].position for branch in _branches(prompts).values())
+    questions = sum(len(prompt.question) + max_new_tokens for prompt in prompts)
     contexts = sum(length(prompt.context) for prompt in prompts)
-    return Cost(sum(trunks.values()) + branches + asked, contexts + asked)
+    return Cost(sum(trunks.values()) + branches + questions, contexts + questions)
 
 
 @torch.no_grad()
@@ -103,13 +103,13 @@ def answers(
     batch_size: int,
     progress: Progress,
 ) -> Iterator[list[Answer]]:
-    """Answers in the order in which they are found, a batch of them at a time."""
+    """Yields batches of greedy answers, in the order in which they are computed."""
     branches = _branches(prompts)
     for trunk in dict.fromkeys(prompt.trunk for prompt in prompts):
-        of_trunk = {key: branch for key, branch in branches.items() if key[0] == trunk}
-        forks = _trunk_states(model, list(of_trunk.values()), progress)
-        # Branches of one length run out together.
-        ordered = sorted(of_trunk.values(), key=lambda branch: branch.stops[-1].place)
+        trunk_branches = {key: branch for key, branch in branches.items() if key[0] == trunk}
+        forks = _trunk_states(model, list(trunk_branches.values()), progress)
+        # Sorted by length, because branches of equal length end together.
+        ordered = sorted(trunk_branches.values(), key=lambda branch: branch.stops[-1].position)
         for first in range(0, len(ordered), batch_size):
             rows = ordered[first : first + batch_size]
             state = join([forks[row.fork] for row in rows])
@@ -117,7 +117,7 @@ def answers(
 
 
 def _branches(prompts: Sequence[Prompt]) -> dict[tuple[Hashable, ...], Branch]:
-    """The branches by trunk, fork and name."""
+    """The branches by (trunk, fork, branch)."""
     members: dict[tuple[Hashable, ...], list[Stop]] = {}
     for index, prompt in enumerate(prompts):
         key = prompt.trunk, prompt.fork, prompt.branch
@@ -134,14 +134,14 @@ def _branches(prompts: Sequence[Prompt]) -> dict[tuple[Hashable, ...], Branch]:
 def _trunk_states(
     model: LanguageModel, branches: Sequence[Branch], progress: Progress
 ) -> dict[int, LMState]:
-    """The state of one row at every fork of a trunk."""
+    """The state of a trunk, one row, at each of its forks."""
     longest = max(branches, key=lambda branch: branch.fork)
-    state, place, states = model.init_state(1), 0, {}
+    state, position, states = model.init_state(1), 0, {}
     for fork in sorted({branch.fork for branch in branches}):
         _, state = prefill(
-            model, _reader([(longest.context, 0)]), place, fork, state, progress, keep=0
+            model, _reader([(longest.context, 0)]), position, fork, state, progress, keep=0
         )
-        states[fork], place = state, fork
+        states[fork], position = state, fork
     return states
 
 
@@ -153,51 +153,53 @@ def _walk(
     max_new_tokens: int,
     progress: Progress,
 ) -> Iterator[list[Answer]]:
-    """Reads branches side by side and asks at their stops; rows that are through drop out."""
-    left = [list(row.stops) for row in rows]
-    place = 0
+    """Reads branches in one batch and asks at their stops; rows leave it after their last stop."""
+    remaining = [list(row.stops) for row in rows]
+    position = 0
     while rows:
-        goal = min(stops[0].place for stops in left)
+        goal = min(stops[0].position for stops in remaining)
         texts = [(row.context, row.fork) for row in rows]
-        _, state = prefill(model, _reader(texts), place, goal, state, progress, keep=0)
-        place = goal
-        here = [
-            (row, stops.pop(0).number) for row, stops in enumerate(left) if stops[0].place == goal
+        _, state = prefill(model, _reader(texts), position, goal, state, progress, keep=0)
+        position = goal
+        due = [
+            (row, stops.pop(0).number)
+            for row, stops in enumerate(remaining)
+            if stops[0].position == goal
         ]
-        yield from _ask(model, here, state, prompts, max_new_tokens, progress)
-        # A row may stop twice at one place, to be asked two questions.
-        going = [row for row, stops in enumerate(left) if stops]
-        if len(going) < len(rows):
-            rows, left = [rows[row] for row in going], [left[row] for row in going]
-            state = take(state, going)
+        yield from _ask(model, due, state, prompts, max_new_tokens, progress)
+        # A row may have two stops at one position, for two questions.
+        active = [row for row, stops in enumerate(remaining) if stops]
+        if len(active) < len(rows):
+            rows, remaining = [rows[row] for row in active], [remaining[row] for row in active]
+            state = take(state, active)
 
 
 def _reader(texts: Sequence[tuple[list[RepeatedTokens], int]]) -> Callable[[int, int], Tensor]:
-    """Reads tokens of rows of spans, each after its own offset."""
+    """A function that returns tokens of several texts, each counted from its own offset."""
     return lambda start, stop: torch.stack(
-        [read(spans, offset + start, offset + stop) for spans, offset in texts]
+        [read(text, offset + start, offset + stop) for text, offset in texts]
     )
 
 
 def _ask(
     model: LanguageModel,
-    here: Sequence[tuple[int, int]],
+    due: Sequence[tuple[int, int]],
     state: LMState,
     prompts: Sequence[Prompt],
     max_new_tokens: int,
     progress: Progress,
 ) -> Iterator[list[Answer]]:
-    """Asks the rows `(row, prompt)`, those with questions of one length together."""
-    sizes = dict.fromkeys(len(prompts[index].question) for _, index in here)
+    """Answers questions `(row, prompt)`; those of equal length in one batch."""
+    sizes = dict.fromkeys(len(prompts[index].question) for _, index in due)
     for size in sizes:
-        same = [(row, index) for row, index in here if len(prompts[index].question) == size]
+        same = [(row, index) for row, index in due if len(prompts[index].question) == size]
         questions = torch.stack([prompts[index].question for _, index in same])
         forked = take(state, [row for row, _ in same])
-        said = generate(
+        generated = generate(
             model,
             questions.to(state.position.device),
             forked,
             max_new_tokens=max_new_tokens,
         )
         progress.advance(0, questions.numel())
-        yield [Answer(index, ids) for (_, index), ids in zip(same, said.tokens, strict=True)]
+        yield [Answer(index, ids) for (_, index), ids in zip(same, generated.tokens, strict=True)]

@@ -1,7 +1,7 @@
-"""Losses by token, and log-likelihoods of continuations whose equal contexts are read once.
+"""Losses per token, and log-likelihoods of continuations; equal contexts are read once.
 
-Continuations of one context are scored on forks of its state. Logits exist for scored tokens only,
-and of a long continuation for one piece at a time.
+Continuations of one context are scored on forks of its state. Logits are computed for scored tokens
+only, and a long continuation is scored in parts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.inference.pieces import scored_tokens
+from longrnn.inference.prefill import scored_tokens
 from longrnn.inference.trie import Ids, read_texts, tensor
 from longrnn.models import LanguageModel
 from longrnn.models.finite import explain_nonfinite, refuse_nonfinite
@@ -22,14 +22,14 @@ from longrnn.state import LMState, take
 
 
 class Pair(NamedTuple):
-    """A continuation to score, and what comes before it (at least one token)."""
+    """A continuation to score, and the context before it (at least one token)."""
 
     context: Ids
     continuation: Ids
 
 
 class Score(NamedTuple):
-    """`nats`: log-likelihood of a continuation; `greedy`: whether the model would say it."""
+    """`nats`: log-likelihood of a continuation; `greedy`: whether greedy decoding generates it."""
 
     nats: float
     greedy: bool
@@ -37,15 +37,15 @@ class Score(NamedTuple):
 
 @torch.no_grad()
 def token_losses(model: LanguageModel, windows: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """The loss of every token after the first, piece by piece.
+    """Computes the loss of every token after the first, in parts.
 
     Args:
-        model: reads the windows from an empty state.
-        windows: `(b, n + 1)`, the tokens and the one to predict last.
+        model: reads the windows from the initial state.
+        windows: `(b, t + 1)` token ids; the last one is only predicted.
 
     Yields:
-        The position of a piece, and `(b, k)` nats from there on, float64 on the CPU: the loss at
-        position i is that of token i + 1.
+        The position where a part begins, and its losses in nats, `(b, t)` float64 on the CPU: the
+        loss at position i is that of token i + 1.
 
     Raises:
         UserError: logits that are not finite.
@@ -54,13 +54,13 @@ def token_losses(model: LanguageModel, windows: Tensor) -> Iterator[tuple[int, T
     state = model.init_state(batch)
     width = scored_tokens(batch, model.vocab_size)
     for start in range(0, length, width):
-        piece = windows[:, start : start + width + 1].to(state.position.device)
-        logits, state = model(piece[:, :-1], state)
+        part = windows[:, start : start + width + 1].to(state.position.device)
+        logits, state = model(part[:, :-1], state)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        nats = F.cross_entropy(wide.flatten(0, 1), piece[:, 1:].flatten(), reduction="none")
+        nats = F.cross_entropy(wide.flatten(0, 1), part[:, 1:].flatten(), reduction="none")
         nats = nats.view(batch, -1).double().cpu()
         if not bool(nats.isfinite().all()):
-            explain_nonfinite(model, windows[:, : start + piece.shape[1] - 1])
+            explain_nonfinite(model, windows[:, : start + part.shape[1] - 1])
         yield start, nats
 
 
@@ -68,78 +68,80 @@ def token_losses(model: LanguageModel, windows: Tensor) -> Iterator[tuple[int, T
 def score(
     model: LanguageModel, pairs: Sequence[Pair], *, batch_size: int, progress: Progress
 ) -> Iterator[tuple[int, Score]]:
-    """Scores pairs, in the order in which they are found.
+    """Scores continuations.
 
     Args:
-        model: any.
-        pairs: those with one context share its reading.
-        batch_size: rows that are read side by side.
-        progress: counts the pairs, and the tokens that are computed.
+        model: any language model.
+        pairs: contexts and continuations; equal contexts are read once.
+        batch_size: rows per batch.
+        progress: counts the pairs and the tokens that are computed.
 
     Yields:
-        The number of a pair and its score.
+        The index of a pair and its score, in the order in which they are computed.
     """
-    asked: dict[Ids, list[int]] = {}
+    pairs_of: dict[Ids, list[int]] = {}
     for index, pair in enumerate(pairs):
-        asked.setdefault(pair.context, []).append(index)
-    contexts = list(asked)
+        pairs_of.setdefault(pair.context, []).append(index)
+    contexts = list(pairs_of)
     for numbers, logits, state in read_texts(model, contexts, batch_size, progress):
-        forks = [(row, i) for row, number in enumerate(numbers) for i in asked[contexts[number]]]
+        forks = [(row, i) for row, n in enumerate(numbers) for i in pairs_of[contexts[n]]]
         forks.sort(key=lambda fork: len(pairs[fork[1]].continuation))
         for first in range(0, len(forks), batch_size):
             rows, indices = zip(*forks[first : first + batch_size], strict=True)
-            wanted = [pairs[index].continuation for index in indices]
-            scores = _follow(model, wanted, logits[list(rows)], take(state, rows), progress)
+            continuations = [pairs[index].continuation for index in indices]
+            scores = _score_batch(
+                model, continuations, logits[list(rows)], take(state, rows), progress
+            )
             progress.advance(len(indices), 0)
             yield from zip(indices, scores, strict=True)
 
 
-def _follow(
+def _score_batch(
     model: LanguageModel,
-    wanted: Sequence[Ids],
+    continuations: Sequence[Ids],
     logits: Tensor,
     state: LMState,
     progress: Progress,
 ) -> list[Score]:
-    """Scores continuations, shortest first, one a row.
+    """Scores one batch of continuations, shortest first.
 
     Args:
-        model: any.
-        wanted: the continuations, `r` of them.
-        logits: `(r, v)`, which predict their first tokens.
-        state: of `r` rows, after the contexts.
+        model: any language model.
+        continuations: one per row.
+        logits: `(b, v)`, the prediction of their first tokens.
+        state: after the contexts.
         progress: counts the tokens that are computed.
     """
-    nats = torch.zeros(len(wanted), dtype=torch.float64)
-    greedy = torch.ones(len(wanted), dtype=torch.bool)
-    predicted, place, done = logits[:, None], 0, 0
-    # The logits of a context were looked at when it was read.
-    piece, before = tensor([()] * len(wanted), state), state
+    nats = torch.zeros(len(continuations), dtype=torch.float64)
+    greedy = torch.ones(len(continuations), dtype=torch.bool)
+    predicted, position, done = logits[:, None], 0, 0
+    # `prefill` has checked the logits of the contexts.
+    part, before = tensor([()] * len(continuations), state), state
     while True:
         width = predicted.shape[1]
-        target = tensor([row[place : place + width] for row in wanted[done:]], state)
+        target = tensor([row[position : position + width] for row in continuations[done:]], state)
         loss, best = _compare(predicted, target)
-        refuse_nonfinite(loss, model, piece, before)
+        refuse_nonfinite(loss, model, part, before)
         nats[done:] -= loss
         greedy[done:] &= best
-        place += width
-        ended = sum(len(row) == place for row in wanted[done:])
+        position += width
+        ended = sum(len(row) == position for row in continuations[done:])
         done += ended
-        if done == len(wanted):
+        if done == len(continuations):
             scores = zip(nats.tolist(), greedy.tolist(), strict=True)
             return [Score(*score) for score in scores]
         if ended:
             state = take(state, range(ended, len(state.position)))
-        rows = wanted[done:]
-        width = min(scored_tokens(len(rows), model.vocab_size), len(rows[0]) - place)
-        piece = tensor([row[place - 1 : place - 1 + width] for row in rows], state)
+        rows = continuations[done:]
+        width = min(scored_tokens(len(rows), model.vocab_size), len(rows[0]) - position)
+        part = tensor([row[position - 1 : position - 1 + width] for row in rows], state)
         before = state
-        predicted, state = model(piece, before)
-        progress.advance(0, piece.numel())
+        predicted, state = model(part, before)
+        progress.advance(0, part.numel())
 
 
 def _compare(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the loss in nats `(r,)` float64, and whether each target is likeliest `(r,)`."""
+    """Loss of each row in nats, `(b,)`, and whether all its targets are most likely, `(b,)`."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     loss = F.cross_entropy(wide.flatten(0, 1), target.flatten(), reduction="none")
     best = (wide.argmax(-1) == target).all(1)

@@ -1,8 +1,8 @@
-"""Texts read side by side, what they begin with in common once.
+"""Reads many texts in batches, and the beginnings that they share only once.
 
-A state is a value: what texts share is read once, and its state is forked where they go their own
-ways. Texts of different lengths need no padding, which would enter a state: all rows go to the end
-of the shortest, which drops out, and the others go on.
+A shared beginning is read once, and its state is forked where the texts differ. Texts of different
+lengths need no padding, which would enter the state: all rows of a batch are read up to the end of
+the shortest, which then leaves the batch.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longrnn.inference.pieces import prefill
+from longrnn.inference.prefill import prefill
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
 from longrnn.state import LMState, expand, take
 
 Ids = tuple[int, ...]
 
-# Tokens that a fork must save; below it, rows are better read side by side.
-WORTH = 256
+# A fork must save at least this many tokens; otherwise reading the rows in one batch is faster.
+MIN_SAVED_TOKENS = 256
 
 
 class ReadTexts(NamedTuple):
-    """Texts that were read to their ends together.
+    """Texts of equal length that have been read completely.
 
     Attributes:
-        numbers: which ones, `r` of them.
-        logits: `(r, v)` after their last tokens; `(1, 0)` for the empty text.
-        state: of `r` rows.
+        numbers: their indices, one per row.
+        logits: `(b, v)` after their last tokens; `(1, 0)` for the empty text.
+        state: after their last tokens.
     """
 
     numbers: list[int]
@@ -40,7 +40,7 @@ class ReadTexts(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """Texts that are equal up to `fork`, and the state (of one row) at their parent's fork."""
+    """Texts that are equal up to token `fork`, and the state (one row) at token `start`."""
 
     numbers: list[int]
     start: int
@@ -52,12 +52,12 @@ class Branch(NamedTuple):
 def read_texts(
     model: LanguageModel, texts: Sequence[Ids], batch_size: int, progress: Progress
 ) -> Iterator[ReadTexts]:
-    """Reads different texts from the empty state, what they begin with in common once.
+    """Reads distinct texts from the initial state; shared beginnings are read once.
 
     Args:
-        model: any.
-        texts: of any lengths.
-        batch_size: rows that are read side by side.
+        model: any language model.
+        texts: token ids, of any lengths.
+        batch_size: rows per batch.
         progress: counts the tokens that are computed.
     """
     order = sorted(range(len(texts)), key=texts.__getitem__)
@@ -73,7 +73,7 @@ def read_texts(
         leaves: list[int] = []
         for group in _groups(texts, branch.numbers, branch.fork):
             fork = _fork(texts, group, branch.fork)
-            if (fork - branch.fork) * (len(group) - 1) < WORTH:
+            if (fork - branch.fork) * (len(group) - 1) < MIN_SAVED_TOKENS:
                 leaves += group
             else:
                 stack.append(Branch(group, branch.fork, fork, state))
@@ -84,7 +84,7 @@ def read_texts(
 
 
 def _groups(texts: Sequence[Ids], numbers: list[int], fork: int) -> list[list[int]]:
-    """Texts that also share the token at `fork`; one that ends behind it stands alone."""
+    """Groups texts by their token at `fork`; a text that ends there is a group of its own."""
 
     def kind(number: int) -> tuple[int, bool]:
         return texts[number][fork], len(texts[number]) > fork + 1
@@ -93,12 +93,12 @@ def _groups(texts: Sequence[Ids], numbers: list[int], fork: int) -> list[list[in
 
 
 def _fork(texts: Sequence[Ids], numbers: list[int], start: int) -> int:
-    """How many tokens sorted texts have in common, at least one of each being left.
+    """How many tokens some texts share, leaving at least one token of each.
 
     Args:
         texts: all texts.
-        numbers: which ones are meant.
-        start: tokens that they are known to have in common.
+        numbers: indices of the texts to compare, in sorted order.
+        start: a number of tokens that they are known to share.
     """
     if len(numbers) == 1:
         return start
@@ -115,7 +115,7 @@ def _walk(
     state: LMState,
     progress: Progress,
 ) -> Iterator[ReadTexts]:
-    """Reads texts, sorted by length, side by side from token `start` of one common state."""
+    """Reads texts, sorted by length, in one batch from their common state at token `start`."""
     state = expand(state, len(numbers))
     while numbers:
         goal = len(texts[numbers[0]])
@@ -128,10 +128,10 @@ def _walk(
 
 
 def _reader(rows: Sequence[Ids]) -> Callable[[int, int], Tensor]:
-    """Reads tokens of rows that are long enough."""
+    """A function that returns the tokens from one position up to another, one row per text."""
     return lambda start, stop: torch.tensor([row[start:stop] for row in rows], dtype=torch.long)
 
 
 def tensor(rows: Sequence[Ids], state: LMState) -> Tensor:
-    """Rows of one length, `(r, n)`, where a state is."""
+    """Token ids as a tensor `(b, t)` on the device of a state; all rows have one length."""
     return torch.tensor(rows, dtype=torch.long, device=state.position.device)

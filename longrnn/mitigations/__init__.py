@@ -1,4 +1,4 @@
-"""Mitigations of state collapse: one method per file, each an edit of the recurrence."""
+"""Mitigations of state collapse: one per file, each an edit of the recurrence."""
 
 from longrnn.mitigations.base import MITIGATIONS, Chain, Mitigation, NoMitigation, Stage
 from longrnn.mitigations.forget_more import ForgetMore

@@ -1,7 +1,7 @@
-"""The contract of a mitigation: its options, as a frozen value, and the edit that they stand for.
+"""The interface of a mitigation: frozen options, and the edit of the recurrence that they define.
 
-A mitigation knows its options and no model. `bind` turns them into the `Edit` of one layer (see
-`longrnn.mixers.edits` for its hooks and their order), which stores nothing that depends on weights.
+A mitigation is independent of any model. `bind` turns its options into the `Edit` of one layer (see
+`longrnn.mixers.edits` for the hooks and their order), which stores nothing that depends on weights.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ COLLAPSING = "collapsing"
 
 
 class Stage(IntEnum):
-    """Where in the recurrence a mitigation acts; stages apply in this order, whatever the list."""
+    """Where in the recurrence a mitigation acts. Stages apply in this order in every chain."""
 
     STEPS = 1  # the step dt and the rate A
-    MULTIPLIERS = 2  # of the decays and of the inputs
+    MULTIPLIERS = 2  # factors of the decays and of the inputs
     SCAN = 3  # the recurrence itself; at most one mitigation
 
 
@@ -36,9 +36,9 @@ class Calibration:
 
     Attributes:
         source: the file they were read from.
-        fingerprint: of the model they belong to.
-        length: tokens of a calibration prompt.
-        text_sha256: of the calibration texts; evaluating on one of these proves nothing.
+        fingerprint: fingerprint of the calibrated model.
+        length: tokens per calibration prompt.
+        text_sha256: hashes of the calibration texts, which must not be evaluation texts.
     """
 
     source: str
@@ -51,20 +51,20 @@ class Calibration:
 class Mitigation:
     """A change to the recurrence of some layers and heads.
 
-    Members are frozen dataclasses, registered in `MITIGATIONS`; their fields are their options. A
-    cell without heads (RNN, GRU, LSTM) counts as one head.
+    Subclasses are frozen dataclasses, registered in `MITIGATIONS`; their fields are their options.
+    A cell without heads (RNN, GRU, LSTM) counts as one head.
 
     Args:
         layers: indices of the layers to change; None for all.
         heads: indices of heads in each of these layers; or pairs `[layer, head]`; or
-            `"collapsing"`, those that a diagnosis names; None for all.
-        diagnosis: the file `diagnosis.yaml` that `"collapsing"` refers to.
+            `"collapsing"` for those that a diagnosis lists; None for all.
+        diagnosis: the path of `diagnosis.yaml`, required for `"collapsing"`.
 
     Attributes:
-        name: its name in the registry.
+        name: name in the registry.
         stage: where it acts.
-        numbers: the options that are one number, one per layer, or one per layer and head.
-        calibration: where its numbers come from, if they were read from a file.
+        numbers: allowed values of the options that are numbers, per model, layer or head.
+        calibration: where the numbers come from, if they were read from a file.
 
     Raises:
         UserError: options out of range.
@@ -82,60 +82,62 @@ class Mitigation:
     def __post_init__(self) -> None:
         layers, heads = self.layers, self.heads
         if layers is not None and not is_indices(layers):
-            raise UserError(f"layers are a list of indices from 0, not {layers!r}")
+            raise UserError(
+                f"layers must be a list of indices from 0, not {layers!r}: write such as [0, 1]"
+            )
         if heads not in (None, COLLAPSING) and not is_pairs(heads) and not is_indices(heads):
             raise UserError(
-                "heads are a list of indices from 0, a list of pairs [layer, head], or "
-                f"{COLLAPSING!r}, not {heads!r}"
+                "heads must be a list of indices from 0, a list of pairs [layer, head], or "
+                f"{COLLAPSING!r}, not {heads!r}: write such as [0, 1]"
             )
         if heads == COLLAPSING and self.diagnosis is None:
             raise UserError(
-                "heads='collapsing' needs diagnosis=FILE, the diagnosis.yaml that "
-                "`longrnn diagnose states` writes"
+                "heads='collapsing' needs a diagnosis: give diagnosis=FILE, the diagnosis.yaml "
+                "that `longrnn diagnose states` writes"
             )
         for name, allowed in self.numbers.items():
             self._set(name, allowed.check(name, getattr(self, name)))
         for name in self.options():
             self._set(name, frozen(getattr(self, name)))
 
-    # To be written by members
+    # Implemented by subclasses
 
     @classmethod
     def undefined(cls, mixer: type[Mixer]) -> str | None:
-        """Why this mitigation is not defined for a kind of cell; None where it is."""
+        """Why this mitigation is not defined for a kind of cell; None if it is."""
         return None
 
     def bind(self, layer: int, mixer: Mixer, heads: Tensor) -> Edit:
-        """The edit of one layer.
+        """Builds the edit of one layer.
 
         Args:
             layer: index of the layer.
-            mixer: its cell. The edit depends on its kind and its sizes, never on its weights.
+            mixer: its cell. The edit depends on the kind and sizes of it, never on its weights.
             heads: `(h,)` bool, the heads to change.
         """
         return Edit()
 
-    # Common to all
+    # Common to all mitigations
 
     def parts(self) -> tuple[Mitigation, ...]:
-        """This one mitigation; see `Chain.parts`."""
+        """A tuple of this mitigation; see `Chain.parts`."""
         return (self,)
 
     def calibrated(self, known: Calibration) -> Self:
-        """A copy that names where its numbers come from."""
+        """A copy that records where its numbers come from."""
         one = copy.copy(self)
         one._set("calibration", known)
         return one
 
     def describe(self) -> str:
-        """The options that are given, as a spec; part of what identifies a mitigated state."""
+        """The name and the given options as a spec; part of a mitigated model's fingerprint."""
         given = {name: listed(getattr(self, name)) for name in self.options()}
         options = (f"{name}={value!r}" for name, value in given.items() if value is not None)
         return f"{self.name}({', '.join(options)})"
 
     @classmethod
     def options(cls) -> list[str]:
-        """Names of the options, the member's own before those of every mitigation."""
+        """Names of the options, first its own, then those of every mitigation."""
         shared = Mitigation.__dataclass_fields__
         names = list(keyword_options(cls))
         return [n for n in names if n not in shared] + [n for n in names if n in shared]
@@ -148,7 +150,7 @@ class Mitigation:
 
 
 def without_steps(mixer: type[Mixer]) -> str | None:
-    """Why what changes step sizes is not defined for a kind of cell; None where it is."""
+    """Why a change of step sizes is not defined for a kind of cell; None if it is."""
     if issubclass(mixer, ScanningMixer):
         return None
     if issubclass(mixer, StepwiseMixer) and mixer.gated:
@@ -157,19 +159,18 @@ def without_steps(mixer: type[Mixer]) -> str | None:
 
 
 class Chain:
-    """Several mitigations as one.
+    """Several mitigations combined.
 
     They apply stage by stage, whatever their order in the list: first all that change the step dt
     and the rate A, then the multipliers of decays and inputs, then the one that redefines the
-    recurrence. Within a stage they apply in the order of the list. Two that redefine the recurrence
-    have no meaning together: the second would scale, or cut off, a state that the first has already
-    changed for later tokens.
+    recurrence. Within a stage they apply in list order. At most one may redefine the recurrence,
+    because a second one would act on a state that the first has already changed.
 
     Args:
         members: mitigations and chains.
 
     Raises:
-        UserError: two of them redefine the recurrence.
+        UserError: two members redefine the recurrence.
     """
 
     def __init__(self, members: Sequence[Mitigation | Chain]) -> None:
@@ -199,21 +200,21 @@ MITIGATIONS: Registry[Mitigation] = Registry("mitigation")
 
 @MITIGATIONS.register("none")
 class NoMitigation(Mitigation):
-    """The plain model, for comparisons that run over a list of mitigations."""
+    """No change: the plain model, as a member of lists of mitigations to compare."""
 
     def __init__(self) -> None:
         super().__init__()
 
 
 def is_indices(value: Any) -> bool:
-    """Whether this is a list of indices from 0."""
+    """Whether a value is a list of indices from 0."""
     return isinstance(value, list | tuple) and all(
         isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value
     )
 
 
 def is_pairs(value: Any) -> bool:
-    """Whether this is a list of pairs of indices from 0."""
+    """Whether a value is a list of pairs of indices from 0."""
     return isinstance(value, list | tuple) and all(
         is_indices(pair) and len(pair) == 2 for pair in value
     )

@@ -1,4 +1,4 @@
-"""Forget more, remember less."""
+"""`forget_more`: multiplies decays and inputs by constants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Multiply(Edit):
 
     Args:
         decay: `(h,)` float64, in (0, 1].
-        scale: `(h,)` float64, of the inputs.
+        scale: `(h,)` float64, the factor of the inputs.
     """
 
     def __init__(self, decay: Tensor, scale: Tensor) -> None:
@@ -27,9 +27,9 @@ class Multiply(Edit):
 
     def edit_inputs(self, inputs: ScanInputs, carry: PyTree) -> tuple[ScanInputs, PyTree]:
         log_decay = inputs.log_decay + self.decay.log().to(inputs.log_decay)
-        # x instead of B, which several heads share; only their product enters the recurrence.
-        free = bool((self.scale == 1).all())
-        x = inputs.x if free else inputs.x * self.scale.to(inputs.x)[:, None]
+        # Scales x and not B, which heads share; only their product enters the recurrence.
+        unscaled = bool((self.scale == 1).all())
+        x = inputs.x if unscaled else inputs.x * self.scale.to(inputs.x)[:, None]
         return inputs._replace(x=x, log_decay=log_decay), carry
 
     def edit_update(self, update: Update, carry: PyTree) -> tuple[Update, PyTree]:
@@ -41,15 +41,15 @@ class Multiply(Edit):
 @MITIGATIONS.register("forget_more")
 @dataclass(frozen=True, kw_only=True)
 class ForgetMore(Mitigation):
-    """Every decay and every input is multiplied by a constant (arXiv 2410.07145).
+    """Multiplies every decay and every input by a constant (arXiv 2410.07145).
 
     a'_t = m_a a_t and B'_t = m_b B_t; in an LSTM or a GRU, keep' = m_a keep and add' = m_b add.
-    Nothing is remembered for much longer than 1 / (1 − m_a) tokens, at any prompt length; the
-    quality inside the training length pays for it.
+    The memory is limited to about 1 / (1 − m_a) tokens at any prompt length, at some cost in
+    quality within the training length.
 
     Args:
         decay_scale: m_a, in (0, 1]; a number, a list by layer, or lists by layer and head.
-        input_scale: m_b, in (0, 1]; likewise.
+        input_scale: m_b, in (0, 1]; given in the same way.
         layers: see `Mitigation`.
         heads: see `Mitigation`.
         diagnosis: see `Mitigation`.
@@ -68,7 +68,7 @@ class ForgetMore(Mitigation):
     @classmethod
     def undefined(cls, mixer: type[Mixer]) -> str | None:
         if issubclass(mixer, StepwiseMixer) and not mixer.gated:
-            return "its new state is no gated sum of the old one and an input"
+            return "its new state is not a gated sum of the old one and an input; use state_norm"
         return None
 
     def bind(self, layer: int, mixer: Mixer, heads: Tensor) -> Edit:

@@ -1,4 +1,4 @@
-"""A model with a mitigation is a language model again."""
+"""`Mitigated`: a recurrent language model with a mitigation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from longrnn.errors import UserError
 from longrnn.mitigations.base import COLLAPSING, Chain, Mitigation
 from longrnn.mitigations.selection import select
 from longrnn.mitigations.values import check_sizes
-from longrnn.mitigations.weights import Remembered
+from longrnn.mitigations.weights import CachedValue
 from longrnn.mixers import Composed, Mixer
 from longrnn.models.base import LanguageModel, LMOutput
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
@@ -25,8 +25,8 @@ class MitigatedState(NamedTuple):
     """`LMState.extra` of a mitigated model.
 
     Attributes:
-        tag: `(b,)` int64, the same for all rows: which weights and which mitigation made the state.
-        carry: per layer, per part of the mitigation.
+        tag: `(b,)` int64, the same for all rows: identifies the weights and the mitigation.
+        carry: the carries of the edits, per layer and part of the mitigation.
     """
 
     tag: Tensor
@@ -34,25 +34,25 @@ class MitigatedState(NamedTuple):
 
 
 class Mitigated(nn.Module):
-    """A `LanguageModel`: a recurrent model under a mitigation.
+    """A `LanguageModel`: a recurrent model with a mitigation.
 
-    Nothing that depends on a weight is computed here: a model whose weights are changed, in place
-    or by `torch.func.functional_call`, is the model that a new `Mitigated` of these weights is. A
-    state belongs to the weights and the mitigation that made it, and is refused by others; see
-    `adopt`. After a change of weights the next call computes their SHA-256 once.
+    It stores nothing that depends on weights, so weights may be changed in place or replaced by
+    `torch.func.functional_call`. A state is valid for the weights and the mitigation that computed
+    it, and refused by others; see `adopt`. After a change of weights, the next call computes their
+    SHA-256 once.
 
     Args:
         model: a `RecurrentLM`.
-        mitigation: one, or several that apply as `Chain` says.
+        mitigation: one or several, which are combined as in `Chain`.
 
     Attributes:
-        edits: per layer, what the mitigation makes of the recurrence.
+        edits: the edit of each layer.
         parts: the mitigations in the order in which they apply.
         heads: per part and layer, the heads that are changed, `(h,)` bool.
 
     Raises:
-        UserError: not defined for the model's cells; layers or heads it does not have; numbers
-            that were calibrated for another model; members that have no meaning together.
+        UserError: a mitigation that is not defined for the model's cells, layers or heads that do
+            not exist, numbers calibrated for another model, or members that exclude each other.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Mitigated(nn.Module):
         if not isinstance(model, RecurrentLM):
             raise UserError(
                 f"a mitigation changes the recurrence of a RecurrentLM, and {type(model).__name__} "
-                "is none: give an RNN, GRU, LSTM or Mamba-2 model"
+                "is not one: give an RNN, GRU, LSTM or Mamba-2 model"
             )
         members = [mitigation] if isinstance(mitigation, Mitigation | Chain) else mitigation
         self.mitigation = Chain(members)
@@ -82,7 +82,7 @@ class Mitigated(nn.Module):
             )
             for layer, mixer in enumerate(model.mixers)
         ]
-        self._last_tag = Remembered()
+        self._last_tag = CachedValue()
 
     @property
     def vocab_size(self) -> int:
@@ -91,21 +91,21 @@ class Mitigated(nn.Module):
 
     @property
     def max_length(self) -> int | None:
-        """That of the model inside."""
+        """How many tokens a sequence may have; None for any number."""
         return self.model.max_length
 
     @property
     def config(self) -> RecurrentConfig:
-        """Of the model inside."""
+        """The configuration of the unmitigated model."""
         return self.model.config
 
     @property
     def mixers(self) -> list[Mixer]:
-        """The cells of the model inside, first layer first."""
+        """The cells, first layer first."""
         return self.model.mixers
 
     def init_state(self, batch_size: int) -> LMState:
-        """The zero state, with empty carries."""
+        """The zero state of `batch_size` rows, with initial carries."""
         state = self.model.init_state(batch_size, self.edits)
         return self._tagged(state)
 
@@ -116,12 +116,12 @@ class Mitigated(nn.Module):
 
         Args:
             tokens: `(b, t)` int64.
-            state: of this mitigated model; None stands for `init_state`.
-            keep: logits for the last `keep` tokens only; None for all.
+            state: of this mitigated model; None for `init_state`.
+            keep: return logits for the last `keep` tokens only; None for all.
 
         Raises:
-            UserError: as the model does, and for a state of the plain model, of other weights or
-                of another mitigation.
+            UserError: invalid tokens, or a state of the plain model, of other weights or of another
+                mitigation.
         """
         if state is None:
             state = self.init_state(len(tokens))
@@ -131,12 +131,12 @@ class Mitigated(nn.Module):
         return LMOutput(logits, after._replace(extra=MitigatedState(extra.tag, after.extra)))
 
     def adopt(self, state: LMState) -> LMState:
-        """A state of earlier weights of this model, to go on from with the present ones.
+        """Makes a state computed with earlier weights valid for the current weights.
 
-        Truncated backpropagation through time carries a state over an optimizer's step on purpose.
+        Truncated backpropagation through time needs this after every optimizer step.
 
         Raises:
-            UserError: a state that does not fit: of a plain model, or with another carry.
+            UserError: the state of a plain model, or a state with another carry.
         """
         extra = self._extra(state)
         given, own = (
@@ -145,17 +145,18 @@ class Mitigated(nn.Module):
         )
         if given != own:
             raise UserError(
-                f"this state has not the carry of {self.mitigation}: "
+                f"this state does not have the carry of {self.mitigation}: "
                 "start from init_state of this mitigated model"
             )
         return self._tagged(state._replace(extra=extra.carry))
 
     def _tagged(self, state: LMState) -> LMState:
-        """A state whose `extra` is a carry, with the tag beside it."""
+        """Adds the tag to a state whose `extra` is a carry."""
         tag = torch.full_like(state.position, self._tag())
         return state._replace(extra=MitigatedState(tag, state.extra))
 
     def _extra(self, state: LMState) -> MitigatedState:
+        """`state.extra`, which must be that of a mitigated model."""
         if not isinstance(state.extra, MitigatedState):
             raise UserError(
                 f"this is the state of a model without {self.mitigation}: "
@@ -164,26 +165,24 @@ class Mitigated(nn.Module):
         return state.extra
 
     def _check_extra(self, state: LMState) -> MitigatedState:
+        """`state.extra`, which must be of these weights and this mitigation."""
         extra = self._extra(state)
         if bool((extra.tag != self._tag()).any()):
             raise UserError(
                 "this is the state of another model or mitigation, or of weights that were changed "
                 "since: start from init_state of this mitigated model, or call its adopt(state) "
-                "to go on with the present weights"
+                "to continue with the current weights"
             )
         return extra
 
     def _tag(self) -> int:
-        """The fingerprint of the present weights and the mitigation, as 63 bits."""
+        """The fingerprint of the current weights and the mitigation, as 63 bits."""
         weights = chain(self.model.parameters(), self.model.buffers())
         return self._last_tag.get(weights, lambda: int(self.fingerprint(), 16) >> 1)
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits: of the model's weights and of the mitigation with all its numbers.
-
-        Reads every weight.
-        """
-        # What a diagnosis names is not in the description, which has only the file's path.
+        """16 hexadecimal digits of the SHA-256 of all weights and of the mitigation's numbers."""
+        # The description has only the path of a diagnosis: add the heads that it lists.
         named = "".join(
             f"/{[mask.nonzero()[:, 0].tolist() for mask in heads]}"
             for part, heads in zip(self.parts, self.heads, strict=True)
@@ -197,7 +196,7 @@ class Mitigated(nn.Module):
 
 
 def _check(part: Mitigation, model: RecurrentLM) -> None:
-    """Refuses a mitigation that is not defined for a model, or that was made for another one."""
+    """Refuses a mitigation that is not defined for a model or was calibrated for another one."""
     known = part.calibration
     if known is not None and known.fingerprint != model.fingerprint():
         raise UserError(
@@ -210,7 +209,7 @@ def _check(part: Mitigation, model: RecurrentLM) -> None:
 
 
 def check_defined(part: type[Mitigation] | Mitigation, model: RecurrentLM) -> None:
-    """Raises a `UserError` where a mitigation is not defined for the cells of a model."""
+    """Raises a `UserError` if a mitigation is not defined for the cells of a model."""
     reason = part.undefined(type(model.mixers[0]))
     if reason is not None:
         kind = model.config.mixer["kind"]

@@ -1,7 +1,6 @@
-"""Mitigations that rescale the steps or the decay rates of a state-space cell.
+"""`scale_delta`, `scale_decay` and `power_decay`: rescale the steps or rates of a state-space cell.
 
-With dt the step and A < 0 the rate, a head decays by exp(dt · A) and takes in dt · x. Three
-different things can be scaled, and they are named apart.
+With the step dt and the rate A < 0, a head decays by exp(dt · A) per token and adds dt · x.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ class Factors(Edit):
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling(Mitigation):
-    """One factor per layer and head, in (0, ∞).
+    """Base of mitigations with one factor per layer and head, in (0, ∞).
 
     Attributes:
-        edit: what is done with the factors.
+        edit: the class of the edit that applies the factors.
     """
 
     scale: Any = 1.0
@@ -56,11 +55,11 @@ class ScaledSteps(Factors):
 @MITIGATIONS.register("scale_delta")
 @dataclass(frozen=True, kw_only=True)
 class ScaleDelta(Scaling):
-    """dt' = s · dt: every step is longer or shorter, its input with it.
+    """dt' = s · dt, which scales both the decay and the input of every token.
 
-    Constant, per layer, or per head. Factors per layer found by a search on calibration text are
-    MambaExtend (ICLR 2025, LgzRo1RpLS); n = target length / training length as divisor on the
-    heads with the longest receptive fields is the selective form.
+    MambaExtend (ICLR 2025, LgzRo1RpLS) searches for one factor per layer on calibration text. Its
+    selective form divides dt by target length / training length in the heads with the longest
+    receptive fields.
 
     Args:
         scale: s > 0; a number, a list by layer, or lists by layer and head.
@@ -83,7 +82,7 @@ class ScaledRates(Factors):
 @MITIGATIONS.register("scale_decay")
 @dataclass(frozen=True, kw_only=True)
 class ScaleDecay(Scaling):
-    """A' = s · A: memory is shorter or longer, inputs stay (arXiv 2509.19633).
+    """A' = s · A, which changes the decay and not the inputs (arXiv 2509.19633).
 
     Args:
         scale: s > 0; a number, a list by layer, or lists by layer and head.
@@ -100,7 +99,7 @@ class PoweredRates(Factors):
     """|A|' = |A|^s."""
 
     def edit_steps(self, steps: Steps, carry: PyTree) -> tuple[Steps, PyTree]:
-        # One number per head, so float64 costs nothing, and s keeps its digits.
+        # In float64, which is cheap for one number per head, so that s is not rounded.
         power = (-steps.A.double()).pow(self.scale.to(steps.A.device))
         return steps._replace(A=-power.to(steps.A)), carry
 
@@ -108,10 +107,10 @@ class PoweredRates(Factors):
 @MITIGATIONS.register("power_decay")
 @dataclass(frozen=True, kw_only=True)
 class PowerDecay(Scaling):
-    """|A|' = |A|^s: slow heads (|A| < 1) become faster or slower against fast ones.
+    """|A|' = |A|^s, which spreads or narrows the range of rates (arXiv 2509.19633).
 
-    Not the same as `scale_decay`: a head with |A| = 1 stays, and heads on the two sides of 1 move
-    in opposite directions (arXiv 2509.19633).
+    Unlike with `scale_decay`, heads with |A| = 1 do not change, and rates below and above 1 change
+    in opposite directions.
 
     Args:
         scale: the exponent s > 0; a number, a list by layer, or lists by layer and head.

@@ -1,4 +1,4 @@
-"""Sliding window."""
+"""`sliding_window`: limits the memory of a head to its last tokens."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from longrnn.errors import UserError
 from longrnn.mitigations.base import MITIGATIONS, Mitigation, Stage
 from longrnn.mixers import Edit, Mixer, ScanningMixer, StepwiseMixer, Update
 from longrnn.ops.ssd import SSD, ScanInputs
-from longrnn.ops.ssd.window import init_carry, windowed_ssd
+from longrnn.ops.ssd.window import windowed_ssd
+from longrnn.ops.ssd.window_carry import init_carry
 from longrnn.ops.window import StepwiseCarry, init_stepwise, slide
 from longrnn.state import PyTree
 
 
 class Window(Edit):
-    """Lets some heads see the last tokens alone.
+    """Limits the memory of some heads to the last `window` tokens.
 
     Args:
-        window: r, in tokens.
-        heads: `(h,)` bool, those that have the window.
+        window: in tokens.
+        heads: `(h,)` bool, the heads to limit.
     """
 
     def __init__(self, window: int, heads: Tensor) -> None:
@@ -38,7 +39,7 @@ class Window(Edit):
         assert isinstance(mixer, ScanningMixer)
         like, memory = mixer.inputs_like(), mixer.memory(state)
         if len(self.outside) == 0:
-            return init_carry(like, memory, self.window)  # heads share B within a group
+            return init_carry(like, memory, self.window)  # keeps B shared within a group
         with_time = ScanInputs(*(tensor[None] for tensor in like))
         chosen = ScanInputs(*(tensor[0] for tensor in _take_heads(with_time, self.inside)))
         return init_carry(chosen, memory[:, self.inside.to(memory.device)], self.window)
@@ -69,16 +70,16 @@ class Window(Edit):
 @MITIGATIONS.register("sliding_window")
 @dataclass(frozen=True, kw_only=True)
 class SlidingWindow(Mitigation):
-    """A head's state is that of its last `window` tokens alone (arXiv 2410.07145).
+    """The state of a head depends on its last `window` inputs only (arXiv 2410.07145).
 
-    h_t = Σ_{i = t−r+1 … t} a_{i+1} … a_t u_i, which the paper computes as a difference of two
-    states and which is here a sum of what is inside (see `longrnn.ops.ssd.window`). In an LSTM and
-    a GRU the same holds for the memory given its gates. Per layer it equals a fresh scan over the
-    last r inputs; through depth a token sees about layers × r tokens. The window holds inputs:
-    what a state held before the first token is outside of it.
+    h_t = Σ_{i = t−w+1 … t} a_{i+1} … a_t u_i. The paper computes it as a difference of two states,
+    this implementation as a sum (see `longrnn.ops.ssd.window`). In an LSTM and a GRU the same holds
+    for the memory, given its gates. A layer computes the same as a scan over its last w inputs from
+    a zero state; a token of the last layer depends on about (number of layers) · w tokens. Memory
+    from before the first token, in a given state, is outside the window.
 
     Args:
-        window: r >= 1 tokens, any integer.
+        window: w >= 1, in tokens.
         layers: see `Mitigation`.
         heads: see `Mitigation`.
         diagnosis: see `Mitigation`.
@@ -92,12 +93,14 @@ class SlidingWindow(Mitigation):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.window < 1:
-            raise UserError(f"window must be at least 1, not {self.window}")
+            raise UserError(
+                f"window must be at least 1, not {self.window}: set the number of tokens to keep"
+            )
 
     @classmethod
     def undefined(cls, mixer: type[Mixer]) -> str | None:
         if issubclass(mixer, StepwiseMixer) and not mixer.gated:
-            return "its state is no sum over past inputs that could be cut off"
+            return "its state is not a sum over past inputs; use state_norm"
         return None
 
     def bind(self, layer: int, mixer: Mixer, heads: Tensor) -> Edit:
@@ -105,7 +108,7 @@ class SlidingWindow(Mitigation):
 
 
 def _take_heads(inputs: ScanInputs, heads: Tensor) -> ScanInputs:
-    """Inputs of some heads; where there are several groups, each head gets one of its own."""
+    """The inputs of some heads; with several groups, each head gets its own copy of B and C."""
     groups = inputs.B.shape[2]
     B, C = inputs.B, inputs.C
     if groups > 1:

@@ -1,4 +1,4 @@
-"""`mitigation`: one built from a line of text, a mapping, or a calibration file.
+"""`mitigation`: builds a mitigation from a line of text, a mapping, or a calibration file.
 
 state_norm(threshold=30)+forget_more(decay_scale=0.9999)
 {"kind": "sliding_window", "window": 8192}
@@ -22,10 +22,10 @@ from longrnn.mitigations.base import MITIGATIONS, Calibration, Chain, Mitigation
 from longrnn.text import read_mapping
 
 FORMAT = "longrnn-mitigation-1"
-# Methods against state collapse that change no recurrence, and how to use them.
+# Methods against state collapse that are not mitigations, and how to use them.
 ELSEWHERE = {
-    "chunk_select": "it chooses among states and changes no recurrence; give --chunk-select to "
-    "eval passkey, or call longrnn.models.chunk_select.select"
+    "chunk_select": "it selects among states and changes no recurrence; give --chunk-select to "
+    "eval passkey, or call longrnn.inference.chunk_select.select"
 }
 
 
@@ -40,7 +40,7 @@ def mitigation(
             any of these.
 
     Raises:
-        UserError: unknown names (the nearest is named), values out of range, a file that is none.
+        UserError: unknown names, values out of range, or a file that is not a calibration.
     """
     if isinstance(spec, Mitigation | Chain):
         return spec
@@ -49,7 +49,7 @@ def mitigation(
     if isinstance(spec, Sequence) and not isinstance(spec, str):
         return Chain([mitigation(item) for item in spec])
     text = str(spec).strip()
-    # The name of a file may have a + in it; `Path.is_file` would fail at a long description.
+    # A file name may contain a +. `os.path.isfile`, because `Path.is_file` raises for long texts.
     texts = [text] if os.path.isfile(text) else [one.strip() for one in _split(text, "+")]
     members = [
         _read(Path(one)) if one.endswith((".yaml", ".yml")) else _parse(one) for one in texts
@@ -63,7 +63,7 @@ def write_calibration(path: Path, members: Sequence[Mapping[str, Any]], known: C
     Args:
         path: of the YAML file.
         members: mappings with `kind`, in order.
-        known: what the numbers were taken from.
+        known: where the numbers come from.
     """
     content = {
         "format": FORMAT,
@@ -76,6 +76,7 @@ def write_calibration(path: Path, members: Sequence[Mapping[str, Any]], known: C
 
 
 def _read(path: Path) -> Mitigation | Chain:
+    """Reads a file that `write_calibration` wrote."""
     remedy = "write one with `longrnn calibrate`"
     content = read_mapping(path, remedy, kind="mitigation file")
     if content.get("format") != FORMAT:
@@ -99,11 +100,11 @@ def _read(path: Path) -> Mitigation | Chain:
 
 
 def _parse(text: str) -> Mitigation:
-    """One `name(option=value, …)`."""
+    """Parses one `name(option=value, …)`."""
     match = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", text)
     if match is None:
         raise UserError(
-            f"{text.strip()!r} is no mitigation: write name(option=value), "
+            f"{text.strip()!r} is not a valid mitigation: write name(option=value), "
             "for example sliding_window(window=8192)"
         )
     if match[1] in ELSEWHERE:
@@ -115,25 +116,26 @@ def _parse(text: str) -> Mitigation:
         if not item.strip():
             continue
         if not equals:
-            raise UserError(f"{item.strip()!r} is no option: write it as option=value")
+            raise UserError(f"{item.strip()!r} is not a valid option: write it as option=value")
         if name in options:
             raise UserError(f"{match[1]} is given {name} twice: give it once")
         try:
             options[name] = yaml.safe_load(value)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise UserError(
-                f"{value.strip()!r} is no value of {name}: write a number, or a list as [1, 2]"
+                f"{value.strip()!r} is not a valid value of {name}: write a number, or "
+                "a list as [1, 2]"
             ) from error
     return MITIGATIONS.build({"kind": match[1], **options})
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """The pieces of a text between separators that stand outside all brackets."""
-    pieces, depth = [""], 0
+    """Splits a text at the separators outside all brackets."""
+    parts, depth = [""], 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
         if character == separator and depth == 0:
-            pieces.append("")
+            parts.append("")
         else:
-            pieces[-1] += character
-    return pieces
+            parts[-1] += character
+    return parts

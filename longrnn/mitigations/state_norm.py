@@ -1,4 +1,4 @@
-"""State normalisation."""
+"""`state_norm`: limits the norm of a head's state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from longrnn.state import PyTree
 
 
 class Limit(Edit):
-    """Scales each head's state down to a norm; `limit` is `(h,)` float64."""
+    """Limits the norm of each head's state; `limit` is `(h,)` float64."""
 
     def __init__(self, limit: Tensor) -> None:
         self.limit = limit
@@ -29,7 +29,7 @@ class Limit(Edit):
 
     def advance(self, memory: Tensor, update: Update, carry: PyTree) -> tuple[Tensor, PyTree]:
         memory = update.apply(memory)
-        # In float64: float32 has no numbers for the scale of a memory of 1e37.
+        # In float64, because the scale of a memory of 1e37 underflows float32.
         scale = scale_of(self.limit.to(memory.device), memory, (-1,))
         return (memory * scale).to(memory.dtype), carry
 
@@ -37,14 +37,14 @@ class Limit(Edit):
 @MITIGATIONS.register("state_norm")
 @dataclass(frozen=True, kw_only=True)
 class StateNorm(Mitigation):
-    """A head's state never exceeds a norm: h_t = ĥ_t · min(1, p / ‖ĥ_t‖) (arXiv 2410.07145).
+    """Limits the norm of a head's state: h_t = ĥ_t · min(1, threshold / ‖ĥ_t‖) (arXiv 2410.07145).
 
-    ĥ_t = a_t h_{t−1} + u_t, Frobenius norm over one head; the cell vector in an LSTM, the hidden
-    vector in a GRU or an Elman cell. A state that never reaches p is not changed at all.
+    Here ĥ_t = a_t h_{t−1} + u_t, with the Frobenius norm over one head; in an LSTM it is the cell
+    vector, in a GRU or an Elman cell the hidden vector. A state below the threshold is unchanged.
 
     Args:
-        threshold: p > 0; a number, a list by layer, or lists by layer and head, null for a head
-            to leave alone. `longrnn calibrate` takes it from the norms inside the training length.
+        threshold: above 0; a number, a list by layer, or lists by layer and head, null for a head
+            to leave unchanged. `longrnn calibrate` takes it from norms within the training length.
         layers: see `Mitigation`.
         heads: see `Mitigation`.
         diagnosis: see `Mitigation`.

@@ -1,4 +1,4 @@
-"""Which mitigation is defined for which cell, as the code says it."""
+"""The table of mitigations and the cells for which they are defined."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from longrnn.mixers import MIXERS
 
 
 def support_table() -> str:
-    """A Markdown table of mitigations × cells, and below it why the gaps are gaps."""
+    """A Markdown table of mitigations × cells, followed by the reasons for undefined pairs."""
     lines = [
         "| | " + " | ".join(MIXERS) + " |",
         "| --- " * (len(MIXERS) + 1) + "|",

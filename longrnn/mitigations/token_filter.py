@@ -1,4 +1,4 @@
-"""Tokens that a long memory leaves out."""
+"""`token_filter`: ignores tokens with short steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from longrnn.mitigations.values import Range, per_head
 from longrnn.mixers import Edit, Mixer, Steps
 from longrnn.state import PyTree
 
-# Below every step: such a head leaves no token out.
+# Below every step: a head with this threshold ignores no token.
 NEVER = -1.0
 
 
@@ -24,9 +24,9 @@ class Filter(Edit):
         self.threshold = threshold
 
     def edit_steps(self, steps: Steps, carry: PyTree) -> tuple[Steps, PyTree]:
-        # In the dtype of dt: a threshold that was read from a step equals this step.
+        # In the dtype of dt, so that a threshold taken from a step equals this step.
         short = steps.dt <= self.threshold.to(steps.dt)
-        # x too, because 0 times an input that is not finite would enter the state.
+        # x too, because 0 times an infinite input would be NaN in the state.
         x = torch.where(short[..., None], torch.zeros_like(steps.x), steps.x)
         return steps._replace(x=x, dt=steps.dt.masked_fill(short, 0)), carry
 
@@ -34,16 +34,16 @@ class Filter(Edit):
 @MITIGATIONS.register("token_filter")
 @dataclass(frozen=True, kw_only=True)
 class TokenFilter(Mitigation):
-    """dt_t := 0 where dt_t is at or below a threshold: such a token neither enters nor fades.
+    """dt_t := 0 where dt_t is at or below a threshold: such a token does not change the state.
 
-    Meant for the global heads, those whose retention over the training length exceeds 0.05, with
-    thresholds from calibration text (arXiv 2504.16053): `longrnn calibrate` finds both. In a chain
-    the filter sees the steps as the members before it left them: after a `scale_delta` it compares
-    s · dt, before it dt itself. `scale_decay` and `power_decay` change no step.
+    Meant for global heads, whose retention over the training length exceeds 0.05, with thresholds
+    from calibration text (arXiv 2504.16053): `longrnn calibrate` finds both. In a chain the filter
+    compares the steps that earlier members return: s · dt after a `scale_delta`, dt before it.
+    `scale_decay` and `power_decay` change no step.
 
     Args:
-        threshold: of dt, at least 0; a number, a list by layer, or lists by layer and head, null
-            for a head to leave alone.
+        threshold: largest dt to ignore, at least 0; a number, a list by layer, or lists by layer
+            and head, null for a head to leave unchanged.
         layers: see `Mitigation`.
         heads: see `Mitigation`.
         diagnosis: see `Mitigation`.

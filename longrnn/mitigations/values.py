@@ -1,6 +1,6 @@
-"""Options that may be one number, one per layer, or one per layer and head.
+"""Options that are one number, one per layer, or one per layer and head.
 
-Lists are kept as tuples, so that the options of a mitigation are a frozen value.
+Lists are stored as tuples, so that the options of a mitigation are hashable.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from longrnn.errors import UserError
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that an option takes; None where there is no bound.
+    """The range of an option; None where there is no bound.
 
     Attributes:
-        above: every number is above this one.
-        least: every number is at least this one.
-        most: every number is at most this one.
-        below: every number is below this one.
+        above: lower bound, excluded.
+        least: lower bound, included.
+        most: upper bound, included.
+        below: upper bound, excluded.
     """
 
     above: float | None = None
@@ -32,25 +32,26 @@ class Range:
     below: float | None = None
 
     def check(self, name: str, value: Any) -> Any:
-        """`value` with floats for numbers and tuples for lists.
+        """Returns `value` with floats for numbers and tuples for lists.
 
         Args:
-            name: of the option, for errors.
-            value: a number, a list by layer of numbers or None (leave this layer or head alone),
-                or a list of such lists.
+            name: of the option, for error messages.
+            value: a number, a list by layer, or lists by layer and head; None in a list leaves the
+                layer or head unchanged.
 
         Raises:
-            UserError: not a number, or one out of range.
+            UserError: a value that is not a number, or out of range.
         """
         if isinstance(value, list | tuple):
             return tuple(None if item is None else self.check(name, item) for item in value)
         try:
             if isinstance(value, bool):
-                raise TypeError("float takes it for a number")
+                raise TypeError("float would accept a bool")
             number = float(value)
         except (TypeError, ValueError) as error:
             raise UserError(
-                f"{name} takes a number, or lists by layer and head, not {value!r}"
+                f"{name} must be a number, or lists by layer and head, not {value!r}: "
+                "write such as 0.5"
             ) from error
         limits = [
             (self.above is not None and not number > self.above, f"above {self.above}"),
@@ -61,37 +62,43 @@ class Range:
         ]
         for broken, limit in limits:
             if broken:
-                raise UserError(f"{name} must be {limit}, not {value}")
+                raise UserError(f"{name} must be {limit}, not {value}: set another value")
         return number
 
 
 def check_sizes(name: str, value: Any, counts: Sequence[int]) -> None:
-    """Refuses a list that does not fit the model.
+    """Refuses lists that do not match the layers and heads of a model.
 
     Args:
-        name: of the option.
-        value: as `Range.check` gave it.
-        counts: heads of each layer.
+        name: of the option, for error messages.
+        value: from `Range.check`.
+        counts: number of heads of each layer.
 
     Raises:
-        UserError: it has another number of layers, or of heads in one of them.
+        UserError: another number of layers, or of heads in a layer.
     """
     if not isinstance(value, tuple):
         return
     if len(value) != len(counts):
-        raise UserError(f"{name} lists {len(value)} layers, the model has {len(counts)}")
+        raise UserError(
+            f"{name} lists {len(value)} layers and the model has {len(counts)}: give one entry for "
+            "each layer"
+        )
     for layer, (heads, count) in enumerate(zip(value, counts, strict=True)):
         if isinstance(heads, tuple) and len(heads) != count:
-            raise UserError(f"{name} lists {len(heads)} heads for layer {layer}, which has {count}")
+            raise UserError(
+                f"{name} lists {len(heads)} heads for layer {layer}, which has {count}: give one "
+                "number for each head"
+            )
 
 
 def per_head(value: Any, layer: int, heads: Tensor, alone: float) -> Tensor:
-    """The numbers of one layer's heads, `(h,)` float64.
+    """The numbers of the heads of one layer, `(h,)` float64.
 
     Args:
-        value: as `Range.check` gave it.
-        layer: which.
-        heads: which of its heads a mitigation changes, `(h,)` bool.
+        value: from `Range.check`.
+        layer: index of the layer.
+        heads: which of its heads are changed, `(h,)` bool.
         alone: the number that changes nothing, for the other heads and for None.
     """
     if isinstance(value, tuple):
@@ -102,10 +109,10 @@ def per_head(value: Any, layer: int, heads: Tensor, alone: float) -> Tensor:
 
 
 def listed(value: Any) -> Any:
-    """A value with lists for tuples, as it is written in a spec."""
+    """Converts tuples to lists, as they are written in a spec."""
     return [listed(item) for item in value] if isinstance(value, tuple) else value
 
 
 def frozen(value: Any) -> Any:
-    """A value with tuples for lists."""
+    """Converts lists to tuples."""
     return tuple(frozen(item) for item in value) if isinstance(value, list | tuple) else value

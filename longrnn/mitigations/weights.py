@@ -1,12 +1,12 @@
-"""A value that depends on all weights, computed again only after a weight has changed.
+"""Caches a value that depends on all weights until a weight changes.
 
 Notable choices:
-- Every tensor counts the changes that are made to it in place. That count, the address and the
-  layout of each weight are compared. What was seen is held on to, so no other weight can come to
-  stand at the same address.
-- Writes through `.data` or NumPy are not counted by PyTorch. They are found by comparing entries:
-  all of a small weight (rates, step biases, norms), and PROBED of a large one, evenly spaced. A
-  write that bypasses the count and changes only other entries of a large weight is not noticed.
+- PyTorch counts the in-place changes of every tensor. That count, the address and the layout of
+  each weight are compared. The cache keeps a reference to the weights, so that no other weight can
+  get the same address.
+- PyTorch does not count writes through `.data` or NumPy. They are found by comparing entries: all
+  of a small weight (rates, step biases, norms), and PROBED evenly spaced ones of a large weight. An
+  uncounted write that changes only other entries of a large weight is not detected.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ SMALL = 1024
 PROBED = 256
 
 
-class Look(NamedTuple):
-    """The weights as they were seen.
+class Snapshot(NamedTuple):
+    """The weights at one time.
 
     Attributes:
-        marks: address, count of changes, shape, strides and dtype of each.
-        views: entries of each, in the memory of the weight itself.
-        entries: a copy of `views`, by device and dtype.
+        marks: address, count of changes, shape, strides and dtype of each weight.
+        views: the compared entries of each weight, in its own memory.
+        entries: a copy of `views`, grouped by device and dtype.
     """
 
     marks: list[tuple[object, ...]]
@@ -35,38 +35,39 @@ class Look(NamedTuple):
     entries: list[Tensor]
 
 
-class Remembered:
-    """The last value that was computed from weights. A copy of this object remembers nothing."""
+class CachedValue:
+    """The last value that was computed from weights. A copy of this object is empty."""
 
     def __init__(self) -> None:
-        self._look: Look | None = None
+        self._snapshot: Snapshot | None = None
         self._value = 0
 
-    def __reduce__(self) -> tuple[type[Remembered], tuple[()]]:
+    def __reduce__(self) -> tuple[type[CachedValue], tuple[()]]:
         return type(self), ()
 
     @torch.no_grad()
     def get(self, weights: Iterable[Tensor], compute: Callable[[], int]) -> int:
-        """`compute()`, or what it gave at the last call if no weight has changed since."""
-        # Inside a transform of torch.func weights and results are wrapped, for as long as it runs.
+        """Returns `compute()`, or its last result if no weight has changed since."""
+        # Transforms of torch.func wrap weights and results while they run.
         tensors = [torch.func.debug_unwrap(weight) for weight in weights]
         marks = [_mark(tensor) for tensor in tensors]
-        seen = self._look
+        seen = self._snapshot
         if seen is None or seen.marks != marks or not _same(_entries(seen.views), seen.entries):
             views = [torch.func.debug_unwrap(_probe(tensor.detach())) for tensor in tensors]
-            self._look = Look(marks, views, _entries(views))
+            self._snapshot = Snapshot(marks, views, _entries(views))
             self._value = compute()
         return self._value
 
 
 def _mark(tensor: Tensor) -> tuple[object, ...]:
-    # A tensor of inference mode counts nothing.
+    """See `Snapshot.marks`."""
+    # Inference tensors have no count.
     count = None if tensor.is_inference() else tensor._version
     return tensor.data_ptr(), count, tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _probe(tensor: Tensor) -> Tensor:
-    """Entries of a weight as a view of it, `(n,)`."""
+    """The entries of a weight to compare, as a one-dimensional view of it."""
     if not tensor.is_contiguous():
         return tensor[(0,) * (tensor.ndim - 1)]
     flat = tensor.view(-1)
@@ -74,6 +75,7 @@ def _probe(tensor: Tensor) -> Tensor:
 
 
 def _entries(views: list[Tensor]) -> list[Tensor]:
+    """See `Snapshot.entries`."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for view in views:
         groups.setdefault((view.device, view.dtype), []).append(view)
@@ -81,7 +83,7 @@ def _entries(views: list[Tensor]) -> list[Tensor]:
 
 
 def _same(now: list[Tensor], then: list[Tensor]) -> bool:
-    """Bit for bit, so that a NaN equals itself."""
+    """Whether tensors are equal bit for bit, so that a NaN equals itself."""
     return all(
         torch.equal(one.view(torch.uint8), other.view(torch.uint8))
         for one, other in zip(now, then, strict=True)

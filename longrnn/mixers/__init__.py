@@ -1,4 +1,4 @@
-"""Sequence mixers: the recurrent cells, one recurrence a file."""
+"""Sequence mixers: the recurrent cells, one per file."""
 
 from longrnn.mixers.base import MIXERS, Mixer, ScanningMixer, StepwiseMixer
 from longrnn.mixers.edits import Composed, Edit, EditedState, Steps, Update

@@ -1,4 +1,4 @@
-"""The contract of a mixer: (x, state) -> (y, state), one code path for one token and for many."""
+"""The interface of a mixer: (x, state) -> (y, state), one code path for any number of tokens."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from longrnn.state import PyTree, tree_map
 class Mixer(nn.Module, ABC):
     """A recurrent cell over a whole sequence.
 
-    Args of every member's constructor: `d_input`, the width it reads, and `d_model`, the width it
-    writes; its options are keyword-only.
+    The constructor of every cell takes `d_input`, the width of its input, and `d_model`, the width
+    of its output; options are keyword-only.
 
     Attributes:
-        n_heads: parts of the state with a norm of their own.
-        recurrent_weights: names of the parameters that make the recurrence what it is.
-        wide_weights: names of the parameters that are never rounded to a narrower dtype.
+        n_heads: number of heads, the parts of a state that mitigations treat separately.
+        recurrent_weights: names of the parameters that determine the recurrence.
+        wide_weights: names of the parameters that are never cast to a narrower dtype.
     """
 
     n_heads = 1
@@ -46,13 +46,14 @@ class Mixer(nn.Module, ABC):
     def run(
         self, x: Tensor, state: PyTree, edit: Edit | None, carry: PyTree
     ) -> tuple[Tensor, PyTree, PyTree]:
-        """Runs the cell; what members write, and what `forward` calls.
+        """Runs the cell; implemented by each cell and called by `forward`.
 
         Args:
             x: `(b, t, d_input)`, t >= 1.
-            state: the cell's own; it is not changed.
-            edit: hooks to call in the order that `longrnn.mixers.edits` states; None for none.
-            carry: of the edit.
+            state: the cell's own state; it is not changed.
+            edit: its hooks are called in the order that `longrnn.mixers.edits` defines; None for
+                none.
+            carry: what the edit remembers.
 
         Returns:
             y `(b, t, d_model)`, the state after the last token, and the carry.
@@ -63,12 +64,12 @@ class Mixer(nn.Module, ABC):
 
         Args:
             x: `(b, t, d_input)`, t >= 1.
-            state: as `init_state` or an earlier call gave it; it is not changed. Under an edit
-                that remembers something it is an `EditedState`.
+            state: from `init_state` or an earlier call; it is not changed. With an edit that has a
+                carry it is an `EditedState`.
             edit: changes or observes the recurrence.
 
         Returns:
-            y `(b, t, d_model)` and the state after the last token, of the kind that was given.
+            y `(b, t, d_model)` and the state after the last token, of the same type as `state`.
 
         Raises:
             UserError: the edit needs a carry and the state has none, or the reverse.
@@ -90,11 +91,11 @@ class Mixer(nn.Module, ABC):
         return y, state
 
     def init_time_scales(self, scales: Tensor) -> bool:
-        """Has a cell that was just built keep its memory for so many tokens, where it has a gate.
+        """Initialises the gate that decides how long a new cell remembers, if it has one.
 
         Args:
-            scales: `(d,)` of a stepwise cell, `(h,)` of a scanning one: tokens after which about
-                1/e of a unit's or head's memory is left, at least 2.
+            scales: `(d,)` for a stepwise cell, `(h,)` for a scanning one: number of tokens after
+                which about 1/e of the memory of a unit or head is left, at least 2.
 
         Returns:
             Whether the cell has such a gate.
@@ -130,20 +131,20 @@ class ScanningMixer(Mixer):
 
     @abstractmethod
     def inputs_like(self) -> ScanInputs:
-        """What the scan is given for one token, without its batch axis, on the meta device."""
+        """The inputs of the scan for one token, without batch axis, on the meta device."""
 
     def recur(
         self, steps: Steps, B: Tensor, C: Tensor, state: Tensor, edit: Edit | None, carry: PyTree
     ) -> tuple[Tensor, Tensor, PyTree]:
-        """Runs the recurrence, under an edit where there is one.
+        """Runs the recurrence, with an edit if there is one.
 
         Args:
             steps: see `Steps`.
             B: `(b, t, g, n)`.
             C: `(b, t, g, n)`.
             state: `(b, h, p, n)`.
-            edit: its stages are called in order.
-            carry: of the edit.
+            edit: its hooks are called stage by stage; None for none.
+            carry: what the edit remembers.
 
         Returns:
             y `(b, t, h, p)`, the state after the last token, and the carry.
@@ -156,13 +157,14 @@ class ScanningMixer(Mixer):
 
 
 class StepwiseMixer(Mixer):
-    """A cell that needs one token's state to compute the next: RNN, GRU, LSTM.
+    """A cell that computes one token after another: RNN, GRU, LSTM.
 
-    Members hold a module of `torch.nn` (one layer, batch first), whose fused kernel runs when no
-    edit asks for the states in between, and `step`, the same equations for one token.
+    A cell holds a `torch.nn` module (one layer, batch first), whose fused kernel runs when there is
+    no edit, and implements `step`, the same equations for one token.
 
     Attributes:
-        gated: whether `Update.keep` exists: the new memory is linear in the old one, given gates.
+        gated: whether `Update.keep` exists, that is, whether the new memory is linear in the old
+            one, given the gates.
     """
 
     cell: nn.RNNBase
@@ -171,7 +173,7 @@ class StepwiseMixer(Mixer):
 
     @abstractmethod
     def fused(self, x: Tensor, state: PyTree) -> tuple[Tensor, PyTree]:
-        """The whole sequence by the kernel of `torch.nn`."""
+        """Computes the whole sequence with the kernel of `torch.nn`."""
 
     @abstractmethod
     def memory(self, state: PyTree) -> Tensor:
@@ -179,17 +181,17 @@ class StepwiseMixer(Mixer):
 
     @abstractmethod
     def step(self, projected: Tensor, state: PyTree) -> tuple[Update, Callable[[Tensor], PyTree]]:
-        """One token, given its input projection `W_ih x + b_ih` of shape `(b, gates · d)`.
+        """Computes one token from its input projection `W_ih x + b_ih`, `(b, gates · d)`.
 
         Returns:
-            What it does to the memory, and how the new state is read from the new memory.
+            The update of the memory, and a function from the new memory to the new state.
         """
 
     def train(self, mode: bool = True) -> Self:
-        """Sets the mode of everything but `cell`, which stays in training mode.
+        """Sets the mode of all submodules except `cell`, which stays in training mode.
 
-        cuDNN refuses the backward pass of a cell in eval mode, and a cell without dropout computes
-        the same in both: gradients through a model that was loaded for evaluation need this.
+        cuDNN refuses the backward pass of an RNN in eval mode, so gradients through a model loaded
+        for evaluation need this. Without dropout both modes compute the same values.
         """
         super().train(mode)
         self.cell.train()
@@ -198,7 +200,7 @@ class StepwiseMixer(Mixer):
     def run(
         self, x: Tensor, state: PyTree, edit: Edit | None, carry: PyTree
     ) -> tuple[Tensor, PyTree, PyTree]:
-        # A memory of 8 bits forgets what is added to it in small amounts: autocast does not apply.
+        # Autocast is off: a memory with 8 significant bits loses small additions.
         with own_precision(x):
             x = x.to(self.cell.all_weights[0][0].dtype)
             if edit is None:
@@ -208,7 +210,7 @@ class StepwiseMixer(Mixer):
     def _edited(
         self, x: Tensor, state: PyTree, edit: Edit, carry: PyTree
     ) -> tuple[Tensor, PyTree, PyTree]:
-        """One token after another, each through the hooks."""
+        """Computes one token after another, calling the hooks for each."""
 
         def edited(token: Tensor, before: EditedState) -> EditedState:
             update, read = self.step(token, before.state)
@@ -228,7 +230,7 @@ class StepwiseMixer(Mixer):
         return nn.functional.linear(h, weight_hh, bias_hh)
 
     def vector_like(self) -> Tensor:
-        """One hidden vector on the meta device."""
+        """A hidden vector of one row, on the meta device."""
         weight = self.cell.all_weights[0][0]
         return torch.empty(self.d_model, dtype=weight.dtype, device="meta")
 

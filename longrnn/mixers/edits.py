@@ -1,7 +1,7 @@
 """`Edit`: the hooks through which the recurrence of a cell is changed or observed.
 
-Mitigations, observers and the repetition of segments all use these hooks, and no others. A cell
-calls them in a fixed order, so several edits of one layer compose stage by stage (`Composed`):
+Mitigations, diagnostics and segment repetition all use these hooks. A cell calls them in a fixed
+order, so several edits of one layer compose stage by stage (`Composed`):
 
 | stage | scanning cells, once per call | stepwise cells, once per token |
 | --- | --- | --- |
@@ -9,9 +9,9 @@ calls them in a fixed order, so several edits of one layer compose stage by stag
 | 2 | `edit_inputs`: log_decay = dt · A and dt · x, times multipliers | `edit_update` |
 | 3 | `scan`: the recurrence | `advance`: the new memory |
 
-An edit is a value. What it remembers from token to token is its carry, which every hook takes and
-returns. It stores options and masks of heads, and nothing that depends on a weight: what depends on
-weights, such as A, is an argument of the hooks.
+An edit is immutable. What it remembers from token to token is its carry, which every hook takes and
+returns. It stores options and masks of heads, and nothing that depends on weights: the hooks get
+such values, for example A, as arguments.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class Steps(NamedTuple):
-    """What a scanning cell makes the inputs of its recurrence of.
+    """What a scanning cell computes the inputs of its recurrence from.
 
     Attributes:
-        x: `(b, t, h, p)`, before it is multiplied by dt.
+        x: `(b, t, h, p)`, not yet multiplied by dt.
         dt: `(b, t, h)`, the step, at least 0, in the dtype of the state.
         A: `(h,)`, the rate, below 0, in the dtype of the state.
     """
@@ -49,9 +49,9 @@ class Steps(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What one token does to a stepwise cell's memory: memory ← keep ∘ memory + add.
+    """How one token changes a stepwise cell's memory: memory ← keep ∘ memory + add.
 
-    The memory is the vector that recurs: c of an LSTM, h of a GRU or an Elman cell.
+    The memory is the recurrent vector: c of an LSTM, h of a GRU or an Elman cell.
 
     Attributes:
         add: `(b, d)`.
@@ -68,11 +68,11 @@ class Update(NamedTuple):
 
 
 class EditedState(NamedTuple):
-    """The state of a cell that runs under an edit.
+    """The state of a cell that runs with an edit.
 
     Attributes:
         state: the cell's own state.
-        carry: what the edit remembers, as `Edit.init_carry` or an earlier call gave it.
+        carry: what the edit remembers, from `Edit.init_carry` or an earlier call.
     """
 
     state: PyTree
@@ -82,12 +82,12 @@ class EditedState(NamedTuple):
 class Edit:
     """Changes or observes the recurrence of one layer; each hook is the identity by default.
 
-    Every hook takes the carry and returns it, changed or not, beside its result. No hook changes an
-    argument in place.
+    Every hook takes the carry and returns its result and the new carry. No hook changes an argument
+    in place.
     """
 
     def init_carry(self, mixer: Mixer, batch_size: int) -> PyTree:
-        """What this edit remembers before the first token; every leaf has `batch_size` rows."""
+        """The carry before the first token; every leaf has `batch_size` rows."""
         return ()
 
     def edit_steps(self, steps: Steps, carry: PyTree) -> tuple[Steps, PyTree]:
@@ -101,7 +101,7 @@ class Edit:
     def scan(
         self, inputs: ScanInputs, state: Tensor, carry: PyTree, ssd: SSD
     ) -> tuple[Tensor, Tensor, PyTree]:
-        """Stage 3 of a scanning cell: runs the recurrence; `ssd` is the cell's own backend.
+        """Stage 3 of a scanning cell: runs the recurrence; `ssd` is the backend of the cell.
 
         Returns:
             y `(b, t, h, p)`, the state after the last token, and the carry.
@@ -110,26 +110,26 @@ class Edit:
         return y, state, carry
 
     def edit_update(self, update: Update, carry: PyTree) -> tuple[Update, PyTree]:
-        """Stage 2 of a stepwise cell: multiplies what one token keeps and adds."""
+        """Stage 2 of a stepwise cell: multiplies `keep` and `add` of one token."""
         return update, carry
 
     def advance(self, memory: Tensor, update: Update, carry: PyTree) -> tuple[Tensor, PyTree]:
-        """Stage 3 of a stepwise cell: the memory after one token, from `memory` before it.
+        """Stage 3 of a stepwise cell: computes the memory after one token from that before it.
 
-        The state and the output of the cell are read from the result.
+        The cell computes its state and its output from the result.
         """
         return update.apply(memory), carry
 
     @property
     def redefines_recurrence(self) -> bool:
-        """Whether stage 3 is overridden; in one layer at most one edit may do that."""
+        """Whether stage 3 is overridden, which at most one edit of a layer may do."""
         return type(self).scan is not Edit.scan or type(self).advance is not Edit.advance
 
 
 class Composed(Edit):
-    """Several edits of one layer as one: stage by stage, and in order within a stage.
+    """Several edits of one layer combined: stage by stage, and in list order within a stage.
 
-    Its carry is a tuple with the carry of each edit.
+    The carry is a tuple with the carry of each edit.
 
     Args:
         edits: at most one of them redefines the recurrence.

@@ -41,7 +41,7 @@ class GRU(StepwiseMixer):
     def init_time_scales(self, scales: Tensor) -> bool:
         _, _, bias_ih, bias_hh = self.cell.all_weights[0]
         keep = slice(self.d_model, 2 * self.d_model)
-        bias_ih[keep] = (scales - 1).log()  # σ of it is 1 − 1 / scale
+        bias_ih[keep] = (scales - 1).log()  # its sigmoid is 1 − 1 / scale
         bias_hh[keep] = 0
         return True
 

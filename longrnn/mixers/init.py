@@ -1,7 +1,7 @@
-"""Initialisations of the recurrence: what a cell's `init` option names.
+"""Initialisations of the recurrence, selected by the `init` option of a cell.
 
-A cell draws its weights first, as it always has, and an initialisation then writes over some of
-them: `default` changes nothing, not even the random numbers that are drawn later.
+A cell first draws its default weights, and the initialisation then overwrites some of them. So
+`default` changes nothing, including the random numbers drawn afterwards.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from longrnn.errors import UserError
 from longrnn.mixers.base import Mixer, StepwiseMixer
 from longrnn.registry import Registry
 
-# Tokens: `long_memory` draws time scales uniformly between 2 and this.
-LONGEST = 1024
+# `long_memory` draws time scales uniformly between 2 and this number of tokens.
+MAX_TIME_SCALE = 1024
 
 
 class Init(ABC):
-    """Writes over weights of a cell that has just been built."""
+    """Overwrites weights of a newly built cell."""
 
     @abstractmethod
     def apply(self, mixer: Mixer) -> None:
@@ -37,7 +37,7 @@ INITS: Registry[Init] = Registry("init")
 
 @INITS.register("default")
 class Default(Init):
-    """Nothing: torch.nn's uniform draw, or the published one of Mamba-2."""
+    """Keeps the default weights: the uniform draw of torch.nn, or the published one of Mamba-2."""
 
     def apply(self, mixer: Mixer) -> None:
         return
@@ -45,7 +45,7 @@ class Default(Init):
 
 @INITS.register("orthogonal")
 class Orthogonal(Init):
-    """Each gate's recurrent matrix orthogonal: all eigenvalues of norm 1 (arXiv 1312.6120)."""
+    """Orthogonal recurrent matrix for each gate: eigenvalues of modulus 1 (arXiv 1312.6120)."""
 
     def apply(self, mixer: Mixer) -> None:
         _, weight_hh, _, _ = _weights(mixer, "orthogonal")
@@ -55,7 +55,7 @@ class Orthogonal(Init):
 
 @INITS.register("identity")
 class Identity(Init):
-    """The recurrent matrix 1 and no bias: a state that is kept as it is (arXiv 1504.00941)."""
+    """Identity recurrent matrix and zero biases, which keep the state (arXiv 1504.00941)."""
 
     def apply(self, mixer: Mixer) -> None:
         _, weight_hh, *biases = _weights(mixer, "identity")
@@ -68,7 +68,7 @@ class Identity(Init):
 
 @INITS.register("xavier")
 class Xavier(Init):
-    """Each gate's two matrices uniform as of Glorot and Bengio (2010), and no bias."""
+    """Uniform matrices for each gate as in Glorot and Bengio (2010), and zero biases."""
 
     def apply(self, mixer: Mixer) -> None:
         weight_ih, weight_hh, *biases = _weights(mixer, "xavier")
@@ -80,23 +80,23 @@ class Xavier(Init):
 
 @INITS.register("long_memory")
 class LongMemory(Init):
-    """Time scales uniform between 2 and LONGEST tokens, one a unit or head (arXiv 1804.11188).
+    """Time scales uniform between 2 and MAX_TIME_SCALE, per unit or head (arXiv 1804.11188).
 
-    The cell's own `hold` turns time scales into biases; for an LSTM and a GRU that is the chrono
+    `Mixer.init_time_scales` turns time scales into biases. For an LSTM and a GRU this is the chrono
     initialisation of the paper.
     """
 
     def apply(self, mixer: Mixer) -> None:
         count = mixer.d_model if isinstance(mixer, StepwiseMixer) else mixer.n_heads
-        if not mixer.init_time_scales(torch.empty(count).uniform_(2, LONGEST)):
-            _refuse("long_memory", mixer, "it has no gate that could hold; use identity")
+        if not mixer.init_time_scales(torch.empty(count).uniform_(2, MAX_TIME_SCALE)):
+            _refuse("long_memory", mixer, "it has no gate that keeps its memory; use identity")
 
 
 def initialise(mixer: Mixer, init: str) -> None:
-    """Applies the initialisation called `init`; the last line of a cell's constructor.
+    """Applies the initialisation named `init`; called on the last line of a cell's constructor.
 
     Raises:
-        UserError: an unknown one, or one that is not defined for the cell.
+        UserError: an unknown name, or an initialisation that is not defined for the cell.
     """
     INITS[init]().apply(mixer)
 

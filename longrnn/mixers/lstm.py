@@ -39,7 +39,7 @@ class LSTM(StepwiseMixer):
 
     @torch.no_grad()
     def init_time_scales(self, scales: Tensor) -> bool:
-        forget = (scales - 1).log()  # σ of it is 1 − 1 / scale
+        forget = (scales - 1).log()  # its sigmoid is 1 − 1 / scale
         _, _, bias_ih, bias_hh = self.cell.all_weights[0]
         bias_ih[: 2 * self.d_model] = torch.cat([-forget, forget])
         bias_hh[: 2 * self.d_model] = 0

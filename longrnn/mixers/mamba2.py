@@ -21,32 +21,52 @@ from longrnn.state import PyTree
 
 class Mamba2State(NamedTuple):
     """`conv`: `(b, d_conv − 1, d_inner + 2 g n)`, the last inputs of the convolution;
-    `ssm`: `(b, h, p, n)`, the state proper, never below float32."""
+    `ssm`: `(b, h, p, n)`, the recurrent state, float32 or wider."""
 
     conv: Tensor
     ssm: Tensor
 
 
+def _check_range(name: str, pair: list[float], *, limit: bool = False) -> None:
+    """Refuses what is not a valid range [least, largest].
+
+    Args:
+        name: of the option.
+        pair: the numbers given.
+        limit: whether the range limits dt, so that its ends may be 0 and infinite. Other ranges are
+            those of initial values, which must be positive and finite.
+    """
+    if len(pair) != 2:
+        raise UserError(f"{name} is [least, largest], not {pair}: set two numbers in order")
+    least, largest = pair
+    positive = least >= 0 if limit else least > 0
+    if not (positive and least <= largest and (limit or math.isfinite(largest))):
+        raise UserError(
+            f"{name} is [least, largest] with both {'at least' if limit else 'above'} 0, "
+            f"not {pair}: give the smaller number first"
+        )
+
+
 @MIXERS.register("mamba2")
 class Mamba2(ScanningMixer):
-    """The Mamba-2 mixer (arXiv 2405.21060), weights named and ordered as in the published models.
+    """The Mamba-2 mixer (arXiv 2405.21060) with the weight names of the published models.
 
     Args:
         d_input: width of x.
         d_model: width of y.
-        d_state: n, the length of one state row.
-        head_dim: p, channels of one head; it divides expand · d_model.
-        expand: d_inner = expand · d_model.
-        n_groups: g, heads share B and C within a group; it divides the number of heads.
+        d_state: n, numbers of state per channel.
+        head_dim: p, channels per head, a divisor of expand · d_model.
+        expand: the inner width is expand · d_model.
+        n_groups: g, a divisor of the number of heads; heads of a group share B and C.
         d_conv: k, width of the convolution.
-        dt_min: least initial dt; initial dt is log-uniform in [dt_min, dt_max].
+        dt_min: smallest initial dt; initial dt is log-uniform in [dt_min, dt_max].
         dt_max: largest initial dt.
         dt_limit: [least, largest] dt at run time; null for no limit.
         A_init: [least, largest] initial −A, drawn uniformly.
         norm_eps: added to the mean square in the gated norm.
         bias: whether the two projections have a bias.
-        conv_bias: whether the convolution has one.
-        backend: implementation of the recurrence: `auto`, `chunked`, `reference`.
+        conv_bias: whether the convolution has a bias.
+        backend: implementation of the recurrence: `auto`, `chunked` or `reference`.
         init: see `longrnn.mixers.init`: `default` or `long_memory`.
     """
 
@@ -77,21 +97,10 @@ class Mamba2(ScanningMixer):
         for name, size in (("d_state", d_state), ("expand", expand), ("d_conv", d_conv)):
             if size < 1:
                 raise UserError(f"{name} must be at least 1, not {size}: set a positive number")
-        ranges = {"A_init": A_init, "dt_limit": dt_limit, "[dt_min, dt_max]": [dt_min, dt_max]}
-        for name, pair in ranges.items():
-            if pair is not None and len(pair) != 2:
-                raise UserError(f"{name} is [least, largest], not {pair}: set two numbers in order")
-            # Initial values are drawn from their range; a limit may be 0 or infinite.
-            wide = name == "dt_limit"
-            if pair is not None and not (
-                (pair[0] >= 0 if wide else pair[0] > 0)
-                and pair[0] <= pair[1]
-                and (wide or math.isfinite(pair[1]))
-            ):
-                raise UserError(
-                    f"{name} is [least, largest] with both {'at least' if wide else 'above'} 0, "
-                    f"not {pair}: give the smaller number first"
-                )
+        _check_range("A_init", A_init)
+        if dt_limit is not None:
+            _check_range("dt_limit", dt_limit, limit=True)
+        _check_range("[dt_min, dt_max]", [dt_min, dt_max])
         if not (norm_eps >= 0 and math.isfinite(norm_eps)):
             raise UserError(f"norm_eps must be at least 0 and finite, not {norm_eps}: give 1e-5")
         d_inner = expand * d_model
@@ -160,7 +169,7 @@ class Mamba2(ScanningMixer):
         return inner, B, C.unflatten(-1, (self.n_groups, self.d_state))
 
     def _steps(self, inner: Tensor, dt: Tensor, dtype: torch.dtype) -> Steps:
-        """Inner x, step and rate, from what `in_proj` gives for dt."""
+        """Inner x, step and rate, from the dt that `in_proj` computes."""
         dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype))
         if self.dt_limit is not None:
             dt = dt.clamp(*self.dt_limit)

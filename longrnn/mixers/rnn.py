@@ -15,7 +15,7 @@ from longrnn.mixers.init import initialise
 
 
 def identity(x: Tensor) -> Tensor:
-    """x, as it is."""
+    """Returns x unchanged."""
     return x
 
 
@@ -39,7 +39,7 @@ class RNN(StepwiseMixer):
     Args:
         d_input: width of x.
         d_model: width of h.
-        nonlinearity: `tanh`, `relu`, or `identity`: a linear network, whose gradients are known.
+        nonlinearity: `tanh`, `relu`, or `identity` (a linear network, whose gradients are known).
         init: see `longrnn.mixers.init`: `default`, `orthogonal`, `identity` or `xavier`.
     """
 
@@ -53,7 +53,7 @@ class RNN(StepwiseMixer):
             remedy = nearest(nonlinearity, ACTIVATIONS)
             raise UserError(f"unknown nonlinearity {nonlinearity!r}: {remedy}")
         self.linear = nonlinearity == "identity"
-        # torch.nn has no linear kernel: there the module only holds the weights.
+        # torch.nn has no linear kernel; with `identity` the module only holds the weights.
         kernel = "tanh" if self.linear else nonlinearity
         self.cell = nn.RNN(d_input, d_model, nonlinearity=kernel, batch_first=True)
         self.activation = ACTIVATIONS[nonlinearity]

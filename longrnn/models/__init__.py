@@ -1,4 +1,4 @@
-"""Language models over the mixers, their checkpoints, and generation."""
+"""Language models built from the mixers, their checkpoints, and text generation."""
 
 from longrnn.models.base import LanguageModel, LMOutput
 from longrnn.models.generate import Generation, generate

@@ -1,4 +1,4 @@
-"""The contract of a language model with an explicit state, and what its members share."""
+"""The interface of a language model with an explicit state, and checks of its arguments."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.state import LMState, PyTree, histories, leaves, same_row
 
+# Dtypes of token ids.
 INTEGERS = (
     *(torch.int64, torch.int32, torch.int16, torch.int8),
     *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
@@ -20,14 +21,14 @@ INTEGERS = (
 
 
 class LMOutput(NamedTuple):
-    """`logits`: `(b, t, v)`, or fewer rows by `keep`; `state`: after the last token."""
+    """`logits`: `(b, t, v)`, or the last `keep` tokens only; `state`: after the last token."""
 
     logits: Tensor
     state: LMState
 
 
 class LanguageModel(Protocol):
-    """Tokens and a state in, logits and a state out; the state given is never changed."""
+    """Maps tokens and a state to logits and a state, and never changes the given state."""
 
     @property
     def vocab_size(self) -> int:
@@ -36,7 +37,7 @@ class LanguageModel(Protocol):
 
     @property
     def max_length(self) -> int | None:
-        """The most tokens that one sequence may have; None for any number."""
+        """How many tokens a sequence may have; None for any number."""
         ...
 
     def init_state(self, batch_size: int) -> LMState:
@@ -50,21 +51,21 @@ class LanguageModel(Protocol):
 
         Args:
             tokens: `(b, t)` integers, b >= 1; t = 0 is allowed and changes nothing.
-            state: of the same batch; None stands for `init_state`.
-            keep: logits for the last `keep` tokens only (0 is allowed); None for all of them.
+            state: of the same batch; None for `init_state`.
+            keep: return logits for the last `keep` tokens only (0 is allowed); None for all.
         """
         ...
 
     def fingerprint(self) -> str:
-        """A short hash of configuration and weights: equal if and only if the model is."""
+        """A short hash of configuration and weights; equal hashes mean equal models."""
         ...
 
 
 def check_tokens(tokens: Tensor, vocab_size: int) -> Tensor:
-    """The ids as int64, from any integer dtype.
+    """Returns token ids as int64, from any integer dtype.
 
     Raises:
-        UserError: they are not integers of shape `(b, t)` with b >= 1, or outside the vocabulary.
+        UserError: not integers of shape `(b, t)` with b >= 1, or ids outside the vocabulary.
     """
     if not isinstance(tokens, Tensor):
         raise UserError(
@@ -93,28 +94,28 @@ def check_tokens(tokens: Tensor, vocab_size: int) -> Tensor:
 
 
 def check_state(state: LMState, like: PyTree, batch_size: int) -> None:
-    """Refuses the state of another model, of a mitigation, or of another batch.
+    """Refuses the state of another model, of a mitigated model, or of another batch size.
 
     Args:
-        state: what a caller gave.
-        like: `layers` of one row without its batch axis, on the meta device.
-        batch_size: of the tokens.
+        state: the state to check.
+        like: the expected `layers` of one row, without batch axis, on the meta device.
+        batch_size: number of rows of the tokens.
 
     Raises:
-        UserError: it is one of these.
+        UserError: the state does not fit.
     """
     expected, growing = dict(leaves(like)), histories(like)
     given = dict(leaves(state.layers))
     if given.keys() != expected.keys():
         raise UserError("this is the state of another model: start from model.init_state")
     for name, leaf in given.items():
-        wanted = expected[name]
-        same = same_row(leaf.shape[1:], wanted.shape, name in growing)
-        if not same or leaf.dtype != wanted.dtype:
+        expected_leaf = expected[name]
+        same = same_row(leaf.shape[1:], expected_leaf.shape, name in growing)
+        if not same or leaf.dtype != expected_leaf.dtype:
             raise UserError(
                 f"this is the state of another model (layers.{name} has shape "
-                f"{tuple(leaf.shape[1:])} {leaf.dtype} a row, {tuple(wanted.shape)} "
-                f"{wanted.dtype} was expected): start from model.init_state"
+                f"{tuple(leaf.shape[1:])} {leaf.dtype} per row, {tuple(expected_leaf.shape)} "
+                f"{expected_leaf.dtype} was expected): start from model.init_state"
             )
     if state.position.ndim != 1 or state.position.dtype != torch.int64:
         raise UserError(
@@ -134,7 +135,7 @@ def check_state(state: LMState, like: PyTree, batch_size: int) -> None:
 def fingerprint(config: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
     """16 hexadecimal digits of the SHA-256 of a configuration and of weights."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    # Inside a transform of torch.func weights are wrapped, and only without it have they bytes.
+    # Transforms of torch.func wrap the weights, and wrapped tensors have no bytes to read.
     with torch._C._DisableFuncTorch():
         for name, weight in sorted(weights.items()):
             tensor: Any = torch.func.debug_unwrap(weight).detach()

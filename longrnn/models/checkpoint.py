@@ -1,6 +1,6 @@
 """Checkpoint folders: `config.json`, `model.safetensors`, and nothing that could run code.
 
-`checksums.json` beside them is what `longrnn.hf.loading.load` compares them with.
+`longrnn.hf.loading.load` verifies them against `checksums.json` in the same folder.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def save_model(
     tokenizer: str = "bytes",
     weights: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Writes a model so that `load` finds it.
+    """Writes a checkpoint folder that `load` reads.
 
     Args:
         model: the model.
-        folder: made where it is missing.
+        folder: created if it does not exist.
         tokenizer: `bytes`, or a path for `load_tokenizer`.
-        weights: the model's state dict, where the model itself holds shards of it.
+        weights: the full state dict, if the model itself holds only shards of it.
     """
     from safetensors.torch import save
 
@@ -58,10 +58,10 @@ def save_model(
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """The content of a checkpoint's `config.json`.
+    """Reads the `config.json` of a checkpoint folder.
 
     Raises:
-        UserError: the file is missing or is not one of ours.
+        UserError: the file is missing, or the checkpoint is not in longrnn's own format.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -84,11 +84,11 @@ def read_description(folder: Path) -> dict[str, Any]:
 
 
 def load_model(folder: Path, *, backend: str = "auto") -> RecurrentLM:
-    """Reads a model that `save_model` wrote, on the CPU.
+    """Reads a model that `save_model` wrote, onto the CPU.
 
     Args:
         folder: the checkpoint.
-        backend: of the recurrence; `auto` leaves the choice to the cell.
+        backend: implementation of the recurrence; `auto` for the default of the cell.
 
     Raises:
         UserError: a file is missing, truncated, or does not fit.
@@ -117,19 +117,19 @@ def build_model(
     *,
     source: Path,
     backend: str = "auto",
-    called: Callable[[str], str] = str,
+    source_name: Callable[[str], str] = str,
 ) -> RecurrentLM:
-    """A model with these weights, each in the dtype that it comes in, ready for evaluation.
+    """Builds a model in eval mode from weights, each of which keeps its dtype.
 
     Args:
-        config: what to build.
-        tensors: by their names in `RecurrentLM`; a tied head may be left out.
-        source: where they come from, for errors.
-        backend: of the recurrence; `auto` leaves the choice to the cell.
-        called: the name that a weight has in the source.
+        config: describes the model.
+        tensors: weights by their names in `RecurrentLM`; a tied head may be left out.
+        source: the file they come from, for error messages.
+        backend: implementation of the recurrence; `auto` for the default of the cell.
+        source_name: maps a name in `RecurrentLM` to the name in `source`.
 
     Raises:
-        UserError: a weight is missing, has another shape, or is one too many.
+        UserError: a weight is missing, unexpected, or of another shape or dtype.
     """
     if backend != "auto":
         config.mixer = {**config.mixer, "backend": backend}
@@ -143,16 +143,16 @@ def build_model(
         found = tuple(given[name].shape) if name in given else None
         if wanted != found:
             raise UserError(
-                f"{source} does not fit its config.json: {called(name)} has shape {found}, "
+                f"{source} does not fit its config.json: {source_name(name)} has shape {found}, "
                 f"{wanted} was expected; copy both files again"
             )
-    _check_dtypes(model, given, source, called)
+    _check_dtypes(model, given, source, source_name)
     if config.tie_embeddings and not torch.equal(given["head.weight"], given["embedding.weight"]):
         raise UserError(
-            f"{source} does not fit its config.json: {called('head.weight')} is not "
-            f"{called('embedding.weight')}, to which it is tied; copy both files again"
+            f"{source} does not fit its config.json: {source_name('head.weight')} is not "
+            f"{source_name('embedding.weight')}, to which it is tied; copy both files again"
         )
-    # Copies, so that a file that is changed later changes nothing here.
+    # Copies, so that the weights do not change if the memory-mapped file does.
     copies = {name: given[name].clone(memory_format=torch.contiguous_format) for name in expected}
     model.load_state_dict(copies, assign=True)
     model.requires_grad_()
@@ -162,11 +162,11 @@ def build_model(
 
 
 def cast_weights(model: RecurrentLM, dtype: torch.dtype | None) -> RecurrentLM:
-    """Gives all weights a dtype; those of `Mixer.wide_weights` become wider, and never narrower.
+    """Casts all weights to a dtype, except that `Mixer.wide_weights` are never narrowed.
 
     Args:
-        model: changed in place, and returned.
-        dtype: None leaves the model as it is.
+        model: changed in place and returned.
+        dtype: the target; None changes nothing.
     """
     if dtype is None:
         return model
@@ -179,23 +179,22 @@ def cast_weights(model: RecurrentLM, dtype: torch.dtype | None) -> RecurrentLM:
 
 
 def _skeleton(config: RecurrentConfig, source: Path, n_weights: int) -> RecurrentLM:
-    """A model whose weights are shapes and no memory, whatever sizes a file asks for.
+    """Builds a model on the meta device, so that the sizes in a damaged file allocate no memory.
 
     Raises:
-        UserError: sizes that do not fit, more layers than there are weights, or no tensor could
-            be as large.
+        UserError: invalid sizes, more layers than weights, or sizes too large for a tensor.
     """
     if config.n_layers > n_weights:
         raise UserError(
             f"{source} does not fit its config.json: it has {n_weights} weights and config.json "
-            f"says n_layers {config.n_layers}"
+            f"says n_layers {config.n_layers}; copy both files again"
         )
     try:
         with torch.device("meta"):
             return RecurrentLM(config)
     except UserError as error:
         raise UserError(f"{source} does not fit its config.json: {error}") from error
-    except Exception as error:  # torch raises several kinds for sizes beyond its own
+    except Exception as error:  # torch raises several types for sizes that are too large
         raise UserError(
             f"no model can be built from the config.json of {source} ({one_line(error)}): copy the "
             "checkpoint again"
@@ -203,18 +202,18 @@ def _skeleton(config: RecurrentConfig, source: Path, n_weights: int) -> Recurren
 
 
 def _check_dtypes(
-    model: RecurrentLM, given: Mapping[str, Tensor], source: Path, called: Callable[[str], str]
+    model: RecurrentLM, given: Mapping[str, Tensor], source: Path, source_name: Callable[[str], str]
 ) -> None:
-    """Refuses weights that cannot be computed with.
+    """Refuses dtypes that the model cannot compute with.
 
-    What is multiplied as a matrix has one dtype; norms, rates and tables may have another, as in
-    the published Mamba-2, whose rates are float32 beside float16 matrices.
+    All matrices must have the same dtype. Norms, rates and tables may have another one: the
+    published Mamba-2 has float32 rates and float16 matrices.
     """
     for name, tensor in given.items():
         if tensor.dtype not in DTYPES:
             raise UserError(
-                f"{source} holds {called(name)} as {tensor.dtype}, and weights must be float16, "
-                "bfloat16, float32 or float64: save the checkpoint in one of these"
+                f"{source} holds {source_name(name)} as {tensor.dtype}, and weights must be "
+                "float16, bfloat16, float32 or float64: save the checkpoint in one of these"
             )
     first = "embedding.weight"
     for path, module in model.named_modules():
@@ -223,6 +222,6 @@ def _check_dtypes(
         for name, _ in module.named_parameters(prefix=path, recurse=False):
             if given[name].dtype != given[first].dtype:
                 raise UserError(
-                    f"{source} holds {called(first)} as {given[first].dtype} and {called(name)} as "
-                    f"{given[name].dtype}: save its matrices in one dtype"
+                    f"{source} holds {source_name(first)} as {given[first].dtype} and "
+                    f"{source_name(name)} as {given[name].dtype}: save its matrices in one dtype"
                 )

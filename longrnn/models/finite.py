@@ -1,7 +1,7 @@
-"""Refuses logits that are not finite, and finds the token and the layer where that begins.
+"""Refuses logits that are not finite, and finds the first token and layer with NaN or infinity.
 
-Looking costs one reduction of what was computed anyway. Only where it fails are the tokens read
-again, with hooks on every module.
+The check costs one reduction over results that exist anyway. Only if it fails are the tokens
+processed again, with hooks on every module.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from longrnn.errors import UserError
 from longrnn.models.base import LanguageModel, LMOutput
 from longrnn.state import LMState, leaves
 
-# Logits, over all rows and tokens, that one call of the search holds.
-LOGITS = 2**25
+# Logits, over all rows and tokens, that one call may hold.
+MAX_LOGITS = 2**25
 
 
-class Found(NamedTuple):
-    """`position`: the first token whose logits are not finite; `module`: where that starts."""
+class NonfiniteLogits(NamedTuple):
+    """`position`: the first token whose logits are not finite; `module`: the first such module."""
 
     position: int
     module: str | None
@@ -34,13 +34,13 @@ def refuse_nonfinite(
     """Refuses logits that are not finite.
 
     Args:
-        values: logits of `model`, or what was computed from them, such as losses.
+        values: logits of `model`, or values computed from them, such as losses.
         model: any language model.
-        tokens: `(b, t)`, what it was given.
-        state: what it was given with them; None for the empty state.
+        tokens: `(b, t)`, the tokens that gave the values.
+        state: the state before them; None for the empty state.
 
     Raises:
-        UserError: with the token and the layer where it begins.
+        UserError: names the first token and layer with NaN or infinity.
     """
     if not bool(values.isfinite().all()):
         explain_nonfinite(model, tokens, state)
@@ -49,20 +49,22 @@ def refuse_nonfinite(
 def explain_nonfinite(
     model: LanguageModel, tokens: Tensor, state: LMState | None = None
 ) -> NoReturn:
-    """Raises the `UserError` of `refuse_nonfinite`, of tokens whose logits are not all finite."""
+    """Raises the `UserError` of `refuse_nonfinite` for tokens whose logits are not all finite."""
     reason = find_nonfinite(model, tokens, state)
-    raise UserError(reason or f"the model's logits are not finite: {_cause(model)}")
+    if reason is None:
+        reason = f"the model's logits are not finite: {_cause(model)}"
+    raise UserError(reason)
 
 
 def refuse_nonfinite_state(
     model: LanguageModel, tokens: Callable[[], Tensor], before: LMState, after: LMState
 ) -> None:
-    """Refuses tokens after which a state is not finite, where their logits are not either.
+    """Refuses tokens whose logits are not finite, judged first by the state after them.
 
-    For tokens of which no logits were wanted: both are made only where the state looks bad.
+    For calls without logits: tokens and logits are computed only if the state is not finite.
 
     Raises:
-        UserError: with the token and the layer where it begins.
+        UserError: names the first token and layer with NaN or infinity.
     """
     reason = None if _bad_leaf(after) is None else find_nonfinite(model, tokens(), before)
     if reason is not None:
@@ -73,7 +75,7 @@ def refuse_nonfinite_state(
 def find_nonfinite(
     model: LanguageModel, tokens: Tensor, state: LMState | None = None
 ) -> str | None:
-    """Where logits that are not finite begin, and what to do about it; None where all are."""
+    """Describes where NaN or infinity begins, and what to do; None if all logits are finite."""
     state = model.init_state(len(tokens)) if state is None else state
     found = _search(model, tokens.to(state.position.device), state)
     if found is None:
@@ -83,34 +85,34 @@ def find_nonfinite(
     return f"the model's logits are not finite {place}{where}: {_cause(model)}"
 
 
-def _search(model: LanguageModel, tokens: Tensor, state: LMState) -> Found | None:
-    """Reads the tokens again, with all logits, up to the first piece that fails."""
-    width = max(1, LOGITS // max(1, len(tokens) * model.vocab_size))
+def _search(model: LanguageModel, tokens: Tensor, state: LMState) -> NonfiniteLogits | None:
+    """Processes the tokens again, with all logits, up to the first part that is not finite."""
+    width = max(1, MAX_LOGITS // max(1, len(tokens) * model.vocab_size))
     module = None
     for start in range(0, tokens.shape[1], width):
-        piece, first = tokens[:, start : start + width], state.position
+        part, first = tokens[:, start : start + width], state.position
         with _recording(model) as names:
-            logits, state = model(piece, state)
-        # A state may overflow long before any logit shows it.
+            logits, state = model(part, state)
+        # A state may overflow long before any logit does.
         module = module or next(iter(names), None) or _bad_leaf(state)
         bad = ~logits.isfinite().all(-1)
         if bool(bad.any()):
-            positions = first[:, None] + torch.arange(piece.shape[1], device=first.device)
+            positions = first[:, None] + torch.arange(part.shape[1], device=first.device)
             if module is None and isinstance(model, nn.Module):
                 module = "the head"
-            return Found(int(positions[bad].min()), module)
+            return NonfiniteLogits(int(positions[bad].min()), module)
     return None
 
 
 @contextmanager
 def _recording(model: LanguageModel) -> Iterator[list[str]]:
-    """The names of modules whose output was not finite, in the order in which they ended."""
+    """Collects the names of modules whose output is not finite, in the order of execution."""
     names: list[str] = []
     handles = []
 
     def hook(name: str) -> Any:
         def record(module: nn.Module, args: Any, output: Any) -> None:
-            # A whole model says nothing about the layer.
+            # A whole model does not identify a layer.
             if not isinstance(output, LMOutput) and _is_bad(output):
                 names.append(name)
 
@@ -127,11 +129,12 @@ def _recording(model: LanguageModel) -> Iterator[list[str]]:
 
 
 def _is_bad(output: Any) -> bool:
+    """Whether an output holds NaN or infinity."""
     return not all(bool(tensor.isfinite().all()) for tensor in _tensors(output))
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """The floating tensors of what a module returned."""
+    """The floating-point tensors in the output of a module."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield output
@@ -144,19 +147,19 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 def _bad_leaf(state: LMState) -> str | None:
-    """The first part of a state that is not finite."""
+    """The name of the first leaf of a state that is not finite."""
     found = (name for name, leaf in leaves(state.layers) if _is_bad(leaf))
     return next((f"layers.{name}" for name in found), None)
 
 
 def _described(module: str) -> str:
-    """A module with the layer that it belongs to, where its name has a number."""
+    """Where the values start, with the number of the layer if the module's name contains it."""
     number = next((part for part in module.split(".") if part.isdecimal()), None)
     return f"it starts in {module}" if number is None else f"it starts in layer {number}, {module}"
 
 
 def _cause(model: LanguageModel) -> str:
-    """What is to be done about it."""
+    """The probable cause, and what to do."""
     weights = model.named_parameters() if isinstance(model, nn.Module) else ()
     for name, weight in weights:
         if not bool(weight.isfinite().all()):

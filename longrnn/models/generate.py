@@ -1,4 +1,4 @@
-"""Generation from any language model with an explicit state."""
+"""Text generation with any language model that has an explicit state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from longrnn.models.base import LanguageModel, check_tokens
 from longrnn.models.finite import explain_nonfinite
 from longrnn.state import LMState, reset
 
-# In the place of a token, so that the check waits for the device no more often than the tokens do.
+# Returned in place of a token, so that the check needs no synchronisation of its own.
 NOT_FINITE = -1
 
 
@@ -22,8 +22,8 @@ class Generation(NamedTuple):
     """What `generate` returns.
 
     Attributes:
-        tokens: one list of ids per row, the prompt not included, a stop sequence included.
-        state: after every returned token of its row, ready for more.
+        tokens: one list of ids per row, without the prompt, with the stop sequence.
+        state: after all returned tokens of each row.
     """
 
     tokens: list[list[int]]
@@ -44,20 +44,20 @@ def generate(
 ) -> Generation:
     """Continues each row of a prompt.
 
-    Rows have one length: bucket prompts by length, because padding would enter the state.
+    All rows have the same length: group prompts by length, because padding would enter the state.
 
     Args:
         model: any `LanguageModel`.
         prompt: `(b, t)` int64, t >= 1.
-        state: what came before the prompt; it is not used up, so any number of calls may share it.
-        max_new_tokens: at most so many per row.
-        temperature: 0 takes the likeliest token; above it, logits are divided by it and sampled.
+        state: the state before the prompt; it is not changed, so several calls may share it.
+        max_new_tokens: the maximum number per row.
+        temperature: 0 takes the most likely token; otherwise logits are divided by it and sampled.
         top_p: sample among the fewest tokens whose probabilities reach this sum.
-        stop: sequences of ids; a row ends behind the first one it completes.
-        generator: randomness of the sampling, on the model's device.
+        stop: sequences of ids; a row ends after the first one that it generates.
+        generator: source of randomness, on the model's device.
 
     Raises:
-        UserError: an empty prompt, settings out of range, or logits that are not finite.
+        UserError: an empty prompt, options out of range, or logits that are not finite.
     """
     *_, last = stream(
         model,
@@ -84,7 +84,7 @@ def stream(
     stop: Sequence[Sequence[int]] = (),
     generator: torch.Generator | None = None,
 ) -> Iterator[Generation]:
-    """`generate`, yielding what there is after each token (the first time with no token yet)."""
+    """Like `generate`, but yields the result so far before the first and after every token."""
     prompt = check_tokens(prompt, model.vocab_size)
     if prompt.shape[1] == 0:
         raise UserError("the prompt is empty: give at least one token")
@@ -94,8 +94,8 @@ def stream(
             f"give such numbers, not {max_new_tokens}, {temperature} and {top_p}"
         )
     stops = _stops(stop)
-    read, before = prompt, state
-    logits, state = model(read, before, keep=1)
+    consumed, before = prompt, state
+    logits, state = model(consumed, before, keep=1)
     rows: list[list[int]] = [[] for _ in range(len(prompt))]
     done = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
     yield Generation([list(row) for row in rows], state)
@@ -103,10 +103,10 @@ def stream(
         token = _choose(logits[:, -1], temperature, top_p, generator)
         values = token.tolist()
         if NOT_FINITE in values:
-            explain_nonfinite(model, read, before)
-        read, before = token[:, None], state
-        logits, after = model(read, before, keep=1)
-        # A row that has stopped stays where it was; where none has, nothing is copied.
+            explain_nonfinite(model, consumed, before)
+        consumed, before = token[:, None], state
+        logits, after = model(consumed, before, keep=1)
+        # Rows that have stopped keep their state; nothing is copied if none has.
         state = reset(after, state, done) if done.any() else after
         for row, (ids, value) in enumerate(zip(rows, values, strict=True)):
             if not done[row]:
@@ -118,12 +118,12 @@ def stream(
 
 
 def _stops(stop: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The sequences of ids that end a row; empty ones end none."""
+    """The stop sequences as lists of ids, without empty ones."""
     try:
         return [[index(token) for token in sequence] for sequence in stop if len(sequence)]
     except TypeError as error:
         raise UserError(
-            f"stop takes sequences of token ids, not {stop!r}: give for example [[3], [5, 7]]"
+            f"stop must be sequences of token ids, not {stop!r}: give for example [[3], [5, 7]]"
         ) from error
 
 
@@ -134,14 +134,14 @@ def _choose(
     finite = logits.isfinite().all(-1)
     if temperature == 0:
         return torch.where(finite, logits.argmax(-1), NOT_FINITE)
-    # Sampling from what is not finite would end the process on CUDA.
+    # Sampling from NaN would abort the process on CUDA.
     logits = torch.where(finite[:, None], logits, 0.0).float()
-    # The largest becomes 0, so that no temperature, however small, gives 0/0 or inf − inf.
+    # Subtracting the maximum avoids 0/0 and inf − inf at very small temperatures.
     scaled = ((logits - logits.max(-1, keepdim=True).values).double() / temperature).float()
     probabilities = torch.softmax(scaled, dim=-1)
     if top_p < 1:
         ordered, order = probabilities.sort(dim=-1, descending=True)
-        # The first token always stays: what comes before it sums to zero.
+        # The most likely token always stays, because the sum before it is 0.
         ordered = ordered.where(ordered.cumsum(-1) - ordered < top_p, 0.0)
         probabilities = torch.zeros_like(ordered).scatter(-1, order, ordered)
     sampled = torch.multinomial(probabilities, 1, generator=generator)[:, 0]

@@ -1,9 +1,9 @@
-"""A language model of one kind of recurrent cell.
+"""A language model with one kind of recurrent cell.
 
 Notable choices:
-- A long input runs through all layers in segments, which the exact state makes invisible: without
-  gradients, memory is bounded by the segment and not by the length.
-- Logits are computed for the kept tokens alone.
+- A long input goes through all layers in segments, which give the same result as one call because
+  the state is exact. Without gradients, memory is bounded by the segment and not by the length.
+- Logits are computed for the kept tokens only.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from longrnn.positions import POSITIONS
 from longrnn.ranges import check_ranges, count, number
 from longrnn.state import LMState, PyTree
 
-# Tokens (over all rows) of one segment; chosen by benchmarks/prefill_cpu.py.
+# Tokens of one segment, over all rows; chosen with benchmarks/prefill_cpu.py.
 SEGMENT_TOKENS = 512
 
 
 @dataclass
 class RecurrentConfig:
-    """What a `RecurrentLM` is built from.
+    """The configuration of a `RecurrentLM`.
 
     Attributes:
         vocab_size: number of token ids.
@@ -38,12 +38,12 @@ class RecurrentConfig:
         n_layers: number of blocks.
         mixer: `{"kind": "rnn" | "gru" | "lstm" | "mamba2", option: value, …}`.
         position: `{"kind": "none" | "sinusoidal" | "learned" | "random" | "duplicate", …}`.
-        block: `residual` (x + mixer(norm(x)), a norm before the head) or `plain` (embedding →
-            position → cells → head and nothing else: the setting of arXiv 2402.00236).
-        tie_embeddings: whether the head is the embedding transposed.
+        block: `residual` (x + mixer(norm(x)), and a norm before the head) or `plain` (embedding →
+            position → cells → head, the architecture of arXiv 2402.00236).
+        tie_embeddings: whether head and embedding share their weights.
         norm_eps: added to the mean square in the norms of `residual`.
-        residual_in_fp32: whether what the blocks of `residual` add up is float32 at least, also
-            where the weights are narrower.
+        residual_in_fp32: whether the residual stream of `residual` is float32 or wider, even if the
+            weights are narrower.
     """
 
     vocab_size: int = count(256)
@@ -76,7 +76,7 @@ class ResidualBlock(nn.Module):
 
 
 class PlainBlock(nn.Module):
-    """The cell alone."""
+    """The cell without norm and residual connection."""
 
     def __init__(self, mixer: Mixer, config: RecurrentConfig) -> None:
         super().__init__()
@@ -93,13 +93,13 @@ BLOCKS: dict[str, type[ResidualBlock] | type[PlainBlock]] = {
 
 
 class RecurrentLM(nn.Module):
-    """A `LanguageModel`: embedding, position, blocks, head.
+    """A `LanguageModel`: embedding, positional encoding, blocks and head.
 
     Args:
         config: see `RecurrentConfig`.
 
     Raises:
-        UserError: unknown kinds or options, sizes that do not fit.
+        UserError: unknown kinds or options, or sizes that do not fit together.
     """
 
     def __init__(self, config: RecurrentConfig) -> None:
@@ -114,7 +114,7 @@ class RecurrentLM(nn.Module):
 
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.position = POSITIONS.build(config.position, config.d_model)
-        # A residual stream is d_model wide; plain cells read the wide vector themselves.
+        # The residual stream has width d_model; a plain cell reads the wider vector directly.
         d_first = config.d_model if residual else self.position.d_output
         self.merge = (
             nn.Linear(self.position.d_output, config.d_model, bias=False)
@@ -134,7 +134,7 @@ class RecurrentLM(nn.Module):
 
     @property
     def max_length(self) -> int | None:
-        """How many positions there are; None where they do not end."""
+        """How many tokens a sequence may have; None for any number."""
         return self.position.n_positions
 
     @property
@@ -143,14 +143,14 @@ class RecurrentLM(nn.Module):
         return [block.mixer for block in self.blocks]  # type: ignore[misc]
 
     def init_state(self, batch_size: int, edits: Sequence[Edit] | None = None) -> LMState:
-        """The zero state of `batch_size` rows; under edits, `extra` holds a carry per layer."""
+        """The zero state of `batch_size` rows; with edits, `extra` holds one carry per layer."""
         device = self.embedding.weight.device
         position = torch.zeros(batch_size, dtype=torch.long, device=device)
         layers = tuple(mixer.init_state(batch_size) for mixer in self.mixers)
         return LMState(position, layers, self.init_carries(batch_size, edits))
 
     def init_carries(self, batch_size: int, edits: Sequence[Edit] | None) -> tuple[PyTree, ...]:
-        """What each layer's edit remembers before the first token; () without edits."""
+        """The carry of each layer's edit before the first token; () without edits."""
         pairs = zip(self.mixers, edits, strict=True) if edits is not None else ()
         return tuple(edit.init_carry(mixer, batch_size) for mixer, edit in pairs)
 
@@ -166,14 +166,14 @@ class RecurrentLM(nn.Module):
 
         Args:
             tokens: `(b, t)` int64.
-            state: of the same batch; None stands for `init_state`.
-            keep: logits for the last `keep` tokens only; None for all.
-            edits: one per layer; `extra` of the state is then their carries, one per layer, in
-                the state given and in the one returned.
+            state: of the same batch; None for `init_state`.
+            keep: return logits for the last `keep` tokens only; None for all.
+            edits: one per layer; `extra` then holds their carries, one per layer, in the given
+                and in the returned state.
 
         Raises:
-            UserError: ids outside the vocabulary, a state of another model or batch size, a state
-                without the carries of the edits.
+            UserError: ids outside the vocabulary, the state of another model or batch size, or a
+                state without the carries of the edits.
         """
         hidden, state = self.hidden(tokens, state, keep=keep, edits=edits)
         return LMOutput(F.linear(hidden, self.head.weight), state)
@@ -186,9 +186,9 @@ class RecurrentLM(nn.Module):
         keep: int | None = None,
         edits: Sequence[Edit] | None = None,
     ) -> tuple[Tensor, LMState]:
-        """`forward` without the head: what it multiplies, `(b, t, d_model)`, and the state.
+        """`forward` without the head: returns the head's input, `(b, t, d)`, and the state.
 
-        For a loss that never holds all logits (`longrnn.ops.cross_entropy`).
+        For losses that do not hold all logits at once (`longrnn.ops.cross_entropy`).
         """
         tokens = check_tokens(tokens, self.vocab_size)
         if state is None:
@@ -203,7 +203,7 @@ class RecurrentLM(nn.Module):
         time = tokens.shape[1]
         keep = time if keep is None else min(keep, time)
         if keep < 0:
-            raise UserError(f"keep must be at least 0, not {keep}")
+            raise UserError(f"keep must be at least 0, not {keep}: give 0 for no logits")
 
         width = max(64, SEGMENT_TOKENS // max(1, len(tokens)))
         kept: list[Tensor] = []
@@ -222,6 +222,7 @@ class RecurrentLM(nn.Module):
     def _segment(
         self, tokens: Tensor, state: LMState, edits: Sequence[Edit] | None
     ) -> tuple[Tensor, LMState]:
+        """`hidden` of one segment, before the last norm."""
         time = tokens.shape[1]
         positions = state.position[:, None] + torch.arange(time, device=tokens.device)
         x = self.merge(self.position(self.embedding(tokens), positions))
@@ -241,11 +242,11 @@ class RecurrentLM(nn.Module):
     def fingerprint(self) -> str:
         """16 hexadecimal digits of the SHA-256 of configuration and weights.
 
-        The backend is left out: it changes how fast a model is and not what it says.
+        The backend is left out, because it changes the speed of a model and not its outputs.
         """
         config = asdict(self.config)
         config["mixer"].pop("backend", None)
-        # Younger than the fingerprints that calibrations carry.
+        # This option is newer than existing calibrations, whose fingerprints lack it.
         if not config["residual_in_fp32"]:
             del config["residual_in_fp32"]
         return fingerprint(config, self.state_dict())

@@ -11,17 +11,17 @@ from torch import Tensor
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Convolves each channel with its own filter over the present and the k − 1 tokens before.
+    """Convolves each channel with its own filter over the current token and the k − 1 before it.
 
-    y_t = Σ_j weight[:, j] · x_{t−k+1+j} (+ bias). The sum is written out: for the widths in use
-    (k = 4) that is faster on a CPU than `conv1d`, in every dtype, and exact at every split. It is
-    taken in float32 at least and rounded once.
+    y_t = Σ_j weight[:, j] · x_{t−k+1+j} (+ bias). For the usual k = 4, adding up the terms one by
+    one is faster on a CPU than `conv1d`, in every dtype, and any split gives the same bits. The sum
+    is computed in float32 or wider and rounded once.
 
     Args:
         x: `(b, t, c)`.
-        weight: `(c, k)`, the last column belongs to the present token.
+        weight: `(c, k)`; the last column is the weight of the current token.
         bias: `(c,)` or None.
-        state: `(b, k − 1, c)`, the inputs before `x`.
+        state: `(b, k − 1, c)`, the inputs that precede `x`.
 
     Returns:
         `y` of shape `(b, t, c)`, in the wider dtype of `x` and `weight`, and the state after the
@@ -29,13 +29,13 @@ def causal_conv(
     """
     padded = torch.cat([state.to(x.dtype), x], dim=1)
     y = _Convolution.apply(padded, weight, bias)
-    # The copy lets go of the segment that the slice would keep in memory.
+    # The copy frees the segment, which a slice would keep in memory.
     return y, padded[:, x.shape[1] :].to(state.dtype, copy=True)
 
 
 class _Convolution(torch.autograd.Function):
-    """The sum over taps. Its backward pass, differentiable itself, adds into one gradient, where
-    autograd would make a tensor of zeros for every tap and take twice the time."""
+    """The sum over the k taps. Its backward pass, itself differentiable, adds into one gradient;
+    autograd would create a tensor of zeros for every tap and take twice the time."""
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -44,7 +44,7 @@ class _Convolution(torch.autograd.Function):
         time = padded.shape[1] - weight.shape[1] + 1
         result = torch.promote_types(padded.dtype, weight.dtype)
         wide = torch.promote_types(result, torch.float32)
-        # Contiguous rows: a strided one would keep the products from being vectorised.
+        # Contiguous rows, because strided ones prevent vectorised products.
         taps = weight.t().to(wide).contiguous().unbind()
         first = padded[:, :time].to(wide)
         y = first * taps[0] if bias is None else torch.addcmul(bias.to(wide), first, taps[0])

@@ -1,11 +1,11 @@
-"""Cross-entropy over a large vocabulary without the tensor of all logits.
+"""Cross-entropy over a large vocabulary without a tensor of all logits.
 
 Notable choices:
-- Tokens are taken in pieces. A piece's logits become its loss, its likeliest ids and its gradients
-  at once and are then dropped: nothing is computed twice, because the weight of each token's loss
-  is known beforehand. What stays for the backward pass is the gradient itself, as large as hidden
-  states and head and not as the logits.
-- PIECE was chosen by `benchmarks/head_cpu.py`. A small vocabulary is one piece of the same code.
+- Tokens are processed in pieces. The forward pass computes the loss, the most likely ids and the
+  gradients of a piece from its logits and then drops the logits. Nothing is computed twice, because
+  the weight of each token's loss is known beforehand. Only the gradients are kept for the backward
+  pass; they are as large as the hidden states and the head.
+- MAX_LOGITS was chosen with `benchmarks/head_cpu.py`. With a small vocabulary one piece suffices.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Logits of one piece.
-PIECE = 2**23
+# Logits of one piece, over all its tokens.
+MAX_LOGITS = 2**23
 
 
 class HeadLoss(NamedTuple):
-    """`loss`: scalar, float32 at least; `predictions`: `(…,)` int64, the likeliest ids."""
+    """`loss`: scalar, float32 or wider; `predictions`: `(…,)` int64, the most likely ids."""
 
     loss: Tensor
     predictions: Tensor
 
 
 def weighted_cross_entropy(
-    hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, *, piece: int = PIECE
+    hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, *, max_logits: int = MAX_LOGITS
 ) -> HeadLoss:
     """Σ weights · (−log softmax(hidden headᵀ)[targets]), and the argmax of the logits.
 
-    The factors of the products are rounded to the dtype of autocast where it is on. The logits are
-    not: they are float32 at least, because 8 bits of a logit near 20 are steps of 0.1 in the loss.
-    A token of weight 0 adds nothing to loss and gradients, also where its hidden vector is not
-    finite. The loss is differentiable once, in `hidden` and `head`.
+    Under autocast the factors of the products are rounded to its dtype. The logits are float32 or
+    wider, because rounding a logit near 20 to 8 bits changes the loss in steps of 0.1. A token of
+    weight 0 adds nothing to the loss and the gradients, even if its hidden vector is not finite.
+    The loss is differentiable once, with respect to `hidden` and `head`.
 
     Args:
         hidden: `(…, d)`.
         head: `(v, d)`.
-        targets: `(…,)` int64; below 0 where unscored.
-        weights: `(…,)`, of each token's loss; no gradient flows into them.
-        piece: how many logits exist at a time.
+        targets: `(…,)` int64; negative where a token is not scored.
+        weights: `(…,)`, one per token; they get no gradient.
+        max_logits: how many logits may exist at a time.
     """
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     weights = weights.detach() * (targets >= 0)
-    rows = max(1, piece // len(head))
+    rows = max(1, max_logits // len(head))
     loss, predictions = _HeadLoss.apply(
         hidden.flatten(0, -2), head, targets.flatten(), weights.flatten(), rows, dtype
     )
@@ -56,7 +56,7 @@ def weighted_cross_entropy(
 
 
 def _logits_in(dtype: torch.dtype, head: Tensor) -> Callable[[Tensor], Tensor]:
-    """x ↦ x headᵀ in `dtype`, at least as wide as the factors, so that no product is rounded."""
+    """The function x ↦ x headᵀ in `dtype`, which is wide enough that no product is rounded."""
     if head.is_cuda and head.dtype != dtype == torch.float32 and torch.__version__ >= "2.8":
         return lambda x: torch.mm(x, head.t(), out_dtype=dtype)
     wide = head.to(dtype)
@@ -64,7 +64,7 @@ def _logits_in(dtype: torch.dtype, head: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 class _HeadLoss(torch.autograd.Function):
-    """`weighted_cross_entropy` of `(t, d)`, in pieces of `rows` tokens, products in `dtype`."""
+    """`weighted_cross_entropy` of `(t, d)` in pieces of `rows` tokens, with factors in `dtype`."""
 
     @staticmethod
     def forward(
@@ -80,8 +80,7 @@ class _HeadLoss(torch.autograd.Function):
         narrow = head.to(dtype)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_head = torch.zeros_like(head, dtype=wide) if ctx.needs_input_grad[1] else None
-        # float16 has no numbers for weights as small as one token's among many: the largest
-        # becomes 1 in the products.
+        # The weight of one token among many may underflow float16: scale the largest weight to 1.
         weights = weights.to(wide)
         scale = weights.abs().amax() if len(weights) else weights.sum()
         relative = weights / scale.clamp(min=torch.finfo(wide).tiny)
@@ -95,24 +94,24 @@ class _HeadLoss(torch.autograd.Function):
                 broken = (weight == 0) & ~x.isfinite().all(-1, keepdim=True)
                 x = x.masked_fill(broken, 0)  # 0 · NaN would be NaN
                 logits = logits_of(x)
-                largest, likeliest = logits.max(-1, keepdim=True)
-                predictions[part] = likeliest[:, 0]
-                place = targets[part, None].clamp(min=0)
-                said = logits.gather(1, place)
+                largest, most_likely = logits.max(-1, keepdim=True)
+                predictions[part] = most_likely[:, 0]
+                index = targets[part, None].clamp(min=0)
+                target_logits = logits.gather(1, index)
                 gradient = logits.softmax(-1)
-                # The largest probability is 1 / Σ exp(logit − largest), and never small.
-                normaliser = largest - gradient.gather(1, likeliest).log()
-                loss += ((normaliser - said) * weight).sum()
+                # log Σ exp(logits) from the largest probability, which is never small.
+                normaliser = largest - gradient.gather(1, most_likely).log()
+                loss += ((normaliser - target_logits) * weight).sum()
                 if grad_hidden is None and grad_head is None:
                     continue
-                # In place: softmax − one-hot, the gradient of a token's loss in its logits.
-                gradient.scatter_add_(1, place, torch.full_like(said, -1.0))
+                # In place: softmax − one-hot, the gradient of a token's loss w.r.t. its logits.
+                gradient.scatter_add_(1, index, torch.full_like(target_logits, -1.0))
                 gradient = gradient.to(dtype)
                 if grad_hidden is not None:
                     grad_hidden[part] = (gradient @ narrow).to(wide) * weight * scale
                 weighted = (x * weight).to(dtype)
                 if grad_head is not None and dtype == wide:
-                    grad_head.addmm_(gradient.t(), weighted)  # without a second tensor of its size
+                    grad_head.addmm_(gradient.t(), weighted)  # allocates no second such tensor
                 elif grad_head is not None:
                     grad_head += gradient.t() @ weighted
         if grad_head is not None:
@@ -124,12 +123,12 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(  # type: ignore[override]
-        ctx: Any, of_loss: Tensor, _: Tensor
+        ctx: Any, grad_loss: Tensor, _: Tensor
     ) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_head = ctx.saved_tensors
         return (
-            None if grad_hidden is None else grad_hidden * of_loss.to(grad_hidden.dtype),
-            None if grad_head is None else grad_head * of_loss.to(grad_head.dtype),
+            None if grad_hidden is None else grad_hidden * grad_loss.to(grad_hidden.dtype),
+            None if grad_head is None else grad_head * grad_loss.to(grad_head.dtype),
             None,
             None,
             None,

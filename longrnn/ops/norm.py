@@ -10,7 +10,7 @@ from torch.nn import functional as F
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) · weight over the last axis (arXiv 1910.07467).
 
-    Computed in float32 at least, returned in the dtype of `x`.
+    Computed in float32 or wider, returned in the dtype of `x`.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = F.rms_norm(wide, wide.shape[-1:], eps=eps)
@@ -18,14 +18,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
-    """Mamba-2's output norm: rms_norm(x · silu(gate)), each of `groups` slices of d on its own.
+    """The output norm of Mamba-2: rms_norm(x · silu(gate)), separately for each group of channels.
 
     Args:
         x: `(b, t, d)`.
         gate: `(b, t, d)`.
         weight: `(d,)`.
         eps: added to the mean square.
-        groups: a divisor of d.
+        groups: number of groups, a divisor of d.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     gated = x.to(dtype) * F.silu(gate.to(dtype))

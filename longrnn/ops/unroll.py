@@ -1,4 +1,4 @@
-"""The one Python loop over time that stepwise cells share."""
+"""The Python loop over time that all stepwise cells share."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ S = TypeVar("S")
 def unroll(
     step: Callable[[Tensor, S], S], read: Callable[[S], Tensor], inputs: Tensor, state: S
 ) -> tuple[Tensor, S]:
-    """Applies `step` to one token after another and reads an output from each new state.
+    """Applies `step` to each token in turn and computes an output from each new state.
 
     Args:
-        step: (token `(b, …)`, state) → state.
-        read: state → output `(b, d)`.
+        step: maps (token `(b, …)`, state) to the next state.
+        read: maps a state to an output `(b, d)`.
         inputs: `(b, t, …)`, t >= 1.
         state: the state before the first token.
 

@@ -1,7 +1,8 @@
-"""A sliding window over m ← keep ∘ m + add, one token at a time, without a subtraction.
+"""A sliding window over m ← keep ∘ m + add, one token at a time, without any subtraction.
 
-Two stacks: in blocks of r tokens, a *front* of sums from each slot to the end of the block before,
-and a *back* that grows with the present block. A token costs O(1) vectors, one in r of them O(r).
+The sum over the window is kept in two stacks. In blocks of r tokens, the *front* holds sums from
+each slot to the end of the previous block, and the *back* is the sum over the current block. A
+token costs O(1) vector operations, and every r-th token O(r).
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longrnn.state import take, tree_map
+from longrnn.ops.rows import run_by_phase
 
 
 class Term(NamedTuple):
-    """`keep` and `add` of one token, or their product and sum over several; `(b, d)` each."""
+    """`keep` and `add` of one token, or those of several tokens combined; `(b, d)` each."""
 
     keep: Tensor
     add: Tensor
@@ -25,9 +26,9 @@ class StepwiseCarry(NamedTuple):
     """What the window remembers.
 
     Attributes:
-        phase: `(b,)` int64, tokens seen, modulo r.
-        slots: r terms: those of the present block, behind them sums to the end of the block before.
-        back: the present block's term.
+        phase: `(b,)` int64, number of tokens consumed, modulo r.
+        slots: r terms: those of the current block, followed by sums to the end of the previous one.
+        back: the combined term of the current block.
     """
 
     phase: Tensor
@@ -38,51 +39,43 @@ class StepwiseCarry(NamedTuple):
 def init_stepwise(memory: Tensor, window: int) -> StepwiseCarry:
     """The carry before the first token; `memory` `(b, d)` gives batch, width, device and dtype."""
     phase = torch.zeros(len(memory), dtype=torch.long, device=memory.device)
-    nothing = Term(torch.ones_like(memory), torch.zeros_like(memory))
-    return StepwiseCarry(phase, (nothing,) * window, nothing)
+    identity = Term(torch.ones_like(memory), torch.zeros_like(memory))
+    return StepwiseCarry(phase, (identity,) * window, identity)
 
 
 def slide(keep: Tensor, add: Tensor, carry: StepwiseCarry) -> tuple[Tensor, StepwiseCarry]:
-    """Takes in one token.
+    """Consumes one token.
 
     Args:
         keep: `(b, d)`.
         add: `(b, d)`.
-        carry: of `init_stepwise` or of the token before.
+        carry: from `init_stepwise` or from the previous token.
 
     Returns:
-        The sum over the window, `(b, d)`, and the carry.
+        The sum over the window, `(b, d)`, and the new carry.
     """
-    keep, add = keep.to(carry.back.keep.dtype), add.to(carry.back.add.dtype)
-    phases = carry.phase.tolist()
-    if len(set(phases)) == 1:
-        return _slide(Term(keep, add), carry, phases[0])
-    groups = [
-        [row for row, phase in enumerate(phases) if phase == one] for one in sorted(set(phases))
-    ]
-    parts = [
-        _slide(take(Term(keep, add), rows), take(carry, rows), phases[rows[0]]) for rows in groups
-    ]
-    joined = tree_map(lambda *leaves: torch.cat(leaves), *parts)
-    return take(joined, torch.tensor([row for rows in groups for row in rows]).argsort())
+    term = Term(keep.to(carry.back.keep.dtype), add.to(carry.back.add.dtype))
+    return run_by_phase(_slide, carry.phase, term, carry)
 
 
 def _slide(term: Term, carry: StepwiseCarry, slot: int) -> tuple[Tensor, StepwiseCarry]:
+    """`slide` for rows that are all at phase `slot`."""
     slots, window = list(carry.slots), len(carry.slots)
-    # What a block's first token keeps is of the block before: 0 times it could be 0 · NaN.
+    # `keep` of a block's first token applies to the previous block only. It must not multiply
+    # the zeros of an empty back: 0 · NaN would be NaN.
     back = term if slot == 0 else _then(carry.back, term)
     slots[slot] = term
     if slot + 1 < window:
         memory = torch.addcmul(back.add, back.keep, slots[slot + 1].add)
         return memory, StepwiseCarry(carry.phase + 1, tuple(slots), back)
     memory = back.add
-    # The block is complete: its terms become sums to its end.
+    # The block is complete: replace its terms by sums to its end.
     for i in range(window - 2, -1, -1):
         slots[i] = _then(slots[i], slots[i + 1])
-    nothing = Term(torch.ones_like(memory), torch.zeros_like(memory))
-    return memory, StepwiseCarry(torch.zeros_like(carry.phase), tuple(slots), nothing)
+    identity = Term(torch.ones_like(memory), torch.zeros_like(memory))
+    return memory, StepwiseCarry(torch.zeros_like(carry.phase), tuple(slots), identity)
 
 
 def _then(first: Term, second: Term) -> Term:
-    """Two terms as one."""
+    """The combined term of two consecutive terms."""
     return Term(first.keep * second.keep, torch.addcmul(second.add, second.keep, first.add))

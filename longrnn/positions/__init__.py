@@ -1,4 +1,4 @@
-"""Positional encodings, fed by the absolute positions that the state counts."""
+"""Positional encodings of the absolute positions that the state counts."""
 
 from longrnn.positions.base import POSITIONS, PositionalEncoding
 from longrnn.positions.duplicate import Duplicate

@@ -1,4 +1,4 @@
-"""The contract of a positional encoding, and how an encoding joins the token's vector."""
+"""The interface of a positional encoding, and how it is combined with the token vectors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from longrnn.registry import Registry
 
 
 class PositionalEncoding(nn.Module, ABC):
-    """x' = [x, e] (`concat`) or x + e (`add`), with e the member's encoding.
+    """x' = [x, e] (`concat`) or x + e (`add`), where e is the encoding.
 
-    Args of every member's constructor: `d_model`, the width of x and of e; options keyword-only.
+    The constructor of every encoding takes `d_model`, the width of x and of e; options are
+    keyword-only.
     """
 
     def __init__(self, d_model: int, combine: str) -> None:
@@ -30,12 +31,12 @@ class PositionalEncoding(nn.Module, ABC):
 
     @property
     def n_positions(self) -> int | None:
-        """How many positions there are; None where they do not end."""
+        """How many positions exist; None for any number."""
         return None
 
     @abstractmethod
     def encode(self, x: Tensor, positions: Tensor) -> Tensor:
-        """The encoding e.
+        """Computes the encoding e.
 
         Args:
             x: `(b, t, d)`, the token vectors.
@@ -57,7 +58,7 @@ def look_up(table: Tensor, positions: Tensor) -> Tensor:
     """Rows of `table` at `positions`.
 
     Raises:
-        UserError: a position past the table's end (never a silent wrap).
+        UserError: a position past the end of the table.
     """
     last = int(positions.max())
     if last >= len(table):

@@ -1,4 +1,4 @@
-"""The token's own vector once more: the control for the doubled width of the others."""
+"""A copy of the token vector: the control for the doubled width of the other encodings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from longrnn.positions.base import POSITIONS, PositionalEncoding
 
 @POSITIONS.register("duplicate")
 class Duplicate(PositionalEncoding):
-    """e = x: as wide as a positional encoding and as ignorant of the position as none.
+    """e = x: as wide as a positional encoding, without information about the position.
 
     Args:
         d_model: width of x.

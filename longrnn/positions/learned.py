@@ -13,7 +13,7 @@ from longrnn.positions.base import POSITIONS, PositionalEncoding, look_up
 class Learned(PositionalEncoding):
     """e = table[position], entries drawn from N(0, 1) (arXiv 2402.00236) and trained.
 
-    A position past the table's end raises.
+    A position past the end of the table raises `UserError`.
 
     Args:
         d_model: width of e.

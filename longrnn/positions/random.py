@@ -13,14 +13,14 @@ from longrnn.seeds import seeded
 
 @POSITIONS.register("random")
 class Random(PositionalEncoding):
-    """e = table[position], rows random of unit norm and never trained (arXiv 2402.00236).
+    """e = table[position], random rows of unit norm that are not trained (arXiv 2402.00236).
 
-    The table travels with the checkpoint. A position past its end raises.
+    The table is saved in the checkpoint. A position past its end raises `UserError`.
 
     Args:
         d_model: width of e.
         max_length: number of positions.
-        seed: of the table.
+        seed: random seed of the table.
         combine: `concat` or `add`.
     """
 

@@ -13,8 +13,8 @@ from longrnn.positions.base import POSITIONS, PositionalEncoding
 class Sinusoidal(PositionalEncoding):
     """e = [sin(f_k · position), cos(f_k · position)] / sqrt(d / 2), f_k = 10000^(−2k/d).
 
-    The unit norm and the order are those of arXiv 2402.00236; computed from the position itself,
-    so there is no end.
+    Unit norm and order as in arXiv 2402.00236. It is computed from the position, so it is defined
+    for any position.
 
     Args:
         d_model: width of e, even.
@@ -24,10 +24,12 @@ class Sinusoidal(PositionalEncoding):
     def __init__(self, d_model: int, *, combine: str = "concat") -> None:
         super().__init__(d_model, combine)
         if d_model % 2:
-            raise UserError(f"sinusoidal positions need an even d_model, not {d_model}: set one")
+            raise UserError(
+                f"sinusoidal positions need an even d_model, not {d_model}: set an even one"
+            )
 
     def encode(self, x: Tensor, positions: Tensor) -> Tensor:
-        # float64 keeps the phase of positions in the millions.
+        # float64, because float32 loses the phase of positions in the millions.
         k = torch.arange(self.d_model // 2, device=x.device, dtype=torch.float64)
         angle = positions[..., None].double() * 10000.0 ** (-2 * k / self.d_model)
         return (torch.cat([angle.sin(), angle.cos()], -1) / (self.d_model / 2) ** 0.5).to(x.dtype)

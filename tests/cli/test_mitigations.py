@@ -178,7 +178,7 @@ def test_diagnose_states(cli: CLI, calibrated: str, tmp_path: Path) -> None:
     # The heads that a diagnosis names can be given to a mitigation; here, short of collapse, none.
     assert cli(*command, "--output", "plain").code == 0
     spec = "forget_more(heads=collapsing, diagnosis={}/diagnosis.yaml)"
-    says = ("names no collapsing head", "leave the mitigation out")
+    says = ("lists no collapsing head", "leave the mitigation out")
     refused(cli, *PASSKEY, "--mitigation", spec.format("plain"), says=says)
     diagnosis = tmp_path / "plain/diagnosis.yaml"
     diagnosis.write_text(diagnosis.read_text().replace("collapsing: []", "collapsing: [[0, 1]]"))
@@ -221,8 +221,8 @@ SPECS: list[tuple[str, tuple[str, ...]]] = [
     ("state_norm(threshold=0)", ("threshold must be above 0, not 0",)),
     ("state_norm(threshold=[[1, -2, 1, 1], 3])", ("threshold must be above 0, not -2",)),
     ("state_norm(threshold=nan)", ("threshold must be above 0",)),
-    ("state_norm(threshold=true)", ("threshold takes a number",)),
-    ("state_norm(threshold=much)", ("threshold takes a number", "not 'much'")),
+    ("state_norm(threshold=true)", ("threshold must be a number",)),
+    ("state_norm(threshold=much)", ("threshold must be a number", "not 'much'")),
     ("token_filter(threshold=-0.1)", ("threshold must be at least 0",)),
     ("sliding_window(window=0)", ("window must be at least 1, not 0",)),
     ("sliding_window(window=-8)", ("window must be at least 1",)),
@@ -235,21 +235,21 @@ SPECS: list[tuple[str, tuple[str, ...]]] = [
     ("scale_decay(scale=inf)", ("scale must be below inf",)),
     ("power_decay(scale=-2)", ("scale must be above 0",)),
     # Layers and heads.
-    ("forget_more(layers=[2])", ("the model has no layer 2: it has 0 to 1",)),
-    ("forget_more(layers=[-1])", ("layers are a list of indices from 0",)),
-    ("forget_more(layers=1)", ("layers are a list of indices from 0",)),
-    ("forget_more(heads=[4])", ("layer 0 has no head 4: it has 0 to 3",)),
+    ("forget_more(layers=[2])", ("the model has no layer 2: use 0 to 1",)),
+    ("forget_more(layers=[-1])", ("layers must be a list of indices from 0",)),
+    ("forget_more(layers=1)", ("layers must be a list of indices from 0",)),
+    ("forget_more(heads=[4])", ("layer 0 has no head 4: use 0 to 3",)),
     ("forget_more(heads=[[1, 4]])", ("layer 1 has no head 4",)),
     ("forget_more(heads=[[2, 0]])", ("the model has no layer 2",)),
-    ("forget_more(heads=[[0, 0, 0]])", ("heads are a list of indices", "pairs [layer, head]")),
-    ("state_norm(threshold=[1, 2, 3])", ("threshold lists 3 layers, the model has 2",)),
+    ("forget_more(heads=[[0, 0, 0]])", ("heads must be a list of indices", "pairs [layer, head]")),
+    ("state_norm(threshold=[1, 2, 3])", ("threshold lists 3 layers and the model has 2",)),
     ("state_norm(threshold=[[1, 2], 3])", ("threshold lists 2 heads for layer 0, which has 4",)),
-    ("forget_more(heads=collapsing)", ("needs diagnosis=FILE", "longrnn diagnose states")),
-    (COLLAPSING.format("no.yaml"), ("no diagnosis no.yaml", "longrnn diagnose states")),
+    ("forget_more(heads=collapsing)", ("give diagnosis=FILE", "longrnn diagnose states")),
+    (COLLAPSING.format("no.yaml"), ("no diagnosis file no.yaml", "longrnn diagnose states")),
     (COLLAPSING.format("diagnosis.yaml"), ("layer 0 has no head 4",)),
-    (COLLAPSING.format("nodiagnosis.yaml"), ("nodiagnosis.yaml is no diagnosis",)),
-    (COLLAPSING.format("triples.yaml"), ("triples.yaml is no diagnosis",)),
-    (COLLAPSING.format("healthy.yaml"), ("healthy.yaml names no collapsing head",)),
+    (COLLAPSING.format("nodiagnosis.yaml"), ("nodiagnosis.yaml is not a diagnosis",)),
+    (COLLAPSING.format("triples.yaml"), ("triples.yaml is not a diagnosis",)),
+    (COLLAPSING.format("healthy.yaml"), ("healthy.yaml lists no collapsing head",)),
     (COLLAPSING.format("foreign.yaml"), ("the diagnosis of another model",)),
     (COLLAPSING.format("open.yaml"), ("open.yaml is not YAML",)),
     # What has no meaning.
@@ -260,14 +260,14 @@ SPECS: list[tuple[str, tuple[str, ...]]] = [
     ("state_norm(threshold=1)+none+state_norm(threshold=2)", ("have no meaning together",)),
     ("chunk_select", ("chunk_select is not a mitigation", "give --chunk-select")),
     # What is no spec at all.
-    ("", ("'' is no mitigation", "write name(option=value)")),
-    ("+", ("'' is no mitigation",)),
-    ("forget_more+", ("'' is no mitigation",)),
-    ("forget_more(decay_scale=0.9", ("is no mitigation", "write name(option=value)")),
-    ("forget_more)", ("is no mitigation",)),
-    ("forget_more()()", ("')(' is no option", "option=value")),
-    ("forget_more(0.9)", ("'0.9' is no option", "option=value")),
-    ("forget_more(decay_scale=[)", ("'[' is no value of decay_scale",)),
+    ("", ("'' is not a valid mitigation", "write name(option=value)")),
+    ("+", ("'' is not a valid mitigation",)),
+    ("forget_more+", ("'' is not a valid mitigation",)),
+    ("forget_more(decay_scale=0.9", ("is not a valid mitigation", "write name(option=value)")),
+    ("forget_more)", ("is not a valid mitigation",)),
+    ("forget_more()()", ("')(' is not a valid option", "option=value")),
+    ("forget_more(0.9)", ("'0.9' is not a valid option", "option=value")),
+    ("forget_more(decay_scale=[)", ("'[' is not a valid value of decay_scale",)),
     ("forget_more(decay_scale=0.9, decay_scale=0.8)", ("decay_scale twice",)),
     # Files.
     ("nowhere.yaml", ("no mitigation file nowhere.yaml", "longrnn calibrate")),
@@ -309,7 +309,7 @@ def test_every_command_refuses(command: str, cli: CLI, texts: None, models: Path
     spec = ["--mitigation", "sliding_window(window=0)"]
     refused(cli, *command.split(), CHECKPOINT, *options[command], *spec, says=("at least 1",))
     spec = ["--mitigation", ""]
-    refused(cli, *command.split(), CHECKPOINT, *options[command], *spec, says=("no mitigation",))
+    refused(cli, *command.split(), CHECKPOINT, *options[command], *spec, says=("not a valid mitigation",))
     spec = ["--mitigation", "token_filter(threshold=0.1)"]
     trained = ["--train-length", "64"] if command == "diagnose states" else []
     arguments = [*command.split(), models / "text", *options[command], *trained, *spec]

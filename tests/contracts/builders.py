@@ -1,15 +1,17 @@
-"""Small members of every family, and the comparisons that the contract tests share.
+"""Small models of every kind, and the comparisons that the contract tests share.
 
-The contract tests run over the registries: a new member is covered once it is registered. Only a
-member whose defaults are unfit for a small model needs a line in the tables below.
+The contract tests run over the registries: a new entry is tested once it is registered. Only an
+entry whose defaults do not suit a small model needs a line in the tables below.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from longrnn.mitigations import MITIGATIONS, Mitigated, mitigation
 from longrnn.mixers import MIXERS, Edit, Mixer
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.recurrent import BLOCKS
+from longrnn.ops.ssd import chunked, rescale, window, window_carry
 from longrnn.positions import POSITIONS
 from longrnn.state import LMState, PyTree, leaves, tree_map
 
@@ -30,7 +33,7 @@ POSITION_OPTIONS: dict[str, dict[str, Any]] = {
     "learned": {"max_length": 2 * LONGEST},
     "random": {"max_length": 2 * LONGEST},
 }
-# Numbers that change a small model and leave something of it.
+# Options that have a clear effect on a small model.
 MITIGATION_OPTIONS: dict[str, dict[str, Any]] = {
     "forget_more": {"decay_scale": 0.9, "input_scale": 0.75},
     "power_decay": {"scale": 1.3},
@@ -40,7 +43,7 @@ MITIGATION_OPTIONS: dict[str, dict[str, Any]] = {
     "state_norm": {"threshold": 0.5},
     "token_filter": {"threshold": 0.05},
 }
-# Options of one member that lead through code of their own.
+# Options that run code of their own.
 MORE_MIXERS: list[dict[str, Any]] = [
     {"kind": "rnn", "nonlinearity": "relu"},
     {"kind": "rnn", "nonlinearity": "identity"},
@@ -89,12 +92,24 @@ def spec_id(spec: object) -> str:
     return "-".join([spec["kind"], *options]).replace(" ", "")
 
 
+@contextmanager
+def small_chunks(chunk: int = 4, chunks_at_once: int = 2) -> Iterator[None]:
+    """Cuts time into chunks so small that short texts reach every edge between them."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (chunked, rescale, window_carry):
+            patch.setattr(module, "CHUNK", chunk)
+        for module in (chunked, rescale):
+            patch.setattr(module, "SEGMENT", chunk * chunks_at_once)
+        patch.setattr(window, "CHUNKS_AT_ONCE", chunks_at_once)
+        yield
+
+
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
 def stirred(module: nn.Module, seed: int) -> nn.Module:
-    """Moves every parameter off its initial value, so that none is trivial (D = 1, a bias of 0)."""
+    """Adds noise to every parameter, so that none is trivial (D = 1, a bias of 0)."""
     randomness = generator(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -104,7 +119,7 @@ def stirred(module: nn.Module, seed: int) -> nn.Module:
 
 
 def build_mixer(spec: dict[str, Any], dtype: torch.dtype = torch.float64, seed: int = 0) -> Mixer:
-    """A mixer that reads D_MODEL + 2 and writes D_MODEL."""
+    """A mixer with input width D_MODEL + 2 and output width D_MODEL."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         mixer = MIXERS.build(spec, D_MODEL + 2, D_MODEL)
@@ -158,7 +173,7 @@ def random_state(model: RecurrentLM, batch: int, seed: int = 0) -> LMState:
 
 
 def random_start(model: Mitigated, batch: int, seed: int = 0) -> LMState:
-    """Nothing read yet, and memories that are not zero: a carry is no matter of chance."""
+    """An initial state with random memories and the initial carry."""
     state = model.init_state(batch)
     return state._replace(layers=random_tree(state.layers, seed))
 
@@ -185,7 +200,7 @@ def real_leaves(tree: PyTree, prefix: str) -> dict[str, Tensor]:
 def mixer_outcome(
     mixer: Mixer, x: Tensor, state: PyTree, sizes: Sequence[int], edit: Edit | None = None
 ) -> dict[str, Tensor]:
-    """Outputs, final state and every gradient of a mixer fed with pieces, by name."""
+    """Outputs, final state and every gradient of a mixer run in pieces, by name."""
     x, state = differentiable(x), differentiable(state)
     outputs, after = [], state
     for piece in x.split(list(sizes), dim=1):
@@ -199,7 +214,7 @@ def mixer_outcome(
 def model_outcome(
     model: RecurrentLM | Mitigated, tokens: Tensor, state: LMState, sizes: Sequence[int]
 ) -> dict[str, Tensor]:
-    """The same of a language model, with the final position."""
+    """Like `mixer_outcome` for a language model, with the final position."""
     state = differentiable(state)
     outputs, after = [], state
     for piece in tokens.split(list(sizes), dim=1):
@@ -216,7 +231,7 @@ def parameters(module: nn.Module) -> dict[str, Tensor]:
 
 
 def gradients(outputs: PyTree, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of a random functional of the outputs; 0 where an input is not used (a window drops some)."""
+    """Gradients of a random functional of the outputs; 0 where an input is not used."""
     found = torch.autograd.grad(
         functional(outputs, seed=99), list(inputs.values()), materialize_grads=True
     )
@@ -244,7 +259,7 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], dtype: t
     """Equal tensor by tensor, to the tolerance of `dtype`.
 
     In float32 the gradients of the parameters share one scale: each is a sum over all tokens, and
-    where a small one (D has one entry a head) cancels, its own size says nothing of its rounding.
+    where a small one (D has one entry per head) cancels, its size does not bound its rounding.
     """
     assert actual.keys() == expected.keys()
     of_parameters = [name for name in expected if name.startswith("gradient of parameter")]

@@ -1,4 +1,4 @@
-"""Autocast changes the precision of projections and of nothing that is remembered.
+"""Autocast changes the precision of projections, and never that of a state.
 
 The recurrences give the same bits with autocast and without, no leaf of a state changes its dtype,
 and any split gives what one call gives, for every cell and mitigation.
@@ -17,7 +17,8 @@ from longrnn.mixers import StepwiseMixer
 from longrnn.mixers.base import Edit
 from longrnn.ops.ssd import BACKENDS, ScanInputs, chunked
 from longrnn.ops.ssd.rescale import rescaled_ssd
-from longrnn.ops.ssd.window import init_carry, windowed_ssd
+from longrnn.ops.ssd.window import windowed_ssd
+from longrnn.ops.ssd.window_carry import init_carry
 from longrnn.state import PyTree, leaves
 from tests.contracts.builders import (
     D_MODEL,
@@ -81,7 +82,7 @@ RECURRENCES: dict[str, Callable[[ScanInputs, Tensor], PyTree]] = {
 @pytest.mark.parametrize("time", [1, TIME])
 @pytest.mark.parametrize("name", list(RECURRENCES))
 def test_recurrences_keep_their_precision(name: str, time: int) -> None:
-    """The same bits: values, and gradients of a backward pass outside autocast."""
+    """Values and gradients are the same bits with and without autocast."""
     inputs, state = scan_inputs(time)
     tensors = [tensor.requires_grad_() for tensor in (*inputs, state)]
 
@@ -101,7 +102,7 @@ STEPWISE = [spec for spec in MIXER_SPECS if isinstance(build_mixer(spec), Stepwi
 @pytest.mark.parametrize("edit", [None, Edit()], ids=["fused", "stepwise"])
 @pytest.mark.parametrize("spec", STEPWISE, ids=spec_id)
 def test_stepwise_cells_keep_their_precision(spec: dict[str, Any], edit: Edit | None) -> None:
-    """A cell that needs one token's state for the next one runs in the dtype of its weights."""
+    """A stepwise cell runs in the dtype of its weights."""
     mixer = build_mixer(spec, torch.float32)
     x, state = torch.randn(2, 20, D_MODEL + 2, generator=generator(1)), mixer.init_state(2)
     expected = mixer(x, state, edit)
@@ -136,21 +137,21 @@ def outcome(model: Any, tokens: Tensor, state: PyTree, sizes: Sequence[int]) -> 
 
 @pytest.mark.parametrize("spec", MIXER_SPECS, ids=spec_id)
 def test_splits_of_every_cell(spec: dict[str, Any]) -> None:
-    """Values, states, gradients, and the dtype of every leaf of a state."""
+    """Values, states, gradients and dtypes do not depend on the split."""
     model = build_model(spec, dtype=torch.float32)
     assert_splits_agree(model, random_state(model, 2))
 
 
 @pytest.mark.parametrize(("spec", "mixer"), DEFINED, ids=spec_id)
 def test_splits_of_every_mitigation(spec: dict[str, Any], mixer: dict[str, Any]) -> None:
-    """The same under a mitigation, whose carry keeps its dtype too."""
+    """The same holds under a mitigation, including its carry."""
     model = build_mitigated([spec], mixer, dtype=torch.float32)
     assert_splits_agree(model, random_start(model, 2))
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "lstm", "gru", "rnn"])
-def test_a_state_of_autocast_goes_on_without(kind: str) -> None:
-    """And one that was made without goes on under autocast."""
+def test_a_state_may_enter_and_leave_autocast(kind: str) -> None:
+    """A state made with autocast is valid without it, and the reverse."""
     model = build_model(kind, dtype=torch.float32)
     tokens = random_tokens(2, 20)
     with autocast():

@@ -7,8 +7,7 @@ and every cell × position × mitigation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,9 +15,10 @@ import torch
 from torch import Tensor
 
 from longrnn import state as states
-from longrnn.ops.ssd import BACKENDS, ScanInputs, chunked, rescale, window
+from longrnn.ops.ssd import BACKENDS, ScanInputs, chunked
 from longrnn.ops.ssd.rescale import UNLIMITED, rescaled_ssd
-from longrnn.ops.ssd.window import init_carry, windowed_ssd
+from longrnn.ops.ssd.window import windowed_ssd
+from longrnn.ops.ssd.window_carry import init_carry
 from longrnn.ops.window import init_stepwise, slide
 from longrnn.state import LMState, leaves
 from tests.contracts.builders import (
@@ -34,6 +34,7 @@ from tests.contracts.builders import (
     generator,
     random_start,
     random_tokens,
+    small_chunks,
     spec_id,
 )
 
@@ -49,18 +50,6 @@ TROUBLES: list[tuple[tuple[str, ...], float]] = [
     (("x", "log_decay"), NAN),
 ]
 every_trouble = pytest.mark.parametrize(("names", "value"), TROUBLES, ids=str)
-
-
-@contextmanager
-def small_chunks(chunk: int = 4, together: int = 2) -> Iterator[None]:
-    """Edges of chunks, and of what is computed together, in texts of a few tokens."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (chunked, rescale, window):
-            patch.setattr(module, "CHUNK", chunk)
-        for module in (chunked, rescale):
-            patch.setattr(module, "SEGMENT", chunk * together)
-        patch.setattr(window, "TOGETHER", together)
-        yield
 
 
 def draw(dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[ScanInputs, Tensor]:
@@ -132,7 +121,7 @@ def in_pieces(scan: Scan, inputs: ScanInputs, state: Tensor, sizes: list[int]) -
 def test_every_backend(
     backend: str, dtype: torch.dtype, chunk: int, names: tuple[str, ...], value: float
 ) -> None:
-    """Outputs and final states; what is before the token, and the other rows, as without it."""
+    """Values equal the loop; earlier tokens and other rows are those without the bad token."""
     clean, state = draw(dtype)
     inputs = with_trouble(clean, names, value)
     expected = loop(inputs, state)
@@ -153,7 +142,7 @@ def test_every_backend(
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("backend", list(BACKENDS))
 def test_a_state_that_is_not_finite(backend: str, value: float) -> None:
-    """It stays what it is; rows beside it, and heads in the same row, do not see it."""
+    """It stays NaN or infinite, and does not reach other rows or heads."""
     inputs, state = draw()
     state[1, 2, 0, 3] = value
     expected = loop(inputs, state)
@@ -166,7 +155,7 @@ def test_a_state_that_is_not_finite(backend: str, value: float) -> None:
 @pytest.mark.parametrize("backend", list(BACKENDS))
 @every_trouble
 def test_gradients_of_every_backend(backend: str, names: tuple[str, ...], value: float) -> None:
-    """Of what is finite, in all inputs: as the loop's where that has one."""
+    """Gradients of finite outputs equal those of the loop wherever these are finite."""
 
     def gradients(scan: Scan) -> dict[str, Tensor]:
         inputs, state = draw()
@@ -188,10 +177,10 @@ def test_gradients_of_every_backend(backend: str, names: tuple[str, ...], value:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=spec_id)
 @pytest.mark.parametrize("backend", list(BACKENDS))
 @pytest.mark.parametrize("log_decay", [-INF, -200.0])
-def test_what_a_decay_has_forgotten_is_gone(
+def test_a_decay_to_zero_removes_all_earlier_inputs(
     backend: str, dtype: torch.dtype, log_decay: float
 ) -> None:
-    """Inputs and a state of 1e30 before a decay to 0 leave nothing of themselves behind it."""
+    """Inputs and a state of 1e30 before a decay to 0 do not affect later outputs."""
     inputs, state = draw(dtype)
     inputs.log_decay[:, 30] = log_decay
     large = inputs._replace(x=inputs.x.clone())
@@ -222,7 +211,7 @@ def limited_loop(limit: Tensor) -> Scan:
 
 @every_trouble
 def test_state_norm(names: tuple[str, ...], value: float) -> None:
-    """Two heads with a limit that is reached, one with a high one, one without."""
+    """Equals its loop, for heads with limits that are reached, high, or absent."""
     limit = torch.tensor([0.5, 2.0, 1e3, UNLIMITED], dtype=torch.float64)
     clean, state = draw()
     inputs = with_trouble(clean, names, value)
@@ -242,7 +231,7 @@ def test_state_norm(names: tuple[str, ...], value: float) -> None:
 @pytest.mark.parametrize("r", [1, 3, 4, 6, 8, 13, 60])
 @every_trouble
 def test_sliding_window(r: int, names: tuple[str, ...], value: float) -> None:
-    """Once the token has left the window, outputs and states are finite again."""
+    """Outputs and states are finite again once the token has left the window."""
     inputs, state = draw()
     inputs = with_trouble(inputs, names, value)
     if r > BAD and names == ("log_decay",):
@@ -275,7 +264,7 @@ def test_sliding_window(r: int, names: tuple[str, ...], value: float) -> None:
 @pytest.mark.parametrize("r", [1, 2, 5, 8])
 @pytest.mark.parametrize("trouble", ["keep", "add"])
 def test_sliding_window_of_a_vector(r: int, trouble: str) -> None:
-    """The same of a stepwise cell's memory."""
+    """The same holds for the memory of a stepwise cell."""
     randomness = generator(1)
     terms = {name: torch.rand(3, 30, 4, generator=randomness) for name in ("keep", "add")}
     terms[trouble][1, 12, 2] = NAN
@@ -298,7 +287,7 @@ MODELS = [
 
 @pytest.mark.parametrize(("spec", "mixer"), MODELS, ids=spec_id)
 def test_every_model(spec: dict[str, Any], mixer: dict[str, Any]) -> None:
-    """Row 0 has a token whose embedding is not finite: logits, states, gradients, every split."""
+    """A token with a non-finite embedding affects no earlier token and no other row."""
     for number, position in enumerate(POSITION_SPECS):
         model = build_mitigated(
             [spec],

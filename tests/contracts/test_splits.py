@@ -39,7 +39,7 @@ seeds = st.integers(0, 10**6)
 @pytest.mark.parametrize("spec", MIXER_SPECS, ids=spec_id)
 @settings(max_examples=6)
 @given(sizes=splits(empty=False), batch=st.integers(1, 3), seed=seeds)
-def test_mixer(
+def test_any_split_of_a_mixer_gives_the_same(
     spec: dict[str, Any],
     edit: Edit | None,
     dtype: torch.dtype,
@@ -47,7 +47,7 @@ def test_mixer(
     batch: int,
     seed: int,
 ) -> None:
-    """Of a mixer, from a state that is not zero, with and without the hooks of a mitigation."""
+    """From a non-zero state, with and without the hooks of an edit."""
     mixer = build_mixer(spec, dtype, seed)
     state = random_tree(mixer.init_state(batch), seed)
     x = random_tree(torch.empty(batch, sum(sizes), D_MODEL + 2, dtype=dtype), seed + 1)
@@ -65,7 +65,7 @@ def test_mixer(
     position=st.sampled_from(POSITION_KINDS),
     block=st.sampled_from(BLOCK_KINDS),
 )
-def test_model(
+def test_any_split_of_a_model_gives_the_same(
     spec: dict[str, Any],
     dtype: torch.dtype,
     sizes: list[int],
@@ -74,7 +74,7 @@ def test_model(
     position: str,
     block: str,
 ) -> None:
-    """Of a language model, where a piece may also be empty."""
+    """Pieces may also be empty."""
     model = build_model(spec, position, block, dtype, seed)
     state = random_state(model, batch, seed)
     tokens = random_tokens(batch, sum(sizes), seed)
@@ -86,8 +86,10 @@ def test_model(
 @pytest.mark.parametrize("spec", MIXER_SPECS, ids=spec_id)
 @settings(max_examples=2)
 @given(time=st.integers(65, builders.LONGEST), batch=st.integers(1, 3), seed=seeds)
-def test_segments(spec: dict[str, Any], block: str, time: int, batch: int, seed: int) -> None:
-    """The segments of a long call are invisible."""
+def test_segments_do_not_change_results(
+    spec: dict[str, Any], block: str, time: int, batch: int, seed: int
+) -> None:
+    """Results do not depend on the size of the segments of a long call."""
     model = build_model(spec, "sinusoidal", block, seed=seed)
     state, tokens = random_state(model, batch, seed), random_tokens(batch, time, seed)
 

@@ -1,4 +1,4 @@
-"""Every backend of the recurrence against a loop over tokens, written here on its own."""
+"""Every backend of the recurrence equals an independent loop over tokens."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def loop(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def wide_decay(shape: tuple[int, ...], randomness: torch.Generator) -> Tensor:
-    """From hardly any forgetting to exp(-30) a token."""
+    """From hardly any forgetting to exp(-30) per token."""
     return -30 * torch.rand(shape, generator=randomness, dtype=torch.float64) ** 8
 
 
 def one_strong_then_slow(shape: tuple[int, ...], randomness: torch.Generator) -> Tensor:
-    """Every 50th token forgets all; the others, next to nothing: their digits must survive it."""
+    """Every 50th token forgets all, the others almost nothing; these must stay accurate."""
     decay = -1e-4 * torch.rand(shape, generator=randomness, dtype=torch.float64)
     decay[:, ::50] = -2000.0
     return decay
@@ -102,7 +102,7 @@ def assert_as_the_loop(backend: str, inputs: ScanInputs, state: Tensor) -> None:
 @every_dtype
 @every_decay
 @pytest.mark.parametrize("time", [1, 2, 3, 63, 64, 65, 131])
-def test_lengths(backend: str, dtype: torch.dtype, decay, time: int) -> None:
+def test_every_length_equals_the_loop(backend: str, dtype: torch.dtype, decay, time: int) -> None:
     """One token, odd lengths and the edges of a chunk, over every kind of forgetting."""
     assert_as_the_loop(backend, *draw(time, dtype, decay))
 
@@ -151,7 +151,7 @@ def long_run() -> tuple[ScanInputs, Tensor, Tensor, Tensor]:
 
     def decay(shape: tuple[int, ...], randomness: torch.Generator) -> Tensor:
         both = wide_decay(shape, randomness)
-        # The slowest decays of a is_document_start Mamba-2 (dt_min · A_min = 1e-3), different for each token.
+        # The slowest decays of a new Mamba-2 (dt_min · A_min = 1e-3), different for each token.
         # A float32 loop rounds exp(log_decay) at every token: slower ones would cost it more.
         both[..., 1] = -1e-3 * (0.5 + torch.rand(shape[:2], generator=randomness))
         return both
@@ -190,7 +190,7 @@ def steady_run() -> tuple[ScanInputs, Tensor, Tensor, Tensor]:
 def test_pieces_in_float32(
     backend: str, size: int, steady_run: tuple[ScanInputs, Tensor, Tensor, Tensor]
 ) -> None:
-    """Decoding token by token drifts no more than one call: exp(-1e-4) in one float32 would."""
+    """Decoding one token at a time drifts no more than one call."""
     inputs, state, y, final = steady_run
     outputs = []
     for piece in zip(*(tensor.split(size, dim=1) for tensor in inputs), strict=True):
@@ -235,7 +235,7 @@ def test_resolve() -> None:
 @every_backend
 @pytest.mark.parametrize("log_decay", [0.0, -0.69, -0.7, -79.0, -1e4, -torch.inf])
 def test_one_token_of_any_decay(backend: str, log_decay: float) -> None:
-    """Where a decay is taken apart in another way: values and gradients, none of them a NaN."""
+    """Values and gradients equal the loop at decays where the implementation changes."""
     inputs, state = draw(1)
     inputs = inputs._replace(log_decay=torch.full_like(inputs.log_decay, log_decay))
     assert_as_the_loop(backend, inputs, state)
@@ -243,7 +243,7 @@ def test_one_token_of_any_decay(backend: str, log_decay: float) -> None:
 
 @every_backend
 def test_a_decay_to_nothing(backend: str) -> None:
-    """−∞ forgets everything before it, and is no NaN."""
+    """A log decay of −∞ removes everything before it and gives no NaN."""
     generator = torch.Generator().manual_seed(0)
     x, B, C = (torch.randn(1, 70, 1, 3, generator=generator) for _ in range(3))
     log_decay = torch.full((1, 70, 1), -0.01)

@@ -56,7 +56,7 @@ def test_take(model: RecurrentLM) -> None:
 
 
 def test_take_refuses_a_mask(model: RecurrentLM) -> None:
-    """A mask read as row numbers would be rows 1 and 0 without a word."""
+    """A mask is refused, because it would be read as the rows 1 and 0."""
     with pytest.raises(UserError, match=r"mask.nonzero"):
         states.take(model.init_state(2), torch.tensor([True, False]))
 
@@ -70,13 +70,13 @@ def test_expand(model: RecurrentLM) -> None:
 def test_reset(model: RecurrentLM) -> None:
     """Only the rows named start anew, and not even a NaN survives in them or in their gradients."""
     state, initial = random_state(model, 3), model.init_state(3)
-    spoilt = set_row(state, 1, float("nan"))
+    broken = set_row(state, 1, float("nan"))
     where = torch.tensor([False, True, False])
-    spoilt = differentiable(spoilt)
-    after = states.reset(spoilt, initial, where)
+    broken = differentiable(broken)
+    after = states.reset(broken, initial, where)
     assert_trees_equal(states.take(after, [1]), states.take(initial, [1]))
     assert_trees_equal(states.take(after, [0, 2]), states.take(state, [0, 2]))
-    sources = [leaf for _, leaf in leaves(spoilt) if leaf.requires_grad]
+    sources = [leaf for _, leaf in leaves(broken) if leaf.requires_grad]
     for gradient in torch.autograd.grad(functional(next_logits(model, after), 1), sources):
         assert gradient.isfinite().all()
         assert (gradient[1] == 0).all()
@@ -114,15 +114,15 @@ def test_memory_is_the_states_own(model: RecurrentLM) -> None:
 
 @pytest.mark.parametrize("value", [1e3, float("nan")])
 def test_rows_are_independent(model: RecurrentLM, value: float) -> None:
-    """Whatever happens to one row of a state, the others neither see nor feel it."""
+    """A change of one row of a state does not affect the others."""
     state, tokens = random_state(model, 3), random_tokens(3, 130)
     others = [0, 2]
     for time in (1, 130):
         logits, after = model(tokens[:, :time], state)
-        spoilt_logits, spoilt = model(tokens[:, :time], set_row(state, 1, value))
-        assert not torch.equal(spoilt_logits[1], logits[1])
-        assert_near(spoilt_logits[others], logits[others], 1e-12)
-        left, right = leaves(states.take(spoilt, others)), leaves(states.take(after, others))
+        broken_logits, broken = model(tokens[:, :time], set_row(state, 1, value))
+        assert not torch.equal(broken_logits[1], logits[1])
+        assert_near(broken_logits[others], logits[others], 1e-12)
+        left, right = leaves(states.take(broken, others)), leaves(states.take(after, others))
         for (name, leaf), (_, expected) in zip(left, right, strict=True):
             assert_near(leaf, expected, 1e-12, name)
 
@@ -148,7 +148,7 @@ def test_a_call_keeps_its_state(model: RecurrentLM, time: int) -> None:
 
 
 def test_generate_keeps_its_state(model: RecurrentLM) -> None:
-    """A prefix state is not used up: a second reader gets what the first one got."""
+    """Generation does not change its initial state, so a second call gives the same."""
     state = random_state(model, 2)
     before = states.clone(state)
     first = generate(model, random_tokens(2, 3), state, max_new_tokens=12)
@@ -192,7 +192,7 @@ def refused(path: Path, like: object) -> str:
 
 
 def test_load_refuses_other_weights(model: RecurrentLM, tmp_path: Path) -> None:
-    """The same shapes and other weights: the fingerprint tells."""
+    """A state saved with other weights is refused by its fingerprint."""
     path = tmp_path / "state"
     states.save(random_state(model, 1), path, model=model)
     with torch.no_grad():
@@ -201,7 +201,7 @@ def test_load_refuses_other_weights(model: RecurrentLM, tmp_path: Path) -> None:
 
 
 def test_load_refuses_other_shapes(model: RecurrentLM, tmp_path: Path) -> None:
-    """Without a fingerprint the structure, the shapes and the dtypes tell."""
+    """Without a fingerprint, structure, shapes and dtypes are compared."""
     path, kind = tmp_path / "state", model.config.mixer["kind"]
     states.save(random_state(model, 1), path)
     for other in (
@@ -213,7 +213,7 @@ def test_load_refuses_other_shapes(model: RecurrentLM, tmp_path: Path) -> None:
         assert "another model" in refused(path, other.init_state(1))
 
 
-def test_load_refuses_what_is_no_state(tmp_path: Path) -> None:
+def test_load_refuses_other_files(tmp_path: Path) -> None:
     """Missing, empty, cut off, text, weights: one sentence that names the file, no traceback."""
     model = build_model()
     good, path = tmp_path / "good", tmp_path / "file"
@@ -247,21 +247,21 @@ def test_a_call_refuses_a_state_that_does_not_fit(model: RecurrentLM) -> None:
 
 
 def test_a_call_refuses_a_position_of_other_rows(model: RecurrentLM) -> None:
-    """The position has one entry a row as well."""
+    """The position must have one entry per row."""
     state = model.init_state(2)
     with pytest.raises(UserError, match="rows"):
         model(random_tokens(2, 3), state._replace(position=state.position[:1]))
 
 
 def test_a_call_refuses_the_state_of_a_mitigation(model: RecurrentLM) -> None:
-    """What a mitigation carries would be lost without a word."""
+    """A state with the carry of a mitigation is refused by the plain model."""
     state = model.init_state(2)._replace(extra=(torch.zeros(2),))
     with pytest.raises(UserError, match="mitigation"):
         model(random_tokens(2, 3), state)
 
 
 def test_histories_of_rows_of_different_lengths() -> None:
-    """Entries that move away from the end, a row that keeps what it was reset from."""
+    """Joining pads at the front, and a reset clears all entries of its rows only."""
     short = History(torch.arange(6.0).view(1, 1, 3, 2))
     long = History(torch.full((2, 1, 5, 2), torch.nan))
     both = states.join([(short,), (long,)])[0].entries

@@ -54,7 +54,7 @@ def test_one_step(position: str, mixer: str, block: str) -> None:
 
 @over_every_model
 def test_splits_exactly(position: str, mixer: str, block: str) -> None:
-    """The combination keeps what its parts promise: a split is invisible."""
+    """Any split of the combination gives the same."""
     model = build_model(mixer, position, block)
     state, tokens = random_state(model, 2), random_tokens(2, 90)
     whole = model_outcome(model, tokens, state, [90])

@@ -12,7 +12,7 @@ import torch
 from longrnn.errors import UserError
 from longrnn.evaluation.memory import Point, enough, evaluate, remembrance, starts, summarise
 from longrnn.evaluation.texts import Document
-from longrnn.inference import pieces
+from longrnn.inference import prefill
 from longrnn.intervals import Estimate
 from longrnn.mixers import MIXERS
 from longrnn.models import LanguageModel
@@ -50,7 +50,7 @@ def test_one_pass_is_the_definition(kind: str) -> None:
 
 def test_in_pieces_and_under_a_mitigation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits of the wrong piece, and a carry that does not begin empty."""
-    monkeypatch.setattr(pieces, "PREFILL", 5)
+    monkeypatch.setattr(prefill, "PREFILL_TOKENS", 5)
     assert_defined(build_mitigated([mitigation_spec("sliding_window")]), [30])
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.evaluation.perplexity import STRETCH, edges, evaluate, forgetting, summarise
 from longrnn.evaluation.texts import Document, read_documents
-from longrnn.inference import pieces
+from longrnn.inference import prefill
 from longrnn.mixers import MIXERS
 from longrnn.models import LMOutput, RecurrentLM
 from longrnn.results import Row
@@ -47,7 +47,7 @@ def test_against_all_logits_at_once(
     mixer: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A token lost between pieces, a target one off, a state that goes on into another window."""
-    monkeypatch.setattr(pieces, "SCORED", piece)
+    monkeypatch.setattr(prefill, "SCORED_TOKENS", piece)
     model = build_model(mixer, position="sinusoidal")
     documents = [document(1, 2 * LENGTH + 1), document(2, LENGTH + 1), document(3, 2 * LENGTH)]
     rows = evaluate(
@@ -113,7 +113,7 @@ class Counting:
 
 def test_logits_never_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All logits of a long text in memory, or those of many rows."""
-    monkeypatch.setattr(pieces, "LOGITS", 100_000)
+    monkeypatch.setattr(prefill, "MAX_LOGITS", 100_000)
     model = Counting()
     evaluate(model, [document(0, 2001)], length=1000, output=tmp_path / "r.jsonl", quiet=True)
     assert sum(rows * tokens for rows, tokens in model.calls) == 2000

@@ -17,7 +17,7 @@ from longrnn import state as states
 from longrnn.errors import UserError
 from longrnn.hf import adapter
 from longrnn.hf.adapter import HFLanguageModel
-from longrnn.models.chunk_select import select
+from longrnn.inference.chunk_select import select
 from longrnn.state import LMState, leaves
 from tests.contracts.builders import assert_near, splits
 from tests.hf.foreign import KINDS, VOCAB, causal, tokens

@@ -1,4 +1,4 @@
-"""Prompts that share what they have in common, against reading each by itself."""
+"""Sharing common parts of prompts gives the answers of reading each prompt separately."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ INSERTED: dict[str, Any] = {
 
 
 class Watched:
-    """A language model that counts the tokens it reads, and keeps what follows each question."""
+    """Counts the tokens that a language model reads, and keeps the logits after each question."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.model, self.tokens, self.vocab_size = model, 0, model.vocab_size
@@ -57,7 +57,7 @@ class Watched:
 
 
 def speaking(kind: str) -> RecurrentLM:
-    """A model with random weights, large enough that what it says depends on all it has read."""
+    """A model whose random weights are so large that its output depends on all it has read."""
     torch.manual_seed(1)
     model = RecurrentLM(RecurrentConfig(256, 12, 2, mixer_spec(kind))).double()
     return stirred(model, 3)
@@ -65,15 +65,15 @@ def speaking(kind: str) -> RecurrentLM:
 
 def answers(model: LanguageModel, output: Path, **options: Any) -> list[Row]:
     subject = OpenCheckpoint("model", model, ByteTokenizer())
-    asked = GRID | options
-    grid = Grid(**{name: asked.pop(name) for name in Grid._fields if name in asked})
-    return evaluate([subject], grid, output=output, quiet=True, **asked)
+    given = GRID | options
+    grid = Grid(**{name: given.pop(name) for name in Grid._fields if name in given})
+    return evaluate([subject], grid, output=output, quiet=True, **given)
 
 
 def assert_same(model: LanguageModel, folder: Path, prompts: int = 27, **options: Any) -> None:
-    """Same answers, and the same logits behind every question, in some order.
+    """Checks that answers and the logits after every question are equal, in any order.
 
-    That a row goes on from its own key and from no other is what the oracles of `test_passkey` say.
+    The oracles of `test_passkey` check that each row continues from its own key.
     """
     naive, shared = Watched(model), Watched(model)
     expected = answers(naive, folder / "naive.jsonl", naive=True, **options)
@@ -86,19 +86,23 @@ def assert_same(model: LanguageModel, folder: Path, prompts: int = 27, **options
 
 @pytest.mark.parametrize("options", [{}, {"n_keys": 3}, {"batch_size": 2}], ids=str)
 @pytest.mark.parametrize("kind", sorted(MIXERS))
-def test_shared_says_what_naive_says(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """A fork at a wrong token, a row that goes on from another's state, a question in a state."""
+def test_shared_answers_equal_naive_answers(
+    kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """For every cell, number of keys and batch size."""
     assert_same(speaking(kind), tmp_path, **options)
 
 
 @pytest.mark.parametrize("kind", sorted(MIXERS))
-def test_inserted_says_what_naive_says(kind: str, tmp_path: Path) -> None:
-    """A key that slides with the length, a branch that goes on behind another insertion point."""
+def test_shared_answers_equal_naive_answers_with_insertion_points(
+    kind: str, tmp_path: Path
+) -> None:
+    """Keys at fixed positions, in contexts of several lengths."""
     assert_same(speaking(kind), tmp_path, prompts=27, **INSERTED)
 
 
-def test_of_a_file(tmp_path: Path) -> None:
-    """Prompts that begin at different places of a filler and share one trunk."""
+def test_shared_answers_equal_naive_answers_with_a_filler_file(tmp_path: Path) -> None:
+    """Prompts with a filler text from a file share a trunk."""
     text = tmp_path / "filler.txt"
     text.write_text("".join(chr(97 + i * i % 26) for i in range(5000)))
     assert_same(speaking("gru"), tmp_path, filler=text)
@@ -106,15 +110,15 @@ def test_of_a_file(tmp_path: Path) -> None:
     assert_same(speaking("gru"), folder, prompts=27, filler=text, **INSERTED)
 
 
-def test_under_a_mitigation(tmp_path: Path) -> None:
-    """A carry whose rows are at different places of their windows."""
+def test_shared_answers_equal_naive_answers_under_a_mitigation(tmp_path: Path) -> None:
+    """Rows of one batch may be at different phases of their windows."""
     model = Mitigated(speaking("mamba2"), mitigation("sliding_window(window=70)"))
     assert_same(model, tmp_path)
 
 
 @pytest.mark.parametrize("grid", [GRID, GRID | {"n_keys": 3}, INSERTED], ids=["", "keys", "at"])
 def test_the_count_of_tokens_is_what_is_read(grid: dict[str, Any], tmp_path: Path) -> None:
-    """A count that flatters: it is compared with what a model was given, both ways."""
+    """The count equals the number of tokens that a model reads, shared and naive."""
     subject = OpenCheckpoint("model", speaking("rnn"), ByteTokenizer())
     expected = cost([subject], Grid(**grid))["model"]
     for naive, count in ((True, expected.naive), (False, expected.shared)):
@@ -131,21 +135,21 @@ def test_the_count_of_tokens_is_what_is_read(grid: dict[str, Any], tmp_path: Pat
     ],
     ids=["depths", "insertion points"],
 )
-def test_how_many_fewer_tokens(grid: Grid, least: float) -> None:
-    """What sharing is for: eight lengths that double up to 64k, or every 8k at even lengths."""
+def test_sharing_saves_tokens(grid: Grid, least: float) -> None:
+    """For eight lengths that double up to 64k, and for insertion points every 8k."""
     found = cost([OpenCheckpoint("model", speaking("rnn"), ByteTokenizer())], grid)["model"]
     assert found.ratio >= least
 
 
-def test_spans_are_read_across_their_borders() -> None:
-    """Tokens of a neighbour, or a filler that does not begin anew."""
-    spans = [
+def test_repeated_tokens_are_read_across_their_borders() -> None:
+    """Every range gives the tokens of the whole text."""
+    parts = [
         whole(torch.tensor([1, 2])),
         RepeatedTokens(torch.tensor([5, 6, 7]), 2, 5),
         whole(torch.tensor([9])),
     ]
     everything = [1, 2, 7, 5, 6, 7, 5, 9]
-    assert length(spans) == 8
+    assert length(parts) == 8
     for start in range(9):
         for stop in range(start, 9):
-            assert read(spans, start, stop).tolist() == everything[start:stop]
+            assert read(parts, start, stop).tolist() == everything[start:stop]

@@ -1,4 +1,4 @@
-"""Continuations scored on forks, against reading every pair by itself."""
+"""Scores and completions on forks equal those of reading every text separately."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longrnn import Mitigated, mitigation
-from longrnn.inference import pieces, trie
+from longrnn.inference import prefill, trie
 from longrnn.inference.completion import complete
 from longrnn.inference.scoring import Pair, Score, score
 from longrnn.inference.trie import Ids, read_texts
@@ -21,7 +21,7 @@ VOCAB = 40
 
 
 def speaking(kind: str) -> RecurrentLM:
-    """Random weights, large enough that what comes next depends on all that was read."""
+    """A model whose random weights are so large that its output depends on all it has read."""
     torch.manual_seed(1)
     model = RecurrentLM(RecurrentConfig(VOCAB, 12, 2, mixer_spec(kind))).double()
     return stirred(model, 3)
@@ -32,16 +32,16 @@ def words(rng: random.Random, count: int) -> Ids:
 
 
 def family(rng: random.Random) -> list[Ids]:
-    """Texts that begin with others, end inside others, and have nothing in common."""
-    head, tail = words(rng, 50), words(rng, 30)
-    longer = head + tail
+    """Texts of which some share beginnings, some contain others, and some share nothing."""
+    head, rest = words(rng, 50), words(rng, 30)
+    longer = head + rest
     texts = [head, longer, *(longer + words(rng, n) for n in (1, 1, 20)), head + words(rng, 9)]
     return [*dict.fromkeys([*texts, *(words(rng, n) for n in (1, 2, 60, 60))])]
 
 
 @torch.no_grad()
 def by_itself(model: LanguageModel, pair: Pair) -> Score:
-    """The definition: one row, in one call, in float64, and log-probabilities are added."""
+    """The definition: the sum of log-probabilities from one call with one row."""
     ids = torch.tensor([pair.context + pair.continuation])
     logits = model(ids[:, :-1], keep=len(pair.continuation)).logits[0]
     wanted = ids[0, len(pair.context) :]
@@ -50,29 +50,31 @@ def by_itself(model: LanguageModel, pair: Pair) -> Score:
 
 
 def scored(model: LanguageModel, pairs: list[Pair], batch_size: int = 3) -> tuple[list[Score], int]:
-    """Scores in order, and the tokens that were computed."""
+    """Scores in the order of the pairs, and the number of tokens that were computed."""
     progress = Progress("test", len(pairs), unit="tokens", quiet=True)
     found = dict(score(model, pairs, batch_size=batch_size, progress=progress))
     assert progress.done == len(pairs)
     return [found[index] for index in range(len(pairs))], progress.units
 
 
-@pytest.mark.parametrize("worth", [1, 10**6])
+@pytest.mark.parametrize("min_saved", [1, 10**6])
 @pytest.mark.parametrize("kind", [*MIXERS, "mitigated"])
-def test_by_itself(kind: str, worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows, forks and pieces that touch each other; `worth` decides which forks there are."""
-    monkeypatch.setattr(trie, "WORTH", worth)
-    monkeypatch.setattr(pieces, "PREFILL", 16)
-    monkeypatch.setattr(pieces, "LOGITS", 6 * VOCAB)
+def test_scores_equal_the_definition(
+    kind: str, min_saved: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without forks; `min_saved` decides where states are forked."""
+    monkeypatch.setattr(trie, "MIN_SAVED_TOKENS", min_saved)
+    monkeypatch.setattr(prefill, "PREFILL_TOKENS", 16)
+    monkeypatch.setattr(prefill, "MAX_LOGITS", 6 * VOCAB)
     spec = "sliding_window(window=9)+forget_more(decay_scale=0.9)"
     model = (
         Mitigated(speaking("mamba2"), mitigation(spec)) if kind == "mitigated" else speaking(kind)
     )
     rng = random.Random(5)
     pairs = [Pair(text, words(rng, n)) for text in family(rng) for n in (1, 1, 4, 17)]
-    # What the model says itself, so that `greedy` is seen to be true.
-    said = generate(model, torch.tensor([pairs[0].context]), max_new_tokens=5).tokens[0]
-    pairs.append(Pair(pairs[0].context, tuple(said)))
+    # A greedy continuation, so that `greedy` is true for one pair.
+    generated = generate(model, torch.tensor([pairs[0].context]), max_new_tokens=5).tokens[0]
+    pairs.append(Pair(pairs[0].context, tuple(generated)))
     rng.shuffle(pairs)
     expected = [by_itself(model, pair) for pair in pairs]
     found, _ = scored(model, pairs)
@@ -82,15 +84,15 @@ def test_by_itself(kind: str, worth: int, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_choices_share_their_context() -> None:
-    """A context that is read once for each choice."""
+    """The context of several continuations is read once."""
     model, rng = speaking("mamba2"), random.Random(1)
     context = words(rng, 300)
     choices = [Pair(context, words(rng, n)) for n in (1, 5, 5, 9)]
     assert scored(model, choices)[1] == 300 + 0 + 4 + 4 + 8
 
 
-def test_heads_are_shared() -> None:
-    """Documents that begin alike, and some of them alike for longer."""
+def test_beginnings_are_shared() -> None:
+    """Beginnings that several documents share are read once, at every level."""
     model, rng = speaking("gru"), random.Random(2)
     head, shots = words(rng, 400), words(rng, 300)
     texts = [head + shots + words(rng, 10 + n) for n in range(4)] + [head + words(rng, 9)]
@@ -98,9 +100,9 @@ def test_heads_are_shared() -> None:
     assert computed <= 400 + 300 + (10 + 11 + 12 + 13) + 9
 
 
-def test_logits_of_a_long_continuation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More logits at one time than a piece has."""
-    monkeypatch.setattr(pieces, "LOGITS", 32 * VOCAB)
+def test_a_long_continuation_is_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call returns more than MAX_LOGITS logits."""
+    monkeypatch.setattr(prefill, "MAX_LOGITS", 32 * VOCAB)
     model, rng = speaking("mamba2"), random.Random(4)
     sizes: list[int] = []
     model.register_forward_hook(lambda _, __, output: sizes.append(output.logits.numel()))
@@ -109,8 +111,8 @@ def test_logits_of_a_long_continuation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(sizes) <= 32 * VOCAB
 
 
-def test_nothing_to_score() -> None:
-    """No pairs, and the empty text."""
+def test_empty_lists_and_texts_are_accepted() -> None:
+    """No pairs give no scores, and the empty text gives the initial state."""
     model = speaking("rnn")
     assert scored(model, []) == ([], 0)
     progress = Progress("test", 1, unit="tokens", quiet=True)
@@ -119,10 +121,12 @@ def test_nothing_to_score() -> None:
     assert found.state.position.tolist() == [0]
 
 
-@pytest.mark.parametrize("worth", [1, 10**6])
-def test_completions(worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers that differ from those of each prompt by itself."""
-    monkeypatch.setattr(trie, "WORTH", worth)
+@pytest.mark.parametrize("min_saved", [1, 10**6])
+def test_completions_equal_those_of_each_prompt_alone(
+    min_saved: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without forks."""
+    monkeypatch.setattr(trie, "MIN_SAVED_TOKENS", min_saved)
     model, rng = speaking("lstm"), random.Random(3)
     prompts = family(rng)
     expected = [

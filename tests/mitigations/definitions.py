@@ -1,4 +1,4 @@
-"""Every mitigation as its definition reads: one token after another, written here on its own.
+"""The definition of every mitigation, one token at a time, independent of the implementation.
 
 `DEFINITIONS` has one class per mitigation. A chain is defined stage by stage, per token:
 
@@ -6,9 +6,8 @@
     keep, add     = exp(dt · A), dt · x Bᵀ; each member's `multiplied`
     h             ← keep ∘ h + add; or the `memory` of the one member that redefines it
 
-A stepwise cell begins with its gates as keep and add. Nothing is fast here, and nothing of
-`longrnn.ops` or of the edits is used; vectors count as one head, so that every memory has the shape
-(b, h, p, n).
+A stepwise cell starts with its gates as keep and add. This file does not use `longrnn.ops` or the
+edits, and is not fast. Vectors count as one head, so that every memory has the shape (b, h, p, n).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Spec = dict[str, Any]
 
 
 class Defined:
-    """One mitigation in one layer of one run; this one changes nothing."""
+    """One mitigation in one layer of one run; this class changes nothing."""
 
     def __init__(self, spec: Spec, layer: int, n_heads: int) -> None:
         self.spec, self.layer, self.n_heads = spec, layer, n_heads
@@ -101,7 +100,7 @@ class StateNorm(Defined):
 
     def memory(self, h: Tensor, keep: Tensor | None, add: Tensor) -> Tensor:
         h = super().memory(h, keep, add)
-        # No infinity: `where` would make its gradient a NaN.
+        # Finite, because `where` would turn the gradient of an infinity into NaN.
         p = self.value("threshold", 1e30).clamp(max=1e30)
         norm = h.square().sum((2, 3), keepdim=True).sqrt()
         self.rescaled.append(norm > p)
@@ -146,7 +145,7 @@ class Definition:
         return self.stepped(torch.exp(dt * A), dt * xB, h)
 
     def stepped(self, keep: Tensor | None, add: Tensor, h: Tensor) -> Tensor:
-        """The memory after one token that keeps and adds so much."""
+        """The memory after one token with these `keep` and `add`."""
         for member in self.members:
             keep, add = member.multiplied(keep, add)
         redefine = [one for one in self.members if type(one).memory is not Defined.memory]
@@ -159,7 +158,7 @@ class Definition:
         return self.stepped(wide[0], wide[1], wide[2])[:, 0, :, 0]  # type: ignore[arg-type]
 
     def detach(self) -> None:
-        """Cuts what is remembered from the graph."""
+        """Detaches the remembered terms from the autograd graph."""
         for member in self.members:
             if isinstance(member, SlidingWindow) and member.terms is not None:
                 member.terms = member.terms.detach()
@@ -233,10 +232,12 @@ def run_mixer(
 
 
 class Reference:
-    """A model under mitigations, without positions, by their definitions, for one run.
+    """A model without positional encoding under mitigations, computed from their definitions.
+
+    An object is used for one run.
 
     Args:
-        model: whose weights are used.
+        model: gives the weights.
         specs: the mitigations, in order.
     """
 
@@ -264,6 +265,6 @@ class Reference:
         return x @ model.head.weight.T, LMState(state.position + tokens.shape[1], tuple(layers))
 
     def detach(self) -> None:
-        """Cuts what the definitions remember from the graph."""
+        """Detaches what the definitions remember from the autograd graph."""
         for chain in self.chains:
             chain.detach()

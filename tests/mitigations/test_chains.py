@@ -1,7 +1,7 @@
-"""Chains of mitigations mean what their definition says, whatever the order of the list.
+"""Chains of mitigations equal their definition, in any order of the list.
 
-Every ordered pair, with every cell for which both are defined, against the definition per token in
-`tests/mitigations/definitions.py`: outputs, final states and all gradients.
+Every ordered pair, with every cell for which both are defined, is compared with the definition per
+token in `tests/mitigations/definitions.py`: outputs, final states and all gradients.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from tests.contracts.builders import (
     mixer_spec,
     random_start,
     random_tokens,
+    small_chunks,
     spec_id,
     splits,
 )
 from tests.mitigations.definitions import DEFINITIONS, Defined
-from tests.mitigations.test_definitions import assert_as_defined, small_chunks
+from tests.mitigations.test_definitions import assert_as_defined
 
 Spec = dict[str, Any]
 
@@ -59,10 +60,10 @@ PAIRS = [
     seed=st.integers(0, 10**6),
     chunk=st.sampled_from([2, 3, 5]),
 )
-def test_every_ordered_pair(
+def test_every_ordered_pair_equals_its_definition(
     first: str, second: str, mixer: str, half: int, sizes: list[int], seed: int, chunk: int
 ) -> None:
-    """Values, final states and gradients, over an odd length, at random splits, from any memory."""
+    """Values, final states and gradients, at random splits, from a non-zero memory."""
     rest = 2 * half + 1 - sum(sizes)
     pieces = sizes + [rest] * (rest > 0) + [1] * (rest <= 0 and sum(sizes) % 2 == 0)
     assert sum(pieces) % 2 == 1
@@ -85,8 +86,8 @@ LONG = [
 
 
 @pytest.mark.parametrize("specs", LONG, ids=["forwards", "backwards", "some heads"])
-def test_long_chains(specs: list[Spec]) -> None:
-    """All mitigations at once, and parts that change different heads."""
+def test_long_chains_equal_their_definition(specs: list[Spec]) -> None:
+    """With all mitigations at once, and with parts that change different heads."""
     with small_chunks(4, 2):
         assert_as_defined(specs, "mamba2", [1, 20, 4], batch=2)
 
@@ -106,8 +107,8 @@ def outputs(*specs: Spec) -> Tensor:
     return build_mitigated(specs)(random_tokens(2, 40)).logits
 
 
-def test_the_filter_sees_the_steps_before_it() -> None:
-    """After `scale_delta` it compares the scaled step; what scales rates does not move it."""
+def test_the_filter_compares_steps_scaled_by_earlier_members() -> None:
+    """`scale_delta` before the filter changes what it compares; scaling rates does not."""
     threshold, scaled = mitigation_spec("token_filter"), mitigation_spec("scale_delta")
     s = scaled["scale"]
     after = outputs(scaled, threshold)
@@ -121,7 +122,7 @@ def test_the_filter_sees_the_steps_before_it() -> None:
 
 @pytest.mark.parametrize(("spec", "mixer"), DEFINED, ids=spec_id)
 def test_the_stage_is_where_the_edit_acts(spec: Spec, mixer: Spec) -> None:
-    """A member overrides the hooks of the stage that it names, and no others."""
+    """An edit overrides only the hooks of its mitigation's stage."""
     hooks = {
         Stage.STEPS: {"edit_steps"},
         Stage.MULTIPLIERS: {"edit_inputs", "edit_update"},
@@ -138,7 +139,7 @@ def test_the_stage_is_where_the_edit_acts(spec: Spec, mixer: Spec) -> None:
 
 
 def test_only_one_redefines_the_recurrence() -> None:
-    """Two are refused where a chain is built, and where edits are composed."""
+    """Two are refused when a chain is built and when edits are composed."""
     specs = [mitigation_spec("state_norm"), mitigation_spec("sliding_window")]
     with pytest.raises(UserError, match="have no meaning together"):
         mitigation(specs)
@@ -150,7 +151,7 @@ def test_only_one_redefines_the_recurrence() -> None:
 
 
 def test_options_are_frozen_values() -> None:
-    """A mitigation can be compared, hashed and described, and never changes."""
+    """A mitigation can be compared, hashed and described, and cannot be changed."""
     spec = {"kind": "state_norm", "threshold": [[1.0, None], 2], "heads": [[0, 1]], "layers": [0]}
     one, other = mitigation(spec), mitigation(spec)
     assert one == other
@@ -163,7 +164,7 @@ def test_options_are_frozen_values() -> None:
 
 
 def test_every_mitigation_has_a_definition() -> None:
-    """A new mitigation brings its definition per token, and numbers that change a small model."""
+    """Every mitigation has a definition per token, and test options that change a small model."""
     assert DEFINITIONS.keys() == MITIGATIONS.keys()
     for kind, member in DEFINITIONS.items():
         assert (member is Defined) == (kind == "none")
@@ -177,7 +178,7 @@ def test_every_mitigation_has_a_definition() -> None:
 
 
 def test_every_pair_is_covered() -> None:
-    """Both orders of each pair; the scanning cell takes all mitigations."""
+    """The pairs above contain both orders of each pair, and all mitigations and cells."""
     assert {(second, first, mixer) for first, second, mixer in PAIRS} == set(PAIRS)
     assert {first for first, _, mixer in PAIRS if mixer == "mamba2"} == set(MITIGATIONS)
     assert {mixer for *_, mixer in PAIRS} == set(MIXERS)

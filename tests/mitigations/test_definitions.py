@@ -1,13 +1,12 @@
-"""Every mitigation equals its definition, token by token in float64, with every gradient.
+"""Every mitigation equals its definition per token in float64, with every gradient.
 
-Outputs, final state, and the gradients of the parameters and of the state before the first token,
-through a whole model of two layers; the definitions stand in `tests/mitigations/definitions.py`.
+The tests compare outputs, final state, and gradients of parameters and initial state, for a model
+of two layers and the definitions in `tests/mitigations/definitions.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from torch import Tensor
 from longrnn import state as states
 from longrnn.mitigations import Mitigated
 from longrnn.models import RecurrentLM
-from longrnn.ops.ssd import chunked, rescale, window
 from longrnn.state import LMState
 from tests.contracts.builders import (
     BLOCK_KINDS,
@@ -34,6 +32,7 @@ from tests.contracts.builders import (
     random_state,
     random_tokens,
     real_leaves,
+    small_chunks,
     spec_id,
     splits,
 )
@@ -47,10 +46,11 @@ Run = Callable[[Tensor, LMState], tuple[Tensor, LMState]]
 def outcome(
     model: RecurrentLM, run: Run, pieces: Sequence[Tensor], start: LMState, cut: int | None = None
 ) -> dict[str, Tensor]:
-    """What a run gives over pieces; from piece number `cut` on, nothing before it has a gradient.
+    """Outputs, final state and gradients of a run in pieces.
 
     Args:
-        start: its `extra` is what `run` starts with.
+        start: the initial state; its `extra` is the carry that `run` starts with.
+        cut: the state is detached before the piece with this index.
     """
     state = differentiable(start._replace(extra=()))
     inputs = {**real_leaves(state, "state."), **parameters(model)}
@@ -78,7 +78,7 @@ def assert_as_defined(
     cut: int | None = None,
     **config: Any,
 ) -> Reference:
-    """The model in pieces against the loop over all tokens, from memories that are not zero."""
+    """Checks a model in pieces against the loop over all tokens, from non-zero memories."""
     ours = build_mitigated(specs, mixer, seed=seed, **config)
     theirs = Reference(ours.model, specs)
     tokens, start = random_tokens(batch, sum(sizes), seed), random_state(ours.model, batch, seed)
@@ -94,18 +94,6 @@ def assert_as_defined(
     return theirs
 
 
-@contextmanager
-def small_chunks(chunk: int, together: int) -> Iterator[None]:
-    """Edges of chunks, and of what is computed together, in texts of a few tokens."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (chunked, rescale, window):
-            patch.setattr(module, "CHUNK", chunk)
-        patch.setattr(chunked, "SEGMENT", chunk * together)
-        patch.setattr(rescale, "SEGMENT", chunk * together)
-        patch.setattr(window, "TOGETHER", together)
-        yield
-
-
 @pytest.mark.parametrize(("spec", "mixer"), DEFINED, ids=spec_id)
 @settings(max_examples=3)
 @given(
@@ -116,7 +104,7 @@ def small_chunks(chunk: int, together: int) -> Iterator[None]:
     chunk=st.sampled_from([1, 2, 3, 4, 7, 64]),
     together=st.integers(1, 3),
 )
-def test_every_pair(
+def test_every_pair_equals_its_definition(
     spec: Spec,
     mixer: Spec,
     sizes: list[int],
@@ -147,7 +135,7 @@ ONE_GROUP = {"kind": "mamba2", "d_state": 5, "head_dim": 8, "backend": "referenc
 def test_windows_of_many_chunks(
     r: int, sizes: list[int], seed: int, chunk: int, together: int, mixer: Spec
 ) -> None:
-    """Windows from one token to longer than the text, of no, one and many chunks and a rest."""
+    """Windows from one token to more than the text, of less than one chunk to many chunks."""
     with small_chunks(chunk, together):
         spec = {"kind": "sliding_window", "window": r}
         assert_as_defined([spec], mixer, sizes, seed=seed, n_layers=1)
@@ -165,15 +153,15 @@ def test_windows_of_many_chunks(
         (500, [90, 1, 101]),
     ],
 )
-def test_windows_in_real_chunks(r: int, sizes: list[int]) -> None:
-    """Below a chunk, one, not a multiple, several hundred tokens, longer than the text."""
+def test_windows_with_the_default_chunk_size(r: int, sizes: list[int]) -> None:
+    """Windows below, at and above a chunk, and longer than the text."""
     spec = {"kind": "sliding_window", "window": r}
     assert_as_defined([spec], ONE_GROUP, sizes, n_layers=1)
 
 
 @pytest.mark.parametrize("options", [{}, {"layers": [0]}, {"heads": [0, 1, 2, 3]}], ids=str)
 def test_windows_of_all_heads_in_groups(options: Spec) -> None:
-    """Where every head has the window they share B within a group; where some have, they do not."""
+    """The window applies to all heads, which share B within a group, or to some of them."""
     spec = {"kind": "sliding_window", "window": 6, **options}
     for mixer in ("mamba2", WIDE | {"head_dim": 4}):
         with small_chunks(4, 2):
@@ -183,21 +171,21 @@ def test_windows_of_all_heads_in_groups(options: Spec) -> None:
 @pytest.mark.parametrize("mixer", ["lstm", "gru"])
 @pytest.mark.parametrize("r", [1, 2, 40, 200])
 def test_windows_of_gated_cells(mixer: str, r: int) -> None:
-    """Over several blocks of the window, and one that is longer than the text."""
+    """Texts of several window blocks, and a window longer than the text."""
     spec = {"kind": "sliding_window", "window": r}
     assert_as_defined([spec], mixer, [1, 1, 88, 3, 37], batch=2)
 
 
 def norms(mixer: str | Spec, time: int) -> Tensor:
-    """Of the memories of the first layer, from zero and without a limit, `(time, heads)`."""
+    """Norms of the memories of the first layer, from zero and without a limit, `(t, h)`."""
     model = build_model(mixer)
     reference = Reference(model, [{"kind": "state_norm", "threshold": 1e30}])
     with torch.no_grad():
         reference(random_tokens(1, time), model.init_state(1))
-    return torch.stack(of_norm(reference).norms)[:, 0, :, 0, 0]
+    return torch.stack(norm_definition(reference).norms)[:, 0, :, 0, 0]
 
 
-def of_norm(reference: Reference) -> StateNorm:
+def norm_definition(reference: Reference) -> StateNorm:
     """The definition of the `state_norm` in the first layer."""
     (member,) = reference.chains[0].members
     assert isinstance(member, StateNorm)
@@ -206,14 +194,14 @@ def of_norm(reference: Reference) -> StateNorm:
 
 @pytest.mark.parametrize("kind", ["mamba2", "lstm", "gru", "rnn"])
 @pytest.mark.parametrize("share", ["none", "some", "all"])
-def test_thresholds(kind: str, share: str) -> None:
-    """Limits that no token, some and all tokens reach, from a memory above and below its limit."""
+def test_thresholds_for_no_some_and_all_tokens(kind: str, share: str) -> None:
+    """Limits that no token, some tokens and all tokens reach."""
     sizes = [1, 64, 70, 2, 11] if kind == "mamba2" else [1, 30, 2]
     plain = norms(kind, sum(sizes))
     limit = {"none": 10 + plain.max(), "some": plain.median(), "all": 1e-4 * plain.min()}[share]
     spec = {"kind": "state_norm", "threshold": float(limit)}
     reference = assert_as_defined([spec], kind, sizes)
-    rescaled = torch.stack(of_norm(reference).rescaled).double().mean()
+    rescaled = torch.stack(norm_definition(reference).rescaled).double().mean()
     if share == "some":
         assert 0.02 < rescaled < 0.98
     else:
@@ -229,7 +217,7 @@ def test_thresholds(kind: str, share: str) -> None:
     mixer=st.sampled_from([mixer_spec("mamba2"), WIDE, ONE_GROUP]),
 )
 def test_any_threshold(level: float, sizes: list[int], seed: int, chunk: int, mixer: Spec) -> None:
-    """Chunks that are rescaled follow chunks that are not, in any order."""
+    """Rescaled and plain chunks may alternate in any order."""
     with small_chunks(chunk, 2):
         spec = {"kind": "state_norm", "threshold": level}
         assert_as_defined([spec], mixer, sizes, batch=2, seed=seed, n_layers=1)
@@ -261,13 +249,13 @@ KINDS = [spec for spec, mixer in DEFINED if mixer["kind"] == "mamba2" and len(sp
 @pytest.mark.parametrize("some", HEADS, ids=str)
 @pytest.mark.parametrize("spec", KINDS, ids=spec_id)
 def test_some_heads(spec: Spec, some: Spec, mixer: Spec) -> None:
-    """Subsets of layers, heads and pairs; the others stay plain, with groups and without."""
+    """Only the selected layers, heads and pairs are changed, with and without groups."""
     assert_as_defined([spec | some], mixer, [1, 20, 4])
 
 
 @pytest.mark.parametrize(("kind", "option", "numbers"), NUMBERS, ids=str)
 def test_lists_of_numbers(kind: str, option: str, numbers: Any) -> None:
-    """A number for each layer, or for each layer and head."""
+    """Options may have a number for each layer, or for each layer and head."""
     spec = {"kind": kind, **MITIGATION_REST.get((kind, option), {}), option: numbers}
     assert_as_defined([spec], "mamba2", [1, 20, 4])
 
@@ -288,7 +276,7 @@ def test_layers_of_a_gated_cell(kind: str) -> None:
 
 @pytest.mark.parametrize(("spec", "mixer"), DEFINED, ids=spec_id)
 def test_truncated_gradients(spec: Spec, mixer: Spec) -> None:
-    """A detached state cuts all that came before, what a window holds of it included."""
+    """Detaching a state removes all earlier gradients, including those through a window."""
     with small_chunks(4, 2):
         assert_as_defined([spec], mixer, [9, 6, 1, 20], cut=2)
 
@@ -306,8 +294,8 @@ IDENTITY: dict[str, list[Spec]] = {
 
 
 @pytest.mark.parametrize(("spec", "mixer"), DEFINED, ids=spec_id)
-def test_identity(spec: Spec, mixer: Spec) -> None:
-    """Numbers that change nothing change nothing; neither does a mitigation of no layer."""
+def test_identity_options_change_nothing(spec: Spec, mixer: Spec) -> None:
+    """Neutral numbers, and a mitigation of no layer, give the plain model."""
     plain = build_model(mixer)
     heads = plain.mixers[0].n_heads
     tokens, state = random_tokens(2, 140), plain.init_state(2)
@@ -324,12 +312,12 @@ def test_identity(spec: Spec, mixer: Spec) -> None:
 
 
 def test_every_kind_has_a_definition() -> None:
-    """The tables above know every mitigation of this package."""
+    """The tables above contain every mitigation."""
     assert {spec["kind"] for spec, _ in DEFINED} == IDENTITY.keys()
 
 
-def test_a_mitigated_model_is_what_it_says() -> None:
-    """The harness of this file sees a difference where there is one."""
+def test_the_comparison_detects_a_difference() -> None:
+    """A slightly different option gives a difference above the tolerance."""
     spec = {"kind": "forget_more", "decay_scale": 0.9, "input_scale": 1.0}
     ours = build_mitigated([spec])
     assert isinstance(ours, Mitigated)

@@ -1,4 +1,4 @@
-"""Long streams: float32 keeps its digits, and what is remembered keeps its size."""
+"""On long streams float32 stays accurate, and a state keeps its size."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ slow = pytest.mark.slow
 
 
 def stream(time: int) -> ScanInputs:
-    """Float32 inputs of one row; heads from a short memory to one of a thousand tokens."""
+    """Float32 inputs of one row, with heads of short to long memory (a thousand tokens)."""
     randomness = generator(0)
 
     def normal(*shape: int) -> Tensor:
@@ -59,8 +59,8 @@ def loop(definition: Definition, inputs: ScanInputs, h: Tensor) -> tuple[Tensor,
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec["kind"])
 @pytest.mark.parametrize("time", [4000, pytest.param(100_000, marks=slow)])
 @torch.no_grad()
-def test_float32(spec: Spec, time: int) -> None:
-    """Rounding that adds up along the text, in outputs or in what goes on to the next piece."""
+def test_float32_rounding_does_not_add_up(spec: Spec, time: int) -> None:
+    """Outputs and states equal float64 to 1e-5 at any length."""
     inputs, start = stream(time), torch.zeros(1, HEADS, P, N)
     definition = Definition([spec], layer=0, n_heads=HEADS)
     expected, final = loop(definition, inputs, start.double())
@@ -87,7 +87,7 @@ def test_float32(spec: Spec, time: int) -> None:
 
 
 def held(state: Any) -> int:
-    """Bytes that a state keeps alive, memory that is shared counted once."""
+    """Bytes of memory that a state keeps alive, counting shared memory once."""
     storages = {
         leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes()
         for _, leaf in leaves(state)
@@ -98,8 +98,8 @@ def held(state: Any) -> int:
 @pytest.mark.parametrize("window", [1, 5, 64, 100, 300])
 @pytest.mark.parametrize("mixer", [MIXER, "lstm"], ids=["mamba2", "lstm"])
 @torch.no_grad()
-def test_a_window_has_a_size(mixer: Any, window: int) -> None:
-    """A carry that grows with the stream, or that holds on to the long call that made it."""
+def test_a_window_needs_constant_memory(mixer: Any, window: int) -> None:
+    """The carry neither grows with the stream nor keeps the inputs of a long call alive."""
     model = build_mitigated([{"kind": "sliding_window", "window": window}], mixer)
     state = model.init_state(1)
     size, most = states.nbytes(state), 0
@@ -110,8 +110,8 @@ def test_a_window_has_a_size(mixer: Any, window: int) -> None:
     assert most <= 1.2 * size + 20_000
 
 
-def test_a_window_is_remembered_in_chunks() -> None:
-    """64 tokens more of a window cost the inputs of one chunk and one state a layer."""
+def test_memory_grows_by_one_chunk_per_64_tokens_of_window() -> None:
+    """64 more tokens of window cost the inputs of one chunk and one state per layer."""
     sizes = [
         states.nbytes(
             build_mitigated([{"kind": "sliding_window", "window": 64 * k}], MIXER).init_state(1)
@@ -124,7 +124,7 @@ def test_a_window_is_remembered_in_chunks() -> None:
 
 
 @pytest.mark.parametrize("spec", [SPECS[0], SPECS[2]], ids=lambda spec: spec["kind"])
-def test_what_needs_no_memory_has_none(spec: Spec) -> None:
-    """A carry beside the tag that names the mitigation."""
+def test_mitigations_without_memory_have_no_carry(spec: Spec) -> None:
+    """Their states add only the tag that identifies the mitigation."""
     ours, plain = build_mitigated([spec], MIXER, n_layers=1), build_model(MIXER, n_layers=1)
     assert states.nbytes(ours.init_state(3)) == states.nbytes(plain.init_state(3)) + 3 * 8

@@ -1,4 +1,4 @@
-"""Which mitigation is defined for which cell: the table in the docs, and the refusals behind it."""
+"""The documented table of mitigations and cells equals the code, and undefined pairs raise."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ DOCUMENT = Path(__file__).parents[2] / "docs/mitigations.md"
 NOTE = re.compile(r"no \((\d+)\)")
 
 
-def test_the_document_holds_the_table() -> None:
-    """A table of another version: put what `support_table()` returns between the two comments."""
+def test_the_document_contains_the_table() -> None:
+    """docs/mitigations.md has the output of `support_table()` between the two comments."""
     found = re.findall(
         r"^<!-- table -->\n(.*?)\n<!-- /table -->$", DOCUMENT.read_text(), re.DOTALL | re.MULTILINE
     )
     assert found == [support_table()]
 
 
-def test_the_table_says_what_the_code_does() -> None:
-    """A pair that is missing, or a note that belongs to another one."""
+def test_the_table_equals_the_code() -> None:
+    """Every pair has its cell, and every undefined pair its reason."""
     table, _, below = support_table().partition("\n\n")
     head, _, *rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()
@@ -46,25 +46,25 @@ def test_the_table_says_what_the_code_does() -> None:
 
 @pytest.mark.parametrize(("spec", "mixer"), UNDEFINED, ids=spec_id)
 def test_undefined_pairs_are_refused(spec: dict[str, Any], mixer: dict[str, Any]) -> None:
-    """A mitigation that runs and does nothing, or a reason that nobody reads."""
+    """The error gives the reason, alone and in a chain."""
     reason = MITIGATIONS[spec["kind"]].undefined(MIXERS[mixer["kind"]])
     assert reason
     for member in (mitigation(spec), mitigation(["none", spec])):
         with pytest.raises(UserError) as caught:
             Mitigated(build_model(mixer), member)
-        says = f"{spec['kind']} is not defined for {mixer['kind']}: {reason}"
-        assert str(caught.value) == says
+        expected = f"{spec['kind']} is not defined for {mixer['kind']}: {reason}"
+        assert str(caught.value) == expected
 
 
 def test_every_pair_is_one_or_the_other() -> None:
-    """The lists that the tests of this package run over leave nothing out."""
+    """The lists of defined and undefined pairs are complete."""
     pairs = [(spec["kind"], mixer["kind"]) for spec, mixer in (*DEFINED, *UNDEFINED)]
     assert sorted(pairs) == sorted((name, mixer) for name in MITIGATIONS for mixer in MIXERS)
     assert {spec["kind"] for spec, _ in UNDEFINED} >= {"forget_more", "sliding_window"}
 
 
-def test_only_recurrent_models() -> None:
-    """A model whose recurrence nobody can reach."""
+def test_only_recurrent_models_can_be_mitigated() -> None:
+    """Other models raise."""
     model: Any = Mitigated(build_model(), mitigation("none"))
-    with pytest.raises(UserError, match="Mitigated is none: give an RNN, GRU, LSTM or Mamba-2"):
+    with pytest.raises(UserError, match="Mitigated is not one: give an RNN, GRU, LSTM or Mamba-2"):
         Mitigated(model, mitigation("forget_more"))

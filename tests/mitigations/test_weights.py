@@ -1,7 +1,7 @@
-"""A mitigated model is the model of its present weights, however these came to be.
+"""A mitigated model always uses its current weights, however they were changed.
 
-Every mitigation with every cell: weights changed in place, or given for one call by
-`torch.func.functional_call`, give bit for bit what a model that is built with them gives.
+For every mitigation and cell: weights changed in place, or given for one call by
+`torch.func.functional_call`, give the same bits as a model that is built with them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ CHANGES = [copied, through_data, replaced, loaded]
 
 
 def run(model: Any, seed: int = 3) -> LMOutput:
-    """Two calls, from memories that are not zero."""
+    """Two calls, from non-zero memories."""
     state = random_start(model, len(TOKENS), seed)
     first = model(TOKENS[:, :10], state)
     return model(TOKENS[:, 10:], first.state)
@@ -78,8 +78,10 @@ def run(model: Any, seed: int = 3) -> LMOutput:
 
 @every_pair
 @pytest.mark.parametrize("change", CHANGES)
-def test_changed_in_place(change: Callable[..., None], spec: Spec, mixer: Spec) -> None:
-    """Outputs, states, tag and fingerprint are those of a model that is built with the weights."""
+def test_weights_changed_in_place_are_used(
+    change: Callable[..., None], spec: Spec, mixer: Spec
+) -> None:
+    """Outputs, states, tag and fingerprint equal those of a model built with the weights."""
     ours, rebuilt = build_mitigated([spec], mixer), build_mitigated([spec], mixer, seed=7)
     before, stale = run(ours), ours.init_state(2)
     change(ours, weights_of(rebuilt.model))
@@ -95,8 +97,8 @@ def test_changed_in_place(change: Callable[..., None], spec: Spec, mixer: Spec) 
 
 
 @every_pair
-def test_given_for_one_call(spec: Spec, mixer: Spec) -> None:
-    """`functional_call` is the call of a model with these weights; the module itself stays."""
+def test_weights_of_functional_call_are_used(spec: Spec, mixer: Spec) -> None:
+    """`functional_call` uses the given weights and leaves the module unchanged."""
     ours, rebuilt = build_mitigated([spec], mixer), build_mitigated([spec], mixer, seed=7)
     before, expected = run(ours), run(rebuilt)
     weights = {f"model.{name}": value for name, value in weights_of(rebuilt.model).items()}
@@ -114,8 +116,8 @@ def test_given_for_one_call(spec: Spec, mixer: Spec) -> None:
 
 
 @every_pair
-def test_an_edit_stores_nothing_of_the_weights(spec: Spec, mixer: Spec) -> None:
-    """Cells with other weights give equal edits."""
+def test_an_edit_does_not_depend_on_weights(spec: Spec, mixer: Spec) -> None:
+    """Cells with different weights give equal edits."""
 
     def stored(ours: Mitigated) -> list[str]:
         parts = [part for edit in ours.edits for part in edit.edits]
@@ -133,15 +135,15 @@ def test_an_edit_stores_nothing_of_the_weights(spec: Spec, mixer: Spec) -> None:
 
 
 @every_pair
-def test_another_dtype(spec: Spec, mixer: Spec) -> None:
-    """A model that is converted after it was wrapped is one that was built so."""
+def test_a_converted_model_equals_one_built_in_that_dtype(spec: Spec, mixer: Spec) -> None:
+    """Converting the dtype after wrapping gives the same results."""
     ours = build_mitigated([spec], mixer).to(torch.float32)
     assert_trees_equal(run(ours), run(build_mitigated([spec], mixer, dtype=torch.float32)))
 
 
 @every_pair
-def test_gradients_are_finite_differences(spec: Spec, mixer: Spec) -> None:
-    """Of every parameter: the derivative along a random direction, by central differences."""
+def test_gradients_equal_finite_differences(spec: Spec, mixer: Spec) -> None:
+    """For every parameter, along a random direction, by central differences."""
     ours = build_mitigated([spec], mixer)
     start = random_start(ours, len(TOKENS), 3)
     names = dict(ours.named_parameters())
@@ -181,7 +183,7 @@ def _inside(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_power_decay_gradient_has_the_factor() -> None:
-    """The gradient to A_log is s times that of a model whose rates are the powers themselves."""
+    """The gradient of A_log is s times that of a model whose rates are the powers."""
     scale = 3.0
     ours = build_mitigated([{"kind": "power_decay", "scale": scale}])
     direct = build_model()
@@ -197,7 +199,7 @@ def test_power_decay_gradient_has_the_factor() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=spec_id)
 def test_a_step_equal_to_the_threshold_is_filtered(dtype: torch.dtype) -> None:
-    """In all heads, whatever their rates: dt is compared, and not dt · A with a product."""
+    """In all heads, because dt itself is compared, and not a product with the rate."""
     heads = 64
     model = build_model({"kind": "mamba2", "d_state": 2, "head_dim": 1, "expand": 8}, dtype=dtype)
     cell = model.mixers[0]
@@ -217,7 +219,7 @@ def test_a_step_equal_to_the_threshold_is_filtered(dtype: torch.dtype) -> None:
 
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How often the weights of a model are hashed."""
+    """Counts how often the weights of a model are hashed."""
     calls: list[int] = []
     hashed = RecurrentLM.fingerprint
 
@@ -231,7 +233,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def test_weights_are_hashed_once_per_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in every call, not at construction, and not for calls under autograd."""
+    """Not at construction, and not in every call."""
     with counted(monkeypatch) as calls:
         ours = build_mitigated([WINDOW])
         assert len(calls) == 0
@@ -249,8 +251,8 @@ def test_weights_are_hashed_once_per_change(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("part", ["one entry", "a rate through data", "another layout"])
-def test_a_small_change_is_seen(part: str) -> None:
-    """One entry of a large weight; a rate that is written past the count that PyTorch keeps."""
+def test_a_small_change_of_weights_is_detected(part: str) -> None:
+    """One entry of a large weight, and a rate written through `.data`, are detected."""
     ours = build_mitigated([WINDOW], vocab_size=300)
     state, cell = ours.init_state(2), ours.mixers[1]
     with torch.no_grad():
@@ -269,8 +271,8 @@ def test_a_small_change_is_seen(part: str) -> None:
         ours(TOKENS, state)
 
 
-def test_a_weight_at_the_address_of_a_freed_one() -> None:
-    """Memory that is used again for other numbers is not taken for the old weights."""
+def test_a_weight_at_a_reused_address_is_detected() -> None:
+    """New weights in memory that was freed are not mistaken for the old ones."""
     ours = build_mitigated([WINDOW])
     parameter = ours.model.embedding.weight
     for _ in range(20):
@@ -280,8 +282,8 @@ def test_a_weight_at_the_address_of_a_freed_one() -> None:
             ours(TOKENS, state)
 
 
-def test_a_copy_is_a_model_of_its_own() -> None:
-    """A copy takes the states of the original, until its weights are changed."""
+def test_a_copy_is_independent() -> None:
+    """A copy accepts states of the original until its weights are changed."""
     ours = build_mitigated([WINDOW])
     state = ours.init_state(2)
     other = copy.deepcopy(ours)
@@ -293,8 +295,8 @@ def test_a_copy_is_a_model_of_its_own() -> None:
         other(TOKENS, state)
 
 
-def test_states_of_inference_mode() -> None:
-    """Weights that count no changes are compared too."""
+def test_changes_are_detected_in_inference_mode() -> None:
+    """Inference tensors have no change count, and are compared by their entries."""
     with torch.inference_mode():
         ours = build_mitigated([WINDOW])
         state = ours.init_state(2)
@@ -304,8 +306,8 @@ def test_states_of_inference_mode() -> None:
             ours(TOKENS, state)
 
 
-def test_transforms_of_torch_func() -> None:
-    """`torch.func.grad` over a call gives the gradients of autograd."""
+def test_torch_func_gradients_equal_autograd() -> None:
+    """`torch.func.grad` of a call gives the gradients of autograd."""
     ours = build_mitigated([{"kind": "forget_more"}], "gru")
     weights = {name: value.detach() for name, value in ours.named_parameters()}
 
@@ -319,18 +321,18 @@ def test_transforms_of_torch_func() -> None:
         torch.testing.assert_close(found[name], gradient)
 
 
-def test_adopt_refuses_what_does_not_fit() -> None:
-    """The state of a plain model, and one with another carry."""
+def test_adopt_refuses_states_that_do_not_fit() -> None:
+    """The state of a plain model, and one with another carry, raise."""
     ours = build_mitigated([WINDOW])
     with pytest.raises(UserError, match="start from init_state"):
         ours.adopt(ours.model.init_state(2))
     for other in ({"kind": "forget_more"}, WINDOW | {"window": 9}):
-        with pytest.raises(UserError, match="has not the carry"):
+        with pytest.raises(UserError, match="does not have the carry"):
             ours.adopt(build_mitigated([other]).init_state(2))
 
 
-def test_a_start_is_not_zero() -> None:
-    """The states that this file begins with are no zeros, and fit the model."""
+def test_random_starts_are_not_zero() -> None:
+    """The initial states of this file are non-zero and fit the model."""
     state = random_start(build_mitigated([WINDOW]), 2, 3)
     assert all((leaf != 0).any() for name, leaf in leaves(state.layers))
     assert_trees_equal(random_tree(state.layers, 3), state.layers)

@@ -1,4 +1,4 @@
-"""Initialisations: what each promises, and that the default changes nothing."""
+"""Each initialisation has its defining property, and the default changes nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from longrnn.errors import UserError
 from longrnn.hf.loading import load
 from longrnn.mixers import INITS, MIXERS, RNN, Mamba2, Mixer
 from longrnn.mixers.base import StepwiseMixer
-from longrnn.mixers.init import LONGEST
+from longrnn.mixers.init import MAX_TIME_SCALE
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from tests.contracts.builders import D_MODEL, assert_trees_equal, mixer_spec, random_tokens
@@ -41,8 +41,8 @@ def blocks(mixer: Mixer) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", list(MIXERS))
 @pytest.mark.parametrize("init", list(INITS))
-def test_each_is_defined_or_refused(init: str, kind: str) -> None:
-    """A cell that is initialised as nobody asked; a refusal without a reason."""
+def test_each_pair_is_defined_or_refused_with_a_reason(init: str, kind: str) -> None:
+    """A defined pair gives finite weights; the others raise."""
     if kind in DEFINED[init]:
         state = build(kind, init).state_dict()
         assert all(value.isfinite().all() for value in state.values())
@@ -52,8 +52,8 @@ def test_each_is_defined_or_refused(init: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", list(MIXERS))
-def test_the_default_draws_nothing(kind: str) -> None:
-    """Seeds of earlier versions that lead elsewhere, here or in what is drawn afterwards."""
+def test_the_default_draws_no_random_numbers(kind: str) -> None:
+    """A seed gives the weights of torch.nn, and the same random numbers afterwards."""
     plain, after = build(kind).state_dict(), torch.rand(1)
     assert_trees_equal(list(build(kind, "default").state_dict().values()), list(plain.values()))
     assert torch.rand(1) == after
@@ -66,13 +66,13 @@ def test_the_default_draws_nothing(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", STEPWISE)
 def test_orthogonal(kind: str) -> None:
-    """One orthogonal draw over all gates is none for each of them."""
+    """The recurrent matrix of each gate is orthogonal."""
     for block in blocks(build(kind, "orthogonal")):
         torch.testing.assert_close(block @ block.T, torch.eye(D_MODEL).double(), rtol=0, atol=1e-6)
 
 
 def test_identity() -> None:
-    """With relu, a state that is kept as it is where nothing is read."""
+    """With relu and zero inputs, the state does not change."""
     mixer = RNN(D_MODEL, D_MODEL, nonlinearity="relu", init="identity")
     state = mixer.init_state(2)._replace(h=torch.rand(2, D_MODEL))
     y, after = mixer(torch.zeros(2, 5, D_MODEL), state)
@@ -82,7 +82,7 @@ def test_identity() -> None:
 
 @pytest.mark.parametrize("kind", STEPWISE)
 def test_xavier(kind: str) -> None:
-    """Bounds of all gates together instead of each."""
+    """The bounds are those of each gate's own matrix, and the biases are 0."""
     mixer = build(kind, "xavier")
     bound = (6 / (2 * D_MODEL)) ** 0.5
     for block in blocks(mixer):
@@ -93,7 +93,7 @@ def test_xavier(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", sorted(DEFINED["long_memory"]))
 def test_long_memory(kind: str) -> None:
-    """What a token of nothing leaves of the memory lies between the two time scales."""
+    """The decay for a zero input corresponds to time scales between 2 and MAX_TIME_SCALE."""
     torch.manual_seed(0)
     mixer = MIXERS.build({**mixer_spec(kind), "init": "long_memory"}, 64, 64).double()
     if isinstance(mixer, Mamba2):
@@ -110,12 +110,12 @@ def test_long_memory(kind: str) -> None:
         scales = 1 / (1 - keep[0])
         assert zeros.shape == keep.shape
     assert scales.min() > 1.99
-    assert scales.max() < LONGEST + 1
-    assert scales.max() > LONGEST / 2
+    assert scales.max() < MAX_TIME_SCALE + 1
+    assert scales.max() > MAX_TIME_SCALE / 2
 
 
-def test_a_checkpoint_remembers_it(tmp_path: Path) -> None:
-    """A model that does not load, or loads as another one."""
+def test_a_checkpoint_keeps_the_initialisation(tmp_path: Path) -> None:
+    """The loaded model has the option, the fingerprint and the outputs of the saved one."""
     torch.manual_seed(0)
     config = RecurrentConfig(11, 8, 2, {"kind": "lstm", "init": "long_memory"})
     model = RecurrentLM(config).eval()
@@ -127,7 +127,7 @@ def test_a_checkpoint_remembers_it(tmp_path: Path) -> None:
     assert torch.equal(loaded(tokens).logits, model(tokens).logits)
 
 
-def test_an_unknown_one() -> None:
-    """The nearest name."""
+def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
+    """The error suggests the nearest name."""
     with pytest.raises(UserError, match="unknown init 'ortogonal': did you mean 'orthogonal'"):
         build("gru", "ortogonal")

@@ -1,4 +1,4 @@
-"""RNN, GRU and LSTM are those of `torch.nn`, in the fused kernel and token by token."""
+"""RNN, GRU and LSTM equal those of `torch.nn`, with the fused kernel and one token at a time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STEPWISE = [name for name, member in MIXERS.items() if issubclass(member, Stepwi
 
 
 class PeerMixer(Mixer):
-    """A module of `torch.nn` in the mixers' interface, the state in and out as tuples."""
+    """A `torch.nn` module with the interface of a mixer."""
 
     def __init__(self, cell: nn.RNNBase, like: tuple[Tensor, ...]) -> None:
         super().__init__(D_INPUT, D_MODEL)
@@ -65,7 +65,7 @@ def draw(mixer: Mixer, dtype: torch.dtype) -> tuple[Tensor, Any]:
 def test_equals_torch(
     spec: dict[str, Any], cell: nn.RNNBase, edit: Edit | None, dtype: torch.dtype
 ) -> None:
-    """Same weights, same outputs, states and gradients."""
+    """The same weights give the same outputs, states and gradients."""
     mixer = build_mixer(spec, dtype)
     peer = PeerMixer(cell.to(dtype), mixer.state_like())
     cell.load_state_dict(mixer.cell.state_dict())  # type: ignore[union-attr]
@@ -76,7 +76,7 @@ def test_equals_torch(
 
 @pytest.mark.parametrize("kind", STEPWISE)
 def test_stepwise_equals_fused(kind: str) -> None:
-    """A mitigation that changes nothing changes nothing."""
+    """An edit that changes nothing gives the results of the fused kernel."""
     mixer = build_mixer(mixer_spec(kind))
     x, state = draw(mixer, torch.float64)
     fused = mixer_outcome(mixer, x, state, [TIME])
@@ -84,7 +84,7 @@ def test_stepwise_equals_fused(kind: str) -> None:
 
 
 class Halve(Edit):
-    """Halves what each token keeps and adds, and carries what it was given."""
+    """Halves `keep` and `add` of each token, and collects its arguments in the carry."""
 
     def edit_update(self, update: Update, carry: Any):
         half = Update(*(None if gate is None else gate / 2 for gate in update))
@@ -96,7 +96,7 @@ class Halve(Edit):
 
 @pytest.mark.parametrize("kind", STEPWISE)
 def test_an_edit_sees_every_token(kind: str) -> None:
-    """The hooks get the memory and what each token does to it; their result is what goes on."""
+    """The hooks get memory and update of each token, and their result becomes the state."""
     mixer = build_mixer(mixer_spec(kind))
     assert isinstance(mixer, StepwiseMixer)
     x, state = draw(mixer, torch.float64)
@@ -116,9 +116,9 @@ def test_an_edit_sees_every_token(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"), [("Tanh", "did you mean 'tanh'"), ("", "known: identity, relu, tanh")]
+    ("kind", "message"), [("Tanh", "did you mean 'tanh'"), ("", "known: identity, relu, tanh")]
 )
-def test_unknown_nonlinearity(kind: str, says: str) -> None:
-    """Refused with the nearest, or those that exist."""
-    with pytest.raises(UserError, match=says):
+def test_an_unknown_nonlinearity_is_refused(kind: str, message: str) -> None:
+    """The error suggests the nearest name, or lists all."""
+    with pytest.raises(UserError, match=message):
         build_mixer({"kind": "rnn", "nonlinearity": kind})

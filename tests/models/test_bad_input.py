@@ -1,4 +1,4 @@
-"""Tokens, states and settings of generation that no model can take: refused in one sentence."""
+"""Invalid tokens, states, seeds and options of generation are refused in one sentence."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Generation against the full forward pass recomputed at every token."""
+"""Generation equals the full forward pass recomputed at every token."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from tests.contracts.builders import (
 
 @pytest.fixture(params=["lstm", "mamba2"])
 def model(request: pytest.FixtureRequest) -> RecurrentLM:
-    """Loud logits, so that the likeliest token changes from one token to the next."""
+    """A model with large logits, whose most likely token changes from token to token."""
     built = build_model(request.param, "sinusoidal", tie_embeddings=False)
     with torch.no_grad():
         built.head.weight.mul_(10)
@@ -33,7 +34,7 @@ def model(request: pytest.FixtureRequest) -> RecurrentLM:
 
 
 class Fixed:
-    """A model whose next token always has the same probabilities; its state counts."""
+    """A model whose next token always has the same probabilities; its state counts tokens."""
 
     def __init__(self, *probabilities: float) -> None:
         self.logits = torch.tensor(probabilities).log()
@@ -67,7 +68,7 @@ def test_greedy(model: RecurrentLM) -> None:
 
 
 def test_rows_of_a_batch(model: RecurrentLM) -> None:
-    """A batch gives what its rows give alone, also where one of them stops early."""
+    """A batch gives what its rows give alone, even if one of them stops early."""
     prompt, state = random_tokens(3, 4), random_state(model, 3)
     free = generate(model, prompt, state, max_new_tokens=15)
     stop = [free.tokens[1][3:5]]
@@ -84,7 +85,7 @@ def test_rows_of_a_batch(model: RecurrentLM) -> None:
 
 
 def test_shared_prefix(model: RecurrentLM) -> None:
-    """One prefix state, any number of readers, each as if it had the whole text."""
+    """Any number of calls continue from one prefix state as from the whole text."""
     prefix = random_tokens(1, 30)
     state = model(prefix, keep=0).state
     for seed in (1, 2, 1):
@@ -94,7 +95,7 @@ def test_shared_prefix(model: RecurrentLM) -> None:
 
 
 def test_the_state_goes_on(model: RecurrentLM) -> None:
-    """The state has consumed prompt and continuation, stop sequence included, and nothing else."""
+    """The returned state has consumed prompt and continuation, including the stop sequence."""
     prompt = random_tokens(2, 5)
     free = generate(model, prompt, max_new_tokens=9)
     whole = torch.cat([prompt, torch.tensor(free.tokens)], 1)
@@ -110,7 +111,7 @@ def test_the_state_goes_on(model: RecurrentLM) -> None:
 
 
 def test_no_new_token(model: RecurrentLM) -> None:
-    """Nothing is generated and the state has consumed the prompt."""
+    """With max_new_tokens=0 nothing is generated, and the state has consumed the prompt."""
     tokens, state = generate(model, random_tokens(2, 5), max_new_tokens=0)
     assert tokens == [[], []]
     assert_trees_equal(state, model(random_tokens(2, 5)).state)
@@ -129,7 +130,7 @@ def test_no_new_token(model: RecurrentLM) -> None:
     ],
 )
 def test_stop(stop: list[list[int]], expected: int) -> None:
-    """A row ends behind the first sequence it completes, which is returned with it."""
+    """A row ends after the first stop sequence that it generates, which is returned."""
     model = Fixed(0.1, 0.9)
     tokens, state = generate(model, torch.tensor([[0]]), max_new_tokens=6, stop=stop)
     assert tokens == [[1] * expected]
@@ -137,7 +138,7 @@ def test_stop(stop: list[list[int]], expected: int) -> None:
 
 
 def test_a_stop_is_not_completed_by_the_prompt() -> None:
-    """Only generated tokens count: the prompt's last token is no part of a stop sequence."""
+    """A stop sequence must be generated completely; tokens of the prompt do not count."""
     tokens, _ = generate(Fixed(0.1, 0.9), torch.tensor([[1, 1]]), max_new_tokens=5, stop=[[1, 1]])
     assert tokens == [[1, 1]]
 
@@ -147,7 +148,7 @@ def test_a_stop_is_not_completed_by_the_prompt() -> None:
     [(1e-6, {0}), (0.45, {0}), (0.55, {0, 1}), (0.85, {0, 1, 2}), (1.0, {0, 1, 2, 3})],
 )
 def test_top_p(top_p: float, allowed: set[int]) -> None:
-    """The fewest tokens that reach the sum, and every one of them is drawn."""
+    """Exactly the fewest tokens whose probabilities reach the sum are drawn."""
     model = Fixed(0.5, 0.3, 0.15, 0.05)
     drawn = generate(
         model,
@@ -161,7 +162,7 @@ def test_top_p(top_p: float, allowed: set[int]) -> None:
 
 
 def test_temperature() -> None:
-    """Frequencies are those of softmax(logits / temperature)."""
+    """Frequencies follow softmax(logits / temperature)."""
     model, count = Fixed(0.5, 0.3, 0.2), 20_000
     prompt = torch.zeros(count, 1, dtype=torch.long)
     for temperature in (1.0, 0.5, 2.0):
@@ -174,7 +175,7 @@ def test_temperature() -> None:
 
 
 def test_sampling_is_reproducible(model: RecurrentLM) -> None:
-    """The generator is the only randomness."""
+    """The given generator is the only source of randomness."""
     prompt, before = random_tokens(2, 4), torch.get_rng_state()
 
     def sample(seed: int) -> list[list[int]]:
@@ -188,7 +189,7 @@ def test_sampling_is_reproducible(model: RecurrentLM) -> None:
 
 
 def test_stream(model: RecurrentLM) -> None:
-    """What there is after each token, from none to all; a yielded value stays as it was."""
+    """It yields the result before the first and after each token, and never changes it later."""
     prompt = random_tokens(2, 3)
     steps = list(stream(model, prompt, max_new_tokens=4))
     full = generate(model, prompt, max_new_tokens=4)
@@ -197,13 +198,13 @@ def test_stream(model: RecurrentLM) -> None:
 
 
 def test_stream_takes_what_generate_takes() -> None:
-    """The two signatures, each written out to be read, and an option or default of one alone."""
+    """Both have the same parameters with the same defaults."""
     one, other = inspect.signature(generate), inspect.signature(stream)
     assert one.parameters == other.parameters
 
 
 def test_no_graph(model: RecurrentLM) -> None:
-    """Generation builds no graph, even from a state that is part of one."""
+    """Generation builds no autograd graph, even from a state that is part of one."""
     state = model(random_tokens(1, 3)).state
     after = generate(model, random_tokens(1, 2), state, max_new_tokens=2).state
     assert not any(leaf.requires_grad for layer in after.layers for leaf in layer)
@@ -218,20 +219,20 @@ def test_no_graph(model: RecurrentLM) -> None:
         {"max_new_tokens": 1, "top_p": 1.1},
     ],
 )
-def test_settings_out_of_range(settings: dict[str, float]) -> None:
-    """Refused before anything is computed."""
+def test_options_out_of_range_are_refused(settings: dict[str, Any]) -> None:
+    """Each option has its range."""
     with pytest.raises(UserError, match="must be 0 or more and finite, and top_p in"):
         generate(Fixed(0.5, 0.5), torch.tensor([[0]]), **settings)
 
 
 @pytest.mark.parametrize("prompt", [torch.zeros(1, 0, dtype=torch.long), torch.tensor([1, 2])])
-def test_prompts_that_are_none(prompt: Tensor) -> None:
-    """An empty prompt, or one without a batch axis."""
+def test_invalid_prompts_are_refused(prompt: Tensor) -> None:
+    """An empty prompt and one without batch axis raise."""
     with pytest.raises(UserError, match="prompt is empty|one row per sequence"):
         generate(Fixed(0.5, 0.5), prompt, max_new_tokens=1)
 
 
-def test_prompt_outside_the_vocabulary(model: RecurrentLM) -> None:
-    """The model's own check reaches the user."""
+def test_ids_outside_the_vocabulary_are_refused(model: RecurrentLM) -> None:
+    """The error names the id."""
     with pytest.raises(UserError, match=f"token id {VOCAB} is outside"):
         generate(model, torch.tensor([[VOCAB]]), max_new_tokens=1)

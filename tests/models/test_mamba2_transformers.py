@@ -1,4 +1,4 @@
-"""Mamba-2 against `transformers`, and its mixer against the equations written out in float64."""
+"""Mamba-2 equals `transformers`, and its mixer equals the equations in float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOCAB, D_MODEL, D_STATE, HEAD_DIM, LAYERS, CHUNK = 50, 16, 8, 4, 2, 16
 
 
 def peers(n_groups: int, tied: bool, **options: Any) -> tuple[RecurrentLM, torch.nn.Module]:
-    """Our model and that of `transformers` with the same weights, none of them trivial."""
+    """Our model and the Hugging Face model with the same non-trivial weights."""
     from transformers import Mamba2Config, Mamba2ForCausalLM
 
     config = Mamba2Config(
@@ -50,8 +50,8 @@ def random_tokens(batch: int, time: int) -> Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("n_groups", [1, 2])
-def test_logits(n_groups: int, tied: bool) -> None:
-    """One token, less than a chunk of either, and lengths that no chunk divides."""
+def test_logits_equal_transformers(n_groups: int, tied: bool) -> None:
+    """For one token, less than a chunk, and lengths that are not multiples of a chunk."""
     ours, theirs = peers(n_groups, tied)
     for time in (1, 7, 65, 200):
         tokens = random_tokens(2, time)
@@ -62,11 +62,11 @@ def test_logits(n_groups: int, tied: bool) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("n_groups", [1, 2])
-def test_two_calls(n_groups: int) -> None:
-    """A prefill in two calls and then single tokens: our state carries what their cache carries."""
+def test_several_calls_equal_transformers(n_groups: int) -> None:
+    """A prefill in two calls, then single tokens, with our state and their cache."""
     ours, theirs = peers(n_groups, tied=False)
     tokens = random_tokens(2, 60)
-    state, cache = None, None
+    state, cache, logits = None, None, torch.empty(0)
     for piece in tokens.split([33, 25, 1, 1], dim=1):
         logits, state = ours(piece, state)
         output = theirs(piece, cache_params=cache, use_cache=True)
@@ -77,14 +77,14 @@ def test_two_calls(n_groups: int) -> None:
 
 
 # `transformers` computes the scan, both norms and the logits in float32 whatever the weights'
-# dtype (`hidden_states.float()` in mamba2_chunk_scan), so a float64 comparison with it shows its
-# rounding and not ours. The equations written out take its place.
+# dtype (`hidden_states.float()` in mamba2_chunk_scan), so a float64 comparison would show its
+# rounding and not ours. The float64 reference are the equations written out.
 
 
 def written_out(
     mixer: Mamba2, x: Tensor, state: Mamba2State, dt_limit: list[float] | None
 ) -> tuple[Tensor, Mamba2State]:
-    """Mamba-2 (arXiv 2405.21060, section 7), one row, one token and one head at a time."""
+    """Mamba-2 (arXiv 2405.21060, section 7), computed per row, token and head."""
     weights = mixer.state_dict()
     width, inner = mixer.d_conv, mixer.d_inner
     group_size = mixer.n_groups * mixer.d_state
@@ -143,8 +143,8 @@ def written_out(
     ids=["plain", "groups-limit", "bias", "no-conv"],
 )
 @pytest.mark.parametrize("time", [1, 70])
-def test_mixer_written_out(options: dict[str, Any], time: int) -> None:
-    """The whole mixer in float64, from a state that is not zero, to 1e-9."""
+def test_the_mixer_equals_the_equations(options: dict[str, Any], time: int) -> None:
+    """In float64, from a non-zero state, to 1e-9."""
     mixer = build_mixer({"kind": "mamba2", **options})
     assert isinstance(mixer, Mamba2)
     x = random_tree(torch.empty(2, time, mixer.d_input, dtype=torch.float64), 1)
@@ -156,8 +156,8 @@ def test_mixer_written_out(options: dict[str, Any], time: int) -> None:
     assert_near(after.ssm, final.ssm, 1e-9, "ssm")
 
 
-def test_dt_limit_bites() -> None:
-    """The limits of the test above are inside the range of dt, on both sides."""
+def test_dt_limit_has_an_effect() -> None:
+    """The limits used above lie inside the range of dt."""
     plain, limited = (
         build_mixer({"kind": "mamba2", "d_state": 5, "head_dim": 4, "dt_limit": limit})
         for limit in (None, [0.02, 0.2])
@@ -167,7 +167,7 @@ def test_dt_limit_bites() -> None:
 
 
 def test_initial_dt_and_decay() -> None:
-    """softplus(dt_bias) starts inside [dt_min, dt_max] and A inside −A_init."""
+    """Initial softplus(dt_bias) lies in [dt_min, dt_max], and initial −A in A_init."""
     mixer = Mamba2(16, 16, head_dim=1, dt_min=0.01, dt_max=0.02, A_init=[2.0, 3.0])
     dt = torch.nn.functional.softplus(mixer.dt_bias)
     assert 0.01 - 1e-6 <= dt.min() < dt.max() <= 0.02 + 1e-6

@@ -1,4 +1,4 @@
-"""The recurrent language model: which logits it returns, what it refuses, what identifies it."""
+"""The recurrent language model: its logits, its architecture, its errors and its fingerprint."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ def refuses(message: str, **changes: Any) -> None:
 
 @pytest.mark.parametrize("segment", [1, 10**6], ids=["segments", "one-segment"])
 @pytest.mark.parametrize("keep", [None, 0, 1, 2, 64, 65, 100, 199, 200, 201, 10**9])
-def test_keep(keep: int | None, segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last `keep` rows of all logits, over any number of segments, and the same state."""
+def test_keep_returns_the_last_logits(
+    keep: int | None, segment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For any number of segments, and with the same final state."""
     monkeypatch.setattr(recurrent, "SEGMENT_TOKENS", segment)
     model = build_model("gru")
     tokens, state = random_tokens(2, 200), random_state(model, 2)
@@ -48,8 +50,8 @@ def test_keep(keep: int | None, segment: int, monkeypatch: pytest.MonkeyPatch) -
     assert_trees_equal(kept_after, after)
 
 
-def test_kept_logits_alone_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long prefill never holds a row of logits per token."""
+def test_only_kept_logits_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prefill computes no logits of other tokens."""
     model = build_model("rnn")
     seen: list[int] = []
     computed = model.hidden
@@ -67,15 +69,15 @@ def test_kept_logits_alone_are_computed(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("time", [0, 5])
-def test_negative_keep(time: int) -> None:
-    """Refused, also for a call without tokens."""
+def test_a_negative_keep_is_refused(time: int) -> None:
+    """Also for a call without tokens."""
     with pytest.raises(UserError, match="keep must be at least 0, not -1"):
         build_model("rnn")(random_tokens(1, time), keep=-1)
 
 
 @pytest.mark.parametrize("token", [-1, -100, VOCAB, 10**6])
-def test_token_outside_the_vocabulary(token: int) -> None:
-    """Refused by its value, wherever it stands."""
+def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
+    """The error names the id."""
     tokens = random_tokens(2, 5)
     tokens[1, 3] = token
     with pytest.raises(UserError, match=f"token id {token} is outside the vocabulary of {VOCAB}"):
@@ -83,14 +85,14 @@ def test_token_outside_the_vocabulary(token: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(3,), (1, 2, 3)])
-def test_shape_of_tokens(shape: tuple[int, ...]) -> None:
-    """(batch, time) and nothing else."""
+def test_tokens_must_have_two_axes(shape: tuple[int, ...]) -> None:
+    """Any shape other than (batch, time) is refused."""
     with pytest.raises(UserError, match=r"must have shape \(batch, time\)"):
         build_model("rnn")(torch.zeros(shape, dtype=torch.long))
 
 
-def test_unknown_names() -> None:
-    """Each with the nearest name that exists."""
+def test_unknown_names_are_refused() -> None:
+    """The error suggests the nearest name."""
     refuses("unknown mixer 'mamba': did you mean 'mamba2'", mixer={"kind": "mamba"})
     refuses("unknown position 'sinusoid': did you mean 'sinus", position={"kind": "sinusoid"})
     refuses("unknown block 'residul': did you mean 'residual'", block="residul")
@@ -114,8 +116,8 @@ def test_unknown_names() -> None:
         ("norm_eps", None),
     ],
 )
-def test_wrong_type_of_an_option(option: str, value: object) -> None:
-    """One sentence that names the option."""
+def test_an_option_of_the_wrong_type_is_refused(option: str, value: object) -> None:
+    """The error is one sentence that names the option."""
     refuses(f"mixer 'mamba2', option '?{option}", mixer={"kind": "mamba2", option: value})
 
 
@@ -134,15 +136,16 @@ def test_wrong_type_of_an_option(option: str, value: object) -> None:
         (r"dt_limit is \[least, largest\]", {"mixer": {"kind": "mamba2", "dt_limit": [0.1]}}),
     ],
 )
-def test_sizes_that_do_not_fit(message: str, changes: dict[str, Any]) -> None:
-    """Refused at construction, in words."""
+def test_sizes_that_do_not_fit_are_refused(message: str, changes: dict[str, Any]) -> None:
+    """The constructor raises."""
     refuses(message, **changes)
 
 
 @pytest.mark.parametrize("kind", list(MIXERS))
 def test_fingerprint(kind: str) -> None:
-    """Equal for equal models; any weight, dtype or option changes it, a call does not."""
-    model, twin = build_model(kind, "random"), build_model(kind, "random")
+    """It is equal for equal models; any weight, dtype or option changes it, a call does not."""
+    model: Any = build_model(kind, "random")
+    twin = build_model(kind, "random")
     known = model.fingerprint()
     assert len(known) == 16
     assert twin.fingerprint() == known
@@ -163,14 +166,14 @@ def test_fingerprint(kind: str) -> None:
 
 
 def test_repr_shows_the_backend() -> None:
-    """Which implementation runs is seen by printing the model, also where `auto` chose it."""
+    """Printing a model shows its backend, even if `auto` selected it."""
     assert f"backend={resolve('auto')}" in repr(build_model("mamba2"))
     spec = {"kind": "mamba2", "d_state": 4, "head_dim": 4, "backend": "reference"}
     assert "backend=reference" in repr(build_model(spec))
 
 
 def test_tied_head() -> None:
-    """One tensor for both, or two."""
+    """Head and embedding share one tensor if, and only if, they are tied."""
     tied, untied = build_model("rnn"), build_model("rnn", tie_embeddings=False)
     assert tied.head.weight is tied.embedding.weight
     assert untied.head.weight is not untied.embedding.weight
@@ -178,8 +181,8 @@ def test_tied_head() -> None:
 
 @pytest.mark.parametrize("position", ["none", "sinusoidal"])
 def test_plain_is_the_cell_alone(position: str) -> None:
-    """embedding → position → cells → head, the setting of arXiv 2402.00236, and nothing else."""
-    model = build_model("lstm", position, "plain", n_layers=1, tie_embeddings=False)
+    """A plain model is embedding → position → cells → head, as in arXiv 2402.00236."""
+    model: Any = build_model("lstm", position, "plain", n_layers=1, tie_embeddings=False)
     names = {name.split(".")[0] for name, _ in model.named_parameters()}
     assert names == {"embedding", "blocks", "head"}
     tokens = random_tokens(2, 9)
@@ -190,8 +193,8 @@ def test_plain_is_the_cell_alone(position: str) -> None:
 
 
 def test_residual_block() -> None:
-    """x + mixer(norm(x)) in each block, and a norm before the head."""
-    model = build_model("gru", n_layers=2)
+    """Each block is x + mixer(norm(x)), and a norm precedes the head."""
+    model: Any = build_model("gru", n_layers=2)
     tokens = random_tokens(2, 9)
     x = model.embedding(tokens)
     for block in model.blocks:
@@ -202,7 +205,7 @@ def test_residual_block() -> None:
 @pytest.mark.parametrize("block", list(BLOCKS))
 @pytest.mark.parametrize("kind", list(MIXERS))
 def test_edits_reach_their_layer(kind: str, block: str) -> None:
-    """One edit a layer, called in the order of the layers; the identity changes nothing."""
+    """Edits are called in the order of their layers, and the identity changes nothing."""
     calls: list[int] = []
 
     class Watch(Edit):
@@ -226,7 +229,7 @@ def test_edits_reach_their_layer(kind: str, block: str) -> None:
 
 
 class Count(Edit):
-    """Counts the tokens of each row; more than the cell does, it changes nothing."""
+    """Counts the tokens of each row in its carry, and changes nothing."""
 
     def init_carry(self, mixer, batch_size):
         return torch.zeros(batch_size, dtype=torch.long)
@@ -240,7 +243,7 @@ class Count(Edit):
 
 @pytest.mark.parametrize("kind", list(MIXERS))
 def test_carries_of_edits_go_through_a_long_call(kind: str, monkeypatch) -> None:
-    """What an edit remembers goes from segment to segment and from call to call, as a value."""
+    """A carry goes from segment to segment and from call to call, and is never changed."""
     monkeypatch.setattr(recurrent, "SEGMENT_TOKENS", 64)
     model = build_model(kind)
     edits = [Count(), Count()]
@@ -253,7 +256,7 @@ def test_carries_of_edits_go_through_a_long_call(kind: str, monkeypatch) -> None
 
 
 def test_a_state_without_the_carries_of_the_edits_is_refused() -> None:
-    """Carries that are missing are not started anew without a word."""
+    """Missing or unexpected carries raise."""
     model = build_model("gru")
     with pytest.raises(UserError, match="start from init_state"):
         model(random_tokens(2, 3), model.init_state(2), edits=[Count(), Count()])
@@ -268,7 +271,7 @@ def test_a_state_without_the_carries_of_the_edits_is_refused() -> None:
 
 
 def test_bfloat16_keeps_a_wide_state() -> None:
-    """The recurrence stays in float32 under bfloat16 weights, so that slow decays are not lost."""
+    """With bfloat16 weights the recurrent state is float32, so slow decays are not lost."""
     model = build_model("mamba2", dtype=torch.bfloat16)
     tokens = random_tokens(2, 200)
     logits, state = model(tokens)
@@ -281,7 +284,7 @@ def test_bfloat16_keeps_a_wide_state() -> None:
 
 
 def test_long_states_stay_finite() -> None:
-    """No drift of the position or the state over a few thousand tokens without gradients."""
+    """Position and logits stay correct and finite over 3,000 tokens."""
     model = build_model("mamba2", "sinusoidal", dtype=torch.float32)
     with torch.no_grad():
         logits, state = model(random_tokens(1, 3000), keep=1)
@@ -290,7 +293,7 @@ def test_long_states_stay_finite() -> None:
 
 
 def test_is_a_language_model() -> None:
-    """The contract's four members are there."""
+    """It has all members of `LanguageModel`."""
     members = [name for name in vars(LanguageModel) if not name.startswith("_")]
     assert members
     model = build_model("rnn")

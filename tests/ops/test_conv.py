@@ -24,8 +24,8 @@ def draw(time: int, width: int, dtype: torch.dtype = torch.float64) -> tuple[Ten
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("width", [1, 2, 4, 7])
 @pytest.mark.parametrize("time", [1, 2, 3, 4, 50])
-def test_against_conv1d(time: int, width: int, with_bias: bool) -> None:
-    """Inputs shorter than the filter included, with the tokens before the first in the state."""
+def test_it_equals_conv1d(time: int, width: int, with_bias: bool) -> None:
+    """Also for inputs shorter than the filter; the state holds the tokens before the first."""
     x, weight, bias, state = draw(time, width)
     bias = bias if with_bias else None
     y, after = causal_conv(x, weight, bias, state)
@@ -36,8 +36,8 @@ def test_against_conv1d(time: int, width: int, with_bias: bool) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 4])
-def test_splits(width: int) -> None:
-    """Pieces shorter than the filter, fed in turn, equal one call bit for bit."""
+def test_any_split_gives_the_same_bits(width: int) -> None:
+    """Parts shorter than the filter, one after another, equal one call bit for bit."""
     x, weight, bias, state = draw(12, width)
     whole, final = causal_conv(x, weight, bias, state)
     pieces = []
@@ -49,14 +49,14 @@ def test_splits(width: int) -> None:
 
 
 @pytest.mark.parametrize("time", [1, 2, 6])
-def test_gradients(time: int) -> None:
-    """Of outputs and final state, in all four arguments."""
+def test_gradients_equal_finite_differences(time: int) -> None:
+    """Gradients of outputs and final state w.r.t. all four arguments."""
     arguments = [tensor.requires_grad_() for tensor in draw(time, 4)]
     assert torch.autograd.gradcheck(causal_conv, arguments)
 
 
-def test_dtypes() -> None:
-    """The output follows the input and the state stays what it was."""
+def test_output_has_the_dtype_of_x_and_the_state_keeps_its_own() -> None:
+    """bfloat16 inputs give a bfloat16 output and leave a float32 state in float32."""
     x, weight, bias, _ = draw(6, 4, torch.bfloat16)
     y, after = causal_conv(x, weight, bias, torch.zeros(2, 3, CHANNELS))
     assert y.dtype == torch.bfloat16
@@ -65,7 +65,7 @@ def test_dtypes() -> None:
 
 
 def test_the_state_owns_its_memory() -> None:
-    """Writing to the input afterwards does not reach the state."""
+    """The returned state shares no memory with the input."""
     x, weight, bias, state = draw(6, 4)
     _, after = causal_conv(x, weight, bias, state)
     kept = after.clone()
@@ -75,9 +75,8 @@ def test_the_state_owns_its_memory() -> None:
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_second_derivatives(with_bias: bool) -> None:
-    """A backward pass that cannot be differentiated: the gradient laboratory multiplies with
-    Jacobians that way."""
+def test_second_derivatives_equal_finite_differences(with_bias: bool) -> None:
+    """The backward pass is differentiable, as Jacobian products require."""
     x, weight, bias, state = (tensor.requires_grad_() for tensor in draw(4, 3))
 
     def conv(*inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,7 +88,7 @@ def test_second_derivatives(with_bias: bool) -> None:
 
 
 def test_narrow_inputs_are_summed_in_float32() -> None:
-    """One rounding of the result and none of the partial sums: 1 + 256 − 256 in bfloat16 is 0."""
+    """Only the result is rounded: with rounded partial sums, 1 + 256 − 256 would be 0."""
     x = torch.tensor([1.0, 256.0, -256.0, 1.0], dtype=torch.bfloat16).view(1, 4, 1)
     weight = torch.ones(1, 4, dtype=torch.bfloat16)
     y, _ = causal_conv(x, weight, None, torch.zeros(1, 3, 1, dtype=torch.bfloat16))
@@ -102,7 +101,7 @@ def test_narrow_inputs_are_summed_in_float32() -> None:
 
 
 def test_narrow_gradients_are_summed_in_float32() -> None:
-    """Of the weights, sums over all tokens, and of the inputs, sums over the filter."""
+    """Gradients of weights (sums over tokens) and of inputs (sums over taps) are rounded once."""
     narrow = [tensor.detach().requires_grad_() for tensor in draw(200, 4, torch.bfloat16)]
     wide = [tensor.detach().float().requires_grad_() for tensor in narrow]
     ours = torch.autograd.grad(causal_conv(*narrow)[0].float().sum(), narrow)

@@ -1,4 +1,4 @@
-"""The head in pieces against all logits at once."""
+"""The cross-entropy in pieces equals that of all logits at once."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from longrnn.ops.cross_entropy import weighted_cross_entropy
 from tests.contracts.builders import generator
 
 VOCAB, D = 37, 8
-# 1 logit is less than a token has: pieces of one token; the last leaves one piece.
-PIECES = [1, 5 * VOCAB, 8 * VOCAB, 10**6]
+# From one token per piece to all tokens in one piece.
+MAX_LOGITS = [1, 5 * VOCAB, 8 * VOCAB, 10**6]
 
 
 def draw(dtype: torch.dtype, rows: int = 3, time: int = 8) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """hidden, head, targets of which some are unscored, weights."""
+    """Random hidden vectors, head, targets (some of them not scored) and weights."""
     randomness = generator(5)
     hidden = torch.randn(rows, time, D, generator=randomness, dtype=torch.float64)
     head = torch.randn(VOCAB, D, generator=randomness, dtype=torch.float64)
@@ -30,22 +30,22 @@ def draw(dtype: torch.dtype, rows: int = 3, time: int = 8) -> tuple[Tensor, Tens
 def plain(
     hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, predictions and logits as the formula says."""
+    """Loss, predictions and logits by the formula, with all logits at once."""
     logits = F.linear(hidden, head)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     per_token = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), reduction="none")
     return (per_token * weights.flatten()).sum(), logits.argmax(-1), logits
 
 
-@pytest.mark.parametrize("piece", PIECES)
-def test_loss_predictions_and_gradients(piece: int) -> None:
-    """A piece left out or counted twice, an unscored token that pulls, a factor that is lost."""
+@pytest.mark.parametrize("max_logits", MAX_LOGITS)
+def test_loss_predictions_and_gradients_equal_the_formula(max_logits: int) -> None:
+    """For every size of a piece, with unscored tokens and a factor on the loss."""
     given = draw(torch.float64)
     loss, predictions, _ = plain(*given)
-    actual = weighted_cross_entropy(*given, piece=piece)
+    actual = weighted_cross_entropy(*given, max_logits=max_logits)
     assert torch.equal(actual.predictions, predictions)
     torch.testing.assert_close(actual.loss, loss, rtol=1e-12, atol=0)
-    # Scaled, as by a loss that is one of several: the factor arrives behind the forward pass.
+    # Scaled, as in a sum of several losses: the factor is known only in the backward pass.
     expected = torch.autograd.grad(-3.7 * loss, given[:2])
     found = torch.autograd.grad(-3.7 * actual.loss, given[:2])
     for one, other in zip(found, expected, strict=True):
@@ -53,17 +53,18 @@ def test_loss_predictions_and_gradients(piece: int) -> None:
 
 
 @pytest.mark.parametrize("trained", [0, 1])
-def test_a_frozen_side(trained: int) -> None:
-    """A head or a body that is not trained."""
+def test_gradients_with_a_frozen_head_or_body(trained: int) -> None:
+    """The other gradient is unchanged if head or hidden vectors need none."""
     given = draw(torch.float64)
     given[1 - trained].requires_grad_(False)
     (expected,) = torch.autograd.grad(plain(*given)[0], given[trained])
-    (found,) = torch.autograd.grad(weighted_cross_entropy(*given, piece=100).loss, given[trained])
+    actual = weighted_cross_entropy(*given, max_logits=100).loss
+    (found,) = torch.autograd.grad(actual, given[trained])
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
 
 
-def test_nothing_to_learn_from() -> None:
-    """A division by the largest weight where all are 0, or where there is no token."""
+def test_loss_is_zero_if_no_token_is_scored() -> None:
+    """With all weights 0, or without tokens, loss and gradients are 0 and not NaN."""
     hidden, head, targets, weights = draw(torch.float64)
     none = weighted_cross_entropy(hidden, head, targets, 0 * weights)
     assert none.loss.item() == 0
@@ -74,13 +75,13 @@ def test_nothing_to_learn_from() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_leaves_the_loss_in_float32(dtype: torch.dtype) -> None:
-    """A softmax in 8 bits, or gradients of another dtype than their tensors."""
+    """The loss is float32, and gradients have the dtypes of their tensors."""
     given = draw(torch.float32)
     with torch.autocast("cpu", dtype=dtype):
-        actual = weighted_cross_entropy(*given, piece=10 * VOCAB)
-    # Rounded factors and exact products.
-    rounded = [tensor.to(dtype).float() for tensor in given[:2]]
-    expected, predictions, _ = plain(*rounded, *given[2:])
+        actual = weighted_cross_entropy(*given, max_logits=10 * VOCAB)
+    # The factors are rounded, the products are not.
+    hidden, head = (tensor.to(dtype).float() for tensor in given[:2])
+    expected, predictions, _ = plain(hidden, head, *given[2:])
     assert actual.loss.dtype == torch.float32
     assert torch.equal(actual.predictions, predictions)
     torch.testing.assert_close(actual.loss, expected, rtol=1e-5, atol=0)
@@ -93,7 +94,7 @@ def test_autocast_leaves_the_loss_in_float32(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("size", [1, 20])
 def test_logits_of_narrow_weights_are_not_rounded(size: float) -> None:
-    """bfloat16 weights without autocast: logits near 100 would be rounded to multiples of 1/2."""
+    """Logits of bfloat16 weights are float32: near 100, bfloat16 has steps of 1/2."""
     hidden, head, targets, weights = draw(torch.bfloat16)
     hidden = (size * hidden.detach()).requires_grad_()
     actual = weighted_cross_entropy(hidden, head, targets, weights).loss
@@ -103,9 +104,8 @@ def test_logits_of_narrow_weights_are_not_rounded(size: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_unscored_tokens_may_be_anything(dtype: torch.dtype, value: float) -> None:
-    """A hidden vector that is not finite reaches neither loss nor gradients, where its weight is 0
-    and where its target is below 0."""
+def test_unscored_tokens_may_be_nan_or_infinite(dtype: torch.dtype, value: float) -> None:
+    """They change neither loss nor gradients, with weight 0 and with a negative target."""
     hidden, head, targets, weights = draw(dtype)
     targets[0, 3], weights[1, 2] = -100, 0
     clean = weighted_cross_entropy(hidden, head, targets, weights)
@@ -120,19 +120,19 @@ def test_unscored_tokens_may_be_anything(dtype: torch.dtype, value: float) -> No
 
 
 def test_float16_keeps_the_gradient_of_one_token_among_many() -> None:
-    """A weight of 1e-7 that float16 rounds to nothing."""
+    """A weight of 1e-7, which underflows float16, keeps its gradient."""
     hidden, head, targets, weights = draw(torch.float32)
     with torch.autocast("cpu", dtype=torch.float16):
         small = weighted_cross_entropy(hidden, head, targets, 1e-7 * weights).loss
         large = weighted_cross_entropy(hidden, head, targets, weights).loss
-    of_small = torch.autograd.grad(small, (hidden, head))
-    of_large = torch.autograd.grad(large, (hidden, head))
-    for one, other in zip(of_small, of_large, strict=True):
+    grads_small = torch.autograd.grad(small, (hidden, head))
+    grads_large = torch.autograd.grad(large, (hidden, head))
+    for one, other in zip(grads_small, grads_large, strict=True):
         torch.testing.assert_close(1e7 * one, other, rtol=1e-4, atol=1e-6)
 
 
 class Largest(TorchDispatchMode):
-    """The most entries that a result of any operation has."""
+    """Records the size of the largest result of any operation."""
 
     entries = 0
 
@@ -144,11 +144,12 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_no_tensor_of_all_logits() -> None:
-    """Pieces that are put together again."""
+def test_no_tensor_holds_all_logits() -> None:
+    """The largest tensor has `max_logits` entries, forward and backward."""
     hidden, head, targets, weights = draw(torch.float32, rows=8, time=64)
     with Largest() as largest:
-        weighted_cross_entropy(hidden, head, targets, weights, piece=20 * VOCAB).loss.backward()
+        actual = weighted_cross_entropy(hidden, head, targets, weights, max_logits=20 * VOCAB)
+        actual.loss.backward()
     assert largest.entries == max(hidden.numel(), 20 * VOCAB)
     with Largest() as largest:
         plain(hidden, head, targets, weights)[0].backward()

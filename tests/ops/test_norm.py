@@ -1,4 +1,4 @@
-"""The norms against their formulas, written out."""
+"""The norms equal their formulas."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def root_mean_square(x: Tensor) -> Tensor:
     return (x.square().mean(-1, keepdim=True) + EPS).sqrt()
 
 
-def test_rms_norm() -> None:
+def test_rms_norm_equals_its_formula() -> None:
     """x / sqrt(mean(x²) + eps) · weight."""
     x, weight = draw((2, 3, 12), (12,))
     expected = x / root_mean_square(x) * weight
@@ -29,8 +29,8 @@ def test_rms_norm() -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 12])
-def test_gated_rms_norm(groups: int) -> None:
-    """The gate first, then the norm of each group on its own, then the weight."""
+def test_gated_rms_norm_equals_its_formula(groups: int) -> None:
+    """Gate, then the norm of each group separately, then the weight."""
     x, gate, weight = draw((2, 3, 12), (2, 3, 12), (12,))
     gated = x * gate * torch.sigmoid(gate)
     slices = [part / root_mean_square(part) for part in gated.split(12 // groups, dim=-1)]
@@ -39,25 +39,25 @@ def test_gated_rms_norm(groups: int) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_groups_are_separate() -> None:
-    """A large value in one group leaves the other as it was."""
+def test_groups_are_independent() -> None:
+    """A large value in one group does not change the other."""
     x, gate, weight = draw((1, 1, 8), (1, 1, 8), (8,))
-    louder = x.clone()
-    louder[..., :4] *= 100
-    before, after = (gated_rms_norm(v, gate, weight, EPS, 2)[..., 4:] for v in (x, louder))
+    larger = x.clone()
+    larger[..., :4] *= 100
+    before, after = (gated_rms_norm(v, gate, weight, EPS, 2)[..., 4:] for v in (x, larger))
     assert torch.equal(before, after)
 
 
-def test_zero_is_finite() -> None:
-    """eps keeps a silent token at zero."""
+def test_norm_of_zero_is_zero() -> None:
+    """The norm of a zero vector is zero and not NaN."""
     zero, weight = torch.zeros(1, 1, 4), torch.ones(4)
     assert torch.equal(rms_norm(zero, weight, EPS), zero)
     assert torch.equal(gated_rms_norm(zero, zero, weight, EPS, 2), zero)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_dtypes(dtype: torch.dtype) -> None:
-    """Computed wide (300² overflows float16), rounded once at the end, narrow in and narrow out."""
+def test_narrow_inputs_are_computed_in_float32(dtype: torch.dtype) -> None:
+    """Only the result is rounded to the input's dtype; 300² would overflow float16."""
     x, gate, weight = (300 * draw((2, 3, 12))[0]).to(dtype), *draw((2, 3, 12), (12,))
     gate, weight = gate.to(dtype), weight.to(dtype)
     actual = rms_norm(x, weight, EPS)
@@ -70,8 +70,8 @@ def test_narrow_dtypes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_gradients(groups: int) -> None:
-    """In every tensor."""
+def test_gradients_equal_finite_differences(groups: int) -> None:
+    """Gradients w.r.t. every tensor."""
     arguments = [tensor.requires_grad_() for tensor in draw((1, 2, 4), (1, 2, 4), (4,))]
     assert torch.autograd.gradcheck(lambda x, g, w: gated_rms_norm(x, g, w, EPS, groups), arguments)
     x, _, weight = arguments

@@ -1,4 +1,4 @@
-"""The loop over time."""
+"""`unroll` loops over time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from longrnn.ops.unroll import unroll
 
 
 def test_unroll_reads_after_each_step() -> None:
-    """A running sum: the output of a token contains that token."""
+    """The output of a token is computed from the state after it."""
     x = torch.arange(1.0, 7.0).view(1, 6, 1)
     start = torch.tensor([[10.0]])
     y, final = unroll(lambda token, total: total + token, lambda total: 2 * total, x, start)

@@ -1,8 +1,9 @@
-"""The encodings' formulas, their ends, and where positions come from."""
+"""Positional encodings equal their formulas, refuse positions past their end, and use the state."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tests.contracts.builders import (
 )
 
 
-def build(kind: str, **options: object):
+def build(kind: str, **options: object) -> Any:
     return POSITIONS.build({**position_spec(kind), **options}, D_MODEL)
 
 
@@ -34,7 +35,7 @@ def positions_from(start: int, time: int) -> Tensor:
 
 
 def sinusoid(position: int) -> Tensor:
-    """Sines first, then cosines, of unit norm, by the standard library alone."""
+    """The encoding of one position, computed with the standard library."""
     half = D_MODEL // 2
     angles = [position / 10000 ** (2 * k / D_MODEL) for k in range(half)]
     values = [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
@@ -42,8 +43,8 @@ def sinusoid(position: int) -> Tensor:
 
 
 @pytest.mark.parametrize("start", [0, 7, 10**6, 10**9])
-def test_sinusoidal(start: int) -> None:
-    """The formula, also at positions where float32 has lost the phase."""
+def test_sinusoidal_equals_its_formula(start: int) -> None:
+    """Also at positions where float32 would lose the phase."""
     x, positions = vectors(5), positions_from(start, 5)
     encoding = build("sinusoidal").encode(x, positions)
     expected = torch.stack([sinusoid(start + t) for t in range(5)]).expand(2, 5, D_MODEL)
@@ -52,7 +53,7 @@ def test_sinusoidal(start: int) -> None:
 
 
 def test_sinusoidal_precision_in_float32() -> None:
-    """Position 10⁶ of a float32 model has float32's digits, and its neighbour another code."""
+    """At position 10⁶ a float32 model has float32 accuracy, and neighbours differ."""
     x, positions = vectors(2, torch.float32), positions_from(10**6, 2)
     encoding = build("sinusoidal").encode(x, positions)
     assert encoding.dtype == torch.float32
@@ -61,14 +62,14 @@ def test_sinusoidal_precision_in_float32() -> None:
 
 
 def test_sinusoidal_needs_an_even_width() -> None:
-    """Half sines, half cosines."""
+    """An odd width is refused."""
     with pytest.raises(UserError, match="even d_model, not 7"):
         POSITIONS.build({"kind": "sinusoidal"}, 7)
 
 
 @pytest.mark.parametrize("kind", ["learned", "random"])
-def test_table(kind: str) -> None:
-    """Row `position`, row by row of the batch."""
+def test_a_table_gives_the_row_of_each_position(kind: str) -> None:
+    """Positions may differ between the rows of a batch."""
     encoding = build(kind, max_length=20)
     x = vectors(3, torch.float32)
     positions = torch.tensor([[0, 5, 19], [3, 3, 2]])
@@ -76,13 +77,13 @@ def test_table(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["learned", "random"])
-def test_past_the_end(kind: str) -> None:
-    """One past the last raises with the length to ask for; it never wraps, also not in a model."""
+def test_a_position_past_the_end_is_refused(kind: str) -> None:
+    """The error names the length that is needed, also when a model raises it."""
     encoding = build(kind, max_length=20)
     encoding(vectors(20), positions_from(0, 20))
     with pytest.raises(UserError, match=r"position 20 is past .* at least 21"):
         encoding(vectors(20), positions_from(1, 20))
-    model = build_model("rnn", kind)
+    model: Any = build_model("rnn", kind)
     state = model.init_state(1)
     end = model.position.table.shape[0]
     state = model(random_tokens(1, 2), state._replace(position=torch.tensor([end - 2]))).state
@@ -91,7 +92,7 @@ def test_past_the_end(kind: str) -> None:
 
 
 def test_random_is_fixed() -> None:
-    """Unit norm, never trained, the same for one seed and saved with the weights."""
+    """Rows have unit norm, depend on the seed alone, are not trained, and are saved."""
     encoding, same, other = build("random"), build("random"), build("random", seed=1)
     torch.testing.assert_close(encoding.table.norm(dim=-1), torch.ones(len(encoding.table)))
     assert torch.equal(encoding.table, same.table)
@@ -101,30 +102,30 @@ def test_random_is_fixed() -> None:
 
 
 def test_random_leaves_the_global_generator() -> None:
-    """Building a table draws nothing from the randomness of others."""
+    """Building a table draws nothing from the global generator."""
     before = torch.get_rng_state()
     build("random")
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_learned_is_trained() -> None:
-    """Only the rows used get a gradient."""
+def test_learned_rows_get_gradients() -> None:
+    """Only the rows that are used get a gradient."""
     encoding = build("learned", max_length=10)
     encoding(vectors(3, torch.float32), positions_from(4, 3)).sum().backward()
     used = encoding.table.grad.abs().sum(-1) > 0
     assert used.nonzero().flatten().tolist() == [4, 5, 6]
 
 
-def test_duplicate() -> None:
-    """The vector twice, wherever it stands."""
+def test_duplicate_repeats_the_vector() -> None:
+    """The result does not depend on the position."""
     x = vectors(4)
     assert torch.equal(build("duplicate")(x, positions_from(0, 4)), torch.cat([x, x], -1))
     assert torch.equal(build("duplicate")(x, positions_from(99, 4)), torch.cat([x, x], -1))
     assert torch.equal(build("duplicate", combine="add")(x, positions_from(0, 4)), 2 * x)
 
 
-def test_none() -> None:
-    """The vector as it is."""
+def test_none_returns_the_vector() -> None:
+    """The vector is unchanged."""
     x = vectors(4)
     encoding = build("none")
     assert encoding.d_output == D_MODEL
@@ -133,7 +134,7 @@ def test_none() -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in POSITIONS if kind != "none"])
 def test_combine(kind: str) -> None:
-    """`concat` appends the encoding and doubles the width, `add` adds it."""
+    """`concat` appends the encoding and doubles the width; `add` adds it."""
     x, positions = vectors(4), positions_from(2, 4)
     joined, added = build(kind, combine="concat"), build(kind, combine="add")
     added.load_state_dict(joined.state_dict())
@@ -150,7 +151,7 @@ def test_combine(kind: str) -> None:
 @pytest.mark.parametrize("block", BLOCK_KINDS)
 @pytest.mark.parametrize("kind", list(POSITIONS))
 def test_positions_come_from_the_state(kind: str, block: str) -> None:
-    """Each row goes on from its own position; a second call does not start at zero."""
+    """Each row continues from its own position, in every call."""
     model = build_model("rnn", kind, block)
     seen = []
     model.position.register_forward_hook(lambda module, given, result: seen.append(given[1]))
@@ -167,7 +168,7 @@ def test_positions_come_from_the_state(kind: str, block: str) -> None:
 
 @pytest.mark.parametrize("kind", ["sinusoidal", "learned", "random"])
 def test_position_matters(kind: str) -> None:
-    """The same token at another position gives other logits; without an encoding, the same."""
+    """Logits depend on the position; without an encoding, they do not."""
     tokens = random_tokens(1, 1)
 
     def logits_at(model, position: int) -> Tensor:

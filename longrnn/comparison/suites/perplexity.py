@@ -24,7 +24,7 @@ from longrnn.evaluation.perplexity import losses
 from longrnn.evaluation.texts import Document, tokenised
 from longrnn.evaluation.windows import shared_places
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.inference.reach import out_of_reach
+from longrnn.inference.length_limit import out_of_reach
 from longrnn.progress import Progress
 from longrnn.results import Results, Row
 from longrnn.text import read_text

@@ -28,7 +28,7 @@ from longrnn.evaluation.harness.limit import Limit
 from longrnn.evaluation.harness.options import build_model, generating, rows_in_a_batch
 from longrnn.hf.tokenizer import HFTokenizer, load_tokenizer
 from longrnn.inference.completion import complete
-from longrnn.inference.reach import refuse_long
+from longrnn.inference.length_limit import refuse_long
 from longrnn.inference.scoring import Pair, Score, score
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress

@@ -1,7 +1,7 @@
 """The state-space dual recurrence h_t = exp(log_decay_t) h_{t-1} + x_t B_t^T, y_t = h_t C_t.
 
-Every sibling module offers `ssd(inputs, state) -> (y, final_state)` with one signature. `backend`
-chooses among them once, when a mixer is built.
+The modules `chunked` and `reference` implement `ssd(inputs, state) -> (y, final_state)` with the
+same signature. The option `backend` selects one of them when a mixer is built.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["BACKENDS", "SSD", "ScanInputs", "resolve"]
 
 
 def resolve(backend: str) -> str:
-    """The name of the backend that `backend` means here; `auto` takes the fastest that runs.
+    """The name of a backend; `auto` selects the fastest one that runs on this machine.
 
     Raises:
         UserError: unknown backend.

@@ -1,7 +1,8 @@
-"""What every implementation of the recurrence takes and gives."""
+"""What every implementation of the recurrence takes and returns."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -22,9 +23,22 @@ class ScanInputs(NamedTuple):
     B: Tensor
     C: Tensor
 
+    def slice(self, start: int, stop: int) -> ScanInputs:
+        """The inputs of tokens `start` up to `stop`."""
+        return ScanInputs(*(tensor[:, start:stop] for tensor in self))
+
+    def tokens(self) -> Iterator[ScanInputs]:
+        """The inputs of each token, with t = 1."""
+        for token in zip(*(tensor.split(1, dim=1) for tensor in self), strict=True):
+            yield ScanInputs(*token)
+
+    def per_head(self, groups: Tensor) -> Tensor:
+        """`(b, t, h, …)` from B, C or another tensor of shape `(b, t, g, …)`."""
+        return groups.repeat_interleave(self.x.shape[2] // groups.shape[2], dim=2)
+
 
 class SSD(Protocol):
-    """One implementation: any t >= 1, any initial state, differentiable in every input."""
+    """An implementation: any t >= 1, any initial state, differentiable in every input."""
 
     def __call__(self, inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
         """Runs the recurrence.

@@ -2,17 +2,16 @@
 
 Notable choices:
 - Time is cut into segments, and segments into chunks; only one segment's intermediate values exist
-  at a time, so memory is bounded by the segment. The rest of a length that no chunk divides is a
-  shorter chunk of its own: nothing is padded.
+  at a time, so memory is bounded by the segment. A remainder shorter than a chunk becomes a chunk
+  of its own: nothing is padded.
 - Decays between two tokens of a chunk are differences of one running sum, kept in float64 or as
-  two float32 halves: in one float32 a single strongly forgetting token would cost the slow tokens
-  behind it their digits.
-- What multiplies the state, a token's decay or a whole chunk's, is kept as 0 or 1 plus a rest: one
-  float32 near 1, rounded the same way again and again, would let a long memory drift.
-- No decay below e^FLOOR is computed: it is 0, and float32 numbers smaller still are denormal, which
-  makes `exp` and the products up to 60 times slower on a CPU.
-- Rows in which something is not finite are computed again, one token after another: see
-  `longrnn.ops.ssd.rows`.
+  two float32 halves. In a single float32, one token with a strong decay would cost the slow decays
+  after it their digits.
+- The factor of the state, the decay of a token or of a whole chunk, is kept as 0 or 1 plus a
+  remainder: a float32 near 1 that is rounded the same way every time lets a long memory drift.
+- Decays below e^FLOOR are set to 0: smaller float32 numbers are denormal, which makes `exp` and the
+  products up to 60 times slower on a CPU.
+- Rows with NaN or infinity are computed again, one token at a time: see `longrnn.ops.rows`.
 - CHUNK and SEGMENT were chosen by `benchmarks/ssd_chunk_cpu.py`.
 """
 
@@ -25,58 +24,57 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.ops.precision import own_precision
+from longrnn.ops.rows import all_finite, finite_rows, run_by_finiteness
 from longrnn.ops.ssd.base import ScanInputs
-from longrnn.ops.ssd.rows import all_finite, apart, finite_rows
 
 CHUNK = 64
 SEGMENT = 512
-# So few tokens go one by one, which is faster than the products of a chunk.
-FEW = 2
+# A remainder of at most this many tokens is processed sequentially, which is faster than a chunk.
+MAX_SEQUENTIAL = 2
 FLOOR = -80.0
 
 
 def ssd(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """See `longrnn.ops.ssd.base.SSD`."""
     with own_precision(state):
-        y, final = _in_pieces(inputs, state)
-        # Every token's input and state are read by its output.
+        y, final = _chunkwise(inputs, state)
+        # The output of a token depends on its whole input and state, so checking it suffices.
         if all_finite(y):
             return y, final
         finite = finite_rows(y)
         if bool(finite.all()):
             return y, final
-        return apart(finite, _in_pieces, _one_by_one, inputs, state)
+        return run_by_finiteness(finite, _chunkwise, _sequential, inputs, state)
 
 
-def _in_pieces(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The recurrence where everything is finite."""
+def _chunkwise(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The recurrence for finite inputs and states."""
     time = inputs.x.shape[1]
     if time == 1:
         return _token(inputs, state)
     outputs = []
-    for start, stop, chunk in _pieces(time):
-        piece = ScanInputs(*(tensor[:, start:stop] for tensor in inputs))
-        y, state = _scan(piece, state, chunk) if stop - start > 1 else _token(piece, state)
+    for start, stop, chunk in _segments(time):
+        segment = inputs.slice(start, stop)
+        y, state = _scan(segment, state, chunk) if stop - start > 1 else _token(segment, state)
         outputs.append(y)
     return (torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]), state
 
 
-def _pieces(time: int) -> list[tuple[int, int, int]]:
-    """(start, stop, chunk) of the pieces of `time` tokens; each is a multiple of its chunk."""
+def _segments(time: int) -> list[tuple[int, int, int]]:
+    """(start, stop, chunk) of the segments of `time` tokens; each is a multiple of its chunk."""
     whole = time - time % CHUNK
-    pieces = [(s, min(s + SEGMENT, whole), CHUNK) for s in range(0, whole, SEGMENT)]
-    if time - whole > FEW:
-        return [*pieces, (whole, time, time - whole)]
-    return pieces + [(token, token + 1, 1) for token in range(whole, time)]
+    segments = [(s, min(s + SEGMENT, whole), CHUNK) for s in range(0, whole, SEGMENT)]
+    if time - whole > MAX_SEQUENTIAL:
+        return [*segments, (whole, time, time - whole)]
+    return segments + [(token, token + 1, 1) for token in range(whole, time)]
 
 
-def _one_by_one(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The recurrence where something is NaN or infinite, as the reference has it."""
+def _sequential(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The recurrence for inputs or states with NaN or infinity, equal to the reference."""
     outputs = []
-    for token in zip(*(tensor.split(1, dim=1) for tensor in inputs), strict=True):
-        one = ScanInputs(*token)
+    for one in inputs.tokens():
         infinite = ~state.isfinite()
-        # The two parts of a decay have opposite signs, and ∞ times them would add up to NaN.
+        # The two parts of a decay have opposite signs: their products with ∞ would add up to NaN.
         decay = one.log_decay.to(state.dtype).exp()[:, 0, :, None, None]
         kept = torch.where(infinite, decay * state, 0)
         state = _advance(one, state.masked_fill(infinite, 0)) + kept
@@ -85,7 +83,7 @@ def _one_by_one(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _token(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One token."""
+    """The recurrence for one token."""
     state = _advance(inputs, state)
     return _read(inputs, state), state
 
@@ -110,14 +108,14 @@ def _read(inputs: ScanInputs, state: Tensor) -> Tensor:
 
 
 def _scan(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    """One piece. Below, m counts chunks, i and j tokens of a chunk, r heads of a group."""
+    """The recurrence for one segment of whole chunks."""
     b, time, h, p = inputs.x.shape
     g, n = inputs.B.shape[2:]
     m, r, dtype = time // chunk, h // g, state.dtype
     x = inputs.x.to(dtype).unflatten(1, (m, chunk))
     B = inputs.B.to(dtype).unflatten(1, (m, chunk)).transpose(2, 3)  # b m g j n
     C = inputs.C.to(dtype).unflatten(1, (m, chunk)).transpose(2, 3)  # b m g i n
-    # From the chunk's start; a decay to nothing (−∞) becomes a finite one that is nothing too.
+    # Sums from the chunk's start; log_decay −∞ becomes a finite number whose exp is 0 too.
     total = inputs.log_decay.double().clamp(min=-1e4).unflatten(1, (m, chunk)).cumsum(2)
 
     # Within a chunk: attention-like products with the decay between j and i.
@@ -125,13 +123,13 @@ def _scan(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor
     weights = scores[:, :, :, None] * decay_between(total, dtype).unflatten(2, (g, r))
     y = weights.flatten(2, 3) @ x.transpose(2, 3)  # b m h i p
 
-    # Across chunks: what the state at a chunk's start gives to its tokens, then the next state.
-    # `unbind`, because m selections would each cost a whole gradient of zeros.
+    # Across chunks: the contribution of the state at a chunk's start, then the next state.
+    # `unbind`, because the gradient of each of m selections would be a whole tensor of zeros.
     to_end = _exp((total[:, :, -1:] - total).to(dtype))  # b m j h
     x_to_end = (x * to_end[..., None]).unflatten(3, (g, r)).flatten(4)  # b m j g (r p)
     x_to_end = x_to_end.permute(0, 1, 3, 4, 2)  # b m g (r p) j
-    # b m (r p) 1 of a group: decay of a whole chunk, a row of the state each. The state is taken by
-    # rows too, so that nothing below is changed through a view, which autograd would copy.
+    # Decay of a whole chunk, b m g (r p) 1: one number per row of the state. The state is reshaped
+    # to rows too, so that no in-place change goes through a view, which autograd would copy.
     whole, rest = (
         part.expand(b, m, h, p).reshape(b, m, g, r * p, 1)
         for part in _split(total[:, :, -1, :, None], dtype)
@@ -149,7 +147,7 @@ def _scan(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor
 
     since_start = _exp(total.to(dtype, copy=True))[..., None]  # b m i h 1
     start = torch.stack(carried, dim=1).transpose(2, 3).reshape(b, m, chunk, h, p)
-    # Not addcmul, whose result would lie as `y` does and be copied once more.
+    # Not addcmul: its result would have the memory layout of `y` and be copied once more.
     return (start * since_start).add_(y.transpose(2, 3)).reshape(b, time, h, p), state
 
 
@@ -161,15 +159,15 @@ def decay_between(total: Tensor, dtype: torch.dtype) -> Tensor:
         dtype: of the result.
     """
     high, low = _halves(total.transpose(2, 3), dtype)
-    # The minus stands before the small tensor: the gradient of a difference is as large as itself.
+    # Negating before broadcasting: the gradient of a difference would be as large as the result.
     between = high[..., :, None] + (-high)[..., None, :]
     between.add_(low[..., :, None]).sub_(low[..., None, :])
-    # Outside the graph, to keep nothing for the backward pass: below FLOOR the gradient is 0 to
-    # rounding like the decay itself, and above 0 are only entries with j > i, which nobody reads.
+    # Outside the graph, so that nothing is saved for the backward pass: below FLOOR the gradient
+    # is 0 to rounding like the decay itself, and only the unused entries with j > i exceed 0.
     between.detach().clamp_(FLOOR, 0)
     between.exp_()
-    # `exp` of −∞ would take twice the time. By `data`, because the zeros are also what the backward
-    # pass has to find: the derivative of exp is its value.
+    # `exp` of −∞ would take twice the time. Through `data`, so that the backward pass sees the
+    # zeros too: the derivative of exp is its value.
     F.threshold(between.data, 1.001 * math.exp(FLOOR), 0.0, inplace=True)
     return between
 
@@ -177,11 +175,11 @@ def decay_between(total: Tensor, dtype: torch.dtype) -> Tensor:
 def _split(log_decay: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """exp(log_decay) as two numbers of `dtype` that add up to it: 0 or 1, and the rest.
 
-    The first times a state is exact, and the second keeps all its digits, so that a new state is
-    rounded in one place, where what is kept and what is new are added.
+    The product of the first with a state is exact, and the second keeps all its digits, so a new
+    state is rounded only once, when the kept part and the new input are added.
     """
     log_decay = F.threshold(log_decay, FLOOR, -torch.inf)
-    slow = log_decay > -0.69  # above one half: 1 is the nearer
+    slow = log_decay > -0.69  # above one half, where 1 is nearer than 0
     rest = torch.where(slow, log_decay.expm1(), log_decay.exp())
     return slow.to(dtype), rest.to(dtype)
 
@@ -193,6 +191,6 @@ def _halves(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _exp(log_decay: Tensor) -> Tensor:
-    """exp in place, 0 below FLOOR; the argument must be a fresh tensor."""
+    """exp, computed in place, and 0 below FLOOR; no other code may hold the argument."""
     log_decay.detach().masked_fill_(log_decay < FLOOR, -torch.inf)
     return log_decay.exp_()

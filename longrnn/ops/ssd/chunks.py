@@ -1,4 +1,4 @@
-"""The inputs of a scan cut into chunks, which are put side by side, filled and joined."""
+"""Chunks of a scan's inputs: cutting, filling, stacking and joining them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from longrnn.state import tree_map
 
 
 class Chunk(NamedTuple):
-    """Inputs of one chunk; what no token has reached is 0.
+    """Inputs of one chunk of t slots; slots that are not filled yet are 0.
 
     Attributes:
-        x: `(b, L, h, p)`.
-        log_decay: `(b, L, h)`.
-        B: `(b, L, g, n)`.
+        x: `(b, t, h, p)`.
+        log_decay: `(b, t, h)`.
+        B: `(b, t, g, n)`.
     """
 
     x: Tensor
@@ -26,14 +26,14 @@ class Chunk(NamedTuple):
 
 
 def cut(inputs: ScanInputs, length: int, like: Chunk) -> list[Chunk]:
-    """Whole chunks, in the dtypes of `like`."""
+    """Cuts inputs into whole chunks, in the dtypes of `like`."""
     pairs = zip(inputs[:3], like, strict=True)
-    pieces = [tensor.to(one.dtype).split(length, dim=1) for tensor, one in pairs]
-    return [Chunk(*tensors) for tensors in zip(*pieces, strict=True)]
+    parts = [tensor.to(one.dtype).split(length, dim=1) for tensor, one in pairs]
+    return [Chunk(*tensors) for tensors in zip(*parts, strict=True)]
 
 
 def fill(chunk: Chunk, inputs: ScanInputs, offset: int) -> Chunk:
-    """A chunk with more tokens from `offset` on."""
+    """A chunk with the tokens of `inputs` in the slots from `offset` on."""
     new = Chunk(*inputs[:3])
     end = offset + new.x.shape[1]
     return tree_map(
@@ -44,8 +44,11 @@ def fill(chunk: Chunk, inputs: ScanInputs, offset: int) -> Chunk:
 
 
 def stack(chunks: list[Chunk], last: int, dtype: torch.dtype) -> Chunk:
-    """Chunks side by side, their first `last` tokens: x `(b, m, j, h, p)`, log_decay `(b, m, j, h)`
-    as it is, B `(b, m, g, j, n)`."""
+    """Stacks the first `last` tokens of chunks.
+
+    Returns:
+        x `(b, m, j, h, p)` and B `(b, m, g, j, n)` in `dtype`; log_decay `(b, m, j, h)` unchanged.
+    """
     x, log_decay, B = (
         torch.stack(tensors, dim=1)[:, :, :last] for tensors in zip(*chunks, strict=True)
     )
@@ -53,6 +56,6 @@ def stack(chunks: list[Chunk], last: int, dtype: torch.dtype) -> Chunk:
 
 
 def join(left: Chunk, right: Chunk) -> Chunk:
-    """Pairs of chunks, one behind the other."""
+    """Concatenates stacked chunks along time, pair by pair."""
     x, log_decay = (torch.cat(pair, dim=2) for pair in zip(left[:2], right[:2], strict=True))
     return Chunk(x, log_decay, torch.cat([left.B, right.B], dim=3))

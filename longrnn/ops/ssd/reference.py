@@ -1,4 +1,4 @@
-"""The recurrence token by token, as the paper writes it (arXiv 2405.21060, section 2)."""
+"""The recurrence one token at a time, as the paper states it (arXiv 2405.21060, section 2)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from longrnn.ops.ssd.base import ScanInputs
 
 
 def ssd(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """See `longrnn.ops.ssd.base.SSD`. Exact in float64; the measure of all the others."""
+    """See `longrnn.ops.ssd.base.SSD`. In float64 it is the reference for the other backends."""
     with own_precision(state):
         return _loop(inputs, state)
 
 
 def _loop(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    x, log_decay, B, C = (tensor.to(state.dtype) for tensor in inputs)
-    heads_per_group = x.shape[2] // B.shape[2]
-    B = B.repeat_interleave(heads_per_group, dim=2)
-    C = C.repeat_interleave(heads_per_group, dim=2)
-
+    inputs = ScanInputs(*(tensor.to(state.dtype) for tensor in inputs))
+    x, log_decay = inputs.x, inputs.log_decay
+    B, C = inputs.per_head(inputs.B), inputs.per_head(inputs.C)
     outputs = []
     for x_t, l_t, B_t, C_t in zip(*(i.unbind(1) for i in (x, log_decay, B, C)), strict=True):
         state = l_t.exp()[..., None, None] * state + x_t[..., :, None] * B_t[..., None, :]

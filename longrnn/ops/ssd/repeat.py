@@ -1,7 +1,7 @@
-"""The state after the same inputs were read again and again.
+"""The state after the same inputs have been consumed several times, in closed form.
 
-One pass over inputs takes a state h to a h + b, with a = exp(Σ log_decay), so that k passes take it
-to a^k h + b (1 − a^k) / (1 − a): any number of passes costs one.
+One pass over the inputs maps a state h to a h + b, with a = exp(Σ log_decay), so k passes map it to
+a^k h + b (1 − a^k) / (1 − a): any number of passes costs as much as one.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Σ log_decay of a pass that decays nothing: (1 − a^k) / (1 − a) is then k to rounding.
+# Replaces a Σ log_decay of 0, where 1 − a would be 0: (1 − a^k) / (1 − a) is then k to rounding.
 LEAST = -1e-30
 
 
 def repeated(before: Tensor, after: Tensor, log_decay: Tensor, times: Tensor) -> Tensor:
-    """The state after `times` passes, from that before and after the first one.
+    """The state after `times` passes over the same inputs.
 
     Args:
-        before: `(b, h, p, n)`.
-        after: the same, after one pass.
+        before: the state before the first pass, `(b, h, p, n)`.
+        after: the state after the first pass, `(b, h, p, n)`.
         log_decay: `(b, h)`, summed over the pass, at most 0.
         times: `(b,)`, at least 1; 1 gives `after` up to rounding.
 
     Returns:
-        `(b, h, p, n)`, differentiable in everything but `times`.
+        `(b, h, p, n)`, differentiable in all arguments except `times`.
     """
     once = log_decay.clamp(max=LEAST)
     all_times = times[:, None].to(once) * once

@@ -1,25 +1,24 @@
 """The recurrence with a limit on the norm of its state, in chunks.
 
-    ĥ_t = a_t h_{t−1} + u_t,  u_t = x_t B_t^T,  h_t = s_t ĥ_t,  s_t = min(1, p / ‖ĥ_t‖)
+    ĥ_t = a_t h_{t−1} + u_t,  u_t = x_t B_t^T,  h_t = s_t ĥ_t,  s_t = min(1, limit / ‖ĥ_t‖)
 
-Each s_t is one number per head and token. Once all of them are known this is the plain recurrence
-with a'_t = s_t a_t and u'_t = s_t u_t, which any `SSD` computes. To know them, no state has to be
-formed: within a chunk h_t = Σ_i w_{t,i} u_i, where u_0 is the state at the chunk's start, so that
-norms are quadratic forms in the Gram matrix ⟨u_i, u_j⟩ = ⟨x_i, x_j⟩ ⟨B_i, B_j⟩. What remains
-sequential are a few numbers per head and token.
+The scale s_t is one number per head and token. Given all scales, this is the plain recurrence with
+a'_t = s_t a_t and u'_t = s_t u_t, which any `SSD` computes. Computing the scales needs no state:
+within a chunk h_t = Σ_i w_{t,i} u_i, where u_0 is the state at the chunk's start, so norms are
+quadratic forms in the Gram matrix ⟨u_i, u_j⟩ = ⟨x_i, x_j⟩ ⟨B_i, B_j⟩. Only a few operations on one
+number per head remain sequential.
 
 Notable choices:
-- Where the triangle inequality shows that no state of a segment can reach its limit, the segment
-  goes to the plain recurrence as it is. Where it does not, and no state is at its limit yet, the
-  norms of the plain recurrence are computed next: ⟨ĥ_t, u_t⟩ = x_t^T ĥ_t B_t is what the recurrence
-  says when it is read with B instead of C. Tokens before the first that exceeds its limit need no
-  more.
+- If the triangle inequality shows that no state of a segment can reach its limit, the plain
+  recurrence computes the segment. If it does not, and no state is at its limit yet, the norms of
+  the plain recurrence are computed: ⟨ĥ_t, u_t⟩ = x_t^T ĥ_t B_t is the output of the recurrence with
+  B in place of C. Tokens before the first one that exceeds its limit need no rescaling.
 - The sequential part works on products of the scales, so that a token costs a few operations on
-  one number per head; a chunk ends early before these products leave the range of float64.
-- Norms start anew from the state itself in every chunk: rounding does not add up along the text.
-- All of this squares numbers in the dtype of the state. Where inputs, states or limits are so large
-  or small that float32 has no numbers for the squares, and where something is not finite, a chunk
-  runs token by token in float64 instead.
+  one number per head. A chunk ends early if these products would leave the range of float64.
+- Each chunk computes its norms from the state itself, so rounding errors do not add up.
+- All of this squares numbers in the dtype of the state. Where squares of inputs, states or limits
+  overflow or underflow float32, and where values are not finite, a chunk is computed one token at a
+  time in float64 instead.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ from longrnn.ops.ssd.base import SSD, ScanInputs
 CHUNK = 64
 SEGMENT = 512
 UNLIMITED = 1e150  # a limit that no state reaches, and whose square is finite
-# More than the rounding of what is compared with a limit, relative to the norms that went into it.
+# Margin for rounding in comparisons with a limit, relative to the norms that enter them.
 SLACK = 1e-4
-# Where the product of a chunk's scales gets this small the chunk ends; looked at every PATIENCE.
-SMALLEST = 1e-40
-PATIENCE = 4
-# Largest norms of x_t, of B_t and of a state, and the smallest limit, of the fast way. Squares of
-# all products are then float32 numbers, and what is too small for a float32 square is no part of a
-# norm that could reach its limit.
-MOST_X, MOST_B, MOST_STATE, LEAST_LIMIT = 1e12, 1e6, 1e18, 1e-6
+# A chunk ends where the product of its scales gets this small; checked every CHECK_EVERY tokens.
+MIN_PRODUCT = 1e-40
+CHECK_EVERY = 4
+# The fast path takes norms of x_t, of B_t and of a state up to the first three, and limits from the
+# last. Squares of all products then fit into float32, and entries whose squares underflow are too
+# small to bring a norm to its limit.
+MAX_X, MAX_B, MAX_STATE, MIN_LIMIT = 1e12, 1e6, 1e18, 1e-6
 
 
 class Norms(NamedTuple):
-    """Of the inputs of some tokens and of the state before them, in the dtype of the state.
+    """Norms of the inputs of some tokens and of the state before them, in the state's dtype.
 
     Attributes:
         x: `(b, t, h)`.
@@ -69,47 +68,45 @@ class Norms(NamedTuple):
 def rescaled_ssd(
     inputs: ScanInputs, state: Tensor, limit: Tensor, ssd: SSD
 ) -> tuple[Tensor, Tensor]:
-    """Runs the limited recurrence.
+    """Runs the recurrence with a limit on the norm of the state.
 
     Args:
         inputs: see `ScanInputs`.
-        state: `(b, h, p, n)`, float32 or float64. A state above its limit is rescaled with the
+        state: `(b, h, p, n)`, float32 or float64. A state above its limit is rescaled at the
             first token.
-        limit: p of each head, `(h,)` float64, at most `UNLIMITED`.
-        ssd: the plain recurrence.
+        limit: the largest norm of each head's state, `(h,)` float64, at most `UNLIMITED`.
+        ssd: computes the plain recurrence.
 
     Returns:
         y `(b, t, h, p)` and the final state.
     """
-    outputs, start, time, span = [], 0, inputs.x.shape[1], SEGMENT
-    usual = bool((limit >= LEAST_LIMIT).all())
+    outputs, start, time, size = [], 0, inputs.x.shape[1], SEGMENT
+    usual = bool((limit >= MIN_LIMIT).all())
     with own_precision(state):
         while start < time:
-            segment = _cut(inputs, start, start + span)
+            segment = inputs.slice(start, start + size)
             norms = _norms(segment, state)
             if not (usual and _moderate(norms, segment.log_decay)):
-                span = CHUNK
-                segment = _cut(segment, 0, span)
-                y, state = _one_by_one(segment, state, limit)
+                size = CHUNK
+                y, state = _sequential(segment.slice(0, size), state, limit)
                 outputs.append(y)
                 start += y.shape[1]
                 continue
             free = _free_tokens(segment, state, norms, limit, ssd)
-            # Look far ahead only where that was not in vain.
-            span = min(2 * span, SEGMENT) if free == segment.x.shape[1] else CHUNK
+            # Try longer segments only while whole segments need no rescaling.
+            size = min(2 * size, SEGMENT) if free == segment.x.shape[1] else CHUNK
             if free == 0:
-                segment = _cut(segment, 0, CHUNK)
-                scales = _scales(segment, state, limit)
+                scales = _scales(segment.slice(0, CHUNK), state, limit)
                 free = scales.shape[1]
-                segment = _scaled(_cut(segment, 0, free), scales)
-            y, state = ssd(_cut(segment, 0, free), state)
+                segment = _scaled(segment.slice(0, free), scales)
+            y, state = ssd(segment.slice(0, free), state)
             outputs.append(y)
             start += free
     return (torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]), state
 
 
 def scale_of(limit: Tensor, memory: Tensor, dim: tuple[int, ...]) -> Tensor:
-    """min(1, limit / ‖memory‖) in float64, for memories of any size; NaN where the norm is NaN.
+    """min(1, limit / ‖memory‖) in float64, for any magnitude; NaN where the norm is NaN.
 
     Args:
         limit: broadcasts to the norms with `dim` kept.
@@ -117,8 +114,7 @@ def scale_of(limit: Tensor, memory: Tensor, dim: tuple[int, ...]) -> Tensor:
         dim: axes of the norm, kept with size 1.
     """
     wide = memory.double()
-    # Float64 squares hold every float32 number, and of float64 those up to 1e154: a unit of its own
-    # for each memory does the rest.
+    # The square of a float64 above 1e154 overflows: divide each memory by its largest entry first.
     unit = wide.detach().abs().amax(dim, keepdim=True)
     unit = torch.where(unit.isfinite() & (unit > 0), unit, 1.0)
     norm = unit * torch.linalg.vector_norm(wide / unit, dim=dim, keepdim=True)
@@ -130,12 +126,11 @@ def scale_to(limit: Tensor, square: Tensor) -> Tensor:
     return limit / square.clamp(min=limit.square()).sqrt()
 
 
-def _one_by_one(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
-    """The definition, token by token in float64; a state is rounded to its dtype after each."""
-    heads_per_group = inputs.x.shape[2] // inputs.B.shape[2]
-    B, C = (part.repeat_interleave(heads_per_group, dim=2) for part in (inputs.B, inputs.C))
+def _sequential(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
+    """One token at a time in float64; the state is rounded to its dtype after each token."""
+    B, C = inputs.per_head(inputs.B), inputs.per_head(inputs.C)
     tokens = (part.double().unbind(1) for part in (inputs.x, inputs.log_decay, B))
-    heads = (limit < UNLIMITED).nonzero()[:, 0]  # no scale, not even 1 · NaN, for the others
+    heads = (limit < UNLIMITED).nonzero()[:, 0]  # the others are not multiplied: 1 · NaN
     limit = limit[heads, None, None]
     outputs = []
     for x_t, l_t, B_t, C_t in zip(*tokens, C.to(state.dtype).unbind(1), strict=True):
@@ -149,29 +144,30 @@ def _one_by_one(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tenso
 
 @torch.no_grad()
 def _norms(inputs: ScanInputs, state: Tensor) -> Norms:
+    """See `Norms`."""
     x, B = inputs.x.to(state.dtype), inputs.B.to(state.dtype)
     return Norms(x.norm(dim=-1), B.norm(dim=-1), state.flatten(2).norm(dim=-1))
 
 
 def _moderate(norms: Norms, log_decay: Tensor) -> bool:
-    """Whether the squares of everything are numbers; nothing that is NaN is moderate."""
+    """Whether all squares fit into float32; false where anything is NaN."""
     found = torch.stack([part.amax() for part in norms] + [log_decay.detach().amax().to(norms.x)])
-    return bool((found <= found.new_tensor([MOST_X, MOST_B, MOST_STATE, 0.0])).all())
+    return bool((found <= found.new_tensor([MAX_X, MAX_B, MAX_STATE, 0.0])).all())
 
 
 @torch.no_grad()
 def _free_tokens(inputs: ScanInputs, state: Tensor, norms: Norms, limit: Tensor, ssd: SSD) -> int:
-    """How many of the first tokens certainly need no rescaling, in whole chunks or all of them."""
+    """How many leading tokens certainly need no rescaling: whole chunks, or all tokens."""
     time, dtype, start, added = inputs.x.shape[1], state.dtype, norms.state, norms.added
     if not bool((start < (1 - SLACK) * limit).all()):
-        return 0  # it was just rescaled, and will most likely be so again
-    bounds = _recur(added, inputs.log_decay, start)  # ‖ĥ_t‖ ≤ a_t ‖h_{t−1}‖ + ‖u_t‖
+        return 0  # the state is at its limit, and will most likely be rescaled again
+    bounds = _accumulate(added, inputs.log_decay, start)  # ‖ĥ_t‖ ≤ a_t ‖h_{t−1}‖ + ‖u_t‖
     if bool((bounds * (1 + SLACK) <= limit).all()):
         return time
     read, _ = ssd(inputs._replace(C=inputs.B), state)
     crossed = 2 * (inputs.x.to(dtype) * read).sum(-1) - added.square()
-    squares = _recur(crossed, 2 * inputs.log_decay, start.square())
-    # A comparison with NaN is false: what is not known to be within its limit is beyond it.
+    squares = _accumulate(crossed, 2 * inputs.log_decay, start.square())
+    # Comparisons with NaN are false, so a NaN counts as beyond the limit.
     within = squares + SLACK * bounds.square() <= limit.square()
     if bool(within.all()):
         return time
@@ -179,15 +175,15 @@ def _free_tokens(inputs: ScanInputs, state: Tensor, norms: Norms, limit: Tensor,
     return first - first % CHUNK
 
 
-def _recur(added: Tensor, log_decay: Tensor, start: Tensor) -> Tensor:
-    """v_t = exp(log_decay_t) v_{t−1} + added_t for numbers `(b, t, h)`, from `start` `(b, h)`."""
+def _accumulate(added: Tensor, log_decay: Tensor, start: Tensor) -> Tensor:
+    """v_t = exp(log_decay_t) v_{t−1} + added_t, `(b, t, h)`, from `start` `(b, h)`."""
     one = added.new_ones(*added.shape[:2], 1, 1)
     inputs = ScanInputs(added[..., None], log_decay, one, one)
     return chunked.ssd(inputs, start[..., None, None])[0][..., 0]
 
 
 def _scales(inputs: ScanInputs, state: Tensor, limit: Tensor) -> Tensor:
-    """s_t of a chunk, `(b, t, h)` float64, possibly of its first tokens only."""
+    """The scales s_t of a chunk, `(b, t, h)` float64, possibly for its first tokens only."""
     products = _decayed_products(inputs, state).double().unbind(2)
     own = _squares(inputs, state.dtype).unbind(1)
     decays = (2 * inputs.log_decay.double()).exp().unbind(1)
@@ -203,23 +199,22 @@ def _scales(inputs: ScanInputs, state: Tensor, limit: Tensor) -> Tensor:
         scales.append(scale)
         gains = torch.cat([gains, product.reciprocal()[..., None]], dim=-1)
         product = product * scale
-        if t % PATIENCE == PATIENCE - 1 and bool((product < SMALLEST).any()):
+        if t % CHECK_EVERY == CHECK_EVERY - 1 and bool((product < MIN_PRODUCT).any()):
             break
     return torch.stack(scales, dim=1)
 
 
 def _squares(inputs: ScanInputs, dtype: torch.dtype) -> Tensor:
     """‖u_t‖² in float64, `(b, t, h)`."""
-    heads_per_group = inputs.x.shape[2] // inputs.B.shape[2]
-    of_B = inputs.B.to(dtype).norm(dim=-1).repeat_interleave(heads_per_group, dim=2)
-    return (inputs.x.to(dtype).norm(dim=-1) * of_B).double().square()
+    norm_B = inputs.per_head(inputs.B.to(dtype).norm(dim=-1))
+    return (inputs.x.to(dtype).norm(dim=-1) * norm_B).double().square()
 
 
 def _decayed_products(inputs: ScanInputs, state: Tensor) -> Tensor:
-    """a_{i+1} … a_t ⟨u_i, u_t⟩ at `[t, i]`, with the state at the chunk's start as number 0.
+    """a_{i+1} … a_t ⟨u_i, u_t⟩ at `[t, i]`, where u_0 is the state at the chunk's start.
 
     Returns:
-        `(b, h, t, 1 + t)`; meaningful below the diagonal.
+        `(b, h, t, 1 + t)`; valid below the diagonal.
     """
     x = inputs.x.to(state.dtype).transpose(1, 2)  # b h t p
     B = inputs.B.to(state.dtype).transpose(1, 2)  # b g t n
@@ -235,12 +230,8 @@ def _decayed_products(inputs: ScanInputs, state: Tensor) -> Tensor:
 
 
 def _scaled(inputs: ScanInputs, scales: Tensor) -> ScanInputs:
-    """Inputs with their scales multiplied in."""
+    """The inputs of the plain recurrence that equals the rescaled one."""
     return inputs._replace(
         x=inputs.x * scales[..., None].to(inputs.x),
         log_decay=inputs.log_decay + scales.log().to(inputs.log_decay),
     )
-
-
-def _cut(inputs: ScanInputs, start: int, stop: int) -> ScanInputs:
-    return ScanInputs(*(tensor[:, start:stop] for tensor in inputs))

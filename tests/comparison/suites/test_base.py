@@ -9,7 +9,7 @@ import pytest
 from longrnn.bundled import bundled
 from longrnn.comparison.suites import EVALUATIONS, read_suite
 from longrnn.errors import UserError
-from longrnn.inference.reach import out_of_reach
+from longrnn.inference.length_limit import out_of_reach
 from longrnn.mitigations import Mitigated, mitigation
 from tests.comparison.suites.small_models import SHORT, small_model
 

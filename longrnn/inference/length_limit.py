@@ -1,4 +1,4 @@
-"""How many tokens a model can read, asked before anything is read or written."""
+"""Checks, before anything is computed or written, that a text is not too long for a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from longrnn.models import LanguageModel
 
 
 def out_of_reach(model: LanguageModel, tokens: int) -> str | None:
-    """Why a model cannot read so many tokens of one sequence, or None."""
+    """Why a model cannot read a sequence of that many tokens; None if it can."""
     limit = model.max_length
     if limit is None or tokens <= limit:
         return None
@@ -18,10 +18,10 @@ def out_of_reach(model: LanguageModel, tokens: int) -> str | None:
 
 
 def refuse_long(model: LanguageModel, tokens: int) -> None:
-    """Refuses so many tokens of one sequence where the model cannot read them.
+    """Refuses a sequence of more tokens than a model can read.
 
     Raises:
-        UserError: with the length that it can read.
+        UserError: names the limit of the model.
     """
     reason = out_of_reach(model, tokens)
     if reason is not None:

@@ -1,4 +1,4 @@
-"""The choice among chunks against a loop that reads each chunk alone."""
+"""Chunk selection equals a loop that reads each chunk separately."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from longrnn.errors import UserError
 from longrnn.evaluation.passkey import evaluate
 from longrnn.evaluation.passkey_grid import Grid
 from longrnn.hf.opened import OpenCheckpoint
+from longrnn.inference.chunk_select import Choice, select
 from longrnn.models import LanguageModel
-from longrnn.models.chunk_select import Choice, select
 from longrnn.results import read_results
 from longrnn.state import LMState
 from longrnn.text import ByteTokenizer
@@ -43,7 +43,7 @@ CONTEXT, QUERY, PREFIX = random_tokens(1, 47, 1)[0], random_tokens(1, 4, 2)[0], 
 def loop(
     model: LanguageModel, context: Tensor, query: Tensor, chunk: int, prefix: list[int]
 ) -> tuple[list[float], list[LMState]]:
-    """For each chunk the entropy, and the state after prefix and chunk."""
+    """The entropy of each chunk, and the state after prefix and chunk."""
     entropies, states = [], []
     ids = context.tolist()
     for start in range(0, len(ids), chunk):
@@ -71,20 +71,20 @@ def assert_as_the_loop(model: LanguageModel, chunk: int, prefix: list[int], batc
 @every_model
 @pytest.mark.parametrize("chunk", [1, 10, 16, 47, 100])
 @pytest.mark.parametrize("prefix", [[], PREFIX], ids=["alone", "prefix"])
-def test_select(name: str, chunk: int, prefix: list[int]) -> None:
-    """A chunk that has seen another one, a last shorter one that is padded or left out."""
+def test_every_chunk_size_equals_the_loop(name: str, chunk: int, prefix: list[int]) -> None:
+    """No chunk depends on another one, and a shorter last chunk is neither padded nor omitted."""
     assert_as_the_loop(MODELS[name], chunk, prefix, batch=16)
 
 
 @every_model
 @pytest.mark.parametrize("batch", [1, 2, 3, 5])
-def test_batches(name: str, batch: int) -> None:
-    """A number of a chunk that is counted within its batch; 47 tokens are 4 chunks of 11 and 3."""
+def test_every_batch_size_equals_the_loop(name: str, batch: int) -> None:
+    """The index of a chunk counts from the start; 47 tokens are 4 chunks of 11 and one of 3."""
     assert_as_the_loop(MODELS[name], 11, PREFIX, batch)
 
 
-def test_every_chunk_can_win() -> None:
-    """The first or the last of equals, whatever was read."""
+def test_the_lowest_entropy_is_selected() -> None:
+    """Each of the chunks is selected in some context."""
     model, found = MODELS["mamba2"], set()
     for seed in range(20):
         context = random_tokens(1, 35, seed)[0]
@@ -97,26 +97,25 @@ def test_every_chunk_can_win() -> None:
 
 @every_model
 @torch.no_grad()
-def test_the_prefix_is_not_used_up(name: str) -> None:
-    """A second choice that starts from where the first one ended."""
+def test_the_result_is_reproducible(name: str) -> None:
+    """A second call gives the same result, and the selected state can be used twice."""
     first = assert_as_the_loop(MODELS[name], 11, PREFIX, batch=2)
     again = assert_as_the_loop(MODELS[name], 11, PREFIX, batch=2)
     assert torch.equal(first.entropies, again.entropies)
-    # What was chosen is a value too: it can be asked twice.
     answers = [MODELS[name](QUERY[None], first.state).logits for _ in range(2)]
     assert torch.equal(*answers)
 
 
 class Forbidding(Oracle):
-    """Says one byte with certainty: all other logits are minus infinity."""
+    """Predicts one byte with certainty: all other logits are minus infinity."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = super().__call__(*args, **kwargs)
         return output._replace(logits=output.logits.log())
 
 
-def test_a_certain_model() -> None:
-    """0 · log 0, which is a NaN and the least of all."""
+def test_a_certain_prediction_has_entropy_zero() -> None:
+    """Probabilities of 0 give no NaN."""
     chosen = select(Forbidding(), torch.arange(20), torch.arange(3), chunk=8)
     assert chosen.entropies.tolist() == [0, 0, 0]
     assert chosen.chunk == 0
@@ -133,8 +132,8 @@ def test_a_certain_model() -> None:
     ],
     ids=str,
 )
-def test_refusals(changes: dict[str, Any]) -> None:
-    """A choice among nothing."""
+def test_invalid_arguments_are_refused(changes: dict[str, Any]) -> None:
+    """Empty texts and sizes below 1 raise."""
     options = {"context": CONTEXT, "query": QUERY, "chunk": 8, **changes}
     with pytest.raises(UserError, match="chunk_select needs a chunk"):
         select(MODELS["lstm"], options.pop("context"), options.pop("query"), **options)
@@ -152,15 +151,15 @@ def measure(output: Path, chunk: int | None, **options: Any) -> list[bool]:
 
 
 def test_passkeys(tmp_path: Path) -> None:
-    """A model that forgets after 300 tokens, and a chunk that lets it see no more."""
+    """A chunk as long as the prompt gives the answers of the plain prompt."""
     assert measure(tmp_path / "plain", None, forgets=300) == [False] * 6
     # A chunk of all is the plain prompt, and one that is too long as well.
     assert measure(tmp_path / "all", 600, forgets=300) == [False] * 6
     assert measure(tmp_path / "never", 600) == measure(tmp_path / "none", None) == [True] * 6
 
 
-def test_settings_are_not_mixed(tmp_path: Path) -> None:
-    """Rows of two chunk lengths in one table."""
+def test_one_file_holds_one_chunk_size(tmp_path: Path) -> None:
+    """Another chunk size than that of an existing file is refused."""
     output = tmp_path / "r.jsonl"
     measure(output, 200)
     assert read_results(output)[0]["chunk_select"] == 200
@@ -181,7 +180,7 @@ PASSKEY += ["--n", "1", "--quiet"]
 
 
 def test_command_line(cli: CLI, tmp_path: Path) -> None:  # noqa: F811
-    """An option that changes nothing, or answers that are those of another chunk."""
+    """--chunk-select is recorded, names the folder, and combines with a mitigation."""
     for chunk in ("128", "0.5k", "4k"):
         result = cli(*PASSKEY, "--chunk-select", chunk)
         assert (result.code, result.err) == (0, "")
@@ -208,5 +207,5 @@ def test_command_line(cli: CLI, tmp_path: Path) -> None:  # noqa: F811
 
 @pytest.mark.parametrize("value", ["0", "-1", "many", "", "1.5"])
 def test_command_line_refuses(value: str, cli: CLI) -> None:  # noqa: F811
-    """A chunk of no tokens, after the models were measured."""
+    """An invalid chunk length is refused before anything is computed."""
     refused(cli, *PASSKEY, "--chunk-select", value, says=(f"'{value}' is not a valid length",))

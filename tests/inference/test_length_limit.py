@@ -1,4 +1,4 @@
-"""What a model cannot reach is refused before anything is measured."""
+"""Texts that are too long for a model are refused before anything is computed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from longrnn.errors import UserError
 from longrnn.evaluation import passkey
 from longrnn.evaluation.passkey_grid import Grid
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.inference.reach import refuse_long
+from longrnn.inference.length_limit import refuse_long
 from longrnn.tasks import Passkey
 from longrnn.tasks.passkey_documents import Needle
 from tests.comparison.suites.small_models import SHORT, small_model
 
 
-def test_a_passkey_is_asked_where_its_answer_fits(tmp_path: Path) -> None:
-    """A file with a header and no row, of prompts that leave no room for an answer."""
+def test_prompt_and_answer_must_fit_within_the_limit(tmp_path: Path) -> None:
+    """A prompt that leaves no room for the answer is refused; a shorter one is evaluated."""
     one = small_model("short", position=SHORT)
     subject = OpenCheckpoint(one.name, one.model, one.tokenizer)
     with pytest.raises(UserError, match="300"):
@@ -29,8 +29,8 @@ def test_a_passkey_is_asked_where_its_answer_fits(tmp_path: Path) -> None:
     assert len(rows) == 2
 
 
-def test_refuse_long() -> None:
-    """A length that is refused and would do."""
+def test_only_lengths_beyond_the_limit_are_refused() -> None:
+    """A model without a limit takes any length."""
     model = small_model("short", position=SHORT).model
     refuse_long(model, 300)
     with pytest.raises(UserError, match="300"):
@@ -38,8 +38,8 @@ def test_refuse_long() -> None:
     refuse_long(small_model("endless").model, 2**40)
 
 
-def test_a_chunk_is_all_that_is_read_at_once(tmp_path: Path) -> None:
-    """Prompts refused of which a model reads pieces, or an evaluation that fails in its middle."""
+def test_with_chunk_selection_only_a_chunk_must_fit(tmp_path: Path) -> None:
+    """The limit applies to header, chunk, question and answer, whatever the prompt's length."""
     one = small_model("short", position=SHORT)
     subject = OpenCheckpoint(one.name, one.model, one.tokenizer)
     grid = Grid([400], 1, [0.5])
@@ -50,5 +50,5 @@ def test_a_chunk_is_all_that_is_read_at_once(tmp_path: Path) -> None:
     passkey.evaluate([subject], grid, chunk=fits, output=tmp_path / "results.jsonl")
     with pytest.raises(UserError, match="300"):
         passkey.refuse_out_of_reach([subject], grid, chunk=fits + 1)
-    # A chunk longer than the prompt is the prompt.
+    # A chunk longer than the prompt contains the whole prompt.
     passkey.refuse_out_of_reach([subject], Grid([290], 1, [0.5]), chunk=1000)
