@@ -14,11 +14,11 @@ from typing import Annotated
 import typer
 
 from longrnn import Mitigated, load_tokenizer, mitigation
-from longrnn.cli.tables import print_passkey
 from longrnn.diagnostics.plots import passkey_heat_map
 from longrnn.evaluation.calibrate import Settings, calibrate
 from longrnn.evaluation.passkey import by_model, evaluate, evenly_spaced, summarise
 from longrnn.evaluation.passkey_grid import Grid
+from longrnn.evaluation.tables import print_passkey
 from longrnn.evaluation.texts import read_documents
 from longrnn.files import write_atomic
 from longrnn.hf.loading import load_recurrent
