@@ -13,8 +13,7 @@ from longrnn.files import sha256
 from longrnn.mitigations.base import Calibration
 from longrnn.mitigations.spec import write_calibration
 from longrnn.results import read_results
-from tests.cli.conftest import CLI
-from tests.cli.test_errors import refused
+from tests.cli.conftest import CLI, refused
 from tests.comparison.suites.small_models import llama
 
 SUITE = "evaluations: [{kind: passkey, lengths: [180, 240], depths: [0, 1], n: 2}]"

@@ -13,8 +13,7 @@ from longrnn import load
 from longrnn.files import sha256
 from longrnn.mitigations.base import Calibration
 from longrnn.mitigations.spec import write_calibration
-from tests.cli.conftest import CLI
-from tests.cli.test_errors import refused
+from tests.cli.conftest import CLI, refused
 
 SHORT = ["--length", "600", "--train-length", "64", "--quiet"]
 PICTURES = ["deviation", "first_share", "mean", "norm", "output_norm", "retention"]

@@ -12,8 +12,7 @@ import torch
 from longrnn import load
 from longrnn.models import RecurrentLM
 from longrnn.training.nonfinite import files
-from tests.cli.conftest import CLI
-from tests.cli.test_errors import refused
+from tests.cli.conftest import CLI, refused
 from tests.training.runs import tiny, write_config
 from tests.training.test_nonfinite import sick
 
@@ -134,7 +133,7 @@ def test_bad_sources(cli: CLI, models: Path, tmp_path: Path) -> None:
         cli,
         *command,
         models / "text",
-        says=("the training task of", "is not known", "--task or --text"),
+        says=("is not known", "--task or --text"),
     )
     short = ["--task", "passkey", "--lengths", "16"]
     refused(cli, *command, models / "text", *short, says=("at least 156 tokens", "not 16"))

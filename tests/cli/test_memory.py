@@ -12,8 +12,7 @@ from longrnn.config import build_config
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from longrnn.results import read_results
-from tests.cli.conftest import CLI
-from tests.cli.test_errors import refused
+from tests.cli.conftest import CLI, refused
 from tests.holders import held
 from tests.training.runs import LSTM
 

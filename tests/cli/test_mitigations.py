@@ -15,8 +15,7 @@ from longrnn.files import sha256
 from longrnn.mitigations.spec import FORMAT
 from longrnn.results import read_results
 from longrnn.tasks.passkey import FILLER, KEY_LINE, QUESTION
-from tests.cli.conftest import CLI
-from tests.cli.test_errors import refused
+from tests.cli.conftest import CLI, refused
 
 CHECKPOINT = "passkey-tiny-short"  # two layers of four heads, trained on 256 tokens
 SMALL = ["--lengths", "160", "--depths", "1", "--n", "2", "--quiet"]

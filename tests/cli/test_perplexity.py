@@ -14,8 +14,7 @@ from longrnn.mitigations import mitigation
 from longrnn.mitigations.base import Calibration
 from longrnn.mitigations.spec import write_calibration
 from longrnn.results import read_results
-from tests.cli.conftest import CLI
-from tests.cli.test_errors import refused
+from tests.cli.conftest import CLI, refused
 
 LONG = ["--length", "200", "--quiet"]
 
