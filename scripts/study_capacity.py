@@ -28,7 +28,6 @@ from longrnn.evaluation.passkey_grid import Grid
 from longrnn.evaluation.texts import read_documents
 from longrnn.files import write_atomic
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.locks import Lock
 from longrnn.programs import run_script
 from longrnn.studies.capacity_report import report
 from longrnn.tasks.passkey import FILLER, HEADER
@@ -84,7 +83,6 @@ def main(
             family.append(str(run))
             before = run
     folder = output / "capacity"
-    Lock.of_folder(folder, instead="choose another --output").hold_until_exit()
     typer.echo("\n".join(map(str, report(family, [output / "results"], folder))))
 
 

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from longrnn.cli.options import lock_output
-
 
 def capacity(
     checkpoints: Annotated[
@@ -41,5 +39,5 @@ def capacity(
     """
     from longrnn.studies.capacity_report import report
 
-    written = report(checkpoints, results, lock_output(output))
+    written = report(checkpoints, results, output)
     typer.echo("\n".join(map(str, written)))

@@ -10,6 +10,7 @@ from longrnn.diagnostics.record import state_size
 from longrnn.errors import UserError
 from longrnn.hf.loading import load_recurrent
 from longrnn.hf.training_length import training_length
+from longrnn.locks import Lock
 from longrnn.studies import capacity
 from longrnn.studies.capacity import Member, Size
 from longrnn.studies.capacity_plot import write
@@ -22,7 +23,7 @@ def report(checkpoints: Sequence[str], results: Sequence[Path], folder: Path) ->
     Args:
         checkpoints: the family, as folders of runs.
         results: recorded evaluations of these models: files, or folders that are searched.
-        folder: where to write.
+        folder: where to write; it is locked until the process ends.
 
     Returns:
         The files that were written.
@@ -45,6 +46,7 @@ def report(checkpoints: Sequence[str], results: Sequence[Path], folder: Path) ->
         "forget": capacity.fit("line", {size.state_size: size.forget for size in sizes}),
         "recall": capacity.fit("exponential", {size.state_size: size.recall for size in sizes}),
     }
+    Lock.of_folder(folder, instead="choose another --output").hold_until_exit()
     written = write(members, sizes, fits, folder)
     _print(members, sizes)
     for name, fitted in fits.items():

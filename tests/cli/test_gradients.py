@@ -116,7 +116,7 @@ def test_steps_that_were_not_finite(cli: CLI, models: Path, tmp_path: Path) -> N
         (["--exponents", "0"], ("must be at least 1",)),
         (["--max-grad-norm", "0"], ("--max-grad-norm must be above 0",)),
         (["--max-grad-value", "-1"], ("--max-grad-value must be above 0",)),
-        (["--init", "orthogonal"], ("is trained", "give a configuration")),
+        (["--init", "orthogonal"], ("is already trained", "give a configuration")),
     ],
 )
 def test_bad_input(options: list[str], says: tuple[str, ...], cli: CLI, models: Path) -> None:

@@ -19,7 +19,7 @@ from longrnn.models.chunk_select import Choice, select
 from longrnn.results import read_results
 from longrnn.state import LMState
 from longrnn.text import ByteTokenizer
-from tests.cli.conftest import CLI, cli  # noqa: F401 (a fixture), refused
+from tests.cli.conftest import CLI, cli, refused  # noqa: F401 (a fixture)
 from tests.contracts.builders import (
     assert_near,
     build_mitigated,
