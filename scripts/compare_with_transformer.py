@@ -176,8 +176,8 @@ def heading(length: int, passkey_steps: int, books_steps: int) -> list[str]:
         "learning rate 2e-3 with a cosine schedule, one seed. Lengths are those of the "
         "evaluation, in bytes. In brackets: 95 % intervals; below a value: its paired difference "
         "from `transformer+beyond` on the same items. `transformer+beyond` is the same transformer "
-        "without its limit on the length. Peak memory is that of the process, including libraries (a "
-        "transformer also loads those of transformers).",
+        "without its limit on the length. Peak memory is that of the process, including "
+        "libraries (a transformer also loads those of transformers).",
     ]
 
 
