@@ -1,12 +1,12 @@
-"""A transformer, a Mamba-2 and an LSTM of one size and the same tokens, on ever longer texts.
+"""Compare a transformer, a Mamba-2 and an LSTM of equal size and training on longer texts.
 
     python scripts/compare_with_transformer.py --record FILE
 
 Each is trained with the trainer of `longrnn train`, once on passkeys and once on books, in rows of
-one length that start from nothing. Then `longrnn compare` measures them from that length on to 64
-times as much: keys recalled, bits per byte on books that none has seen, speed, memory. The
-transformer refuses what is longer than it was made for; `transformer+beyond` is the same one that
-reads on. Every part is resumable, and what is finished is skipped: give the same command again.
+one length that start from the zero state. Then `longrnn compare` measures them at that length and
+at up to 64 times that length: keys recalled, bits per byte on held-out books, speed, memory. The
+transformer refuses texts longer than its maximum length; `transformer+beyond` is the same model
+without that limit. The same command resumes an interrupted study and skips what is finished.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ from longrnn.units import format_length, parse_length  # noqa: E402
 
 TRAIN = ("war_and_peace", "les_miserables", "karamazov_brothers", "don_quixote")
 HELD_OUT = ("moby_dick", "tom_sawyer")
-# Tokens of a step, and tokens behind a text of the training length that the transformer is made for
-# as well: an answer, or what `cost` generates.
-STEP_TOKENS, ROOM = 4096, 32
+# Tokens per training step.
+STEP_TOKENS = 4096
+# Positions of the transformer beyond the training length: for an answer, or what `cost` generates.
+EXTRA_POSITIONS = 32
 LSTM = {"kind": "lstm"}
 # About 250,000 parameters each.
 MAMBA2 = {"kind": "mamba2", "d_state": 32, "head_dim": 64}
@@ -65,7 +66,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "model": {"vocab_size": 256, "d_model": 116, "n_layers": 2, "mixer": {"kind": "lstm"}}
     },
 }
-# The first is what the others are compared with: it reaches every length.
+# The others are compared with the first one, which can be evaluated at every length.
 VARIANTS = ("transformer+beyond", "transformer", "mamba2", "lstm")
 
 
@@ -76,19 +77,21 @@ def main(
     text: Annotated[
         list[Path] | None, typer.Option(help="Held-out books.", show_default="two in data/")
     ] = None,
-    train_length: Annotated[str, typer.Option(help="Tokens of a training row.")] = "256",
+    train_length: Annotated[str, typer.Option(help="Length of a training row in tokens.")] = "256",
     passkey_steps: Annotated[int, typer.Option(help="Training steps on passkeys.")] = 1000,
     books_steps: Annotated[int, typer.Option(help="Training steps on books.")] = 500,
-    reach: Annotated[int, typer.Option(help="Longest text, in training lengths.")] = 64,
-    n: Annotated[int, typer.Option("--n", help="Prompts a length and depth.")] = 8,
-    windows: Annotated[int, typer.Option(help="Parts of each held-out book.")] = 4,
-    output: Annotated[Path, typer.Option(help="Folder of everything.")] = Path(
+    reach: Annotated[
+        int, typer.Option(help="Longest text, as a multiple of the training length.")
+    ] = 64,
+    n: Annotated[int, typer.Option("--n", help="Prompts per length and depth.")] = 8,
+    windows: Annotated[int, typer.Option(help="Windows of each held-out book.")] = 4,
+    output: Annotated[Path, typer.Option(help="Folder for runs and results.")] = Path(
         "runs/compare-with-transformer"
     ),
-    record: Annotated[Path | None, typer.Option(help="Also write the tables here.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    record: Annotated[Path | None, typer.Option(help="Also write the tables to this file.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
 ) -> None:
-    """Trains, compares, and prints tables in Markdown."""
+    """Trains and compares the models, and prints tables in Markdown."""
     length = parse_length(train_length)
     books = train or [Path(f"data/{book}.txt") for book in TRAIN]
     held_out = text or [Path(f"data/{book}.txt") for book in HELD_OUT]
@@ -112,9 +115,11 @@ def main(
         "books": ({"kind": "text", "files": list(map(str, books))}, books_steps),
     }
     if min(passkey_steps, books_steps, reach, n, windows) < 1:
-        raise UserError("passkey-steps, books-steps, reach, n and windows must be at least 1")
+        raise UserError(
+            "passkey-steps, books-steps, reach, n and windows must be at least 1: give larger ones"
+        )
     for path in (*books, *held_out):
-        read_text(path)  # a book that is missing is refused now
+        read_text(path)  # refuses a missing book before the training begins
     lines = heading(length, passkey_steps, books_steps)
     for kind, (task, steps) in tasks.items():
         folder = output / kind
@@ -134,10 +139,10 @@ def main(
 
 
 def run(folder: Path, name: str, task: dict[str, Any], steps: int, length: int) -> TrainConfig:
-    """The training of one model; all but the model is equal among them."""
+    """Returns the training configuration of one model; only the model differs between them."""
     shape = MODELS[name]
     if "transformer" in shape:
-        positions = {"max_position_embeddings": length + ROOM}
+        positions = {"max_position_embeddings": length + EXTRA_POSITIONS}
         shape = {"transformer": shape["transformer"] | positions}
     return build_config(
         TrainConfig,
@@ -158,7 +163,7 @@ def run(folder: Path, name: str, task: dict[str, Any], steps: int, length: int) 
 
 
 def heading(length: int, passkey_steps: int, books_steps: int) -> list[str]:
-    """What was run, where and when."""
+    """Returns the title and the paragraph on commands, hardware and settings."""
     return [
         "# A transformer, a Mamba-2 and an LSTM on longer texts than they were trained on",
         "",
@@ -166,18 +171,18 @@ def heading(length: int, passkey_steps: int, books_steps: int) -> list[str]:
         f"{torch.get_num_threads()} thread(s), Python {platform.python_version()}, torch "
         f"{torch.__version__}.",
         "",
-        f"Rows of {format_length(length)} bytes that start from nothing, {STEP_TOKENS} tokens a "
-        f"step, {passkey_steps:,} steps on passkeys and {books_steps:,} on books, learning rate "
-        "2e-3 with a cosine, one seed. A length is what is read then, in bytes. In brackets 95 % "
-        "intervals; below a value the difference from `transformer+beyond` on the same items, "
-        "paired. `transformer+beyond` is the same transformer, reading on behind the end of what "
-        "it was made for. Peak memory is that of the process, libraries included (transformers' "
-        "own come on top for a transformer).",
+        f"Rows of {format_length(length)} bytes that start from the zero state, {STEP_TOKENS} "
+        f"tokens per step, {passkey_steps:,} steps on passkeys and {books_steps:,} on books, "
+        "learning rate 2e-3 with a cosine schedule, one seed. Lengths are those of the "
+        "evaluation, in bytes. In brackets: 95 % intervals; below a value: its paired difference "
+        "from `transformer+beyond` on the same items. `transformer+beyond` is the same transformer "
+        "without its limit on the length. Peak memory is that of the process, including "
+        "libraries (a transformer also loads those of transformers).",
     ]
 
 
 def sizes(folder: Path) -> list[str]:
-    """The parameters of each model, in one line."""
+    """Returns one line with the number of parameters of each model."""
     counts = []
     for name in MODELS:
         model = load(folder / name)

@@ -20,13 +20,13 @@ import typer
 
 from longrnn import LanguageModel, Mitigated, load_tokenizer, mitigation
 from longrnn.bundled import bundled
-from longrnn.cli.tables import print_passkey
 from longrnn.diagnostics.loss_curves import losses_by_position
 from longrnn.diagnostics.plots import passkey_heat_map
 from longrnn.evaluation import perplexity
 from longrnn.evaluation.calibrate import Settings, calibrate
 from longrnn.evaluation.passkey import by_model, evaluate, evenly_spaced, summarise
 from longrnn.evaluation.passkey_grid import Grid
+from longrnn.evaluation.tables import print_passkey
 from longrnn.evaluation.texts import read_documents
 from longrnn.files import write_atomic
 from longrnn.hf.loading import load_recurrent

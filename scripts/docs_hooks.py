@@ -1,4 +1,4 @@
-"""What the documentation site shows beside docs/: pages generated from the code and the repository.
+"""Adds pages to the documentation site that are generated from the code and the repository.
 
 mkdocs calls `on_files` and `on_page_markdown`. README.md is the home page, benchmarks/results/ the
 measurements, the command reference comes from the typer app, and the Python reference from the
@@ -27,7 +27,7 @@ PAGES = {
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the generated pages."""
+    """Adds the generated pages to the files of docs/."""
     pages = {target: (ROOT / source).read_text() for source, target in PAGES.items()}
     results = sorted((ROOT / "benchmarks" / "results").iterdir())
     listed = []
@@ -51,7 +51,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links between files of the repository become links between pages of the site."""
+    """Turns links between files of the repository into links between pages of the site."""
     source = next((s for s, t in PAGES.items() if t == page.file.src_uri), None)
     if source is None and page.file.src_uri.startswith("measurements/"):
         source = f"benchmarks/results/{Path(page.file.src_uri).name}"
@@ -81,7 +81,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def commands() -> str:
-    """The command reference, from the typer app."""
+    """Returns the command reference, read from the typer app."""
     import typer
 
     from longrnn.cli.app import app
@@ -108,7 +108,7 @@ def commands() -> str:
 
 
 def paragraphs(text: str | None) -> list[str]:
-    """Help as Markdown: a paragraph that click is told not to wrap is code."""
+    """Returns a help text as Markdown; indented paragraphs and examples become code blocks."""
     shown: list[str] = []
     for part in (text or "").strip().split("\n\n"):
         part = part.replace("\b\n", "").rstrip()
@@ -123,7 +123,7 @@ def paragraphs(text: str | None) -> list[str]:
 
 
 def row(parameter: Any) -> str:
-    """One option or argument as a row of a table."""
+    """Returns one option or argument as a row of a Markdown table."""
     if parameter.param_type_name == "argument":
         name, default = f"`{(parameter.metavar or parameter.name).upper()}`", ""
     else:
@@ -136,13 +136,13 @@ def row(parameter: Any) -> str:
 
 
 def public_names() -> str:
-    """The names that `longrnn` itself exports, and `longrnn.state`."""
+    """Returns the reference page of the names that `longrnn` exports, and of `longrnn.state`."""
     import longrnn
 
     shown = ["# Python", ""]
     for name in longrnn.__all__:
         found = getattr(longrnn, name)
-        # `longrnn.generate` is a function, and so is not told apart from the module of that name.
+        # The module that defines it: `longrnn.generate` is a function of a module of that name.
         home = getattr(found, "__module__", "longrnn") if callable(found) else "longrnn"
         if not name.startswith("_"):
             shown.append(f"::: {home}.{name}\n")
@@ -150,7 +150,7 @@ def public_names() -> str:
 
 
 def packages() -> str:
-    """One line for every module, from the first line of its docstring."""
+    """Returns a page with the first line of every module's docstring."""
     import longrnn
 
     lines = ["# Packages", ""]
@@ -167,7 +167,7 @@ def packages() -> str:
 
 
 def docstring(info: pkgutil.ModuleInfo) -> str:
-    """The first line of a module's docstring, without importing it."""
+    """Returns the first line of a module's docstring without importing the module."""
     import ast
 
     spec = info.module_finder.find_spec(info.name)  # type: ignore[call-arg]
@@ -178,5 +178,5 @@ def docstring(info: pkgutil.ModuleInfo) -> str:
 
 
 def first_line(module: Any) -> str:
-    """The first line of a module's docstring."""
+    """Returns the first line of an imported module's docstring."""
     return (module.__doc__ or "").strip().split("\n")[0]

@@ -1,7 +1,7 @@
-"""The packages of longrnn, their layers, and who imports whom, read from the code.
+"""Reads from the code which packages of longrnn import which, and defines their layers.
 
-    python scripts/import_graph.py            # print the graph, in Mermaid's notation
-    python scripts/import_graph.py --write    # put it into CONTRIBUTING.md
+    python scripts/import_graph.py            # print the graph as Mermaid
+    python scripts/import_graph.py --write    # write it into CONTRIBUTING.md
 
 `tests/test_layers.py` checks the imports and that CONTRIBUTING.md is up to date.
 """
@@ -16,8 +16,8 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 ROOT = REPOSITORY / "longrnn"
 
-# A top-level module (longrnn/state.py) is in layer 0. The package itself re-exports from every
-# layer, so that importing from it means importing from the top.
+# Top-level modules such as longrnn/state.py are in layer 0. The package itself re-exports names of
+# every layer, so importing from `longrnn` counts as an import from the top layer.
 LAYERS = {
     "ops": 1,
     "mixers": 2,
@@ -36,8 +36,9 @@ LAYERS = {
     "cli": 7,
 }
 TOP = 7
-# Packages of one layer that do not import each other.
-STRANGERS = {"mixers", "positions", "tasks"}
+# Packages that may not import each other although they are in the same layer.
+SEPARATE_PACKAGES = {"mixers", "positions", "tasks"}
+# The only package or module that may import a library.
 HOMES = {
     "transformers": "longrnn.hf",
     "accelerate": "longrnn.training",
@@ -60,23 +61,25 @@ SOURCES = {
 }
 
 
-def family(module: str) -> str:
-    """`mixers` of `longrnn.mixers.lstm`, nothing of `longrnn`."""
+def package_of(module: str) -> str:
+    """Returns the package of a module: `mixers` for `longrnn.mixers.lstm`, "" for `longrnn`."""
     return ".".join(module.split(".")[1:2])
 
 
 def layer(module: str) -> int:
-    """Layer of a module of the package.
+    """Returns the layer of a module.
 
     Raises:
-        AssertionError: a package that has no layer yet.
+        AssertionError: the package of the module has no layer yet.
     """
     if module == "longrnn":
         return TOP
-    if family(module) in LAYERS:
-        return LAYERS[family(module)]
-    is_module = module == "longrnn.__version__" or (ROOT / f"{family(module)}.py").is_file()
-    assert is_module, f"{module}: give longrnn/{family(module)}/ a layer in {Path(__file__).name}"
+    if package_of(module) in LAYERS:
+        return LAYERS[package_of(module)]
+    is_module = module == "longrnn.__version__" or (ROOT / f"{package_of(module)}.py").is_file()
+    assert is_module, (
+        f"{module}: give longrnn/{package_of(module)}/ a layer in {Path(__file__).name}"
+    )
     return 0
 
 
@@ -85,7 +88,7 @@ def is_type_checking(node: ast.stmt) -> bool:
 
 
 def statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """Every node, also inside functions, but not under `if TYPE_CHECKING`."""
+    """Yields every node, also inside functions, but not under `if TYPE_CHECKING`."""
     for child in ast.iter_child_nodes(tree):
         if isinstance(child, ast.stmt) and is_type_checking(child):
             assert isinstance(child, ast.If)
@@ -98,7 +101,7 @@ def statements(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of everything that a module imports."""
+    """Yields (line, dotted name) of everything that a module imports."""
     for node in statements(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -123,19 +126,23 @@ def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, s
 
 
 def edges() -> dict[str, set[str]]:
-    """Package by package, the packages that it imports, without layer 0."""
+    """Returns the packages that each package imports, without layer 0."""
     found: dict[str, set[str]] = {package: set() for package in LAYERS}
     for module, path in SOURCES.items():
-        if family(module) in LAYERS:
+        if package_of(module) in LAYERS:
             for _, target in imports(path.read_text(), module, path.name == "__init__.py"):
-                other = family(target)
-                if target.startswith("longrnn.") and other in LAYERS and other != family(module):
-                    found[family(module)].add(other)
+                other = package_of(target)
+                if (
+                    target.startswith("longrnn.")
+                    and other in LAYERS
+                    and other != package_of(module)
+                ):
+                    found[package_of(module)].add(other)
     return found
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
-    """A cycle of a graph, as the packages along it; empty where there is none."""
+    """Returns the packages along a cycle of the graph, or an empty list if there is no cycle."""
     done: set[str] = set()
 
     def visit(node: str, path: list[str]) -> list[str]:
@@ -153,7 +160,7 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def mermaid() -> str:
-    """The graph without the arrows that follow from others."""
+    """Returns the graph as Mermaid, without edges that follow from others."""
     graph = edges()
     lines = ["```mermaid", "graph TD"]
     for package in sorted(graph, key=lambda name: (-LAYERS[name], name)):
@@ -171,7 +178,7 @@ BEGIN, END = "<!-- import graph: python scripts/import_graph.py --write -->", "<
 
 
 def with_graph(text: str) -> str:
-    """A document with the graph between its two markers."""
+    """Returns the document with the current graph between its two markers."""
     before, rest = text.split(BEGIN, 1)
     return f"{before}{BEGIN}\n{mermaid()}\n{END}{rest.split(END, 1)[1]}"
 

@@ -17,15 +17,15 @@ from longrnn.diagnostics.gradients import LENGTHS, GradientRecord
 from longrnn.diagnostics.gradients_report import layers
 from longrnn.intervals import Estimate, mean
 
-# Characters of one step, and of a stretch that is measured.
-STEP_TOKENS, STRETCH = 2048, 1024
-# Nats a character: what counts as help.
+# Characters per training step, and characters of a text window in the evaluation.
+STEP_TOKENS, WINDOW_TOKENS = 2048, 1024
+# Nats per character: a smaller gain does not count as help.
 MARGIN = 0.02
 PROMPT = "ROMEO:\n"
 
 
 class Setting(NamedTuple):
-    """One row of the table: a cell, and the characters that a gradient goes back through."""
+    """One row of the table: a cell, and the characters that a gradient passes through."""
 
     kind: str
     window: int
@@ -42,16 +42,16 @@ SETTINGS = [
 
 
 class Study(NamedTuple):
-    """What was trained and measured.
+    """The results of the study.
 
     Attributes:
-        losses: nats a character by setting, one a seed.
-        models: configurations by kind of cell.
-        sizes: their parameters.
-        output: the folder of runs.
-        head: the text that was trained on.
-        tail: the text that was measured on.
-        steps: of every run.
+        losses: nats per character for each setting, one value per seed.
+        models: model configuration for each kind of cell.
+        sizes: number of parameters for each kind of cell.
+        output: folder of the runs.
+        head: file with the training text.
+        tail: file with the held-out text.
+        steps: training steps of each run.
     """
 
     losses: dict[str, list[float]]
@@ -64,11 +64,11 @@ class Study(NamedTuple):
 
 
 def verdict(losses: dict[str, list[float]]) -> list[str]:
-    """The published observation judged, and each other cell beside the RNN of the same window."""
+    """Returns the verdict on longer windows, and a comparison of each other cell with the RNN."""
     short, long = (losses[Setting("rnn", window).name] for window in (LENGTHS[0], LENGTHS[-1]))
     helped = difference(short, long)
     if len(short) == 1:
-        judged = "**Not judged**: one seed has no interval."
+        judged = "**Not judged**: one seed gives no interval."
     elif helped.high < MARGIN:
         judged = "**Confirmed**"
     elif helped.low > MARGIN:
@@ -77,14 +77,16 @@ def verdict(losses: dict[str, list[float]]) -> list[str]:
         judged = "**Inconclusive**"
     lines = [
         f"Longer windows do not help the vanilla RNN: {judged.rstrip('.')}. From windows of "
-        f"{LENGTHS[0]} to {LENGTHS[-1]} its loss falls by {nats(helped)} nats a character (paired "
-        f"by seed). Confirmed means that the interval lies below {MARGIN} (a perplexity lower by "
-        f"{1 - math.exp(-MARGIN):.0%}), refuted that it lies above."
+        f"{LENGTHS[0]} to {LENGTHS[-1]} its loss falls by {nats(helped)} nats per character "
+        f"(paired by seed). Confirmed means that the interval lies below {MARGIN} (a perplexity "
+        f"lower by {1 - math.exp(-MARGIN):.0%}), refuted that it lies above."
     ]
     for setting in SETTINGS[len(LENGTHS) :]:
         gain = difference(long, losses[setting.name])
-        than = "better" if gain.low > 0 else "worse" if gain.high < 0 else "not told apart"
-        lines.append(f"- {setting.name} beside rnn-{LENGTHS[-1]}: {nats(gain)} nats less, {than}.")
+        than = "better" if gain.low > 0 else "worse" if gain.high < 0 else "inconclusive"
+        lines.append(
+            f"- {setting.name} compared with rnn-{LENGTHS[-1]}: {nats(gain)} nats less, {than}."
+        )
     return lines
 
 
@@ -98,8 +100,8 @@ def nats(estimate: Estimate) -> str:
     return f"{estimate.mean:.4f} [{estimate.low:.4f}, {estimate.high:.4f}]"
 
 
-def written(study: Study, laboratory: GradientRecord) -> list[str]:
-    """The report in Markdown."""
+def report_lines(study: Study, record: GradientRecord) -> list[str]:
+    """Returns the report in Markdown."""
     losses, seeds = study.losses, len(study.losses[SETTINGS[0].name])
     trained, measured = (path.stat().st_size for path in (study.head, study.tail))
     command = shlex.join(["python", "-m", "scripts.study_char_lm", *sys.argv[1:]])
@@ -107,8 +109,8 @@ def written(study: Study, laboratory: GradientRecord) -> list[str]:
         "# Character language model: does a longer window help?",
         "",
         f"{datetime.now(UTC).date()}, {cpu_model()}, torch {torch.__version__}, float32, "
-        f"{torch.get_num_threads()} thread(s). Trained on {trained:,} bytes, measured on the "
-        f"{measured:,} that follow, in stretches of {STRETCH:,}. {study.steps:,} steps of "
+        f"{torch.get_num_threads()} thread(s). Trained on {trained:,} bytes, evaluated on the "
+        f"{measured:,} that follow, in windows of {WINDOW_TOKENS:,}. {study.steps:,} steps of "
         f"{STEP_TOKENS:,} characters, AdamW, gradient norm clipped at 1, state carried.",
         "",
         f"```\n{command}\n```",
@@ -123,7 +125,7 @@ def written(study: Study, laboratory: GradientRecord) -> list[str]:
             f"| {setting.kind} | {setting.window} | {d_model} | {size:,} | "
             f"{perplexity if seeds > 1 else f'{perplexity.mean:.2f}'} |"
         )
-    lines += ["", *verdict(losses), "", "## Gradients", "", *gradient_table(laboratory)]
+    lines += ["", *verdict(losses), "", "## Gradients", "", *gradient_table(record)]
     lines += ["", "## Samples", "", f"Temperature 0.8 after {PROMPT!r}, seed 0.", ""]
     for setting in SETTINGS:
         lines += [
@@ -137,21 +139,21 @@ def written(study: Study, laboratory: GradientRecord) -> list[str]:
     return lines[:-1]
 
 
-def gradient_table(laboratory: GradientRecord) -> list[str]:
-    """Factor a token and half-life, and the gradient of the recurrent weights by length."""
-    lengths = [str(length) for length in laboratory.about["lengths"]]
+def gradient_table(record: GradientRecord) -> list[str]:
+    """Returns factor per token, half-life, and gradient of the recurrent weights by length."""
+    lengths = [str(length) for length in record.about["lengths"]]
     lines = [
-        "On the tail, models of the first seed, in float64. Factor and half-life are those of "
-        f"∂loss_T/∂h_k over the far half of {lengths[-1]} characters; the median entry is that of "
-        "the gradient of the recurrent weights, of the loss at the last character.",
+        "Models of the first seed on the held-out text, in float64. Factor and half-life are those "
+        f"of ∂loss_T/∂h_k over the more distant half of {lengths[-1]} characters; the median entry "
+        "is that of the gradient of the last loss with respect to the recurrent weights.",
         "",
-        "| | factor a token | halved every | largest Lyapunov exponent | median entry at "
+        "| | factor per token | halved every | largest Lyapunov exponent | median entry at "
         + " | ".join(lengths)
         + " |",
         "| --- " * (4 + len(lengths)) + "|",
     ]
-    for row in layers(laboratory):
-        weights = laboratory.of("weights", subject=row["subject"])
+    for row in layers(record):
+        weights = record.of("weights", subject=row["subject"])
         cells = [f"{row['factor']:.3f}" if row["factor"] is not None else "0"]
         cells.append(f"{row['half_life']:.1f}" if row["half_life"] is not None else "–")
         cells.append(f"{row['exponent']:.3f}")
@@ -161,13 +163,13 @@ def gradient_table(laboratory: GradientRecord) -> list[str]:
 
 
 def sample(run: Path) -> str:
-    """What a model writes."""
+    """Returns a text that the model generates."""
     model, tokenizer = load(run), load_tokenizer(run)
-    said = generate(
+    generation = generate(
         model,
         torch.tensor([tokenizer.encode(PROMPT)]),
         max_new_tokens=240,
         temperature=0.8,
         generator=torch.Generator().manual_seed(0),
     )
-    return tokenizer.decode(said.tokens[0]).replace("```", "'''").strip()
+    return tokenizer.decode(generation.tokens[0]).replace("```", "'''").strip()

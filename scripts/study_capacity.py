@@ -1,16 +1,16 @@
-"""How far a state reaches by its size: a small family, trained, measured and fitted.
+"""Train a family of small models, and relate state size to forgetting and recall.
 
     python scripts/study_capacity.py
     python scripts/study_capacity.py --d-states 8,16,32,64 --train-lengths 256,512,1k --steps 3000
 
 Every state size is trained on passkeys (`configs/train/capacity.yaml`) at the shortest length, and
-goes on from there to the next longer one, each time with as many tokens a step. Each model is then
-asked for keys at lengths beyond its own, and reads a long text of filler for its loss by position;
-`longrnn diagnose capacity` puts the two together. Every part is resumable: give the same command
-again.
+continues from there at the next longer one, with the same number of tokens per step. Each model is
+then evaluated on passkeys beyond its training length, and on a long filler text for its loss by
+position; `longrnn diagnose capacity` combines the two. The same command resumes an
+interrupted study.
 
-From scratch at each length, a family this small does not learn reliably: rows grow fewer as they
-grow longer, and with them the answers that a step has.
+Trained from scratch at each length, models this small do not learn reliably: longer rows mean fewer
+rows per step, and so fewer answers per step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Annotated
 import typer
 
 from longrnn import load, load_tokenizer
-from longrnn.cli.capacity import capacity
 from longrnn.config import load_config
 from longrnn.errors import UserError
 from longrnn.evaluation import passkey, perplexity
@@ -30,6 +29,7 @@ from longrnn.evaluation.texts import read_documents
 from longrnn.files import write_atomic
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.programs import run_script
+from longrnn.studies.capacity_report import report
 from longrnn.tasks.passkey import FILLER, HEADER
 from longrnn.training.config import TrainConfig
 from longrnn.training.trainer import Trainer
@@ -37,27 +37,31 @@ from longrnn.units import parse_length, parse_lengths
 
 CONFIG = Path(__file__).parents[1] / "configs/train/capacity.yaml"
 LENGTHS = "256,384,512,768,1k,1536,2k,3k,4k,6k,8k,12k,16k,24k,32k"
-# Tokens of an optimizer step, at every training length.
+# Tokens per optimizer step, at every training length.
 STEP_TOKENS = 4096
 
 
 def main(
-    d_states: Annotated[str, typer.Option(help="State sizes: mixer.d_state.")] = "4,8,16,32",
+    d_states: Annotated[str, typer.Option(help="State sizes, as mixer.d_state.")] = "4,8,16,32",
     train_lengths: Annotated[str, typer.Option(help="Training lengths.")] = "192,384,768,1536",
-    steps: Annotated[int, typer.Option(help="At the shortest training length.")] = 1500,
-    more_steps: Annotated[int, typer.Option(help="At each longer one.")] = 400,
-    lengths: Annotated[str, typer.Option(help="Of the prompts.")] = LENGTHS,
-    n: Annotated[int, typer.Option("--n", help="Prompts at each of 3 depths.")] = 20,
-    text_length: Annotated[str, typer.Option(help="Tokens of the text of filler.")] = "32k",
-    output: Annotated[Path, typer.Option(help="Folder of everything.")] = Path("runs/capacity"),
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    steps: Annotated[int, typer.Option(help="Training steps at the shortest length.")] = 1500,
+    more_steps: Annotated[int, typer.Option(help="Training steps at each longer length.")] = 400,
+    lengths: Annotated[str, typer.Option(help="Prompt lengths.")] = LENGTHS,
+    n: Annotated[
+        int, typer.Option("--n", help="Prompts for each length and each of three depths.")
+    ] = 20,
+    text_length: Annotated[str, typer.Option(help="Length of the filler text in tokens.")] = "32k",
+    output: Annotated[Path, typer.Option(help="Folder for runs and results.")] = Path(
+        "runs/capacity"
+    ),
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
 ) -> None:
-    """Trains, measures and fits."""
-    asked, reach = parse_lengths(lengths), parse_length(text_length)
+    """Trains and evaluates the family, and fits its capacity."""
+    prompt_lengths, reach = parse_lengths(lengths), parse_length(text_length)
     sizes, trainings = parse_lengths(d_states), parse_lengths(train_lengths)
     if min(steps, more_steps, n) < 1:
-        raise UserError("steps, more_steps and n must be at least 1")
-    # What the loss is measured on: the filler of training, without a key.
+        raise UserError("steps, more-steps and n must be at least 1: give larger numbers")
+    # The loss is measured on the filler of training, without a key.
     text = output / "filler.txt"
     write_atomic(text, HEADER + (FILLER * (reach // len(FILLER) + 2))[: reach + 1])
     family = []
@@ -75,20 +79,21 @@ def main(
             } | ({} if before is None else {"init_from": before})
             overrides = [f"{key}={value}" for key, value in settings.items()]
             Trainer(load_config(TrainConfig, CONFIG, overrides), resume=True, quiet=quiet).train()
-            measure(run, asked, n, text, reach, output / "results" / run.name, quiet)
+            measure(run, prompt_lengths, n, text, reach, output / "results" / run.name, quiet)
             family.append(str(run))
             before = run
-    capacity(family, results=[output / "results"], output=output / "capacity")
+    folder = output / "capacity"
+    typer.echo("\n".join(map(str, report(family, [output / "results"], folder))))
 
 
 def measure(
-    run: Path, asked: list[int], n: int, text: Path, reach: int, results: Path, quiet: bool
+    run: Path, lengths: list[int], n: int, text: Path, reach: int, results: Path, quiet: bool
 ) -> None:
-    """Passkeys and the loss by position of one model, recorded in a folder."""
+    """Evaluates passkeys and the loss by position of one model; writes both to a folder."""
     model, tokenizer = load(run), load_tokenizer(run)
     passkey.evaluate(
         [OpenCheckpoint(run.name, model, tokenizer)],
-        Grid(asked, n, passkey.evenly_spaced(3)),
+        Grid(lengths, n, passkey.evenly_spaced(3)),
         output=results / "passkey.jsonl",
         quiet=quiet,
     )

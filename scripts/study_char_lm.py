@@ -1,13 +1,13 @@
-"""Do longer windows help a vanilla RNN? A character language model, cell by cell.
+"""Test whether longer training windows help a vanilla RNN as a character language model.
 
     python -m scripts.study_char_lm data/tinyshakespeare.txt
 
 A vanilla RNN is trained on the head of a text by truncated back-propagation through windows of 16,
 32 and 64 characters; a GRU, an LSTM and a Mamba-2 through 64. All carry their state from window to
 window, and have the same number of parameters (within TOLERANCE), the same steps, and the same
-characters a step. Perplexity is that of the text's tail, which none has seen, with Student-t
-intervals over seeds. Gradients of the first seed's models say why. Finished runs are skipped: a
-study that was stopped goes on with the same command.
+characters per step. Perplexity is measured on the held-out tail of the text, with Student-t
+intervals over seeds. Gradients of the first seed's models explain the result. The same command
+resumes an interrupted study and skips finished runs.
 """
 
 from __future__ import annotations
@@ -35,27 +35,36 @@ from longrnn.tasks import TASKS
 from longrnn.text import read_text
 from longrnn.training.config import TrainConfig
 from longrnn.training.trainer import Trainer
-from scripts.report_char_lm import SETTINGS, STEP_TOKENS, STRETCH, Setting, Study, written
+from scripts.report_char_lm import (
+    SETTINGS,
+    STEP_TOKENS,
+    WINDOW_TOKENS,
+    Setting,
+    Study,
+    report_lines,
+)
 
-# Share of the text that is held out, and how far numbers of parameters may differ.
+# Share of the text that is held out, and largest relative difference in parameters.
 HELD_OUT, TOLERANCE = 0.1, 0.02
 
 
 def main(
     text: Annotated[Path, typer.Argument(help="The text, UTF-8; its tail is held out.")],
-    steps: Annotated[int, typer.Option(help="Of every run.")] = 800,
-    seeds: Annotated[int, typer.Option(help="Runs of every setting.")] = 3,
-    width: Annotated[int, typer.Option(help="d_model of the RNN; the others follow.")] = 256,
-    output: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("runs/char-lm"),
-    report: Annotated[Path, typer.Option(help="The file with the result.")] = Path(
+    steps: Annotated[int, typer.Option(help="Training steps of each run.")] = 800,
+    seeds: Annotated[int, typer.Option(help="Runs for each setting.")] = 3,
+    width: Annotated[
+        int, typer.Option(help="d_model of the RNN; the others get as many parameters.")
+    ] = 256,
+    output: Annotated[Path, typer.Option(help="Folder for the runs.")] = Path("runs/char-lm"),
+    report: Annotated[Path, typer.Option(help="Report to write.")] = Path(
         "benchmarks/results/char_lm_cpu.md"
     ),
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
 ) -> None:
-    """Trains, measures, and writes the report."""
+    """Trains and evaluates the models, and writes the report."""
     if min(steps, seeds) < 1 or width < 16:
-        raise UserError("steps and seeds must be at least 1, and width at least 16")
-    head, tail = parted(text, output)
+        raise UserError("steps and seeds must be at least 1 and width at least 16: give larger")
+    head, tail = split_text(text, output)
     models = {kind: matched(kind, width) for kind in dict.fromkeys(s.kind for s in SETTINGS)}
     losses: dict[str, list[float]] = {setting.name: [] for setting in SETTINGS}
     for seed in range(seeds):  # seed by seed: a study that is stopped has whole comparisons
@@ -66,17 +75,20 @@ def main(
             losses[setting.name].append(loss_of(run, tail, quiet))
     sizes = {kind: parameters(model) for kind, model in models.items()}
     study = Study(losses, models, sizes, output, head, tail, steps)
-    lines = written(study, gradients(output, tail, quiet))
+    lines = report_lines(study, gradients(output, tail, quiet))
     write_atomic(report, "\n".join(lines) + "\n")
     typer.echo("\n".join(lines))
 
 
-def parted(text: Path, output: Path) -> tuple[Path, Path]:
-    """Writes the head and the tail of a text as files, cut where a line begins."""
+def split_text(text: Path, output: Path) -> tuple[Path, Path]:
+    """Writes head and tail of a text, cut at the beginning of a line, and returns both paths."""
     content, _ = read_text(text)
     cut = content.find("\n", int(len(content) * (1 - HELD_OUT))) + 1
-    if cut == 0 or len(content) - cut <= STRETCH:
-        raise UserError(f"{text} is too short: its last tenth must hold lines of {STRETCH} bytes")
+    if cut == 0 or len(content) - cut <= WINDOW_TOKENS:
+        raise UserError(
+            f"{text} is too short: its last tenth needs more than {WINDOW_TOKENS} characters, "
+            "give a longer text"
+        )
     head, tail = output / "head.txt", output / "tail.txt"
     if head.is_file() and head.read_bytes() != content[:cut].encode():
         raise UserError(f"{output} holds the study of another text: choose another --output")
@@ -86,10 +98,10 @@ def parted(text: Path, output: Path) -> tuple[Path, Path]:
 
 
 def matched(kind: str, width: int) -> dict[str, Any]:
-    """A model with as many parameters as the RNN of `width`, as nearly as its sizes allow.
+    """Returns the model of a kind with nearly as many parameters as the RNN of `width`.
 
     Raises:
-        UserError: no sizes come within TOLERANCE.
+        UserError: no size comes within TOLERANCE.
     """
     wanted = parameters(plain({"kind": "rnn"}, width))
     if kind == "mamba2":  # the largest width for a state of 64, and then the state
@@ -106,7 +118,7 @@ def matched(kind: str, width: int) -> dict[str, Any]:
 def around(
     build: Callable[[int], dict[str, Any]], sizes: range, wanted: int
 ) -> list[dict[str, Any]]:
-    """The models just below and just above so many parameters."""
+    """Returns the largest model below `wanted` parameters and the smallest one above."""
     place = bisect_left(sizes, wanted, key=lambda size: parameters(build(size)))
     return [build(size) for size in sizes[max(0, place - 1) : place + 1]]
 
@@ -116,7 +128,7 @@ def mamba2(d_state: int) -> dict[str, Any]:
 
 
 def plain(mixer: dict[str, Any], width: int) -> dict[str, Any]:
-    """Embedding, one cell and head, and nothing else."""
+    """Returns a model of an embedding, one cell and a head."""
     return {
         "vocab_size": 256,
         "d_model": width,
@@ -128,7 +140,7 @@ def plain(mixer: dict[str, Any], width: int) -> dict[str, Any]:
 
 
 def parameters(model: dict[str, Any]) -> int:
-    """How many there are; nothing is drawn."""
+    """Returns the number of parameters, without allocating them."""
     with torch.device("meta"):
         built = RecurrentLM(build_config(RecurrentConfig, model))
     return sum(parameter.numel() for parameter in built.parameters())
@@ -137,9 +149,9 @@ def parameters(model: dict[str, Any]) -> int:
 def training(
     setting: Setting, model: dict[str, Any], head: Path, run: Path, seed: int, steps: int
 ) -> TrainConfig:
-    """The run of one setting and seed; but for model and window all are equal."""
+    """Returns the training configuration of a run; only model, window and seed differ."""
     rows = STEP_TOKENS // setting.window
-    stream = head.stat().st_size // STEP_TOKENS  # windows of a row until the text is read once
+    stream = head.stat().st_size // STEP_TOKENS  # windows per row in one pass over the text
     values = {
         "output_dir": str(run),
         "model": model,
@@ -159,13 +171,13 @@ def training(
 
 
 def loss_of(run: Path, tail: Path, quiet: bool) -> float:
-    """Nats a character on the tail, in stretches that start from zero."""
+    """Returns nats per character on the tail, in windows that start from the zero state."""
     model = load(run)
     documents = read_documents([tail], load_tokenizer(run), model)
     rows = measure.evaluate(
         model,
         documents,
-        length=STRETCH,
+        length=WINDOW_TOKENS,
         output=run.parent / f"{run.name}.jsonl",
         batch_size=16,
         quiet=quiet,
@@ -174,7 +186,7 @@ def loss_of(run: Path, tail: Path, quiet: bool) -> float:
 
 
 def gradients(output: Path, tail: Path, quiet: bool) -> GradientRecord:
-    """Gradients through time of the first seed's models on the tail, with their report."""
+    """Diagnoses the gradients of the first seed's models on the tail, and writes their report."""
     subjects = [Subject(s.name, load_recurrent(output / s.name / "seed0")) for s in SETTINGS]
     task = TASKS.build({"kind": "text", "files": [str(tail)]})
     folder = output / "gradients"

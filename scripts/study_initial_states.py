@@ -1,14 +1,14 @@
-"""From which state should a row start? Every policy, the same budget, loss by position on books.
+"""Compare policies for the initial state of a row, at equal budget, by the loss on books.
 
     python scripts/study_initial_states.py
     python scripts/study_initial_states.py --base runs/books-collapse --train-length 128
 
-One model is trained on books from zero states (`configs/train/books_256.yaml`, or `--base`). From
-there each policy goes on for the same steps over the same number of tokens, with each seed, on the
-same books; `zero` going on is what the others are compared with. All are measured on books that
-none has seen, at positions up to 64 times the training length. Intervals are over seeds, of which
-the base has one: they say how sure it is for this base. Every part is resumable, and finished runs
-are skipped: give the same command again.
+One model, the base, is trained on books from zero states (`configs/train/books_256.yaml`, or
+`--base`). Training then continues with each policy and seed on the same books, with the same
+numbers of steps and tokens; the others are compared with `zero`. All models are evaluated on
+held-out books, at positions up to 64 times the training length. Intervals are over the seeds of the
+continued training; the base has one seed, so they hold for this base only. The same command resumes
+an interrupted study and skips finished runs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Annotated, Any
 import typer
 
 from longrnn import load, load_tokenizer
-from longrnn.cli.options import training_length
 from longrnn.config import build_config, load_config
 from longrnn.errors import UserError
 from longrnn.evaluation import perplexity as measure
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.files import write_atomic
+from longrnn.hf.training_length import required_training_length
 from longrnn.intervals import Estimate, mean
 from longrnn.programs import run_script
 from longrnn.results import Row
@@ -39,7 +39,7 @@ from longrnn.units import format_length, parse_length
 CONFIG = Path(__file__).parents[1] / "configs/train/books_256.yaml"
 TRAIN = ("war_and_peace", "les_miserables", "karamazov_brothers", "don_quixote")
 HELD_OUT = ("moby_dick", "tom_sawyer")
-# Tokens of a step, and segments after which a stream takes up another document.
+# Tokens per step, and segments after which a stream moves on to another document.
 STEP_TOKENS, MAX_SEGMENTS = 4096, 64
 
 
@@ -51,52 +51,56 @@ def main(
         list[Path] | None, typer.Option(help="Held-out books.", show_default="two in data/")
     ] = None,
     base: Annotated[
-        str | None, typer.Option(help="Checkpoint to go on from.", show_default="trained here")
+        str | None, typer.Option(help="Checkpoint to continue from.", show_default="trained here")
     ] = None,
-    base_steps: Annotated[int, typer.Option(help="Steps of the base that is trained here.")] = 1200,
+    base_steps: Annotated[
+        int, typer.Option(help="Training steps of the base, if it is trained here.")
+    ] = 1200,
     train_length: Annotated[
-        str | None, typer.Option(help="Tokens of a row.", show_default="that of the base")
+        str | None, typer.Option(help="Length of a row in tokens.", show_default="that of the base")
     ] = None,
-    steps: Annotated[int, typer.Option(help="Of every policy.")] = 300,
-    seeds: Annotated[int, typer.Option(help="Runs of every policy.")] = 3,
+    steps: Annotated[int, typer.Option(help="Training steps for each policy.")] = 300,
+    seeds: Annotated[int, typer.Option(help="Runs for each policy.")] = 3,
     policy: Annotated[
         list[str] | None, typer.Option(help="Policies to run.", show_default="all")
     ] = None,
     length: Annotated[
         str | None,
-        typer.Option(help="Positions to measure.", show_default="64 × the training length"),
+        typer.Option(
+            help="Number of positions to evaluate.", show_default="64 × the training length"
+        ),
     ] = None,
-    windows: Annotated[int, typer.Option(help="Stretches of that length a book.")] = 4,
-    output: Annotated[Path, typer.Option(help="Folder of everything.")] = Path(
+    windows: Annotated[int, typer.Option(help="Windows of that length from each book.")] = 4,
+    output: Annotated[Path, typer.Option(help="Folder for runs and results.")] = Path(
         "runs/initial-states"
     ),
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
 ) -> None:
-    """Trains, measures and prints a table in Markdown."""
+    """Trains and evaluates the models, and prints a table in Markdown."""
     kinds = policy or list(INITIAL_STATES)
     for kind in kinds:
-        INITIAL_STATES[kind]  # an unknown one is refused now
+        INITIAL_STATES[kind]  # refuses an unknown policy before the training begins
     if min(base_steps, steps, seeds, windows) < 1:
-        raise UserError("base-steps, steps, seeds and windows must be at least 1")
+        raise UserError("base-steps, steps, seeds and windows must be at least 1: give larger")
     books_to_read = train or [Path(f"data/{book}.txt") for book in TRAIN]
     held_out = text or [Path(f"data/{book}.txt") for book in HELD_OUT]
     trained, reach = lengths(base, train_length, length)
     for path in (*books_to_read, *held_out):
-        read_text(path)  # a book that is missing is refused now
+        read_text(path)  # refuses a missing book before the training begins
     name = base or "bytes"
     tokenizer = load_tokenizer(name)
     task = books(books_to_read, tokenizer, name, output)
     if base is None:
         base = trained_base(output / "base", task, base_steps, trained, quiet)
-    documents = shortened(held_out, tokenizer, base, reach, windows)
+    documents = held_out_documents(held_out, tokenizer, base, reach, windows)
 
-    found = {"base": [measured(base, documents, reach, output / "loss/base.jsonl", quiet)]}
-    for seed in range(seeds):  # seed by seed: a study that is stopped has whole comparisons
+    found = {"base": [evaluate(base, documents, reach, output / "loss/base.jsonl", quiet)]}
+    for seed in range(seeds):  # outermost, so that an interrupted study has complete comparisons
         for kind in kinds:
             run = output / kind / f"seed{seed}"
             config = continued(base, run, task, kind, seed, trained, steps, name)
             Trainer(config, resume=True, quiet=quiet).train()
-            rows = measured(str(run), documents, reach, output / f"loss/{kind}-{seed}.jsonl", quiet)
+            rows = evaluate(str(run), documents, reach, output / f"loss/{kind}-{seed}.jsonl", quiet)
             found.setdefault(kind, []).append(rows)
     lines = table(found, trained, reach)
     write_atomic(output / "table.md", "\n".join(lines) + "\n")
@@ -104,17 +108,15 @@ def main(
 
 
 def lengths(base: str | None, train_length: str | None, length: str | None) -> tuple[int, int]:
-    """The training length, and how many positions are measured.
+    """Returns the training length and the number of positions to evaluate.
 
     Raises:
-        UserError: a base that does not say its training length, or nothing to measure beyond it.
+        UserError: the training length is not known, or `length` is not well beyond it.
     """
     if base is None and train_length is None:
-        trained: int | None = load_config(TrainConfig, CONFIG).length.max
+        trained = load_config(TrainConfig, CONFIG).length.max
     else:
-        trained = training_length(base or "", train_length)
-    if trained is None:
-        raise UserError(f"{base} does not say its training length: give --train-length")
+        trained = required_training_length(base or "", train_length)
     reach = 64 * trained if length is None else parse_length(length)
     if reach < 2 * trained:
         raise UserError(
@@ -125,7 +127,7 @@ def lengths(base: str | None, train_length: str | None, length: str | None) -> t
 
 
 def books(files: list[Path], tokenizer: Tokenizer, name: str, output: Path) -> dict[str, Any]:
-    """The task, on a corpus of the books; one that was made before is kept."""
+    """Returns the task on a corpus of the books, which is built if it does not exist yet."""
     corpus = output / "corpus"
     if not corpus.exists():
         build_corpus(files, tokenizer, corpus, name=name, quiet=True)
@@ -133,7 +135,7 @@ def books(files: list[Path], tokenizer: Tokenizer, name: str, output: Path) -> d
 
 
 def trained_base(run: Path, task: dict[str, Any], steps: int, trained: int, quiet: bool) -> str:
-    """The folder of the model that all policies go on from."""
+    """Trains the base, and returns its folder."""
     settings = [f"output_dir={run}", f"max_steps={steps}", f"length.max={trained}"]
     settings += [f"warmup_steps={steps // 2}"] if steps < 200 else []  # else as in the file
     config = load_config(TrainConfig, CONFIG, settings)
@@ -152,7 +154,7 @@ def continued(
     steps: int,
     tokenizer: str,
 ) -> TrainConfig:
-    """The run of one policy and seed; everything else is equal among them."""
+    """Returns the training configuration of a run; only policy and seed differ between runs."""
     values = {
         "output_dir": str(run),
         "init_from": base,
@@ -174,31 +176,31 @@ def continued(
     return build_config(TrainConfig, values)
 
 
-def shortened(
+def held_out_documents(
     paths: list[Path], tokenizer: Tokenizer, base: str, reach: int, windows: int
 ) -> list[Document]:
-    """The held-out books, each cut to so many windows."""
+    """Returns the held-out books, each cut to at most `windows` windows."""
     books = read_documents(paths, tokenizer, load(base))
     return [book._replace(tokens=book.tokens[: windows * reach + 1]) for book in books]
 
 
-def measured(
+def evaluate(
     checkpoint: str, documents: list[Document], reach: int, output: Path, quiet: bool
 ) -> list[Row]:
-    """Losses by position of one checkpoint."""
+    """Evaluates the loss of one checkpoint by position."""
     return measure.evaluate(load(checkpoint), documents, length=reach, output=output, quiet=quiet)
 
 
 def table(found: dict[str, list[list[Row]]], trained: int, reach: int) -> list[str]:
-    """Mean loss in nats by position, and its difference from `zero`, a row a policy."""
+    """Returns a table of the mean loss in nats by position, one row per policy, and differences."""
     spans = list(pairwise([0, *(edge for edge in measure.edges(reach) if edge >= trained)]))
     head = [f"{format_length(a)} to {format_length(b)}" for a, b in spans]
     lines = [
-        "| start | seeds | " + " | ".join(head) + " | most beyond / inside |",
+        "| start | seeds | " + " | ".join(head) + " | largest beyond / inside |",
         "| --- " * (len(spans) + 3) + "|",
     ]
     losses = {
-        kind: [[stretch(rows, a, b) for a, b in spans] for rows in runs]
+        kind: [[mean_loss(rows, a, b) for a, b in spans] for rows in runs]
         for kind, runs in found.items()
     }
     for kind, runs in losses.items():
@@ -218,15 +220,15 @@ def table(found: dict[str, list[list[Row]]], trained: int, reach: int) -> list[s
     return lines
 
 
-def stretch(rows: list[Row], start: int, stop: int) -> float:
-    """Mean loss at positions from `start` up to `stop`, over documents."""
+def mean_loss(rows: list[Row], start: int, stop: int) -> float:
+    """Returns the mean loss at positions `start` up to `stop`, over documents."""
     buckets = [b for b in measure.summarise(rows)[1] if start <= b.start and b.stop <= stop]
     total = sum((b.stop - b.start) * b.nats.mean for b in buckets)
     return total / sum(b.stop - b.start for b in buckets)
 
 
 def shown(estimate: Estimate) -> str:
-    """A mean with its interval over seeds, where there are several."""
+    """Returns a mean as text, with its interval if there are several seeds."""
     if estimate.n == 1:
         return f"{estimate.mean:.3f}"
     return f"{estimate.mean:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"

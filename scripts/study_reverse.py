@@ -1,13 +1,13 @@
-"""Does a positional encoding help a recurrent model when the vocabulary is large? A small grid.
+"""Test whether positional encodings help recurrent models with large vocabularies.
 
     python scripts/study_reverse.py --jobs 2
 
 Reverse ordering (configs/train/reverse_study.yaml) with every cell and every encoding, the LSTM
 also with a larger vocabulary and with rare tokens, each with several seeds; gradient stability
-along the LSTM's checkpoints. The duplicate of the token embedding, as wide as an encoding and as
-blind as none, is what the others are compared with, seed by seed. Writes a document with tables,
-and a verdict from the intervals alone: inconclusive where an interval holds 0. What is done is
-kept: give the same command again to go on, or with more seeds to add to it.
+along the LSTM's checkpoints. The control is a duplicate of the token embedding: as wide as an
+encoding, but without positions; the others are compared with it seed by seed. Writes a document
+with tables and with verdicts that follow from the intervals alone: inconclusive if an interval
+contains 0. The same command resumes an interrupted study; more seeds add to its results.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ METRICS = [METRIC, "exact_match", "edit_distance"]
 
 
 class Part(NamedTuple):
-    """One sweep of the study, as it was run."""
+    """One sweep of the study, with its results."""
 
     title: str
     base: TrainConfig
@@ -58,38 +58,50 @@ class Part(NamedTuple):
 
 
 def main(
-    seeds: Annotated[int, typer.Option(help="Runs of each kind, at most 5.")] = 3,
-    vocab_size: Annotated[int, typer.Option(help="V of the grid of all cells.")] = 256,
-    large: Annotated[int, typer.Option(help="V of the LSTM's second grid.")] = 1024,
+    seeds: Annotated[int, typer.Option(help="Runs of each combination, from 2 to 5.")] = 3,
+    vocab_size: Annotated[
+        int, typer.Option(help="Vocabulary size of the grid of all cells.")
+    ] = 256,
+    large: Annotated[
+        int, typer.Option(help="Vocabulary size of the second grid of the LSTM.")
+    ] = 1024,
     cell: Annotated[
-        list[str] | None, typer.Option(help="Of the first grid.", show_default="all")
+        list[str] | None,
+        typer.Option(
+            help="Cell of the first grid; may be given several times.", show_default="all"
+        ),
     ] = None,
     encoding: Annotated[
-        list[str] | None, typer.Option(help="Of all grids.", show_default="all")
+        list[str] | None,
+        typer.Option(help="Positional encoding; may be given several times.", show_default="all"),
     ] = None,
     part: Annotated[
-        list[str] | None, typer.Option(help="cells, large or dual.", show_default="all")
+        list[str] | None,
+        typer.Option(help="Part of the study: cells, large or dual.", show_default="all"),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Of every run.", show_default="as in the configuration")
+        int | None,
+        typer.Option(help="Training steps of each run.", show_default="as in the configuration"),
     ] = None,
     triplets: Annotated[int, typer.Option(help="Triplets of the gradient stability.")] = 1024,
-    jobs: Annotated[int, typer.Option(help="Runs at a time.")] = 2,
-    hardware: Annotated[str, typer.Option(help="For the document.")] = "",
-    output: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/reverse-study"),
-    document: Annotated[Path, typer.Option(help="What is written.")] = Path(
+    jobs: Annotated[int, typer.Option(help="Runs at the same time.")] = 2,
+    hardware: Annotated[str, typer.Option(help="Hardware, as the document describes it.")] = "",
+    output: Annotated[Path, typer.Option(help="Folder for the runs.")] = Path("runs/reverse-study"),
+    document: Annotated[Path, typer.Option(help="Document to write.")] = Path(
         "benchmarks/results/reverse_cpu.md"
     ),
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
 ) -> None:
-    """Trains, measures, and writes the document."""
+    """Trains and evaluates the models, and writes the document."""
     if not 2 <= seeds <= 5:
-        raise UserError(f"seeds must be from 2 (for an interval) to 5, not {seeds}")
+        raise UserError(
+            f"seeds must be from 2 (for an interval) to 5, not {seeds}: give such a number"
+        )
     base = load_config(TrainConfig, CONFIG, [] if steps is None else _steps(steps))
-    grids = planned(cell or CELLS, encoding or ENCODINGS, vocab_size, large, SEEDS[:seeds])
+    grids = study_grids(cell or CELLS, encoding or ENCODINGS, vocab_size, large, SEEDS[:seeds])
     for name in part or []:
         if name not in grids:
-            raise UserError(f"no part {name!r}: {nearest(name, grids)}")
+            raise UserError(f"unknown part {name!r}: {nearest(name, grids)}")
     grids = {name: grid for name, grid in grids.items() if part is None or name in part}
     plans = {
         title: expand(base, axes, output / name / "runs") for name, (title, axes) in grids.items()
@@ -99,29 +111,29 @@ def main(
         rows, failures = Sweep(plans[title], output / name, jobs=jobs, quiet=quiet).run()
         if failures:
             listed = "; ".join(f"{f.name} ({f.reason})" for f in failures)
-            raise UserError(f"runs failed, and the same command runs them again: {listed}")
+            raise UserError(f"runs failed; give the same command to run them again: {listed}")
         parts[name] = Part(title, base, axes, rows)
-    readings = []
+    stability = []
     if "dual" in parts:
-        readings = stabilities(parts["dual"], output / "dual/runs", triplets, quiet)
-    drawn = document.with_suffix(".png")
-    drawable = [found for name, found in parts.items() if name != "dual"]
-    picture(drawable or list(parts.values()), drawn)
-    shows = ["", f"![token accuracy of every run (points) and their means (bars)]({drawn.name})"]
-    lines = [*preamble(base, seeds, hardware), *shows, *chapters(parts), *readings]
+        stability = stability_lines(parts["dual"], output / "dual/runs", triplets, quiet)
+    plot = document.with_suffix(".png")
+    plotted = [found for name, found in parts.items() if name != "dual"]
+    picture(plotted or list(parts.values()), plot)
+    image = ["", f"![token accuracy of every run (points) and their means (bars)]({plot.name})"]
+    lines = [*preamble(base, seeds, hardware), *image, *chapters(parts), *stability]
     write_atomic(document, "\n".join(lines) + "\n")
     typer.echo("\n".join(lines))
 
 
-def planned(
+def study_grids(
     cells: list[str], encodings: list[str], vocab_size: int, large: int, seeds: list[str]
 ) -> dict[str, tuple[str, Axes]]:
-    """Title and axes of every grid, by the name of its folder."""
+    """Returns title and axes of every grid, by the name of its folder."""
     for kind in cells:
-        MIXERS[kind]  # an unknown one is refused now
+        MIXERS[kind]  # refuses an unknown cell before the training begins
     if CONTROL not in encodings:
-        raise UserError(f"every comparison is with {CONTROL}: add --encoding {CONTROL}")
-    # Seed by seed: a study that is stopped has whole comparisons.
+        raise UserError(f"all encodings are compared with {CONTROL}: add --encoding {CONTROL}")
+    # The seed comes first, so that an interrupted study has complete comparisons.
     all_cells: Axes = {"seed": seeds, "mixer.kind": cells, "position.kind": encodings}
     lstm: Axes = all_cells | {"mixer.kind": ["lstm"]}
     three = [kind for kind in encodings if kind in ("none", CONTROL, "sinusoidal")]
@@ -136,13 +148,13 @@ def planned(
 
 
 def _steps(steps: int) -> list[str]:
-    """The settings of a run of so many steps with four checkpoints."""
+    """Returns the settings of a run of `steps` steps with four checkpoints."""
     every = max(1, steps // 4)
     return [f"max_steps={steps}", f"save_steps={every}", f"warmup_steps={max(1, steps // 20)}"]
 
 
 def preamble(base: TrainConfig, seeds: int, hardware: str) -> list[str]:
-    """What was done, where, and how to read it."""
+    """Returns title, hardware, settings and command of the document."""
     assert base.model is not None  # `reverse_study.yaml` has one
     where = hardware or f"{os.cpu_count()} cores, {platform.machine()}, no GPU"
     return [
@@ -162,7 +174,7 @@ def preamble(base: TrainConfig, seeds: int, hardware: str) -> list[str]:
 
 
 def chapters(parts: dict[str, Part]) -> Iterator[str]:
-    """Tables of every part with its verdict."""
+    """Yields the tables and the verdict of every part."""
     for name, part in parts.items():
         yield from ["", f"## {part.title}", ""]
         conditions = conditions_of(part) if name == "dual" else []
@@ -171,12 +183,12 @@ def chapters(parts: dict[str, Part]) -> Iterator[str]:
 
 
 def conditions_of(part: Part) -> list[str]:
-    """The four conditions of the dual-frequency test."""
+    """Returns the four conditions of the dual-frequency test."""
     return [name for name in part.rows[0]["metrics"] if name.endswith("disturbants")]
 
 
 def scores(part: Part, metrics: Sequence[str]) -> list[str]:
-    """Means over seeds."""
+    """Returns a table of means over seeds."""
     cells = [
         [values["mixer.kind"], values["position.kind"], *(shown(found[m]) for m in metrics)]
         for values, found in means(part.rows, part.axes)
@@ -185,7 +197,7 @@ def scores(part: Part, metrics: Sequence[str]) -> list[str]:
 
 
 def verdicts(part: Part, metrics: Sequence[str]) -> list[str]:
-    """Differences from the control and from no encoding, with what they say."""
+    """Returns a table of differences from the control and from no encoding, with verdicts."""
     lines, cells = [], []
     for metric in metrics:
         from_control = differences(part.rows, part.axes, ("position.kind", CONTROL), metric)
@@ -200,17 +212,17 @@ def verdicts(part: Part, metrics: Sequence[str]) -> list[str]:
     head = ["cell", "encoding", f"minus {CONTROL}", "verdict", "minus none", "verdict"]
     lines += table([*(["of"] if len(metrics) > 1 else []), *head], cells)
     counts = [row[-3] for row in cells if row[-5] != "none"]
-    said = ", ".join(f"{counts.count(v)} {v}" for v in ("higher", "lower", "inconclusive"))
+    counted = ", ".join(f"{counts.count(v)} {v}" for v in ("higher", "lower", "inconclusive"))
     return [
         *lines,
         "",
         f"**Verdict.** Of {len(counts)} comparisons of a positional encoding with the {CONTROL} "
-        f"control: {said}.",
+        f"control: {counted}.",
     ]
 
 
-def stabilities(part: Part, folder: Path, n: int, quiet: bool) -> list[str]:
-    """Gradient stability of the LSTM by condition and checkpoint, a mean over seeds of means."""
+def stability_lines(part: Part, folder: Path, n: int, quiet: bool) -> list[str]:
+    """Returns the gradient stability of the LSTM by condition and checkpoint: means over seeds."""
     options = {
         "kind": part.axes["task.kind"][0], "vocab_size": int(part.axes["vocab_size"][0])
     }  # fmt: skip
@@ -218,21 +230,21 @@ def stabilities(part: Part, folder: Path, n: int, quiet: bool) -> list[str]:
     assert isinstance(task, Transduction)
     found: dict[tuple[str | None, str, int], list[tuple[float, ...]]] = {}
     for row in part.rows:
-        readings = along_checkpoints(
+        measured = along_checkpoints(
             folder / row["run"], task, length=part.base.length.max, n=n, quiet=quiet
         )
-        for reading in readings:
-            key = reading.condition, row["values"]["position.kind"], reading.step
-            means_of = (reading.same_token, reading.same_suffix, reading.norm)
+        for one in measured:
+            key = one.condition, row["values"]["position.kind"], one.step
+            means_of = (one.same_token, one.same_suffix, one.norm)
             found.setdefault(key, []).append(tuple(estimate.mean for estimate in means_of))
     cells, verdicts_of = [], []
     places = {condition.name: index for index, condition in enumerate(task.conditions())}
-    # Stable: within a condition, encodings and steps stay in the order in which they were run.
+    # The sort is stable: within a condition, encodings and steps keep their order.
     for (condition, encoding, step), runs in sorted(found.items(), key=lambda i: places[i[0][0]]):
         token, suffix, norm = (mean(values) for values in zip(*runs, strict=True))
         against = ["–", "–"]
         if encoding != CONTROL:
-            # Runs are in the order of their seeds, for every encoding.
+            # For every encoding, runs are in the order of their seeds.
             pairs = zip(runs, found[condition, CONTROL, step], strict=True)
             less = mean([run[0] - control[0] for run, control in pairs])
             against = [shown(less), verdict(less)]
@@ -254,7 +266,7 @@ def stabilities(part: Part, folder: Path, n: int, quiet: bool) -> list[str]:
 
 
 def picture(parts: Sequence[Part], path: Path) -> None:
-    """Token accuracy of every run, by encoding, a panel for each cell."""
+    """Plots the token accuracy of every run by encoding, with one panel per cell."""
     panels = [
         (f"{cell}, V = {part.axes['vocab_size'][0]}", part, cell)
         for part in parts
@@ -280,7 +292,7 @@ def picture(parts: Sequence[Part], path: Path) -> None:
 
 
 def short(estimate: Estimate) -> str:
-    """A mean of any size with its interval."""
+    """Returns a mean with its interval, with two significant digits."""
     return f"{estimate.mean:.2g} [{estimate.low:.2g}, {estimate.high:.2g}]"
 
 

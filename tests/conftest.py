@@ -1,6 +1,8 @@
-"""Hypothesis profiles, and a check of the form of every `UserError` that the suite raises.
+"""Hypothesis profiles, and a check of the form of every `UserError` that a test raises.
 
-The profiles: the same examples in every run, or `--hypothesis-profile=explore`.
+The default profile uses the same examples in every run; `--hypothesis-profile=explore` draws new
+ones.
+
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _plain = UserError.__init__
 
 
 def _recording(self: UserError, *parts: object) -> None:
-    """`UserError.__init__`, which also looks at what is raised inside the package."""
+    """`UserError.__init__`, which also checks messages that are raised inside the package."""
     _plain(self, *parts)
     import sys
 
@@ -49,7 +51,7 @@ UserError.__init__ = _recording  # type: ignore[method-assign]
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> object:
-    """Fails the test in which a message of wrong form was raised, in whichever worker it runs."""
+    """Fails a test in which a message of the wrong form was raised, in every worker."""
     outcome = yield
     report = outcome.get_result()
     if call.when == "call" and _wrong:

@@ -48,11 +48,11 @@ NO_REMEDY = "it does not say what to do"
 
 
 def complaints(message: str, where: str = "") -> list[str]:
-    """What is wrong with a message; nothing where it has the right form.
+    """Returns what is wrong with a message; an empty list if it has the right form.
 
     Args:
         message: what the user reads.
-        where: the file that raises it; one that is in `LATER` may still say what it says.
+        where: the file that raises it; files in `LATER` are not checked.
     """
     if where.startswith(LATER):
         return []
@@ -77,7 +77,7 @@ class Literal(NamedTuple):
 
 
 def literals(root: Path) -> Iterator[Literal]:
-    """Every message that is written where it is raised."""
+    """Yields every message that is written where it is raised."""
     for path in sorted(root.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "UserError":
@@ -85,7 +85,7 @@ def literals(root: Path) -> Iterator[Literal]:
 
 
 def text_of(node: ast.expr) -> str:
-    """The text of a string or f-string; anything else is one placeholder."""
+    """The text of a string or f-string; any other expression becomes one placeholder."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -103,7 +103,7 @@ _FILLED = re.compile(
 
 
 def complaints_of_literal(literal: Literal, where: str) -> list[str]:
-    """`complaints` of a message that may never be raised in a test, as far as it can be read."""
+    """As `complaints`, for a message in the source, which no test may raise."""
     text = literal.text.replace("{{", "{").replace("}}", "}")
     found = complaints(re.sub(r"\{[^{}]*\}", "X", text), where)
     if _FILLED.search(text):

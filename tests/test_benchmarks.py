@@ -1,4 +1,4 @@
-"""The grids of the measurements meet their bars in tokens, which are counted and not timed."""
+"""The benchmarks run, and their grids save the tokens that they require (counted, not timed)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ratio(name: str, scale: int) -> float:
 
 @pytest.mark.parametrize("name", list(BARS))
 def test_tokens(name: str) -> None:
-    """A grid that has changed, or prompts that no longer meet where they are the same."""
+    """Sharing prefixes saves as many tokens as the benchmark requires."""
     tokens, _ = BARS[name]
     assert ratio(name, 1) >= tokens
 
@@ -67,7 +67,7 @@ SLOW = {"head_cpu", "prefill_cpu", "stepwise_cpu"}
 def test_a_program_runs(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A measurement that the code has moved away from, found on the day when it is asked for."""
+    """Every benchmark runs at a small size."""
     arguments, expected = PROGRAMS[name]
     once = ["--repeats", "1", "--threads", str(torch.get_num_threads())]
     monkeypatch.setattr(sys, "argv", [name, *arguments, *once])
@@ -76,7 +76,7 @@ def test_a_program_runs(
 
 
 def test_every_program_is_run() -> None:
-    """A new program that nothing above runs."""
+    """Every benchmark is listed in PROGRAMS."""
     programs = {path.stem for path in (ROOT / "benchmarks").glob("*_cpu.py")}
     assert programs == set(PROGRAMS)
 
@@ -93,7 +93,7 @@ def benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_an_unknown_part() -> None:
-    """A typing error that runs everything."""
+    """An unknown part is refused with the known ones."""
     done = benchmark("paskey")
     assert done.returncode == 2
     assert "parts: passkey, perplexity, harness" in done.stdout
@@ -101,7 +101,7 @@ def test_an_unknown_part() -> None:
 
 @pytest.mark.slow
 def test_the_parts_run(tmp_path: Path) -> None:
-    """A program that is found broken on the day of the measurement."""
+    """Every part of the evaluation benchmark runs at a small size."""
     out = str(tmp_path / "f.json")
     small = ["--scale", "128", "--keys", "1", "--threads", "1", "--json", out]
     done = benchmark("passkey", *small)

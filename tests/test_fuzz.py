@@ -1,9 +1,10 @@
-"""Seeded mutants of every kind of file and of command lines: a clean answer, or one sentence.
+"""Seeded mutations of every kind of file and of command lines end cleanly or with one sentence.
 
 Each case changes, removes or inserts bytes of one valid file (or one option), and runs a command in
 this process. It must end with exit code 0, or with exit code 2 and one line on standard error; no
-exception may reach the caller. A flipped byte of a weight may change outputs where a file carries
-no checksum, so outputs are compared only where nothing was changed.
+exception may reach the caller. A changed byte of a weight may change outputs if a file carries no
+checksum, so outputs are compared only if nothing was changed.
+
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ cli, models = conftest.cli, conftest.models
 
 
 def mutant(content: bytes, rng: random.Random) -> bytes:
-    """`content` with one to three changes of a random kind."""
+    """Returns `content` with one to three random changes."""
     for _ in range(rng.randint(1, 3)):
         place = rng.randrange(len(content) + 1)
         kind = rng.randrange(6)
@@ -76,7 +77,7 @@ def mutant(content: bytes, rng: random.Random) -> bytes:
 
 
 def assert_clean(result: Outcome, case: str) -> None:
-    """Exit code 0, or 2 and one sentence. Options that typer refuses come with its usage."""
+    """Asserts exit code 0, or 2 with one sentence or the usage of typer."""
     assert result.code in EXPECTED, f"{case}: exit code {result.code}: {result.err[-300:]}"
     assert "Traceback" not in result.err, f"{case}: {result.err[-300:]}"
     if result.code == 2 and not result.err.startswith("Usage:"):
@@ -85,7 +86,7 @@ def assert_clean(result: Outcome, case: str) -> None:
 
 
 class Failures:
-    """Runs every case of a test and reports all that failed, not only the first."""
+    """Runs every case of a test and reports all failures, not only the first."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
@@ -105,7 +106,7 @@ class Failures:
 
 @pytest.fixture(scope="module")
 def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder per layout."""
+    """A folder with one checkpoint for each layout."""
     root = tmp_path_factory.mktemp("valid")
     save_model(build_model("mamba2", dtype=torch.float32, vocab_size=256), root / "ours")
     save_model(build_model("lstm", "random", dtype=torch.float32, vocab_size=256), root / "lstm")
@@ -170,7 +171,7 @@ def test_mutants_of_states(kind: str, tmp_path: Path) -> None:
 
 
 def test_mutants_of_training_configurations(cli: CLI, tmp_path: Path) -> None:
-    """No run is begun: a missing checkpoint to start from ends it after the configuration."""
+    """A missing checkpoint in init_from ends each run after its configuration was read."""
     path = write_config(tiny("reverse", tmp_path / "run", max_steps=1), tmp_path / "train.yaml")
     content, failures = path.read_bytes(), Failures()
     for seed in range(150):
@@ -184,7 +185,7 @@ def test_mutants_of_training_configurations(cli: CLI, tmp_path: Path) -> None:
 
 
 def test_mutants_of_results(cli: CLI, models: Path, tmp_path: Path) -> None:
-    """Damaged rows of a passkey evaluation that continues."""
+    """An evaluation with damaged rows resumes or is refused."""
     command = ["eval", "passkey", models / "text", "--lengths", "160", "--depths", "1"]
     command += ["--n", "1", "--quiet", "--output", tmp_path / "results"]
     assert cli(*command).code == 0
@@ -247,7 +248,7 @@ def test_values_of_options(command: str, cli: CLI, models: Path) -> None:
 
 
 def test_mutants_in_a_process_of_their_own(valid: Path, tmp_path: Path) -> None:
-    """What is true in this process is true of the program."""
+    """The program in its own process behaves as it does in this process."""
     shutil.copytree(valid / "ours", tmp_path / "ours")
     path = tmp_path / "ours" / "config.json"
     content = json.dumps(json.loads(path.read_text())).encode()

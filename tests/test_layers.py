@@ -1,4 +1,4 @@
-"""Imports point downwards, and each heavy library has one home."""
+"""Modules import only from their own or lower layers, and each heavy library in one place only."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from scripts.import_graph import (
     HOMES,
     REPOSITORY,
     ROOT,
+    SEPARATE_PACKAGES,
     SOURCES,
-    STRANGERS,
     cycle,
     edges,
-    family,
     imports,
     layer,
+    package_of,
     with_graph,
 )
 
 
 def violations(source: str, module: str, is_package: bool = False) -> list[str]:
-    """What a module imports against the rules, one line each."""
+    """Imports of a module that break the rules, one line each."""
     found = []
     for line, target in imports(source, module, is_package):
         library = target.split(".")[0]
@@ -32,8 +32,8 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
         if library == "longrnn":
             if layer(target) > layer(module):
                 found.append(f"{where}, which is in a higher layer")
-            families = {family(module), family(target)}
-            if len(families) == 2 and families <= STRANGERS:
+            packages = {package_of(module), package_of(target)}
+            if len(packages) == 2 and packages <= SEPARATE_PACKAGES:
                 found.append(f"{where}, a package of the same layer")
         elif library in HOMES:
             home = HOMES[library]
@@ -62,7 +62,7 @@ def test_the_graph_in_contributing_is_the_code() -> None:
 
 
 def test_there_are_modules() -> None:
-    """The parametrisation above found the package."""
+    """The parametrisation above finds the modules of the package."""
     assert {"longrnn.state", "longrnn.ops.ssd", "longrnn.models.recurrent"} <= SOURCES.keys()
 
 
@@ -95,7 +95,7 @@ def test_there_are_modules() -> None:
     ],
 )
 def test_the_checker_finds(module: str, source: str) -> None:
-    """Each made-up source breaks one rule."""
+    """Each source breaks exactly one rule."""
     assert len(violations(source, module)) == 1
 
 
@@ -115,7 +115,7 @@ def test_the_checker_finds(module: str, source: str) -> None:
     ],
 )
 def test_the_checker_allows(module: str, source: str) -> None:
-    """Downwards, sideways within a layer, for types alone, and a library at home."""
+    """Imports from lower layers, within a layer, for types alone, and in the home of a library."""
     assert violations(source, module) == []
 
 
@@ -126,7 +126,7 @@ def test_a_new_package_needs_a_layer() -> None:
 
 
 def test_import_is_light() -> None:
-    """`import longrnn` loads no library, and still knows its names."""
+    """`import longrnn` imports no library, and lists its names."""
     script = (
         "import sys, longrnn\n"
         "assert 'RecurrentLM' in dir(longrnn) and longrnn.__version__\n"
@@ -141,6 +141,6 @@ def test_import_is_light() -> None:
 
 
 def test_unknown_public_name() -> None:
-    """A missing attribute is an AttributeError, so that `hasattr` works."""
+    """A missing attribute raises AttributeError, so that `hasattr` works."""
     with pytest.raises(AttributeError, match="no attribute 'Transformer'"):
         longrnn.Transformer  # noqa: B018

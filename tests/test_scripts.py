@@ -1,4 +1,4 @@
-"""Studies run from their first line to their last, at lengths that prove nothing."""
+"""The studies run from beginning to end, at sizes that are too small for results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def study(
 
 @pytest.mark.slow
 def test_the_passkey_part_of_the_study(tmp_path: Path) -> None:
-    """A variant that is left out, a file that is not taken up, numbers of another length."""
+    """Every mitigation is calibrated and evaluated, and a second run repeats nothing."""
     done = study(tmp_path, *PASSKEY, "--lengths", "160,180")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -69,7 +69,7 @@ def test_the_passkey_part_of_the_study(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_books_part_of_the_study(tmp_path: Path) -> None:
-    """A checkpoint without a training length, a column without a bucket, no verdict."""
+    """Every mitigation has a row with a verdict; a length without one is refused."""
     (tmp_path / "a.txt").write_text("It was a dark and stormy night; the rain fell. " * 60)
     (tmp_path / "b.txt").write_text("Call me Ishmael. Some years ago, never mind. " * 60)
     command = ["books", "passkey-tiny-short", "--calibration", "a.txt", "--text", "b.txt"]
@@ -87,7 +87,7 @@ def test_the_books_part_of_the_study(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_comparison_with_a_transformer(tmp_path: Path) -> None:
-    """A model that is not trained, or not compared; a second run that trains again."""
+    """All models are trained and compared, and a second run trains nothing."""
     for name in ("train", "held_out"):
         text = "".join(f"{i * 7919 % 1000} is {name} {i}. " for i in range(900))
         (tmp_path / f"{name}.txt").write_text(text)
@@ -110,7 +110,7 @@ def test_the_comparison_with_a_transformer(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_study_of_capacity(tmp_path: Path) -> None:
-    """A study that is found broken after half an hour, or that begins anew."""
+    """The family is trained and fitted, and a second run trains nothing."""
     command = [
         "--d-states",
         "4,8,12",
@@ -139,7 +139,7 @@ def test_the_study_of_capacity(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_study_of_reverse_ordering(tmp_path: Path) -> None:
-    """A part without its table or verdict, a run that is trained twice."""
+    """Every part has a table and a verdict, and a second run trains nothing."""
     command = ["--seeds", "2", "--steps", "4", "--triplets", "2", "--vocab-size", "16", "--quiet"]
     command += ["--large", "24", "--output", "runs", "--document", "found.md", "--cell", "lstm"]
     command += [f"--encoding={kind}" for kind in ("none", "duplicate", "sinusoidal")]
@@ -171,7 +171,7 @@ def test_the_study_of_reverse_ordering(tmp_path: Path) -> None:
 def test_help_has_an_example(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Help without an example, or one whose lines have run together."""
+    """The help of every script shows its examples on lines of their own."""
     script = runpy.run_path(str(SCRIPTS / f"{name}.py"))
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     main = next(script[key] for key in ("main", "demo", "app") if key in script)
@@ -197,7 +197,7 @@ def test_help_has_an_example(
     ],
 )
 def test_bad_input_of_scripts(tmp_path: Path, command: str, says: str) -> None:
-    """A traceback, or half a study before its input is found to be wrong."""
+    """Bad input is refused in one sentence before anything is written."""
     script, *arguments = command.split()
     done = study(tmp_path, *arguments, script=script)
     assert (done.returncode, done.stdout) == (2, "")

@@ -1,9 +1,10 @@
 """`python -m longrnn.cli`, which `accelerate launch -m longrnn.cli` starts in each process.
 
 `python -m` searches the current folder first, where a file `yaml.py` may lie beside a user's texts.
-The folder is moved behind everything installed before more is imported. It stays the last resort,
-because a checkout that is not installed is imported from it. What Python itself imports until here
-is out of reach: `longrnn`, or `python -P -m longrnn.cli`, never searches the folder.
+This module therefore moves that folder to the end of `sys.path` before it imports anything else;
+the folder stays on the path because a checkout that is not installed is imported from it. Modules
+that Python imports before this one are not protected. `longrnn` and `python -P -m longrnn.cli`
+never search the current folder.
 """
 
 import os

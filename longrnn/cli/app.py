@@ -1,4 +1,4 @@
-"""The commands' tree; `longrnn.programs` turns their errors into sentences and exit codes."""
+"""The typer app with all commands; `longrnn.programs` turns errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ app.command("report")(report.report)
 
 @app.callback(invoke_without_command=True)
 def root(
-    version: bool = typer.Option(False, "--version", help="Print the version and leave."),
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
 ) -> None:
     if version:
         from longrnn import __version__
@@ -59,15 +59,15 @@ def root(
 
 
 def run() -> NoReturn:
-    """Runs the command line. Bad input leaves one sentence on standard error and exit code 2."""
+    """Runs the command line; bad input prints one message to standard error and exits with 2."""
     run_to_end(lambda: app(prog_name="longrnn"), again=_again)
 
 
 def _again() -> str:
-    """The command that continues this one."""
+    """The command that continues this one after an interruption."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--resume"]
     if arguments[:1] == ["train"]:
         arguments.append("--resume")
-    # What came before the module's name in a launch is not seen from inside.
+    # The options of `accelerate launch` itself are not visible from inside the process.
     launch = "accelerate launch … -m longrnn.cli" if "WORLD_SIZE" in os.environ else "longrnn"
     return f"{launch} {shlex.join(arguments)}"

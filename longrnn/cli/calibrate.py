@@ -14,7 +14,6 @@ from longrnn.cli.options import (
     TrainLength,
     pick_device,
     results_folder,
-    training_length,
 )
 from longrnn.errors import UserError
 
@@ -24,46 +23,54 @@ def calibrate(
     text: Annotated[
         list[Path],
         typer.Option(
-            help="A calibration text, not one that is measured on; may be given several times.",
+            help="A text to calibrate on, not one to evaluate on; may be given several times.",
             show_default=False,
         ),
     ],
     method: Annotated[
         str,
-        typer.Option(help="state_norm, token_filter, scale_delta, scale_decay or power_decay."),
+        typer.Option(
+            help="What to calibrate: state_norm, token_filter, scale_delta, scale_decay or "
+            "power_decay."
+        ),
     ],
     train_length: TrainLength = None,
     target_length: Annotated[
-        str | None, typer.Option(help="The length that shall work; needed by all but state_norm.")
+        str | None,
+        typer.Option(
+            help="Length at which the model should work; all methods but state_norm need it."
+        ),
     ] = None,
-    windows: Annotated[int, typer.Option(help="At most so many windows of text.")] = 32,
+    windows: Annotated[int, typer.Option(help="Maximum number of windows of text.")] = 32,
     margin: Annotated[
-        float, typer.Option(help="state_norm: the threshold over the largest norm seen.")
+        float, typer.Option(help="state_norm: ratio of the threshold to the largest norm seen.")
     ] = 1.0,
     quantile: Annotated[
         float | None,
         typer.Option(
-            help="token_filter: share of tokens to filter.",
+            help="token_filter: share of tokens to filter out.",
             show_default="1 − training length / target length",
         ),
     ] = None,
     share: Annotated[
         float | None,
         typer.Option(
-            help="scale_delta: no search; divide the steps by target / training length in this "
-            "share of the heads, those with the longest receptive fields."
+            help="scale_delta: instead of a search, divide the step sizes by target length / "
+            "training length in this share of the heads, those with the longest receptive fields."
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Of the search for factors.")] = 30,
-    seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
+    steps: Annotated[int, typer.Option(help="Steps of the search for factors.")] = 30,
+    seed: Annotated[int, typer.Option(help="Random seed of the search.")] = 0,
     output: Annotated[
         Path | None,
-        typer.Option(help="YAML file.", show_default="results/calibrate/CHECKPOINT/METHOD.yaml"),
+        typer.Option(
+            help="YAML file to write.", show_default="results/calibrate/CHECKPOINT/METHOD.yaml"
+        ),
     ] = None,
     device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
-    """Take the numbers of a mitigation from text, into a file that --mitigation accepts.
+    """Calibrate a mitigation on text and write a file that --mitigation accepts.
 
     Example: longrnn calibrate passkey-tiny-short --text book.txt --method state_norm
     """
@@ -72,6 +79,7 @@ def calibrate(
     from longrnn.evaluation.texts import read_documents
     from longrnn.hf.loading import load_recurrent
     from longrnn.hf.tokenizer import load_tokenizer
+    from longrnn.hf.training_length import required_training_length
     from longrnn.locks import Lock
     from longrnn.mitigations import mitigation
     from longrnn.mitigations.base import Calibration
@@ -81,13 +89,11 @@ def calibrate(
     path = output or results_folder("calibrate", [checkpoint]) / f"{method}.yaml"
     if path.suffix not in (".yaml", ".yml"):
         raise UserError(
-            f"--mitigation knows files that end in .yaml, not {path}: give such an --output"
+            f"--mitigation reads .yaml files, and {path} is not one: give an --output that ends in "
+            ".yaml"
         )
-    trained = training_length(checkpoint, train_length)
-    if trained is None:
-        raise UserError(f"{checkpoint} does not say its training length: give --train-length")
     settings = Settings(
-        train_length=trained,
+        train_length=required_training_length(checkpoint, train_length),
         target_length=None if target_length is None else parse_length(target_length),
         windows=windows,
         margin=margin,
@@ -100,11 +106,11 @@ def calibrate(
     model = load_recurrent(checkpoint, device=pick_device(device))
     documents = read_documents(text, load_tokenizer(checkpoint), model)
     member = measure(model, documents, method, settings, quiet=quiet)
-    known = Calibration(
+    record = Calibration(
         source=str(path),
         fingerprint=model.fingerprint(),
         length=settings.train_length,
         text_sha256=tuple(document.sha256 for document in documents),
     )
-    write_calibration(path, [member], known)
+    write_calibration(path, [member], record)
     typer.echo(f"{mitigation(path)}\n{path}")

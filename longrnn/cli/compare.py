@@ -23,44 +23,45 @@ if TYPE_CHECKING:
     from longrnn.comparison.compare import Table
     from longrnn.hf.opened import OpenCheckpoint
 
-# Characters of a cell, above which a reason is broken into lines.
-WIDEST = 26
+# A longer text in a cell is broken into lines of this many characters.
+MAX_CELL_WIDTH = 26
 
 
 def compare(
     checkpoints: Annotated[
         list[str],
         typer.Argument(
-            help="Names of embedded checkpoints, or folders; CHECKPOINT+MITIGATION for one under a "
-            "mitigation. The others are compared with the first. A YAML file is one more suite.",
+            help="Names of embedded checkpoints, or folders; CHECKPOINT+MITIGATION evaluates a "
+            "checkpoint under a mitigation. The others are compared with the first one. A YAML "
+            "file counts as a --suite.",
             show_default=False,
         ),
     ],
     suite: Annotated[
         list[str] | None,
         typer.Option(
-            help="A bundled suite by its name, or YAML files; may be given several times.",
+            help="Name of a bundled suite, or a YAML file; may be given several times.",
             show_default="quick",
         ),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder of the results.", show_default="results/compare/NAMES"),
+        typer.Option(help="Folder for the results.", show_default="results/compare/NAMES"),
     ] = None,
     trust_task_code: Annotated[
         bool,
         typer.Option(
             "--trust-task-code",
-            help="Run lm-eval task files that a suite names: they can run any Python code.",
+            help="Allow suites to run lm-eval task files, which can run any Python code.",
         ),
     ] = False,
     device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
-    """Compare models by suites of evaluations: the same prompts, the same texts, what each costs.
+    """Compare models on the same prompts and texts, and measure what each costs.
 
-    Writes report.html, a picture a metric, and all results as JSON Lines. An interrupted comparison
-    goes on where it stopped; models, lengths and prompts may be added.
+    Writes report.html, one picture per metric, and all results as JSON Lines. The same command
+    resumes an interrupted comparison; models, lengths and prompts may be added.
 
     Example: longrnn compare passkey-tiny 'passkey-tiny-short+forget_more' --suite quick
     """
@@ -69,7 +70,7 @@ def compare(
     from longrnn.diagnostics.comparison import write_report
     from longrnn.hf.opened import open_checkpoint
 
-    # A shell makes several files of `--suite eval/suites/*.yaml`, of which the option takes one.
+    # A shell expands `--suite eval/suites/*.yaml`; the files after the first become arguments.
     files = [name for name in checkpoints if _is_suite(name)]
     variants = list(dict.fromkeys(name for name in checkpoints if name not in files))
     if not variants:
@@ -81,7 +82,9 @@ def compare(
         open_checkpoint(variant, name=name, device=target)
         for variant, name in _labels(variants).items()
     ]
-    _warn(models, {path for one in suites for e in one.evaluations for path in e.texts})
+    _warn_if_calibrated(
+        models, {path for one in suites for e in one.evaluations for path in e.texts}
+    )
     names_of_suites = "+".join(one.name for one in suites)
     folder = lock_output(output or results_folder("compare", variants, names_of_suites))
     cells = measure.compare(
@@ -90,38 +93,37 @@ def compare(
     report, *_ = write_report(
         cells,
         folder,
-        models={one.name: _about(one) for one in models},
+        models={one.name: _description(one) for one in models},
         suites={one.name: one.text for one in suites},
     )
     for table in measure.tables(cells):
-        print_table(table)
+        print_comparison(table)
     if len(models) > 1:
         reference = models[0].name
         typer.echo(f"[95 % intervals]; below a value, its difference from {reference}, paired")
     typer.echo(f"{folder / 'comparison.jsonl'}\n{report}")
 
 
-def print_table(table: Table) -> None:
-    """Prints a row a length and model, a column a metric."""
-    from rich.console import Console
+def print_comparison(table: Table) -> None:
+    """Prints one row per length and model, with one column per metric."""
     from rich.table import Table as Grid
+
+    from longrnn.console import print_table
 
     grid = Grid(title=f"suite {table.suite}", title_justify="left", show_lines=True)
     grid.add_column("length", justify="right")
     grid.add_column("model", overflow="fold")
     for metric in table.metrics:
-        grid.add_column(metric, max_width=WIDEST)
+        grid.add_column(metric, max_width=MAX_CELL_WIDTH)
     for at, model, cells in table.rows:
         texts = ["\n".join(filter(None, (str(c), c.below()))) if c else "–" for c in cells]
         grid.add_row("–" if at is None else format_length(at), model, *texts)
-    # A table that is not on a terminal keeps its columns whole.
-    console = Console()
     longest = max(len(model) for _, model, _ in table.rows)
-    Console(width=max(console.width, 16 + longest + (WIDEST + 3) * len(table.metrics))).print(grid)
+    print_table(grid, 16 + longest + (MAX_CELL_WIDTH + 3) * len(table.metrics))
 
 
-def _warn(models: Sequence[OpenCheckpoint], texts: set[Path]) -> None:
-    """Says which texts the numbers of a mitigation were taken from."""
+def _warn_if_calibrated(models: Sequence[OpenCheckpoint], texts: set[Path]) -> None:
+    """Prints a warning for every text that a mitigation was calibrated on."""
     from longrnn.evaluation.texts import read_documents
 
     for one in models:
@@ -135,7 +137,7 @@ def _is_suite(name: str) -> bool:
 
 
 def _labels(variants: Sequence[str]) -> dict[str, str]:
-    """A short name for each variant: without the folders above, where that tells them apart."""
+    """A short name for each variant: without parent folders, if the names then still differ."""
     from longrnn.hf.specs import split_spec
 
     parts = {variant: split_spec(variant) for variant in variants}
@@ -147,6 +149,6 @@ def _labels(variants: Sequence[str]) -> dict[str, str]:
     return {variant: name if taken.count(name) == 1 else variant for variant, name in short.items()}
 
 
-def _about(model: OpenCheckpoint) -> str:
+def _description(model: OpenCheckpoint) -> str:
     under = f" under {model.mitigation}" if model.mitigation else ""
     return f"{model.checkpoint}{under}, fingerprint {model.model.fingerprint()}, on {model.device}"

@@ -12,22 +12,23 @@ def convert(
     source: Annotated[
         str,
         typer.Argument(
-            help="A Mamba-2 checkpoint: a name, or a folder of any layout.", show_default=False
+            help="A Mamba-2 checkpoint: a name, or a folder in any of the layouts.",
+            show_default=False,
         ),
     ],
     destination: Annotated[
-        Path, typer.Argument(help="A new folder; its tokenizer goes along.", show_default=False)
+        Path, typer.Argument(help="A new folder; the tokenizer is copied too.", show_default=False)
     ],
     to: Annotated[
         str,
         typer.Option(
-            help="ours, native (mamba-ssm, state-spaces/mamba2-*) or hf (transformers' "
-            "Mamba2ForCausalLM).",
+            help="Layout to write: ours, native (mamba-ssm, state-spaces/mamba2-*) or hf "
+            "(Mamba2ForCausalLM of transformers).",
             show_default=False,
         ),
     ],
 ) -> None:
-    """Write a Mamba-2 checkpoint in another layout, bit for bit.
+    """Write a Mamba-2 checkpoint in another layout; the weights stay bit for bit the same.
 
     Example: longrnn convert passkey-tiny passkey-tiny-hf --to hf
     """

@@ -10,7 +10,7 @@ import typer
 from longrnn.cli.options import Quiet
 
 app = typer.Typer(
-    help="Corpora to train on.",
+    help="Build and check corpora to train on.",
     epilog="Example: longrnn data build --out data/books book1.txt book2.txt",
     no_args_is_help=True,
 )
@@ -25,25 +25,30 @@ def build(
             show_default=False,
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Folder to write; it must not exist.")],
+    out: Annotated[Path, typer.Option(help="Folder to write; it must not exist yet.")],
     tokenizer: Annotated[
-        str, typer.Option(help="bytes, a checkpoint, a tokenizer.json, or a folder with one.")
+        str,
+        typer.Option(
+            help="Tokenizer: bytes, a checkpoint, a tokenizer.json, or a folder with one."
+        ),
     ] = "bytes",
     split_on: Annotated[
         str | None,
         typer.Option(
             help="Text that separates documents inside a file, such as '<|endoftext|>', or "
-            r"'\n\n\n' for two blank lines (\n, \r and \t are understood).",
-            show_default="one document a file, or a row of a table",
+            r"'\n\n\n' for two blank lines (\n, \r and \t are escapes).",
+            show_default="one document per file, or per row of a table",
         ),
     ] = None,
-    text_column: Annotated[str, typer.Option(help="Column of a table.")] = "text",
+    text_column: Annotated[
+        str, typer.Option(help="Column of a table that holds the text.")
+    ] = "text",
     min_length: Annotated[
-        str, typer.Option(help="Documents of fewer tokens are dropped and counted.")
+        str, typer.Option(help="Drop documents with fewer tokens than this.")
     ] = "2",
     quiet: Quiet = False,
 ) -> None:
-    """Tokenise files into a corpus that training maps into memory.
+    """Tokenise files into a corpus, which training maps into memory.
 
     Example: longrnn data build --out data/books --min-length 4k war_and_peace.txt don_quixote.txt
     """
@@ -51,22 +56,22 @@ def build(
     from longrnn.training.documents import build_corpus
     from longrnn.units import parse_length
 
-    marker = split_on
-    for written, meant in ((r"\n", "\n"), (r"\r", "\r"), (r"\t", "\t")):
-        marker = marker.replace(written, meant) if marker is not None else None
+    separator = split_on
+    for escape, character in ((r"\n", "\n"), (r"\r", "\r"), (r"\t", "\t")):
+        separator = separator.replace(escape, character) if separator is not None else None
     try:
         header = build_corpus(
             files,
             load_tokenizer(tokenizer),
             out,
             name=tokenizer,
-            split_on=marker,
+            split_on=separator,
             text_column=text_column,
             min_length=parse_length(min_length),
             quiet=quiet,
         )
     except KeyboardInterrupt as error:
-        raise KeyboardInterrupt(f"{out} was not written: give the command again") from error
+        raise KeyboardInterrupt(f"{out} was not written: run the command again") from error
     typer.echo(f"{out}: {header.documents:,} documents, {header.tokens:,} tokens ({header.dtype})")
     if header.dropped_documents:
         typer.echo(
@@ -77,9 +82,9 @@ def build(
 
 @app.command()
 def check(
-    corpus: Annotated[Path, typer.Argument(help="What `longrnn data build` wrote.")],
+    corpus: Annotated[Path, typer.Argument(help="Folder that `longrnn data build` wrote.")],
 ) -> None:
-    """Say what a corpus holds, and compare its files with their checksums.
+    """Describe a corpus, and compare its files with their checksums.
 
     Example: longrnn data check data/books
     """

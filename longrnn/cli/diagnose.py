@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,26 +20,26 @@ from longrnn.cli.options import (
     lock_output,
     pick_device,
     results_folder,
-    training,
-    training_length,
     warn_if_calibrated_on,
 )
+from longrnn.console import print_table
 from longrnn.errors import UserError
 from longrnn.units import parse_length
 
 if TYPE_CHECKING:
     from longrnn.diagnostics.states import Diagnosis
+    from longrnn.studies.stability import StabilityRow
 
 app = typer.Typer(
-    help="Look into a model.",
+    help="Look inside a model: states, memory, gradients.",
     epilog="Example: longrnn diagnose states passkey-tiny-short --newlines",
     no_args_is_help=True,
 )
 app.command("memory")(memory)
 app.command("capacity")(capacity)
 app.command("gradients")(gradients)
-# Rows of the table on screen; the report has them all.
-SHOWN = 30
+# At most this many rows are printed; the report has all of them.
+MAX_ROWS = 30
 
 
 @app.command()
@@ -51,26 +52,28 @@ def states(
         bool | None,
         typer.Option(
             "--newlines/--no-newlines",
-            help="A prompt of newlines only.",
-            show_default="beside the texts",
+            help="Also measure a prompt of newlines only.",
+            show_default="yes, if a text is given",
         ),
     ] = None,
-    length: Annotated[str, typer.Option(help="Tokens of a prompt.")] = "64k",
+    length: Annotated[str, typer.Option(help="Length of a prompt in tokens.")] = "64k",
     train_length: TrainLength = None,
-    every: Annotated[int, typer.Option(help="Tokens between readings.")] = 128,
-    first: Annotated[int, typer.Option(help="Tokens whose share of the state is followed.")] = 128,
+    every: Annotated[int, typer.Option(help="Tokens between two measurements.")] = 128,
+    first: Annotated[
+        int, typer.Option(help="First tokens of the prompt whose share of the state is measured.")
+    ] = 128,
     mitigation: Mitigation = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder of the results.", show_default="results/states/CHECKPOINT"),
+        typer.Option(help="Folder for the results.", show_default="results/states/CHECKPOINT"),
     ] = None,
     device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
-    """Which heads collapse beyond the training length, and which hold on to their first tokens.
+    """Find the heads that collapse beyond the training length or keep the first tokens.
 
-    Writes states.jsonl, diagnosis.yaml (whose collapsing heads a mitigation can be given to),
-    pictures and report.html.
+    Writes states.jsonl, diagnosis.yaml (which lists the collapsing heads, so that a mitigation can
+    be limited to them), pictures and report.html.
 
     Example: longrnn diagnose states passkey-tiny-short --text book.txt --length 64k
     """
@@ -80,12 +83,11 @@ def states(
     from longrnn.hf.loading import load_recurrent
     from longrnn.hf.specs import mitigated, split_spec
     from longrnn.hf.tokenizer import load_tokenizer
+    from longrnn.hf.training_length import required_training_length
 
     if not text and not newlines:
         raise UserError("give --text FILE, --newlines, or both")
-    tokens, trained = parse_length(length), training_length(checkpoint, train_length)
-    if trained is None:
-        raise UserError(f"{checkpoint} does not say its training length: give --train-length")
+    tokens, trained = parse_length(length), required_training_length(checkpoint, train_length)
     name, own = split_spec(checkpoint)
     specs = [spec for spec in (own, mitigation) if spec is not None]
     model = mitigated(load_recurrent(name, device=pick_device(device)), specs or None)
@@ -115,15 +117,17 @@ def states(
 
 @app.command()
 def stability(
-    run: Annotated[Path, typer.Argument(help="output_dir of a run on a reverse task, or sort.")],
+    run: Annotated[
+        Path, typer.Argument(help="output_dir of a training run on a reverse task or sort.")
+    ],
     n: Annotated[
-        int, typer.Option("--n", help="Triplets of inputs per condition and checkpoint.")
+        int, typer.Option("--n", help="Triplets of inputs for each condition and checkpoint.")
     ] = 1024,
-    seed: Annotated[int, typer.Option(help="Of the triplets.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the triplets.")] = 0,
     device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
-    """Compare the gradients of inputs that share a token, along the checkpoints of a run.
+    """Compare the gradients of inputs that share tokens, for every checkpoint of a run.
 
     The gradient is the Jacobian of the last output with respect to the state after the first token.
     It is compared between inputs that share the first token, and between inputs that share all
@@ -133,12 +137,12 @@ def stability(
 
     Example: longrnn diagnose stability runs/reverse-small --n 64
     """
-    from longrnn.cli.tables import print_stability
+    from longrnn.config import read_recorded
     from longrnn.studies.stability import along_checkpoints
     from longrnn.tasks import TASKS
     from longrnn.tasks.sequence import Transduction
 
-    trained = training(run)
+    trained = read_recorded(run)
     task = TASKS.build(trained["task"], None) if "task" in trained else None
     length = trained.get("length", {}).get("max")
     if not isinstance(task, Transduction) or length is None:
@@ -152,8 +156,7 @@ def stability(
 
 
 def print_states(diagnosis: Diagnosis) -> None:
-    """Prints the heads that collapse or are global, on each prompt."""
-    from rich.console import Console
+    """Prints one row for each prompt and head that collapses or is global."""
     from rich.table import Table
 
     heads = [*diagnosis.collapsing(), *diagnosis.global_heads()]
@@ -165,7 +168,7 @@ def print_states(diagnosis: Diagnosis) -> None:
         table.add_column(name, justify="right")
     for name in ("prompt", "left its range", "from position", "norm, end / inside", "retention"):
         table.add_column(name)
-    for finding in chosen[:SHOWN]:
+    for finding in chosen[:MAX_ROWS]:
         table.add_row(
             str(finding.layer),
             str(finding.head),
@@ -175,7 +178,22 @@ def print_states(diagnosis: Diagnosis) -> None:
             f"{finding.growth:.3g}",
             "–" if finding.retention is None else f"{finding.retention:.3g}",
         )
-    if len(chosen) > SHOWN:
-        table.caption = f"and {len(chosen) - SHOWN} more rows in the report"
-    console = Console()
-    Console(width=max(console.width, 110)).print(table)
+    if len(chosen) > MAX_ROWS:
+        table.caption = f"and {len(chosen) - MAX_ROWS} more rows in the report"
+    print_table(table, 110)
+
+
+def print_stability(measured: Sequence[StabilityRow], n: int) -> None:
+    """Prints the stability of the gradients for every checkpoint and condition."""
+    from rich.table import Table
+
+    from longrnn.studies.stability import rows
+
+    title = f"gradient stability, {n:,} triplets per condition [95 % interval]"
+    table = Table(title=title, title_justify="left")
+    table.add_column("step", justify="right")
+    for name in ("condition", "same first token", "same suffix", "norm of J"):
+        table.add_column(name)
+    for cells in rows(measured):
+        table.add_row(*cells)
+    print_table(table, 120)

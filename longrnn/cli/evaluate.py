@@ -10,23 +10,24 @@ import typer
 from longrnn.cli.harness import SETTINGS, harness
 from longrnn.cli.options import (
     Checkpoint,
+    Checkpoints,
     Device,
     Mitigation,
     Quiet,
+    Texts,
     TrainLength,
     lock_output,
     pick_device,
     results_folder,
     warn_if_calibrated_on,
 )
-from longrnn.cli.perplexity import Asked, measure_all, measure_one
+from longrnn.cli.perplexity import PerplexityOptions, measure_all, measure_one
 from longrnn.cli.sequences import evaluate_sequences
-from longrnn.cli.tables import print_cost, print_passkey, print_passkey_inserted
 from longrnn.errors import UserError
 from longrnn.units import parse_length, parse_lengths
 
 app = typer.Typer(
-    help="Measure a checkpoint.",
+    help="Evaluate checkpoints.",
     epilog="Example: longrnn eval passkey passkey-tiny --lengths 1k,4k",
     no_args_is_help=True,
 )
@@ -35,74 +36,76 @@ app.command(context_settings=SETTINGS)(harness)
 
 @app.command()
 def passkey(
-    checkpoints: Annotated[
-        list[str],
-        typer.Argument(
-            help="Names of embedded checkpoints, or folders; CHECKPOINT+MITIGATION for one under a "
-            "mitigation."
-        ),
-    ],
+    checkpoints: Checkpoints,
     lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "256,1k,4k,16k",
     depths: Annotated[
         str | None,
         typer.Option(
-            help="How many depths, evenly spaced from 0 to 1, or their list 0,0.5,1.",
+            help="Number of depths, evenly spaced from 0 to 1, or a list such as 0,0.5,1.",
             show_default="5",
         ),
     ] = None,
     insert_every: Annotated[
         str | None,
-        typer.Option(help="In place of depths, the key behind 0, 1, 2, … times so much filler."),
+        typer.Option(
+            help="Instead of depths: put the key after 0, 1, 2, … times this many tokens of filler."
+        ),
     ] = None,
     insert_at: Annotated[
         str | None,
-        typer.Option(help="In place of depths, tokens of filler before the key: 0,8k,16k."),
+        typer.Option(help="Instead of depths: tokens of filler before the key, such as 0,8k,16k."),
     ] = None,
     n: Annotated[int, typer.Option("--n", help="Prompts per cell.")] = 10,
     output: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of the results.",
+            help="Folder for the results.",
             show_default="results/passkey/NAMES, or results/passkey-absolute/NAMES",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the keys.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the keys.")] = 0,
     filler: Annotated[
         Path | None,
         typer.Option(help="A text file to hide the keys in.", show_default="The grass is green. …"),
     ] = None,
     n_keys: Annotated[
-        int, typer.Option(help="Keys in one prompt, numbered, of which one is asked.")
+        int, typer.Option(help="Numbered keys in one prompt; the question is about one of them.")
     ] = 1,
     mitigation: Mitigation = None,
     chunk_select: Annotated[
         str | None,
-        typer.Option(help="Answer from the chunk of so many tokens that is surest."),
+        typer.Option(
+            help="Split the prompt into chunks of this many tokens, and take the answer with the "
+            "lowest entropy."
+        ),
     ] = None,
     naive: Annotated[
         bool,
-        typer.Option("--naive", help="Read every prompt by itself: slower, for comparison."),
+        typer.Option(
+            "--naive", help="Process every prompt separately instead of sharing prefixes: slower."
+        ),
     ] = False,
     batch_size: Annotated[int, typer.Option(help="Prompts in one batch.")] = 16,
     device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
-    """Passkey retrieval over lengths × depths, with keys that training never saw.
+    """Evaluate passkey retrieval over lengths × depths, with keys that training never saw.
 
-    An interrupted run goes on where it stopped; more lengths or a larger n add to what is there.
-    Several checkpoints are asked the same questions. With insertion points in place of depths, the
-    position of the key and the distance since it come apart.
+    The same command resumes an interrupted run; more lengths or a larger n add to the results. All
+    checkpoints get the same prompts. Insertion points instead of depths separate the effect of the
+    key's position from that of its distance to the question.
 
     Example: longrnn eval passkey passkey-tiny 'passkey-tiny+forget_more' --lengths 1k,16k --n 20
     """
     from longrnn.diagnostics.plots import passkey_by_position, passkey_heat_map
     from longrnn.evaluation import passkey as measure
     from longrnn.evaluation.passkey_grid import Grid, insertion_points
+    from longrnn.evaluation.tables import print_cost, print_passkey, print_passkey_inserted
     from longrnn.evaluation.texts import read_documents
     from longrnn.hf.opened import open_checkpoint
 
-    asked_lengths = parse_lengths(lengths)
-    asked_depths, inserted = _places(depths, insert_at, insert_every)
+    prompt_lengths = parse_lengths(lengths)
+    key_depths, inserted = _places(depths, insert_at, insert_every)
     step = None if insert_every is None else parse_length(insert_every)
     target = pick_device(device)
     names = dict.fromkeys(checkpoints)
@@ -112,13 +115,13 @@ def passkey(
         warn_if_calibrated_on(one.model, read_documents(texts, one.tokenizer, one.model))
     if step is not None:
         tokenizers = [one.tokenizer for one in models]
-        inserted = insertion_points(step, max(asked_lengths), tokenizers)
+        inserted = insertion_points(step, max(prompt_lengths), tokenizers)
     chunk = None if chunk_select is None else parse_length(chunk_select)
-    more = [mitigation, None if chunk is None else f"chunk_select={chunk}"]
-    suffix = "+".join(part for part in more if part is not None) or None
+    options = [mitigation, None if chunk is None else f"chunk_select={chunk}"]
+    suffix = "+".join(part for part in options if part is not None) or None
     evaluation = "passkey-absolute" if inserted else "passkey"
     folder = lock_output(output or results_folder(evaluation, checkpoints, suffix))
-    grid = Grid(asked_lengths, n, asked_depths, inserted, seed, filler, n_keys)
+    grid = Grid(prompt_lengths, n, key_depths, inserted, seed, filler, n_keys)
     tasks = measure.tasks_of(models, grid)
     measure.refuse_out_of_reach(models, grid, tasks=tasks, chunk=chunk)
     rows = measure.evaluate(
@@ -146,14 +149,14 @@ def passkey(
 
 
 VocabSize = Annotated[
-    int | None, typer.Option(help="V of the task.", show_default="as in training")
+    int | None, typer.Option(help="Vocabulary size of the task.", show_default="as in training")
 ]
 SequenceLength = Annotated[
-    int | None, typer.Option(help="Tokens of a sequence.", show_default="as in training")
+    int | None, typer.Option(help="Length of a sequence in tokens.", show_default="as in training")
 ]
 HeldOut = Annotated[
     int | None,
-    typer.Option("--n", help="Held-out sequences.", show_default="all, at most 1024"),
+    typer.Option("--n", help="Number of held-out sequences.", show_default="all, at most 1024"),
 ]
 
 
@@ -165,12 +168,12 @@ def reverse(
     n: HeldOut = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder of the results.", show_default="results/reverse/CHECKPOINT"),
+        typer.Option(help="Folder for the results.", show_default="results/reverse/CHECKPOINT"),
     ] = None,
     device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
-    """Reverse ordering on held-out sequences: token accuracy, exact match, edit distance.
+    """Evaluate reverse ordering on held-out sequences: token accuracy, exact match, edit distance.
 
     Example: longrnn eval reverse runs/reverse-small --length 16
     """
@@ -183,7 +186,8 @@ def task_(
     task: Annotated[
         str | None,
         typer.Option(
-            help="Such as sort, recall or reverse_dual_frequency.", show_default="as in training"
+            help="Name of the task, such as sort, recall or reverse_dual_frequency.",
+            show_default="as in training",
         ),
     ] = None,
     vocab_size: VocabSize = None,
@@ -191,15 +195,15 @@ def task_(
     n: HeldOut = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder of the results.", show_default="results/TASK/CHECKPOINT"),
+        typer.Option(help="Folder for the results.", show_default="results/TASK/CHECKPOINT"),
     ] = None,
     device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
-    """Any task of random sequences on held-out ones: token accuracy, exact match, edit distance.
+    """Evaluate a sequence task on held-out sequences: token accuracy, exact match, edit distance.
 
-    Of reverse_dual_frequency also the accuracy of rare and frequent tokens among rare and frequent
-    ones.
+    For reverse_dual_frequency also the accuracy of rare and of frequent tokens, each among rare and
+    among frequent tokens.
 
     Example: longrnn eval task runs/sort --length 16
     """
@@ -211,56 +215,56 @@ def perplexity(
     checkpoints: Annotated[
         list[str],
         typer.Argument(
-            help="Names of embedded checkpoints, or folders; CHECKPOINT+MITIGATION for one under a "
-            "mitigation. Those after the first are compared with the first.",
+            help="Names of embedded checkpoints, or folders; CHECKPOINT+MITIGATION evaluates a "
+            "checkpoint under a mitigation. The others are compared with the first one.",
             show_default=False,
         ),
     ],
-    text: Annotated[
-        list[Path],
-        typer.Option(help="A text file; may be given several times.", show_default=False),
-    ],
-    length: Annotated[str, typer.Option(help="Tokens of a window of text.")] = "64k",
+    text: Texts,
+    length: Annotated[str, typer.Option(help="Length of a window of text in tokens.")] = "64k",
     by_position: Annotated[
         bool,
         typer.Option(
-            "--by-position", help="Loss by position, its plot, and whether the model forgets."
+            "--by-position",
+            help="Also print and plot the loss by position, and test whether the model forgets.",
         ),
     ] = False,
     train_length: TrainLength = None,
     mitigation: Mitigation = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder of the results.", show_default="results/perplexity/NAMES"),
+        typer.Option(help="Folder for the results.", show_default="results/perplexity/NAMES"),
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Windows in one batch.")] = 8,
+    batch_size: Annotated[int, typer.Option(help="Windows of text in one batch.")] = 8,
     device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
-    """Loss on long texts, in all and by position, with intervals over documents.
+    """Evaluate the loss on long texts, overall and by position, with intervals over documents.
 
-    A text longer than the length gives several windows, each a document of its own with a new
-    state. An interrupted run goes on where it stopped; more texts or lengths add to what is there.
-    Several models predict the same bytes, whatever their tokenizers; the difference of each from
-    the first has a bootstrap interval over texts.
+    A text that is longer than --length is split into windows, each of which starts from a new
+    state. The same command resumes an interrupted run; more texts or lengths add to the results.
+    Several models are scored on the same bytes, whatever their tokenizers; the difference of each
+    model from the first has a bootstrap interval over texts.
 
     Example: longrnn eval perplexity passkey-tiny --text book.txt --length 64k --by-position
     """
     variants = list(dict.fromkeys(checkpoints))
     folder = lock_output(output or results_folder("perplexity", variants, mitigation))
-    asked = Asked(text, parse_length(length), by_position, train_length, batch_size, quiet)
+    options = PerplexityOptions(
+        text, parse_length(length), by_position, train_length, batch_size, quiet
+    )
     target = pick_device(device)
     if len(variants) == 1:
-        written = measure_one(variants[0], mitigation, target, asked, folder)
+        written = measure_one(variants[0], mitigation, target, options, folder)
     else:
-        written = measure_all(variants, mitigation, target, asked, folder)
+        written = measure_all(variants, mitigation, target, options, folder)
     typer.echo("\n".join(map(str, written)))
 
 
 def _places(
     depths: str | None, insert_at: str | None, insert_every: str | None
 ) -> tuple[list[float], list[int]]:
-    """Depths or insertion points, of which one is empty; both where there is a step."""
+    """Returns depths and insertion points, one of them empty; both are with `insert_every`."""
     if sum(given is not None for given in (depths, insert_at, insert_every)) > 1:
         raise UserError("give one of --depths, --insert-every and --insert-at")
     if insert_every is not None:

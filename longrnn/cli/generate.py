@@ -15,15 +15,22 @@ def generate(
     checkpoint: Checkpoint,
     prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(help="A file with the text to continue, of any length.")
+        Path | None, typer.Option(help="A file with the text to continue.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens.")] = 100,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample among the likeliest p of the mass.")] = 1.0,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Maximum number of tokens to generate.")
+    ] = 100,
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature; 0 takes the most likely token.")
+    ] = 0.0,
+    top_p: Annotated[
+        float,
+        typer.Option(help="Sample only from the most likely tokens whose probabilities sum to p."),
+    ] = 1.0,
     stop: Annotated[
-        list[str] | None, typer.Option(help="Text to stop behind; may be given several times.")
+        list[str] | None, typer.Option(help="Stop after this text; may be given several times.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the sampling.")] = 0,
     mitigation: Mitigation = None,
     device: Device = "auto",
 ) -> None:
@@ -62,7 +69,7 @@ def generate(
         generator=seeded(seed, target),
     ):
         text = tokenizer.decode(generation.tokens[0])
-        if not text.endswith("\ufffd"):  # a character that is still incomplete
+        if not text.endswith("\ufffd"):  # the last character is still incomplete
             typer.echo(text[len(shown) :], nl=False)
             shown = text
     typer.echo()

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from longrnn.cli.options import Quiet, lock_output, results_folder, training
+from longrnn.cli.options import Quiet, lock_output, results_folder
+from longrnn.config import read_recorded
+from longrnn.console import print_table
 from longrnn.errors import UserError
 from longrnn.units import parse_lengths
 
@@ -17,20 +19,28 @@ if TYPE_CHECKING:
     from longrnn.models import RecurrentLM
 
 
-class Source(NamedTuple):
-    """What a model came from: the model, its tokenizer, and what it is trained with."""
+class ModelEntry(NamedTuple):
+    """A model to diagnose.
+
+    Attributes:
+        name: what the report calls it.
+        model: the model.
+        tokenizer: name of its tokenizer.
+        training: its training configuration; empty if none was recorded.
+    """
 
     name: str
     model: RecurrentLM
     tokenizer: str
-    trained: dict[str, Any]
+    training: dict[str, Any]
 
 
 def gradients(
     sources: Annotated[
         list[str],
         typer.Argument(
-            help="Checkpoints, folders of runs, or configurations (.yaml) of models yet untrained.",
+            help="Checkpoints, folders of training runs, or training configurations (.yaml) of "
+            "models that are not trained yet.",
             metavar="CHECKPOINT|CONFIG...",
             show_default=False,
         ),
@@ -38,47 +48,53 @@ def gradients(
     task: Annotated[
         str | None,
         typer.Option(
-            help="A task by name, or '{kind: NAME, option: value}'.",
-            show_default="that of the first one's training",
+            help="Name of a task, or '{kind: NAME, option: value}'.",
+            show_default="the training task of the first model",
         ),
     ] = None,
     text: Annotated[
-        list[Path] | None, typer.Option(help="A text file, for the task of the next token.")
+        list[Path] | None, typer.Option(help="A text file, for next-token prediction.")
     ] = None,
     lengths: Annotated[
         str | None,
         typer.Option(
-            help="Lengths of the task; gradients by distance and Jacobians at the last of them.",
-            show_default="16,32,64, or the task's own where these are too short",
+            help="Lengths of the task; gradients by distance and Jacobians use the last one.",
+            show_default="16,32,64, or longer if the task needs it",
         ),
     ] = None,
-    rows: Annotated[int, typer.Option(help="Sequences of each length.")] = 8,
-    exponents: Annotated[int, typer.Option(help="Lyapunov exponents of a layer.")] = 8,
+    rows: Annotated[int, typer.Option(help="Sequences for each length.")] = 8,
+    exponents: Annotated[
+        int, typer.Option(help="Lyapunov exponents to compute for each layer.")
+    ] = 8,
     init: Annotated[
         str | None,
         typer.Option(
-            help="Initialisations of the cells to compare, such as default,orthogonal; of "
-            "configurations only."
+            help="Initialisations of the cells to compare, such as default,orthogonal; only for "
+            "configurations."
         ),
     ] = None,
     max_grad_norm: Annotated[
-        float | None, typer.Option(help="To clip at.", show_default="that of the run, or 1")
+        float | None,
+        typer.Option(help="Gradient norm to clip at.", show_default="that of the run, or 1"),
     ] = None,
     max_grad_value: Annotated[
         float | None,
-        typer.Option(help="To cut entries at.", show_default="that of the run, or 0.01"),
+        typer.Option(
+            help="Absolute value to clip gradient entries at.",
+            show_default="that of the run, or 0.01",
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the sequences.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the sequences.")] = 0,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder of the results.", show_default="results/gradients/NAMES"),
+        typer.Option(help="Folder for the results.", show_default="results/gradients/NAMES"),
     ] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Whether gradients through time vanish or explode, and what initialisation or clipping do.
+    """Diagnose vanishing and exploding gradients, and the effect of initialisation and clipping.
 
-    Writes gradients.jsonl, pictures and report.html. A loss or gradient that is not finite is named
-    with its layer, parameter and token.
+    Writes gradients.jsonl, pictures and report.html. A loss or gradient that is not finite is
+    reported with its layer, parameter and token.
 
     Example: longrnn diagnose gradients configs/train/reverse_small.yaml --init default,orthogonal
     """
@@ -100,34 +116,33 @@ def gradients(
     subjects = _subjects(opened, max_grad_norm, max_grad_value)
     suffix = None if init is None else f"init={init}"
     folder = lock_output(output or results_folder("gradients", list(sources), suffix))
-    laboratory = diagnose(
-        subjects, built, settings, output=folder, described=str(spec), quiet=quiet
-    )
-    report, *pictures = write_report(laboratory, folder)
-    print_gradients(laboratory)
-    typer.echo(summary(laboratory))
+    record = diagnose(subjects, built, settings, output=folder, described=str(spec), quiet=quiet)
+    report, *pictures = write_report(record, folder)
+    print_gradients(record)
+    typer.echo(summary(record))
     for source in dict.fromkeys(sources):
-        typer.echo("".join(f"{line}\n" for line in _left_out(Path(source))), nl=False)
+        typer.echo("".join(f"{line}\n" for line in _nonfinite_steps(Path(source))), nl=False)
     typer.echo("\n".join(map(str, [folder / "gradients.jsonl", *pictures, report])))
 
 
-def _open(source: str, inits: Sequence[str]) -> list[Source]:
-    """The model of a checkpoint, or the untrained ones of a configuration, one an `init`."""
+def _open(source: str, inits: Sequence[str]) -> list[ModelEntry]:
+    """The model of a checkpoint, or the untrained models of a configuration, one per `init`."""
     from longrnn.hf.loading import load_recurrent, resolve
 
     if source.endswith((".yaml", ".yml")):
         return _untrained(source, inits)
     if inits:
         raise UserError(
-            f"{source} is trained and --init is about how training begins: give a configuration "
+            f"{source} is already trained, so --init does not apply to it: give a configuration "
             "(.yaml) or leave --init out"
         )
     model, folder = load_recurrent(source), resolve(source)
-    # The checkpoints of a run lie inside its folder.
-    return [Source(source, model, source, training(folder) or training(folder.resolve().parent))]
+    # A checkpoint inside the folder of a run has its configuration one folder higher.
+    recorded = read_recorded(folder) or read_recorded(folder.resolve().parent)
+    return [ModelEntry(source, model, source, recorded)]
 
 
-def _untrained(source: str, inits: Sequence[str]) -> list[Source]:
+def _untrained(source: str, inits: Sequence[str]) -> list[ModelEntry]:
     from dataclasses import asdict, replace
 
     import torch
@@ -141,10 +156,10 @@ def _untrained(source: str, inits: Sequence[str]) -> list[Source]:
     config = load_config(TrainConfig, source)
     if config.init_from is not None:
         if inits:
-            raise UserError(f"{source} goes on from {config.init_from}: leave --init out")
+            raise UserError(f"{source} starts from {config.init_from}: leave --init out")
         model = load_recurrent(config.init_from)
         tokenizer = config.tokenizer or config.init_from
-        return [Source(source, model, tokenizer, asdict(config))]
+        return [ModelEntry(source, model, tokenizer, asdict(config))]
     if config.model is None:
         raise UserError(f"{source} builds a transformer: give a configuration with a model")
     found = []
@@ -153,15 +168,15 @@ def _untrained(source: str, inits: Sequence[str]) -> list[Source]:
         mixer = config.model.mixer if init is None else {**config.model.mixer, "init": init}
         with torch.random.fork_rng(devices=[]):
             check_seed(config.seed)
-            torch.manual_seed(config.seed)  # as training would begin
+            torch.manual_seed(config.seed)  # as training does
             model = RecurrentLM(replace(config.model, mixer=mixer))
         name = source if init is None else f"{Path(source).stem}, {init}"
-        found.append(Source(name, model, tokenizer, asdict(config)))
+        found.append(ModelEntry(name, model, tokenizer, asdict(config)))
     return found
 
 
-def _task(task: str | None, text: list[Path] | None, first: Source) -> dict[str, Any]:
-    """The description of the task: what was asked, or what the first model was trained on."""
+def _task(task: str | None, text: list[Path] | None, first: ModelEntry) -> dict[str, Any]:
+    """The task as a mapping: the one that the user gave, else the one of the first model."""
     import yaml
 
     if text:
@@ -169,9 +184,11 @@ def _task(task: str | None, text: list[Path] | None, first: Source) -> dict[str,
             raise UserError("--text is for the task text: leave out --task or --text")
         return {"kind": "text", "files": [str(path) for path in text]}
     if task is None:
-        known = first.trained.get("task")
+        known = first.training.get("task")
         if not isinstance(known, dict):
-            raise UserError(f"{first.name} does not say its task: give --task or --text")
+            raise UserError(
+                f"the training task of {first.name} is not known: give --task or --text"
+            )
         return known
     try:
         described = yaml.safe_load(task)
@@ -187,7 +204,7 @@ def _task(task: str | None, text: list[Path] | None, first: Source) -> dict[str,
 
 
 def _subjects(
-    opened: Sequence[Source], max_grad_norm: float | None, max_grad_value: float | None
+    opened: Sequence[ModelEntry], max_grad_norm: float | None, max_grad_value: float | None
 ) -> list[Subject]:
     from longrnn.diagnostics.gradients import Subject
 
@@ -198,22 +215,22 @@ def _subjects(
             )
     found = []
     for source in opened:
-        like = Subject(source.name, source.model)
+        default = Subject(source.name, source.model)
         found.append(
-            like._replace(
+            default._replace(
                 max_grad_norm=max_grad_norm
-                or source.trained.get("max_grad_norm")
-                or like.max_grad_norm,
+                or source.training.get("max_grad_norm")
+                or default.max_grad_norm,
                 max_grad_value=max_grad_value
-                or source.trained.get("max_grad_value")
-                or like.max_grad_value,
+                or source.training.get("max_grad_value")
+                or default.max_grad_value,
             )
         )
     return found
 
 
-def _left_out(folder: Path) -> list[str]:
-    """What the run in a folder recorded of steps that were not finite."""
+def _nonfinite_steps(folder: Path) -> list[str]:
+    """One line for each step with a non-finite loss or gradient that a run recorded."""
     from longrnn.training import nonfinite
     from longrnn.training.checkpoint import read_tensors
 
@@ -226,21 +243,20 @@ def _left_out(folder: Path) -> list[str]:
     return lines
 
 
-def print_gradients(laboratory: GradientRecord) -> None:
-    """Prints a row a model and layer."""
-    from rich.console import Console
+def print_gradients(record: GradientRecord) -> None:
+    """Prints one row per model and layer."""
     from rich.table import Table
 
     from longrnn.diagnostics.gradients_report import layers
 
-    rows = layers(laboratory)
+    rows = layers(record)
     if not rows:
         return
     table = Table(title="gradients through time", title_justify="left")
-    table.add_column("model", overflow="fold")  # checkpoints of a run differ in their ends
+    table.add_column("model", overflow="fold")  # names of checkpoints differ at their ends
     table.add_column("layer", justify="right")
     columns = {
-        "factor": "factor a token",
+        "factor": "factor per token",
         "half_life": "halved every",
         "radius": "spectral radius",
         "singular": "singular value",
@@ -251,5 +267,4 @@ def print_gradients(laboratory: GradientRecord) -> None:
     for row in rows:
         cells = ["–" if row[name] is None else f"{row[name]:.4g}" for name in columns]
         table.add_row(row["subject"], str(row["layer"]), *cells)
-    console = Console()
-    Console(width=max(console.width, 110)).print(table)
+    print_table(table, 110)

@@ -7,7 +7,7 @@ import typer
 from longrnn.cli.options import Checkpoint, Device, Mitigation, Quiet, pick_device
 from longrnn.errors import UserError
 
-# Everything that typer does not know goes to lm-eval.
+# Options that typer does not know are passed on to lm-eval.
 SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -18,14 +18,14 @@ def harness(
     device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
-    """Measure a checkpoint on tasks of lm-eval, with lm-eval's own options.
+    """Evaluate a checkpoint on lm-eval tasks, with the options of lm-eval.
 
-    The checkpoint comes first; what follows goes to `lm-eval run`, whose help lists everything:
+    The checkpoint comes first; the options after it go to `lm-eval run`, whose help lists them all:
     --tasks, --include_path, --num_fewshot, --limit, --output_path, --log_samples, --metadata,
-    --gen_kwargs, --batch_size, --seed, and --use_cache, with which an interrupted run goes on.
+    --gen_kwargs, --batch_size, --seed, and --use_cache, which lets an interrupted run resume.
     --model_args takes dtype, max_length, tokenizer, prefix_token_id, add_bos_token and backend.
-    The tasks of this package are longrnn_passkey, longrnn_reverse, longrnn_perplexity, and
-    longrnn_needles with its members.
+    This package adds the tasks longrnn_passkey, longrnn_reverse, longrnn_perplexity, and the group
+    longrnn_needles.
 
     Example: longrnn eval harness passkey-tiny --tasks longrnn_passkey
     --metadata '{"max_seq_lengths": [1024, 4096]}' --limit 20

@@ -21,12 +21,12 @@ def info(
         bool,
         typer.Option(
             "--verify",
-            help="Compare files with their checksums instead: of a checkpoint, run, corpus, state "
-            "or results file, and of what was downloaded from the hub.",
+            help="Instead, compare files with their checksums: a checkpoint, run, corpus, state or "
+            "results file, or a download from the Hub.",
         ),
     ] = False,
 ) -> None:
-    """Say what a checkpoint is: sizes, bytes of state, backend.
+    """Describe a checkpoint: its sizes, the bytes of its state, and its backend.
 
     Example: longrnn info passkey-tiny
     """
@@ -41,20 +41,20 @@ def info(
     rows = {
         "checkpoint": str(resolve(split_spec(checkpoint)[0])),
         "parameters": f"{parameters:,} ({next(model.parameters()).dtype})",
-        **_described(model),
+        **_description(model),
         "fingerprint": model.fingerprint(),
     }
     for name, value in rows.items():
         typer.echo(f"{name:<12}{value}")
 
 
-def _described(model: RecurrentLM | Mitigated | HFLanguageModel) -> dict[str, str]:
+def _description(model: RecurrentLM | Mitigated | HFLanguageModel) -> dict[str, str]:
     from longrnn.mitigations import Mitigated
     from longrnn.models import RecurrentLM
 
     if isinstance(model, Mitigated):
         return {**_recurrent(model.model), "mitigation": str(model.mitigation)}
-    return _recurrent(model) if isinstance(model, RecurrentLM) else _adapted(model)
+    return _recurrent(model) if isinstance(model, RecurrentLM) else _hugging_face(model)
 
 
 def _recurrent(model: RecurrentLM) -> dict[str, str]:
@@ -67,11 +67,11 @@ def _recurrent(model: RecurrentLM) -> dict[str, str]:
         "mixer": mixer.extra_repr() or "torch.nn kernel",
         "position": config.position["kind"],
         "vocabulary": f"{config.vocab_size:,} ({'tied' if config.tie_embeddings else 'own'} head)",
-        "state": f"{state.nbytes(model.init_state(1)):,} bytes a sequence, at any length",
+        "state": f"{state.nbytes(model.init_state(1)):,} bytes per sequence, at any length",
     }
 
 
-def _adapted(model: HFLanguageModel) -> dict[str, str]:
+def _hugging_face(model: HFLanguageModel) -> dict[str, str]:
     import torch
 
     from longrnn import state
@@ -80,19 +80,19 @@ def _adapted(model: HFLanguageModel) -> dict[str, str]:
     limit = "no limit" if model.max_length is None else f"at most {model.max_length:,} tokens"
     if model.max_length is not None and model.can_go_beyond:
         limit += " (CHECKPOINT+beyond lifts this)"
-    read = [
+    processed = [
         *(() if model.rows_together else ("row by row",)),
-        *(() if model.tokens_together else ("token by token after the first piece",)),
+        *(() if model.tokens_together else ("token by token after the first call",)),
     ]
     one, two = (
         state.nbytes(model(torch.zeros(1, size, dtype=torch.long), keep=0).state) for size in (1, 2)
     )
-    grows = f", and {two - one:,} more for each further one" if two > one else ", at any length"
+    grows = f", and {two - one:,} more for each further token" if two > one else ", at any length"
     return {
         "layers": f"{config.num_hidden_layers} × {model.kind}, run by transformers",
         "d_model": str(config.hidden_size),
         "length": limit,
-        "read": ", ".join(read) or "rows and tokens together",
+        "processed": ", ".join(processed) or "rows and tokens together",
         "vocabulary": f"{model.vocab_size:,} ({'tied' if model.tied else 'own'} head)",
-        "state": f"{one:,} bytes a sequence after one token{grows}",
+        "state": f"{one:,} bytes per sequence after one token{grows}",
     }

@@ -13,11 +13,13 @@ from longrnn.cli.options import (
     Device,
     Mitigation,
     Quiet,
+    Texts,
     lock_output,
     pick_device,
     results_folder,
     warn_if_calibrated_on,
 )
+from longrnn.console import print_table
 from longrnn.units import format_length, parse_lengths
 
 if TYPE_CHECKING:
@@ -26,30 +28,30 @@ if TYPE_CHECKING:
 
 def memory(
     checkpoint: Checkpoint,
-    text: Annotated[
-        list[Path],
-        typer.Option(help="A text file; may be given several times.", show_default=False),
-    ],
+    text: Texts,
     positions: Annotated[
-        str, typer.Option(help="T: after how many tokens to look at the prediction.")
+        str, typer.Option(help="T: numbers of tokens after which the prediction is compared.")
     ] = "1k,4k,16k",
     stretches: Annotated[
-        int, typer.Option(help="At most so many stretches of the longest T from each text.")
+        int,
+        typer.Option(
+            help="Maximum number of stretches from each text, each as long as the longest T."
+        ),
     ] = 8,
     mitigation: Mitigation = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder of the results.", show_default="results/memory/CHECKPOINT"),
+        typer.Option(help="Folder for the results.", show_default="results/memory/CHECKPOINT"),
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Stretches in one pass.")] = 4,
+    batch_size: Annotated[int, typer.Option(help="Stretches in one batch.")] = 4,
     device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
-    """How much a prediction hangs on the beginning of its context (effective remembrance).
+    """Measure how much predictions depend on the start of the context (effective remembrance).
 
-    EffRem_T(t) is the total variation between the prediction after T tokens and the one where the
-    first t of them were never read. Writes results.jsonl, which an interrupted run takes up again,
-    pictures and report.html.
+    EffRem_T(t) is the total variation distance between the prediction after T tokens and the
+    prediction of a model that was not given the first t of them. Writes results.jsonl, pictures and
+    report.html. The same command resumes an interrupted run.
 
     Example: longrnn diagnose memory passkey-tiny --text book.txt --positions 1k,4k,16k
     """
@@ -60,17 +62,17 @@ def memory(
     from longrnn.inference.length_limit import refuse_long
     from longrnn.mitigations import Mitigated
 
-    asked = parse_lengths(positions)
+    after = parse_lengths(positions)
     opened = open_checkpoint(checkpoint, mitigation, device=pick_device(device))
     model = opened.model
-    refuse_long(model, max(asked))
+    refuse_long(model, max(after))
     documents = read_documents(text, opened.tokenizer, model)
     warn_if_calibrated_on(model, documents)
     folder = lock_output(output or results_folder("memory", [checkpoint], mitigation))
     rows = measure.evaluate(
         model,
         documents,
-        positions=asked,
+        positions=after,
         output=folder / "results.jsonl",
         stretches=stretches,
         batch_size=batch_size,
@@ -90,8 +92,7 @@ def memory(
 
 
 def _print(found: Mapping[int, Sequence[MeanEffRem]]) -> None:
-    """A table of EffRem by the last tokens kept, a column for each T."""
-    from rich.console import Console
+    """Prints EffRem by the number of last tokens that are kept, with one column for each T."""
     from rich.table import Table
 
     n = next(iter(found.values()))[0].effrem.n
@@ -114,5 +115,4 @@ def _print(found: Mapping[int, Sequence[MeanEffRem]]) -> None:
             interval = f" [{effrem.low:.2f}, {effrem.high:.2f}]" if effrem and n > 1 else ""
             row.append("" if effrem is None else f"{effrem.mean:.3f}{interval}")
         table.add_row(format_length(kept), *row)
-    console = Console()
-    Console(width=max(console.width, 12 + 23 * len(found))).print(table)
+    print_table(table, 12 + 23 * len(found))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,36 +17,49 @@ if TYPE_CHECKING:
 Checkpoint = Annotated[
     str,
     typer.Argument(
-        help="Name of an embedded checkpoint, a folder, or organisation/model of the hub.",
+        help="Name of an embedded checkpoint, a folder, or organisation/model on the Hub.",
         show_default=False,
     ),
 ]
 Device = Annotated[
-    str, typer.Option(help="Where to run: cpu, cuda, cuda:1; auto takes cuda where there is one.")
+    str, typer.Option(help="Where to run: cpu, cuda, cuda:1; auto uses cuda if it is available.")
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 Mitigation = Annotated[
     str | None,
     typer.Option(
         "--mitigation",
         metavar="SPEC",
-        help="Of state collapse, such as 'sliding_window(window=8192)', or a calibrated file.",
+        help="Mitigation of state collapse, such as 'sliding_window(window=8192)', or a file that "
+        "`longrnn calibrate` wrote.",
+    ),
+]
+Texts = Annotated[
+    list[Path],
+    typer.Option("--text", help="A text file; may be given several times.", show_default=False),
+]
+Checkpoints = Annotated[
+    list[str],
+    typer.Argument(
+        help="Names of embedded checkpoints, or folders; CHECKPOINT+MITIGATION evaluates a "
+        "checkpoint under a mitigation.",
+        show_default=False,
     ),
 ]
 TrainLength = Annotated[
     str | None,
     typer.Option(
-        help="Length the model was trained on.",
+        help="Length that the model was trained on.",
         show_default="length.max of the checkpoint's train.yaml",
     ),
 ]
 
 
 def pick_device(device: str) -> str:
-    """The device that `auto` means here.
+    """Returns the device to use: `auto` becomes cuda if it is available, else cpu.
 
     Raises:
-        UserError: a device that torch does not have.
+        UserError: torch cannot use the device.
     """
     import torch
 
@@ -57,12 +70,12 @@ def pick_device(device: str) -> str:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device {device!r} cannot be used here: take cpu or auto") from error
+        raise UserError(f"device {device!r} cannot be used here: give cpu or auto") from error
     return device
 
 
 def warn_if_calibrated_on(model: LanguageModel, documents: Iterable[Document]) -> None:
-    """Says on standard error which texts a mitigation's numbers were taken from."""
+    """Prints a warning for every document that the model's mitigation was calibrated on."""
     from longrnn.mitigations import Mitigated
 
     parts = model.parts if isinstance(model, Mitigated) else ()
@@ -76,33 +89,8 @@ def warn_if_calibrated_on(model: LanguageModel, documents: Iterable[Document]) -
             )
 
 
-def training(folder: Path) -> dict[str, Any]:
-    """The configuration that a checkpoint was trained with, or nothing.
-
-    Raises:
-        UserError: its train.yaml is damaged.
-    """
-    from longrnn.config import read_recorded
-
-    return read_recorded(folder)
-
-
-def training_length(checkpoint: str, given: str | None) -> int | None:
-    """The training length given, else that of the checkpoint's train.yaml, else None.
-
-    Where a run carried its state, this is the length of one segment.
-    """
-    from longrnn.hf.loading import resolve
-    from longrnn.hf.specs import split_spec
-    from longrnn.units import parse_length
-
-    if given is not None:
-        return parse_length(given)
-    return training(resolve(split_spec(checkpoint)[0])).get("length", {}).get("max")
-
-
 def lock_output(folder: Path) -> Path:
-    """Locks a folder for the results of this command, until it ends; returns the folder.
+    """Locks the folder for results until this command ends, and returns it.
 
     Raises:
         UserError: another process is writing there.
@@ -114,12 +102,12 @@ def lock_output(folder: Path) -> Path:
 
 
 def results_folder(evaluation: str, checkpoints: Sequence[str], spec: str | None = None) -> Path:
-    """Where results go when nobody says: one folder for each set of checkpoints.
+    """Returns the default folder for results, one for each set of checkpoints.
 
     Args:
-        evaluation: folder above it.
+        evaluation: name of the folder above it.
         checkpoints: names, or `CHECKPOINT+MITIGATION`.
-        spec: what else tells these results from others.
+        spec: further options that distinguish these results from others.
     """
     from longrnn.hf.specs import split_spec
 

@@ -1,4 +1,4 @@
-"""What `longrnn eval perplexity` does with one model, and with several."""
+"""`longrnn eval perplexity` for one model, and for several models that are compared."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
-from longrnn.cli.options import (
-    results_folder,
-    training_length,
-    warn_if_calibrated_on,
-)
-from longrnn.cli.tables import print_forgetting, print_paired, print_perplexity
+from longrnn.cli.options import results_folder, warn_if_calibrated_on
 from longrnn.errors import UserError
 from longrnn.units import format_length
 
@@ -25,8 +20,8 @@ if TYPE_CHECKING:
     from longrnn.results import Row
 
 
-class Asked(NamedTuple):
-    """The options of the command that are no choice of a model."""
+class PerplexityOptions(NamedTuple):
+    """The options of the command that are the same for all models."""
 
     texts: Sequence[Path]
     length: int
@@ -37,47 +32,55 @@ class Asked(NamedTuple):
 
 
 def measure_one(
-    variant: str, mitigation: str | None, device: str, asked: Asked, folder: Path
+    variant: str, mitigation: str | None, device: str, options: PerplexityOptions, folder: Path
 ) -> list[Path]:
-    """Measures one model; prints what was found and returns the files."""
+    """Evaluates one model, prints the result and returns the files that were written."""
     from longrnn.evaluation.perplexity import evaluate
+    from longrnn.evaluation.tables import print_perplexity
+    from longrnn.hf.training_length import training_length
     from longrnn.inference.length_limit import refuse_long
 
-    # Checked before a long measurement begins.
-    model, documents = _open(variant, mitigation, device, asked)
-    refuse_long(model.model, asked.length)
-    trained = training_length(model.source, asked.train_length)
+    # Bad input is refused before a long evaluation begins.
+    model, documents = _open(variant, mitigation, device, options)
+    refuse_long(model.model, options.length)
+    trained = training_length(model.source, options.train_length)
     rows = evaluate(
         model.model,
         documents,
-        length=asked.length,
+        length=options.length,
         output=folder / "results.jsonl",
-        batch_size=asked.batch_size,
-        quiet=asked.quiet,
+        batch_size=options.batch_size,
+        quiet=options.quiet,
     )
-    print_perplexity(rows, asked.by_position)
+    print_perplexity(rows, options.by_position)
     written = [folder / "results.jsonl"]
-    if asked.by_position:
-        written.append(_by_position(model, rows, trained, asked, folder, "loss_by_position"))
+    if options.by_position:
+        written.append(_by_position(model, rows, trained, options, folder, "loss_by_position"))
     return written
 
 
 def measure_all(
-    variants: Sequence[str], mitigation: str | None, device: str, asked: Asked, folder: Path
+    variants: Sequence[str],
+    mitigation: str | None,
+    device: str,
+    options: PerplexityOptions,
+    folder: Path,
 ) -> list[Path]:
-    """Measures models on the same bytes and compares each with the first one."""
+    """Evaluates models on the same bytes, and compares each with the first one."""
     from longrnn.evaluation import paired
     from longrnn.evaluation.perplexity import evaluate_windows
+    from longrnn.evaluation.tables import print_paired
     from longrnn.evaluation.windows import read_alike, shared_windows
+    from longrnn.hf.training_length import training_length
     from longrnn.inference.length_limit import refuse_long
 
-    opened = [_open(variant, mitigation, device, asked) for variant in variants]
+    opened = [_open(variant, mitigation, device, options) for variant in variants]
     models, documents = [model for model, _ in opened], [texts for _, texts in opened]
-    trained = [training_length(model.source, asked.train_length) for model in models]
-    windows = shared_windows(documents, asked.length)
-    for model, wanted in zip(models, windows, strict=True):
-        refuse_long(model.model, max(window.length for window in wanted))
-    if asked.by_position and not read_alike(documents):
+    trained = [training_length(model.source, options.train_length) for model in models]
+    windows = shared_windows(documents, options.length)
+    for model, own in zip(models, windows, strict=True):
+        refuse_long(model.model, max(window.length for window in own))
+    if options.by_position and not read_alike(documents):
         raise UserError(
             "positions count tokens, and the tokenizers of these models differ: leave out "
             "--by-position, or measure the models one by one"
@@ -85,34 +88,35 @@ def measure_all(
     files = _files(models, folder)
     measured = [
         evaluate_windows(
-            model.model, wanted, output=file, batch_size=asked.batch_size, quiet=asked.quiet
+            model.model, own, output=file, batch_size=options.batch_size, quiet=options.quiet
         )
-        for model, wanted, file in zip(models, windows, files, strict=True)
+        for model, own, file in zip(models, windows, files, strict=True)
     ]
     differences = [paired.bits_per_byte(measured[0], rows) for rows in measured[1:]]
     positions = [
-        paired.by_position(measured[0], rows) if asked.by_position else [] for rows in measured[1:]
+        paired.by_position(measured[0], rows) if options.by_position else []
+        for rows in measured[1:]
     ]
     names = [model.name for model in models]
     print_paired(names, measured, differences, positions)
-    written = [*files, _write(folder, models, asked.length, differences, positions)]
-    if asked.by_position:
+    written = [*files, _write(folder, models, options.length, differences, positions)]
+    if options.by_position:
         for model, rows, length, file in zip(models, measured, trained, files, strict=True):
             typer.echo(model.name)
             prefix = f"{file.stem}_loss_by_position"
-            written.append(_by_position(model, rows, length, asked, folder, prefix))
+            written.append(_by_position(model, rows, length, options, folder, prefix))
     return written
 
 
 def _open(
-    variant: str, mitigation: str | None, device: str, asked: Asked
+    variant: str, mitigation: str | None, device: str, options: PerplexityOptions
 ) -> tuple[OpenCheckpoint, list[Document]]:
-    """A model, and the texts as it reads them."""
+    """A model, and the texts tokenized for it."""
     from longrnn.evaluation.texts import read_documents
     from longrnn.hf.opened import open_checkpoint
 
     model = open_checkpoint(variant, mitigation, device=device)
-    documents = read_documents(asked.texts, model.tokenizer, model.model)
+    documents = read_documents(options.texts, model.tokenizer, model.model)
     warn_if_calibrated_on(model.model, documents)
     return model, documents
 
@@ -121,21 +125,22 @@ def _by_position(
     model: OpenCheckpoint,
     rows: list[Row],
     trained: int | None,
-    asked: Asked,
+    options: PerplexityOptions,
     folder: Path,
     prefix: str,
 ) -> Path:
-    """Prints the verdict and draws the picture of one model."""
+    """Prints whether one model forgets robustly, and plots its loss by position."""
     from longrnn.diagnostics.plots import loss_by_position
+    from longrnn.evaluation.tables import print_forgetting
 
     print_forgetting(rows, trained, model.model.vocab_size)
-    picture = folder / f"{prefix}_{format_length(asked.length)}.png"
+    picture = folder / f"{prefix}_{format_length(options.length)}.png"
     loss_by_position(rows, picture, trained)
     return picture
 
 
 def _files(models: Sequence[OpenCheckpoint], folder: Path) -> list[Path]:
-    """A results file for each model, of different names."""
+    """One results file for each model; no two have the same name."""
     names = [results_folder("perplexity", [model.name]).name for model in models]
     return [
         folder / f"{name if names.count(name) == 1 else f'{name}-{number}'}.jsonl"
@@ -150,7 +155,7 @@ def _write(
     differences: Sequence[Difference],
     positions: Sequence[Sequence[Difference]],
 ) -> Path:
-    """`paired.jsonl`: a row for each model but the first, and one for each of its buckets."""
+    """Writes `paired.jsonl`: for each model but the first, one row in all and one per bucket."""
     from longrnn.evaluation.perplexity import edges
     from longrnn.files import write_atomic
 

@@ -11,10 +11,10 @@ from longrnn.cli.options import Device, pick_device
 
 
 def replay(
-    file: Annotated[Path, typer.Argument(help="A nonfinite-*.pt of a training run.")],
+    file: Annotated[Path, typer.Argument(help="A nonfinite-*.pt that a training run wrote.")],
     device: Device = "cpu",
 ) -> None:
-    """Run a batch again whose loss or gradient was not finite, and say how large everything was.
+    """Run a batch with a non-finite loss or gradient again, and print the sizes of all tensors.
 
     Example: longrnn replay runs/mine/nonfinite-00000137.pt
     """

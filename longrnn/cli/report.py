@@ -11,13 +11,13 @@ from longrnn.cli.options import lock_output, results_folder
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="output_dir of one or several runs.")],
+    runs: Annotated[list[Path], typer.Argument(help="output_dir of one or several training runs.")],
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder of the report.", show_default="results/training/RUNS"),
+        typer.Option(help="Folder for the report.", show_default="results/training/RUNS"),
     ] = None,
 ) -> None:
-    """Draw loss, gradient norm, learning rate and tokens/s of training runs, finished or not.
+    """Plot loss, gradient norm, learning rate and tokens/s of training runs, finished or running.
 
     Example: longrnn report runs/passkey-tiny-short runs/passkey-tiny
     """

@@ -1,4 +1,4 @@
-"""What `longrnn eval reverse` and `longrnn eval task` do."""
+"""`longrnn eval reverse` and `longrnn eval task`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import typer
 
-from longrnn.cli.options import lock_output, pick_device, results_folder, training
+from longrnn.cli.options import lock_output, pick_device, results_folder
+from longrnn.config import read_recorded
 from longrnn.errors import UserError, nearest
 
 
@@ -20,20 +21,20 @@ def evaluate_sequences(
     device: str,
     quiet: bool,
 ) -> None:
-    """Measures a checkpoint on a task of sequences and prints its scores.
+    """Evaluates a checkpoint on a sequence task and prints its scores.
 
     Args:
         checkpoint: name or folder.
-        kind: the task; None for the one that it was trained on.
-        vocab_size: V; None for that of training, as every option of the task that is not asked.
-        length: of the sequences; None likewise.
-        n: held-out sequences; None for all.
-        output: folder of the results.
+        kind: name of the task; None for the one that it was trained on.
+        vocab_size: of the task; None for that of training, like all other options of the task.
+        length: of the sequences in tokens; None for the training length.
+        n: number of held-out sequences; None for all.
+        output: folder for the results; None for the default one.
         device: as in `pick_device`.
-        quiet: no progress.
+        quiet: whether to show no progress.
 
     Raises:
-        UserError: a task of another kind, or one that training says too little of.
+        UserError: not a sequence task, or the training configuration lacks an option of it.
     """
     from longrnn.evaluation import sequences as measure
     from longrnn.hf.loading import load, resolve
@@ -41,19 +42,19 @@ def evaluate_sequences(
     from longrnn.inference.length_limit import refuse_long
     from longrnn.tasks import TASKS, SequenceTask
 
-    trained = training(resolve(split_spec(checkpoint)[0]))
+    trained = read_recorded(resolve(split_spec(checkpoint)[0]))
     options = dict(trained.get("task", {}))
-    of_training = str(options.pop("kind", None))
+    trained_kind = str(options.pop("kind", None))
     known = [name for name, task in TASKS.items() if issubclass(task, SequenceTask)]
     if kind is not None and kind not in known:
-        raise UserError(f"no task of sequences {kind!r}: {nearest(kind, known)}")
-    if kind is None and of_training not in known:
+        raise UserError(f"unknown sequence task {kind!r}: {nearest(kind, known)}")
+    if kind is None and trained_kind not in known:
         raise UserError(
-            f"{checkpoint} was not trained on a task of sequences: give --task, one of "
+            f"{checkpoint} was not trained on a sequence task: give --task, one of "
             f"{', '.join(sorted(known))}"
         )
-    kind = of_training if kind is None else kind
-    if kind != of_training:
+    kind = trained_kind if kind is None else kind
+    if kind != trained_kind:
         options = {}
     elif length is None:
         length = trained.get("length", {}).get("max")

@@ -13,41 +13,50 @@ from longrnn.errors import UserError
 
 
 def sweep(
-    config: Annotated[Path, typer.Argument(help="A YAML file such as configs/train/*.yaml.")],
+    config: Annotated[
+        Path,
+        typer.Argument(help="A training configuration such as configs/train/reverse_small.yaml."),
+    ],
     values: Annotated[
         list[str] | None,
         typer.Argument(
-            help="More of the grid; one value is the same for all runs.", metavar="[KEY=VALUE,…]..."
+            help="Further keys of the grid; a single value applies to all runs.",
+            metavar="[KEY=VALUE,…]...",
         ),
     ] = None,
     grid: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE,…", help="Values of a key; may be given several times."),
+        typer.Option(
+            metavar="KEY=VALUE,…", help="Values to try for a key; may be given several times."
+        ),
     ] = None,
     baseline: Annotated[
         str | None,
         typer.Option(
-            metavar="KEY=VALUE", help="Runs that the others of their seed are compared with."
+            metavar="KEY=VALUE",
+            help="Runs that the other runs with the same seed are compared with.",
         ),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder of everything.", show_default="output_dir of CONFIG + -sweep"),
+        typer.Option(
+            help="Folder for runs and results.", show_default="output_dir of CONFIG + -sweep"
+        ),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(help="Runs at a time.", show_default="one on each device")
+        int | None, typer.Option(help="Runs at the same time.", show_default="one per device")
     ] = None,
     devices: Annotated[
-        str, typer.Option(help="Where: cpu, or a list such as cuda:0,cuda:1.")
+        str, typer.Option(help="Where to run: cpu, or a list such as cuda:0,cuda:1.")
     ] = "auto",
     quiet: Quiet = False,
 ) -> None:
     """Train every combination of values, several runs at a time, and compare them.
 
-    Keys are those of the configuration; position.… and mixer.… are the model's, vocab_size is the
-    task's, and the model gets as many ids as the task needs. All runs are checked before the first
-    is trained. The same command goes on where it stopped, and runs again what failed; more values
-    add to what is there.
+    Keys are those of the configuration. position.… and mixer.… are short for keys of the model;
+    vocab_size is that of the task, and the model gets as many ids as the task needs. All runs are
+    checked before the first is trained. The same command resumes an interrupted sweep and repeats
+    failed runs; more values may be added.
 
     Example: longrnn sweep configs/train/reverse_small.yaml --grid position.kind=none,duplicate,sinusoidal vocab_size=32,256 seed=111,222,333 --baseline position.kind=duplicate --jobs 2
     """  # noqa: E501 (an example that can be copied)
@@ -79,6 +88,6 @@ def sweep(
         if failures:
             listed = "; ".join(f"{f.name} ({f.reason}; see {f.log})" for f in failures)
             raise UserError(
-                f"{len(failures)} of {len(points)} runs failed, give the same command to run them "
+                f"{len(failures)} of {len(points)} runs failed; give the same command to run them "
                 f"again: {listed}"
             )

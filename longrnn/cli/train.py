@@ -18,12 +18,19 @@ from longrnn.errors import Terminated
 
 
 def train(
-    config: Annotated[Path, typer.Argument(help="A YAML file such as configs/train/*.yaml.")],
+    config: Annotated[
+        Path,
+        typer.Argument(help="A training configuration such as configs/train/reverse_small.yaml."),
+    ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="key=value, dotted keys.", metavar="[KEY=VALUE]...")
+        list[str] | None,
+        typer.Argument(
+            help="Values that override the configuration, such as length.max=512.",
+            metavar="[KEY=VALUE]...",
+        ),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint in output_dir.")
+        bool, typer.Option("--resume", help="Resume from the newest checkpoint in output_dir.")
     ] = False,
     quiet: Quiet = False,
     attended: Annotated[
@@ -35,7 +42,7 @@ def train(
 ) -> None:
     """Train a model from a configuration file.
 
-    Ctrl-C and SIGTERM finish the step, save it, and print the command to go on with.
+    Ctrl-C and SIGTERM finish and save the current step, and print the command that resumes.
 
     Example: longrnn train configs/train/passkey_tiny_short.yaml max_steps=500 output_dir=runs/try
     """
@@ -55,7 +62,7 @@ def train(
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Within this context, SIGTERM raises `Terminated` where Ctrl-C raises KeyboardInterrupt."""
+    """Within this context, SIGTERM raises `Terminated`, as Ctrl-C raises KeyboardInterrupt."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise Terminated("what was finished is kept")
@@ -68,9 +75,9 @@ def terminable() -> Iterator[None]:
 
 
 def _terminate_at_end_of_input() -> None:
-    """Sends this process SIGTERM once nobody holds the other end of standard input.
+    """Sends this process SIGTERM when the other end of standard input is closed.
 
-    A process that was killed says nothing to those it has started, but its pipes are closed.
+    A parent process that is killed cannot tell its children, but its pipes are closed.
     """
     while os.read(0, 1):
         pass

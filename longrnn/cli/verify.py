@@ -1,4 +1,4 @@
-"""What `longrnn info --verify` does: compares files with the checksums recorded for them."""
+"""`longrnn info --verify`: compares files with the checksums recorded for them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ FITS, DAMAGED, MISSING, UNKNOWN = "fits", "damaged", "missing", "no checksum"
 
 
 def print_verified(name: str) -> None:
-    """Prints a line per file.
+    """Prints one line per file: whether it fits its checksum.
 
     Args:
-        name: a file, a folder, or what `load` takes.
+        name: a file, a folder, or a checkpoint name that `load` accepts.
 
     Raises:
         UserError: a file is damaged or missing, or none has a checksum.
@@ -36,12 +36,12 @@ def print_verified(name: str) -> None:
     if FITS not in found.values():
         raise UserError(
             f"no file of {root} has a recorded checksum to compare it with: copy or download it "
-            "again with `hf download`, which records those of the hub"
+            "again with `hf download`, which records the checksums of the Hub"
         )
 
 
 def _verdicts(root: Path) -> Iterator[tuple[Path, str]]:
-    """Every file of a folder, or a single file, with what is known of it."""
+    """Every file of a folder, or a single file, with its verdict."""
     from longrnn.checksums import CHECKSUMS
 
     if not root.is_dir():
@@ -49,11 +49,11 @@ def _verdicts(root: Path) -> Iterator[tuple[Path, str]]:
         return
     for path in sorted(root.rglob("*")):
         inside = path.relative_to(root).parts
-        # Hidden files are locks, half-written files, and the records of the Hub's downloads.
+        # Hidden files are locks, partly written files, and records of downloads from the Hub.
         if path.is_dir() or any(part.startswith(".") for part in inside):
             continue
         if not path.is_file():
-            yield path, MISSING  # a link of the Hub's cache to a file that was deleted
+            yield path, MISSING  # a link in the Hub's cache whose file was deleted
             continue
         yield path, _verdict(path)
         if path.name == CHECKSUMS:
@@ -78,7 +78,7 @@ def _verdict(path: Path) -> str:
             Corpus(path.parent)
         elif path.suffix == ".jsonl" and has_checksums(path):
             read_results(path)
-        elif not _carries_its_own(path):
+        elif not _is_intact_state(path):
             return UNKNOWN
     except UserError as error:
         typer.echo(f"warning: {error}", err=True)
@@ -87,7 +87,7 @@ def _verdict(path: Path) -> str:
 
 
 def _listed(folder: Path) -> dict[str, str]:
-    """The checksums of a folder's files: of a checkpoint's, or of a corpus's."""
+    """The checksums of the files in the folder of a checkpoint or corpus, by file name."""
     from longrnn.checksums import CHECKSUMS, read_checksums
     from longrnn.corpus import HEADER, Corpus
 
@@ -97,15 +97,15 @@ def _listed(folder: Path) -> dict[str, str]:
         if (folder / HEADER).is_file():
             return Corpus(folder).header.sha256
     except (ValueError, UserError):
-        return {}  # the verdict of the file that lists them says so
+        return {}  # the file that lists them is reported as damaged
     return {}
 
 
-def _carries_its_own(path: Path) -> bool:
-    """Whether a file is a state with its own checksum, which then fits.
+def _is_intact_state(path: Path) -> bool:
+    """Whether a file is a saved state, whose own checksum then fits.
 
     Raises:
-        UserError: it does not fit.
+        UserError: the file is damaged.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -1,10 +1,11 @@
-"""The command line run in this process, and tiny checkpoints for it."""
+"""Runs the command line in this process, and makes tiny checkpoints for it."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ class CLI(Protocol):
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `text` (a model of bytes) and `backwards` (a short training run on reverse)."""
+    """A folder with `text` (a byte-level model) and `backwards` (a short run on reverse)."""
     root = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     save_model(RecurrentLM(build_config(RecurrentConfig, LSTM)), root / "text")
@@ -51,3 +52,39 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
         return Outcome(code or 0, *capsys.readouterr())
 
     return call
+
+
+def assert_refused(result: Outcome, *pieces: str, code: int = 2) -> None:
+    """Asserts one line on standard error with all pieces, and nothing on standard output."""
+    assert result.code == code
+    assert result.out == ""
+    lines = result.err.splitlines()
+    assert len(lines) == 1, result.err
+    assert lines[0].startswith("error: ")
+    for piece in pieces:
+        assert piece in lines[0]
+
+
+def contents(folder: Path) -> dict[Path, bytes | None]:
+    """All files below a folder with their bytes; None for folders."""
+    return {p: p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+def refused(cli: CLI, *arguments: str | Path, says: tuple[str, ...]) -> None:
+    """Runs a command that must be refused and must leave its folder as it was."""
+    before = contents(Path.cwd())
+    assert_refused(cli(*arguments), *says)
+    assert contents(Path.cwd()) == before
+
+
+def commands(
+    group: Any, above: tuple[str, ...] = (), *, groups: bool = False
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields the names and the click command of every command below a group."""
+    for own, command in group.commands.items():
+        name = (*above, own)
+        is_group = hasattr(command, "commands")
+        if groups or not is_group:
+            yield name, command
+        if is_group:
+            yield from commands(command, name, groups=groups)

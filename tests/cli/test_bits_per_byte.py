@@ -19,7 +19,7 @@ HALF = 40_000
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two uniform models, of bytes and of a BPE with digits apart, and digits followed by prose."""
+    """A folder with two uniform models, of bytes and of BPE tokens, and digits before prose."""
     root, rng = tmp_path_factory.mktemp("bits"), random.Random(0)
     syllables = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
     words = ["".join(rng.choices(syllables, k=rng.randint(1, 3))) for _ in range(3000)]
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def bpe(text: str) -> HFTokenizer:
-    """A byte-level BPE that keeps every digit apart."""
+    """A byte-level BPE tokenizer that keeps every digit separate."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Checkpoints of others on the command line: measured, converted, refused."""
+"""Hugging Face checkpoints on the command line: evaluated, converted, refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.hf.foreign import causal, with_bytes
 
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `llama` and `mamba2` as transformers writes them, of bytes."""
+    """A folder with byte-level checkpoints `llama` and `mamba2` as transformers writes them."""
     root = tmp_path_factory.mktemp("foreign")
     with_bytes(causal("llama", vocab_size=256, max_position_embeddings=256), root / "llama")
     with_bytes(causal("mamba2", vocab_size=256), root / "mamba2")
@@ -30,7 +30,7 @@ def text(tmp_path: Path) -> Path:
 def test_every_command_takes_a_folder_of_transformers(
     kind: str, cli: CLI, foreign: Path, text: Path
 ) -> None:
-    """A checkpoint that loads in Python and nowhere else."""
+    """Every command accepts a folder that transformers wrote."""
     model = foreign / kind
     generated = cli("generate", model, "--prompt", "The sky", "--max-new-tokens", "3")
     assert (generated.code, generated.err) == (0, "")
@@ -45,17 +45,17 @@ def test_every_command_takes_a_folder_of_transformers(
 
 
 def test_info_says_what_each_is(cli: CLI, foreign: Path) -> None:
-    """A transformer described as if it had a state of one size."""
+    """`info` shows that the state of a transformer grows and that of Mamba-2 does not."""
     llama, mamba2 = cli("info", foreign / "llama").out, cli("info", foreign / "mamba2").out
     assert "2 × llama, run by transformers" in llama
     assert "at most 256 tokens (CHECKPOINT+beyond lifts this)" in llama
-    assert "264 bytes a sequence after one token, and 256 more for each further one" in llama
+    assert "264 bytes per sequence after one token, and 256 more for each further token" in llama
     assert "2 × mamba2, residual blocks" in mamba2
-    assert "bytes a sequence, at any length" in mamba2
+    assert "bytes per sequence, at any length" in mamba2
 
 
 def test_the_maximum_length_is_lifted_by_name(cli: CLI, foreign: Path, text: Path) -> None:
-    """No way to ask for more than a model was made for, or no word that it is more."""
+    """`+beyond` evaluates a model beyond its maximum length, and the output says so."""
     llama = foreign / "llama"
     long = ("eval", "perplexity", llama, "--text", text, "--length", "300", "--quiet")
     refused = cli(*long)
@@ -69,7 +69,7 @@ def test_the_maximum_length_is_lifted_by_name(cli: CLI, foreign: Path, text: Pat
 
 
 def test_a_text_that_would_not_end_inside_the_limit(cli: CLI, foreign: Path) -> None:
-    """A model that stops in the middle of a sentence, with an error behind it."""
+    """`generate` refuses a text that would exceed the maximum length before it prints anything."""
     prompt = ("--prompt", "The sky", "--max-new-tokens")
     refused = cli("generate", foreign / "llama", *prompt, "250")
     assert (refused.code, refused.out) == (2, "")
@@ -84,7 +84,7 @@ def test_a_text_that_would_not_end_inside_the_limit(cli: CLI, foreign: Path) -> 
 def test_lm_eval_beyond_the_limit(
     cli: CLI, foreign: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """`+beyond` that is a mitigation nobody knows, or contexts that are cut all the same."""
+    """`eval harness` accepts `+beyond`, and then does not truncate contexts."""
     options = ("--tasks", "longrnn_passkey", "--limit", "1", "--quiet")
     metadata = ("--metadata", '{"max_seq_lengths": [300]}')
     cut = cli("eval", "harness", foreign / "llama", *options, *metadata)
@@ -101,7 +101,7 @@ def test_lm_eval_beyond_the_limit(
 
 
 def test_convert(cli: CLI, foreign: Path) -> None:
-    """A round trip whose model is not the one it began with."""
+    """Converting a checkpoint and converting it back gives the same model."""
     for source, destination, layout in (
         (foreign / "mamba2", "native", "native"),
         ("native", "ours", "ours"),
@@ -132,7 +132,7 @@ def test_convert(cli: CLI, foreign: Path) -> None:
     ],
 )  # fmt: skip
 def test_bad_input(arguments: tuple[str, ...], message: str, cli: CLI, foreign: Path) -> None:
-    """A traceback, or a model that is treated as one of ours."""
+    """Bad checkpoints and commands that need an open recurrence are refused in one sentence."""
     train = Path(__file__).parents[2] / "configs" / "train" / "passkey_tiny_short.yaml"
     names = {"llama": foreign / "llama", "mamba2": foreign / "mamba2", "train": train}
     done = cli(*(argument.format(**names) for argument in arguments))

@@ -1,4 +1,4 @@
-"""Every command does what it says on a tiny checkpoint."""
+"""Every command does what its help says, on tiny checkpoints."""
 
 from __future__ import annotations
 
@@ -18,39 +18,16 @@ from longrnn.training.config import TrainConfig
 from tests.cli.conftest import CLI
 from tests.training.runs import metrics, tiny, write_config
 
-COMMANDS = [
-    ["train"],
-    ["eval"],
-    ["eval", "passkey"],
-    ["eval", "reverse"],
-    ["eval", "task"],
-    ["generate"],
-    ["info"],
-    ["report"],
-    ["sweep"],
-    ["diagnose", "stability"],
-    [],
-]
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_help_has_an_example(command: list[str], cli: CLI) -> None:
-    """A command that nobody knows how to call."""
-    result = cli(*command, "--help")
-    assert result.code == 0
-    assert "Usage: longrnn" in result.out
-    assert "Example: longrnn " in " ".join(result.out.split())
-
 
 def test_version(cli: CLI) -> None:
-    """A version that differs from the package's."""
+    """`--version` prints the version of the package."""
     from longrnn import __version__
 
     assert cli("--version") == (0, f"longrnn {__version__}\n", "")
 
 
 def test_info(cli: CLI, models: Path) -> None:
-    """Sizes that are not those of the checkpoint."""
+    """`info` prints the sizes and the fingerprint of the checkpoint."""
     result = cli("info", models / "text")
     model = load(models / "text")
     assert result.code == 0
@@ -64,7 +41,7 @@ def test_info(cli: CLI, models: Path) -> None:
 
 
 def test_generate(cli: CLI, models: Path, tmp_path: Path) -> None:
-    """Text that differs from what the model says, or a prompt file read otherwise."""
+    """`generate` prints what the model generates, also for a prompt from a file."""
     from longrnn import generate
 
     prompt = "The grass is\n"
@@ -90,7 +67,7 @@ def test_generate(cli: CLI, models: Path, tmp_path: Path) -> None:
 
 
 def test_generate_stops(cli: CLI, models: Path) -> None:
-    """A stop text that is ignored, or one that is not shown."""
+    """`generate --stop` ends after the first stop text, which is printed."""
     text = cli("generate", models / "text", "--prompt", "a", "--temperature", "2", "--seed", "5")
     sign = next(c for c in text.out if c.isascii() and c.isprintable())
     arguments = ["--prompt", "a", "--temperature", "2", "--seed", "5", "--stop", "never said"]
@@ -100,7 +77,7 @@ def test_generate_stops(cli: CLI, models: Path) -> None:
 
 
 def test_eval_passkey(cli: CLI, models: Path, tmp_path: Path) -> None:
-    """A table, a results file and a picture that are missing or elsewhere."""
+    """`eval passkey` prints a table, writes rows and a picture, and a second run keeps all rows."""
     arguments = ["eval", "passkey", models / "text", "--lengths", "160,256", "--n", "2"]
     result = cli(*arguments, "--depths", "3", "--output", "out/here", "--quiet")
     assert result.code == 0
@@ -132,7 +109,7 @@ def test_eval_passkey(cli: CLI, models: Path, tmp_path: Path) -> None:
 
 
 def test_eval_passkey_by_default(cli: CLI, models: Path, tmp_path: Path) -> None:
-    """Results of two sets of checkpoints in one folder."""
+    """By default, each set of checkpoints has a results folder of its own."""
     short = ["--lengths", "160", "--depths", "0.25,1.0", "--n", "1", "--quiet"]
     assert cli("eval", "passkey", models / "text", *short).code == 0
     both = cli("eval", "passkey", models / "text", f"{models}/text/", *short)
@@ -145,7 +122,7 @@ def test_eval_passkey_by_default(cli: CLI, models: Path, tmp_path: Path) -> None
 
 
 def test_eval_passkey_inserted(cli: CLI, models: Path, tmp_path: Path) -> None:
-    """Insertion points beside depths in one folder, a saving that nobody is told of."""
+    """Insertion points have their own results folder; the saving by shared prefixes is printed."""
     short = ["--lengths", "200,300", "--n", "1", "--quiet"]
     result = cli("eval", "passkey", models / "text", *short, "--insert-every", "100")
     assert result.code == 0, result.err
@@ -162,7 +139,7 @@ def test_eval_passkey_inserted(cli: CLI, models: Path, tmp_path: Path) -> None:
 
 
 def test_eval_reverse(cli: CLI, models: Path, tmp_path: Path) -> None:
-    """Sizes of the training run that are not taken over."""
+    """`eval reverse` uses the sizes of the training run by default."""
     result = cli("eval", "reverse", models / "backwards", "--n", "7", "--quiet")
     assert result.code == 0
     header, rows = read_results(tmp_path / "results/reverse/backwards/results.jsonl")
@@ -184,7 +161,7 @@ def test_eval_reverse(cli: CLI, models: Path, tmp_path: Path) -> None:
 
 
 def test_eval_task(cli: CLI, models: Path, tmp_path: Path) -> None:
-    """The task of training that is not taken over, or results of two tasks in one folder."""
+    """`eval task` evaluates the training task by default, and each task in its own folder."""
     result = cli("eval", "task", models / "backwards", "--n", "7", "--quiet")
     assert result.code == 0, result.err
     assert result.out == cli("eval", "reverse", models / "backwards", "--n", "7", "--quiet").out
@@ -198,7 +175,7 @@ def test_eval_task(cli: CLI, models: Path, tmp_path: Path) -> None:
 
 
 def test_train(cli: CLI, tmp_path: Path) -> None:
-    """Overrides that do not reach the run, or a run that says nothing when it ends."""
+    """Overrides reach the run, which reports its end, also when there is nothing left to train."""
     write_config(tiny("reverse", Path("run")), tmp_path / "c.yaml")
     result = cli("train", "c.yaml", "max_steps=4", "model.d_model=6", "--quiet")
     assert result == (0, "run: trained for 4 steps\n", "")
@@ -210,7 +187,7 @@ def test_train(cli: CLI, tmp_path: Path) -> None:
 
 
 def test_progress_goes_to_standard_error(cli: CLI, tmp_path: Path) -> None:
-    """Progress among the results, or none at all."""
+    """Progress is printed to standard error, results to standard output."""
     write_config(tiny("reverse", Path("run")), tmp_path / "c.yaml")
     result = cli("train", "c.yaml", "max_steps=2", "warmup_steps=1")
     assert result.out == "run: trained for 2 steps\n"
@@ -218,7 +195,7 @@ def test_progress_goes_to_standard_error(cli: CLI, tmp_path: Path) -> None:
 
 
 def test_report(cli: CLI, models: Path, tmp_path: Path) -> None:
-    """A report among the run's own files, where a resume would find it."""
+    """`report` writes outside the folder of the run."""
     before = sorted(path.name for path in (models / "backwards").iterdir())
     result = cli("report", models / "backwards")
     assert result.code == 0, result.err
@@ -231,7 +208,7 @@ def test_report(cli: CLI, models: Path, tmp_path: Path) -> None:
 
 
 def test_fine_tuning_from_the_command_line(cli: CLI, tmp_path: Path) -> None:
-    """Patterns whose dots are read as nested keys, or quotes that reach the pattern."""
+    """`freeze` and `learning_rate_scale` accept patterns with dots on the command line."""
     write_config(tiny("passkey", tmp_path / "run", max_steps=1), tmp_path / "c.yaml")
     assert cli("train", "c.yaml", "--quiet").code == 0
     options = ['freeze=[embedding.weight, "blocks.0.*"]', 'learning_rate_scale={"*.dt_bias": 10}']
@@ -248,7 +225,7 @@ def test_fine_tuning_from_the_command_line(cli: CLI, tmp_path: Path) -> None:
 
 
 def test_diagnose_stability(cli: CLI, models: Path) -> None:
-    """A checkpoint that is left out, or a table without intervals."""
+    """`diagnose stability` prints one row with intervals per checkpoint and condition."""
     result = cli("diagnose", "stability", models / "backwards", "--n", "3", "--quiet")
     assert result.code == 0, result.err
     assert "gradient stability, 3 triplets per condition" in result.out
@@ -256,7 +233,7 @@ def test_diagnose_stability(cli: CLI, models: Path) -> None:
 
 
 def test_sweep(cli: CLI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table that is not written, or a failed run that does not show in the exit code."""
+    """`sweep` writes its table, and exits with 2 if a run failed."""
     config = write_config(tiny("reverse", Path("run"), max_steps=2), tmp_path / "c.yaml")
     done, failing = "position.kind=none,seed=1", "position.kind=none,seed=2"
     base = load_config(TrainConfig, config)
@@ -268,7 +245,7 @@ def test_sweep(cli: CLI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     command = ["sweep", "c.yaml", "--grid", "position.kind=none", "--quiet"]
     result = cli(*command, "seed=1,2")
     assert result.code == 2
-    assert "1 of 2 runs failed, give the same command to run them again" in result.err
+    assert "1 of 2 runs failed; give the same command to run them again" in result.err
     assert f"{failing} (exit code 1; see run-sweep/logs/{failing}.log)" in result.err
     assert "Traceback" not in result.err
     result = cli(*command, "seed=1")

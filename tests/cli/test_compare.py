@@ -13,8 +13,7 @@ from longrnn.files import sha256
 from longrnn.mitigations.base import Calibration
 from longrnn.mitigations.spec import write_calibration
 from longrnn.results import read_results
-from tests.cli.conftest import CLI
-from tests.cli.test_errors import refused
+from tests.cli.conftest import CLI, refused
 from tests.comparison.suites.small_models import llama
 
 SUITE = "evaluations: [{kind: passkey, lengths: [180, 240], depths: [0, 1], n: 2}]"
@@ -27,7 +26,7 @@ def suite(tmp_path: Path) -> str:
 
 
 def test_compare(cli: CLI, models: Path, suite: str, tmp_path: Path) -> None:
-    """A table without a model, a report that is missing, a second run that measures again."""
+    """`compare` prints all models, writes a report, and a second run measures nothing again."""
     mitigated = f"{models / 'text'}+forget_more"
     command = ["compare", models / "text", mitigated, "--suite", suite, "--quiet"]
     result = cli(*command)
@@ -54,7 +53,7 @@ def test_compare(cli: CLI, models: Path, suite: str, tmp_path: Path) -> None:
 
 
 def test_models_of_one_folder_name(cli: CLI, models: Path, suite: str, tmp_path: Path) -> None:
-    """Two runs called `model` in two folders."""
+    """Two checkpoints whose folders have the same name keep different names."""
     shutil.copytree(models / "text", tmp_path / "a/model")
     shutil.copytree(models / "text", tmp_path / "b/model")
     result = cli("compare", "a/model", "b/model", "--suite", suite, "--quiet")
@@ -64,7 +63,7 @@ def test_models_of_one_folder_name(cli: CLI, models: Path, suite: str, tmp_path:
 
 
 def test_a_transformer(cli: CLI, models: Path, tmp_path: Path) -> None:
-    """A transformer that ends the comparison at its limit, or one that does not go beyond it."""
+    """A transformer is compared up to its maximum length, and with `+beyond` further."""
     llama(tmp_path / "llama", positions=200)
     (tmp_path / "book.txt").write_text("".join(f"{i * 7919 % 1000} and " for i in range(400)))
     (tmp_path / "both.yaml").write_text(
@@ -89,7 +88,7 @@ def test_a_transformer(cli: CLI, models: Path, tmp_path: Path) -> None:
 
 
 def test_a_text_that_was_calibrated_on(cli: CLI, models: Path, tmp_path: Path) -> None:
-    """Numbers measured on what they were fitted to, and nobody says so."""
+    """`compare` warns if a mitigation was calibrated on an evaluated text."""
     (tmp_path / "book.txt").write_text("It was a dark and stormy night. " * 20)
     known = Calibration(
         "c.yaml", load(models / "text").fingerprint(), 64, (sha256(tmp_path / "book.txt"),)
@@ -109,7 +108,6 @@ def test_a_text_that_was_calibrated_on(cli: CLI, models: Path, tmp_path: Path) -
 def test_an_unknown_task_is_refused_before_anything_is_measured(
     cli: CLI, models: Path, tmp_path: Path
 ) -> None:
-    """Hours of passkeys, and then a task whose name is misspelt."""
     (tmp_path / "s.yaml").write_text(
         "evaluations:\n- {kind: passkey, lengths: [180], depths: [0], n: 1}\n"
         "- {kind: harness, tasks: [longrnn_passky]}\n"
@@ -118,13 +116,6 @@ def test_an_unknown_task_is_refused_before_anything_is_measured(
     assert result.code == 2
     assert "did you mean 'longrnn_passkey'?" in result.err
     assert not (tmp_path / "out").exists()
-
-
-def test_help(cli: CLI) -> None:
-    """A command that nobody knows how to call."""
-    result = cli("compare", "--help")
-    assert result.code == 0
-    assert "Example: longrnn compare passkey-tiny" in " ".join(result.out.split())
 
 
 @pytest.mark.parametrize(
@@ -144,7 +135,7 @@ def test_help(cli: CLI) -> None:
 def test_bad_input(
     options: list[str], says: tuple[str, ...], cli: CLI, models: Path, suite: str, tmp_path: Path
 ) -> None:
-    """A traceback, or a folder of results of nothing."""
+    """Bad input is refused in one sentence, and nothing is written."""
     for name, text in {
         "bad": "evaluation: []",
         "kind": SUITE.replace("passkey", "passkeys"),
@@ -158,7 +149,7 @@ def test_bad_input(
 
 
 def test_results_of_another_suite(cli: CLI, models: Path, suite: str, tmp_path: Path) -> None:
-    """Rows of two suites in one file, and a suite where checkpoints are wanted."""
+    """Each suite has a results file of its own, and a suite does not count as a checkpoint."""
     command = ["compare", models / "text", "--suite", suite, "--output", "out", "--quiet"]
     assert cli(*command).code == 0
     (tmp_path / suite).write_text(SUITE.replace("n: 2", "n: 2, n_keys: 2"))
@@ -170,7 +161,7 @@ def test_results_of_another_suite(cli: CLI, models: Path, suite: str, tmp_path: 
 def test_a_suite_runs_its_own_task_files_only_where_they_are_trusted(
     how: str, cli: CLI, models: Path, tmp_path: Path
 ) -> None:
-    """A task file can run Python: a suite that names one needs --trust-task-code."""
+    """A suite that names lm-eval task files, which can run Python, needs --trust-task-code."""
     pytest.importorskip("lm_eval")
     folder, ran = tmp_path / "tasks", tmp_path / "ran"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""`longrnn data`, and training on what it wrote."""
+"""`longrnn data`, and training on the corpus that it wrote."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import pytest
 
 from longrnn.config import dump_config
 from longrnn.text import ByteTokenizer
-from tests.cli.conftest import CLI
-from tests.cli.test_errors import refused
+from tests.cli.conftest import CLI, refused
 from tests.tasks.test_passkey import trained_bpe
 from tests.training.runs import metrics, tiny
 
 
 @pytest.fixture
 def texts(tmp_path: Path) -> list[Path]:
-    """Three stories, the last one of a single character."""
+    """Three stories; the last one has a single character."""
     stories = ["Once upon a time. " * 60, "The end.\n\n\nAnd again. " * 50, "x"]
     paths = [tmp_path / f"{index}.txt" for index in range(3)]
     for path, story in zip(paths, stories, strict=True):
@@ -26,7 +25,7 @@ def texts(tmp_path: Path) -> list[Path]:
 
 
 def test_build_and_check(cli: CLI, texts: list[Path]) -> None:
-    """What was dropped is said."""
+    """`data build` and `data check` report the documents that were dropped."""
     built = cli("data", "build", "--out", "corpus", "--quiet", *texts)
     assert built.code == 0, built.err
     assert built.out.splitlines() == [
@@ -43,7 +42,7 @@ def test_build_and_check(cli: CLI, texts: list[Path]) -> None:
 
 
 def test_build_refuses(cli: CLI, texts: list[Path], tmp_path: Path) -> None:
-    """Half a corpus, or one overwritten."""
+    """Bad input and an existing folder are refused; no incomplete corpus is left behind."""
     assert cli("data", "build", "--out", "corpus", "--quiet", texts[0]).code == 0
     build = ["data", "build", "--quiet", "--out"]
     (tmp_path / "binary").write_bytes(b"text\0")
@@ -69,7 +68,7 @@ def test_build_refuses(cli: CLI, texts: list[Path], tmp_path: Path) -> None:
 def test_an_interrupted_build_leaves_nothing(
     cli: CLI, texts: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half a corpus, and a message that says it was kept."""
+    """An interrupted build leaves no corpus, and its message says so."""
 
     def interrupted(self: ByteTokenizer, text: str) -> list[int]:
         raise KeyboardInterrupt
@@ -78,12 +77,12 @@ def test_an_interrupted_build_leaves_nothing(
     monkeypatch.setattr(ByteTokenizer, "encode", interrupted)
     done = cli("data", "build", "--out", "corpus", "--quiet", *texts)
     assert done.code == 130
-    assert done.err == "error: interrupted; corpus was not written: give the command again\n"
+    assert done.err == "error: interrupted; corpus was not written: run the command again\n"
     assert set(Path().iterdir()) == before
 
 
 def test_training_on_a_corpus(cli: CLI, texts: list[Path], tmp_path: Path) -> None:
-    """A corpus that is carried, and everything that a run must refuse before it begins."""
+    """Training carries states over a corpus, and refuses a corpus that does not fit."""
     assert cli("data", "build", "--out", "corpus", "--quiet", *texts).code == 0
     config = tiny(
         "streams", Path("run"), task={"kind": "text", "corpus": "corpus", "max_segments": 5}
@@ -115,7 +114,7 @@ def test_training_on_a_corpus(cli: CLI, texts: list[Path], tmp_path: Path) -> No
 
 
 def test_a_corpus_of_another_tokenizer(cli: CLI, texts: list[Path], tmp_path: Path) -> None:
-    """Its tokenizer is known again wherever it is kept: in a folder, a file, a checkpoint."""
+    """A corpus is accepted for its own tokenizer, given as a folder, a file or a checkpoint."""
     bpe = trained_bpe()
     bpe.save(tmp_path / "bpe")
     build = ["data", "build", "--quiet", "--tokenizer", "bpe", "--out"]

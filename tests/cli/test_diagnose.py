@@ -13,8 +13,7 @@ from longrnn import load
 from longrnn.files import sha256
 from longrnn.mitigations.base import Calibration
 from longrnn.mitigations.spec import write_calibration
-from tests.cli.conftest import CLI
-from tests.cli.test_errors import refused
+from tests.cli.conftest import CLI, refused
 
 SHORT = ["--length", "600", "--train-length", "64", "--quiet"]
 PICTURES = ["deviation", "first_share", "mean", "norm", "output_norm", "retention"]
@@ -32,7 +31,7 @@ def prompts(folder: Path) -> list[str]:
 
 
 def test_diagnose_states(cli: CLI, models: Path, text: list[str], tmp_path: Path) -> None:
-    """A file that is missing or elsewhere, a finding that is not on screen."""
+    """`diagnose states` prints its findings and writes all its files."""
     result = cli("diagnose", "states", models / "text", *text, *SHORT)
     assert result.code == 0, result.err
     assert result.err == ""
@@ -66,7 +65,7 @@ def test_diagnose_states(cli: CLI, models: Path, text: list[str], tmp_path: Path
 def test_which_prompts(
     options: list[str], names: list[str], cli: CLI, models: Path, text: list[str], tmp_path: Path
 ) -> None:
-    """Newlines that were not asked, or left out."""
+    """Newlines are measured beside a text by default, alone with --newlines, else not."""
     result = cli("diagnose", "states", models / "text", *options, *SHORT, "--output", "out")
     assert result.code == 0, result.err
     assert prompts(tmp_path / "out") == names
@@ -75,7 +74,7 @@ def test_which_prompts(
 def test_the_training_length_of_a_run(
     cli: CLI, models: Path, text: list[str], tmp_path: Path
 ) -> None:
-    """A train.yaml that is not read."""
+    """The training length is read from train.yaml."""
     shutil.copytree(models / "text", tmp_path / "run")
     (tmp_path / "run/train.yaml").write_text("length: {max: 48}\n")
     command = ["diagnose", "states", "run", *text, "--length", "300", "--quiet"]
@@ -85,7 +84,7 @@ def test_the_training_length_of_a_run(
 
 
 def test_a_mitigation(cli: CLI, models: Path, text: list[str], tmp_path: Path) -> None:
-    """States of the plain model under the name of the mitigated one."""
+    """States under a mitigation have their own results folder and fingerprint."""
     fingerprint = load(models / "text").fingerprint()
     known = Calibration("c.yaml", fingerprint, 64, (sha256(tmp_path / "a.txt"),))
     member = {"kind": "state_norm", "threshold": 0.01}
@@ -99,14 +98,6 @@ def test_a_mitigation(cli: CLI, models: Path, text: list[str], tmp_path: Path) -
     content = yaml.safe_load((folder / "diagnosis.yaml").read_text())
     assert content["fingerprint"] != fingerprint
     assert "state_norm" in content["mitigation"]
-
-
-@pytest.mark.parametrize("command", [["diagnose"], ["diagnose", "states"]], ids=" ".join)
-def test_help(command: list[str], cli: CLI) -> None:
-    """A command that nobody knows how to call."""
-    result = cli(*command, "--help")
-    assert result.code == 0
-    assert "Example: longrnn diagnose states" in " ".join(result.out.split())
 
 
 @pytest.mark.parametrize(
@@ -132,13 +123,13 @@ def test_bad_input(
     text: list[str],
     tmp_path: Path,
 ) -> None:
-    """A traceback, or a folder of a diagnosis of nothing."""
+    """Bad input is refused in one sentence, and nothing is written."""
     (tmp_path / "empty.txt").write_text("")
     refused(cli, "diagnose", "states", models / "text", *text, *SHORT, *options, says=says)
 
 
 def test_what_is_missing(cli: CLI, models: Path, text: list[str]) -> None:
-    """Defaults where there are none."""
+    """A missing training length or a missing prompt is refused with the option to give."""
     command = ["diagnose", "states", models / "text", "--length", "600", "--quiet"]
     refused(cli, *command, says=("give --text FILE, --newlines, or both",))
     refused(cli, *command, "--no-newlines", says=("give --text FILE",))

@@ -12,8 +12,7 @@ import torch
 from longrnn import load
 from longrnn.models import RecurrentLM
 from longrnn.training.nonfinite import files
-from tests.cli.conftest import CLI
-from tests.cli.test_errors import refused
+from tests.cli.conftest import CLI, refused
 from tests.training.runs import tiny, write_config
 from tests.training.test_nonfinite import sick
 
@@ -27,14 +26,14 @@ def head_of(folder: Path) -> dict[str, Any]:
 
 
 def test_a_run(cli: CLI, models: Path, tmp_path: Path) -> None:
-    """Its own task and clipping that are not read, files that are missing or elsewhere."""
+    """The task and the clipping of a run are read from its folder, and all files are written."""
     result = cli("diagnose", "gradients", models / "backwards", *SMALL)
     assert result.code == 0, result.err
     assert result.err == ""
     folder = tmp_path / "results/gradients/backwards"
     assert {path.name for path in folder.iterdir()} == FILES
     assert {Path(line).name for line in result.out.splitlines()[-len(FILES) :]} == FILES
-    assert "factor a token" in result.out
+    assert "factor per token" in result.out
     assert f"{models / 'backwards'}: the gradient vanishes" in " ".join(result.out.split())
     head = head_of(folder)
     assert "'kind': 'reverse', 'vocab_size': 8" in head["task"]
@@ -46,7 +45,7 @@ def test_a_run(cli: CLI, models: Path, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_inside_a_run(cli: CLI, models: Path, tmp_path: Path) -> None:
-    """A task that is only in the folder above."""
+    """The task of a checkpoint is read from the run that it is in."""
     (checkpoint,) = (models / "backwards").glob("checkpoint-*")
     result = cli("diagnose", "gradients", checkpoint, *SMALL, "--output", "out")
     assert result.code == 0, result.err
@@ -54,7 +53,7 @@ def test_a_checkpoint_inside_a_run(cli: CLI, models: Path, tmp_path: Path) -> No
 
 
 def test_initialisations_of_a_configuration(cli: CLI, tmp_path: Path) -> None:
-    """Models other than those that training would begin with, or one and the same."""
+    """Untrained models are initialised as training would initialise them."""
     config = tiny("reverse", tmp_path / "run", max_grad_value=0.5)
     write_config(config, tmp_path / "c.yaml")
     options = [*SMALL, "--init", "default,orthogonal", "--output", "out"]
@@ -77,7 +76,7 @@ def test_initialisations_of_a_configuration(cli: CLI, tmp_path: Path) -> None:
     "options", [["--text", "a.txt"], ["--task", "{kind: text, files: [a.txt]}"]]
 )
 def test_a_text(options: list[str], cli: CLI, models: Path, tmp_path: Path) -> None:
-    """A text in place of a task, for a model that says none."""
+    """`--text` gives a task to a model without a recorded one."""
     (tmp_path / "a.txt").write_text("It was a dark and stormy night. " * 20)
     result = cli("diagnose", "gradients", models / "text", *options, *SMALL, "--output", "out")
     assert result.code == 0, result.err
@@ -85,7 +84,7 @@ def test_a_text(options: list[str], cli: CLI, models: Path, tmp_path: Path) -> N
 
 
 def test_steps_that_were_not_finite(cli: CLI, models: Path, tmp_path: Path) -> None:
-    """What a run left behind of a step is told with its number."""
+    """Non-finite steps that a run recorded are printed with the command that replays them."""
     how: dict[str, Any] = {"nonfinite": "skip", "max_steps": 1, "learning_rate": 1e-3}
     sick(tmp_path / "broken", "backwards")
     config = tiny("reverse", tmp_path / "run", **how, init_from="broken")
@@ -97,13 +96,6 @@ def test_steps_that_were_not_finite(cli: CLI, models: Path, tmp_path: Path) -> N
     said = " ".join(result.out.split())
     assert "the first gradient that is not finite is that of embedding.weight" in said
     assert "longrnn replay run/nonfinite-00000001.pt" in said
-
-
-def test_help(cli: CLI) -> None:
-    """A command that nobody knows how to call."""
-    result = cli("diagnose", "gradients", "--help")
-    assert result.code == 0
-    assert "Example: longrnn diagnose gradients" in " ".join(result.out.split())
 
 
 @pytest.mark.parametrize(
@@ -123,20 +115,25 @@ def test_help(cli: CLI) -> None:
         (["--exponents", "0"], ("must be at least 1",)),
         (["--max-grad-norm", "0"], ("--max-grad-norm must be above 0",)),
         (["--max-grad-value", "-1"], ("--max-grad-value must be above 0",)),
-        (["--init", "orthogonal"], ("is trained", "give a configuration")),
+        (["--init", "orthogonal"], ("is already trained", "give a configuration")),
     ],
 )
 def test_bad_input(options: list[str], says: tuple[str, ...], cli: CLI, models: Path) -> None:
-    """A traceback, or a folder of a diagnosis of nothing."""
+    """Bad input is refused in one sentence, and nothing is written."""
     refused(cli, "diagnose", "gradients", models / "backwards", *SMALL, *options, says=says)
 
 
 def test_bad_sources(cli: CLI, models: Path, tmp_path: Path) -> None:
-    """A model that is not there, or that does not say what it is for; a cell that refuses."""
+    """A missing model, a model without a task, and an unsuitable cell are refused."""
     command = ["diagnose", "gradients"]
     refused(cli, *command, "passkey-tyni", says=("did you mean",))
     refused(cli, *command, "none.yaml", says=("no configuration file none.yaml",))
-    refused(cli, *command, models / "text", says=("does not say its task", "--task or --text"))
+    refused(
+        cli,
+        *command,
+        models / "text",
+        says=("is not known", "--task or --text"),
+    )
     short = ["--task", "passkey", "--lengths", "16"]
     refused(cli, *command, models / "text", *short, says=("at least 156 tokens", "not 16"))
     write_config(tiny("passkey", tmp_path / "run"), tmp_path / "m.yaml")

@@ -1,4 +1,4 @@
-"""`longrnn eval harness` from the command line, with the tasks that travel with the package."""
+"""`longrnn eval harness` from the command line, with the bundled tasks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LM_EVAL = "longrnn.evaluation.harness"
 
 
 def test_passkey_tiny(cli: CLI, tmp_path: Path) -> None:
-    """The model that recalls passkeys, measured by lm-eval: its results and samples on disk."""
+    """lm-eval evaluates passkey-tiny on passkeys, and writes its results and samples."""
     options = ["--metadata", SHORT, "--output_path", tmp_path / "out", "--log_samples", "--quiet"]
     result = cli("eval", "harness", "passkey-tiny", "--tasks", "longrnn_passkey", *options)
     assert result.code == 0, result.err
@@ -33,7 +33,7 @@ def test_passkey_tiny(cli: CLI, tmp_path: Path) -> None:
 
 
 def test_all_tasks(cli: CLI, models: Path, tmp_path: Path) -> None:
-    """Every task that is bundled runs, under a mitigation."""
+    """Every bundled task runs, under a mitigation."""
     (tmp_path / "book.txt").write_text("Once upon a time. " * 200)
     metadata = json.loads(SHORT) | {"text": str(tmp_path / "book.txt"), "n": 1}
     metadata["max_seq_lengths"] = [1500]
@@ -52,7 +52,7 @@ def test_all_tasks(cli: CLI, models: Path, tmp_path: Path) -> None:
 
 
 def test_own_task(cli: CLI, models: Path, tmp_path: Path) -> None:
-    """A task of the user's, by --include_path."""
+    """A task of the user runs by --include_path."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "rows.jsonl").write_text('{"text": "one two three"}\n')
     (tmp_path / "mine" / "task.yaml").write_text(
@@ -85,7 +85,7 @@ def test_own_task(cli: CLI, models: Path, tmp_path: Path) -> None:
     ],
 )
 def test_bad_input(cli: CLI, arguments: list[str], message: str, tmp_path: Path) -> None:
-    """One sentence, exit code 2, and nothing written."""
+    """Bad input is refused in one sentence with exit code 2, and nothing is written."""
     result = cli("eval", "harness", *arguments)
     assert result.code == 2
     last = result.err.strip().splitlines()[-1]
@@ -104,7 +104,7 @@ def test_bad_input(cli: CLI, arguments: list[str], message: str, tmp_path: Path)
     ],
 )
 def test_a_task_that_fails(cli: CLI, tmp_path: Path, line: str, message: str) -> None:
-    """A traceback of lm-eval's for a mistake in a task file."""
+    """A mistake in a task file is reported in one sentence, without a traceback of lm-eval."""
     (tmp_path / "rows.jsonl").write_text('{"text": "one", "choices": ["a", "b"], "gold": 0}\n')
     task = {
         "task": "mine",
@@ -129,7 +129,7 @@ def test_a_task_that_fails(cli: CLI, tmp_path: Path, line: str, message: str) ->
 
 
 def test_without_lm_eval(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The extra is named."""
+    """Without lm-eval, the message names the extra to install."""
     for name in [name for name in sys.modules if name.startswith(LM_EVAL)]:
         monkeypatch.delitem(sys.modules, name)
     import_before = builtins.__import__
@@ -143,9 +143,3 @@ def test_without_lm_eval(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
     result = cli("eval", "harness", "passkey-tiny", "--tasks", "longrnn_passkey")
     assert result.code == 2
     assert "pip install 'longrnn[harness]'" in result.err
-
-
-def test_help(cli: CLI) -> None:
-    result = cli("eval", "harness", "--help")
-    assert result.code == 0
-    assert "Example: longrnn " in " ".join(result.out.split())

@@ -1,6 +1,7 @@
-"""Every file and seed of every command: what is bad is refused in one sentence, and soon.
+"""Every file and every seed of every command: bad input is refused in one sentence, without delay.
 
-The commands and their parameters are found in the typer app, so that a new command joins.
+The commands and their parameters are read from the typer app, so that new commands are tested too.
+
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, get_type_hints
+from typing import NamedTuple, get_type_hints
 
 import pytest
 import typer
 
 from longrnn.cli.app import app
-from tests.cli.conftest import CLI, Outcome
+from tests.cli.conftest import CLI, Outcome, commands
 from tests.training.runs import tiny, write_config
 
 # Parameters that name a file or folder to read though their type is text.
@@ -74,26 +75,19 @@ class Parameter(NamedTuple):
         return f"{' '.join(self.command)} {self.flag or self.name}"
 
 
-def commands(group: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for name, command in group.commands.items():
-        if hasattr(command, "commands"):
-            yield from commands(command, (*above, name))
-        else:
-            yield (*above, name), command
-
-
-def found() -> list[Parameter]:
-    parameters = []
+def parameters() -> list[Parameter]:
+    """Every parameter of every command."""
+    found = []
     for name, command in commands(typer.main.get_command(app)):
         hints = get_type_hints(inspect.unwrap(command.callback))
         for one in command.params:
             flag = max(one.opts, key=len) if one.opts[0].startswith("-") else None
             is_path = "Path" in str(hints.get(one.name))
-            parameters.append(Parameter(name, one.name, flag, is_path, one.required))
-    return parameters
+            found.append(Parameter(name, one.name, flag, is_path, one.required))
+    return found
 
 
-PARAMETERS = found()
+PARAMETERS = parameters()
 READABLE = [p for p in PARAMETERS if (p.is_path and p.name not in WRITTEN) or p.name in READ]
 WRITABLE = [p for p in PARAMETERS if p.is_path and p.name in WRITTEN]
 SEEDS = [p for p in PARAMETERS if p.name == "seed"]
@@ -109,7 +103,7 @@ def test_the_commands_are_found() -> None:
 
 @pytest.fixture(scope="session")
 def shelf(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Good inputs beside the models, and bad ones in `bad`."""
+    """A folder with models and good inputs."""
     folder = models
     (folder / "good.txt").write_text("One sentence and another one. " * 40)
     write_config(tiny("reverse", Path("run"), max_steps=1), folder / "good.yaml")
@@ -118,7 +112,7 @@ def shelf(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bad(tmp_path: Path) -> dict[str, str]:
-    """Paths at which no command finds what it wants."""
+    """Paths and texts that no command accepts."""
     folder = tmp_path.parent / f"{tmp_path.name}-bad"
     folder.mkdir()
     (folder / "folder").mkdir()
@@ -159,7 +153,7 @@ TEXTS = ("words", "list.yaml", "deep.yaml", "date.yaml", "broken.yaml", "keys.ya
 
 @contextmanager
 def soon(what: object) -> Iterator[None]:
-    """Fails what reads from a device or a pipe for ever."""
+    """Fails a command that reads from a device or a pipe forever."""
 
     def late(number: int, frame: FrameType | None) -> None:
         raise AssertionError(f"{what}: still reading after {SECONDS} s")
@@ -174,7 +168,7 @@ def soon(what: object) -> Iterator[None]:
 
 
 def call(cli: CLI, parameter: Parameter, value: str, shelf: Path) -> Outcome:
-    """The command of a parameter with a value of it, and what else it needs."""
+    """Runs the command of a parameter with `value` and all that it requires."""
     arguments, options = [], []
     for one in PARAMETERS:
         if one.command != parameter.command or not (one.required or one == parameter):
@@ -194,7 +188,7 @@ def call(cli: CLI, parameter: Parameter, value: str, shelf: Path) -> Outcome:
 
 
 def complaints(result: Outcome, name: str, *, refused: bool) -> list[str]:
-    """What is wrong with a result: it must be 0, or 2 with one sentence (or typer's usage)."""
+    """What is wrong with a result: the code must be 0, or 2 with one sentence or usage."""
     lines = result.err.splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
     if result.code not in (0, 2) or "Traceback" in result.err:
@@ -254,7 +248,7 @@ def test_seeds_beyond_64_bits_are_refused(parameter: Parameter, cli: CLI, shelf:
 def test_a_damaged_record_of_training_is_named(
     content: bytes, cli: CLI, shelf: Path, tmp_path: Path
 ) -> None:
-    """`train.yaml` of a checkpoint, which a full disk or an editor has cut or changed."""
+    """A checkpoint's train.yaml that is damaged is named by every command that reads it."""
     shutil.copytree(shelf / "backwards", "run")
     Path("run/train.yaml").write_bytes(content)
     text, good = str(shelf / "good.txt"), str(shelf / "good.yaml")
@@ -314,7 +308,7 @@ def test_a_damaged_row_of_results_is_named(line: str, cli: CLI, shelf: Path) -> 
 
 @pytest.mark.parametrize("option", ["--prompt", "--stop"])
 def test_text_that_is_not_utf8_is_refused(option: str, cli: CLI, shelf: Path) -> None:
-    """Bytes of the command line that are not UTF-8 come as surrogates."""
+    """Command-line text that is not UTF-8, which arrives as surrogates, is refused."""
     arguments = ["generate", str(shelf / "text"), "--max-new-tokens", "1"]
     more = [] if option == "--prompt" else ["--prompt", "a"]
     result = cli(*arguments, *more, option, os.fsdecode(b"a\xff"))

@@ -1,6 +1,7 @@
-"""Every long command, killed at random moments: the same command then ends with the same results.
+"""Every long command, killed at random moments and run again, ends with the same results.
 
-LONGRNN_KILLS sets the kills of each command; 6 of them make 78 in all.
+LONGRNN_KILLS is the number of kills for each command; 6 make 78 in all.
+
 """
 
 from __future__ import annotations
@@ -31,9 +32,12 @@ CLOCK = {"tokens_per_second", "seconds", "time", "date", "steps_per_second"}
 
 
 class Command(NamedTuple):
-    """One command: what is given before and after its first attempt, and where its results are.
+    """A command that is killed.
 
-    `again` are further options of a command that continues.
+    Attributes:
+        arguments: of the first attempt.
+        results: files and folders of its results.
+        again: further options of an attempt that continues.
     """
 
     arguments: list[str]
@@ -104,7 +108,7 @@ COMMANDS: dict[str, Command] = {
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models, configurations and texts of the commands."""
+    """Models, configurations and texts for the commands."""
     from longrnn.config import build_config
     from longrnn.models import RecurrentConfig, RecurrentLM
     from longrnn.models.checkpoint import save_model
@@ -132,7 +136,7 @@ def start(command: Command, shelf: Path, folder: Path, *, again: bool) -> Fork:
 
 
 def assert_whole(folder: Path) -> None:
-    """No file of a result is broken; drafts begin with a dot, and a last row may be torn."""
+    """No visible file is broken, except that the last row of results may be incomplete."""
     readers: Mapping[str, Callable[[Path], Any]] = {
         ".json": lambda path: json.loads(path.read_text()),
         ".jsonl": lambda path: [json.loads(line) for line in path.read_text().split("\n")[:-1]],
@@ -152,7 +156,7 @@ def assert_whole(folder: Path) -> None:
 
 
 def results(command: Command, folder: Path) -> dict[str, Any]:
-    """What the files say, without the clock; rows of a file may come in another order."""
+    """Contents of the result files without times, rows sorted."""
     found: dict[str, Any] = {}
     for name in command.results:
         root = folder / name
@@ -173,7 +177,7 @@ def results(command: Command, folder: Path) -> dict[str, Any]:
 
 
 def is_done(process: Fork, code: int) -> bool:
-    """Whether a command ended, or found everything written by the one that was killed."""
+    """Whether a command ended, or found that the killed one had written everything."""
     there = ("is not overwritten", "is there already")
     return code == 0 or (code == 2 and any(piece in process.err for piece in there))
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
@@ -13,8 +11,7 @@ from longrnn.cli.app import app
 from longrnn.config import build_config
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
-from tests.cli.conftest import CLI
-from tests.cli.test_errors import contents
+from tests.cli.conftest import CLI, commands, contents
 from tests.holders import held
 from tests.training.forks import Fork, pair
 from tests.training.runs import MAMBA2, tiny, train, write_config
@@ -50,20 +47,10 @@ SEPARATE = {"diagnose capacity"}
 WRITES = {"output", "out", "destination"}
 
 
-def commands(group: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Every command of the command line with its full name."""
-    for own, command in group.commands.items():
-        full = f"{name} {own}".strip()
-        if hasattr(command, "commands"):
-            yield from commands(command, full)
-        else:
-            yield full, command
-
-
 def test_no_command_that_writes_is_left_out() -> None:
-    """A new command with an option for its output needs a line above."""
+    """Every command with an option for its output is listed above."""
     found = {
-        name
+        " ".join(name)
         for name, command in commands(typer.main.get_command(app))
         if WRITES & {parameter.name for parameter in command.params}
     }
@@ -91,7 +78,7 @@ def places(models: Path, tmp_path: Path) -> dict[str, Path]:
 def test_a_command_is_refused_while_another_process_writes_there(
     name: str, cli: CLI, places: dict[str, Path], tmp_path: Path
 ) -> None:
-    """One sentence with the owner and the remedy, exit code 2, and nothing is written."""
+    """The message names the owner and the remedy, the code is 2, and nothing is written."""
     kind, arguments = ("file", FILES[name]) if name in FILES else ("folder", FOLDERS[name])
     target = tmp_path / ("out.yaml" if name == "calibrate" else "out")
     command = [*name.split(), *(argument.format(**places) for argument in arguments)]
@@ -111,7 +98,7 @@ def test_a_command_is_refused_while_another_process_writes_there(
 def test_two_evaluations_of_one_file_do_not_mix(
     cli: CLI, places: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The rows of a results file are locked wherever they are written from, not only here."""
+    """A results file is locked as well as its folder."""
     command = ["eval", "perplexity", places["model"], *TEXT, "--length", "64", *OUTPUT, *QUIET]
     with held(tmp_path / "out/results.jsonl", "file"):
         refused = cli(*command)
@@ -120,7 +107,7 @@ def test_two_evaluations_of_one_file_do_not_mix(
 
 
 def test_a_run_whose_trainer_is_alive_is_not_resumed(tmp_path: Path) -> None:
-    """A requeued job beside the old one: the old one goes on, and then the folder is free."""
+    """A second trainer is refused while the first one runs, and the first one is not affected."""
     output = tmp_path / "run"
     config = write_config(tiny("carry", output, max_steps=40, save_steps=4), tmp_path / "c.yaml")
     first = Fork("train", config, "--quiet", folder=tmp_path / "first")
@@ -139,7 +126,7 @@ def test_a_run_whose_trainer_is_alive_is_not_resumed(tmp_path: Path) -> None:
 
 
 def test_of_two_processes_of_a_run_only_the_main_one_locks(tmp_path: Path) -> None:
-    """The second process of a launch is no stranger, but a second launch is."""
+    """The processes of one launch share the lock; a second launch is refused."""
     output = tmp_path / "run"
     config = write_config(
         tiny("carry", output, num_processes=2, max_steps=40, save_steps=4), tmp_path / "c.yaml"

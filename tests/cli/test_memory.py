@@ -12,8 +12,7 @@ from longrnn.config import build_config
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from longrnn.results import read_results
-from tests.cli.conftest import CLI
-from tests.cli.test_errors import refused
+from tests.cli.conftest import CLI, refused
 from tests.holders import held
 from tests.training.runs import LSTM
 
@@ -27,7 +26,7 @@ def text(tmp_path: Path) -> list[str]:
 
 
 def test_diagnose_memory(cli: CLI, models: Path, text: list[str], tmp_path: Path) -> None:
-    """A file that is missing or elsewhere, a finding that is not on screen."""
+    """`diagnose memory` prints its findings and writes all its files."""
     command = ["diagnose", "memory", models / "text", *text, *FAST]
     result = cli(*command)
     assert result.code == 0, result.err
@@ -68,13 +67,13 @@ def test_diagnose_memory(cli: CLI, models: Path, text: list[str], tmp_path: Path
 def test_bad_input(
     options: list[str], says: tuple[str, ...], cli: CLI, models: Path, text: list[str]
 ) -> None:
-    """A traceback, or a folder of a diagnosis of nothing."""
+    """Bad input is refused in one sentence, and nothing is written."""
     refused(cli, "diagnose", "memory", models / "text", *text, *FAST, *options, says=says)
 
 
 @pytest.fixture
 def family(tmp_path: Path) -> list[str]:
-    """Three models of three state sizes, with a training length."""
+    """Three models of three state sizes, with a recorded training length."""
     for width in (8, 16, 24):
         torch.manual_seed(width)
         config = {**LSTM, "d_model": width}
@@ -85,7 +84,7 @@ def family(tmp_path: Path) -> list[str]:
 
 
 def test_diagnose_capacity(cli: CLI, family: list[str], text: list[str], tmp_path: Path) -> None:
-    """Evaluations that are not found where the commands leave them, a fit that is made up."""
+    """`diagnose capacity` finds recorded results, and fits only what has enough points."""
     for run in family:
         long = ["--length", "256", "--quiet"]
         assert cli("eval", "perplexity", run, *text, *long).code == 0
@@ -114,7 +113,7 @@ def test_diagnose_capacity(cli: CLI, family: list[str], text: list[str], tmp_pat
 
 
 def test_capacity_of_nothing(cli: CLI, models: Path, family: list[str], tmp_path: Path) -> None:
-    """A traceback, or a table of models that nobody measured."""
+    """Models without recorded results or without a training length are refused."""
     command = ["diagnose", "capacity", *family]
     refused(cli, *command, says=("no results at results",))
     (tmp_path / "results").mkdir()

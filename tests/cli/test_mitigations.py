@@ -1,4 +1,4 @@
-"""Calibrate, then use: every command that takes a mitigation, on an embedded checkpoint."""
+"""Calibration, and every command that takes a mitigation, on an embedded checkpoint."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from longrnn.files import sha256
 from longrnn.mitigations.spec import FORMAT
 from longrnn.results import read_results
 from longrnn.tasks.passkey import FILLER, KEY_LINE, QUESTION
-from tests.cli.conftest import CLI
-from tests.cli.test_errors import refused
+from tests.cli.conftest import CLI, refused
 
 CHECKPOINT = "passkey-tiny-short"  # two layers of four heads, trained on 256 tokens
 SMALL = ["--lengths", "160", "--depths", "1", "--n", "2", "--quiet"]
@@ -26,14 +25,14 @@ PROSE = "Call me Ishmael. Some years ago, never mind how long precisely, I went 
 
 @pytest.fixture
 def texts(tmp_path: Path) -> None:
-    """`filler.txt` to calibrate on, `prose.txt` to measure on."""
+    """`filler.txt` to calibrate on, `prose.txt` to evaluate on."""
     (tmp_path / "filler.txt").write_text(FILLER * 12)
     (tmp_path / "prose.txt").write_text(PROSE)
 
 
 @pytest.fixture
 def calibrated(cli: CLI, texts: None, tmp_path: Path) -> str:
-    """A state norm of CHECKPOINT, low enough to be felt, in `norm.yaml`."""
+    """`norm.yaml`: a state norm for CHECKPOINT, low enough to change its results."""
     options = ["--method", "state_norm", "--margin", "0.3", "--output", "norm.yaml", "--quiet"]
     result = cli("calibrate", CHECKPOINT, "--text", "filler.txt", *options)
     assert (result.code, result.err) == (0, "")
@@ -55,7 +54,7 @@ OPTIONS: dict[str, list[str]] = {
 
 @pytest.mark.parametrize("method", list(METHODS))
 def test_calibrate(method: str, cli: CLI, texts: None, tmp_path: Path) -> None:
-    """A file that is elsewhere, that says nothing of its origin, or that no command takes."""
+    """`calibrate` writes a file that records its origin and that other commands accept."""
     command = ["calibrate", CHECKPOINT, "--text", "filler.txt", "--text", "prose.txt"]
     result = cli(*command, "--method", method, *OPTIONS[method], "--quiet")
     assert (result.code, result.err) == (0, "")
@@ -76,12 +75,12 @@ def test_calibrate(method: str, cli: CLI, texts: None, tmp_path: Path) -> None:
 
 
 def folder_of(spec: str) -> str:
-    """The folder of results of CHECKPOINT under a spec, when nobody chooses one."""
+    """The default results folder of CHECKPOINT under a mitigation."""
     return f"{CHECKPOINT}+{spec}".replace("/", "_").replace(" ", "_")
 
 
 def test_eval_passkey(cli: CLI, calibrated: str, tmp_path: Path) -> None:
-    """Answers of the plain model under another name, or a mitigation that gets lost."""
+    """A mitigation changes the answers, and its rows carry its own fingerprint."""
     strong = "forget_more(decay_scale=0.5, input_scale=1.0)"
     variants = [CHECKPOINT, f"{CHECKPOINT}+{calibrated}", f"{CHECKPOINT}+{strong}"]
     both = f"{CHECKPOINT}+{calibrated}+{strong}"
@@ -110,7 +109,7 @@ def test_eval_passkey(cli: CLI, calibrated: str, tmp_path: Path) -> None:
 
 
 def test_results_folders(cli: CLI, texts: None, tmp_path: Path) -> None:
-    """Results of two mitigations in one folder, or a name that no file system takes."""
+    """Each mitigation has a results folder of its own, with a valid file name."""
     numbers = ", ".join(["1000.0"] * 4)
     long = f"state_norm(threshold=[[{numbers}], [{numbers}]])+forget_more(decay_scale=0.99)" + (
         "+scale_delta(scale=0.99)+scale_decay(scale=1.01)+power_decay(scale=1.01)" * 2
@@ -126,7 +125,7 @@ def test_results_folders(cli: CLI, texts: None, tmp_path: Path) -> None:
 
 
 def test_a_filler_that_was_calibrated_on(cli: CLI, calibrated: str, tmp_path: Path) -> None:
-    """Keys hidden in the very text that the numbers were taken from."""
+    """`eval passkey` warns if the mitigation was calibrated on the filler."""
     result = cli(*PASSKEY, "--mitigation", calibrated, "--filler", "filler.txt")
     assert result.code == 0
     assert result.err == (
@@ -138,7 +137,7 @@ def test_a_filler_that_was_calibrated_on(cli: CLI, calibrated: str, tmp_path: Pa
 
 
 def test_eval_perplexity(cli: CLI, calibrated: str, tmp_path: Path) -> None:
-    """The loss of the plain model, or no word about a text that was calibrated on."""
+    """A mitigation changes the loss, and a text that it was calibrated on gives a warning."""
     command = ["eval", "perplexity", CHECKPOINT, "--length", "300", "--quiet"]
     plain = cli(*command, "--text", "prose.txt")
     ours = cli(*command, "--text", "prose.txt", "--mitigation", calibrated, "--by-position")
@@ -155,7 +154,7 @@ def test_eval_perplexity(cli: CLI, calibrated: str, tmp_path: Path) -> None:
 
 
 def test_generate(cli: CLI, calibrated: str) -> None:
-    """A text that no mitigation touched."""
+    """A mitigation changes the generated text."""
     prompt = f"{KEY_LINE.format(key=40913)}{FILLER}{QUESTION}"
     command = ["generate", CHECKPOINT, "--max-new-tokens", "6", "--prompt", prompt]
     assert cli(*command, "--mitigation", "none") == (0, " 40913\n", "")
@@ -166,7 +165,7 @@ def test_generate(cli: CLI, calibrated: str) -> None:
 
 
 def test_diagnose_states(cli: CLI, calibrated: str, tmp_path: Path) -> None:
-    """The states of the plain model; a diagnosis that the next mitigation does not accept."""
+    """A mitigation changes the states, and accepts the diagnosis of the plain model."""
     command = ["diagnose", "states", CHECKPOINT, "--text", "prose.txt", "--length", "400"]
     command += ["--no-newlines", "--quiet"]
     ours = cli(*command, "--mitigation", calibrated, "--output", "ours")
@@ -290,7 +289,7 @@ SPECS: list[tuple[str, tuple[str, ...]]] = [
 
 @pytest.mark.parametrize(("spec", "says"), SPECS, ids=[spec or "nothing" for spec, _ in SPECS])
 def test_bad_specs(spec: str, says: tuple[str, ...], cli: CLI, tmp_path: Path) -> None:
-    """A traceback, a mitigation that is not there, results of nothing."""
+    """A bad mitigation is refused in one sentence, and nothing is written."""
     for name, content in FILES.items():
         (tmp_path / name).write_text(content)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\x00\x01")
@@ -300,7 +299,7 @@ def test_bad_specs(spec: str, says: tuple[str, ...], cli: CLI, tmp_path: Path) -
 
 @pytest.mark.parametrize("command", ["eval perplexity", "generate", "diagnose states"])
 def test_every_command_refuses(command: str, cli: CLI, texts: None, models: Path) -> None:
-    """One command that goes its own way."""
+    """Every command refuses a bad mitigation in the same way."""
     options: dict[str, list[Any]] = {
         "eval perplexity": ["--text", "prose.txt", "--length", "100", "--quiet"],
         "generate": ["--prompt", "a"],
@@ -309,7 +308,14 @@ def test_every_command_refuses(command: str, cli: CLI, texts: None, models: Path
     spec = ["--mitigation", "sliding_window(window=0)"]
     refused(cli, *command.split(), CHECKPOINT, *options[command], *spec, says=("at least 1",))
     spec = ["--mitigation", ""]
-    refused(cli, *command.split(), CHECKPOINT, *options[command], *spec, says=("not a valid mitigation",))
+    refused(
+        cli,
+        *command.split(),
+        CHECKPOINT,
+        *options[command],
+        *spec,
+        says=("not a valid mitigation",),
+    )
     spec = ["--mitigation", "token_filter(threshold=0.1)"]
     trained = ["--train-length", "64"] if command == "diagnose states" else []
     arguments = [*command.split(), models / "text", *options[command], *trained, *spec]
@@ -343,7 +349,7 @@ def test_every_command_refuses(command: str, cli: CLI, texts: None, models: Path
 def test_calibrate_refuses(
     options: list[str], says: tuple[str, ...], cli: CLI, texts: None, tmp_path: Path
 ) -> None:
-    """A file of numbers that were taken from nothing."""
+    """Bad options and texts are refused, and no file is written."""
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "binary.txt").write_bytes(b"\x89PNG\x00\x01")
     method = [] if "--method" in options else ["--method", "state_norm"]
@@ -352,7 +358,7 @@ def test_calibrate_refuses(
 
 
 def test_calibrate_refuses_models(cli: CLI, texts: None, models: Path) -> None:
-    """A training length that is guessed, a cell without steps."""
+    """A model without a training length or without step sizes is refused."""
     command = ["calibrate", models / "text", "--text", "filler.txt", "--quiet"]
     refused(cli, *command, "--method", "state_norm", says=("give --train-length",))
     lengths = ["--train-length", "64", "--target-length", "128"]
@@ -361,15 +367,8 @@ def test_calibrate_refuses_models(cli: CLI, texts: None, models: Path) -> None:
 
 
 def test_misspelt_options(cli: CLI) -> None:
-    """The nearest option is named by the library that reads the command line."""
+    """A misspelt option is refused with the nearest one."""
     result = cli("calibrate", CHECKPOINT, "--text", "a.txt", "--method", "x", "--margni", "1")
     assert result.code == 2
     assert "--margin" in result.err
     assert "Traceback" not in result.err
-
-
-def test_help(cli: CLI) -> None:
-    """A command that nobody knows how to call."""
-    result = cli("calibrate", "--help")
-    assert result.code == 0
-    assert "Example: longrnn calibrate passkey-tiny-short" in " ".join(result.out.split())

@@ -14,22 +14,21 @@ from longrnn.mitigations import mitigation
 from longrnn.mitigations.base import Calibration
 from longrnn.mitigations.spec import write_calibration
 from longrnn.results import read_results
-from tests.cli.conftest import CLI
-from tests.cli.test_errors import refused
+from tests.cli.conftest import CLI, refused
 
 LONG = ["--length", "200", "--quiet"]
 
 
 @pytest.fixture
 def texts(tmp_path: Path) -> list[str]:
-    """Options that name two texts, of 5 windows of 200 tokens together."""
+    """Options that name two texts, which give 5 windows of 200 tokens in all."""
     (tmp_path / "a.txt").write_text("It was a dark and stormy night. " * 20)
     (tmp_path / "b.txt").write_text("Call me Ishmael, some years ago. " * 13)
     return ["--text", "a.txt", "--text", "b.txt"]
 
 
 def test_eval_perplexity(cli: CLI, models: Path, texts: list[str], tmp_path: Path) -> None:
-    """A table, a verdict, a picture or a results file that is missing or elsewhere."""
+    """`eval perplexity` prints loss and verdict, and writes rows and a picture."""
     command = ["eval", "perplexity", models / "text", *texts, *LONG, "--by-position"]
     result = cli(*command, "--train-length", "64")
     assert result.code == 0
@@ -59,31 +58,31 @@ def test_eval_perplexity(cli: CLI, models: Path, texts: list[str], tmp_path: Pat
 
 
 def test_one_document_has_no_interval(cli: CLI, models: Path, texts: list[str]) -> None:
-    """An interval from minus infinity to infinity."""
+    """A single document gives no interval."""
     command = ["eval", "perplexity", models / "text", *texts[:2], "--length", "600", "--quiet"]
     result = cli(*command, "--by-position")
     assert "one document: no interval can be given" in result.out
     assert "inf" not in result.out
-    assert "not judged without a training length, give --train-length" in result.out
+    assert "not judged without a training length: give --train-length" in result.out
 
 
 def test_the_training_length_of_a_run(
     cli: CLI, models: Path, texts: list[str], tmp_path: Path
 ) -> None:
-    """A train.yaml that is not read, or one that the option does not override."""
+    """The training length is read from train.yaml, and --train-length overrides it."""
     shutil.copytree(models / "text", tmp_path / "run")
     (tmp_path / "run/train.yaml").write_text("length: {max: 128}\n")
     command = ["eval", "perplexity", "run", *texts, *LONG, "--by-position"]
     assert "Beyond the training length of 128 " in cli(*command).out
     assert "Beyond the training length of 64 " in cli(*command, "--train-length", "64").out
     beyond = cli(*command, "--train-length", "4k").out
-    assert "not judged, no window goes beyond the training length of 4k" in beyond
+    assert "not judged, because no window is longer than the training length of 4k" in beyond
 
 
 def test_a_text_that_is_foreign_to_the_model(
     cli: CLI, models: Path, tmp_path: Path, texts: list[str]
 ) -> None:
-    """A good verdict on a model that knows nothing of the text."""
+    """A loss above that of a uniform guess is pointed out."""
     import torch
 
     from longrnn.models.checkpoint import save_model
@@ -93,11 +92,11 @@ def test_a_text_that_is_foreign_to_the_model(
         model.embedding.weight.mul_(50)
     save_model(model, tmp_path / "loud")
     command = ["eval", "perplexity", "loud", *texts, *LONG, "--by-position", "--train-length", "64"]
-    assert "above that of a blind guess (5.545 nats)" in cli(*command).out
+    assert "above that of a uniform guess (5.545 nats)" in cli(*command).out
 
 
 def test_a_mitigation(cli: CLI, models: Path, texts: list[str], tmp_path: Path) -> None:
-    """A mitigation that changes nothing, or whose results are those of the plain model."""
+    """A mitigation changes the loss, and has a results folder of its own."""
     command = ["eval", "perplexity", models / "text", *texts, *LONG]
     spec = "forget_more(decay_scale=0.5, input_scale=0.5)"
     result = cli(*command, "--mitigation", spec)
@@ -112,7 +111,7 @@ def test_a_mitigation(cli: CLI, models: Path, texts: list[str], tmp_path: Path) 
 def test_a_text_that_was_calibrated_on(
     cli: CLI, models: Path, texts: list[str], tmp_path: Path
 ) -> None:
-    """Numbers measured on what they were fitted to, and nobody says so."""
+    """`eval perplexity` warns if the mitigation was calibrated on the text."""
     fingerprint = load(models / "text").fingerprint()
     known = Calibration("c.yaml", fingerprint, 64, (sha256(tmp_path / "a.txt"),))
     write_calibration(tmp_path / "c.yaml", [{"kind": "forget_more"}], known)
@@ -125,7 +124,7 @@ def test_a_text_that_was_calibrated_on(
 
 
 def test_several_models(cli: CLI, models: Path, texts: list[str], tmp_path: Path) -> None:
-    """A comparison that is nowhere, one without its interval, or with texts measured twice."""
+    """Several models are compared with intervals, and a second run evaluates nothing again."""
     spec = f"{models}/text+forget_more(decay_scale=0.5, input_scale=0.5)"
     command = ["eval", "perplexity", models / "text", spec, *texts, *LONG]
     result = cli(*command, "--by-position", "--train-length", "64")
@@ -155,7 +154,7 @@ def test_several_models(cli: CLI, models: Path, texts: list[str], tmp_path: Path
 
 
 def test_the_same_model_twice(cli: CLI, models: Path, texts: list[str], tmp_path: Path) -> None:
-    """Two models in one results file; a difference where there is none."""
+    """Two models of one name have separate files; equal models have difference 0."""
     shutil.copytree(models / "text", tmp_path / "other/text")
     command = ["eval", "perplexity", models / "text", "other/text", *texts[:2], *LONG]
     result = cli(*command, "--output", "out")
@@ -164,13 +163,6 @@ def test_the_same_model_twice(cli: CLI, models: Path, texts: list[str], tmp_path
     assert files == {"text-1.jsonl", "text-2.jsonl", "paired.jsonl"}
     assert "+0.0000" in result.out
     assert "no interval: 3 windows" in result.out
-
-
-def test_help(cli: CLI) -> None:
-    """A command that nobody knows how to call."""
-    result = cli("eval", "perplexity", "--help")
-    assert result.code == 0
-    assert "Example: longrnn eval perplexity passkey-tiny" in " ".join(result.out.split())
 
 
 @pytest.mark.parametrize(
@@ -197,7 +189,7 @@ def test_help(cli: CLI) -> None:
 def test_bad_input(
     options: list[str], says: tuple[str, ...], cli: CLI, models: Path, tmp_path: Path
 ) -> None:
-    """A traceback, or a folder of results of nothing."""
+    """Bad input is refused in one sentence, and nothing is written."""
     (tmp_path / "a.txt").write_text("It was a dark and stormy night. " * 20)
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "binary.txt").write_bytes(b"\x89PNG\x00\x01")
@@ -207,7 +199,7 @@ def test_bad_input(
 
 
 def test_results_of_another_model(cli: CLI, models: Path, texts: list[str]) -> None:
-    """Windows of two models in one file."""
+    """Windows of another model are not added to an existing results file."""
     command = ["eval", "perplexity", models / "text", *texts, *LONG, "--output", "out"]
     assert cli(*command).code == 0
     spec = ["--mitigation", "forget_more"]

@@ -1,4 +1,4 @@
-"""What only a process of its own shows: imports, and a kill in the middle of an evaluation."""
+"""What needs a process of its own: imports, and a kill in the middle of an evaluation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEAVY = {"torch", "transformers", "accelerate", "matplotlib", "scipy", "numpy", 
     ids=["import", "help", "eval passkey help", "usage error"],
 )
 def test_what_shows_help_imports_nothing_heavy(code: str) -> None:
-    """Seconds of waiting for `--help`."""
+    """`--help` and usage errors import no heavy library."""
     program = (
         f"import atexit, sys; atexit.register(lambda: print('\\nMODULES', *sys.modules))\n{code}"
     )
@@ -43,7 +43,7 @@ def test_what_shows_help_imports_nothing_heavy(code: str) -> None:
 
 
 def test_a_killed_evaluation_goes_on(models: Path, tmp_path: Path) -> None:
-    """Rows lost, doubled or torn by a real kill."""
+    """An evaluation that was killed resumes from the last complete row."""
     output = tmp_path / "out"
     command = ["eval", "passkey", models / "text", "--lengths", "160,256", "--n", "40"]
     command += ["--batch-size", "2", "--output", output, "--quiet"]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from longrnn.cli.tables import print_passkey, print_passkey_inserted
 from longrnn.evaluation.passkey import summarise
+from longrnn.evaluation.tables import print_passkey, print_passkey_inserted
 from longrnn.intervals import independent_stretches, proportion
 from tests.evaluation.oracles import Oracle
 from tests.evaluation.test_passkey import measure

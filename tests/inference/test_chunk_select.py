@@ -19,8 +19,7 @@ from longrnn.models import LanguageModel
 from longrnn.results import read_results
 from longrnn.state import LMState
 from longrnn.text import ByteTokenizer
-from tests.cli.conftest import CLI, cli  # noqa: F401 (a fixture)
-from tests.cli.test_errors import refused
+from tests.cli.conftest import CLI, cli, refused  # noqa: F401 (a fixture)
 from tests.contracts.builders import (
     assert_near,
     build_mitigated,

@@ -1,12 +1,11 @@
-"""Results of evaluations as tables and sentences on the terminal."""
+"""Prints the results of evaluations as tables and sentences."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import typer
-
+from longrnn.console import print_table
 from longrnn.units import format_length
 
 if TYPE_CHECKING:
@@ -14,17 +13,15 @@ if TYPE_CHECKING:
     from longrnn.inference.prefix import Cost
     from longrnn.intervals import Estimate
     from longrnn.results import Row
-    from longrnn.studies.stability import StabilityRow
 
 
 def print_perplexity(rows: Sequence[Row], by_position: bool) -> None:
-    """Prints the mean loss, and in a table that of every bucket of positions.
+    """Prints the mean loss, and with `by_position` a table of the loss per range of positions.
 
     Bits per byte are those of the scored tokens over the bytes that these tokens stand for.
     """
     from math import exp
 
-    from rich.console import Console
     from rich.table import Table
 
     from longrnn.evaluation.perplexity import summarise
@@ -39,12 +36,11 @@ def print_perplexity(rows: Sequence[Row], by_position: bool) -> None:
         for bucket in buckets:
             span = f"[{bucket.start:,}, {bucket.stop:,})"
             table.add_row(span, _loss(bucket.nats), _bits(bucket.bits))
-        console = Console()
-        Console(width=max(console.width, 80)).print(table)
+        print_table(table, 80)
     intervals = f"n = {n} documents, 95 % intervals"
     if n == 1:
         intervals = "one document: no interval can be given"
-    typer.echo(
+    print(
         f"{_loss(whole.nats)} nats per token, {_bits(whole.bits)} bits per byte, "
         f"perplexity {exp(min(whole.nats.mean, 700)):,.2f} ({intervals})"
     )
@@ -56,15 +52,14 @@ def print_paired(
     differences: Sequence[Difference],
     positions: Sequence[Sequence[Difference]],
 ) -> None:
-    """Prints every model's bits per byte beside its difference from the first one.
+    """Prints the bits per byte of every model and its difference from the first model.
 
     Args:
-        names: of the models, the first is what the others are compared with.
-        measured: their rows.
-        differences: of the models after the first.
-        positions: likewise, by bucket, or empty.
+        names: names of the models; the others are compared with the first one.
+        measured: rows of each model.
+        differences: differences of the models after the first one.
+        positions: the same by range of positions; one empty list per model prints no such table.
     """
-    from rich.console import Console
     from rich.table import Table
 
     from longrnn.evaluation.perplexity import edges
@@ -74,13 +69,12 @@ def print_paired(
         table.add_column(name)
     table.add_row(names[0], f"{differences[0].first:.4f}", "")
     for name, difference in zip(names[1:], differences, strict=True):
-        table.add_row(name, f"{difference.second:.4f}", _less(difference))
-    # Names stay whole.
-    width = max(Console().width, 60 + 2 * sum(map(len, names)))
-    Console(width=width).print(table)
+        table.add_row(name, f"{difference.second:.4f}", _signed(difference))
+    width = 60 + 2 * sum(map(len, names))
+    print_table(table, width)
     n_bytes = sum(row["bytes"] for row in measured[0])
     basis = differences[0].basis()
-    typer.echo(f"{len(measured[0])} windows, {n_bytes:,} bytes, the same for all; {basis}")
+    print(f"{len(measured[0])} windows, {n_bytes:,} bytes, the same for all; {basis}")
     if not positions[0]:
         return
     table = Table()
@@ -90,13 +84,13 @@ def print_paired(
         table.add_column(f"{name} − {names[0]} [95 %]")
     bounds = edges(measured[0][0]["length"])
     for k, first in enumerate(positions[0]):
-        cells = [_less(buckets[k]) for buckets in positions]
+        cells = [_signed(buckets[k]) for buckets in positions]
         table.add_row(f"[{bounds[k]:,}, {bounds[k + 1]:,})", f"{first.first:.3f}", *cells)
-    Console(width=max(width, 44 + (34 + len(names[0])) * len(positions))).print(table)
+    print_table(table, max(width, 44 + (34 + len(names[0])) * len(positions)))
 
 
-def _less(difference: Difference) -> str:
-    """A difference with its sign, and its interval where there is one."""
+def _signed(difference: Difference) -> str:
+    """A difference with its sign, and with its interval if it has one."""
     estimate = difference.estimate
     interval = ""
     if difference.unit != "none":
@@ -105,22 +99,22 @@ def _less(difference: Difference) -> str:
 
 
 def print_forgetting(rows: Sequence[Row], trained: int | None, vocab_size: int) -> None:
-    """Prints the criterion of robust forgetting, with the numbers that it compares."""
+    """Prints whether the model forgets robustly, and the numbers that this criterion compares."""
     from math import log
 
     from longrnn.evaluation.perplexity import FACTOR, forgetting
 
     if trained is None:
-        typer.echo("forgets robustly: not judged without a training length, give --train-length")
+        print("forgets robustly: not judged without a training length: give --train-length")
         return
     found = forgetting(rows, trained)
     if found is None:
-        typer.echo(
-            f"forgets robustly: not judged, no window goes beyond the training length of "
-            f"{format_length(trained)}"
+        print(
+            "forgets robustly: not judged, because no window is longer than the training length "
+            f"of {format_length(trained)}"
         )
         return
-    typer.echo(
+    print(
         f"forgets robustly: {'yes' if found.robust else 'no'}. Beyond the training length of "
         f"{format_length(trained)} the loss reaches {found.beyond:.3f} nats (from position "
         f"{found.beyond_at:,}), {found.beyond / found.inside:.2f} × its largest inside "
@@ -128,15 +122,14 @@ def print_forgetting(rows: Sequence[Row], trained: int | None, vocab_size: int) 
         f"Means over stretches of {found.width} tokens and all documents."
     )
     if found.inside > log(vocab_size):
-        typer.echo(
+        print(
             f"This says little: inside the training length the loss is already above that of a "
-            f"blind guess ({log(vocab_size):.3f} nats), so the text is foreign to the model."
+            f"uniform guess ({log(vocab_size):.3f} nats), so the text is unlike its training."
         )
 
 
 def print_passkey(name: str, rows: Sequence[Row]) -> None:
     """Prints accuracy by length (down) and depth (across), with Wilson intervals."""
-    from rich.console import Console
     from rich.table import Table
 
     from longrnn.evaluation.passkey import summarise
@@ -154,33 +147,12 @@ def print_passkey(name: str, rows: Sequence[Row]) -> None:
         row = [str(cells[length, depth]) for depth in depths]
         count = f"{len(depths)} × {total.n // len(depths)}"
         table.add_row(format_length(length), count, *row, str(total))
-    # A table that is not on a terminal keeps its columns whole.
-    console = Console()
-    Console(width=max(console.width, 24 + 20 * (len(depths) + 1))).print(table)
+    print_table(table, 24 + 20 * (len(depths) + 1))
     _print_overlap(rows)
-
-
-def print_stability(readings: Sequence[StabilityRow], n: int) -> None:
-    """Prints the stability of the gradient at every checkpoint."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from longrnn.studies.stability import rows
-
-    title = f"gradient stability, {n:,} triplets per condition [95 % interval]"
-    table = Table(title=title, title_justify="left")
-    table.add_column("step", justify="right")
-    for name in ("condition", "same first token", "same suffix", "norm of J"):
-        table.add_column(name)
-    for cells in rows(readings):
-        table.add_row(*cells)
-    console = Console()
-    Console(width=max(console.width, 120)).print(table)
 
 
 def print_passkey_inserted(name: str, rows: Sequence[Row]) -> None:
     """Prints accuracy by length (down) and filler before the key (across)."""
-    from rich.console import Console
     from rich.table import Table
 
     from longrnn.evaluation.passkey import summarise_inserted
@@ -199,46 +171,45 @@ def print_passkey_inserted(name: str, rows: Sequence[Row]) -> None:
         row = [cells.get((length, place)) for place in places]
         means = ["" if cell is None else f"{cell.mean:.2f}" for cell in row]
         table.add_row(format_length(length), *means, str(total), str(total.n))
-    console = Console()
-    Console(width=max(console.width, 44 + 8 * len(places))).print(table)
+    print_table(table, 44 + 8 * len(places))
     _print_overlap(rows)
 
 
 def _print_overlap(rows: Sequence[Row]) -> None:
-    """Prints how many prompts the intervals count, where prompts read the same text of a file."""
+    """Prints the effective number of prompts if several prompts contain the same filler text."""
     from longrnn.evaluation.passkey import independent
 
     lengths: dict[int, list[Row]] = {}
     for row in rows:
         lengths.setdefault(row["length"], []).append(row)
-    counts = {length: independent(asked) for length, asked in lengths.items()}
-    said = [
+    counts = {length: independent(own) for length, own in lengths.items()}
+    counted = [
         f"{count:.1f} of {len(lengths[length])} at {format_length(length)}"
         for length, count in sorted(counts.items())
         if count is not None
     ]
-    if said:
-        typer.echo(
-            "Prompts that read the same text of the filler are not independent: the intervals "
-            f"count {', '.join(said)}."
+    if counted:
+        print(
+            "Prompts that contain the same filler text are not independent: the intervals count "
+            f"{', '.join(counted)}."
         )
 
 
 def print_cost(costs: Mapping[str, Cost]) -> None:
-    """Prints the tokens that sharing saves, one sentence for each number of them."""
+    """Prints how many tokens prefix sharing saves; models with equal costs share a sentence."""
     for cost in dict.fromkeys(costs.values()):
-        typer.echo(
-            f"Sharing prefixes, the whole grid takes {cost.shared:,} tokens a model; prompt by "
+        print(
+            f"Sharing prefixes, the whole grid takes {cost.shared:,} tokens per model; prompt by "
             f"prompt it takes {cost.naive:,}, {cost.ratio:.1f} × as many."
         )
 
 
 def _bits(estimate: Estimate | None) -> str:
-    """Bits per byte; unknown where the tokenizer does not tell the bytes of its tokens."""
+    """Bits per byte, or "unknown" if the tokenizer does not give the bytes of its tokens."""
     return "unknown" if estimate is None else _loss(estimate)
 
 
 def _loss(estimate: Estimate) -> str:
-    """A mean with its interval, where there is one."""
+    """A mean, with its interval if there are several values."""
     interval = f" [{estimate.low:.3f}, {estimate.high:.3f}]" if estimate.n > 1 else ""
     return f"{estimate.mean:.3f}{interval}"

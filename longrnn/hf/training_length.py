@@ -1,0 +1,38 @@
+"""The length that a checkpoint was trained on."""
+
+from __future__ import annotations
+
+from longrnn.config import read_recorded
+from longrnn.errors import UserError
+from longrnn.hf.loading import resolve
+from longrnn.hf.specs import split_spec
+from longrnn.units import parse_length
+
+
+def training_length(checkpoint: str, given: str | None = None) -> int | None:
+    """Returns the training length in tokens, or None if it is not known.
+
+    If a run carried its state, this is the length of one segment.
+
+    Args:
+        checkpoint: name, folder, or `CHECKPOINT+MITIGATION`.
+        given: the length that the user gives, such as `4k`; by default that of its train.yaml.
+
+    Raises:
+        UserError: `given` is not a valid length, or train.yaml is damaged.
+    """
+    if given is not None:
+        return parse_length(given)
+    return read_recorded(resolve(split_spec(checkpoint)[0])).get("length", {}).get("max")
+
+
+def required_training_length(checkpoint: str, given: str | None = None) -> int:
+    """Returns the training length as `training_length` does.
+
+    Raises:
+        UserError: as `training_length`, or the length is not known.
+    """
+    found = training_length(checkpoint, given)
+    if found is None:
+        raise UserError(f"the training length of {checkpoint} is not known: give --train-length")
+    return found

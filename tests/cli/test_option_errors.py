@@ -1,0 +1,174 @@
+"""Bad options of every command: exit code 2, one sentence with its remedy, nothing written."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import CLI, refused
+from tests.training.runs import tiny, write_config
+
+SHORT = ["--lengths", "160", "--depths", "1", "--n", "1", "--quiet"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--lengths", "4x"], ("'4x' is not a valid length", "256, 4k or 1M")),
+        (["--lengths", ""], ("'' is not a valid length", "256, 4k or 1M")),
+        (["--lengths", "-1"], ("'-1' is not a valid length",)),
+        (["--lengths", "256,"], ("'' is not a valid length",)),
+        (["--lengths", "9" * 400], ("is not a valid length",)),
+        (["--lengths", "100"], ("length 100 is too short", "the least is 156 tokens")),
+        (["--depths", "many"], ("'many' is not a valid list of depths", "0,0.5,1")),
+        (["--depths", ""], ("'' is not a valid list of depths",)),
+        (["--depths", "0.5,"], ("'0.5,' is not a valid list of depths",)),
+        (["--depths", "0"], ("the number of depths must be at least 1",)),
+        (["--depths", "-1"], ("the number of depths must be at least 1",)),
+        (["--depths", "0.5,1.5"], ("depths lie between 0",)),
+        (["--depths", "nan,"], ("not a valid list of depths",)),
+        (["--n", "0"], ("n and the batch size must be at least 1",)),
+        (["--batch-size", "0"], ("n and the batch size must be at least 1",)),
+        (["--device", "abacus"], ("device 'abacus' cannot be used", "give cpu or auto")),
+        (["--device", "cuda:99"], ("device 'cuda:99' cannot be used",)),
+    ],
+)
+def test_eval_passkey_options(
+    options: list[str], says: tuple[str, ...], cli: CLI, models: Path
+) -> None:
+    """Bad values of the options are refused before anything is evaluated."""
+    refused(cli, "eval", "passkey", models / "text", *SHORT, *options, says=says)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--insert-at", "x"], ("'x' is not a valid length",)),
+        (["--insert-at", "-1"], ("'-1' is not a valid length",)),
+        (["--insert-every", "0"], ("'0' is not a valid length",)),
+        (["--insert-at", "0,1M"], ("behind 1M tokens of filler", "give a greater length")),
+        (["--insert-at", "0", "--depths", "5"], ("give one of --depths",)),
+        (["--insert-at", "0", "--insert-every", "8k"], ("give one of --depths",)),
+        (["--insert-at", "0", "--n-keys", "2"], ("one key a prompt",)),
+    ],
+)
+def test_eval_passkey_insertion_points(
+    options: list[str], says: tuple[str, ...], cli: CLI, models: Path
+) -> None:
+    """Insertion points are refused if they fit no prompt or are given together with depths."""
+    command = ["eval", "passkey", models / "text", "--lengths", "256", "--quiet"]
+    refused(cli, *command, *options, says=says)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "says"),
+    [
+        ("backwards", ["--n", "0"], ("n must be between 1 and the 16",)),
+        ("backwards", ["--n", "17"], ("n must be between 1 and the 16",)),
+        ("backwards", ["--n", "2", "--length", "0"], ("length must be at least 1",)),
+        ("backwards", ["--n", "2", "--length", "1"], ("hold out at most half",)),
+        ("backwards", ["--vocab-size", "0"], ("vocab_size >= 2",)),
+        ("backwards", ["--vocab-size", "9"], ("needs a model with 10 ids",)),
+        ("text", [], ("was not trained on reverse", "--vocab-size and --length")),
+        ("text", ["--length", "4"], ("was not trained on reverse",)),
+    ],
+)
+def test_eval_reverse_options(
+    model: str, options: list[str], says: tuple[str, ...], cli: CLI, models: Path
+) -> None:
+    """Sizes that do not fit the model or the task are refused."""
+    refused(cli, "eval", "reverse", models / model, "--quiet", *options, says=says)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], ("the grid is empty",)),
+        (["--grid", "seed="], ("lacks a value",)),
+        (["--grid", "sede=1"], ("unknown key sede", "did you mean 'seed'?")),
+        (["--grid", "learning_rate=1e-3,0.001"], ("are the same run",)),
+        (["--grid", "position.kind=learned", "length.max=65"], ("130", "max_length=130")),
+        (["--grid", "task.kind=delayed_sum", "length.max=5"], ("even, not 5",)),
+        (["--grid", "task.kind=predecessor_query", "length.max=9"], ("vocab_size=9 or more",)),
+        (["--grid", "seed=1,2", "--baseline", "sed=1"], ("names no value of the grid",)),
+        (["--grid", "seed=1,2", "--jobs", "0"], ("jobs must be at least 1",)),
+        (["--grid", "seed=1,2", "--devices", "cuda:99"], ("cuda:99", "give cpu")),
+    ],
+)
+def test_sweep_options(arguments: list[str], says: tuple[str, ...], cli: CLI) -> None:
+    """A bad grid is refused before any run is trained."""
+    write_config(tiny("reverse", Path("run")), Path("c.yaml"))
+    refused(cli, "sweep", "c.yaml", *arguments, says=says)
+
+
+def test_diagnose_stability_options(cli: CLI, models: Path) -> None:
+    """A folder that is not a run on a sequence task is refused."""
+    base = ["diagnose", "stability"]
+    refused(cli, *base, models / "text", says=("is not a run on a task such as reverse",))
+    refused(cli, *base, "no/such", says=("is not a run on a task such as reverse",))
+    refused(cli, *base, models / "backwards", "--n", "0", says=("at least 1",))
+
+
+def test_eval_task_options(cli: CLI, models: Path) -> None:
+    """A task that is not a sequence task, or whose sizes are not known, is refused."""
+    base = ["eval", "task", models / "text", "--quiet"]
+    refused(cli, *base, says=("was not trained on a sequence task", "--task, one of copy"))
+    refused(cli, *base, "--task", "sorrt", says=("'sorrt'", "did you mean 'sort'"))
+    refused(cli, *base, "--task", "passkey", says=("unknown sequence task 'passkey'",))
+    refused(cli, *base, "--task", "sort", "--length", "4", says=("was not trained on sort",))
+    odd = ["--task", "delayed_sum", "--vocab-size", "8", "--length", "5"]
+    refused(cli, *base, *odd, says=("even, not 5",))
+    few = ["--task", "predecessor_query", "--vocab-size", "8", "--length", "9"]
+    refused(cli, *base, *few, says=("vocab_size=9 or more",))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], ("give either --prompt or --prompt-file",)),
+        (["--prompt", "a", "--prompt-file", "p.txt"], ("give either --prompt or --prompt-file",)),
+        (["--prompt", ""], ("the prompt is empty",)),
+        (["--prompt-file", "empty.txt"], ("empty.txt is empty",)),
+        (["--prompt-file", "none.txt"], ("no text file none.txt",)),
+        (["--prompt-file", "bytes.txt"], ("bytes.txt is not UTF-8",)),
+        (["--prompt-file", "."], ("cannot be read", "give a file of UTF-8 text")),
+        (["--prompt", "a", "--max-new-tokens", "-1"], ("max_new_tokens",)),
+        (["--prompt", "a", "--temperature", "-1"], ("temperature",)),
+        (["--prompt", "a", "--top-p", "0"], ("top_p in (0, 1]",)),
+        (["--prompt", "a", "--device", "tpu0"], ("cannot be used",)),
+    ],
+)
+def test_generate_options(
+    options: list[str], says: tuple[str, ...], cli: CLI, models: Path, tmp_path: Path
+) -> None:
+    """Exactly one prompt of valid text is required, and sampling options must be in range."""
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "bytes.txt").write_bytes(b"a\xff")
+    refused(cli, "generate", models / "text", *options, says=says)
+
+
+def test_what_click_refuses(cli: CLI, models: Path) -> None:
+    """A misspelt command or option is refused with usage and exit code 2."""
+    for arguments, says in [
+        (["evl"], "No such command 'evl'"),
+        (["eval", "passky"], "No such command 'passky'"),
+        (["info"], "Missing argument"),
+        (["info", models, "--nonsense"], "No such option"),
+        (["eval", "passkey", models / "text", "--n", "x"], "Invalid value"),
+        (["eval", "passkey"], "Missing argument"),
+    ]:
+        result = cli(*arguments)
+        assert result.code == 2
+        assert result.out == ""
+        assert says in result.err
+        assert "Traceback" not in result.err
+
+
+def test_a_prompt_that_is_no_text(cli: CLI, models: Path) -> None:
+    """A prompt that is not UTF-8, which arrives as surrogates, is refused."""
+    prompt = os.fsdecode(b"a\xff")
+    assert sys.getfilesystemencoding() == "utf-8"
+    refused(cli, "generate", models / "text", "--prompt", prompt, says=("UTF-8",))
