@@ -24,7 +24,7 @@ from longrnn.files import write_atomic
 from longrnn.hf.loading import load_recurrent
 from longrnn.hf.opened import OpenCheckpoint, open_checkpoint
 from longrnn.programs import run_script
-from longrnn.tasks.passkey import FILLER
+from longrnn.tasks.passkey_prompts import FILLER
 from longrnn.units import format_length, parse_lengths
 
 BROKEN, HOLDING = "passkey-tiny-short", "passkey-tiny"

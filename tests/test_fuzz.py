@@ -170,7 +170,7 @@ def test_mutants_of_states(kind: str, tmp_path: Path) -> None:
 
 
 def test_mutants_of_training_configurations(cli: CLI, tmp_path: Path) -> None:
-    """No run is begun: a missing checkpoint to start from ends it after the configuration."""
+    """No run starts: after the configuration, a missing init_from ends it."""
     path = write_config(tiny("reverse", tmp_path / "run", max_steps=1), tmp_path / "train.yaml")
     content, failures = path.read_bytes(), Failures()
     for seed in range(150):
@@ -247,7 +247,7 @@ def test_values_of_options(command: str, cli: CLI, models: Path) -> None:
 
 
 def test_mutants_in_a_process_of_their_own(valid: Path, tmp_path: Path) -> None:
-    """What is true in this process is true of the program."""
+    """The command line behaves as the functions called in this process."""
     shutil.copytree(valid / "ours", tmp_path / "ours")
     path = tmp_path / "ours" / "config.json"
     content = json.dumps(json.loads(path.read_text())).encode()

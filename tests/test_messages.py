@@ -17,7 +17,7 @@ PACKAGE = Path(longrnn.__file__).parent
 
 
 def test_every_message_that_is_written_says_what_to_do() -> None:
-    """Also those that no test raises."""
+    """Messages have the form, also those that no test raises."""
     found = list(literals(PACKAGE))
     assert len(found) > 300
     wrong = []
@@ -29,7 +29,7 @@ def test_every_message_that_is_written_says_what_to_do() -> None:
 
 
 def test_files_that_are_excused_have_messages_of_another_form() -> None:
-    """A file that was put right leaves the list."""
+    """A file whose messages are all right is not in LATER."""
     for prefix in LATER:
         wrong = [
             literal
@@ -59,7 +59,7 @@ def test_the_form_tells_remedies_from_complaints(message: str, right: bool) -> N
 
 
 def test_what_is_raised_in_a_test_is_looked_at(tmp_path: Path) -> None:
-    """The hook of this suite, in a suite of its own with one test of each kind."""
+    """The hook of conftest.py fails a test that raises a message of another form."""
     conftest = (Path(__file__).parent / "conftest.py").read_text()
     module = tmp_path / "tests"
     module.mkdir()

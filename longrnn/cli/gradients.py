@@ -214,11 +214,11 @@ def _subjects(
 
 def _left_out(folder: Path) -> list[str]:
     """What the run in a folder recorded of steps that were not finite."""
-    from longrnn.training import nonfinite
+    from longrnn.training import replay
     from longrnn.training.checkpoint import read_tensors
 
     lines = []
-    for path in nonfinite.files(folder):
+    for path in replay.files(folder):
         content = read_tensors(path)
         lines.append(
             f"step {content['step']} of {folder}: {content['where']} (longrnn replay {path})"
