@@ -1,9 +1,9 @@
 """How every program of the project begins and ends, and how it starts another Python process.
 
 Notable choices:
-- Every program (`longrnn`, the scripts of `scripts/`) ends in `run_to_end`, the one place where an
-  error becomes a sentence on standard error and an exit code: 2 for what the user can change, 130
-  after Ctrl-C, 1 for an error that nobody foresaw. LONGRNN_DEBUG=1 adds the traceback.
+- Every program (`longrnn`, the scripts of `scripts/`) ends in `run_to_end`, which turns an error
+  into a sentence on standard error and an exit code: 2 for an error that the user can fix, 130
+  after Ctrl-C, 1 for an unexpected error. LONGRNN_DEBUG=1 adds the traceback.
 - A process that this project starts never imports from the current folder: a file `yaml.py` beside
   a user's texts is not ours to run.
 """
@@ -28,7 +28,7 @@ from longrnn.errors import Terminated, UserError
 from longrnn.locks import release_all
 
 DEBUG = "LONGRNN_DEBUG"
-# Exit codes: of what the user can change, of Ctrl-C, and of what nobody foresaw.
+# Exit codes: an error that the user can fix, Ctrl-C, and an unexpected error.
 REFUSED, INTERRUPTED, UNEXPECTED = 2, 130, 1
 # Characters of another library's message; the traceback has all of it.
 LONGEST = 300
@@ -134,9 +134,9 @@ def describe(error: BaseException, again: str) -> tuple[str, int]:
             REFUSED,
         )
     if _is_memory(error):
-        said = f" ({_short(error)})" if str(error) else ""
+        detail = f" ({_short(error)})" if str(error) else ""
         return (
-            f"not enough memory{said}: use a smaller batch size, length or model, or another "
+            f"not enough memory{detail}: use a smaller batch size, length or model, or another "
             "device",
             REFUSED,
         )
@@ -144,9 +144,9 @@ def describe(error: BaseException, again: str) -> tuple[str, int]:
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}: {_remedy(error.errno)}, then: {again}", REFUSED
     what = type(error).__name__
-    said = f" ({_short(error)})" if str(error) else ""
+    detail = f" ({_short(error)})" if str(error) else ""
     return (
-        f"unexpected {what}{said}; run again with {DEBUG}=1 for the traceback",
+        f"unexpected {what}{detail}; run again with {DEBUG}=1 for the traceback",
         UNEXPECTED,
     )
 
@@ -199,7 +199,7 @@ def _complain(sentence: str) -> None:
     try:
         print(f"error: {sentence}", file=sys.stderr, flush=True)
     except OSError:
-        _discard(sys.stderr)  # nobody can be told any more; the exit code still says it
+        _discard(sys.stderr)  # the error cannot be printed any more; the exit code still reports it
 
 
 def _flush(code: Any) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -90,6 +90,12 @@ def leaves(tree: PyTree, path: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from leaves(branch, f"{path}.{name}" if path else str(name))
     else:
         yield path, tree
+
+
+def unflatten(like: S, values: Iterable[Tensor]) -> S:
+    """The structure of `like` with `values` as its leaves, in the order of `leaves`."""
+    ordered = iter(values)
+    return tree_map(lambda _: next(ordered), like)
 
 
 def histories(tree: PyTree, path: str = "") -> set[str]:
@@ -260,8 +266,7 @@ def _fill(example: LMState, tensors: dict[str, Tensor], path: str | os.PathLike[
                 "load the checkpoint that made it"
             )
     _check_values(tensors, path)
-    ordered = iter([tensors[name].to(leaf.device) for name, leaf in leaves(example)])
-    return tree_map(lambda _: next(ordered), example)
+    return unflatten(example, [tensors[name].to(leaf.device) for name, leaf in leaves(example)])
 
 
 def _check_values(tensors: dict[str, Tensor], path: str | os.PathLike[str]) -> None:

@@ -30,7 +30,7 @@ from longrnn.files import write_atomic
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.programs import run_script
 from longrnn.studies.capacity_report import report
-from longrnn.tasks.passkey import FILLER, HEADER
+from longrnn.tasks.passkey_prompts import FILLER, HEADER
 from longrnn.training.config import TrainConfig
 from longrnn.training.trainer import Trainer
 from longrnn.units import parse_length, parse_lengths

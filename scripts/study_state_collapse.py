@@ -32,7 +32,7 @@ from longrnn.mitigations.base import Calibration
 from longrnn.mitigations.spec import write_calibration
 from longrnn.models import RecurrentLM
 from longrnn.programs import new_app, run_script
-from longrnn.tasks.passkey import FILLER
+from longrnn.tasks.passkey_prompts import FILLER
 from longrnn.units import format_length, parse_length, parse_lengths
 
 app = new_app()

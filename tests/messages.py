@@ -38,10 +38,6 @@ LATER = (
     "longrnn/hf/layouts/native.py",
     "longrnn/hf/loading.py",
     "longrnn/hf/tokenizer.py",
-    "longrnn/training/config.py",
-    "longrnn/training/documents.py",
-    "longrnn/training/initial_states.py",
-    "longrnn/training/nonfinite.py",
 )
 SENTENCE = re.compile(r"[.!?] +(?=[A-Z])")
 NO_REMEDY = "it does not say what to do"
@@ -98,7 +94,7 @@ def text_of(node: ast.expr) -> str:
 # What a placeholder of these names holds ends in a remedy, or is checked when it is raised.
 _FILLED = re.compile(
     r"\{[^{}]*(?:remedy|nearest|error|BUILD|LAUNCH|ELSEWHERE|NO_TASK|reason|advice|too_few|missing"
-    r"|former)[^{}]*\}"
+    r"|former|refusal)[^{}]*\}"
 )
 
 

@@ -1,4 +1,4 @@
-"""The embedded checkpoints are what the README says of them."""
+"""The embedded checkpoints have the size, origin and accuracy that the README states."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def accuracy(name: str, length: int, output: Path, n: int = 4) -> float:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sizes(name: str) -> None:
-    """At most a million parameters and 4 MB."""
+    """An embedded checkpoint has at most a million parameters and 4 MB."""
     assert sum(p.numel() for p in load(name).parameters()) <= 1_000_000
     assert (embedded()[name] / "model.safetensors").stat().st_size <= 4_000_000
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_trained_by_the_configuration_in_the_tree(name: str) -> None:
-    """The configuration recorded with the weights is the one that anyone can rerun."""
+    """The recorded configuration is the one in configs/train/."""
     recorded = load_config(TrainConfig, embedded()[name] / "train.yaml")
     offered = load_config(TrainConfig, ROOT / f"configs/train/{name.replace('-', '_')}.yaml")
     recorded.output_dir = offered.output_dir
@@ -48,19 +48,19 @@ def test_trained_by_the_configuration_in_the_tree(name: str) -> None:
 
 @pytest.mark.parametrize("name", PASSKEY)
 def test_both_recall_at_256_tokens(name: str, tmp_path: Path) -> None:
-    """Both know the task."""
+    """Both models recall keys at the training length."""
     assert accuracy(name, 256, tmp_path / "r.jsonl") >= 0.95
 
 
 def test_one_holds_where_the_other_has_collapsed(tmp_path: Path) -> None:
-    """Far beyond 256 tokens, one forgets and one does not."""
+    """Far beyond 256 tokens, one model recalls the keys and the other does not."""
     assert accuracy("passkey-tiny-short", 16384, tmp_path / "short.jsonl", n=2) <= 0.5
     assert accuracy("passkey-tiny", 16384, tmp_path / "tiny.jsonl", n=2) >= 0.9
 
 
 @pytest.mark.parametrize(("name", "least"), [("recall-tiny", 0.6), ("recall-tiny-numbered", 0.4)])
 def test_they_recall_in_other_text(name: str, least: float, tmp_path: Path) -> None:
-    """Keys in text that is not the filler of the passkey task."""
+    """Keys are recalled in text that is not the filler of training."""
     subject = OpenCheckpoint(name, load(name), load_tokenizer(name))
     rows = passkey.evaluate(
         [subject],

@@ -1,4 +1,4 @@
-"""Real bit flips over every kind of file that longrnn writes, and checks of what others wrote."""
+"""Every flipped bit in a file that longrnn writes is noticed, and downloads can be verified."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ FLIPS = {".safetensors": 40, ".bin": 40, ".json": 12}
 def test_loading_notices_every_flipped_bit(
     kind: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """In weights, configuration and tokenizer; one line that names the folder; whole files load."""
+    """Damaged weights, configuration or tokenizer are refused in one line that names the folder."""
     folder = tmp_path / kind
     shutil.copytree(folders[kind], folder)
     names = [name for name in read_checksums(folder) if Path(name).suffix in FLIPS]
@@ -107,7 +107,7 @@ def test_loading_notices_every_flipped_bit(
 def test_tokenizers_are_verified_without_their_model(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """`tokenizer:` of a configuration reads a folder whose weights nobody loads."""
+    """A tokenizer is verified also if the weights beside it are not loaded."""
     shutil.copytree(folders["hf"], tmp_path / "hf")
     path = tmp_path / "hf/tokenizer_config.json"
     path.write_text(path.read_text().replace("\n", " \n", 1))
@@ -119,7 +119,7 @@ def test_tokenizers_are_verified_without_their_model(
 def test_every_file_of_a_run_is_covered(
     kind: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Of a checkpoint also optimizer and carried states, with which `--resume` goes on."""
+    """The checksums of a checkpoint include optimizer and carried states."""
     folder = tmp_path / kind
     shutil.copytree(folders[kind], folder)
     listed = read_checksums(folder)
@@ -137,7 +137,7 @@ def test_every_file_of_a_run_is_covered(
 def test_folders_without_checksums_are_read(
     kind: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """What earlier versions and other programs wrote."""
+    """Folders of earlier versions and other programs load."""
     shutil.copytree(folders[kind], tmp_path / kind)
     (tmp_path / kind / CHECKSUMS).unlink()
     load(tmp_path / kind)
@@ -163,7 +163,7 @@ def test_a_file_changed_on_purpose_is_refused_with_the_remedy(tmp_path: Path) ->
 def test_a_damaged_optimizer_does_not_hold_up_loading_the_model(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Only what is read is verified."""
+    """Loading verifies only the files that it reads."""
     shutil.copytree(folders["checkpoint"], tmp_path / "c")
     (tmp_path / "c/training.pt").write_bytes(b"")
     load(tmp_path / "c")
@@ -171,7 +171,7 @@ def test_a_damaged_optimizer_does_not_hold_up_loading_the_model(
 
 
 def test_a_state_notices_every_flipped_bit(tmp_path: Path) -> None:
-    """In its tensors, its metadata, and the checksum itself."""
+    """A flip in the tensors, the metadata or the checksum itself is noticed."""
     network, path = model().eval(), tmp_path / "state"
     states.save(network(torch.arange(6)[None]).state, path, model=network)
     whole = states.load(path, network)
@@ -186,7 +186,7 @@ def test_a_state_notices_every_flipped_bit(tmp_path: Path) -> None:
 
 
 def test_a_state_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    """Its format had no checksum; other programs read both."""
+    """A state without a checksum is read; other programs read both formats."""
     network, path = model().eval(), tmp_path / "state"
     states.save(network.init_state(2), path, model=network)
     with safe_open(path, framework="pt") as file:
@@ -216,7 +216,7 @@ while True:
 
 
 def test_a_kill_while_a_model_is_replaced_leaves_one_that_loads(tmp_path: Path) -> None:
-    """Checksums of the old files beside new ones would refuse a model that is whole."""
+    """Old checksums never refuse complete new files."""
     save_model(model(), tmp_path / "m")
     command = [sys.executable, "-c", SAVE, str(tmp_path / "m")]
     rng = random.Random(0)
@@ -232,7 +232,7 @@ def test_a_kill_while_a_model_is_replaced_leaves_one_that_loads(tmp_path: Path) 
 
 @pytest.mark.parametrize("name", sorted(embedded()))
 def test_embedded_checkpoints_are_what_was_published(name: str) -> None:
-    """Every file is listed, and none has changed since."""
+    """Every file is listed in the checksums and unchanged."""
     folder = embedded()[name]
     listed = {path.name for path in folder.iterdir()} - {CHECKSUMS}
     assert read_checksums(folder).keys() == listed
@@ -278,7 +278,7 @@ def sha256(content: bytes) -> str:
 def test_verify_compares_downloads_with_what_the_hub_published(
     layout: Callable[[Path], Path], cli: CLI, tmp_path: Path
 ) -> None:
-    """Files of others, which have no checksums of ours; a flipped bit is named, exit code 2."""
+    """A download is compared with the checksums of the Hub; a flipped bit is named, exit code 2."""
     folder = layout(tmp_path)
     whole = cli("info", folder, "--verify")
     assert whole.code == 0, whole.err
@@ -301,7 +301,7 @@ def test_verify_compares_downloads_with_what_the_hub_published(
 
 
 def test_verify_without_any_checksum_is_an_error(cli: CLI, tmp_path: Path) -> None:
-    """Nothing was compared, and nothing is said to be right."""
+    """Verifying a folder without any checksum is an error."""
     save_model(model(), tmp_path / "m")
     (tmp_path / "m" / CHECKSUMS).unlink()
     result = cli("info", tmp_path / "m", "--verify")
@@ -314,7 +314,7 @@ def test_verify_without_any_checksum_is_an_error(cli: CLI, tmp_path: Path) -> No
 def test_verify_knows_every_kind_of_file(
     cli: CLI, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A run with its checkpoints, a corpus, a state, results; and damage in each."""
+    """Runs, checkpoints, corpora, states and results are verified, and damage is named."""
     shutil.copytree(folders["run"], tmp_path / "run")
     network = model()
     states.save(network.init_state(1), tmp_path / "state", model=network)

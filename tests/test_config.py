@@ -46,7 +46,7 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_values_and_overrides(tmp_path: Path) -> None:
-    """Overrides that lose to the file, or defaults that are forgotten."""
+    """Overrides win over the file, and the file over the defaults."""
     path = write(tmp_path, "rate: 1e-3\ninner: {width: 7}\nfree: {kind: x, deep: {a: 1}}\n")
     config = load_config(Outer, path, ["inner.width=9", "free.deep.b=[1, 2]", "label=it = this"])
     assert config == Outer(
@@ -61,7 +61,7 @@ def test_values_and_overrides(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "{}", "---\n"])
 def test_an_empty_file_is_refused(text: str, tmp_path: Path) -> None:
-    """A run of nothing but defaults is never what a file that was cut off meant."""
+    """A file without any key is refused: it was probably cut off."""
     with pytest.raises(UserError, match=r"config.yaml is empty: write at least one key"):
         load_config(Outer, write(tmp_path, text))
     with pytest.raises(UserError, match="is empty"):
@@ -70,7 +70,7 @@ def test_an_empty_file_is_refused(text: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["file", "override"])
 def test_an_empty_mapping_is_no_default(tmp_path: Path, how: str) -> None:
-    """`task: {}` that trains on the default task without a word."""
+    """An empty `task: {}` is refused, and never means the default task."""
     text, overrides = ("task: {}", []) if how == "file" else ("task: {kind: reverse}", ["task={}"])
     assert load_config(TrainConfig, write(tmp_path, text), overrides).task == {}
     nested = load_config(TrainConfig, write(tmp_path, "model: {mixer: {}}"), ["seed=1"])
@@ -82,7 +82,7 @@ def test_an_empty_mapping_is_no_default(tmp_path: Path, how: str) -> None:
 
 
 def test_dump_reads_back_equal(tmp_path: Path) -> None:
-    """A number or None that changes its type on the way through the file."""
+    """Every value keeps its type through the file."""
     config = Outer(rate=1e-9, steps=10**6, label="1e-9", inner=Inner(names=["yes", "null"]))
     config.free = {"a": None, "b": 2.0, "c": "2.0", "d": [1e-3, 16.0]}
     assert load_config(Outer, write(tmp_path, dump_config(config))) == config
@@ -90,7 +90,7 @@ def test_dump_reads_back_equal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_configurations_of_the_repository(path: Path, tmp_path: Path) -> None:
-    """A file in configs/ that no longer loads."""
+    """Every file in configs/ loads."""
     config = load_config(TrainConfig, path)
     assert load_config(TrainConfig, write(tmp_path, dump_config(config))) == config
     assert asdict(config)["task"]["kind"]
@@ -126,7 +126,7 @@ def test_the_configurations_of_the_repository(path: Path, tmp_path: Path) -> Non
     ],
 )
 def test_errors_name_the_key(tmp_path: Path, text: str, overrides: list[str], message: str) -> None:
-    """A stray key taken in silence, or an error of a library instead of one sentence."""
+    """An unknown or ill-typed key is refused in one sentence that names it."""
     path = write(tmp_path, text)
     with pytest.raises(UserError) as error:
         load_config(Outer, path, overrides)
@@ -135,7 +135,7 @@ def test_errors_name_the_key(tmp_path: Path, text: str, overrides: list[str], me
 
 
 def test_a_file_that_is_missing_or_no_text(tmp_path: Path) -> None:
-    """A traceback for a wrong path."""
+    """A path without a readable text file is refused in one sentence."""
     with pytest.raises(UserError, match="no configuration file .*configs/train"):
         load_config(Outer, tmp_path / "none.yaml")
     with pytest.raises(UserError, match=r"cannot be read .*configs/train"):
@@ -146,13 +146,13 @@ def test_a_file_that_is_missing_or_no_text(tmp_path: Path) -> None:
 
 
 def test_a_mapping_is_required() -> None:
-    """A checkpoint without its configuration."""
+    """Anything but a mapping is refused."""
     with pytest.raises(UserError, match="somewhere must be a mapping"):
         build_config(Outer, None, source="somewhere")
 
 
 def test_the_nearest_name() -> None:
-    """Help that names nothing where nothing is near."""
+    """The nearest name is suggested, or all names if none is near."""
     assert nearest("mamba", ["lstm", "mamba2"]) == "did you mean 'mamba2'?"
     assert nearest("zzz", ["lstm", "gru"]) == "known: gru, lstm"
 
@@ -169,7 +169,7 @@ def test_the_nearest_name() -> None:
     ],
 )
 def test_training_values_out_of_range(override: str, message: str) -> None:
-    """A value that would fail hours later, or never."""
+    """A value out of range is refused before the run starts."""
     with pytest.raises(UserError, match=message):
         build_config(TrainConfig, {}, [override])
 
@@ -196,7 +196,7 @@ def given(key: str, value: str) -> str:
 
 
 def test_every_number_declares_its_range() -> None:
-    """A new key of the configuration has a range from its first day."""
+    """Every numeric key of the configuration declares a range."""
     assert {"max_steps", "fill", "length.max", "model.norm_eps"} <= NUMBERS.keys()
     for key, declared in NUMBERS.items():
         assert RANGE in declared.metadata, key
@@ -205,7 +205,7 @@ def test_every_number_declares_its_range() -> None:
 @pytest.mark.parametrize("key", NUMBERS)
 @pytest.mark.parametrize("value", ["-1", "nan", "-.inf", ".inf", "1e400", "2", "1" + "0" * 400])
 def test_numbers_out_of_range_are_one_sentence(key: str, value: str, tmp_path: Path) -> None:
-    """Every number of the configuration is checked: taken, or refused with key and remedy."""
+    """Every number is accepted, or refused in one sentence with key and remedy."""
     path = write(tmp_path, "max_steps: 500")
     negative_is_fine = key in ("seed", "fill")
     infinite_is_fine = key in ("max_grad_norm", "max_grad_value")
@@ -240,7 +240,7 @@ def test_numbers_out_of_range_are_one_sentence(key: str, value: str, tmp_path: P
         (["decay_steps=3"], "decay_steps=3 does not apply to lr_scheduler_type=cosine"),
         (["lr_scheduler_type=warmup_stable_decay", "decay_steps=11"], "set decay_steps=8 or less"),
         (["lr_scheduler_type=warmup_stable_decay", "decay_steps=9"], "set decay_steps=8 or less"),
-        (["batch_tokens=255"], "no room for one row of length.max=256"),
+        (["batch_tokens=255"], "less than one row of length.max=256"),
         (["learning_rate=nan"], "learning_rate must be finite, not nan: give such a number"),
         (["adam_beta2=2"], "adam_beta2 must be below 1, not 2.0"),
         (["max_steps=100000000"], "max_steps must be at most 99999999"),
@@ -253,7 +253,7 @@ def test_numbers_out_of_range_are_one_sentence(key: str, value: str, tmp_path: P
 def test_keys_that_contradict_one_another(
     overrides: list[str], message: str, tmp_path: Path
 ) -> None:
-    """One sentence, before anything is built."""
+    """Contradicting keys are refused in one sentence before anything is built."""
     path = write(tmp_path, "max_steps: 10\nwarmup_steps: 2")
     with pytest.raises(UserError) as refusal:
         load_config(TrainConfig, path, overrides)
@@ -263,7 +263,7 @@ def test_keys_that_contradict_one_another(
 
 @pytest.mark.parametrize("word", ["no", "'no'", "No", "off", "false"])
 def test_the_word_no_is_a_mixed_precision(word: str, tmp_path: Path) -> None:
-    """YAML reads it as false, in a file and on the command line."""
+    """`no`, which YAML reads as false, is accepted in a file and on the command line."""
     path = write(tmp_path, f"mixed_precision: {word}")
     assert load_config(TrainConfig, path).mixed_precision == "no"
     path = write(tmp_path, "mixed_precision: bf16")

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from longrnn import corpus as corpora
-from longrnn.corpus import Corpus, CorpusWriter, Header
+from longrnn.corpus import Corpus, Header
+from longrnn.corpus_writer import CorpusWriter
 from longrnn.errors import UserError
 from longrnn.text import ByteTokenizer
 
@@ -39,7 +40,7 @@ def build(
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_documents_come_back(tmp_path: Path, wide: bool) -> None:
-    """Ids cut to 16 bits, or documents that begin one token late."""
+    """Every document is read back exactly, with 16-bit and 32-bit ids."""
     documents = [[1, 2, 3], [69_999 if wide else 255, 0], list(range(100))]
     build(tmp_path / "c", documents, wide=wide)
     corpus = Corpus(tmp_path / "c")
@@ -55,7 +56,7 @@ def test_documents_come_back(tmp_path: Path, wide: bool) -> None:
 
 
 def test_short_documents_are_dropped_and_counted(tmp_path: Path) -> None:
-    """Tokens of a dropped document that stay behind in the file; empty ones are no documents."""
+    """Dropped documents leave no tokens in the file; empty ones are not counted."""
     documents = [[9], [1, 2, 3, 4, 5], [], [7, 8, 9], [1, 1, 1, 1], [5, 5]]
     header = build(tmp_path / "c", documents, min_length=4)
     assert (header.documents, header.tokens) == (2, 9)
@@ -66,11 +67,11 @@ def test_short_documents_are_dropped_and_counted(tmp_path: Path) -> None:
 
 
 def test_nothing_is_overwritten_and_nothing_left_behind(tmp_path: Path) -> None:
-    """Half a corpus after an error, or a good one that is lost; what a kill left is removed."""
+    """An error leaves no partial corpus; existing ones stay; leftovers of a kill are removed."""
     folder = tmp_path / "c"
     with pytest.raises(UserError, match="no document has 2 tokens or more"):
         build(folder, [[1]])
-    with pytest.raises(UserError, match="gave the id 256 and says that it has 256"):
+    with pytest.raises(UserError, match="gave the id 256 and has only 256"):
         build(folder, [[1, 2], [3, 256]])
     with pytest.raises(UserError, match="gave the id -1"):
         build(folder, [[1, -1]])
@@ -109,7 +110,7 @@ def unordered(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda c: truncate(c / "tokens.bin"), "tokens.bin has 9 bytes.*says 10.*truncated"),
+        (lambda c: truncate(c / "tokens.bin"), "tokens.bin has 9 bytes and not 10 .*truncated"),
         (lambda c: truncate(c / "documents.bin"), "documents.bin has 15 bytes.*truncated"),
         (lambda c: (c / "tokens.bin").unlink(), "tokens.bin has 0 bytes"),
         (lambda c: (c / "corpus.json").unlink(), "no corpus at .*longrnn data build"),
@@ -125,7 +126,7 @@ def unordered(folder: Path) -> None:
     ],
 )
 def test_a_damaged_corpus_is_refused(tmp_path: Path, damage, message: str) -> None:
-    """Text that is not what was tokenised, without a word."""
+    """Every kind of damage is refused on opening or verifying."""
     build(tmp_path / "c", [[1, 2, 3], [4, 5]])
     damage(tmp_path / "c")
     with pytest.raises(UserError, match=message) as error:
@@ -134,7 +135,7 @@ def test_a_damaged_corpus_is_refused(tmp_path: Path, damage, message: str) -> No
 
 
 def test_ids_that_the_tokenizer_lacks(tmp_path: Path) -> None:
-    """A file of the right size with other content."""
+    """A token id outside the vocabulary is refused when it is read."""
     build(tmp_path / "c", [[1, 2, 3], [4, 5]])
     without_blocks(tmp_path / "c")
     np.array([1, 2, 3, 4, 300], "<u2").tofile(tmp_path / "c/tokens.bin")
@@ -147,7 +148,7 @@ def test_ids_that_the_tokenizer_lacks(tmp_path: Path) -> None:
 
 
 def test_a_corpus_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    """It has no checksums of blocks, and its identity is that of the same documents built now."""
+    """A corpus without checksums of blocks is read, and has the same hash as one built now."""
     build(tmp_path / "new", [[1, 2, 3], [4, 5]])
     shutil.copytree(tmp_path / "new", tmp_path / "old")
     without_blocks(tmp_path / "old")
@@ -158,7 +159,7 @@ def test_a_corpus_of_an_earlier_version_is_read(tmp_path: Path) -> None:
 
 
 def test_every_flipped_bit_of_a_corpus_is_noticed(tmp_path: Path) -> None:
-    """On opening or, in the tokens, when they are read; in other blocks nothing is held up."""
+    """A flipped bit is noticed on opening or, in the tokens, when its block is read."""
     build(tmp_path / "c", [[1, 2, 3], [4, 5], [6] * 50])
     for path in sorted((tmp_path / "c").iterdir()):
         whole = path.read_bytes()
@@ -178,7 +179,7 @@ def test_every_flipped_bit_of_a_corpus_is_noticed(tmp_path: Path) -> None:
 def test_only_the_blocks_that_are_read_are_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A training begins at once on a large corpus, and each block is verified once."""
+    """Each block is verified once, when it is first read."""
     monkeypatch.setattr(corpora, "BLOCK", 64)
     build(tmp_path / "c", [[7] * 200, [8] * 200])  # 800 bytes, 13 blocks
     assert (tmp_path / "c/blocks.bin").stat().st_size == 13 * 32
@@ -199,7 +200,7 @@ def test_only_the_blocks_that_are_read_are_verified(
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    """Ids read as something else."""
+    """A tokenizer with another fingerprint is refused."""
     build(tmp_path / "c", [[1, 2, 3]])
     corpus = Corpus(tmp_path / "c")
     corpus.check_tokenizer(ByteTokenizer())

@@ -60,7 +60,7 @@ def test_failure_keeps_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kill leaves is found by its target's name, and nobody else's file is."""
+    """The partial file of a kill is found by the name of its target, and no other file is."""
     path = tmp_path / "new" / "file.txt"
     assert leftovers(path) == []
 
@@ -79,7 +79,7 @@ def test_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_error_names_the_file(tmp_path: Path) -> None:
-    """A full disk that is not said to be this one."""
+    """An OSError without a file name gets the name of the file."""
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     named = pytest.raises(OSError, match="No space left on device.*/mine")
     with named as error, naming(tmp_path / "mine"):

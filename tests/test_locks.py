@@ -21,7 +21,8 @@ import pytest
 
 from longrnn import locks
 from longrnn.errors import UserError
-from longrnn.locks import Lock, process_start
+from longrnn.lock_owner import process_start
+from longrnn.locks import Lock
 from tests.holders import held, holder
 
 NAMES = {"folder": ".longrnn.lock", "file": ".out.lock"}
@@ -32,7 +33,7 @@ def lock_of(kind: str, path: Path) -> Lock:
 
 
 def record(path: Path, **changes: Any) -> None:
-    """Writes a lock file that nobody holds, as a process that was killed leaves it."""
+    """Writes a lock file that no process holds, as a killed process leaves it."""
     owner = {
         "host": socket.gethostname(),
         "pid": os.getppid(),
@@ -143,7 +144,7 @@ def test_the_lock_of_another_host_is_not_taken_over(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"pid": 1}', b"\xff\x00", b"null"])
 def test_half_a_lock_file_is_taken_over(tmp_path: Path, content: bytes) -> None:
-    """A kill while the owner is written leaves a file that names nobody."""
+    """A lock file without a complete owner record, as a kill leaves it, is taken over."""
     (tmp_path / ".longrnn.lock").write_bytes(content)
     with Lock.of_folder(tmp_path):
         pass
@@ -164,7 +165,7 @@ def test_a_process_may_take_its_lock_again(tmp_path: Path) -> None:
 
 
 def test_a_lock_ends_with_its_object(tmp_path: Path) -> None:
-    """A lock that nobody can release any more is released."""
+    """A lock whose object is deleted is released."""
     lock = Lock.of_folder(tmp_path)
     lock.acquire()
     del lock
@@ -176,7 +177,7 @@ def test_a_lock_ends_with_its_object(tmp_path: Path) -> None:
     "last", ["", "sys.exit(3)", "raise ValueError", "locks.release_all(); os._exit(0)"]
 )
 def test_a_lock_is_released_at_exit(tmp_path: Path, last: str) -> None:
-    """However the process ends by itself."""
+    """A process releases its locks whichever way it exits."""
     program = (
         "import os, sys; from pathlib import Path; from longrnn import locks\n"
         f"locks.Lock.of_folder(Path({str(tmp_path)!r})).hold_until_exit()\n"
@@ -271,7 +272,9 @@ def test_many_processes_never_hold_one_lock_together(tmp_path: Path) -> None:
 
 
 def test_one_of_two_takes_over_a_dead_lock(tmp_path: Path) -> None:
-    """Both see that the owner is dead at the same moment; the other is refused."""
+    """Of two processes that see a dead owner at the same moment, one gets the lock and the other is
+    refused.
+    """
     program = """
 import sys, time
 from pathlib import Path

@@ -213,7 +213,7 @@ def test_a_full_disk_behind_standard_output_is_reported() -> None:
 
 
 def test_a_reader_that_goes_away_is_reported() -> None:
-    """What `longrnn … | head -1` leaves."""
+    """A closed pipe, as by `longrnn … | head -1`, is reported in one sentence."""
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -236,7 +236,7 @@ def test_closed_standard_output_is_refused() -> None:
     ids=["PYTHONIOENCODING", "LC_ALL"],
 )
 def test_standard_output_of_ascii_only_loses_nothing(environment: dict[str, str]) -> None:
-    """Help, results and messages hold characters such as × and –."""
+    """Characters that the encoding lacks are printed as escapes."""
     script = (
         "import typer\nfrom longrnn.programs import run_script\n"
         "run_script(lambda: print('2 \\u00d7 3 \\u2013 \\udcff'), 'x')"
@@ -255,7 +255,7 @@ def test_standard_output_of_ascii_only_loses_nothing(environment: dict[str, str]
 
 
 def test_a_worker_of_a_launch_ends_with_a_sentence_too() -> None:
-    """With WORLD_SIZE the process leaves without Python's exit; its output is still whole."""
+    """With WORLD_SIZE the process leaves without Python's exit, and its output is complete."""
     script = (
         "from longrnn.programs import run_script\nrun_script(lambda: print('first') or 1 / 0, 'x')"
     )

@@ -11,7 +11,7 @@ from longrnn.progress import Progress
 
 
 def test_plain_lines_say_how_far(capsys: pytest.CaptureFixture[str]) -> None:
-    """Escape codes in a log file, or lines on standard output, which belongs to results."""
+    """Off a terminal, plain lines without escape codes go to standard error."""
     with Progress("reading", 4, unit="tokens", every=0.0) as progress:
         progress.advance(1, 100, "loss 2.5")
         progress.advance(3, 300)
@@ -26,7 +26,7 @@ def test_plain_lines_say_how_far(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_lines_are_rare_and_the_last_is_always_there(capsys: pytest.CaptureFixture[str]) -> None:
-    """A line per step in a log of a million steps, or an end that is not reported."""
+    """At most one line per interval is written, and always one at the end."""
     with Progress("reading", 100, unit="tokens", every=3600.0) as progress:
         for _ in range(100):
             progress.advance(1, 10)
@@ -36,7 +36,7 @@ def test_lines_are_rare_and_the_last_is_always_there(capsys: pytest.CaptureFixtu
 
 
 def test_quiet_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    """Output of a process that is not the main one."""
+    """A quiet progress writes nothing."""
     with Progress("reading", 2, unit="tokens", quiet=True, every=0.0) as progress:
         progress.advance(2, 10)
     assert capsys.readouterr() == ("", "")
@@ -44,7 +44,7 @@ def test_quiet_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_nothing_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    """A division by zero where all was done before."""
+    """A total of 0 is reported without an error."""
     with Progress("reading", 0, unit="tokens", every=0.0) as progress:
         progress.advance(0, 0)
     assert "0/0" in capsys.readouterr().err
@@ -56,7 +56,7 @@ class Terminal(io.StringIO):
 
 
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bar that breaks, or that is left running after an exception."""
+    """On a terminal a bar is drawn, and stopped after an exception."""
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     with pytest.raises(RuntimeError), Progress("reading", 2, unit="tokens") as progress:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from longrnn.errors import UserError, nearest
@@ -13,7 +15,9 @@ NO_KIND = "a shape is described by a mapping with 'kind', one of"
 
 
 class Shape:
-    """What the registry below registers."""
+    """The family of the registry below; `given` holds the arguments of the constructor."""
+
+    given: tuple[Any, ...]
 
 
 @pytest.fixture
@@ -48,7 +52,7 @@ def shapes() -> Registry[Shape]:
 
 
 def test_build(shapes: Registry[Shape]) -> None:
-    """Context by position, options by name, defaults where nothing is said."""
+    """Context is passed by position, options by name; missing options have their default."""
     assert shapes.build({"kind": "circle"}, 2.0).given == (2.0, 1.0, 0, False, "red", None)
     spec = {"kind": "circle", "radius": 3, "limits": [0, 1], "filled": True}
     built = shapes.build(spec, 2.0)
@@ -58,7 +62,7 @@ def test_build(shapes: Registry[Shape]) -> None:
 
 
 def test_null_where_the_signature_allows_it(shapes: Registry[Shape]) -> None:
-    """None is a value of `list | None` and of nothing else."""
+    """None is a valid value of `list | None` and of no other type."""
     assert shapes.build({"kind": "circle", "limits": None}, 1.0).given[-1] is None
     with pytest.raises(UserError, match="radius"):
         shapes.build({"kind": "circle", "radius": None}, 1.0)
@@ -77,7 +81,7 @@ def test_mapping(shapes: Registry[Shape]) -> None:
 
 
 def test_registered_twice(shapes: Registry[Shape]) -> None:
-    """Two members of one name are a mistake of the programmer, found on import."""
+    """Registering a name twice raises on import."""
     with pytest.raises(ValueError, match="'circle' is registered twice"):
         shapes.register("circle")(Shape)
     assert shapes["circle"] is not Shape
@@ -109,7 +113,7 @@ def test_registered_twice(shapes: Registry[Shape]) -> None:
     ],
 )
 def test_refusals(shapes: Registry[Shape], spec: dict[str, object], message: str) -> None:
-    """The message is one sentence that holds the remedy; the context is no option."""
+    """The message is one sentence that contains the remedy."""
     with pytest.raises(UserError) as caught:
         shapes.build(spec, 1.0)
     assert str(caught.value) == message
@@ -129,7 +133,7 @@ def test_refusals(shapes: Registry[Shape], spec: dict[str, object], message: str
     ],
 )
 def test_wrong_types(shapes: Registry[Shape], option: str, value: object) -> None:
-    """Refused in one line that names member and option."""
+    """A value of the wrong type is refused in one line that names member and option."""
     with pytest.raises(UserError) as caught:
         shapes.build({"kind": "circle", option: value}, 1.0)
     message = str(caught.value)
@@ -161,17 +165,17 @@ def test_options_of_the_members(registry: Registry) -> None:
 
 
 def test_families() -> None:
-    """The names that configurations use."""
+    """The registries contain the names that configurations use."""
     assert set(MIXERS) >= {"rnn", "gru", "lstm", "mamba2"}
     assert set(POSITIONS) >= {"none", "sinusoidal", "learned", "random", "duplicate"}
 
 
 def test_nearest() -> None:
-    """The closest name, or all of them."""
+    """The closest name is suggested, or all of them."""
     assert nearest("lsmt", ["lstm", "gru"]) == "did you mean 'lstm'?"
     assert nearest("transformer", ["lstm", "gru"]) == "known: gru, lstm"
 
 
 def test_user_error_is_a_value_error() -> None:
-    """Python callers need not know it."""
+    """Python callers can catch it as a ValueError."""
     assert issubclass(UserError, ValueError)

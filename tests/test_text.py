@@ -15,7 +15,7 @@ from longrnn.text import ByteTokenizer, read_text
 
 @given(st.text())
 def test_text_survives_the_round_trip(text: str) -> None:
-    """An encoding other than UTF-8, or special tokens added on the way."""
+    """Decoding the UTF-8 bytes of a text gives the text; no special tokens are added."""
     tokenizer = ByteTokenizer()
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
@@ -23,19 +23,19 @@ def test_text_survives_the_round_trip(text: str) -> None:
 
 
 def test_one_id_a_byte() -> None:
-    """Characters instead of bytes."""
+    """Every byte of UTF-8 has one id."""
     assert ByteTokenizer().encode("aé") == [97, 195, 169]
     assert ByteTokenizer().vocab_size == 256
 
 
 def test_any_ids_decode() -> None:
-    """A model's nonsense that raises while it is shown."""
+    """Any sequence of ids decodes without an error."""
     assert ByteTokenizer().decode([97, 255, 98]) == "a\ufffdb"
     assert ByteTokenizer().decode([]) == ""
 
 
 def test_a_text_file(tmp_path: Path) -> None:
-    """A hash of something else than the file, line ends that are changed."""
+    """The text is returned unchanged, with the SHA-256 of the file's bytes."""
     content = "a\r\nü\n"
     (tmp_path / "a.txt").write_bytes(content.encode())
     expected = content, hashlib.sha256(content.encode()).hexdigest()
@@ -52,7 +52,7 @@ def test_a_text_file(tmp_path: Path) -> None:
     ],
 )
 def test_files_that_are_no_texts(content: bytes | None, says: str, tmp_path: Path) -> None:
-    """A picture measured as if it were prose."""
+    """A missing, empty or binary file is refused in one sentence."""
     if content is not None:
         (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(UserError, match=says):
@@ -60,6 +60,6 @@ def test_files_that_are_no_texts(content: bytes | None, says: str, tmp_path: Pat
 
 
 def test_a_folder_is_no_text(tmp_path: Path) -> None:
-    """A traceback of the operating system."""
+    """A folder is refused in one sentence."""
     with pytest.raises(UserError, match="cannot be read .*: give a file of UTF-8 text"):
         read_text(tmp_path)

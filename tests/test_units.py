@@ -16,7 +16,7 @@ from longrnn.units import format_length, parse_length, parse_lengths
     + [("1M", 2**20), ("1m", 2**20), ("1.5k", 1536), ("0.5k", 512), ("1000", 1000)],
 )
 def test_lengths_that_parse(text: str, length: int) -> None:
-    """Powers of 1000, or a unit that depends on its case."""
+    """Units are powers of 1024, in either case."""
     assert parse_length(text) == length
 
 
@@ -26,13 +26,13 @@ def test_lengths_that_parse(text: str, length: int) -> None:
     + ["nan", "+4", "0x10", "9" * 400, "1_000"],
 )
 def test_what_is_no_length_is_refused(text: str) -> None:
-    """Another exception than `UserError`, or a length rounded in silence."""
+    """Anything else is refused with a `UserError`, and never rounded."""
     with pytest.raises(UserError, match="write tokens such as 256, 4k or 1M"):
         parse_length(text)
 
 
 def test_lists_keep_their_order_without_repeats() -> None:
-    """A length measured twice, or lengths sorted against the user's order."""
+    """Lengths keep the given order, without repeats."""
     assert parse_lengths("4k,256,1k,4096, 256") == [4096, 256, 1024]
     for text in ("", "256,", ",256", "256,,512", "256;512"):
         with pytest.raises(UserError, match="is not a valid length"):
@@ -44,11 +44,11 @@ def test_lists_keep_their_order_without_repeats() -> None:
     [(1, "1"), (1000, "1000"), (1024, "1k"), (1536, "1536"), (2**20, "1M"), (3 * 2**19, "1536k")],
 )
 def test_the_shortest_exact_form(length: int, text: str) -> None:
-    """A label that rounds: 1000 is not 1k."""
+    """A length is formatted exactly: 1000 is not 1k."""
     assert format_length(length) == text
 
 
 @given(st.integers(1, 2**40))
 def test_what_is_formatted_parses_back(length: int) -> None:
-    """Two directions that disagree."""
+    """Parsing the formatted length gives the length."""
     assert parse_length(format_length(length)) == length

@@ -231,11 +231,11 @@ def _subjects(
 
 def _nonfinite_steps(folder: Path) -> list[str]:
     """One line for each step with a non-finite loss or gradient that a run recorded."""
-    from longrnn.training import nonfinite
+    from longrnn.training import replay
     from longrnn.training.checkpoint import read_tensors
 
     lines = []
-    for path in nonfinite.files(folder):
+    for path in replay.files(folder):
         content = read_tensors(path)
         lines.append(
             f"step {content['step']} of {folder}: {content['where']} (longrnn replay {path})"

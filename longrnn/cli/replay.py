@@ -18,7 +18,7 @@ def replay(
 
     Example: longrnn replay runs/mine/nonfinite-00000137.pt
     """
-    from longrnn.training.nonfinite import replay
+    from longrnn.training.replay import replay
 
     content, seen = replay(file, pick_device(device))
     place = "step {step}, micro-batch {micro_batch}, process {process}".format(**content)

@@ -1,4 +1,4 @@
-"""Grids of runs: every combination of values over one configuration, checked before any is run."""
+"""Grids: every combination of values over one configuration, checked before any run starts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from longrnn.training.initial_states import INITIAL_STATES
 from longrnn.training.models import tokenizer_of
 
 Axes = dict[str, list[str]]
-# The mappings with a kind, and who knows its options.
+# Mappings with a `kind`, and the registry with the options of each.
 FAMILIES: dict[str, Registry[Any]] = {
     "model.position": POSITIONS,
     "model.mixer": MIXERS,
@@ -36,9 +36,9 @@ class GridRun(NamedTuple):
     """One run of a grid.
 
     Attributes:
-        name: of its folder.
-        values: what the grid says for each key, as it was given.
-        config: of the run.
+        name: name of its folder.
+        values: the value of each key of the grid, as given.
+        config: configuration of the run.
     """
 
     name: str
@@ -46,7 +46,7 @@ class GridRun(NamedTuple):
     config: TrainConfig
 
     def content(self) -> dict[str, Any]:
-        """What the run computes: its configuration as dotted keys, without what is harmless."""
+        """The configuration as dotted keys, without keys that do not affect the result."""
         return {k: v for k, v in flat(asdict(self.config)).items() if k not in HARMLESS}
 
 
@@ -80,13 +80,13 @@ def expand(base: TrainConfig, axes: Axes, folder: Path) -> list[GridRun]:
     Args:
         base: what all runs have in common.
         axes: of `parse_axes`.
-        folder: the runs' output folders will be in it.
+        folder: holds the output folders of the runs.
 
     Raises:
         UserError: a key that does not exist, values that are the same, or a run that would fail.
     """
     _check_values(base, axes)
-    points = []
+    runs = []
     for chosen in itertools.product(*axes.values()):
         values = dict(zip(axes, chosen, strict=True))
         name = run_name(values)
@@ -96,15 +96,15 @@ def expand(base: TrainConfig, axes: Axes, folder: Path) -> list[GridRun]:
         except UserError as error:
             raise UserError(f"run {name}: {error}") from error
         config.output_dir = str(folder / name)
-        points.append(GridRun(name, values, config))
+        runs.append(GridRun(name, values, config))
     named: dict[str, str] = {}
-    for point in points:
-        other = named.setdefault(str(point.content()), point.name)
-        if other != point.name:
+    for run in runs:
+        other = named.setdefault(str(run.content()), run.name)
+        if other != run.name:
             raise UserError(
-                f"grid: {other} and {point.name} are the same run: leave out one of their keys"
+                f"grid: {other} and {run.name} are the same run: leave out one of their keys"
             )
-    return points
+    return runs
 
 
 def applied(base: TrainConfig, values: dict[str, str]) -> TrainConfig:
@@ -134,13 +134,13 @@ def applied(base: TrainConfig, values: dict[str, str]) -> TrainConfig:
 
 
 def run_name(values: dict[str, str]) -> str:
-    """A folder's name that tells a run from the others."""
+    """The unique folder name of a run."""
     whole = ",".join(f"{key}={value}" for key, value in values.items())
     return file_name(whole)
 
 
 def _check_values(base: TrainConfig, axes: Axes) -> None:
-    """Refuses two values of a key that mean the same run."""
+    """Raises UserError if two values of a key give the same run."""
     first = {key: values[0] for key, values in axes.items()}
     for key, values in axes.items():
         seen: dict[str, str] = {}
@@ -211,14 +211,14 @@ def _put(content: dict[str, Any], key: str, value: Any) -> None:
 def _split(text: str) -> list[str]:
     """`text` at its commas, but for those within brackets or quotes."""
     parts, depth, quote = [""], 0, ""
-    for sign in text:
+    for character in text:
         if quote:
-            quote = "" if sign == quote else quote
-        elif sign in "'\"":
-            quote = sign
-        depth += (sign in "[{") - (sign in "]}") if not quote else 0
-        if sign == "," and not depth and not quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        depth += (character in "[{") - (character in "]}") if not quote else 0
+        if character == "," and not depth and not quote:
             parts.append("")
         else:
-            parts[-1] += sign
+            parts[-1] += character
     return parts

@@ -1,4 +1,4 @@
-"""Runs of a grid, several at a time, each a process of its own that goes on where it stopped.
+"""Trains and evaluates the runs of a grid, several at a time, each in its own resumable process.
 
 Notable choices:
 - A run is `longrnn train … --resume` in its own process: what kills it kills no other.
@@ -36,12 +36,12 @@ from longrnn.sweep.grid import GridRun
 from longrnn.tasks import TASKS, SequenceTask
 from longrnn.training.metrics import read_metrics
 
-# Seconds between looks at whether the sweep was asked to stop.
-PATIENCE = 0.5
+# Seconds between checks whether the sweep is to stop.
+POLL_SECONDS = 0.5
 
 
 class Failure(NamedTuple):
-    """A run that did not end: its name, why, and where it says more."""
+    """A run that failed: its name, the reason, and its log."""
 
     name: str
     reason: str
@@ -56,8 +56,8 @@ class Sweep:
         folder: of everything; `runs/NAME` is the output folder of a run, `results.jsonl` has a row
             for each that is done.
         devices: `cpu`, `cuda`, `cuda:1`; runs take them in turns.
-        jobs: runs at a time.
-        quiet: no progress.
+        jobs: number of runs at a time.
+        quiet: print no progress.
     """
 
     def __init__(
@@ -169,31 +169,31 @@ class Sweep:
                 code = self._wait(child)
         if code == 0 and (Path(point.config.output_dir) / "model.safetensors").is_file():
             return None
-        said = log.read_bytes()[begun:].decode(errors="replace").split("\n")
-        last = next((line for line in reversed(said) if line.strip()), f"exit code {code}")
+        output = log.read_bytes()[begun:].decode(errors="replace").split("\n")
+        last = next((line for line in reversed(output) if line.strip()), f"exit code {code}")
         return last.removeprefix("error: ")
 
     def _lock(self, log: BinaryIO, name: str) -> bool:
         """Waits for the trainer of a sweep that was killed; False where the sweep is to stop."""
-        said = False
+        reported = False
         while not self._stop.is_set():
             if _locked(log.fileno()):
                 return True
-            if not said:
+            if not reported:
                 print(f"waiting for {name}: its trainer is still saving its step", file=sys.stderr)
-                said = True
-            self._stop.wait(PATIENCE)
+                reported = True
+            self._stop.wait(POLL_SECONDS)
         return False
 
     def _wait(self, child: subprocess.Popen[bytes]) -> int:
         """The exit code; a child is asked to end once the sweep is."""
-        asked = False
+        terminated = False
         while True:
-            if self._stop.is_set() and not asked:
+            if self._stop.is_set() and not terminated:
                 child.send_signal(signal.SIGTERM)
-                asked = True
+                terminated = True
             try:
-                return child.wait(PATIENCE)
+                return child.wait(POLL_SECONDS)
             except subprocess.TimeoutExpired:
                 continue
 

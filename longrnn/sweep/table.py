@@ -1,4 +1,4 @@
-"""What a sweep found: means over seeds, and paired differences from a baseline, with intervals."""
+"""Tables of a sweep: means over seeds, and paired differences from a baseline, with intervals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from longrnn.results import Row
 from longrnn.sweep.grid import Axes
 
 SEED = "seed"
-# Pairs of runs without which there is no verdict.
+# Pairs of runs that a verdict needs.
 LEAST_PAIRS = 3
 Key = tuple[str, ...]
 

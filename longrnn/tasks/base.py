@@ -17,20 +17,21 @@ UNSCORED = -100
 
 
 class Batch(NamedTuple):
-    """One batch.
+    """A batch of training rows.
 
     Attributes:
         tokens: `(b, t)` int64, the model's input.
-        targets: `(b, t)` int64, what the logits at the same place should say; −100 where unscored.
-        is_document_start: `(b,)` bool, whether a row begins a new document (false: it goes on from the row's
-            last batch).
+        targets: `(b, t)` int64, the tokens that the logits at the same place predict; −100 where
+            unscored.
+        is_document_start: `(b,)` bool, whether a row begins a new document (false: it continues
+            the row of the last batch).
         weights: `(b, t)` weights of the loss, which is the mean over rows of the weighted sum over
-            tokens; None for the mean over a row's scored tokens.
-        answer: `(b, t)` bool, the places that `Task.score` looks at; None for all scored ones.
-        query_length: the last `query_length` tokens are asked on a fork of the state: a carried state is the one
-            before them.
-        repeat: `(b,)` int64, how often the tokens before the query_length count in what is carried; None
-            for once.
+            tokens; by default the mean over a row's scored tokens.
+        answer: `(b, t)` bool, the places that `Task.score` evaluates; by default all scored ones.
+        query_length: the last `query_length` tokens run on a fork of the state; the carried state
+            is the one before them.
+        repeat: `(b,)` int64, repetitions of the tokens before the query in the carried state; by
+            default 1.
     """
 
     tokens: Tensor
@@ -65,8 +66,8 @@ class Task(ABC):
     ignore; options are keyword-only.
 
     Attributes:
-        vocab_size: ids in use; a model for the task needs at least so many.
-        default_length: the `length` that `sample` gets where nobody says otherwise.
+        vocab_size: number of ids in use; a model for the task needs at least as many.
+        default_length: the default `length` of `sample`.
     """
 
     vocab_size: int
@@ -77,7 +78,7 @@ class Task(ABC):
 
     @abstractmethod
     def sample(self, batch_size: int, *, length: int, generator: torch.Generator) -> Batch:
-        """Independent rows of one length to train on; never a held-out one."""
+        """Draws independent rows of one length to train on, never a held-out one."""
 
     @abstractmethod
     def score(self, predictions: Tensor, batch: Batch) -> dict[str, Tensor]:
@@ -86,19 +87,19 @@ class Task(ABC):
     def segment(
         self, streams: Sequence[int], step: int, *, n_streams: int, length: int, seed: int
     ) -> Batch:
-        """The `step`-th segment of continuing documents, a row per stream.
+        """The `step`-th segment of continuing documents, one row per stream.
 
         A pure function of its arguments: any process can make any stream at any step.
 
         Args:
-            streams: whose segments are wanted, counted from 0.
-            step: which segment of its stream, counted from 0; one a step, or `segments_per_step`.
-            n_streams: streams of the whole run, over which documents are shared out.
-            length: tokens of a segment; a task may add a question behind it (`Batch.query_length`).
+            streams: indices of the streams, counted from 0.
+            step: which segment of its stream, counted from 0.
+            n_streams: number of streams of the run, over which documents are distributed.
+            length: tokens of a segment; a task may append a query (`Batch.query_length`).
             seed: of the run.
 
         Raises:
-            UserError: the task has no documents that go on, or too few of them.
+            UserError: the task has no documents longer than a batch, or too few of them.
         """
         raise self._no_documents()
 
@@ -107,11 +108,11 @@ class Task(ABC):
         raise self._no_documents()
 
     def layout(self, n_streams: int, *, length: int, seed: int) -> str:
-        """What a user should know of the documents of `segment`; nothing where all are used."""
+        """What `segment` leaves out, in words; empty if it uses all documents."""
         return ""
 
     def data_sha256(self) -> str:
-        """Hash of the texts that batches are made of; empty where they are drawn from nothing."""
+        """Hash of the texts that batches are made of; empty for tasks without texts."""
         return ""
 
     def _no_documents(self) -> UserError:
@@ -122,7 +123,7 @@ class Task(ABC):
 
 
 def exact_match(predictions: Tensor, batch: Batch) -> Tensor:
-    """`(b,)`: 1 where every scored place of the row is right. A row without one counts as right."""
+    """`(b,)`: 1 where every scored place of the row is right, also if the row has none."""
     right = (predictions == batch.targets) | ~batch.answers()
     return right.all(dim=1).float()
 

@@ -14,8 +14,8 @@ from longrnn.tasks.sequence import SequenceTask
 class DelayedSum(SequenceTask):
     """At each token of the second half, its sum with the mirrored token of the first, modulo V.
 
-    As in arXiv 2402.00236 there are no query tokens: the answer is said while the second half is
-    read. With V = 10 and length 6, `.` being an unscored target:
+    As in arXiv 2402.00236 there are no query tokens: the answer is predicted while the second
+    half is read. With V = 10 and length 6, `.` being an unscored target:
 
         tokens   7 1 4 2 5 8
         targets  . . . 6 6 5

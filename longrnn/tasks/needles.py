@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from longrnn.errors import UserError
-from longrnn.tasks.passkey import FILLER
+from longrnn.tasks.passkey_prompts import FILLER
 from longrnn.text import Tokenizer, read_text
 
 TASK = (

@@ -1,12 +1,12 @@
-"""Passkey documents that go on over segments, as streams read them.
+"""Passkey documents that continue over segments, as streams read them.
 
 Notable choices:
-- A document asks its question at the end of some segments, on a fork of the state: the answer never
-  enters what is carried, so a key must be remembered from its own line. It asks 0, 1, 2, 4, 8, …
-  segments after that line: asked at every step of a long document, a key is learnt by the weights,
-  and nothing is learnt about remembering.
-- A segment of filler alone may count many times (see `longrnn.training.repeat`), so that few
-  segments stand for a long document.
+- The question follows some segments, on a fork of the state: the answer never enters the carried
+  state, so the key must be remembered from its own line. It follows 0, 1, 2, 4, 8, … segments
+  after that line: with a question at every step of a long document, the weights would memorize the
+  key instead of the state.
+- A segment that holds only filler may be repeated in closed form (see `longrnn.training.repeat`),
+  so that few segments represent a long document.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import NamedTuple
 from longrnn.errors import UserError
 
 
-def is_recalled(said: str, key: str) -> bool:
-    """Whether an answer begins with the key: what counts as right wherever a passkey is asked."""
-    return said.strip().startswith(key)
+def is_recalled(generated: str, key: str) -> bool:
+    """Whether a generated answer begins with the key, the criterion of every passkey score."""
+    return generated.strip().startswith(key)
 
 
 def is_held_out(key: str) -> bool:
@@ -39,15 +39,15 @@ def keys(held_out: bool) -> tuple[str, ...]:
 def with_numbers(text: str, every: int) -> str:
     """A text with numbers of one to six digits between its words, the same ones every time.
 
-    In most texts digits are rare. A model then keeps every digit and needs no more to keep a key,
-    until so many other digits have come by that it reads them in its place.
+    In most texts digits are rare. A model can then remember every digit to remember a key, which
+    fails in a text with many other digits.
 
     Args:
-        text: any.
-        every: characters of the text for one number, in the mean.
+        text: any text.
+        every: characters of the text per number, on average.
 
     Raises:
-        UserError: fewer than one.
+        UserError: `every` is below 1.
     """
     if every < 1:
         raise UserError(f"numbers_every must be at least 1, not {every}: set a positive number")
@@ -66,7 +66,7 @@ class Needle(NamedTuple):
     Attributes:
         key: five digits.
         depth: where the line stands in the filler around it, from 0 (its start) to 1 (its end).
-        number: by which it is asked; 0 for the only key of a text.
+        number: by which the question names it; 0 for the only key of a text.
     """
 
     key: str
@@ -86,15 +86,15 @@ def numbered(placed: Sequence[tuple[str, float]]) -> list[Needle]:
 
 
 class Document(NamedTuple):
-    """One document.
+    """A document of one stream.
 
     Attributes:
         start: the step of its first segment.
         needles: its keys, all in one segment.
-        asked: index of the needle that is asked.
-        key_segment: which segment holds them.
-        repeats: how often each segment counts.
-        filler: where in the filler it begins.
+        asked: index of the needle that the question names.
+        key_segment: index of the segment that holds them.
+        repeats: repetitions of each segment.
+        filler: index in the filler at which the document begins.
     """
 
     start: int
@@ -116,14 +116,14 @@ class Document(NamedTuple):
 
 
 class Drawing(NamedTuple):
-    """How documents are drawn.
+    """The distribution of documents.
 
     Attributes:
-        min_segments: of the shortest document.
-        max_segments: of the longest; lengths are log-uniform.
-        max_repeat: how often a segment of filler counts at most, log-uniform.
+        min_segments: length of the shortest document.
+        max_segments: length of the longest; lengths are log-uniform.
+        max_repeat: largest number of repetitions of a segment of filler, log-uniform.
         grow_steps: segments of a stream over which lengths and repeats grow to their full range.
-        n_keys: numbers of keys to choose from.
+        n_keys: numbers of keys to draw from.
         n_filler: tokens of filler to begin at; 1 to begin at its start.
     """
 
@@ -135,7 +135,7 @@ class Drawing(NamedTuple):
     n_filler: int
 
     def check(self) -> None:
-        """Refuses values out of range."""
+        """Raises UserError for values out of range."""
         if not 1 <= self.min_segments <= self.max_segments:
             raise UserError(
                 f"passkey needs 1 <= min_segments <= max_segments, not {self.min_segments} and "
@@ -149,10 +149,10 @@ class Drawing(NamedTuple):
         grown = min(1.0, start / self.grow_steps) if self.grow_steps else 1.0
         span = (self.max_segments + 1) / self.min_segments
         segments = int(self.min_segments * span ** (grown * rng.random()))
-        # Half of the documents begin with their key, so that the longest distances are seen too.
+        # Half of the documents begin with their key, so that the longest distances occur too.
         key_segment = rng.choice([0, rng.randrange(segments)])
         needles = draw_needles(rng, rng.choice(self.n_keys))
-        # What is read once stays read once: the beginning of a document, and its keys.
+        # The beginning of a document and its keys are not repeated.
         repeats = [
             1 if index in (0, key_segment) else int(self.max_repeat ** (grown * rng.random()))
             for index in range(segments)

@@ -17,7 +17,7 @@ CONDITIONS = [(False, False), (False, True), (True, False), (True, True)]
 
 @TASKS.register("reverse_dual_frequency")
 class ReverseDualFrequency(Reverse):
-    """Say a sequence backwards, half of whose vocabulary is rare (arXiv 2402.00236).
+    """Reverse a sequence, half of whose vocabulary is rare (arXiv 2402.00236).
 
     In training a token is rare, one of the upper half of the vocabulary, with probability
     `rare_share`, and one of the lower half otherwise. In the test one token of a sequence is

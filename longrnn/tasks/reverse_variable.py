@@ -16,7 +16,7 @@ NOTHING = -1
 
 @TASKS.register("reverse_variable")
 class ReverseVariable(SequenceTask):
-    """Say a sequence backwards, of a length from `min_length` to `length` (arXiv 2402.00236).
+    """Reverse a sequence of a length from `min_length` to `length` (arXiv 2402.00236).
 
     With V = 10, a row of length 3 where the longest has 4, `?` being the query token (id V) and `.`
     an unscored target:

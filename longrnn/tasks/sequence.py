@@ -1,4 +1,4 @@
-"""Tasks of random sequences with one right answer: what they share, and the form most of them have.
+"""Base classes of the tasks of random sequences with one right answer.
 
 What is evaluated is drawn once from a seed of its own, and training draws again where it hits one
 of these sequences. Draws are independent: where there are few sequences one may be drawn twice, and
@@ -126,8 +126,8 @@ class SequenceTask(Task):
         scored = batch.answers()
         right = (predictions == batch.targets) & scored
         distances = [
-            DamerauLevenshtein.distance(said[mask].tolist(), wanted[mask].tolist())
-            for said, wanted, mask in zip(predictions, batch.targets, scored, strict=True)
+            DamerauLevenshtein.distance(predicted[mask].tolist(), target[mask].tolist())
+            for predicted, target, mask in zip(predictions, batch.targets, scored, strict=True)
         ]
         return {
             "token_accuracy": right.sum(1) / scored.sum(1),
@@ -154,11 +154,11 @@ class SequenceTask(Task):
 
 
 class Transduction(SequenceTask):
-    """A sequence, then as many query tokens, at which the answer is said; not autoregressive."""
+    """A sequence, then as many query tokens that predict the answer; not autoregressive."""
 
     @abstractmethod
     def answer(self, x: Tensor) -> Tensor:
-        """What is to be said about `x` `(n, length)`, of the same shape."""
+        """The answer to `x` `(n, length)`, of the same shape."""
 
     def batch(self, x: Tensor) -> Batch:
         return Batch(

@@ -1,9 +1,9 @@
-"""Streams: documents laid end to end in the rows of a batch, in an order that is a pure function.
+"""Streams: documents end to end in the rows of a batch, in an order that is a pure function.
 
 Row b of consecutive batches reads one document segment by segment, then the next document of its
-stream. A document belongs to one stream for the whole run; longest first, each goes to the stream that is
-shortest so far. When a stream has read its documents it reads them again, in another order: epochs
-are a stream's own, and no stream waits for another.
+stream. A document belongs to one stream for the whole run; longest first, each goes to the stream
+that is shortest so far. When a stream has read its documents, it reads them again in another
+order: each stream has its own epochs, and no stream waits for another.
 
 A segment of length L consumes L tokens and predicts the L tokens that follow each of them, so a
 document of n tokens gives (n − 1) // L segments. What is left at its end, fewer than L tokens to
@@ -24,7 +24,7 @@ from longrnn.errors import UserError
 
 
 class Place(NamedTuple):
-    """A segment: `document`, its first token `start`, and whether the stream begins a document."""
+    """A segment: `document`, its first token `start`, and whether it begins the document."""
 
     document: int
     start: int
@@ -38,15 +38,16 @@ class Streams:
         lengths: tokens of every document.
         n_streams: rows of the batch of all processes together.
         length: tokens of a segment.
-        max_segments: longer documents are cut into parts of at most so many segments, as equal as
-            can be, each of which is a document of its own; None for no limit.
-        seed: of the order.
+        max_segments: longer documents are cut into parts of at most as many segments and nearly
+            equal size, each of which is a document of its own; None for no limit.
+        seed: determines the order.
 
     Attributes:
-        epochs: segments of one epoch of every stream.
-        documents: parts of documents in all streams.
-        dropped_documents: how many are too short for one segment.
-        dropped_tokens: predictions that no segment makes, of these and at the ends of the others.
+        epochs: for each stream, the segments of one epoch.
+        documents: number of (parts of) documents in all streams.
+        dropped_documents: number of documents too short for one segment.
+        dropped_tokens: predictions that no segment makes, in these documents and at the ends of
+            the others.
 
     Raises:
         UserError: there are fewer documents than streams.
@@ -80,7 +81,7 @@ class Streams:
         self._orders: dict[int, tuple[int, list[int], NDArray[np.int64]]] = {}
 
     def place(self, stream: int, step: int) -> Place:
-        """Where stream `stream` is at segment `step`."""
+        """The segment that a stream reads at a step."""
         epoch, index = divmod(step, self.epochs[stream])
         order, ends = self._order(stream, epoch)
         turn = int(np.searchsorted(ends, index, side="right"))
@@ -115,7 +116,7 @@ def _parts(
 def _share_out(size: NDArray[np.int64], n_streams: int, seed: int) -> NDArray[np.int64]:
     """The stream of every part: longest first, each to the stream that is shortest so far.
 
-    Parts of one size are taken in an order of the seed.
+    Parts of equal size are ordered by the seed.
     """
     order = list(range(len(size)))
     random.Random(f"{seed}/lanes").shuffle(order)
@@ -138,5 +139,6 @@ def _too_few(segments: NDArray[np.int64], documents: int, n_streams: int, length
     if total < n_streams:
         return message + f"use at most {total:,} streams, or a smaller length.max"
     return message + (
-        f"use fewer streams, or cut long documents, with task.max_segments={total // n_streams} or less"
+        f"use fewer streams, or cut long documents with task.max_segments={total // n_streams} or "
+        "less"
     )

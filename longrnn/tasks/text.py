@@ -24,7 +24,7 @@ class Documents(Protocol):
 
     Attributes:
         lengths: `(documents,)` int64.
-        sha256: of all that is read.
+        sha256: hash of all documents.
     """
 
     lengths: NDArray[np.int64]
@@ -55,23 +55,23 @@ class Texts:
 
 @TASKS.register("text")
 class Text(Task):
-    """Say the next token of a text, everywhere.
+    """Predict the next token of a text at every token.
 
-    With the text `to be` and length 4, one byte a token:
+    With the text `to be` and length 4, one byte per token:
 
         tokens   t o   b
         targets  o   b e
 
     Independent rows start at places drawn uniformly from all documents. Rows that are streams read
-    documents from their beginning on, see `longrnn.tasks.streams`. No row runs over the end of a
-    document. What is held out is what is in other files.
+    documents from their start, see `longrnn.tasks.streams`. No row crosses the end of a document.
+    Held-out text is text in other files.
 
     Args:
-        tokenizer: ids of the text; bytes where it is None.
-        files: UTF-8 text files to train on, a document each, tokenised when training begins.
+        tokenizer: makes the ids of the text; bytes by default.
+        files: UTF-8 text files to train on, one document each, tokenized when training starts.
         corpus: instead of files, a folder that `longrnn data build` wrote.
-        max_segments: streams begin anew after so many segments of a document at the latest; None for
-            documents as long as they are.
+        max_segments: the largest number of segments of a document; longer ones are cut. No limit
+            by default.
     """
 
     default_length = 256
@@ -87,8 +87,7 @@ class Text(Task):
         if bool(files) == (corpus is not None):
             raise UserError(
                 "the text task needs one source: set either files (a list of UTF-8 text files to "
-                "train on) or "
-                "corpus (a folder that `longrnn data build` wrote)"
+                "train on) or corpus (a folder that `longrnn data build` wrote)"
             )
         if max_segments is not None and max_segments < 1:
             raise UserError(
@@ -130,14 +129,14 @@ class Text(Task):
         )
 
     def layout(self, n_streams: int, *, length: int, seed: int) -> str:
-        """Streams, their epochs, and what is left out."""
+        """The number of streams, the size of their epochs, and the text left out, in words."""
         streams = self._laid_out(n_streams, length, seed)
         share = streams.dropped_tokens / int(self.documents.lengths.sum())
         return (
             f"{streams.documents:,} documents in {n_streams:,} streams, whose epochs have "
-            f"{min(streams.epochs):,} to {max(streams.epochs):,} segments of {length:,} tokens; left "
-            f"out: {streams.dropped_documents:,} documents shorter than a segment and the ends of "
-            f"the others, {streams.dropped_tokens:,} tokens in all ({share:.2%})"
+            f"{min(streams.epochs):,} to {max(streams.epochs):,} segments of {length:,} tokens; "
+            f"left out: {streams.dropped_documents:,} documents shorter than a segment and the "
+            f"ends of the others, {streams.dropped_tokens:,} tokens in all ({share:.2%})"
         )
 
     def longest_document(self, length: int) -> int:

@@ -1,4 +1,4 @@
-"""Training checkpoints: folders written beside, synced, checked and renamed into place.
+"""Training checkpoints: folders that are written, synced and then renamed into place.
 
 `checkpoint-00000500/` holds a model that `load` reads, `training.pt` (optimizer, random state,
 counters), one `carry-RANK.pt` per process with the states of its streams and, written last,
@@ -22,7 +22,7 @@ from longrnn.errors import UserError
 from longrnn.files import sync_folder, write_atomic
 
 NAME = re.compile(r"checkpoint-(\d{8})")
-# Version of what `training.pt` holds; the first one did not say so.
+# Version of the content of `training.pt`; the first version did not record it.
 FORMAT = 2
 # What `training.pt` must hold, whatever the run.
 NEEDED = ("step", "tokens", "pending", "skipped", "skipped_in_a_row", "data")
@@ -47,7 +47,7 @@ def processes(folder: Path) -> int:
 
 
 def newest_whole(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
-    """The newest checkpoint that is whole, and what is wrong with each newer one.
+    """The newest undamaged checkpoint (None without any), and the damage of each newer one.
 
     Raises:
         UserError: there are checkpoints, and all are damaged.
@@ -68,11 +68,11 @@ def newest_whole(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
 
 
 def set_aside(folder: Path, why: str = "damaged") -> Path:
-    """Takes a checkpoint out of the row of checkpoints; nothing of it is deleted.
+    """Renames a checkpoint so that it no longer counts as one, without deleting it.
 
     Args:
         folder: the checkpoint.
-        why: the new end of its name.
+        why: the suffix of its new name.
     """
     aside = folder.with_name(f"{folder.name}.{why}")
     if aside.exists():
@@ -97,17 +97,17 @@ def publish(output_dir: Path, step: int) -> None:
 def prune(output_dir: Path, keep: int) -> None:
     """Removes all checkpoints but the newest `keep`."""
     for old in checkpoints(output_dir)[:-keep]:
-        # Half a folder must not bear a checkpoint's name: it is renamed before it is removed.
+        # Renamed first, so that a partly deleted folder does not count as a checkpoint.
         unnamed = partial(output_dir, steps(old))
         os.replace(old, unnamed)
         shutil.rmtree(unnamed)
 
 
 def read_training(folder: Path) -> dict[str, Any]:
-    """What `training.pt` of a checkpoint holds, in the present format.
+    """The content of `training.pt` of a checkpoint, in the current format.
 
     Raises:
-        UserError: damaged, or of a format that this version does not read.
+        UserError: it is damaged, or has a format that this version does not read.
     """
     content = read_tensors(folder / "training.pt")
     version = content.get("format", 1) if isinstance(content, dict) else None
@@ -116,7 +116,7 @@ def read_training(folder: Path) -> dict[str, Any]:
             f"{folder} has checkpoint format {version}, and this version of longrnn reads 1 to "
             f"{FORMAT}: update longrnn, or start a new run from it with init_from={folder}"
         )
-    if version == 1:  # the first ones did not count steps left out
+    if version == 1:  # which did not count skipped steps
         content = {"skipped": 0, "skipped_in_a_row": 0, **content}
     missing = [name for name in NEEDED if name not in content]
     if missing:

@@ -1,4 +1,4 @@
-"""What a run must agree on before it begins; nothing here is written or trained."""
+"""Checks of a configuration before the run starts; nothing is written or trained."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from longrnn.training.optim import build_optimizer, fill, freeze, learning_rate
 
 
 def check(config: TrainConfig) -> None:
-    """Refuses what a `Trainer` on one process would refuse of a configuration.
+    """Raises what a `Trainer` on one process would raise for a configuration.
 
     Raises:
-        UserError: a configuration that does not fit.
+        UserError: the configuration is invalid.
     """
     if config.num_processes not in (None, 1):
         raise UserError(
@@ -35,7 +35,7 @@ def check(config: TrainConfig) -> None:
     with torch.random.fork_rng(devices=[]):
         if config.model is not None and config.init_from is None and not config.transformer:
             check_vocabulary(config.model.vocab_size, config, task)
-            # What large vocabularies make large is not looked at.
+            # A vocabulary of 1 keeps this model small.
             model = RecurrentLM(replace(config.model, vocab_size=1))
         else:
             model = models.build(config)
@@ -51,10 +51,10 @@ def check(config: TrainConfig) -> None:
 
 
 def check_vocabulary(vocab_size: int, config: TrainConfig, task: Task) -> None:
-    """Refuses a model with fewer ids than the task, or with many more than the tokenizer.
+    """Checks that the model has the ids of the task, and not many more than the tokenizer.
 
     Raises:
-        UserError: such a model.
+        UserError: it does not.
     """
     ids = task.vocab_size
     reads_text = not isinstance(task, SequenceTask)
@@ -72,25 +72,25 @@ def check_vocabulary(vocab_size: int, config: TrainConfig, task: Task) -> None:
 
 
 def check_model(model: Trained, config: TrainConfig, task: Task) -> None:
-    """Refuses a model that is too small for the task, and what only recurrent models have.
+    """Checks that a model fits the task, and a transformer the initial state and launch.
 
     Raises:
-        UserError: such a model or configuration.
+        UserError: it does not.
     """
     check_vocabulary(model.vocab_size, config, task)
     if isinstance(model, RecurrentLM):
         return
     if config.initial_state["kind"] != "zero":
         raise UserError("a transformer has no state to start from: set initial_state={kind: zero}")
-    if sharding.is_asked():
+    if sharding.is_requested():
         raise UserError("a transformer is not sharded here: launch without FSDP")
 
 
 def check_positions(model: Trained, source: Source) -> None:
-    """Refuses a table of positions that ends before the rows or documents of the run.
+    """Checks that the positions of a model suffice for the rows or documents of the run.
 
     Raises:
-        UserError: such a table.
+        UserError: they do not.
     """
     needed = source.longest()
     if isinstance(model, RecurrentLM):

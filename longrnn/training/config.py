@@ -1,6 +1,6 @@
-"""What a training run is: the schema of `configs/train/*.yaml`.
+"""The schema of `configs/train/*.yaml`.
 
-Names are those of Hugging Face's training arguments where one exists.
+Names are those of Hugging Face's `TrainingArguments` where one exists.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class LengthConfig:
     """Lengths of the training rows, in tokens.
 
     Attributes:
-        max: the longest.
-        min: the shortest, used by `log_uniform`.
+        max: the longest row.
+        min: the shortest row, used by `log_uniform`.
         sampling: `fixed` (always the longest) or `log_uniform` (from `min` to the longest).
-        grow_steps: steps over which the longest grows, log-linearly, from `min` to `max`; 0 for
-            `max` from the first step on.
+        grow_steps: steps over which the longest row grows, log-linearly, from `min` to `max`; 0 to
+            use `max` from the first step on.
     """
 
     max: int = count(256)
@@ -41,49 +41,51 @@ class LengthConfig:
 
 @dataclass
 class TrainConfig:
-    """One run.
+    """The configuration of one training run.
 
     Attributes:
         output_dir: where checkpoints, metrics and the final model go.
-        model: what is built; not given beside `transformer`, nor beside `init_from`, which brings
-            its own (a model that equals that one is accepted). It becomes the model of `init_from`
-            once that is loaded.
-        transformer: builds a causal language model of transformers: `{"model_type": "llama",
-            "hidden_size": 128, …}`, the options of its configuration. Its rows start from nothing.
-        task: `{"kind": name of longrnn.tasks, option: value, …}`; passkey where nothing is said.
-        tokenizer: `bytes`, or a path; read by tasks made of text. By default that of `init_from`,
-            and `bytes` without one.
+        model: the recurrent model to build; not given together with `transformer`, nor with
+            `init_from`, unless it equals the model of that checkpoint. Loading `init_from` sets it.
+        transformer: builds a Hugging Face causal language model: `{"model_type": "llama",
+            "hidden_size": 128, …}`, the options of its configuration. Its rows have no initial
+            state.
+        task: `{"kind": name in longrnn.tasks, option: value, …}`; passkey by default.
+        tokenizer: `bytes` or a path; used by tasks that read text. By default that of `init_from`,
+            and `bytes` without `init_from`.
         init_from: a checkpoint to start from. Its weights are trained in float32, whatever their
-            dtype in the file. A resumed run goes on from its own checkpoint and does not read it.
+            dtype in the file. A resumed run continues from its own checkpoint and ignores it.
         length: lengths of rows; where a state is carried, `length.max` is that of a segment.
-        initial_state: from what rows start: `{"kind": "zero" | "carry" | "pass" | "fitted_noise" |
-            "random_noise", option: value, …}`, see `longrnn.training.initial_states`.
-        segments_per_step: of truncated BPTT, with a carried state: consecutive segments through
-            which gradients go back in one optimizer step; the next step starts from their last
+        initial_state: the state from which rows start: `{"kind": "zero" | "carry" | "pass" |
+            "fitted_noise" | "random_noise", option: value, …}`, see
+            `longrnn.training.initial_states`.
+        segments_per_step: with a carried state (truncated BPTT): consecutive segments through
+            which the gradient of one optimizer step flows; the next step starts from their last
             state, detached.
-        per_device_train_batch_size: rows of one process in one micro-batch.
-        batch_tokens: where set, rows are reduced so that rows · length stays below it.
-        num_processes: where set, any other number of processes is refused.
+        per_device_train_batch_size: rows per process and micro-batch.
+        batch_tokens: if set, the number of rows is reduced so that rows · length stays below it.
+        num_processes: if set, a launch with another number of processes is refused.
         optim: `adamw` or `adam`.
         learning_rate_scale: factors of the learning rate by pattern of parameter names, such as
-            `{"*.dt_bias": 10}`; where several match, the last counts.
-        weight_decay: of matrices, kernels, embeddings; never of A_log, dt_bias, D, norms, biases.
-        fill: numbers that parameters are set to before the first step, by pattern, such as
-            `{"blocks.0.*.A_log": 3}`; where several match, the last counts.
+            `{"*.dt_bias": 10}`; the last match counts.
+        weight_decay: applies to matrices, kernels and embeddings; never to A_log, dt_bias, D, norms
+            and biases.
+        fill: values that parameters are set to before the first step, by pattern, such as
+            `{"blocks.0.*.A_log": 3}`; the last match counts.
         freeze: patterns of parameter names that are not trained, such as `["embedding.*"]`.
         lr_scheduler_type: `constant`, `cosine`, or `warmup_stable_decay`.
-        max_steps: optimizer steps; a resumed run may change it where the schedule is `constant`.
+        max_steps: optimizer steps; a resumed run may change it if the schedule is `constant`.
         warmup_steps: linear warm-up from 0; at most `max_steps`.
         decay_steps: of `warmup_stable_decay`: linear decay to 0 at the end, after the warm-up.
-        max_grad_norm: norm that the gradient of a step is scaled down to; .inf for none.
-        max_grad_value: where set, entries of the gradient are then cut to ± this.
+        max_grad_norm: gradients of a larger norm are scaled down to it; .inf for no limit.
+        max_grad_value: if set, entries of the gradient are then clipped to ± this.
         nonfinite: what to do at a step whose loss or gradient is NaN or infinite: `stop`, or `skip`
-            it, with weights and optimizer as if it had not been.
+            it, which leaves weights and optimizer unchanged.
         mixed_precision: `no`, `bf16` or `fp16`.
-        save_steps: between checkpoints; the last step always saves.
-        save_total_limit: checkpoints kept.
-        logging_steps: between rows of metrics.jsonl.
-        report_to: `none`, or `tensorboard` for the same rows in `output_dir`/tensorboard too.
+        save_steps: steps between checkpoints; the last step always saves.
+        save_total_limit: number of checkpoints kept.
+        logging_steps: steps between rows of metrics.jsonl.
+        report_to: `none`, or `tensorboard` to write the same rows to `output_dir`/tensorboard too.
     """
 
     output_dir: str = "runs/train"
@@ -145,7 +147,7 @@ class TrainConfig:
         self._check_streams()
         if self.batch_tokens is not None and self.batch_tokens < self.length.max:
             raise UserError(
-                f"batch_tokens={self.batch_tokens} has no room for one row of length.max="
+                f"batch_tokens={self.batch_tokens} is less than one row of length.max="
                 f"{self.length.max} tokens: raise batch_tokens, or lower length.max"
             )
         if self.init_from is not None and self.transformer:
@@ -153,14 +155,14 @@ class TrainConfig:
                 f"init_from={self.init_from} brings its own model: leave out transformer"
             )
         if self.transformer and self.model not in (None, RecurrentConfig()):
-            raise UserError("transformer says what is built: leave out model")
+            raise UserError("transformer already describes the model: leave out model")
         if self.init_from is None:
             self.tokenizer = self.tokenizer or "bytes"
             if not self.transformer:
                 self.model = self.model or RecurrentConfig()
 
     def _check_schedule(self) -> None:
-        """Refuses a learning rate that never gets where its keys say."""
+        """Refuses a warm-up or decay that does not fit into the run."""
         if self.warmup_steps > self.max_steps:
             raise UserError(
                 f"the warm-up of warmup_steps={self.warmup_steps} is longer than the run of "
@@ -182,12 +184,12 @@ class TrainConfig:
             )
 
     def _check_streams(self) -> None:
-        """Refuses what streams cannot have, and what only streams can have."""
+        """Refuses keys that do not apply to streams, or only apply to streams."""
         if not uses_streams(self.initial_state):
             if self.segments_per_step > 1:
                 raise UserError(
-                    "segments_per_step above 1 needs rows that go on from segment to segment: set "
-                    "initial_state={kind: carry}"
+                    "segments_per_step above 1 needs rows that continue from segment to "
+                    "segment: set initial_state={kind: carry}"
                 )
         elif self.length.sampling != "fixed" or self.length.grow_steps or self.batch_tokens:
             raise UserError(

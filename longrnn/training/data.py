@@ -1,4 +1,4 @@
-"""Batches as a pure function of (seed, step, micro-batch, process): a resume needs no replay."""
+"""Batches as a pure function of (seed, step, micro-batch, process), so that runs can resume."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Source:
 
     Every process draws the same global batch and takes its own rows, so a run on two processes
     sees the rows of a run on one with twice the batch. Streams are numbered over all micro-batches
-    and processes, and stay where they are: no state ever moves.
+    and processes, and stay on their process: no state ever moves.
 
     Args:
-        task: where batches come from.
-        config: lengths, batch size, seed.
+        task: draws the batches.
+        config: provides lengths, batch size and seed.
         rank: of this process.
         world_size: number of processes.
     """
@@ -52,7 +52,7 @@ class Source:
         self.segments(0, 0)
 
     def layout(self) -> str:
-        """How documents are laid out in streams, in words; nothing where rows are no streams."""
+        """How documents are laid out in streams, in words; empty if rows are not streams."""
         length, seed = self.config.length.max, self.config.seed
         return self.task.layout(self.n_streams, length=length, seed=seed) if self.streams else ""
 
@@ -65,7 +65,7 @@ class Source:
         segment = self._segment(0, 0)
         steps = config.max_steps * config.segments_per_step
         segments = min(steps, self.task.longest_document(config.length.max))
-        # Only the last segment's question counts: the others are asked on forks.
+        # Only the last segment's query adds positions: the others run on forks.
         return segments * config.length.max + segment.query_length
 
     def _sample(self, step: int, micro: int) -> Batch:

@@ -1,11 +1,11 @@
-"""From files to a corpus: documents, read and tokenised piece by piece.
+"""Reads documents from files and tokenizes them piece by piece into a corpus.
 
 Notable choices:
-- No file is held in memory whole. A text is tokenised in pieces of about a million characters that
-  end where a line ends and the next begins with a letter or sign; no common tokenizer has a token
-  across such a place, and bytes have none anyway.
-- Files by suffix: `.jsonl`, `.json`, `.csv` and `.parquet` are tables with a text column, read by
-  the `datasets` library, a document a row; all others are UTF-8 text.
+- No file is loaded as a whole. A text is tokenized in chunks of about a million characters that
+  end at a line end whose next line does not begin with a space: no common tokenizer has a token
+  across such a border.
+- The suffix decides: `.jsonl`, `.json`, `.csv` and `.parquet` are tables with a text column, read
+  by the `datasets` library, one document per row; all other files are UTF-8 text.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from longrnn.corpus import CorpusWriter, Header
+from longrnn.corpus import Header
+from longrnn.corpus_writer import CorpusWriter
 from longrnn.errors import UserError
 from longrnn.progress import Progress
 from longrnn.text import Tokenizer
 
-PIECE = 2**20
+CHUNK_CHARACTERS = 2**20
 TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 class Piece(NamedTuple):
-    """A part of a document; `ends` says whether it is the last one."""
+    """A part of a document; `ends`: whether it is the last part."""
 
     text: str
     ends: bool
@@ -42,25 +43,27 @@ def build_corpus(
     min_length: int = 2,
     quiet: bool = False,
 ) -> Header:
-    """Writes the corpus of files, in their order.
+    """Writes the documents of files, in their order, as a corpus.
 
     Args:
         files: UTF-8 text, or tables (see the module).
         tokenizer: makes the ids.
         out: the folder, which must not exist.
-        name: what `load_tokenizer` finds the tokenizer by.
-        split_on: where given, documents end at this text, which belongs to none; else a document
-            is a file, or a row of a table.
-        text_column: of tables.
+        name: the name by which `load_tokenizer` finds the tokenizer.
+        split_on: separator of documents, which is dropped; by default a document is a file, or a
+            row of a table.
+        text_column: name of the text column of tables.
         min_length: documents of fewer tokens are dropped and counted.
-        quiet: no progress.
+        quiet: print no progress.
 
     Raises:
-        UserError: a file that is missing, no text, or lacks the column; no document at all; or an
-            `out` that exists. Nothing is left behind.
+        UserError: a file is missing, is not text or lacks the column; there is no document; or
+            `out` exists. Nothing is left behind.
     """
     if min_length < 1 or split_on == "":
-        raise UserError("a corpus needs --min-length 1 or more, and a --split-on that is not empty")
+        raise UserError(
+            "a corpus needs --min-length 1 or more, and a --split-on that is not empty: set both"
+        )
     for path in files:
         if not path.is_file():
             raise UserError(f"no file {path}: give files of UTF-8 text, or tables")
@@ -77,7 +80,7 @@ def build_corpus(
                 if piece.ends:
                     writer.end_document()
                     ended += 1
-                # A compressed table holds more bytes of text than it is long.
+                # A compressed table holds more bytes of text than its file has.
                 read = min(left, len(piece.text.encode()))
                 left -= read
                 if read:
@@ -93,7 +96,7 @@ def build_corpus(
 
 
 def documents(path: Path, split_on: str | None, text_column: str) -> Iterator[Piece]:
-    """The documents of a file in pieces; an empty piece that ends is no document."""
+    """Yields the documents of a file in pieces; an empty last piece ends a document."""
     kind = TABLES.get(path.suffix.lower())
     if kind is None:
         yield from pieces(read_chunks(path), split_on)
@@ -103,7 +106,7 @@ def documents(path: Path, split_on: str | None, text_column: str) -> Iterator[Pi
 
 
 def pieces(chunks: Iterable[str], split_on: str | None) -> Iterator[Piece]:
-    """One text that comes in chunks, as pieces of documents."""
+    """Splits a text that comes in chunks into pieces of documents."""
     rest = ""
     for chunk in chunks:
         rest += chunk
@@ -112,9 +115,9 @@ def pieces(chunks: Iterable[str], split_on: str | None) -> Iterator[Piece]:
             for text in whole:
                 yield from _parts(text)
                 yield Piece("", True)
-        # What may be the beginning of a separator waits for the next chunk.
+        # The end of a chunk may be the beginning of a separator: it waits for the next chunk.
         held = 0 if split_on is None else len(split_on) - 1
-        if len(rest) - held >= PIECE:
+        if len(rest) - held >= CHUNK_CHARACTERS:
             cut = _line_end(rest, len(rest) - held)
             yield from _parts(rest[:cut])
             rest = rest[cut:]
@@ -123,17 +126,17 @@ def pieces(chunks: Iterable[str], split_on: str | None) -> Iterator[Piece]:
 
 
 def _parts(text: str) -> Iterator[Piece]:
-    while len(text) > PIECE:
-        cut = _line_end(text, PIECE)
+    while len(text) > CHUNK_CHARACTERS:
+        cut = _line_end(text, CHUNK_CHARACTERS)
         yield Piece(text[:cut], False)
         text = text[cut:]
     yield Piece(text, False)
 
 
 def _line_end(text: str, before: int) -> int:
-    """The last place up to `before` where a line begins with no space; `before` if there is none.
+    """The last index up to `before` where a line begins without a space; `before` if none does.
 
-    The character after `before` may not be known yet, so that place itself is not looked at.
+    The character after `before` may not be known yet, so `before` itself is not considered.
     """
     place = text.rfind("\n", 0, before - 1)
     while place > 0 and text[place + 1].isspace():
@@ -142,16 +145,16 @@ def _line_end(text: str, before: int) -> int:
 
 
 def read_chunks(path: Path) -> Iterator[str]:
-    """A UTF-8 text file, chunk by chunk.
+    """Yields a UTF-8 text file in chunks.
 
     Raises:
-        UserError: no text.
+        UserError: the file is not UTF-8 text.
     """
     remedy = "give a file of UTF-8 text"
     decoder = codecs.getincrementaldecoder("utf-8")()
     with open(path, "rb") as file:
         start = 0
-        while data := file.read(PIECE):
+        while data := file.read(CHUNK_CHARACTERS):
             if 0 in data:
                 raise UserError(
                     f"{path} is binary (a NUL at byte {start + data.index(0)}): {remedy}"
@@ -176,15 +179,15 @@ def _decode(
 
 
 def read_rows(path: Path, kind: str, text_column: str) -> Iterator[str]:
-    """The text column of a table, row by row.
+    """Yields the text column of a table, row by row.
 
     Args:
-        path: of the table.
-        kind: what `datasets` calls its format.
-        text_column: its name.
+        path: the table.
+        kind: its format, as `datasets` names it.
+        text_column: name of the column.
 
     Raises:
-        UserError: no such column, or no such table.
+        UserError: the table cannot be read, or lacks the column.
     """
     try:
         from datasets import load_dataset, logging
@@ -194,7 +197,7 @@ def read_rows(path: Path, kind: str, text_column: str) -> Iterator[str]:
             "pip install 'longrnn[data]'"
         ) from error
 
-    logging.set_verbosity(logging.CRITICAL)  # it would print what is said here in one sentence
+    logging.set_verbosity(logging.CRITICAL)  # its report would repeat the error message below
     try:
         rows = iter(load_dataset(kind, data_files=str(path), split="train", streaming=True))
         row = next(rows, None)

@@ -1,4 +1,4 @@
-"""That only finite weights are saved, and what a run says when it stops at others."""
+"""Checks that only finite weights are saved, and the message of a run that stops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from longrnn.training import checkpoint, nonfinite
+from longrnn.training import checkpoint, replay
 from longrnn.training.config import TrainConfig
 
 
@@ -20,7 +20,7 @@ def unfit(
 ) -> str | None:
     """The first weight or optimizer state that is not finite, in words; None where all are.
 
-    All processes call this, and get the same answer.
+    All processes must call this, and get the same result.
     """
     found = None
     names: dict[Tensor, str] = {}
@@ -32,7 +32,7 @@ def unfit(
         for kind, value in entries.items():
             if found is None and isinstance(value, Tensor) and not _all_finite(value):
                 found = f"the optimizer's {kind} of {names.get(parameter, 'a weight')}"
-    return next((said for said in gather_object([found]) if said is not None), None)
+    return next((name for name in gather_object([found]) if name is not None), None)
 
 
 def _all_finite(tensor: Tensor) -> bool:
@@ -41,11 +41,11 @@ def _all_finite(tensor: Tensor) -> bool:
 
 
 def set_aside(output_dir: Path, done: int) -> list[str]:
-    """Renames the checkpoints of `done` steps and more; returns what they are called now."""
-    sick = [
+    """Renames the checkpoints of `done` steps and more; returns their new names."""
+    failed = [
         folder for folder in checkpoint.checkpoints(output_dir) if checkpoint.steps(folder) >= done
     ]
-    return [checkpoint.set_aside(folder, "nonfinite").name for folder in sick]
+    return [checkpoint.set_aside(folder, "nonfinite").name for folder in failed]
 
 
 def advice(
@@ -57,14 +57,14 @@ def advice(
     batch: bool,
     aside: Sequence[str] = (),
 ) -> str:
-    """One sentence for a run that stops: what happened at a step, and what can be done.
+    """The error message of a run that stops: what happened at a step, and the remedies.
 
     Args:
         config: the run.
-        path: the batch that was kept.
+        path: the file with the batch.
         where: what is not finite.
-        done: steps that had changed the weights which failed.
-        batch: whether it may have been the batch alone, so that leaving it out helps.
+        done: finished steps of the weights that failed.
+        batch: whether the batch alone may be the cause, so that skipping it helps.
         aside: names of the checkpoints of those weights that were set aside.
     """
     saved = checkpoint.checkpoints(path.parent)
@@ -74,7 +74,7 @@ def advice(
         again = "begin again in another output_dir from other weights (init_from, fill, model)"
         remedy = f"go on by the same command {skip}, or {again}" if batch else again
     elif saved and checkpoint.steps(saved[-1]) >= done:
-        # Weights and batch are those that failed: the same would happen again.
+        # Weights and batch are those that failed, so a plain resume would fail again.
         remedy = (
             f"go on by the same command {skip}, or move {saved[-1].name}, which holds these "
             f"weights, out of the folder and give --resume and {lower}"
@@ -85,6 +85,6 @@ def advice(
         remedy += f", or {skip}" if batch else ""
     named = f"; the weights that failed are in {', '.join(aside)}" if aside else ""
     return (
-        f"step {nonfinite.steps(path)}: {where}; the batch is kept, to be looked at with `longrnn "
+        f"step {replay.steps(path)}: {where}; the batch is kept, to be looked at with `longrnn "
         f"replay {path}`{named}; {remedy}"
     )

@@ -1,4 +1,4 @@
-"""The output folder of a run: whose it is, and what a resumed run may change."""
+"""The output folder of a run: which run it holds, and what a resumed run may change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from longrnn.config import dump_config, flat, read_recorded
 from longrnn.errors import UserError
 from longrnn.files import leftovers, naming, write_atomic
 from longrnn.locks import FOLDER_LOCK, Lock
-from longrnn.training import checkpoint, nonfinite
+from longrnn.training import checkpoint, replay
 from longrnn.training.config import TrainConfig
 
 # What a run writes into its output folder itself.
@@ -23,16 +23,16 @@ FILES += ("tokenizer.json", "tokenizer_config.json", "checksums.json")
 # Keys that may change between the parts of one run without changing what it computes so far.
 HARMLESS = {"output_dir", "save_steps", "save_total_limit", "logging_steps", "num_processes"}
 HARMLESS |= {"report_to", "nonfinite"}
-# Keys that may change as well after a stop at a loss or gradient that is not finite.
+# Keys that may also change after a stop at a loss or gradient that is not finite.
 REMEDIES = {"learning_rate", "max_grad_norm", "max_grad_value", "mixed_precision"}
 
 
 class Found(NamedTuple):
-    """What a run finds in its output folder.
+    """The checkpoints in the output folder of a run.
 
     Attributes:
-        checkpoint: the one to go on from; None where the run begins.
-        damaged: newer checkpoints, with what is wrong with each.
+        checkpoint: the one to resume from; None for a new run.
+        damaged: newer checkpoints, with the damage of each.
     """
 
     checkpoint: Path | None
@@ -40,18 +40,18 @@ class Found(NamedTuple):
 
 
 def find(config: TrainConfig, lock: Lock, *, resume: bool, processes: int) -> Found:
-    """Locks the output folder of a run and looks at it, without changing what is in it.
+    """Locks the output folder of a run and finds its checkpoints, without changing them.
 
     Args:
         config: the run; a `tokenizer` or `model` that is not given is that of the folder.
-        lock: of the output folder; it is held when this returns, and not when it raises.
+        lock: of the output folder; held when this returns, released when it raises.
         resume: whether a run of the same configuration may be in the folder.
         processes: how many the run has.
 
     Raises:
-        UserError: another process writes into the folder; or it holds another run, or one that was
-            not asked to be resumed, one of more steps or of another number of processes, or one
-            whose checkpoints are all damaged.
+        UserError: another process writes into the folder; or it holds another run, or this run
+            without `resume`, with more steps, with another number of processes, or with damaged
+            checkpoints only.
     """
     lock.acquire()
     try:
@@ -72,13 +72,13 @@ def _find(config: TrainConfig, *, resume: bool, processes: int) -> Found:
 
 
 def claim(config: TrainConfig, found: Found) -> None:
-    """Takes the output folder for a run: makes it where it is missing, and writes `train.yaml`.
+    """Prepares the output folder of a run: creates it if missing, and writes `train.yaml`.
 
     A newest checkpoint that is damaged is named on standard error and set aside.
 
     Args:
         config: the run, with its model and tokenizer.
-        found: of `find`.
+        found: the result of `find`.
     """
     output_dir = Path(config.output_dir)
     newest, damaged = found
@@ -91,14 +91,14 @@ def claim(config: TrainConfig, found: Found) -> None:
         aside = checkpoint.set_aside(path)
         print(
             f"warning: {path} is damaged ({wrong}) and now named {aside.name}: "
-            f"going on from {newest}",
+            f"continuing from {newest}",
             file=sys.stderr,
         )
     _cut_metrics(output_dir, checkpoint.steps(newest) if newest is not None else 0)
 
 
 def _check_owner(output_dir: Path, config: TrainConfig, *, resume: bool) -> None:
-    """Refuses a folder that is not this run's."""
+    """Raises UserError for a folder that does not belong to this run."""
     recorded = output_dir / "train.yaml"
     if recorded.is_file():
         allowed = HARMLESS | (REMEDIES if _stopped(output_dir) else set())
@@ -110,16 +110,16 @@ def _check_owner(output_dir: Path, config: TrainConfig, *, resume: bool) -> None
             )
         if not resume:
             raise UserError(
-                f"{output_dir} holds this run already: add --resume to go on with it, or choose "
+                f"{output_dir} holds this run already: add --resume to continue it, or choose "
                 "another output_dir"
             )
-    # A kill during the first write below leaves half a file, which is nobody's.
+    # A kill during the first write below leaves a partial file, which does not count.
     elif set(output_dir.iterdir()) - {*leftovers(recorded), output_dir / FOLDER_LOCK}:
         raise UserError(f"{output_dir} is not empty and holds no run: choose another output_dir")
 
 
 def _check_fits(found: Path, config: TrainConfig, processes: int) -> None:
-    """Refuses a checkpoint that this run cannot go on from."""
+    """Raises UserError for a checkpoint that this run cannot resume from."""
     done = checkpoint.steps(found)
     if done > config.max_steps:
         raise UserError(
@@ -151,7 +151,7 @@ def _keep_history(output_dir: Path, step: int) -> None:
 
 
 def _clean(output_dir: Path) -> None:
-    """Removes what a kill left half-written."""
+    """Removes partial files that a kill left."""
     for unfinished in output_dir.glob(".checkpoint-*.partial"):
         shutil.rmtree(unfinished)
     for name in FILES:
@@ -161,16 +161,16 @@ def _clean(output_dir: Path) -> None:
 
 def _stopped(output_dir: Path) -> bool:
     """Whether a step was not finite after the newest checkpoint."""
-    failed = [nonfinite.steps(path) for path in nonfinite.files(output_dir)]
+    failed = [replay.steps(path) for path in replay.files(output_dir)]
     saved = [checkpoint.steps(path) for path in checkpoint.checkpoints(output_dir)]
     return max(failed, default=0) > max(saved, default=0)
 
 
 def differences(recorded: dict[str, Any], config: TrainConfig, allowed: set[str]) -> str:
-    """Which keys of a recorded configuration differ from a run's, but for `allowed` ones.
+    """The keys that differ between a recorded and a given configuration, except `allowed` ones.
 
-    A key that the record is too old to have had its default. What `init_from` or `transformer`
-    says of the model is not compared again, nor is a tokenizer that the run leaves to `init_from`.
+    A key that an older record lacks has its default. The model of `init_from` or `transformer` is
+    not compared, nor is a tokenizer that comes from `init_from`.
     """
     # Every schedule but `constant` has another learning rate at every step of a longer run.
     skipped = allowed | ({"max_steps"} if config.lr_scheduler_type == "constant" else set())

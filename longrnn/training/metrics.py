@@ -1,25 +1,51 @@
-"""The metrics that a training run logs, read back."""
+"""The metrics of training runs: their means over processes, and reading them back."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from longrnn.config import flat, read_recorded
 from longrnn.errors import UserError
 
 Row = dict[str, Any]
 
-# What identifies a row; the other numbers of a row are its metrics.
+# Keys that identify a row; its other keys are metrics.
 COUNTS = ("step", "tokens")
 
 
+class Sums:
+    """Sums and counts of the values of one step, whose means are taken over all processes.
+
+    Args:
+        values: by name, `(n,)` each.
+    """
+
+    def __init__(self, **values: Tensor) -> None:
+        self.pairs: dict[str, Tensor] = {}  # (sum, count)
+        self.add(values)
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Adds values, `(n,)` each, to those of the same name."""
+        for name, entries in values.items():
+            pair = torch.tensor([float(entries.sum()), float(len(entries))])
+            self.pairs[name] = self.pairs.get(name, torch.zeros(2)) + pair
+
+    def means(self, total: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """The mean by name; `total` sums a tensor over processes."""
+        totals = total(torch.stack(list(self.pairs.values()))).tolist()
+        return {n: s / count for n, (s, count) in zip(self.pairs, totals, strict=True) if count}
+
+
 class Run(NamedTuple):
-    """One run: a name of its own, its rows of metrics, its configuration as dotted keys."""
+    """One run: its unique name, its rows of metrics, its configuration as dotted keys."""
 
     name: str
     rows: list[Row]
@@ -31,15 +57,15 @@ class Run(NamedTuple):
         return [value for value in found if math.isfinite(value)]
 
     def last(self, metric: str) -> float | None:
-        """The last finite value, where there is one."""
+        """The last finite value; None if there is none."""
         return next(reversed(self.values(metric)), None)
 
     def least(self, metric: str) -> float | None:
-        """The least finite value, where there is one."""
+        """The least finite value; None if there is none."""
         return min(self.values(metric), default=None)
 
     def median(self, metric: str) -> float | None:
-        """The median, where there is one."""
+        """The median of the finite values; None if there are none."""
         values = self.values(metric)
         return median(values) if values else None
 
@@ -48,7 +74,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Reads the metrics of runs, also while they are being written.
 
     Raises:
-        UserError: a folder without a run, or one that has logged nothing yet.
+        UserError: a folder holds no run, or the run has logged nothing yet.
     """
     distinct: dict[Path, Path] = {}
     for folder in folders:
@@ -66,7 +92,7 @@ def read_metrics(folder: Path) -> list[Row]:
     """The rows of a run's metrics.jsonl; a last line without its end is left out.
 
     Raises:
-        UserError: no such file, no whole row, or a line that is none of metrics.
+        UserError: the file is missing, has no complete row, or a line is not a row of metrics.
     """
     path = folder / "metrics.jsonl"
     if not path.is_file():
@@ -89,7 +115,7 @@ def read_metrics(folder: Path) -> list[Row]:
             )
         rows.append(row)
     if not rows:
-        raise UserError(f"{path} has no whole row yet: wait for the run's first logging_steps")
+        raise UserError(f"{path} has no complete row yet: wait for the run's first logging_steps")
     return rows
 
 

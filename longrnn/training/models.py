@@ -1,7 +1,7 @@
-"""What a run can train: a recurrent model of ours, or a transformer of transformers.
+"""Models that a run can train: our recurrent models, and Hugging Face transformers.
 
-Weights that are trained are float32, whatever the checkpoint holds: an optimizer's small steps are
-lost in a narrower dtype, and mixed precision is accelerate's.
+Trained weights are float32, whatever the checkpoint holds: the small updates of an optimizer are
+lost in a narrower dtype. accelerate handles mixed precision.
 """
 
 from __future__ import annotations
@@ -35,19 +35,18 @@ def _silent(line: str) -> None: ...
 def build(
     config: TrainConfig, found: Path | None = None, *, say: Callable[[str], None] = _silent
 ) -> Trained:
-    """The model that a run begins with, in float32.
+    """Builds or loads the model that a run starts with, in float32.
 
-    Where the model comes from `init_from`, `config.model` becomes its configuration.
+    If the model comes from `init_from`, `config.model` becomes its configuration.
 
     Args:
         config: the run.
-        found: the checkpoint that the run is resumed from, which then says what is built;
-            `init_from` is not read again.
-        say: is told in one line where weights change their dtype.
+        found: the checkpoint to resume from, which then determines the model; `init_from` is not
+            read again.
+        say: receives one line if weights change their dtype.
 
     Raises:
-        UserError: a configuration or a checkpoint that does not fit, or weights that are not
-            finite.
+        UserError: the configuration or checkpoint does not fit, or weights are not finite.
     """
     if config.init_from is not None:
         source = str(config.init_from if found is None else found)
@@ -119,7 +118,7 @@ def tokenizer_of(config: TrainConfig, found: Path | None = None) -> tuple[str, T
             raise UserError(
                 f"{error}; or give the run one, tokenizer=PATH or tokenizer=bytes"
             ) from error
-        # A transformer trained on bytes holds them as a tokenizer of transformers.
+        # A transformer trained on bytes holds them as a Hugging Face tokenizer.
         if tokenizer.fingerprint() in ("bytes", byte_level().fingerprint()):
             return "bytes", ByteTokenizer()
         return str(config.init_from), tokenizer

@@ -1,50 +1,31 @@
-"""A loss or gradient that is not finite: where it begins, and a file to look at it again.
+"""Finds where a loss or gradient stops being finite.
 
-No step pays for this: a step only asks whether its loss and the norm of its gradient are finite.
-Where one is not, its micro-batches run again with hooks on every module.
+A normal step only checks that its loss and gradient norm are finite. If one is not, its
+micro-batches run again with hooks on every module.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from longrnn.errors import UserError
-from longrnn.state import LMState, leaves, tree_map
+from longrnn.state import LMState
 from longrnn.tasks import Batch
-from longrnn.training import models, sharding
-from longrnn.training.checkpoint import read_tensors, write_tensors
 from longrnn.training.objective import Objective
-from longrnn.training.processes import together
 
-FORMAT = "longrnn-nonfinite-1"
-NAME = re.compile(r"nonfinite-(\d{8})\.pt")
 MODEL = "model"  # what `Objective` calls the model
-LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)  # its square still has a value
-DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-# Where nothing is found when the step is computed again.
-ALL_FINITE = (
-    "the gradient summed over micro-batches and processes is not finite, and each part of it is "
-    "when it is computed again"
-)
-
-Part: TypeAlias = tuple[list[Batch], LMState]
+LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)  # its square is still finite
 
 
 @dataclass
-class Size:
-    """The outputs of one module over all its calls: root mean square, and largest magnitude."""
+class OutputSize:
+    """Size of the outputs of one module over all its calls: RMS and largest magnitude."""
 
     squares: float = 0.0
     count: int = 0
@@ -64,23 +45,24 @@ class Size:
 
 @dataclass
 class Examination:
-    """What one micro-batch does, forwards and backwards.
+    """What one micro-batch computes, forward and backward.
 
     Attributes:
         loss: its loss.
-        finite_rows: `(b,)` bool, rows of which everything was finite on the way forward.
-        layer: where the first value that is not finite came from, in order of execution; None.
-        parameter: the first parameter of the model whose gradient is not finite or, where all are
-            and the norm over them overflows, the one with the largest; None.
-        sizes: outputs by module, in order of execution.
-        gradients: norms by parameter.
+        finite_rows: `(b,)` bool, rows whose values were all finite in the forward pass.
+        layer: where the first value that is not finite came from, in order of execution; None if
+            all are finite.
+        parameter: the first parameter whose gradient is not finite; if all are and only their
+            norm overflows, the one with the largest gradient; None otherwise.
+        sizes: output sizes by module, in order of execution.
+        gradients: gradient norms by parameter.
     """
 
     loss: float
     finite_rows: Tensor
     layer: str | None = None
     parameter: str | None = None
-    sizes: dict[str, Size] = field(default_factory=dict)
+    sizes: dict[str, OutputSize] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -106,21 +88,21 @@ def examine(
     state: LMState,
     precision: AbstractContextManager[Any],
 ) -> Examination:
-    """Runs a micro-batch with an eye on every module; weights and their gradients are left alone.
+    """Runs a micro-batch with hooks on every module; weights and gradients stay unchanged.
 
     Args:
-        objective: without a wrapper for many devices.
-        segments: of the micro-batch.
-        state: what it starts from.
-        precision: the context that the forward pass runs in.
+        objective: not wrapped for several devices.
+        segments: the segments of the micro-batch.
+        state: its initial state.
+        precision: the autocast context of the forward pass.
     """
     seen = Examination(math.nan, torch.ones(len(segments[0].tokens), dtype=torch.bool))
     parameters = {n: p for n, p in objective.named_parameters() if p.requires_grad}
     for name, weight in objective.named_parameters():
         if seen.layer is None and not weight.isfinite().all():
             seen.layer = f"the weight {_short(name)}"
-    _look(seen, "in the initial state", state.layers)
-    handles = [h for name, module in objective.named_modules() for h in _watch(seen, name, module)]
+    _record_nonfinite(seen, "in the initial state", state.layers)
+    handles = [h for name, module in objective.named_modules() for h in _hooks(seen, name, module)]
     try:
         with precision:
             output = objective(segments, state)
@@ -140,8 +122,8 @@ def examine(
     return seen
 
 
-def _look(seen: Examination, label: str, tree: Any) -> None:
-    """Notes what is not finite in `tree`, and in which rows."""
+def _record_nonfinite(seen: Examination, label: str, tree: Any) -> None:
+    """Records whether values in `tree` are not finite, and in which rows."""
     for values in _floats(tree):
         finite = values.isfinite()
         if values.ndim and len(values) == len(seen.finite_rows):
@@ -150,118 +132,22 @@ def _look(seen: Examination, label: str, tree: Any) -> None:
             seen.layer = label
 
 
-def _watch(seen: Examination, name: str, module: nn.Module) -> Iterator[Any]:
-    """Hooks on one module. What goes into it and is not finite was made by the module around it."""
-    around, _, _ = name.rpartition(".")
+def _hooks(seen: Examination, name: str, module: nn.Module) -> Iterator[Any]:
+    """Adds hooks to a module. An input that is not finite was made inside the enclosing module."""
+    parent, _, _ = name.rpartition(".")
     after = f"in the output of {_short(name)}" if name else "the loss itself"
 
     def entered(module: nn.Module, inputs: Any) -> None:
-        _look(seen, f"made inside {_short(around)}", inputs)
+        _record_nonfinite(seen, f"made inside {_short(parent)}", inputs)
 
     def left(module: nn.Module, inputs: Any, output: Any) -> None:
-        _look(seen, after, output)
+        _record_nonfinite(seen, after, output)
         first = next(_floats(output), None)
         if first is not None and name:
-            seen.sizes.setdefault(_short(name), Size()).add(first)
+            seen.sizes.setdefault(_short(name), OutputSize()).add(first)
 
     yield module.register_forward_pre_hook(entered)
     yield module.register_forward_hook(left)
-
-
-def report(
-    accelerator: Accelerator,
-    objective: Objective,
-    micros: Sequence[Part],
-    path: Path,
-    *,
-    where: str | None = None,
-) -> tuple[str, list[Tensor]]:
-    """Says where a step went wrong, and writes the micro-batch that shows it.
-
-    Args:
-        accelerator: all its processes call this.
-        objective: without a wrapper for many devices.
-        micros: the micro-batches of this process, each with what it starts from.
-        path: the file, `nonfinite-STEP.pt`; the first process that finds something writes it.
-        where: what is not finite, where that is known.
-
-    Returns:
-        What to tell, the same in all processes, and `Examination.finite_rows` of each micro-batch.
-    """
-    found = [examine(objective, *part, accelerator.autocast()) for part in micros]
-    bad = [index for index, seen in enumerate(found) if seen.where is not None]
-    told = gather_object([found[bad[0]].where if bad else None])
-    process = next((rank for rank, one in enumerate(told) if one is not None), 0)
-    said = where or told[process] or ALL_FINITE
-
-    weights = sharding.gathered(objective.model.state_dict())
-
-    def write() -> None:
-        if accelerator.process_index != process:
-            return
-        index = bad[0] if bad else 0
-        segments, state = micros[index]
-        content = {
-            "format": FORMAT,
-            "step": steps(path),
-            "process": process,
-            "micro_batch": index,
-            "where": said,
-            "layer": found[index].layer,
-            "parameter": found[index].parameter,
-            "segments": [
-                {n: v.cpu() if isinstance(v, Tensor) else v for n, v in batch._asdict().items()}
-                for batch in segments
-            ],
-            "state": {name: leaf.detach().cpu() for name, leaf in leaves(state)},
-            "config": models.description(objective.model),
-            "model": {name: weight.cpu() for name, weight in weights.items()},
-            "mixed_precision": accelerator.mixed_precision,
-        }
-        write_tensors(path, content)
-
-    together(accelerator, write)
-    return said, [seen.finite_rows for seen in found]
-
-
-def replay(path: Path, device: str = "cpu") -> tuple[dict[str, Any], Examination]:
-    """Runs a micro-batch that `report` wrote again, from its state and with its weights.
-
-    Args:
-        path: the file.
-        device: where to run.
-
-    Returns:
-        The content of the file, and what the micro-batch does now.
-
-    Raises:
-        UserError: the file is missing, damaged, or another kind of file.
-    """
-    content = read_tensors(path)
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise UserError(f"{path} is no batch to replay: give a nonfinite-*.pt of a training run")
-    model = models.rebuild(content["config"], str(path))
-    model.load_state_dict(content["model"])
-    model.to(device)
-    segments = [Batch(**batch).to(torch.device(device)) for batch in content["segments"]]
-    like = model.init_state(len(segments[0].tokens))
-    saved = iter([content["state"][name].to(device) for name, _ in leaves(like)])
-    state = tree_map(lambda _: next(saved), like)
-    dtype = DTYPES[content["mixed_precision"]]
-    precision = torch.autocast(torch.device(device).type, dtype) if dtype else nullcontext()
-    return content, examine(Objective(model).train(), segments, state, precision)
-
-
-def files(output_dir: Path) -> list[Path]:
-    """What `report` wrote into a folder, by step."""
-    if not output_dir.is_dir():
-        return []
-    return sorted(path for path in output_dir.iterdir() if NAME.fullmatch(path.name))
-
-
-def steps(path: Path) -> int:
-    """The number of the step that a file is about, counted from 1 as in the metrics."""
-    return int(path.stem.removeprefix("nonfinite-"))
 
 
 def _floats(tree: Any) -> Iterator[Tensor]:
@@ -274,5 +160,5 @@ def _floats(tree: Any) -> Iterator[Tensor]:
 
 
 def _short(name: str) -> str:
-    """A name within the model."""
+    """The name of a parameter or module without the prefix of `Objective`."""
     return name.removeprefix(f"{MODEL}.")

@@ -16,8 +16,13 @@ from longrnn.training.repeat import read_repeatedly
 
 
 class StepOutput(NamedTuple):
-    """`loss`: scalar; `state`: what a carried row goes on from; `predictions`: `(b, t)` ids of
-    every segment, −100 where there is no target."""
+    """The result of a forward pass.
+
+    Attributes:
+        loss: scalar.
+        state: from which a carried row continues.
+        predictions: `(b, t)` ids for every segment, −100 where there is no target.
+    """
 
     loss: Tensor
     state: LMState
@@ -27,8 +32,8 @@ class StepOutput(NamedTuple):
 class Objective(nn.Module):
     """The loss of a batch: the mean over rows of the weighted sum over tokens.
 
-    A mean over rows makes two processes with half of the rows each have the gradient of one process
-    with all of them.
+    Because it is a mean over rows, two processes with half of the rows each have the same mean
+    gradient as one process with all rows.
 
     Args:
         model: the language model to train.
@@ -42,9 +47,9 @@ class Objective(nn.Module):
         """The mean loss of consecutive segments, with one gradient through all of them.
 
         Args:
-            segments: of equal rows.
-            state: from which the first one starts, whether it is is_document_start or not. In the others,
-                rows that begin a document start from zero.
+            segments: of the same rows.
+            state: from which the first segment starts, also in rows that begin a document. In the
+                other segments, rows that begin a document start from zero.
         """
         losses: list[Tensor] = []
         predictions: list[Tensor] = []
@@ -55,29 +60,29 @@ class Objective(nn.Module):
                     self.model.init_state(len(batch.is_document_start)),
                     batch.is_document_start,
                 )
-            loss, state, said = self._segment(batch, state)
+            loss, state, predicted = self._segment(batch, state)
             losses.append(loss)
-            predictions.append(said)
+            predictions.append(predicted)
         return StepOutput(torch.stack(losses).mean(), state, predictions)
 
     def _segment(self, batch: Batch, state: LMState) -> tuple[Tensor, LMState, Tensor]:
-        """The loss from an initial state; see `Batch` for its weights and its tail."""
+        """The loss from an initial state; see `Batch` for its weights and its query."""
         body = batch.tokens.shape[1] - batch.query_length
         hidden, state = read_repeatedly(self.model, batch.tokens[:, :body], state, batch.repeat)
         if batch.query_length:
-            asked, _ = self.model.hidden(batch.tokens[:, body:], state)
-            hidden = torch.cat([hidden, asked], dim=1)
+            query, _ = self.model.hidden(batch.tokens[:, body:], state)
+            hidden = torch.cat([hidden, query], dim=1)
         weights = batch.weights
         if weights is None:
             scored = batch.answers().float()
             weights = scored / scored.sum(1, keepdim=True)
-        # Logits only where a target is: a row to be reversed has them in its second half alone.
+        # Logits are computed only at targets: a reversal task has them in its second half only.
         scored = (batch.targets.flatten() >= 0).nonzero()[:, 0]
-        loss, said = weighted_cross_entropy(
+        loss, predicted = weighted_cross_entropy(
             hidden.flatten(0, 1).index_select(0, scored),
             self.model.head.weight,
             batch.targets.flatten()[scored],
             (weights / len(weights)).flatten()[scored],
         )
-        predictions = batch.targets.flatten().index_copy(0, scored, said)
+        predictions = batch.targets.flatten().index_copy(0, scored, predicted)
         return loss, state, predictions.view_as(batch.targets)

@@ -1,4 +1,4 @@
-"""The processes of a run: that they are as many as were launched, and how they stop together."""
+"""The processes of a run: checks of the launch, work in one or all of them, and signals."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ LAUNCH = (
 
 
 def build_accelerator(config: TrainConfig) -> Accelerator:
-    """The accelerator, refused unless it has as many processes as were launched.
+    """The accelerator of a run, whose number of processes must equal that of the launch.
 
-    Several launch commands start processes that each believe to be alone, and would train separate
-    models without a word.
+    Some launch commands start processes that do not find each other, and would train separate
+    models without a warning.
 
     Raises:
-        UserError: the numbers differ, the launch wants another mixed precision than the run, or the
+        UserError: the numbers differ, launch and run have different mixed precision, or the
             tracker's package is missing.
     """
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and "RANK" not in os.environ:
-        # Without it, accelerate would wait for processes that nobody started.
+        # Without it, accelerate would wait for processes that were never started.
         raise UserError(
-            f"{launched} processes were asked for (WORLD_SIZE) and this one has no RANK: {LAUNCH}"
+            f"{launched} processes were requested (WORLD_SIZE) and this one has no RANK: {LAUNCH}"
         )
     _check_launch(config)
     if config.report_to != "none" and find_spec(config.report_to) is None:
@@ -66,13 +66,13 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
     seen = accelerator.num_processes
     if seen != launched or seen != expected:
         raise UserError(
-            f"{expected if seen == launched else launched} processes were asked for and this one "
+            f"{expected if seen == launched else launched} processes were requested and this one "
             f"sees {seen}: {LAUNCH}"
         )
     return accelerator
 
 
-# What a launch configuration can ask for and the trainer does not do, by environment variable.
+# Settings of a launch configuration that the trainer does not support, by environment variable.
 UNSUPPORTED = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
@@ -86,36 +86,36 @@ def _check_launch(config: TrainConfig) -> None:
     """Refuses a launch whose environment would change what the run computes.
 
     Raises:
-        UserError: the launch asks for another mixed precision than the run, or for what the
-            trainer does not do.
+        UserError: launch and run have different mixed precision, or the launch has a setting that
+            the trainer does not support.
     """
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if precision not in ("no", *PRECISIONS):
         raise UserError(
-            f"the launch configuration says mixed_precision {precision}, which is not supported: "
+            f"the launch configuration has mixed_precision {precision}, which is not supported: "
             f"set one of {', '.join(PRECISIONS)}"
         )
     if precision not in ("no", config.mixed_precision):
         raise UserError(
-            f"the launch configuration says mixed_precision {precision} and the run says "
+            f"the launch configuration has mixed_precision {precision} and the run has "
             f"{config.mixed_precision}: add mixed_precision={precision} behind the configuration"
         )
     compiler = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
     if compiler.lower() not in OFF:
         raise UserError(
-            f"the launch configuration says dynamo_backend {compiler}, and models are not compiled "
+            f"the launch configuration has dynamo_backend {compiler}, and models are not compiled "
             "here: set dynamo_backend to 'no' in it (ACCELERATE_DYNAMO_BACKEND=no)"
         )
     for name, what in UNSUPPORTED.items():
         if os.environ.get(name, "").lower() not in OFF:
             raise UserError(
-                f"the launch configuration asks for {what} ({name}), which longrnn does not do: "
+                f"the launch configuration has {what} ({name}), which longrnn does not support: "
                 "take one of configs/accelerate/"
             )
 
 
-# What holds a process group, to the end of the process: the destructor of gloo's groups loses a
-# wake-up now and then, and waits for ever. The command line leaves without destructors.
+# Keeps process groups until the process ends: the destructor of gloo's groups sometimes misses a
+# wake-up and waits forever. The command line exits without destructors.
 _KEPT: list[Any] = []
 
 
@@ -126,10 +126,10 @@ def keep_alive(accelerator: Accelerator, module: Any) -> None:
 
 
 def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
-    """What `work` returns, run by the main process alone; the others wait for it.
+    """Runs `work` in the main process and returns its result in all processes.
 
     Raises:
-        UserError, OSError: in all processes, where `work` raises it.
+        UserError, OSError: in all processes, if `work` raises it.
     """
     outcome: list[Any] = [None, None]
     if accelerator.is_main_process:
@@ -144,10 +144,10 @@ def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
 
 
 def together(accelerator: Accelerator, work: Callable[[], None]) -> None:
-    """Each process does its part, and waits for the others.
+    """Runs `work` in each process, and waits for the others.
 
     Raises:
-        OSError: in all processes, where one of them raises it.
+        OSError: in all processes, if one of them raises it.
     """
     failed: list[OSError | None] = [None]
     try:
@@ -160,31 +160,31 @@ def together(accelerator: Accelerator, work: Callable[[], None]) -> None:
 
 
 def start_trackers(accelerator: Accelerator, config: TrainConfig, step: int) -> None:
-    """Opens what `report_to` names, in a folder of its own inside `output_dir`.
+    """Opens the tracker `report_to`, in its own folder inside `output_dir`.
 
     Args:
         accelerator: of `build_accelerator`.
         config: the run.
-        step: steps done; what a tracker has of later ones is dropped, because they are run again.
+        step: finished steps; the tracker drops later ones, because they run again.
     """
     kind = config.report_to
     accelerator.init_trackers(kind, init_kwargs={"tensorboard": {"purge_step": step + 1}})
 
 
 class Interrupts:
-    """Within this context, Ctrl-C and SIGTERM are noted and do not break a step in two.
+    """Within this context, Ctrl-C and SIGTERM are recorded and do not interrupt a step.
 
     Attributes:
-        asked: the first of the two that came, or None.
+        received: the first of the two signals, or None.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
-        self.asked: int | None = None
+        self.received: int | None = None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked = self.asked or number
+        self.received = self.received or number
 
     def __enter__(self) -> Self:
         self._before: Any = [signal.signal(number, self._note) for number in self.SIGNALS]

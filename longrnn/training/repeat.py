@@ -1,10 +1,9 @@
-"""Time lapse: a segment that counts many times, so that short rows train long memories.
+"""Closed-form segment repetition: a segment is read once and changes the state as k readings would.
 
-A head that keeps a key over a million tokens must leak less than 1e-6 a token, and a gradient that
-sees a few thousand tokens has no reason to go there. Where a segment is read once and its effect on
-the state is that of k readings, the same gradient sees k times the leak, and k times whatever the
-segment writes, at the cost of one reading. What each layer reads is held to be the same in every
-reading, which is so once the layers below have settled.
+A head that keeps a key over a million tokens must leak less than 1e-6 per token, but the gradient
+over a few thousand tokens gives it no reason to. With repetition, the gradient sees k times the
+leak, and k times what the segment writes, at the cost of one reading. The inputs of each layer are
+taken to be the same in every reading, which holds once the layers below have converged.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from longrnn.state import LMState
 from longrnn.training.models import Trained
 
 
-class Pass(NamedTuple):
-    """How far one call has come.
+class Progress(NamedTuple):
+    """The progress within one call.
 
     Attributes:
         before: `(b, h, p, n)`, the state before its first token.
-        log_decay: `(b, h)`, summed over the tokens that were read.
-        read: how many these are.
+        log_decay: `(b, h)`, summed over the tokens read so far.
+        read: number of tokens read so far.
     """
 
     before: Tensor
@@ -37,25 +36,25 @@ class Pass(NamedTuple):
 
 
 class Repeat(Edit):
-    """Lets one layer's inputs of one call count several times.
+    """Repeats the inputs of one layer in one call.
 
     Args:
-        times: `(b,)`, how often each row's tokens count.
-        tokens: of the call, which may come in pieces.
+        times: `(b,)`, repetitions of each row.
+        tokens: number of tokens of the call, which may be processed in chunks.
     """
 
     def __init__(self, times: Tensor, tokens: int) -> None:
         self.times, self.tokens = times, tokens
 
-    def init_carry(self, mixer: Mixer, batch_size: int) -> Pass:
+    def init_carry(self, mixer: Mixer, batch_size: int) -> Progress:
         assert isinstance(mixer, ScanningMixer)
         memory = mixer.memory(mixer.init_state(batch_size))
-        return Pass(memory, memory.new_zeros(memory.shape[:2]), 0)
+        return Progress(memory, memory.new_zeros(memory.shape[:2]), 0)
 
     def scan(
-        self, inputs: ScanInputs, state: Tensor, carry: Pass, ssd: SSD
-    ) -> tuple[Tensor, Tensor, Pass]:
-        carry = Pass(
+        self, inputs: ScanInputs, state: Tensor, carry: Progress, ssd: SSD
+    ) -> tuple[Tensor, Tensor, Progress]:
+        carry = Progress(
             before=carry.before if carry.read else state,
             log_decay=carry.log_decay + inputs.log_decay.sum(1),
             read=carry.read + inputs.x.shape[1],
@@ -69,16 +68,16 @@ class Repeat(Edit):
 def read_repeatedly(
     model: Trained, tokens: Tensor, state: LMState, times: Tensor | None
 ) -> tuple[Tensor, LMState]:
-    """`model.hidden(tokens, state)` with a state after as many readings as `times` says.
+    """`model.hidden(tokens, state)`, but with the state after `times` readings.
 
     Args:
         model: the model to train.
         tokens: `(b, t)`.
         state: before the first reading.
-        times: `(b,)`, readings of each row; None for one.
+        times: `(b,)`, repetitions of each row; None for one.
 
     Raises:
-        UserError: cells whose state is not a linear function of the one before.
+        UserError: a cell whose state is not a linear function of the previous one.
     """
     if times is None or bool((times == 1).all()):
         return model.hidden(tokens, state)
@@ -86,7 +85,7 @@ def read_repeatedly(
         isinstance(mixer, ScanningMixer) for mixer in model.mixers
     ):
         raise UserError(
-            "segments that count several times need cells that are scanned, such as mamba2: set "
+            "repeated segments need cells with a linear recurrence, such as mamba2: set "
             "max_repeat=1"
         )
     edits = [Repeat(times, tokens.shape[1])] * len(model.mixers)

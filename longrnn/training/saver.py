@@ -1,8 +1,9 @@
-"""What a checkpoint of a run holds, and how a run is taken up from one."""
+"""Writes the checkpoints of a run, and resumes the run from one."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,55 @@ from longrnn.training.models import Trained
 from longrnn.training.processes import on_main, together
 
 
+class SaveSchedule:
+    """Decides when a checkpoint is written, and when old ones are removed.
+
+    While steps are left out, a due checkpoint waits for the next step that is finite. One that
+    cannot wait removes no other. Old checkpoints are removed only after a step from the weights of
+    the newest one was finite: finite weights may fail at every batch.
+
+    Args:
+        saver: removes old checkpoints.
+        save_steps: steps between checkpoints.
+        resumed: whether the run started from a checkpoint, whose predecessors may be left.
+    """
+
+    def __init__(self, saver: Saver, save_steps: int, *, resumed: bool) -> None:
+        self.saver, self.save_steps = saver, save_steps
+        self._is_due = False
+        self._prune_due = resumed
+
+    def after_step(
+        self, step: int, save: Callable[[], None], *, was_finite: bool, at_once: bool, last: bool
+    ) -> None:
+        """Calls `save` where a checkpoint is due, and removes old ones.
+
+        Args:
+            step: steps done.
+            save: writes a checkpoint.
+            was_finite: whether the step was.
+            at_once: whether a checkpoint is written in any case.
+            last: whether no step comes after this one.
+        """
+        if was_finite and self._prune_due:
+            self.saver.prune()
+            self._prune_due = False
+        self._is_due = self._is_due or step % self.save_steps == 0
+        if not at_once and not (self._is_due and was_finite):
+            return
+        save()
+        self._is_due, self._prune_due = False, True
+        if last and was_finite:
+            self.saver.prune()
+
+
 class Saver:
-    """Writes and reads the checkpoints of one run, a part by each process.
+    """Writes and reads the checkpoints of one run; each process handles its own part.
 
     Args:
         config: the run; `output_dir` and `save_total_limit` are read.
         accelerator: its processes.
-        tokenizer: what the model is saved with.
+        tokenizer: is saved with the model.
     """
 
     def __init__(self, config: TrainConfig, accelerator: Accelerator, tokenizer: Tokenizer) -> None:
@@ -39,11 +82,11 @@ class Saver:
         optimizer: torch.optim.Optimizer,
         carried: dict[str, Tensor],
     ) -> None:
-        """Writes a checkpoint, or in no process.
+        """Writes a checkpoint; either all processes succeed or none does.
 
         Args:
-            counters: plain values; `step` is how many steps are done.
-            model: equal in all processes, or a part in each.
+            counters: plain values; `step` is the number of finished steps.
+            model: equal in all processes, or sharded over them.
             optimizer: likewise.
             carried: what the policy of initial states remembers in this process.
 
@@ -75,13 +118,13 @@ class Saver:
             together(self.accelerator, write)
             on_main(self.accelerator, partial(checkpoint.publish, self.output_dir, step))
         except OSError:
-            # A full disk is not helped by half a checkpoint; what cannot be removed now is
+            # A half-written checkpoint would only fill the disk; what cannot be removed now is
             # removed when the run is resumed.
             shutil.rmtree(folder, ignore_errors=True)
             raise
 
     def prune(self) -> None:
-        """Removes all checkpoints but the newest ones that the run keeps."""
+        """Removes all but the newest `save_total_limit` checkpoints."""
         if self.accelerator.is_main_process:
             checkpoint.prune(self.output_dir, self.keep)
 
@@ -98,7 +141,7 @@ class Saver:
 
         Args:
             folder: the checkpoint.
-            model: as it was when the run began.
+            model: as built at the start of the run.
             optimizer: likewise.
 
         Returns:
@@ -113,7 +156,7 @@ class Saver:
         wrong = [name for name, tensor in weights.items() if not bool(tensor.isfinite().all())]
         if wrong:
             raise UserError(
-                f"{folder} holds weights that are not finite (the first is {wrong[0]}): move it "
+                f"{folder} holds weights that are not finite (the first is {wrong[0]}): take it "
                 "out of the folder, and resume from the one before"
             )
         carried = checkpoint.read_tensors(folder / f"carry-{self.accelerator.process_index}.pt")
@@ -127,7 +170,7 @@ class Saver:
                 f"new run from it with init_from={folder}"
             ) from error
         torch.set_rng_state(content["random"])
-        # A run that becomes fp16 after a stop has no scale yet.
+        # A run that switched to fp16 when it was resumed has no scale yet.
         if self.accelerator.scaler is not None and "scaler" in content:
             self.accelerator.scaler.load_state_dict(content["scaler"])
         return content, carried

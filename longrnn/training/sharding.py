@@ -2,9 +2,8 @@
 
 Notable choices:
 - Sharding is torch's own `fully_shard`, on CPUs and GPUs alike, so that what runs on eight GPUs is
-  what a test runs on two CPU processes; accelerate would leave the model whole on CPUs without a
-  word.
-- Mixed precision is autocast in both, so that states and decays keep the dtype they have elsewhere.
+  what a test runs on two CPU processes; accelerate would silently not shard the model on CPUs.
+- Mixed precision is autocast in both, so that states and decays keep their dtype.
 - Checkpoints hold whole tensors: they load anywhere, whatever wrote them.
 """
 
@@ -26,28 +25,28 @@ from longrnn.training.config import TrainConfig
 from longrnn.training.objective import Objective
 from longrnn.training.optim import build_optimizer
 
-ASKED = "ACCELERATE_USE_FSDP"
+USE_FSDP = "ACCELERATE_USE_FSDP"
 T = TypeVar("T")
 
 
-def is_asked() -> bool:
+def is_requested() -> bool:
     """Whether the launch configuration has `distributed_type: FSDP`."""
-    return os.environ.get(ASKED, "false").lower() == "true"
+    return os.environ.get(USE_FSDP, "false").lower() == "true"
 
 
 @contextmanager
 def unseen_by_accelerate() -> Iterator[None]:
-    """Keeps accelerate from sharding, which is done here."""
-    value = os.environ.pop(ASKED, None)
+    """Keeps accelerate from sharding the model, which `prepare` does."""
+    value = os.environ.pop(USE_FSDP, None)
     try:
         yield
     finally:
         if value is not None:
-            os.environ[ASKED] = value
+            os.environ[USE_FSDP] = value
 
 
 def check(accelerator: Accelerator) -> None:
-    """Refuses what cannot be sharded.
+    """Raises UserError for a run that cannot be sharded.
 
     Raises:
         UserError: another version of FSDP, one process, or float16.
@@ -69,7 +68,7 @@ def prepare(accelerator: Accelerator, objective: Objective, config: TrainConfig)
     Raises:
         UserError: an unknown optimizer, a pattern that matches no parameter, what `check` refuses.
     """
-    if not is_asked():
+    if not is_requested():
         return accelerator.prepare(objective, build_optimizer(objective.model, config))
     check(accelerator)
     from torch.distributed.device_mesh import init_device_mesh
@@ -84,7 +83,7 @@ def prepare(accelerator: Accelerator, objective: Objective, config: TrainConfig)
 
 
 def gathered(tree: T) -> T:
-    """Nested mappings and lists with whole tensors for shards. All processes must call it."""
+    """Replaces shards in nested mappings and lists by whole tensors; all processes must call it."""
     if isinstance(tree, Mapping):
         return {name: gathered(branch) for name, branch in tree.items()}  # type: ignore[return-value]
     if isinstance(tree, list):

@@ -1,10 +1,10 @@
 """The training loop.
 
 Notable choices:
-- Everything random is a function of (seed, step), everything else is in the checkpoint: a run that
-  was interrupted and resumed on a CPU ends bit for bit where an undisturbed one ends.
-- What is logged is summed over processes once per step, together with the wish to stop, so that
-  all processes stop after the same step.
+- Random choices are functions of (seed, step), and everything else is in the checkpoint: on a CPU,
+  a run that was interrupted and resumed ends bit for bit where an undisturbed one does.
+- Metrics are summed over processes once per step, together with the request to stop, so that all
+  processes stop after the same step.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from longrnn.locks import Lock
 from longrnn.progress import Progress
 from longrnn.state import LMState, reset
 from longrnn.tasks import TASKS, Batch
-from longrnn.training import finite, models, nonfinite, sharding
+from longrnn.training import finite, models, replay, sharding
 from longrnn.training.checks import check_model, check_positions
 from longrnn.training.config import TrainConfig
 from longrnn.training.data import Source
 from longrnn.training.folder import Found, append_metrics, claim, find
 from longrnn.training.initial_states import INITIAL_STATES, Context
+from longrnn.training.metrics import Sums
 from longrnn.training.models import Trained
 from longrnn.training.objective import Objective
 from longrnn.training.optim import clip_values, fill, freeze, learning_rate, set_learning_rate
@@ -41,11 +42,11 @@ from longrnn.training.processes import (
     on_main,
     start_trackers,
 )
-from longrnn.training.saver import Saver
+from longrnn.training.saver import Saver, SaveSchedule
 
-# What a checkpoint holds of a trainer beside weights, optimizer and carried states.
+# Attributes of a trainer that a checkpoint holds, beside weights, optimizer and carried states.
 COUNTERS = ("step", "tokens", "pending", "skipped", "skipped_in_a_row")
-# After so many steps left out in a row, a run that leaves them out stops as well.
+# With `nonfinite: skip`, a run stops after this many skipped steps in a row.
 MOST_SKIPPED = 10
 
 
@@ -54,12 +55,12 @@ class Trainer:
 
     Args:
         config: the run.
-        resume: whether to go on from the newest checkpoint in `config.output_dir`.
-        quiet: write no progress.
+        resume: whether to continue from the newest checkpoint in `config.output_dir`.
+        quiet: print no progress.
 
     Raises:
-        UserError: a configuration that does not fit, an output folder of another run, or another
-            number of processes than was launched.
+        UserError: the configuration is invalid, the output folder holds another run, or the number
+            of processes is not that of the launch.
     """
 
     def __init__(self, config: TrainConfig, *, resume: bool = False, quiet: bool = False) -> None:
@@ -68,7 +69,7 @@ class Trainer:
         self.accelerator = build_accelerator(config)
         self.quiet = quiet or not self.accelerator.is_main_process
         world = self.accelerator.num_processes
-        # Held by the main process, which alone writes what the run shares, until `train` ends.
+        # Held until `train` ends by the main process, the only one that writes shared files.
         self.lock = Lock.of_folder(self.output_dir, instead="choose another output_dir")
         look = partial(find, config, self.lock, resume=resume, processes=world)
         found = on_main(self.accelerator, look)
@@ -88,23 +89,23 @@ class Trainer:
         model = self._build_model(found.checkpoint)
         context = Context(model.init_state, config.seed, rank, world, self._total)
         self.starts = INITIAL_STATES.build(config.initial_state, context)
-        learning_rate(0, config)  # an unknown schedule is refused before anything is written
+        learning_rate(0, config)  # refuses an unknown schedule before anything is written
         fill(model, config.fill)
         freeze(model, config.freeze)
         objective = Objective(model)
         self.objective, self.optimizer = sharding.prepare(self.accelerator, objective, config)
-        self.source.check()  # as is a length that the task cannot make
+        self.source.check()  # likewise a length that the task cannot make
         check_positions(model, self.source)
         on_main(self.accelerator, lambda: claim(config, found))
         self.saver = Saver(config, self.accelerator, self.tokenizer)
+        resumed = found.checkpoint is not None
+        self.schedule = SaveSchedule(self.saver, config.save_steps, resumed=resumed)
         keep_alive(self.accelerator, self.objective)
 
         self.step = 0
         self.tokens = 0
-        self.skipped = self.skipped_in_a_row = 0  # steps left out by `nonfinite: skip`
-        self.pending: dict[str, list[float]] = {}  # what the next row of metrics averages
-        self.save_due = False  # whether a checkpoint waits for the next step that is finite
-        self.prune_due = found.checkpoint is not None  # whether old ones wait for it as well
+        self.skipped = self.skipped_in_a_row = 0  # steps skipped by `nonfinite: skip`
+        self.pending: dict[str, list[float]] = {}  # values that the next row of metrics averages
         if found.checkpoint is not None:
             self._restore(found.checkpoint)
         start_trackers(self.accelerator, config, self.step)
@@ -116,16 +117,16 @@ class Trainer:
         return model.to(self.accelerator.device).train()
 
     def _say(self, line: str) -> None:
-        """Writes a line of the log."""
+        """Prints a line, unless quiet."""
         if not self.quiet:
             print(line, file=sys.stderr)
 
     def train(self) -> Trained:
-        """Runs to `max_steps`, and writes the final model into `output_dir`.
+        """Trains to `max_steps`, and writes the final model into `output_dir`.
 
         Raises:
-            KeyboardInterrupt: after Ctrl-C, when the step was finished and saved.
-            Terminated: likewise after SIGTERM, or where another process was asked to stop.
+            KeyboardInterrupt: after Ctrl-C, once the step is finished and saved.
+            Terminated: likewise after SIGTERM, or if another process was asked to stop.
         """
         try:
             return self._train()
@@ -143,19 +144,22 @@ class Trainer:
         ):
             while self.step < config.max_steps:
                 begun, before = time.monotonic(), self.tokens
-                values = self._train_step(stop=interrupts.asked is not None)
+                values = self._train_step(stop=interrupts.received is not None)
                 stop = values.pop("stop") > 0
                 self.step += 1
                 for name, value in values.items():
                     self.pending.setdefault(name, []).append(value)
-                note = f"loss {values['loss']:.4f}" if "loss" in values else "left out"
+                note = f"loss {values['loss']:.4f}" if "loss" in values else "skipped"
                 progress.advance(1, self.tokens - before, note)
                 last = self.step == config.max_steps
                 if self.step % config.logging_steps == 0 or last:
                     self._log((self.tokens - before) / (time.monotonic() - begun))
-                self._keep("loss" in values, at_once=last or stop, last=last)
+                finite_step = "loss" in values
+                self.schedule.after_step(
+                    self.step, self._save, was_finite=finite_step, at_once=last or stop, last=last
+                )
                 if stop and not last:
-                    if interrupts.asked == signal.SIGINT:
+                    if interrupts.received == signal.SIGINT:
                         raise KeyboardInterrupt
                     raise Terminated(f"{self.output_dir}: step {self.step} is done and saved")
             model = self._model()
@@ -164,17 +168,17 @@ class Trainer:
         return model
 
     def _train_step(self, *, stop: bool) -> dict[str, float]:
-        """One optimizer step; returns what to log, and `stop` above 0 if any process wishes it.
+        """Runs one optimizer step; returns its metrics, and `stop` above 0 to stop all processes.
 
-        A step that is left out returns `stop` alone.
+        A skipped step returns `stop` alone.
         """
         config, n_micro = self.config, self.config.gradient_accumulation_steps
         set_learning_rate(self.optimizer, self.step, config)
-        sums: dict[str, Tensor] = {"stop": torch.tensor([float(stop), 1.0])}  # of values, of counts
+        sums = Sums(stop=torch.tensor([float(stop)]))
         ends: list[LMState] = []
         for micro in range(n_micro):
-            segments, start = self._part(micro)
-            # Gradients are reduced over processes once, with the last micro-batch.
+            segments, start = self._micro_batch(micro)
+            # Gradients are reduced over processes once, after the last micro-batch.
             wait = micro < n_micro - 1
             sync = self.accelerator.no_sync(self.objective) if wait else nullcontext()
             with sync:
@@ -182,22 +186,18 @@ class Trainer:
                     output = self.objective(segments, start)
                 self.accelerator.backward(output.loss / n_micro)
             ends.append(output.state)
-            scores = [{"loss": output.loss.detach().cpu()[None]}]
-            for batch, said in zip(segments, output.predictions, strict=True):
+            sums.add({"loss": output.loss.detach().cpu()[None]})
+            for batch, predicted in zip(segments, output.predictions, strict=True):
                 self.tokens += batch.tokens.numel() * self.accelerator.num_processes
-                scores.append(self.task.score(said.cpu(), batch.to(torch.device("cpu"))))
-            for name, values in [item for part in scores for item in part.items()]:
-                pair = torch.tensor([float(values.sum()), float(len(values))])
-                sums[name] = sums.get(name, torch.zeros(2)) + pair
+                sums.add(self.task.score(predicted.cpu(), batch.to(torch.device("cpu"))))
         norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), config.max_grad_norm)
         if config.max_grad_value is not None:
             clip_values(self.objective.parameters(), config.max_grad_value)
-        sums["nonfinite"] = torch.tensor([float(self._nonfinite(norm, sums["loss"])), 1.0])
-        table = torch.stack(list(sums.values())).to(self.accelerator.device)
-        totals = self._total(table).tolist()
-        means = {n: t / count for n, (t, count) in zip(sums, totals, strict=True) if count}
+        was_nonfinite = self._nonfinite(norm, sums.pairs["loss"])
+        sums.add({"nonfinite": torch.tensor([float(was_nonfinite)])})
+        means = sums.means(lambda table: self._total(table.to(self.accelerator.device)))
         if means.pop("nonfinite") > 0:
-            self._leave_out()
+            self._handle_nonfinite()
             return {"stop": means["stop"]}
         self.skipped_in_a_row = 0
         for micro, state in enumerate(ends):
@@ -206,65 +206,65 @@ class Trainer:
         self.optimizer.zero_grad()
         return means | {"grad_norm": float(norm if norm is not None else 0.0)}
 
-    def _part(self, micro: int) -> tuple[list[Batch], LMState]:
-        """A micro-batch of this step, and what it starts from."""
+    def _micro_batch(self, micro: int) -> tuple[list[Batch], LMState]:
+        """A micro-batch of this step, and its initial state."""
         device = self.accelerator.device
         segments = [batch.to(device) for batch in self.source.segments(self.step, micro)]
         return segments, self.starts.before(segments[0], self.step, micro)
 
     def _nonfinite(self, norm: Tensor | None, loss: Tensor) -> bool:
-        # With fp16, gradients overflow as a rule, and the scaler leaves such steps out itself.
+        # With fp16, gradients overflow regularly, and the scaler skips such steps itself.
         checked = [loss] if norm is None or self.accelerator.scaler is not None else [loss, norm]
         return not all(bool(value.isfinite().all()) for value in checked)
 
-    def _leave_out(self) -> None:
-        """Makes a step that was not finite undone: stops the run, or has it go on beyond.
+    def _handle_nonfinite(self) -> None:
+        """Discards a step that was not finite; stops the run, or continues with the next step.
 
-        Streams that were not finite go on from the zero state, since what they carry may be at fault.
+        Streams that were not finite continue from zero, since their carried state may be the cause.
         """
         config = self.config
         self.optimizer.zero_grad()
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.update()
-        path, micros = self._nonfinite_file(), self._micros()
+        path, micros = self._nonfinite_file(), self._micro_batches()
         objective = self.accelerator.unwrap_model(self.objective)
-        where, finite_rows = nonfinite.report(self.accelerator, objective, micros, path)
+        where, finite_rows = replay.save_failure(self.accelerator, objective, micros, path)
         self.skipped += 1
         self.skipped_in_a_row += 1
         if config.nonfinite == "stop" or self.skipped_in_a_row == MOST_SKIPPED:
             self._stop(path, where)
         if self.accelerator.is_main_process:
-            print(
-                f"warning: step {self.step + 1} is left out: {where}; see {path}", file=sys.stderr
-            )
-            for old in nonfinite.files(self.output_dir)[: -config.save_total_limit]:
+            print(f"warning: step {self.step + 1} is skipped: {where}; see {path}", file=sys.stderr)
+            for old in replay.files(self.output_dir)[: -config.save_total_limit]:
                 old.unlink()
         if self.starts.streams:
             for micro, ((_, start), rows) in enumerate(zip(micros, finite_rows, strict=True)):
-                gone = ~rows.to(self.accelerator.device)
-                zero = self._model().init_state(len(gone))
-                self.starts.after(reset(start, zero, gone), micro)
+                failed = ~rows.to(self.accelerator.device)
+                zero = self._model().init_state(len(failed))
+                self.starts.after(reset(start, zero, failed), micro)
 
     def _nonfinite_file(self) -> Path:
         """Where the batch of the step after `self.step` is kept."""
         return self.output_dir / f"nonfinite-{self.step + 1:08d}.pt"
 
-    def _micros(self) -> list[tuple[list[Batch], LMState]]:
-        return [self._part(micro) for micro in range(self.config.gradient_accumulation_steps)]
+    def _micro_batches(self) -> list[tuple[list[Batch], LMState]]:
+        return [
+            self._micro_batch(micro) for micro in range(self.config.gradient_accumulation_steps)
+        ]
 
     def _stop(self, path: Path, where: str) -> NoReturn:
-        """Ends the run at a step that was not finite.
+        """Stops the run at a step that was not finite.
 
-        Where several batches have failed in a row, the weights are at fault, and a checkpoint of
-        the same weights is set aside: the run is resumed from one before.
+        If several batches failed in a row, the weights are the cause: a checkpoint of the same
+        weights is set aside, so that the run resumes from an earlier one.
         """
         config, many = self.config, self.skipped_in_a_row
         done = self.step + 1 - many  # steps before the weights were last changed
         aside: list[str] = []
         if many == MOST_SKIPPED:
-            where += f", as in each of the {many} steps in a row that were left out"
-            sick = partial(finite.set_aside, self.output_dir, done)
-            aside = on_main(self.accelerator, sick)
+            where += f", as in each of the {many} steps in a row that were skipped"
+            work = partial(finite.set_aside, self.output_dir, done)
+            aside = on_main(self.accelerator, work)
         batch = config.nonfinite == "stop"
         raise UserError(finite.advice(config, path, where, done=done, batch=batch, aside=aside))
 
@@ -292,37 +292,14 @@ class Trainer:
     def _model(self) -> Trained:
         return self.accelerator.unwrap_model(self.objective).model
 
-    def _keep(self, was_finite: bool, *, at_once: bool, last: bool) -> None:
-        """Saves a checkpoint where one is due, and removes old ones.
-
-        While steps are left out, a checkpoint waits for the next one that is finite, and where it
-        cannot wait, none is removed for it. Nor is any before a step from the weights of the newest
-        one was finite: finite weights may fail at every batch.
-
-        Args:
-            was_finite: whether the step was.
-            at_once: whether a checkpoint is written in any case.
-            last: whether no step comes after this one.
-        """
-        if was_finite and self.prune_due:
-            self.saver.prune()
-            self.prune_due = False
-        self.save_due = self.save_due or self.step % self.config.save_steps == 0
-        if not at_once and not (self.save_due and was_finite):
-            return
-        self._save()
-        self.save_due, self.prune_due = False, True
-        if last and was_finite:
-            self.saver.prune()
-
     def _save(self) -> None:
         model = self._model()
         name = finite.unfit(self.accelerator, model, self.optimizer)
         if name is not None:
-            path, micros = self._nonfinite_file(), self._micros()
+            path, micros = self._nonfinite_file(), self._micro_batches()
             objective = self.accelerator.unwrap_model(self.objective)
             where = f"after step {self.step}, {name} is not finite"
-            nonfinite.report(self.accelerator, objective, micros, path, where=where)
+            replay.save_failure(self.accelerator, objective, micros, path, where=where)
             raise UserError(finite.advice(self.config, path, where, done=self.step, batch=False))
         counters = {name: getattr(self, name) for name in COUNTERS}
         counters["data"] = self.task.data_sha256()
@@ -332,7 +309,7 @@ class Trainer:
         counters, carried = self.saver.restore(folder, self._model(), self.optimizer)
         if counters["data"] != self.task.data_sha256():
             raise UserError(
-                f"the texts that {folder} was trained on have changed: put them back, or begin "
+                f"the texts that {folder} was trained on have changed: put them back, or start "
                 "again in another output_dir"
             )
         for name in COUNTERS:

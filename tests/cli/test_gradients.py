@@ -11,7 +11,7 @@ import torch
 
 from longrnn import load
 from longrnn.models import RecurrentLM
-from longrnn.training.nonfinite import files
+from longrnn.training.replay import files
 from tests.cli.conftest import CLI, refused
 from tests.training.runs import tiny, write_config
 from tests.training.test_nonfinite import sick

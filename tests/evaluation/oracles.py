@@ -7,7 +7,7 @@ from torch import Tensor
 
 from longrnn.models import LMOutput
 from longrnn.state import LMState
-from longrnn.tasks.passkey import QUESTION
+from longrnn.tasks.passkey_prompts import QUESTION
 
 
 class Oracle:

@@ -24,7 +24,7 @@ from longrnn.mitigations.base import Calibration
 from longrnn.mitigations.spec import write_calibration
 from longrnn.mixers import MIXERS
 from longrnn.models import RecurrentLM
-from longrnn.tasks.passkey import FILLER
+from longrnn.tasks.passkey_prompts import FILLER
 from longrnn.text import ByteTokenizer
 from tests.contracts.builders import build_model
 

@@ -24,8 +24,8 @@ from longrnn.inference import prefill
 from longrnn.models import LanguageModel
 from longrnn.results import Row, line_of, read_results
 from longrnn.tasks import Passkey
-from longrnn.tasks.passkey import HEADER
 from longrnn.tasks.passkey_documents import is_held_out
+from longrnn.tasks.passkey_prompts import HEADER
 from longrnn.text import ByteTokenizer
 from tests.evaluation.oracles import Oracle
 from tests.tasks.test_passkey import trained_bpe

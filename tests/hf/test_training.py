@@ -14,7 +14,7 @@ from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.hf.training import TransformerLM, build_transformer
 from longrnn.tasks import TASKS
 from longrnn.text import ByteTokenizer
-from longrnn.training import nonfinite
+from longrnn.training import replay
 from longrnn.training.objective import Objective
 from tests.training.runs import TEXTS, assert_same_run, metrics, tiny, train
 
@@ -103,8 +103,8 @@ def test_a_step_that_is_not_finite(tmp_path: Path) -> None:
     """A batch that is kept and cannot be looked at again."""
     with pytest.raises(UserError, match="the batch is kept"):
         train(config(tmp_path / "run", learning_rate=1e20, warmup_steps=0, max_grad_norm=1e30))
-    (path,) = nonfinite.files(tmp_path / "run")
-    content, seen = nonfinite.replay(path)
+    (path,) = replay.files(tmp_path / "run")
+    content, seen = replay.replay(path)
     assert content["where"] == seen.where
 
 

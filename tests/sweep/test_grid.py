@@ -10,6 +10,7 @@ import pytest
 
 from longrnn.config import build_config
 from longrnn.errors import UserError
+from longrnn.models.recurrent import RecurrentConfig
 from longrnn.sweep.grid import GridRun, applied, expand, parse_axes, run_name
 from longrnn.training.config import TrainConfig
 from tests.training.runs import BASE, KINDS
@@ -19,12 +20,17 @@ def base(**changes: Any) -> TrainConfig:
     return build_config(TrainConfig, {**BASE, **KINDS["reverse"], **changes})
 
 
+def model_of(config: TrainConfig) -> RecurrentConfig:
+    assert config.model is not None
+    return config.model
+
+
 def points(*items: str, **changes: Any) -> list[GridRun]:
     return expand(base(**changes), parse_axes(items), Path("out"))
 
 
 def test_every_combination_once() -> None:
-    """Combinations left out, values that do not reach the run, two runs in one folder."""
+    """Each combination is one run in its own folder, with its values applied."""
     found = points("position.kind=none,learned", "vocab_size=8,20", "seed=1,2")
     assert len(found) == 8
     assert [point.values["seed"] for point in found[:3]] == ["1", "2", "1"]
@@ -32,9 +38,9 @@ def test_every_combination_once() -> None:
     last = found[-1]
     assert last.values == {"position.kind": "learned", "vocab_size": "20", "seed": "2"}
     assert last.config.output_dir == "out/position.kind=learned,vocab_size=20,seed=2"
-    assert last.config.model.position == {"kind": "learned"}
+    assert model_of(last.config).position == {"kind": "learned"}
     assert last.config.task == {"kind": "reverse", "vocab_size": 20, "held_out": 16}
-    assert last.config.model.vocab_size == 21  # with the query token
+    assert model_of(last.config).vocab_size == 21  # with the query token
     assert last.config.seed == 2
     # What the grid does not name is as in the base.
     rest = asdict(last.config)
@@ -44,31 +50,32 @@ def test_every_combination_once() -> None:
 
 
 def test_a_changed_kind_keeps_the_options_that_it_knows() -> None:
-    """An option of one encoding that is given to another, or one that is lost."""
+    """A changed kind keeps the options that both kinds have, and drops the others."""
     position = {"kind": "learned", "max_length": 40, "combine": "add"}
     model = {**KINDS["reverse"]["model"], "position": position}
     kinds = applied(base(model=model), {"position.kind": "random"})
-    assert kinds.model.position == {"kind": "random", "max_length": 40, "combine": "add"}
-    assert applied(base(model=model), {"position.kind": "none"}).model.position == {"kind": "none"}
+    assert model_of(kinds).position == {"kind": "random", "max_length": 40, "combine": "add"}
+    none = applied(base(model=model), {"position.kind": "none"})
+    assert model_of(none).position == {"kind": "none"}
     # The order in which keys are given does not matter.
     for values in (
         {"position.kind": "learned", "position.max_length": "30"},
         {"position.max_length": "30", "position.kind": "learned"},
     ):
-        assert applied(base(), values).model.position == {"kind": "learned", "max_length": 30}
+        assert model_of(applied(base(), values)).position == {"kind": "learned", "max_length": 30}
 
 
 def test_values_may_hold_commas() -> None:
-    """A mapping or a list cut in two."""
+    """Commas inside brackets or quotes do not split a value."""
     axes = parse_axes(["mixer={kind: lstm},{kind: mamba2, d_state: 4, head_dim: 8}", "seed=1"])
     assert axes["mixer"][1] == "{kind: mamba2, d_state: 4, head_dim: 8}"
     config = expand(base(), axes, Path("out"))[1].config
-    assert config.model.mixer == {"kind": "mamba2", "d_state": 4, "head_dim": 8}
+    assert model_of(config).mixer == {"kind": "mamba2", "d_state": 4, "head_dim": 8}
     assert parse_axes(["freeze=[a, b],['c,d']"]) == {"freeze": ["[a, b]", "['c,d']"]}
 
 
 def test_names_of_runs() -> None:
-    """Two runs in one folder, or a folder that no file system takes."""
+    """Every run has its own folder name, valid on any file system."""
     assert run_name({"seed": "1"}) == "seed=1"
     odd = [run_name({"freeze": "[a]"}), run_name({"freeze": "{a}"})]
     assert odd[0] != odd[1]
@@ -112,7 +119,7 @@ def test_names_of_runs() -> None:
     ],
 )
 def test_what_is_refused(items: list[str], says: str) -> None:
-    """Hours of training before a run is found to be wrong, or one that is trained twice."""
+    """An invalid, repeated or equal run is refused before anything is trained."""
     with pytest.raises(UserError, match=".*") as refusal:
         points(*items, length={"max": 8})
     assert says in str(refusal.value)

@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from scipy import stats
@@ -61,7 +61,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         started.append(Path(config).stem)
         if "duplicate" in config:
             command = ["sh", "-c", "echo a warning >&2; echo 'error: broken' >&2; exit 2"]
-        return begin(command, **options)
+        return cast("subprocess.Popen[bytes]", begin(command, **options))
 
     monkeypatch.setattr(module.subprocess, "Popen", popen)
     return started
@@ -70,7 +70,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_sweep_from_end_to_end(
     tmp_path: Path, trained: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Runs left out or trained twice, scores of another run, a failure that stops the others."""
+    """Every run is trained and scored once; a failed run does not stop the others."""
     todo = points(tmp_path)
     log = tmp_path / f"logs/{todo[0].name}.log"
     log.parent.mkdir()
@@ -108,7 +108,7 @@ def test_a_sweep_from_end_to_end(
 
 
 def test_a_run_that_goes_on_is_asked_anew(tmp_path: Path) -> None:
-    """Scores of fewer steps that stand in the way for ever, or count for the longer run."""
+    """A run that is continued to more steps is scored again."""
     seen = []
     for steps in (2, 3):
         base = tiny(
@@ -139,7 +139,7 @@ def test_a_folder_has_one_sweep_at_a_time(tmp_path: Path, trained: list[str]) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_sweep_that_is_stopped_goes_on(tmp_path: Path, number: signal.Signals) -> None:
-    """Trainers that outlive their sweep unseen, or a run that is begun again from its start."""
+    """A stopped sweep leaves no trainer, and its runs continue from their last step."""
     config = tiny("reverse", tmp_path / "run", max_steps=1000, save_steps=50, logging_steps=50)
     path = write_config(config, tmp_path / "c.yaml")
     command = ["sweep", str(path), "--grid", "seed=1", "--output", str(tmp_path / "out")]
@@ -164,7 +164,7 @@ def test_a_sweep_that_is_stopped_goes_on(tmp_path: Path, number: signal.Signals)
 
 
 def ended(log: Path) -> None:
-    """Waits until no trainer is left that holds its log: it stops without anybody's help."""
+    """Waits until no trainer holds its log: it stops by itself."""
     deadline = time.monotonic() + 60
     with open(log, "ab") as file:
         while time.monotonic() < deadline:
@@ -176,7 +176,7 @@ def ended(log: Path) -> None:
 
 
 def test_devices_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every run on the first device, or as many threads as cores in each of many runs."""
+    """Runs take the devices in turn and share the cores."""
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(module, "module_environment", lambda _: dict(os.environ))
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
@@ -204,7 +204,7 @@ ROWS = [
 
 
 def test_differences_are_paired_by_seed() -> None:
-    """Differences of runs of two seeds, whose spread would hide what is there."""
+    """Differences are taken between runs of the same seed."""
     first, second = differences(ROWS, TABLE, ("position.kind", "duplicate"), "token_accuracy")
     assert first.values == {"position.kind": "none", "vocab_size": "8"}
     assert first.against == {"position.kind": "duplicate", "vocab_size": "8"}
@@ -221,7 +221,7 @@ def test_differences_are_paired_by_seed() -> None:
 
 
 def test_verdicts_follow_from_intervals() -> None:
-    """A verdict where the interval holds 0, or where there is none."""
+    """There is a verdict only where the interval excludes 0."""
     assert verdict(Estimate(0.1, 0.01, 0.2, 3)) == "higher"
     assert verdict(Estimate(-0.1, -0.2, -0.01, 3)) == "lower"
     for low, high in ((-0.1, 0.3), (0.0, 0.2), (-0.2, 0.0), (-math.inf, math.inf)):
@@ -232,7 +232,7 @@ def test_verdicts_follow_from_intervals() -> None:
 
 
 def test_the_table() -> None:
-    """A table that leaves out a group, or shows an interval of one run."""
+    """The table has every group; one run has no interval."""
     lines = markdown(ROWS, TABLE, ("position.kind", "duplicate"))
     assert lines[0] == "| position.kind | vocab_size | runs | token_accuracy |"
     assert lines[2] == "| none | 8 | 3 | 0.703 [0.455, 0.952] |"
@@ -252,7 +252,7 @@ def test_the_table() -> None:
     ],
 )
 def test_a_baseline_must_be_in_the_grid(text: str, says: str) -> None:
-    """A comparison with nothing, found out after hours of training."""
+    """A baseline that is not in the grid is refused."""
     with pytest.raises(UserError) as refusal:
         parse_baseline(text, TABLE)
     assert says in str(refusal.value)

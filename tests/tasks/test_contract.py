@@ -1,4 +1,4 @@
-"""What every task owes to training, over the registry."""
+"""What training requires of every task, over the registry."""
 
 from __future__ import annotations
 
@@ -31,12 +31,15 @@ def draw(task: Task, seed: int = 0, batch_size: int = 5) -> Batch:
 
 def assert_batches_equal(one: Batch, other: Batch) -> None:
     for name, a, b in zip(Batch._fields, one, other, strict=True):
-        same = torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-        assert same, name
+        if isinstance(a, torch.Tensor):
+            assert isinstance(b, torch.Tensor), name
+            assert torch.equal(a, b), name
+        else:
+            assert a == b, name
 
 
 def test_sample_is_a_function_of_the_generator(task: Task) -> None:
-    """Global random state or memory of earlier draws in `sample`, which breaks a resume."""
+    """`sample` depends only on its generator, so that a resumed run sees the same rows."""
     first = draw(task)
     torch.manual_seed(123)
     other = draw(task, seed=1)
@@ -45,7 +48,7 @@ def test_sample_is_a_function_of_the_generator(task: Task) -> None:
 
 
 def test_shapes_and_dtypes(task: Task) -> None:
-    """Fields that the trainer relies on: one shape, int64 ids below the vocabulary, all is_document_start."""
+    """Tokens and targets have one shape; ids are int64 below vocab_size; rows start documents."""
     batch = draw(task)
     assert batch.tokens.shape == batch.targets.shape
     assert batch.tokens.dtype == batch.targets.dtype == torch.int64
@@ -65,7 +68,7 @@ def test_shapes_and_dtypes(task: Task) -> None:
 
 
 def test_score_of_right_and_wrong_predictions(task: Task) -> None:
-    """A score that is perfect whatever is said, or never."""
+    """Right predictions get the best score, wrong ones do not."""
     batch = draw(task)
     right = batch.targets.clone()
     right[~batch.answers()] = 0  # what is said elsewhere is not looked at
@@ -83,7 +86,7 @@ def test_score_of_right_and_wrong_predictions(task: Task) -> None:
 
 
 def test_one_wrong_place_spoils_one_row(task: Task) -> None:
-    """Scores that mix the rows of a batch."""
+    """A wrong prediction changes the score of its own row only."""
     batch = draw(task)
     said = batch.targets.clone()
     place = batch.answers()[2].nonzero()[-1]
@@ -94,18 +97,19 @@ def test_one_wrong_place_spoils_one_row(task: Task) -> None:
 
 
 def test_rows_and_devices_keep_every_field(task: Task) -> None:
-    """`rows` that forgets a field, so that two processes would see another loss."""
+    """`rows` and `to` keep every field."""
     batch = draw(task)
     part = batch.rows(1, 3).to(torch.device("cpu"))
     for field, piece in zip(batch, part, strict=True):
         if isinstance(field, torch.Tensor):
+            assert isinstance(piece, torch.Tensor)
             assert torch.equal(piece, field[1:3])
         else:
             assert piece == field
 
 
 def test_segment_is_refused_or_pure(task: Task) -> None:
-    """A task without documents must say so when it is asked to carry a state."""
+    """`segment` is a pure function, or refused by a task without documents."""
     if type(task).segment is Task.segment:
         for ask in (
             lambda: task.segment([0], 0, n_streams=1, length=64, seed=0),

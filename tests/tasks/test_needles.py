@@ -1,4 +1,4 @@
-"""Needles in a haystack: what is hidden, what is asked, and how long the text is."""
+"""Needles in a haystack: hidden lines, questions, and the length of the text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from longrnn.errors import UserError
 from longrnn.tasks.needles import KINDS, Haystack, needles, variable_tracking
-from longrnn.tasks.passkey import FILLER
+from longrnn.tasks.passkey_prompts import FILLER
 from longrnn.text import ByteTokenizer
 
 BYTES = ByteTokenizer()
@@ -19,7 +19,7 @@ HIDDEN = re.compile(r"One of the special magic numbers for (\S+) is: (\d+)\.")
 @pytest.mark.parametrize("length", [1024, 5000])
 @pytest.mark.parametrize("kind", KINDS)
 def test_needles(kind: str, length: int) -> None:
-    """Numbers that are not there, that are not asked, or that are missing from the answer."""
+    """Every number of the answer is in the text, and the question names its key."""
     example, counts = needles(kind, Haystack(), BYTES, length, "0/0"), KINDS[kind]
     hidden = HIDDEN.findall(example.text)
     assert len(hidden) == counts.keys * counts.values
@@ -34,7 +34,7 @@ def test_needles(kind: str, length: int) -> None:
 
 
 def test_the_rest_is_filler() -> None:
-    """Words that were cut, or needles inside a sentence."""
+    """Without its needles, the text is the filler, with whole words and sentences."""
     example = needles("multivalue", Haystack(), BYTES, 3000, "0/1")
     body = example.text.split("\n")[1]
     left = " ".join(HIDDEN.sub("", body).split())
@@ -43,13 +43,13 @@ def test_the_rest_is_filler() -> None:
 
 
 def test_needles_differ() -> None:
-    """The same text for every document, or another one at the next call."""
+    """Texts differ by name, and one name always gives the same text."""
     texts = [needles("single", Haystack(), BYTES, 600, f"0/{i}").text for i in (0, 1, 0)]
     assert texts[0] == texts[2] != texts[1]
 
 
 def test_variable_tracking() -> None:
-    """A chain that is broken, out of order, or whose names are not the answer."""
+    """The assignments are a chain in order, and its names are the answer."""
     example = variable_tracking(Haystack(), BYTES, 2500, "0/0")
     text = example.text.split("Memorize and track")[-1]
     value = re.search(r"VAR (\w+) = (\d+)\.", text)
@@ -68,7 +68,7 @@ def test_variable_tracking() -> None:
 
 
 def test_own_haystack(tmp_path: Path) -> None:
-    """Words of a file in their order; one that is too short is refused, and so is no room."""
+    """Words of a file keep their order; a file or length that is too short is refused."""
     path = tmp_path / "book.txt"
     path.write_text(" ".join(f"w{i}" for i in range(500)))
     example = needles("single", Haystack(path), BYTES, 1000, "0/0")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from longrnn.errors import UserError
 from longrnn.hf.tokenizer import HFTokenizer, load_tokenizer
 from longrnn.tasks import Passkey
 from longrnn.tasks.base import UNSCORED
-from longrnn.tasks.passkey import ANSWER, FILLER, HEADER, KEY_LINE, QUESTION
 from longrnn.tasks.passkey_documents import Needle, is_held_out, keys, with_numbers
+from longrnn.tasks.passkey_prompts import ANSWER, FILLER, HEADER, KEY_LINE, QUESTION
 from longrnn.tasks.repeated import read
 from longrnn.text import ByteTokenizer, Tokenizer
 from tests.tasks.drawings import drawing
@@ -27,7 +28,7 @@ NEOX = Path(__file__).parents[3] / "shared/data/gpt-neox-20b-tokenizer/tokenizer
 
 @lru_cache
 def trained_bpe() -> Tokenizer:
-    """A byte-level BPE of transformers, trained here: numbers become several tokens."""
+    """A byte-level BPE tokenizer, trained here: numbers become several tokens."""
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -61,7 +62,7 @@ def task_with(tokenizer: str) -> Passkey:
 TOKENIZERS = ["bytes", "bpe", "neox"]
 
 
-class Signs:
+class Signs(ByteTokenizer):
     """A tokenizer that knows the parts of a passkey prompt as the signs of the drawing."""
 
     vocab_size = 128
@@ -75,7 +76,7 @@ class Signs:
 
 
 def test_the_drawing_in_the_docstring() -> None:
-    """A docstring that no longer shows what the task makes."""
+    """The docstring's drawing is what the task makes."""
     task = Passkey(Signs())
     prompt = task.prompt("42719", length=14, depth=3 / 8)
     batch = task._batch([prompt], [Needle("42719", 3 / 8)], torch.tensor([True]), [True])
@@ -98,7 +99,7 @@ def test_the_drawing_in_the_docstring() -> None:
 def test_prompts_have_exactly_the_length_asked(
     tokenizer: str, extra: int, depth: float, pick: int
 ) -> None:
-    """A prompt cut or padded to its length, or one whose key is not where it was asked."""
+    """A prompt has exactly the requested length, with the key at the requested depth."""
     task, key = task_with(tokenizer), keys(True)[pick]
     length = task.least_length() + extra
     prompt = task.prompt(key, length=length, depth=depth)
@@ -118,7 +119,7 @@ def test_prompts_have_exactly_the_length_asked(
 
 
 def test_the_filler_runs_on_around_the_key() -> None:
-    """Filler that begins anew behind the key, which would tell where it stood."""
+    """The filler continues behind the key where it stopped before it."""
     text = Passkey().tokenizer.decode(Passkey().prompt("00000", length=700, depth=0.4).tolist())
     line = KEY_LINE.format(key="00000")
     body = text.removeprefix(HEADER).removesuffix(QUESTION).replace(line, "")
@@ -127,7 +128,7 @@ def test_the_filler_runs_on_around_the_key() -> None:
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 def test_the_least_length_is_the_least(tokenizer: str) -> None:
-    """An error that names a length which does not work either."""
+    """`least_length` works, and one token fewer is refused."""
     task = task_with(tokenizer)
     least = task.least_length()
     lines = {key: len(task._ids(KEY_LINE.format(key=key))) for key in keys(True)[::97]}
@@ -139,7 +140,7 @@ def test_the_least_length_is_the_least(tokenizer: str) -> None:
 
 
 def test_no_key_of_evaluation_is_one_of_training() -> None:
-    """Leakage; and a split by digit, after which a model can never say some digit."""
+    """Training and evaluation share no key, and both use every digit at every place."""
     held_out, train = set(keys(True)), set(keys(False))
     assert not held_out & train
     assert len(held_out | train) == 100_000
@@ -151,7 +152,7 @@ def test_no_key_of_evaluation_is_one_of_training() -> None:
 
 
 def test_training_never_shows_a_held_out_key() -> None:
-    """Leakage by one of the two ways to draw training rows."""
+    """Neither `sample` nor `segment` draws a held-out key."""
     task = Passkey(max_segments=2)
     generator = torch.Generator().manual_seed(0)
     batch = task.sample(800, length=200, generator=generator)
@@ -166,7 +167,7 @@ def test_training_never_shows_a_held_out_key() -> None:
 
 
 def test_targets_are_the_next_tokens_and_the_answer_is_the_key() -> None:
-    """Targets shifted by one, or an answer mask beside the answer."""
+    """Targets are the next tokens, and the answer mask covers the key."""
     task = Passkey()
     batch = task.sample(4, length=256, generator=torch.Generator().manual_seed(1))
     assert torch.equal(batch.targets[:, :-1], batch.tokens[:, 1:])
@@ -180,7 +181,7 @@ def test_targets_are_the_next_tokens_and_the_answer_is_the_key() -> None:
 
 @pytest.mark.parametrize("weight", [0.0, 1.0, 3.5])
 def test_weights_sum_to_text_plus_answer(weight: float) -> None:
-    """A loss whose scale depends on length or on how a key is cut into tokens."""
+    """The weights of a row sum to text_weight + answer_weight, whatever its length."""
     task = Passkey(trained_bpe(), answer_weight=weight)
     length = task.least_length() + 20
     batch = task.sample(6, length=length, generator=torch.Generator().manual_seed(2))
@@ -192,8 +193,13 @@ def test_weights_sum_to_text_plus_answer(weight: float) -> None:
 
 
 def test_options_out_of_range_are_refused() -> None:
-    """Documents of no segment, or negative weights."""
-    for options in ({"max_segments": 0}, {"grow_steps": -1}, {"answer_weight": -0.5}):
+    """Options out of range are refused."""
+    out_of_range: list[dict[str, Any]] = [
+        {"max_segments": 0},
+        {"grow_steps": -1},
+        {"answer_weight": -0.5},
+    ]
+    for options in out_of_range:
         with pytest.raises(UserError, match="max_segments|max_repeat|answer_weight"):
             Passkey(**options)
     with pytest.raises(UserError, match="numbers_every must be at least 1, not 0"):
@@ -204,7 +210,7 @@ def test_options_out_of_range_are_refused() -> None:
 
 
 def test_numbered_keys() -> None:
-    """A number that is not asked, a line that is missing, a prompt of another length."""
+    """Several keys are numbered, the question names one, and the length is exact."""
     task = Passkey(n_keys=3)
     needles = [Needle("40913", 0.9, 1), Needle("00001", 0.1, 2), Needle("77777", 0.5, 3)]
     prompt = task.prompt_of(needles, 1, length=600)
@@ -221,7 +227,7 @@ def test_numbered_keys() -> None:
 
 
 def test_rows_with_several_keys_ask_one_of_them() -> None:
-    """Numbers of keys that are never drawn, keys of evaluation, an answer to another number."""
+    """Every number of keys is drawn, and the answer is the key that the question names."""
     task = Passkey(n_keys=[1, 4, 8])
     batch = task.sample(60, length=700, generator=torch.Generator().manual_seed(0))
     counts, asked = set(), set()
@@ -241,7 +247,7 @@ def test_rows_with_several_keys_ask_one_of_them() -> None:
 
 
 def test_fillers_of_files_begin_anywhere(tmp_path: Path) -> None:
-    """Training on the first page of a book alone."""
+    """The filler of a file starts at a random place."""
     files = []
     for name in ("a", "b"):
         files.append(str(tmp_path / name))
@@ -255,7 +261,7 @@ def test_fillers_of_files_begin_anywhere(tmp_path: Path) -> None:
 
 
 def test_numbers_between_the_words(tmp_path: Path) -> None:
-    """Words that are lost, numbers too many or too few, other ones in a resumed run."""
+    """All words stay, the numbers have the requested rate, and are the same every time."""
     words = [f"w{'abcdefghij'[i % 10]}" for i in range(20_000)]
     text = " ".join(words)
     found = with_numbers(text, 100)
@@ -275,7 +281,7 @@ def test_numbers_between_the_words(tmp_path: Path) -> None:
 
 
 def test_the_text_weighs_what_is_asked() -> None:
-    """A weight that is read and not used."""
+    """text_weight scales the loss of the text."""
     task = Passkey(text_weight=0.25)
     batch = task.sample(4, length=256, generator=torch.Generator().manual_seed(2))
     assert batch.weights is not None

@@ -1,9 +1,10 @@
-"""Passkey documents that go on over segments: what truncated backpropagation trains on."""
+"""Passkey documents that continue over segments, on which truncated backpropagation trains."""
 
 from __future__ import annotations
 
 import random
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +12,14 @@ import torch
 from longrnn.errors import UserError
 from longrnn.tasks import Batch, Passkey
 from longrnn.tasks.base import UNSCORED
-from longrnn.tasks.passkey import ANSWER, FILLER, HEADER, KEY_LINE, QUESTION
+from longrnn.tasks.passkey_prompts import ANSWER, FILLER, HEADER, KEY_LINE, QUESTION
 from longrnn.text import ByteTokenizer
 from tests.tasks.test_contract import assert_batches_equal
 
-LENGTH, STEPS, LANES = 160, 60, 6
+LENGTH, STEPS, N_STREAMS = 160, 60, 6
 
 
-def build(**options: int) -> Passkey:
+def build(**options: Any) -> Passkey:
     return Passkey(**({"max_segments": 8} | options))
 
 
@@ -33,28 +34,28 @@ def segments() -> list[Batch]:
     """All streams at every step, in order."""
     task = build()
     return [
-        task.segment(range(LANES), step, n_streams=LANES, length=LENGTH, seed=7)
+        task.segment(range(N_STREAMS), step, n_streams=N_STREAMS, length=LENGTH, seed=7)
         for step in range(STEPS)
     ]
 
 
 def test_a_segment_depends_on_stream_step_and_seed_alone(segments: list[Batch]) -> None:
-    """Memory of earlier calls, or rows that depend on which streams are asked together."""
+    """A segment depends on nothing but stream, step and seed."""
     task = build()
-    places = [(stream, step) for stream in range(LANES) for step in range(STEPS)]
+    places = [(stream, step) for stream in range(N_STREAMS) for step in range(STEPS)]
     random.Random(0).shuffle(places)
     for stream, step in places:
-        alone = task.segment([stream], step, n_streams=LANES, length=LENGTH, seed=7)
+        alone = task.segment([stream], step, n_streams=N_STREAMS, length=LENGTH, seed=7)
         assert_batches_equal(alone, segments[step].rows(stream, stream + 1))
-    pair = task.segment([4, 1], 9, n_streams=LANES, length=LENGTH, seed=7)
+    pair = task.segment([4, 1], 9, n_streams=N_STREAMS, length=LENGTH, seed=7)
     assert_batches_equal(pair.rows(1, 2), segments[9].rows(1, 2))
 
 
 def test_seed_and_stream_make_a_difference(segments: list[Batch]) -> None:
-    """Streams that all hold one document."""
-    other = build().segment(range(LANES), 0, n_streams=LANES, length=LENGTH, seed=8)
+    """Streams and seeds give different documents."""
+    other = build().segment(range(N_STREAMS), 0, n_streams=N_STREAMS, length=LENGTH, seed=8)
     assert not torch.equal(other.tokens, segments[0].tokens)
-    assert len({body(segments[0], stream) for stream in range(LANES)}) > 1
+    assert len({body(segments[0], stream) for stream in range(N_STREAMS)}) > 1
 
 
 def documents(segments: list[Batch], stream: int) -> list[list[Batch]]:
@@ -82,9 +83,9 @@ def fillers(document: list[Batch]) -> list[str]:
 
 
 def test_documents_are_header_filler_key_line_filler(segments: list[Batch]) -> None:
-    """A document whose key is missing, told twice, or cut at the edge of a segment."""
+    """Every document has one header and one complete key line within filler."""
     lengths = []
-    for stream in range(LANES):
+    for stream in range(N_STREAMS):
         for document in documents(segments, stream):
             lengths.append(len(document))
             for filler in fillers(document):
@@ -94,9 +95,9 @@ def test_documents_are_header_filler_key_line_filler(segments: list[Batch]) -> N
 
 
 def test_the_filler_runs_on_over_segments(segments: list[Batch]) -> None:
-    """Filler that jumps between segments, as no prompt of an evaluation does."""
+    """The filler continues from segment to segment."""
     starts = set()
-    for stream in range(LANES):
+    for stream in range(N_STREAMS):
         for document in documents(segments, stream):
             text = "".join(fillers(document))
             endless = FILLER * (len(text) // len(FILLER) + 2)
@@ -106,28 +107,28 @@ def test_the_filler_runs_on_over_segments(segments: list[Batch]) -> None:
 
 
 def test_fresh_marks_exactly_the_starts(segments: list[Batch]) -> None:
-    """A state carried into another document, or thrown away within one."""
+    """`is_document_start` is true exactly at the first segment of a document."""
     for batch in segments:
-        for stream in range(LANES):
+        for stream in range(N_STREAMS):
             assert bool(batch.is_document_start[stream]) == body(batch, stream).startswith(HEADER)
     assert segments[0].is_document_start.all()
 
 
 def test_the_question_is_asked_on_a_fork(segments: list[Batch]) -> None:
-    """Answer tokens inside what is carried: the key would be remembered from its answers."""
+    """Question and answer are not in the tokens that enter the carried state."""
     for batch in segments:
-        assert batch.tokens.shape == (LANES, LENGTH + batch.query_length)
-        for row in range(LANES):
-            tail = ByteTokenizer().decode(batch.tokens[row, LENGTH:].tolist())
+        assert batch.tokens.shape == (N_STREAMS, LENGTH + batch.query_length)
+        for row in range(N_STREAMS):
+            query = ByteTokenizer().decode(batch.tokens[row, LENGTH:].tolist())
             assert QUESTION not in body(batch, row)
-            assert re.fullmatch(re.escape(QUESTION) + r" \d{4}", tail)
+            assert re.fullmatch(re.escape(QUESTION) + r" \d{4}", query)
             assert not batch.answers()[row, :LENGTH].any()
 
 
 def test_rows_are_asked_at_doubling_distances(segments: list[Batch]) -> None:
-    """Asking before the key teaches to guess; asking at every step teaches the key itself."""
+    """The question follows 0, 1, 2, 4, … segments after the key, and never before it."""
     distances = set()
-    for stream in range(LANES):
+    for stream in range(N_STREAMS):
         for document in documents(segments, stream):
             since = None  # segments since the key line
             for part in document:
@@ -144,7 +145,7 @@ def test_rows_are_asked_at_doubling_distances(segments: list[Batch]) -> None:
 
 
 def test_targets_at_the_fork(segments: list[Batch]) -> None:
-    """The last token of a segment is followed by a question and by filler: it has no target."""
+    """The last token of a segment has no target, since question and filler both follow it."""
     for batch in segments:
         assert (batch.targets[:, LENGTH - 1] == UNSCORED).all()
         inner = batch.targets[:, : LENGTH - 1]
@@ -152,7 +153,7 @@ def test_targets_at_the_fork(segments: list[Batch]) -> None:
 
 
 def test_weights_of_asked_and_other_rows(segments: list[Batch]) -> None:
-    """An answer weight that is missing, or counts where nothing was asked."""
+    """The answer has its weight in rows with a question, and none elsewhere."""
     kinds = set()
     for batch in segments:
         assert batch.weights is not None
@@ -169,8 +170,8 @@ def test_weights_of_asked_and_other_rows(segments: list[Batch]) -> None:
 
 
 def test_score_leaves_out_rows_that_were_not_asked(segments: list[Batch]) -> None:
-    """An accuracy that counts rows without a question as right."""
-    batch = next(b for b in segments if 0 < b.answers().any(dim=1).sum() < LANES)
+    """Rows without a question have no score."""
+    batch = next(b for b in segments if 0 < b.answers().any(dim=1).sum() < N_STREAMS)
     n_asked = int(batch.answers().any(dim=1).sum())
     task = build()
     assert task.score(batch.targets, batch)["accuracy"].tolist() == [1.0] * n_asked
@@ -178,29 +179,29 @@ def test_score_leaves_out_rows_that_were_not_asked(segments: list[Batch]) -> Non
 
 
 def test_documents_grow_with_the_steps() -> None:
-    """A curriculum that begins with the longest documents, or never reaches them."""
+    """Documents grow from min_segments to max_segments over grow_steps."""
     task = build(max_segments=16, grow_steps=300)
     streams = range(20)
     early = [
-        task.segment(streams, step, n_streams=LANES, length=LENGTH, seed=0).is_document_start
+        task.segment(streams, step, n_streams=N_STREAMS, length=LENGTH, seed=0).is_document_start
         for step in range(4)
     ]
     assert torch.stack(early).float().mean() > 0.9
     late = [
-        task.segment(streams, step, n_streams=LANES, length=LENGTH, seed=0).is_document_start
+        task.segment(streams, step, n_streams=N_STREAMS, length=LENGTH, seed=0).is_document_start
         for step in range(400, 440)
     ]
     assert torch.stack(late).float().mean() < 0.5
 
 
 def test_a_segment_too_short_says_what_it_needs() -> None:
-    """A silent cut of the key line."""
+    """A segment that cannot hold the key line is refused with the length that can."""
     with pytest.raises(UserError, match=r"at least \d+ tokens"):
         build().segment(range(20), 0, n_streams=20, length=100, seed=0)
 
 
 def test_segments_of_filler_count_many_times() -> None:
-    """Keys or headers that are read again and again, or counts that never grow."""
+    """Only segments of filler repeat, and repeats grow to max_repeat."""
     task = build(min_segments=3, max_segments=3, max_repeat=1000, grow_steps=60)
     counts: dict[int, list[int]] = {}
     for step in range(120):
@@ -222,12 +223,12 @@ def fillers_only(text: str) -> bool:
 
 
 def test_numbered_documents_hold_all_keys_in_one_segment() -> None:
-    """Keys over several segments, or a question about a number that was not given."""
+    """All keys are in one segment, and the question names one of them."""
     task = build(min_segments=2, max_segments=3, n_keys=[4])
     for step in range(12):
         batch = task.segment(range(8), step, n_streams=8, length=300, seed=2)
         for row in range(8):
             lines = re.findall(r"Passkey (\d):(\d{5})\. Remember", body(batch, row))
             assert len(lines) in (0, 4)
-            tail = ByteTokenizer().decode(batch.tokens[row, 300:].tolist())
-            assert re.fullmatch(r"\nWhat is passkey [1-4]\? Passkey [1-4]:\d{4}", tail)
+            query = ByteTokenizer().decode(batch.tokens[row, 300:].tolist())
+            assert re.fullmatch(r"\nWhat is passkey [1-4]\? Passkey [1-4]:\d{4}", query)

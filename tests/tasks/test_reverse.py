@@ -13,7 +13,7 @@ from longrnn.tasks.base import UNSCORED
 
 
 def test_held_out_sequences_are_never_sampled() -> None:
-    """Training on what is evaluated: with 27 sequences, 12 of them held out, draws collide."""
+    """Training never samples a held-out sequence, though most draws collide here."""
     task = Reverse(vocab_size=3, held_out=12, seed=5)
     held_out = {tuple(row) for row in task.evaluation_batch(0, 12, length=3).tokens[:, :3].tolist()}
     seen: set[tuple[int, ...]] = set()
@@ -28,7 +28,7 @@ def test_held_out_sequences_are_never_sampled() -> None:
 
 
 def test_held_out_sequences_depend_on_the_seed_alone() -> None:
-    """An evaluation set that changes from run to run, or with the batches it is read in."""
+    """The evaluation set depends on the seed, and not on how it is read."""
     task = Reverse(vocab_size=8, held_out=10, seed=3)
     whole = task.evaluation_batch(0, 10, length=5)
     again = Reverse(vocab_size=8, held_out=10, seed=3)
@@ -50,7 +50,7 @@ def test_held_out_sequences_depend_on_the_seed_alone() -> None:
     ],
 )
 def test_edit_distance_by_hand(said: list[int], wanted: list[int], distance: int) -> None:
-    """Levenshtein without transpositions, or a distance over the unscored places."""
+    """Damerau-Levenshtein distance over the scored tokens, computed by hand."""
     batch = Batch(
         tokens=torch.zeros(1, 8, dtype=torch.long),
         targets=torch.tensor([[UNSCORED] * 4 + wanted]),
@@ -65,7 +65,7 @@ def test_edit_distance_by_hand(said: list[int], wanted: list[int], distance: int
 
 
 def test_errors_contain_the_remedy() -> None:
-    """A held-out set larger than half of all sequences would leave training without any."""
+    """Holding out more than half of all sequences is refused."""
     with pytest.raises(UserError, match="vocab_size >= 2"):
         Reverse(vocab_size=1)
     with pytest.raises(UserError, match="held_out >= 1"):

@@ -43,19 +43,19 @@ def shown(task: SequenceTask, batch: Batch) -> dict[str, list[str]]:
 
 
 def test_every_task_is_drawn() -> None:
-    """A new task without its drawing, or without a program that solves it."""
+    """Every task has a drawing, and a program that solves it."""
     assert {*DRAWN, "reverse_dual_frequency"} == set(KINDS) == SOLVERS.keys()
 
 
 @pytest.mark.parametrize("kind", sorted(DRAWN))
 def test_the_drawing_in_the_docstring(kind: str) -> None:
-    """A docstring that no longer shows what the task makes."""
+    """The docstring's drawing is what the task makes."""
     task = build(kind, vocab_size=10, held_out=4)
     assert drawing(TASKS[kind]) == shown(task, task.batch(torch.tensor([DRAWN[kind]])))
 
 
 def test_the_drawing_of_a_test_sequence() -> None:
-    """The scored place of a test sequence, at the mirrored place of its target."""
+    """The scored place is the mirrored place of the target."""
     task = build("reverse_dual_frequency", vocab_size=10, held_out=12)
     rows, _ = task._evaluation_set(3)
     assert task.condition(6) == "rare target, frequent disturbants"
@@ -120,7 +120,7 @@ SOLVERS: dict[str, Callable[[list[int]], list[int]]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_obvious_program_solves_it(kind: str) -> None:
-    """Targets that do not follow from the tokens, in training or in the test."""
+    """The targets follow from the tokens, in training and in the test."""
     task = build(kind)
     drawn = task.sample(300, length=LENGTH, generator=torch.Generator().manual_seed(1))
     for batch in (drawn, task.evaluation_batch(0, 300, length=LENGTH)):
@@ -131,7 +131,7 @@ def test_an_obvious_program_solves_it(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_guessing_scores_by_chance(kind: str) -> None:
-    """Targets that favour some tokens, or a score that gives points for nothing."""
+    """Random predictions score as chance predicts."""
     task = build(kind)
     generator = torch.Generator().manual_seed(2)
     for batch in (
@@ -146,7 +146,7 @@ def test_guessing_scores_by_chance(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_rejects_the_held_out_sequences(kind: str) -> None:
-    """Training on what is evaluated, where draws collide all the time."""
+    """Training never samples a held-out sequence."""
     options = {"min_length": 2} if kind == "reverse_variable" else {}
     task = build(kind, vocab_size=6 if "dual" in kind else 4, held_out=3, **options)
     length = 4 if kind in ("recall", "delayed_sum", "predecessor_query") else 2
@@ -161,7 +161,7 @@ def test_training_rejects_the_held_out_sequences(kind: str) -> None:
 
 
 def test_distinct_tokens_are_distinct() -> None:
-    """A token twice, so that a query has two answers, or orders that are not uniform."""
+    """No token repeats, and every order is equally likely."""
     task = build("predecessor_query", vocab_size=4, held_out=1)
     x = task.draw(6000, 3, torch.Generator().manual_seed(3))[:, :3]
     assert (x.sort(dim=1).values.diff(dim=1) > 0).all()
@@ -177,7 +177,7 @@ def test_distinct_tokens_are_distinct() -> None:
 
 
 def test_lengths_of_reverse_variable_are_uniform() -> None:
-    """One length for a whole batch, or never the longest."""
+    """Every length up to the longest is equally likely, row by row."""
     task = build("reverse_variable", min_length=5)
     batch = task.sample(3000, length=8, generator=torch.Generator().manual_seed(0))
     lengths = batch.answers().sum(1)
@@ -189,7 +189,9 @@ def test_lengths_of_reverse_variable_are_uniform() -> None:
 
 
 def test_dual_frequencies() -> None:
-    """Rare tokens as frequent as others, or conditions that are mixed up."""
+    """Rare tokens have their probability in training, and the four conditions alternate in the
+    test.
+    """
     task = build("reverse_dual_frequency")
     x = task.sample(2000, length=LENGTH, generator=torch.Generator().manual_seed(0)).tokens[:, :8]
     assert abs(float((x >= 16).float().mean()) - 0.125) < 0.011
@@ -225,6 +227,6 @@ def test_dual_frequencies() -> None:
 def test_what_does_not_fit_is_refused(
     kind: str, options: dict[str, Any], length: int, says: str
 ) -> None:
-    """An endless search for distinct tokens, or halves of two sizes."""
+    """A length that the task cannot make is refused."""
     with pytest.raises(UserError, match=says):
         build(kind, **options).sample(2, length=length, generator=torch.Generator())

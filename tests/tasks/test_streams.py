@@ -1,4 +1,4 @@
-"""Streams: every token in order, once an epoch, whoever asks."""
+"""Streams: each reads its tokens in order, once per epoch, as a pure function."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def epoch(layout: Streams, stream: int, number: int) -> list[Place]:
 def test_every_token_once_an_epoch_in_order(
     lengths: list[int], n_streams: int, length: int, max_segments: int | None, seed: int
 ) -> None:
-    """Tokens lost, seen twice, out of order, in two streams, or predicted across a border."""
+    """In an epoch every segment is read once, in order, by one stream, within its document."""
     how = {"length": length, "max_segments": max_segments, "seed": seed}
     possible = [(n - 1) // length for n in lengths]
     parts = [-(-n // max_segments) if max_segments else min(1, n) for n in possible]
@@ -60,7 +60,9 @@ def test_every_token_once_an_epoch_in_order(
                 read[place.document].append(place.start)
                 homes.setdefault(place.document, set()).add(stream)
             if max_segments is not None:
-                is_document_start = [index for index, place in enumerate(places) if place.fresh]
+                is_document_start = [
+                    index for index, place in enumerate(places) if place.is_document_start
+                ]
                 runs = [
                     b - a
                     for a, b in zip(
@@ -80,7 +82,7 @@ def test_every_token_once_an_epoch_in_order(
 
 
 def test_a_place_is_a_function_of_stream_and_step() -> None:
-    """An order that must be replayed, or that depends on who asked before."""
+    """A place depends only on stream and step, in whatever order places are read."""
     layout = streams(MANY, 3)
     asked = {
         (stream, step): layout.place(stream, step) for step in range(300) for stream in range(3)
@@ -91,7 +93,7 @@ def test_a_place_is_a_function_of_stream_and_step() -> None:
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
-    """The same order again and again."""
+    """Every epoch and seed has its own order."""
     layout = streams(MANY, 2)
     orders = {tuple(epoch(layout, 0, number)) for number in range(6)}
     assert len(orders) > 3
@@ -101,7 +103,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 
 
 def test_streams_are_balanced() -> None:
-    """One stream that repeats its only story while another never ends.
+    """The epochs of the streams have similar sizes.
 
     Longest first to the shortest stream leaves streams apart by less than the longest document.
     """
@@ -116,7 +118,7 @@ def test_streams_are_balanced() -> None:
 
 
 def test_long_documents_are_cut_evenly() -> None:
-    """A last part of one segment."""
+    """The parts of a long document differ by at most one segment."""
     layout = streams([4 * 101 + 1], 1, max_segments=50)
     is_document_start = sorted(
         place.start // 4 for place in epoch(layout, 0, 0) if place.is_document_start
@@ -133,7 +135,7 @@ def test_long_documents_are_cut_evenly() -> None:
     ],
 )
 def test_fewer_documents_than_streams(lengths: list[int], n_streams: int, says: str) -> None:
-    """A stream without a text; the remedy works."""
+    """More streams than documents are refused, and the remedy works."""
     with pytest.raises(UserError, match=says):
         streams(lengths, n_streams)
     if "max_segments" in says:
@@ -141,7 +143,7 @@ def test_fewer_documents_than_streams(lengths: list[int], n_streams: int, says: 
 
 
 def test_documents_are_spread_by_size_and_not_by_number() -> None:
-    """Short documents that all end up in one stream with a long one."""
+    """Documents are spread so that the streams have similar sizes."""
     layout = streams([401] + [41] * 10, 2)
     found = Counter(place.document for place in epoch(layout, 0, 0) + epoch(layout, 1, 0))
     assert found[0] == 100

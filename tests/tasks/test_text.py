@@ -35,7 +35,7 @@ def test_drawing(tmp_path: Path) -> None:
 
 
 def test_rows_stay_inside_one_file(tmp_path: Path) -> None:
-    """Every start of every file, and no row over the end of one."""
+    """Rows start anywhere in every file and never cross the end of one."""
     task = Text(files=write(tmp_path, "abcdef", "x", "123456789"))
     found = {ByteTokenizer().decode(row.tolist()) for row in draw(task, 3, rows=400)}
     wanted = {"abcdef"[i : i + 4] for i in range(3)} | {"123456789"[i : i + 4] for i in range(6)}
@@ -43,7 +43,7 @@ def test_rows_stay_inside_one_file(tmp_path: Path) -> None:
 
 
 def test_a_length_that_no_text_has(tmp_path: Path) -> None:
-    """The longest possible length is said."""
+    """The error names the longest possible length."""
     task = Text(files=write(tmp_path, "abcdef"))
     assert draw(task, 5).shape == (1, 6)
     with pytest.raises(UserError, match="at most 5"):
@@ -55,7 +55,7 @@ def test_a_length_that_no_text_has(tmp_path: Path) -> None:
     [(None, "no text file"), (b"", "empty"), (b"a\0b", "binary"), (b"a\xff", "UTF-8")],
 )
 def test_files_that_are_no_text(tmp_path: Path, content: bytes | None, reason: str) -> None:
-    """One sentence that names the file."""
+    """The error is one sentence that names the file."""
     path = tmp_path / "file"
     if content is not None:
         path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Damaged checkpoints are named and passed over, by all processes alike."""
+"""Damaged checkpoints are named and skipped, by all processes alike."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.training.runs import assert_same_run, tiny, train, write_config
 FILES = ("training.pt", "model.safetensors", "config.json", "carry-0.pt", "checksums.json")
 
 
-def truncate(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+def truncate(file: Path, to: float = 0.5) -> None:
+    file.write_bytes(file.read_bytes()[: int(to * file.stat().st_size)])
 
 
 def flip(file: Path) -> None:
-    """One bit, anywhere; a function of the content."""
+    """Flips one bit, whose place is a function of the content."""
     content = bytearray(file.read_bytes())
     content[random.Random(bytes(content)).randrange(len(content))] ^= 4
     file.write_bytes(content)
@@ -31,7 +31,7 @@ def flip(file: Path) -> None:
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "truncated": truncate,
-    "empty": lambda file: file.write_bytes(b""),
+    "empty": lambda file: truncate(file, to=0),
     "flipped": flip,
     "missing": Path.unlink,
 }
@@ -60,7 +60,7 @@ def content(folder: Path) -> dict[Path, bytes]:
 def test_a_damaged_newest_checkpoint_is_passed_over(
     name: str, damage: str, copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run that goes on from half a checkpoint, or from a bit that fell over."""
+    """The run resumes from the newest complete checkpoint."""
     newest = copy / "checkpoint-00000010"
     DAMAGES[damage](newest / name)
     trainer = Trainer(tiny("carry", copy), resume=True, quiet=True)
@@ -68,13 +68,13 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: {newest} is damaged (")
     assert repr(name) in line or name == "checksums.json"
-    assert line.endswith(f"checkpoint-00000010.damaged: going on from {copy}/checkpoint-00000008")
+    assert line.endswith(f"checkpoint-00000010.damaged: continuing from {copy}/checkpoint-00000008")
     assert [path.name for path in checkpoint.checkpoints(copy)] == ["checkpoint-00000008"]
     assert (copy / "checkpoint-00000010.damaged").is_dir()
 
 
 def test_a_damaged_checkpoint_is_made_again(copy: Path, whole: Path) -> None:
-    """A run that ends elsewhere, or one whose good checkpoints are pruned for a damaged one."""
+    """The damaged checkpoint is written again, and the run ends where an undisturbed one does."""
     flip(copy / "checkpoint-00000010/training.pt")
     train(tiny("carry", copy), resume=True)
     assert_same_run(copy, whole)
@@ -88,7 +88,7 @@ def test_a_damaged_checkpoint_is_made_again(copy: Path, whole: Path) -> None:
 
 
 def test_where_none_is_whole_nothing_is_touched(copy: Path) -> None:
-    """A run that begins anew over what could have been rescued."""
+    """If every checkpoint is damaged, the run is refused and no file changes."""
     for number, name in ((8, "model.safetensors"), (10, "training.pt")):
         truncate(copy / f"checkpoint-{number:08d}" / name)
     before = content(copy)
@@ -108,7 +108,7 @@ def test_where_none_is_whole_nothing_is_touched(copy: Path) -> None:
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"../train.yaml": "00"}', '{"a\\u0000": "00"}', "3"])
 def test_checksums_that_check_nothing(text: str, copy: Path) -> None:
-    """A list that was emptied, which every folder would agree with."""
+    """A checksum file without entries counts as damage."""
     newest = copy / "checkpoint-00000010"
     (newest / "checksums.json").write_text(text)
     assert checkpoint.damage(newest) is not None
@@ -116,13 +116,13 @@ def test_checksums_that_check_nothing(text: str, copy: Path) -> None:
 
 
 def test_a_file_added_by_hand_is_no_damage(copy: Path) -> None:
-    """Notes beside a model."""
+    """A file that the checksums do not list is ignored."""
     (copy / "checkpoint-00000010/notes.txt").write_text("good one")
     assert Trainer(tiny("carry", copy), resume=True, quiet=True).step == 10
 
 
 def test_another_number_of_processes_is_refused(copy: Path) -> None:
-    """Streams whose states are dealt to the wrong rows; and a folder touched before that is seen."""
+    """A resume with another number of processes is refused and changes nothing."""
     before = content(copy)
     path = write_config(tiny("carry", copy), copy.parent / "config.yaml")
     for process in pair("train", path, "save_steps=3", "--resume", folder=copy.parent / "log"):
@@ -135,7 +135,7 @@ def test_another_number_of_processes_is_refused(copy: Path) -> None:
 
 
 def test_two_processes_take_the_same_checkpoint(tmp_path: Path) -> None:
-    """One process on the newest checkpoint, the other, which found its part damaged, on another."""
+    """If one process finds its part damaged, all resume from an earlier checkpoint."""
     paths = {}
     for name in ("undisturbed", "damaged"):
         config = tiny("carry", tmp_path / name, num_processes=2, save_steps=2, max_steps=6)

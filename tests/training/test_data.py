@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def batch(source: Source, step: int, micro: int) -> Batch:
 
 
 def joined(parts: list[Batch]) -> Batch:
-    fields = [
+    fields: list[Any] = [
         torch.cat(values) if isinstance(values[0], torch.Tensor) else values[0]
         for values in zip(*parts, strict=True)
     ]
@@ -36,7 +37,7 @@ def joined(parts: list[Batch]) -> Batch:
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_two_processes_share_the_rows_of_one(kind: str) -> None:
-    """Two processes that train on the same rows, or on others than one process would."""
+    """Two processes together see the rows of one process with twice the batch."""
     # batch_tokens is a bound for each process, and would change the number of rows.
     whole = source(tiny(kind, NOWHERE, per_device_train_batch_size=6, batch_tokens=None))
     half = tiny(kind, NOWHERE, per_device_train_batch_size=3, batch_tokens=None)
@@ -51,7 +52,7 @@ def test_two_processes_share_the_rows_of_one(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_batches_do_not_depend_on_earlier_ones(kind: str) -> None:
-    """A stream that must be replayed to resume."""
+    """A batch is a pure function of step and micro-batch."""
     config = tiny(kind, NOWHERE)
     straight = source(config)
     batches = {(step, micro): batch(straight, step, micro) for step in range(6) for micro in (0, 1)}
@@ -61,7 +62,7 @@ def test_batches_do_not_depend_on_earlier_ones(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_steps_micro_batches_and_seeds_differ(kind: str) -> None:
-    """The same rows seen again and again."""
+    """Steps, micro-batches and seeds have different rows."""
     config = tiny(kind, NOWHERE)
     one, other = source(config), source(tiny(kind, NOWHERE, seed=1))
     batches = [batch(one, 0, 0), batch(one, 0, 1), batch(one, 1, 0), batch(other, 0, 0)]
@@ -70,7 +71,7 @@ def test_steps_micro_batches_and_seeds_differ(kind: str) -> None:
 
 
 def test_lengths_are_log_uniform_and_grow() -> None:
-    """Lengths beyond their bounds, or a curriculum that begins at its end."""
+    """Lengths stay within their bounds and grow over grow_steps."""
     length = {"max": 64, "min": 4, "sampling": "log_uniform", "grow_steps": 100}
     grown = source(tiny("reverse", NOWHERE, length=length))
     lengths = [batch(grown, step, 0).tokens.shape[1] // 2 for step in range(600)]
@@ -84,13 +85,13 @@ def test_lengths_are_log_uniform_and_grow() -> None:
 
 
 def test_fixed_lengths_are_the_longest() -> None:
-    """`min` that counts although nothing was asked of it."""
+    """With fixed sampling, every row has length.max tokens."""
     fixed = source(tiny("reverse", NOWHERE, length={"max": 9, "min": 3}))
     assert {batch(fixed, step, 0).tokens.shape[1] for step in range(20)} == {18}
 
 
 def test_a_fixed_length_grows() -> None:
-    """A curriculum that is ignored without sampling, ends elsewhere, or does not rise evenly."""
+    """With grow_steps, a fixed length grows log-linearly from min to max."""
     length = {"max": 64, "min": 4, "grow_steps": 100}
     grown = source(tiny("reverse", NOWHERE, length=length))
     lengths = [batch(grown, step, 0).tokens.shape[1] // 2 for step in range(150)]
@@ -100,7 +101,7 @@ def test_a_fixed_length_grows() -> None:
 
 
 def test_segments_of_a_step_follow_each_other() -> None:
-    """Segments read twice, or left out, where a step takes several."""
+    """The segments of consecutive steps are consecutive segments of the stream."""
     config = tiny("streams", NOWHERE)
     two, one = source(config), source(tiny("streams", NOWHERE, segments_per_step=1))
     for step in range(4):
@@ -114,7 +115,7 @@ def test_segments_of_a_step_follow_each_other() -> None:
 
 
 def test_longest_knows_streams() -> None:
-    """A table of positions that ends before a document does."""
+    """`longest` covers the longest document that the run may read."""
     assert source(tiny("streams", NOWHERE)).longest() == 5 * 64
     assert source(tiny("streams", NOWHERE, max_steps=2)).longest() == 4 * 64
     uncut = {**KINDS["streams"]["task"], "max_segments": None}
@@ -124,7 +125,7 @@ def test_longest_knows_streams() -> None:
 
 
 def test_layout_says_what_is_left_out() -> None:
-    """Text that is dropped without a word."""
+    """`layout` reports the text that no segment reads."""
     said = source(tiny("streams", NOWHERE)).layout()
     assert "documents in 4 streams" in said
     assert "segments of 64 tokens" in said
@@ -139,7 +140,7 @@ def test_fewer_documents_than_streams() -> None:
 
 
 def test_batch_tokens_bounds_rows_times_length() -> None:
-    """A long batch that does not fit the memory that short ones fill."""
+    """Rows times length stays within batch_tokens."""
     length = {"max": 32, "min": 4, "sampling": "log_uniform"}
     bounded = source(tiny("reverse", NOWHERE, length=length, batch_tokens=48))
     shapes = {tuple(batch(bounded, step, 0).tokens.shape) for step in range(60)}

@@ -1,4 +1,4 @@
-"""From files to a corpus: documents whole, in order, whatever the size of the pieces."""
+"""Files become a corpus: documents are complete and in order, whatever the size of the pieces."""
 
 from __future__ import annotations
 
@@ -43,44 +43,44 @@ def texts(chunks: list[str], split_on: str | None) -> list[str]:
     piece=st.integers(1, 12),
 )
 def test_pieces_are_invisible(text: str, marker: str | None, sizes: list[int], piece: int) -> None:
-    """A separator across two chunks, or text lost or doubled where a piece ends."""
+    """Documents do not depend on where chunks and pieces end."""
     chunks, rest = [], text
     for size in sizes:
         chunks.append(rest[:size])
         rest = rest[size:]
-    before = documents.PIECE
-    documents.PIECE = piece
+    before = documents.CHUNK_CHARACTERS
+    documents.CHUNK_CHARACTERS = piece
     try:
         found = texts([*chunks, rest], marker)
     finally:
-        documents.PIECE = before
+        documents.CHUNK_CHARACTERS = before
     assert found == ([text] if marker is None else text.split(marker))
 
 
 def test_pieces_end_where_a_line_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tokenizer that joins line ends and spaces sees them cut apart."""
-    monkeypatch.setattr(documents, "PIECE", 12)
+    """A piece ends before a line that begins without a space."""
+    monkeypatch.setattr(documents, "CHUNK_CHARACTERS", 12)
     text = "one two\n\n  three\nfour\nfive six seven eight nine\nten"
     found = [piece.text for piece in pieces([text], None) if piece.text]
     assert "".join(found) == text
     assert found == ["one two\n\n  t", "hree\nfour\n", "five six sev", "en eight nin", "e\n", "ten"]
-    monkeypatch.setattr(documents, "PIECE", 20)
+    monkeypatch.setattr(documents, "CHUNK_CHARACTERS", 20)
     assert next(pieces([text], None)).text == "one two\n\n  three\n"
 
 
 def test_one_file_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes changed on the way: line ends, characters of several bytes at the edge of a chunk."""
+    """The bytes of a file are kept, also at the borders of chunks."""
     contents = ["a\r\nü\n" * 9, "日本語 text " * 7, "\ufeffx y"]
     files = [tmp_path / f"{index}.txt" for index in range(3)]
     for path, content in zip(files, contents, strict=True):
         path.write_bytes(content.encode())
     for piece in (1, 2, 5, 7, 2**20):
-        monkeypatch.setattr(documents, "PIECE", piece)
+        monkeypatch.setattr(documents, "CHUNK_CHARACTERS", piece)
         assert build(tmp_path / f"c{piece}", *files) == contents
 
 
 def test_separators(tmp_path: Path) -> None:
-    """The separator as a token, or a document of nothing."""
+    """The separator is in no document, and empty documents are dropped."""
     path = tmp_path / "a.txt"
     path.write_text("<|end|>one two<|end|><|end|>three<|end|>x<|end|>")
     assert build(tmp_path / "c", path, split_on="<|end|>") == ["one two", "three"]
@@ -94,7 +94,7 @@ def test_separators(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
 def test_tables(suffix: str, tmp_path: Path) -> None:
-    """A row is a document; rows of other columns, and text of a table that is mangled."""
+    """Each row of a table is one document; a table without the column is refused."""
     datasets = pytest.importorskip("datasets")
     rows = ["first\nrow", "zweite Zeile ü", "a,b"]
     table = datasets.Dataset.from_dict({"text": rows, "id": [1, 2, 3], "body": ["xx"] * 3})
@@ -125,18 +125,18 @@ def test_tables(suffix: str, tmp_path: Path) -> None:
 def test_places_of_what_is_no_text(
     content: bytes, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A byte counted from the chunk and not from the file."""
+    """The error names the position of the bad byte in the file."""
     (tmp_path / "a").write_bytes(content)
     for piece in (1, 2, 3, 4, 100):
-        monkeypatch.setattr(documents, "PIECE", piece)
+        monkeypatch.setattr(documents, "CHUNK_CHARACTERS", piece)
         with pytest.raises(UserError) as error:
             list(read_chunks(tmp_path / "a"))
         assert says in str(error.value)
 
 
 def test_no_file_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file larger than memory."""
-    monkeypatch.setattr(documents, "PIECE", 1000)
+    """Memory stays bounded for a file of any size."""
+    monkeypatch.setattr(documents, "CHUNK_CHARACTERS", 1000)
     (tmp_path / "a.txt").write_text("all work and no play\n" * 5000)
     seen: list[int] = []
 

@@ -113,7 +113,7 @@ def test_a_narrow_checkpoint_is_trained_in_float32(
 def test_one_line_of_the_log_says_so(
     layout: str, dtype: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The line names the checkpoint and its dtype; nothing is said of one in float32."""
+    """The log names a narrow checkpoint and its dtype, and is silent for float32."""
     source = published(tmp_path / "narrow", layout, dtype)
     name = str(dtype).removeprefix("torch.")
     line = f"{source} holds weights of {name}, which are trained in float32"
@@ -211,7 +211,7 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
 
 @layouts
 def test_a_checkpoint_without_a_tokenizer_asks_for_one(layout: str, tmp_path: Path) -> None:
-    """Bytes are not assumed; given by name, they are taken."""
+    """Bytes are not assumed, and are used if given by name."""
     source = published(tmp_path / "bare", layout, torch.float32)
     for file in Path(source).glob("tokenizer*"):
         file.unlink()
@@ -234,7 +234,7 @@ def test_a_checkpoint_without_a_tokenizer_asks_for_one(layout: str, tmp_path: Pa
 def test_another_model_beside_init_from_is_refused(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    """A key of `model` that would be ignored; one that says what the checkpoint says is taken."""
+    """A `model` that differs from the checkpoint is refused; an equal one is accepted."""
     source = str(train_bytes(tmp_path / "first"))
     base = {"init_from": source, "output_dir": str(tmp_path / "run"), "warmup_steps": 1}
     with pytest.raises(UserError) as refusal:
@@ -248,13 +248,13 @@ def test_another_model_beside_init_from_is_refused(
 
 
 def test_a_model_beside_a_transformer_is_refused(tmp_path: Path) -> None:
-    """What is built has one description."""
-    with pytest.raises(UserError, match="transformer says what is built: leave out model"):
+    """`model` and `transformer` together are refused."""
+    with pytest.raises(UserError, match="transformer already describes the model: leave out model"):
         tiny("passkey", tmp_path, transformer={"model_type": "llama"}, model=MAMBA2)
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
-    """A run never starts from a NaN."""
+    """A run never starts from weights that are not finite."""
     source = train_bytes(tmp_path / "first")
     weights = load_file(source / "model.safetensors")
     weights["blocks.1.mixer.D"][0] = float("nan")

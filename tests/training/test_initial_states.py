@@ -1,4 +1,4 @@
-"""Initial states: what each policy hands on, to whom, and that nothing else matters."""
+"""Initial states: what each policy passes on, and to which row."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def is_zero(state: LMState) -> list[bool]:
 @cells
 @policies
 def test_the_first_step(kind: str, mixer: str) -> None:
-    """A policy that needs a past; what is not yet known is zero. The zero state keeps its shape."""
+    """In the first step every policy works, and what it would remember is zero."""
     found = policy(kind, mixer)
     state = found.before(batch(), 0, 0)
     like = final(mixer=mixer)
@@ -67,7 +67,7 @@ def test_the_first_step(kind: str, mixer: str) -> None:
 @cells
 @policies
 def test_content_is_all_that_is_remembered(kind: str, mixer: str) -> None:
-    """A resume that goes on from other states: tensors only, which a safe unpickler reads."""
+    """`content` restores a policy completely, and holds only tensors."""
     one, other = policy(kind, mixer), policy(kind, mixer)
     for step in range(3):
         for micro in (0, 1):
@@ -89,7 +89,7 @@ def test_content_is_all_that_is_remembered(kind: str, mixer: str) -> None:
 @cells
 @policies
 def test_states_are_detached_and_not_used_up(kind: str, mixer: str) -> None:
-    """A gradient that reaches an earlier step, or a state that its reader changes."""
+    """Remembered states are detached, and reading them does not change them."""
     found = policy(kind, mixer)
     state = tree_map(lambda x: x.requires_grad_() if x.is_floating_point() else x, final(0, mixer))
     found.after(state, 0)
@@ -101,7 +101,7 @@ def test_states_are_detached_and_not_used_up(kind: str, mixer: str) -> None:
 
 @cells
 def test_carry_goes_on_row_by_row(mixer: str) -> None:
-    """Rows mixed up, a document that sees another, a part of the state (conv, c) left behind."""
+    """Each row continues from its own full state, or from zero at a document start."""
     found, states = policy("carry", mixer), [final(seed, mixer) for seed in (0, 1)]
     for micro in (0, 1):
         found.after(states[micro], micro)
@@ -118,7 +118,7 @@ def test_carry_goes_on_row_by_row(mixer: str) -> None:
 
 @cells
 def test_pass_shuffles_rows(mixer: str) -> None:
-    """A row that gets its own state again at every step, or a part of another one's."""
+    """Rows get the full states of the last batch in another order, with position 0."""
     found, last = policy("pass", mixer, zero_share=0.0), final(mixer=mixer)
     found.after(last, 0)
     orders = set()
@@ -143,7 +143,7 @@ def _flat(state: LMState, row: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("rows", [2, 4, 13])
 def test_pass_between_batches_of_other_sizes(rows: int) -> None:
-    """batch_tokens changes the number of rows from step to step."""
+    """The number of rows may change between steps (batch_tokens)."""
     found, last = policy("pass", zero_share=0.0), final()
     found.after(last, 0)
     state = found.before(batch(rows=rows), 1, 0)
@@ -155,10 +155,10 @@ def test_pass_between_batches_of_other_sizes(rows: int) -> None:
 
 @cells
 def test_fitted_noise_has_the_moments_of_final_states(mixer: str) -> None:
-    """Moments over the wrong axes, of one step only, or biased by the empty beginning.
+    """The noise has the running moments of final states, without bias from the start.
 
-    Heads of the recurrence's state and units of other vectors have means and deviations of their
-    own; two batches, added with momentum, have the moments of a mixture.
+    Heads of the recurrence's state and units of other vectors each have their own mean and
+    deviation; two batches, added with momentum, have the moments of a mixture.
     """
     found = policy("fitted_noise", mixer, zero_share=0.0, momentum=0.75)
     batches = []
@@ -197,7 +197,7 @@ def _units(leaf: torch.Tensor) -> torch.Tensor:
 
 @cells
 def test_random_noise_has_one_deviation(mixer: str) -> None:
-    """Noise that is the same in every row or at every step."""
+    """The noise has mean 0 and the given deviation, and differs by row and step."""
     found = policy("random_noise", mixer, zero_share=0.0, std=0.25)
     state = found.before(batch(rows=400), 0, 0)
     for name, leaf in leaves(state.layers):
@@ -210,7 +210,7 @@ def test_random_noise_has_one_deviation(mixer: str) -> None:
 
 @pytest.mark.parametrize("kind", ["carry", "pass", "fitted_noise", "random_noise"])
 def test_a_share_of_rows_starts_from_zero(kind: str) -> None:
-    """No zero starts, only zero starts, or always the same rows."""
+    """A share zero_share of the rows, drawn anew each step, starts from zero."""
     streams = [False] * ROWS
     for share, expected in ((0.0, 0.0), (0.3, 0.3), (1.0, 1.0)):
         found = policy(kind, zero_share=share)
@@ -225,8 +225,8 @@ def test_a_share_of_rows_starts_from_zero(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["zero", "carry", "fitted_noise", "random_noise"])
 def test_two_processes_start_as_one(kind: str) -> None:
-    """A run that depends on how many processes it has; `pass` does, and says so."""
-    options = {} if kind == "zero" else {"zero_share": 0.4}
+    """All policies but `pass` give the same states on any number of processes."""
+    options: dict[str, Any] = {} if kind == "zero" else {"zero_share": 0.4}
     whole = policy(kind, **options)
     halves = [policy(kind, rank=rank, world_size=2, **options) for rank in (0, 1)]
     state = final()
@@ -249,7 +249,7 @@ def test_two_processes_start_as_one(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["carry", "pass", "fitted_noise"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_is_not_handed_on(kind: str, mixer: str, bad: float) -> None:
-    """One step with a NaN that spoils every later one."""
+    """A row whose final state is not finite starts from zero in the next step."""
     found = policy(kind, mixer, zero_share=0.0)
     found.after(final(0, mixer), 0)
     spoilt = final(1, mixer)
@@ -262,7 +262,7 @@ def test_what_is_not_finite_is_not_handed_on(kind: str, mixer: str, bad: float) 
 
 
 def test_which_policies_use_streams() -> None:
-    """Documents in streams without a state that is carried, or the other way round."""
+    """Only `carry` reads documents in streams."""
     assert [kind for kind in INITIAL_STATES if uses_streams({"kind": kind})] == ["carry"]
     assert not uses_streams({})
     with pytest.raises(UserError, match="did you mean 'fitted_noise'"):

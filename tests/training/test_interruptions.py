@@ -57,7 +57,7 @@ def finish(path: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", LONG)
 def test_killed_and_resumed(kind: str, tmp_path: Path, undisturbed: dict[str, Path]) -> None:
-    """What only a real kill shows: half-written files, rows that were not yet on disk."""
+    """After SIGKILL, the resumed run ends bit for bit where an undisturbed one does."""
     output, path = prepare(kind, tmp_path)
     rng = random.Random(kind)
     process = Fork("train", path, "--quiet", folder=tmp_path / "log")
@@ -74,7 +74,7 @@ def test_killed_and_resumed(kind: str, tmp_path: Path, undisturbed: dict[str, Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LONG)
 def test_killed_again_and_again(kind: str, tmp_path: Path, undisturbed: dict[str, Path]) -> None:
-    """30 kills, of which every second is aimed at the moments in which a checkpoint is written."""
+    """30 kills, half of them while a checkpoint is written, do not change the final model."""
     output, path = prepare(kind, tmp_path)
     rng = random.Random(kind)
     saved, seen = 0, Counter[str]()
@@ -109,7 +109,7 @@ def test_killed_again_and_again(kind: str, tmp_path: Path, undisturbed: dict[str
 
 
 def test_interrupted_and_resumed(tmp_path: Path, undisturbed: dict[str, Path]) -> None:
-    """Ctrl-C that loses the steps since the last checkpoint, or breaks a step in two."""
+    """Ctrl-C finishes and saves the current step."""
     output, path = prepare("reverse", tmp_path)
     process = start("train", path, "save_steps=1000", "--quiet")
     signal_after(process, output / "metrics.jsonl", signal.SIGINT)
@@ -127,7 +127,7 @@ def test_interrupted_and_resumed(tmp_path: Path, undisturbed: dict[str, Path]) -
 
 
 def test_terminated_and_resumed(tmp_path: Path, undisturbed: dict[str, Path]) -> None:
-    """SIGTERM before the first step, within a step, and while a checkpoint is written."""
+    """SIGTERM saves and ends the run, before the first step, within a step and while saving."""
     output, path = prepare("carry", tmp_path)
     again = f"longrnn train {path} --quiet --resume"
 
@@ -158,7 +158,7 @@ def test_terminated_and_resumed(tmp_path: Path, undisturbed: dict[str, Path]) ->
 
 
 def test_two_processes_stop_after_the_same_step(tmp_path: Path) -> None:
-    """One of two processes that gets SIGTERM and leaves the other waiting for it."""
+    """If one process gets SIGTERM, both stop after the same step."""
     paths = {}
     for name in ("undisturbed", "terminated"):
         (tmp_path / name).mkdir()
@@ -184,14 +184,14 @@ def test_two_processes_stop_after_the_same_step(tmp_path: Path) -> None:
 
 
 def fill_disk(process: Fork, size: int) -> None:
-    """Lets no file of a running process grow beyond `size` bytes, as on a disk that is full."""
+    """Limits the files of a running process to `size` bytes, as on a full disk."""
     assert process.process.pid is not None
     resource.prlimit(process.process.pid, resource.RLIMIT_FSIZE, (size, size))
 
 
 @pytest.mark.parametrize("full", ["in a row of metrics", "in a checkpoint"])
 def test_a_full_disk_loses_nothing(full: str, tmp_path: Path, undisturbed: dict[str, Path]) -> None:
-    """A disk that fills up within a run: what was saved stays, and the run goes on from it."""
+    """When the disk fills up, saved checkpoints stay and the run resumes from them."""
     output, path = prepare("reverse", tmp_path)
     process = Fork("train", path, "--quiet", folder=tmp_path / "log")
     assert process.when((output / "checkpoint-00000040").exists)
@@ -215,7 +215,7 @@ def test_a_full_disk_loses_nothing(full: str, tmp_path: Path, undisturbed: dict[
 
 
 def test_a_disk_that_is_full_for_one_process(tmp_path: Path) -> None:
-    """A checkpoint without the part of a process, or processes that wait for the one that left."""
+    """If one process cannot write, all stop and no partial checkpoint is published."""
     changes = {"num_processes": 2, "save_steps": 3, "logging_steps": 1000, "max_steps": 200}
     output, path = prepare("carry", tmp_path, **changes)
     both = pair("train", path, "--quiet", folder=tmp_path / "log")

@@ -27,7 +27,7 @@ def processor_time(process: Fork) -> float:
 @pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="needs /proc")
 @pytest.mark.parametrize("kind", ["carry", "reverse"])
 def test_memory_and_time_stay_flat(kind: str, tmp_path: Path) -> None:
-    """Graphs kept alive by carried states, metrics that pile up, checkpoints that are not freed."""
+    """Memory and time per step do not grow over a run."""
     changes = {"max_steps": 2000, "logging_steps": 10, "save_steps": 100}
     output = tmp_path / "run"
     path = write_config(tiny(kind, output, **changes), tmp_path / "config.yaml")

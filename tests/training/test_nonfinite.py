@@ -21,9 +21,8 @@ from longrnn.config import build_config
 from longrnn.errors import Terminated, UserError
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
-from longrnn.training import checkpoint, nonfinite
+from longrnn.training import checkpoint, replay
 from longrnn.training.config import TrainConfig
-from longrnn.training.nonfinite import replay
 from longrnn.training.trainer import MOST_SKIPPED, Trainer
 from tests.cli.conftest import CLI, cli  # noqa: F401
 from tests.training.forks import pair
@@ -35,7 +34,7 @@ PASSKEY_DIGIT = ord("2")
 
 
 def sick(folder: Path, fault: str, kind: str = "reverse", token: int = TOKEN) -> str:
-    """A checkpoint whose model is at fault with one token."""
+    """A checkpoint whose model produces values that are not finite for one token."""
     torch.manual_seed(0)
     changes: dict[str, Any] = {"tie_embeddings": False}
     # Without norms, which would make the large numbers small again.
@@ -87,7 +86,7 @@ def assert_identical(one: Any, other: Any) -> None:
 def test_a_run_stops_at_the_step_and_says_where(
     fault: str, layer: str | None, parameter: str, says: str, tmp_path: Path
 ) -> None:
-    """Weights spoilt by a step that nobody notices, or a message that leaves one searching."""
+    """The run stops before the weights change, and names the step, the module and the file."""
     start = sick(tmp_path / "sick", fault)
     config = tiny("reverse", tmp_path / "run", init_from=start, save_steps=1, **RARE)
     first = 1 if fault in ("backwards", "norm") else with_token(config, 10)[0]
@@ -116,7 +115,7 @@ def test_a_run_stops_at_the_step_and_says_where(
 
 @pytest.mark.parametrize("kind", ["reverse", "carry"])
 def test_steps_left_out_leave_nothing_behind(kind: str, tmp_path: Path) -> None:
-    """Moments, weights or states that a NaN has reached; a count that a resumed run forgets."""
+    """A skipped step changes no weight, optimizer entry or carried state, also after a resume."""
     start = sick(tmp_path / "sick", "forwards", kind, TOKEN if kind == "reverse" else PASSKEY_DIGIT)
     changes: dict[str, Any] = {"init_from": start, "nonfinite": "skip", "logging_steps": 1}
     changes |= RARE if kind == "reverse" else {"gradient_accumulation_steps": 1}
@@ -141,7 +140,7 @@ def test_steps_left_out_leave_nothing_behind(kind: str, tmp_path: Path) -> None:
         sum(step <= row["step"] for step in left_out) for row in rows
     ]
     assert all(math.isfinite(value) for row in rows for value in row.values())
-    kept = [nonfinite.steps(path) for path in nonfinite.files(tmp_path / "one")]
+    kept = [replay.steps(path) for path in replay.files(tmp_path / "one")]
     assert kept == left_out[-config.save_total_limit :]
     weights = checkpoint.read_tensors(tmp_path / "one/checkpoint-00000010/training.pt")["optimizer"]
     assert_identical(weights["state"], trainer.optimizer.state_dict()["state"])
@@ -155,7 +154,7 @@ def test_steps_left_out_leave_nothing_behind(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_run_that_leaves_out_everything_stops(tmp_path: Path) -> None:
-    """Days of steps that train nothing."""
+    """After MOST_SKIPPED skipped steps in a row, the run stops."""
     start = sick(tmp_path / "sick", "backwards")
     changes = {"init_from": start, "nonfinite": "skip", "max_steps": 100}
     config = tiny("reverse", tmp_path / "run", **RARE, **changes)
@@ -167,7 +166,7 @@ def test_what_a_user_does_after_a_stop(
     cli: CLI,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    """A stop after which the run cannot go on, or goes on with a rate that no file tells."""
+    """After a stop, the run continues with the suggested settings, which are recorded."""
     start = sick(tmp_path / "sick", "forwards")
     config = tiny("reverse", Path("run"), init_from=start, save_steps=1, **RARE)
     first, *others = with_token(config, 10)
@@ -205,31 +204,35 @@ def test_what_a_user_does_after_a_stop(
 
 
 def test_replay_of_what_is_no_batch(cli: CLI, tmp_path: Path) -> None:  # noqa: F811
-    """A traceback, or code that runs because a file says so."""
+    """Replaying another or damaged file is refused in one sentence."""
     torch.save({"format": "other"}, tmp_path / "other.pt")
     (tmp_path / "torn.pt").write_bytes((tmp_path / "other.pt").read_bytes()[:100])
-    for name, says in [("other", "is no batch to replay"), ("torn", "damaged"), ("x", "missing")]:
+    for name, says in [
+        ("other", "is not a batch to replay"),
+        ("torn", "damaged"),
+        ("x", "missing"),
+    ]:
         result = cli("replay", f"{name}.pt")
         assert (result.code, says in result.err) == (2, True)
         assert len(result.err.splitlines()) == 1
 
 
 def test_replay_begins_from_the_carried_state(tmp_path: Path) -> None:
-    """A replay from the zero state, which shows another loss."""
+    """The replay starts from the carried state and gives the same loss."""
     trainer = train(tiny("carry", tmp_path, max_steps=3))
-    segments, state = trainer._part(0)
+    segments, state = trainer._micro_batch(0)
     objective = trainer.accelerator.unwrap_model(trainer.objective)
     path = tmp_path / "nonfinite-00000004.pt"
-    nonfinite.report(trainer.accelerator, objective, [(segments, state)], path)
-    content, seen = replay(path)
+    replay.save_failure(trainer.accelerator, objective, [(segments, state)], path)
+    content, seen = replay.replay(path)
     assert seen.loss == float(objective(segments, state).loss.detach())
     assert seen.where is None
     assert "each part of it is when it is computed again" in content["where"]
     assert all(parameter.grad is None for parameter in objective.parameters())
 
 
-def test_two_processes_leave_out_the_same_steps(tmp_path: Path) -> None:
-    """A NaN that one process sees alone, and skips alone."""
+def test_two_processes_handle_nonfinite_the_same_steps(tmp_path: Path) -> None:
+    """A NaN in one process makes both skip the step."""
     start = sick(tmp_path / "sick", "forwards")
     changes = {"init_from": start, "nonfinite": "skip", **RARE, "max_steps": 8, "save_steps": 4}
     half = {**changes, "per_device_train_batch_size": 1, "num_processes": 2}
@@ -246,7 +249,7 @@ def test_two_processes_leave_out_the_same_steps(tmp_path: Path) -> None:
     lines = both[0].err.splitlines()
     assert len(lines) == rows[-1]["skipped"]
     assert both[1].err == ""
-    written = [torch.load(file, weights_only=True) for file in nonfinite.files(tmp_path / "two")]
+    written = [torch.load(file, weights_only=True) for file in replay.files(tmp_path / "two")]
     assert {content["process"] for content in written} <= {0, 1}
 
 
@@ -267,7 +270,7 @@ def spoilt_at(
 
 
 def failing(trainer: Trainer) -> None:
-    """Weights that are finite and fail at every batch."""
+    """Sets finite weights that fail at every batch."""
     trainer._model().head.weight.fill_(3e38)
 
 
@@ -282,7 +285,7 @@ def healthy(folder: Path) -> bool:
 def test_weights_that_fail_never_replace_the_last_healthy_checkpoint(
     save_steps: int, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that dies of steps left out is resumed by the remedy that it prints."""
+    """A run that stops after skipped steps is resumed by the remedy that it prints."""
     changes = {"nonfinite": "skip", "max_steps": 30, "logging_steps": 1}
     changes |= {"save_steps": save_steps, "save_total_limit": limit}
     config = tiny("reverse", tmp_path / "run", **changes)

@@ -1,4 +1,4 @@
-"""The objective against its definition, for every cell, with weights, a tail and none of both."""
+"""The objective equals its definition for every cell, with and without weights and a query."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from longrnn.tasks import Batch
 from longrnn.training.objective import Objective
 from tests.contracts.builders import VOCAB, build_model, generator, random_state, random_tokens
 
-TIME, TAIL = 20, 6
+TIME, QUERY_LENGTH = 20, 6
 
 
-def batch(*, weighted: bool, tail: int) -> Batch:
+def batch(*, weighted: bool, query_length: int) -> Batch:
     randomness = generator(1)
     targets = torch.randint(VOCAB, (2, TIME), generator=randomness)
     targets[torch.rand(2, TIME, generator=randomness) < 0.4] = -100
     weights = torch.rand(2, TIME, generator=randomness) if weighted else None
     return Batch(random_tokens(2, TIME), targets, torch.ones(2, dtype=torch.bool), weights,
-                 tail=tail)  # fmt: skip
+                 query_length=query_length)  # fmt: skip
 
 
 def defined(model: RecurrentLM, batch: Batch, state: LMState) -> tuple[Tensor, Tensor, LMState]:
@@ -39,10 +39,10 @@ def defined(model: RecurrentLM, batch: Batch, state: LMState) -> tuple[Tensor, T
 
 
 @pytest.mark.parametrize("kind", sorted(MIXERS))
-@pytest.mark.parametrize(("weighted", "tail"), [(False, 0), (True, TAIL)])
-def test_against_the_definition(kind: str, weighted: bool, tail: int) -> None:
-    """A norm or a scale that the head in pieces misses, a carried state with the tail in it."""
-    model, given = build_model(kind), batch(weighted=weighted, tail=tail)
+@pytest.mark.parametrize(("weighted", "query_length"), [(False, 0), (True, QUERY_LENGTH)])
+def test_against_the_definition(kind: str, weighted: bool, query_length: int) -> None:
+    """Loss, predictions and carried state, which excludes the query, match the definition."""
+    model, given = build_model(kind), batch(weighted=weighted, query_length=query_length)
     state = random_state(model, 2)
     loss, predictions, carried = defined(model, given, state)
     output = Objective(model)([given], state)
@@ -60,8 +60,11 @@ def test_against_the_definition(kind: str, weighted: bool, tail: int) -> None:
 
 @pytest.mark.parametrize("kind", sorted(MIXERS))
 def test_bf16_autocast(kind: str) -> None:
-    """A loss, a state or a decay that loses its digits under mixed precision."""
-    model, given = build_model(kind, dtype=torch.float32), batch(weighted=True, tail=TAIL)
+    """Under mixed precision, states and decays keep float32, and the loss stays close."""
+    model, given = (
+        build_model(kind, dtype=torch.float32),
+        batch(weighted=True, query_length=QUERY_LENGTH),
+    )
     state = model.init_state(2)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = Objective(model)([given], state)

@@ -32,7 +32,7 @@ def config(**values: Any) -> TrainConfig:
 
 @pytest.mark.parametrize("kind", ["constant", "cosine", "warmup_stable_decay"])
 def test_warm_up_is_linear_from_the_first_step(kind: str) -> None:
-    """A first step of rate 0, or a warm-up that ends one step late."""
+    """The rate rises linearly from the first step and is complete after warmup_steps."""
     rates = [learning_rate(step, config(lr_scheduler_type=kind)) for step in range(10)]
     assert rates == pytest.approx([0.05 * (step + 1) for step in range(10)])
 
@@ -54,14 +54,14 @@ def test_warm_up_is_linear_from_the_first_step(kind: str) -> None:
     ],
 )
 def test_schedules_at_known_steps(kind: str, step: int, factor: float) -> None:
-    """A schedule whose end is not where max_steps is."""
+    """Each schedule has its known value at known steps and ends at max_steps."""
     decay = 20 if kind == "warmup_stable_decay" else 0
     rate = learning_rate(step, config(lr_scheduler_type=kind, decay_steps=decay))
     assert rate == pytest.approx(0.5 * factor)
 
 
 def test_no_warm_up_and_no_decay() -> None:
-    """A division by zero where a phase has no steps."""
+    """Phases of no steps are allowed."""
     assert learning_rate(0, config(warmup_steps=0)) == 0.5
     stable = config(warmup_steps=0, lr_scheduler_type="warmup_stable_decay")
     assert [learning_rate(step, stable) for step in (0, 108, 109)] == [0.5, 0.5, 0.5]
@@ -78,7 +78,7 @@ UNDECAYED |= {"conv1d.bias", "in_proj.bias", "out_proj.bias", "cell.bias_ih_l0",
 @pytest.mark.parametrize("spec", MIXER_SPECS, ids=spec_id)
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_decays(spec: dict[str, Any], tied: bool) -> None:
-    """Decay of A_log and dt_bias, which would move time scales, of D, of a norm, of a bias.
+    """Matrices decay; A_log, dt_bias, D, norms and biases do not.
 
     A new kind of parameter must be entered above, on one of the two sides.
     """
@@ -100,7 +100,7 @@ def test_what_decays(spec: dict[str, Any], tied: bool) -> None:
 
 
 def test_the_rule_goes_by_names_and_not_by_axes_alone() -> None:
-    """A cell whose A_log is a matrix."""
+    """A matrix named A_log is not decayed."""
     matrix = torch.nn.Parameter(torch.ones(3, 4))
     assert decays("blocks.0.mixer.in_proj.weight", matrix)
     for name in ("A_log", "dt_bias", "D", "norm.weight", "conv1d.bias"):
@@ -115,7 +115,7 @@ def rates(model: RecurrentLM, optimizer: torch.optim.Optimizer) -> dict[str, flo
 
 
 def test_scales_of_the_learning_rate() -> None:
-    """A factor that the schedule overwrites, that misses a layer, or that reaches another."""
+    """A factor applies at every step to exactly the parameters of its pattern."""
     model = build_model("mamba2")
     scale = {"*.mixer.*": 0.5, "*.dt_bias": 10.0, "blocks.0.*.dt_bias": 3.0}
     settings = config(learning_rate_scale=scale, weight_decay=0.1)
@@ -134,7 +134,7 @@ def test_scales_of_the_learning_rate() -> None:
 
 
 def test_frozen_parts() -> None:
-    """Parts that the optimizer has nevertheless, or a tied head that one of its names misses."""
+    """Frozen parameters are not in the optimizer; a tied head is found by both names."""
     model = build_model("mamba2", tie_embeddings=True)
     freeze(model, ["head.weight", "blocks.0.*"])
     found = rates(model, build_optimizer(model, config()))
@@ -154,7 +154,7 @@ def test_frozen_parts() -> None:
     ],
 )
 def test_patterns_that_cannot_be_meant_are_refused(changes: dict[str, Any], message: str) -> None:
-    """A misspelt pattern that trains what was to be frozen, without a word."""
+    """A pattern that matches no parameter, or everything, is refused."""
     model, settings = build_model("mamba2"), config(**changes)
     with pytest.raises(UserError, match=message) as error:
         freeze(model, settings.freeze)
@@ -164,7 +164,7 @@ def test_patterns_that_cannot_be_meant_are_refused(changes: dict[str, Any], mess
 
 
 def test_filled_parts() -> None:
-    """Numbers in other parameters, a pattern that matches nothing, NaN as a weight."""
+    """Exactly the matching parameters get the value; other values are refused."""
     model, plain = build_model("mamba2"), build_model("mamba2").state_dict()
     fill(model, {"*.dt_bias": -1.0, "blocks.0.*.dt_bias": -3.0, "blocks.0.mixer.A_log": 2.5})
     expected = {
@@ -181,13 +181,13 @@ def test_filled_parts() -> None:
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("inf"), float("nan")])
 def test_factors_out_of_range(factor: float) -> None:
-    """A learning rate of 0 that decays nothing and trains nothing."""
+    """A factor that is not above 0 is refused."""
     with pytest.raises(UserError, match="name it in freeze"):
         config(learning_rate_scale={"*": factor})
 
 
 def test_settings_reach_the_optimizer() -> None:
-    """A configuration key that is read and not used."""
+    """Every optimizer key of the configuration is used."""
     model = torch.nn.Linear(2, 2)
     settings = config(optim="adam", adam_beta1=0.5, adam_beta2=0.6, adam_epsilon=1e-3)
     optimizer = build_optimizer(model, settings)
@@ -198,7 +198,7 @@ def test_settings_reach_the_optimizer() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    """A misspelt schedule that silently becomes another."""
+    """An unknown optimizer or schedule is refused with the nearest name."""
     with pytest.raises(UserError, match="did you mean 'adamw'"):
         build_optimizer(torch.nn.Linear(1, 1), config(optim="adamww"))
     with pytest.raises(UserError, match="did you mean 'cosine'"):
@@ -206,7 +206,7 @@ def test_unknown_names_are_refused() -> None:
 
 
 def test_clipped_values() -> None:
-    """An entry beyond the limit, one inside that is changed, a parameter without a gradient."""
+    """Entries beyond the limit are clipped, the others are unchanged."""
     parameters = [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(2))]
     parameters[0].grad = torch.tensor([3.0, -0.2, -7.0, 0.5])
     clip_values(parameters, 0.5)

@@ -59,7 +59,7 @@ CONFIGS = sorted((REPOSITORY / "configs/accelerate").glob("*.yaml"))
 
 @pytest.mark.parametrize("kind", ["passkey", "carry", "streams", "fitted_noise"])
 def test_two_processes_train_like_one(kind: str, tmp_path: Path) -> None:
-    """Gradients that are not averaged, rows seen twice, streams mixed up, metrics of one process."""
+    """Two processes give the weights and metrics of one process with twice the batch."""
     how = dict(SHORT)
     if kind == "streams":  # states carried over 20 steps of two segments, from a corpus
         build_corpus(
@@ -113,8 +113,8 @@ run()
 
 
 def test_shards_train_like_one_process(tmp_path: Path) -> None:
-    """FSDP2: a model that is not sharded after all, gradients summed instead of averaged, a
-    checkpoint of shards, a resume that drops the optimizer's state."""
+    """FSDP2: the model is sharded and trains like one process; checkpoints hold whole tensors and
+    resume exactly."""
     script = tmp_path / "shards.py"
     script.write_text(SHARDS)
     changes = {"lr_scheduler_type": "constant", "freeze": ["*.D"], **SHORT}
@@ -149,7 +149,7 @@ def test_shards_train_like_one_process(tmp_path: Path) -> None:
 def test_what_cannot_be_sharded_is_refused(
     changes: dict[str, Any], environment: dict[str, str], message: str, tmp_path: Path
 ) -> None:
-    """A run that trains whole copies where shards were asked for."""
+    """FSDP for what cannot be sharded is refused."""
     path = write_config(tiny("passkey", tmp_path / "run", **changes), tmp_path / "config.yaml")
     done = run("train", path, "--quiet", ACCELERATE_USE_FSDP="true", **environment)
     assert done.returncode == 2
@@ -161,7 +161,7 @@ def test_what_cannot_be_sharded_is_refused(
 def test_another_mixed_precision_than_launched_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A launch for bf16 that trains in float32 without a word."""
+    """A launch and a run of different mixed precision are refused."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     with pytest.raises(UserError, match="add mixed_precision=bf16 behind the configuration"):
         Trainer(tiny("passkey", tmp_path / "run"), quiet=True)
@@ -172,17 +172,17 @@ def test_another_mixed_precision_than_launched_is_refused(
     ("name", "value", "message"),
     [
         ("ACCELERATE_MIXED_PRECISION", "fp8", "mixed_precision fp8, which is not supported: set"),
-        ("ACCELERATE_DYNAMO_BACKEND", "inductor", "says dynamo_backend inductor"),
-        ("ACCELERATE_USE_DEEPSPEED", "true", "asks for DeepSpeed"),
-        ("ACCELERATE_USE_MEGATRON_LM", "true", "asks for Megatron-LM"),
-        ("ACCELERATE_USE_PARALLELISM_CONFIG", "1", "asks for a parallelism_config"),
-        ("ACCELERATE_DOWNCAST_BF16", "yes", "asks for downcast_bf16"),
+        ("ACCELERATE_DYNAMO_BACKEND", "inductor", "has dynamo_backend inductor"),
+        ("ACCELERATE_USE_DEEPSPEED", "true", "has DeepSpeed"),
+        ("ACCELERATE_USE_MEGATRON_LM", "true", "has Megatron-LM"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "1", "has a parallelism_config"),
+        ("ACCELERATE_DOWNCAST_BF16", "yes", "has downcast_bf16"),
     ],
 )
 def test_a_launch_that_would_change_the_run_is_refused(
     name: str, value: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What accelerate would do because of its environment, the run does or refuses."""
+    """A setting of accelerate that would change the run is applied or refused."""
     monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=message):
         Trainer(tiny("passkey", tmp_path / "run"), quiet=True)
@@ -190,7 +190,7 @@ def test_a_launch_that_would_change_the_run_is_refused(
 
 
 def test_float16_on_a_cpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that trains in float32 and records fp16."""
+    """mixed_precision=fp16 on a CPU is refused."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     with pytest.raises(UserError, match="mixed_precision=fp16 needs a GPU.*set mixed_precision="):
         Trainer(tiny("passkey", tmp_path / "run", mixed_precision="fp16"), quiet=True)
@@ -226,7 +226,7 @@ def test_the_environment_does_not_change_the_gradients(
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_launch_configurations(path: Path) -> None:
-    """A key that accelerate does not know, a command for another file, an unrun promise."""
+    """Every launch file is valid for accelerate, names its command, and says how it was tested."""
     config: Any = load_config_from_file(str(path))
     text = path.read_text()
     assert f"--config_file configs/accelerate/{path.name} " in text
@@ -239,7 +239,7 @@ def test_launch_configurations(path: Path) -> None:
 
 @pytest.mark.slow
 def test_one_process_under_accelerate(tmp_path: Path) -> None:
-    """A launch of one that trains otherwise than the plain command."""
+    """A launch of one process trains exactly like the plain command."""
     config = tiny("reverse", tmp_path / "launched", **SHORT)
     done = launch(config, tmp_path, "--config_file", "configs/accelerate/cpu1.yaml")
     assert done.returncode == 0, done.stderr
@@ -249,7 +249,7 @@ def test_one_process_under_accelerate(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_multi_gpu_without_the_cpu_flag_is_synchronised_or_refused(tmp_path: Path) -> None:
-    """The launch that starts two processes which do not know each other."""
+    """Two processes are synchronised or refused."""
     two = tiny("passkey", tmp_path / "two", num_processes=2, **SHORT)
     flags = ("--multi_gpu", "--num_processes", "2", "--num_machines", "1")
     flags += ("--mixed_precision", "no", "--dynamo_backend", "no")
@@ -264,20 +264,20 @@ def test_multi_gpu_without_the_cpu_flag_is_synchronised_or_refused(tmp_path: Pat
 
 
 def test_one_process_where_two_were_asked_for_is_refused(tmp_path: Path) -> None:
-    """`accelerate launch --cpu --num_processes 2` starts one process and says nothing."""
+    """A launch of 2 that starts only one process is refused."""
     two = tiny("passkey", tmp_path / "two", num_processes=2, **SHORT)
     done = launch(two, tmp_path, "--cpu", "--num_processes", "2", "--num_machines", "1")
     assert done.returncode != 0
-    assert "error: 2 processes were asked for and this one sees 1: launch with" in done.stderr
+    assert "error: 2 processes were requested and this one sees 1: launch with" in done.stderr
     assert not (tmp_path / "two").exists()
 
 
 def test_a_process_alone_with_a_world_size_is_refused(tmp_path: Path) -> None:
-    """A process that waits for others that nobody started, or trains without them."""
+    """WORLD_SIZE without RANK is refused."""
     config = tiny("passkey", tmp_path / "run", **SHORT)
     path = write_config(config, tmp_path / "config.yaml")
     done = run("train", path, "--quiet", WORLD_SIZE="2")
     assert done.returncode == 2
-    assert done.stderr.startswith("error: 2 processes were asked for")
+    assert done.stderr.startswith("error: 2 processes were requested")
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""Segments that count many times, through a model and through the objective."""
+"""Closed-form segment repetition, through a model and through the objective."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIXER = {"kind": "mamba2", "d_state": 4, "head_dim": 4, "d_conv": 1}
 
 @pytest.mark.parametrize("time", [5, 150])
 def test_a_model_of_one_layer_ends_where_reading_again_ends(time: int) -> None:
-    """Pieces of a long segment that are repeated each by itself; rows that share a count."""
+    """Repetition gives the state of k readings, for each row and across chunks."""
     model = build_model(MIXER, n_layers=1)
     text, tokens = random_tokens(2, 7, seed=1), random_tokens(2, time, seed=2)
     before = model(text).state
@@ -33,10 +33,10 @@ def test_a_model_of_one_layer_ends_where_reading_again_ends(time: int) -> None:
 
 
 def test_the_objective_repeats_what_is_carried() -> None:
-    """A count that is dropped on the way, or that also repeats the question."""
+    """The carried state is repeated, the query is not."""
     model = build_model(MIXER, n_layers=1)
     tokens = random_tokens(2, 12, seed=3)
-    batch = Batch(tokens, tokens, torch.ones(2, dtype=torch.bool), tail=4)
+    batch = Batch(tokens, tokens, torch.ones(2, dtype=torch.bool), query_length=4)
     objective = Objective(model)
     plain = objective([batch], model.init_state(2))
     lapsed = objective([batch._replace(repeat=torch.tensor([1, 9]))], model.init_state(2))
@@ -47,7 +47,7 @@ def test_the_objective_repeats_what_is_carried() -> None:
 
 
 def test_cells_that_step_are_refused() -> None:
-    """A count that an LSTM ignores."""
+    """Cells without a linear recurrence, such as LSTM, are refused."""
     model = build_model("lstm")
     tokens, start = random_tokens(2, 5), model.init_state(2)
     once, _ = read_repeatedly(model, tokens, start, torch.tensor([1, 1]))

@@ -17,7 +17,7 @@ OTHERS = {setting.name: [1.0, 1.1, 1.2] for setting in SETTINGS}
 
 
 def test_models_of_one_size() -> None:
-    """A comparison of sizes instead of cells."""
+    """The compared models have about the same number of parameters."""
     sizes = [parameters(matched(kind, 96)) for kind in ("rnn", "gru", "lstm", "mamba2")]
     assert max(sizes) <= (1 + TOLERANCE) ** 2 * min(sizes)
     assert sizes[0] == 2 * 256 * 96 + 2 * 96 * 96 + 2 * 96
@@ -33,7 +33,7 @@ def test_models_of_one_size() -> None:
     ],
 )
 def test_verdicts(shorter: list[float], says: str) -> None:
-    """A verdict that hangs on means alone, or on losses that are not paired."""
+    """The verdict follows from the interval of paired differences."""
     losses = {**OTHERS, "rnn-16": shorter, "rnn-64": [2.0, 2.1, 2.2], "gru-64": [2.1, 2.2, 2.3]}
     first, gru, lstm, _ = verdict(losses)
     assert says in first
@@ -45,7 +45,7 @@ def test_verdicts(shorter: list[float], says: str) -> None:
 
 @pytest.mark.slow
 def test_a_tiny_study(tmp_path: Path) -> None:
-    """A script that is found broken after twenty minutes."""
+    """The study runs from end to end at a small size and can be resumed."""
     (tmp_path / "t.txt").write_text("".join(f"{n} squared is {n * n}.\n" for n in range(6000)))
     command = [sys.executable, "-m", "scripts.study_char_lm", str(tmp_path / "t.txt"), "--quiet"]
     command += ["--steps", "2", "--width", "64", "--output", str(tmp_path / "out")]

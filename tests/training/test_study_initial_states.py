@@ -1,4 +1,4 @@
-"""The study of initial states runs from end to end, and goes on where it stopped."""
+"""The study of initial states runs from end to end and can be resumed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_a_tiny_study(tmp_path: Path) -> None:
-    """A script that is found broken after half an hour."""
+    """The study runs from end to end at a small size and can be resumed."""
     (tmp_path / "train.txt").write_text(
         "".join(f"{n} squared is {n * n}.\n" for n in range(20_000))
     )

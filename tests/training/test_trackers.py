@@ -1,4 +1,4 @@
-"""What a tracker is given, where it writes, and what a resume does to it."""
+"""What a tracker receives, where it writes, and how a resume changes it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ def tracked(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that are missing, or there twice after a resume; a run that a tracker changes; a folder
-    that a resume refuses because of the tracker's files."""
+    """TensorBoard gets each row once, also after a resume, and does not change the run."""
     plain = tiny("passkey", tmp_path / "plain")
     train(plain)
     watched = tiny("passkey", tmp_path / "watched", report_to="tensorboard")
@@ -50,13 +49,13 @@ def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_tracker_by_default(tmp_path: Path) -> None:
-    """A folder that nobody asked for."""
+    """By default no tracker writes anything."""
     train(tiny("reverse", tmp_path, max_steps=1))
     assert not (tmp_path / "tensorboard").exists()
 
 
 def test_what_cannot_track_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that trains for hours and has tracked nothing."""
+    """A tracker whose package is missing is refused before training."""
     with pytest.raises(UserError, match="did you mean 'tensorboard'"):
         tiny("reverse", tmp_path / "run", report_to="tensorbord")
     real: Callable[..., Any] = importlib.util.find_spec

@@ -19,7 +19,7 @@ from longrnn.files import sha256
 from longrnn.hf.loading import load as load_checkpoint
 from longrnn.mixers import MIXERS
 from longrnn.models.checkpoint import save_model
-from longrnn.tasks.passkey import QUESTION
+from longrnn.tasks.passkey_prompts import QUESTION
 from longrnn.text import ByteTokenizer
 from longrnn.training import checkpoint
 from longrnn.training.config import TrainConfig
@@ -44,7 +44,7 @@ class Crash(Exception):
 
 
 def crash(config: TrainConfig, step: int, monkeypatch: pytest.MonkeyPatch, **how: bool) -> None:
-    """Trains until `step` steps are done, and then dies without a word."""
+    """Trains until `step` steps are done, and then raises."""
     whole = Trainer._train_step
 
     def until(self: Trainer, *, stop: bool) -> dict[str, float]:
@@ -62,7 +62,7 @@ def crash(config: TrainConfig, step: int, monkeypatch: pytest.MonkeyPatch, **how
 def test_a_resumed_run_is_the_undisturbed_one(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Anything that a checkpoint forgets: optimizer, carried states, counters, pending metrics.
+    """A resumed run ends bit for bit where an undisturbed one does.
 
     The first crash leaves rows of metrics that must be dropped, the second a mean half collected.
     """
@@ -81,7 +81,7 @@ def test_a_resumed_run_is_the_undisturbed_one(
 
 
 def test_gradients_are_cut_by_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit that is read and not used, or used before the norm is taken."""
+    """max_grad_value clips entries after the norm was clipped."""
     seen = []
     whole = torch.optim.Adam.step
 
@@ -103,7 +103,7 @@ def test_gradients_are_cut_by_value(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_carried_states_reach_across_steps(tmp_path: Path) -> None:
-    """`carry` that resets at every step: the position counts the tokens of a document."""
+    """With `carry`, the position counts the tokens of a document across steps."""
     config = tiny("carry", tmp_path, max_steps=6, task={"kind": "passkey", "max_segments": 50})
     trainer = train(config)
     assert isinstance(trainer.starts, Carry)
@@ -119,7 +119,7 @@ def test_carried_states_reach_across_steps(tmp_path: Path) -> None:
 
 
 def test_checkpoints_are_kept_to_the_limit_and_load(tmp_path: Path) -> None:
-    """Old checkpoints that fill the disk, or ones that `load` does not read."""
+    """The newest save_total_limit checkpoints are kept, and `load` reads them."""
     train(tiny("passkey", tmp_path, save_steps=2, save_total_limit=3))
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [
@@ -136,7 +136,7 @@ def test_checkpoints_are_kept_to_the_limit_and_load(tmp_path: Path) -> None:
 
 
 def test_a_finished_run_can_be_resumed(tmp_path: Path) -> None:
-    """A second end that changes what the first wrote."""
+    """Resuming a finished run changes nothing."""
     config = tiny("reverse", tmp_path)
     train(config)
     before = (tmp_path / "model.safetensors").read_bytes(), metrics(tmp_path)
@@ -146,7 +146,7 @@ def test_a_finished_run_can_be_resumed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["text", "corpus", "passkey"])
 def test_texts_that_changed_are_refused(kind: str, tmp_path: Path) -> None:
-    """A run that goes on with other data than it says."""
+    """A resume with changed texts is refused."""
     text, built = tmp_path / "text.txt", tmp_path / "corpus"
     text.write_text("to be or not to be, " * 40)
     tasks = {
@@ -169,7 +169,7 @@ def test_texts_that_changed_are_refused(kind: str, tmp_path: Path) -> None:
 
 
 def test_the_scale_of_float16_is_kept(tmp_path: Path) -> None:
-    """A resumed run whose loss scale begins at 65,536 again."""
+    """A resumed run keeps the loss scale."""
 
     trainer = train(tiny("reverse", tmp_path))
     scaler = trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -183,7 +183,7 @@ def test_the_scale_of_float16_is_kept(tmp_path: Path) -> None:
 def test_resume_without_a_checkpoint_begins_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of metrics kept twice after a crash before the first checkpoint."""
+    """Without a checkpoint, a resume starts from step 0 with empty metrics."""
     straight, broken = tiny("reverse", tmp_path / "a"), tiny("reverse", tmp_path / "b")
     train(straight)
     crash(broken, 3, monkeypatch)
@@ -195,7 +195,7 @@ def test_resume_without_a_checkpoint_begins_anew(
 
 
 def test_a_torn_row_of_metrics_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that no reader can parse after a kill in the middle of a write."""
+    """Resume continues from the last complete row of metrics."""
     config = tiny("reverse", tmp_path)
     crash(config, 9, monkeypatch)
     with open(tmp_path / "metrics.jsonl", "a") as file:
@@ -207,7 +207,7 @@ def test_a_torn_row_of_metrics_is_dropped(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_damaged_row_of_metrics_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A log that keeps a run from going on."""
+    """A damaged row is named and dropped, and the run continues."""
     config = tiny("reverse", tmp_path)
     train(config)
     path = tmp_path / "metrics.jsonl"
@@ -222,7 +222,7 @@ def test_a_damaged_row_of_metrics_is_named(
 def test_what_a_killed_save_left_does_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A half-written checkpoint that is resumed from, or whose rubbish is published."""
+    """A half-written checkpoint is neither resumed from nor published."""
     straight, broken = tiny("reverse", tmp_path / "a"), tiny("reverse", tmp_path / "b")
     train(straight)
     crash(broken, 6, monkeypatch)
@@ -237,7 +237,7 @@ def test_what_a_killed_save_left_does_no_harm(
 
 
 def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
-    """Two runs mixed in one folder."""
+    """A folder with the run of another configuration is refused."""
     train(tiny("reverse", tmp_path))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(UserError, match="add --resume"):
@@ -255,14 +255,14 @@ def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_how_often_to_save_and_log_may_change(tmp_path: Path) -> None:
-    """A run that cannot go on because its logging was changed."""
+    """A resumed run may change how often it saves and logs."""
     train(tiny("reverse", tmp_path))
     harmless = {"save_steps": 3, "save_total_limit": 1, "logging_steps": 1, "num_processes": 1}
     train(tiny("reverse", tmp_path, **harmless), resume=True)
 
 
 def test_a_run_with_a_constant_rate_may_become_longer(tmp_path: Path) -> None:
-    """A run that cannot go on, or one that ends elsewhere than if it had been long from the start.
+    """With a constant rate, an extended run ends where a long run does.
 
     Its metrics have one row more, that of the step that was once the last.
     """
@@ -284,7 +284,7 @@ def test_a_run_with_a_constant_rate_may_become_longer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("schedule", ["cosine", "warmup_stable_decay"])
 def test_a_run_whose_rate_knows_its_end_may_not(schedule: str, tmp_path: Path) -> None:
-    """A schedule that is bent in the middle, or smuggled in with the longer run."""
+    """max_steps must not change if the schedule depends on it."""
     train(tiny("reverse", tmp_path, max_steps=2, lr_scheduler_type=schedule))
     for changed in (schedule, "constant"):
         longer = tiny("reverse", tmp_path, max_steps=4, lr_scheduler_type=changed)
@@ -294,7 +294,7 @@ def test_a_run_whose_rate_knows_its_end_may_not(schedule: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_kill_while_the_folder_is_claimed_does_no_harm(tmp_path: Path, resume: bool) -> None:
-    """A run that cannot begin because of its own half-written file."""
+    """A half-written train.yaml does not prevent the run from starting."""
     (tmp_path / ".train.yaml.0a1b2c3d").write_text("output_d")
     train(tiny("reverse", tmp_path, max_steps=1), resume=resume)
     (tmp_path / ".model.safetensors.0a1b2c3d").write_text("half")
@@ -304,7 +304,7 @@ def test_a_kill_while_the_folder_is_claimed_does_no_harm(tmp_path: Path, resume:
 
 
 def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
-    """A run among somebody's files."""
+    """A folder that is not empty and holds no run is refused."""
     mine = {".thesis.tex.0a1b2c3d", ".train.yaml.0a1b2c3d"}
     for name in mine:
         (tmp_path / name).write_text("x")
@@ -333,7 +333,7 @@ def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
         ({"init_from": "nowhere"}, "no checkpoint 'nowhere'"),
         ({"freeze": ["*.A_lag"]}, r"did you mean '\*.A_log'"),
         ({"learning_rate_scale": {"heads.*": 2.0}}, "no parameter matches 'heads"),
-        ({"num_processes": 2}, "2 processes were asked for and this one sees 1"),
+        ({"num_processes": 2}, "2 processes were requested and this one sees 1"),
         (
             {"task": {"kind": "reverse"}, "initial_state": {"kind": "carry"}},
             "initial_state={kind: zero}",
@@ -360,7 +360,7 @@ def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
 def test_bad_configurations_leave_nothing_behind(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    """An output folder made before the configuration was found wanting."""
+    """A bad configuration is refused before the output folder is created."""
     output = tmp_path / "run"
     with pytest.raises(UserError, match=message):
         Trainer(tiny("passkey", output, **changes), quiet=True)
@@ -381,7 +381,7 @@ def test_bad_configurations_leave_nothing_behind(
 def test_positions_that_end_too_early_leave_nothing_behind(
     position: str, kind: str, changes: dict[str, Any], needed: int, tmp_path: Path
 ) -> None:
-    """A run that dies in the middle of its training, or one refused that would have lived."""
+    """A table of positions that the run would exceed is refused, and no other."""
 
     def config(max_length: int) -> TrainConfig:
         table = {"kind": position, "max_length": max_length}
@@ -397,7 +397,7 @@ def test_positions_that_end_too_early_leave_nothing_behind(
 
 @pytest.mark.parametrize("kind", sorted(MIXERS))
 def test_bf16_mixed_precision_trains_every_cell(kind: str, tmp_path: Path) -> None:
-    """A cell whose kernel refuses mixed types, or whose state loses its own."""
+    """Every cell trains under bf16, with finite losses."""
     spec = {**MAMBA2, "mixer": mixer_spec(kind)}
     changes = {"model": spec, "mixed_precision": "bf16", "max_steps": 4, "logging_steps": 1}
     trainer = train(tiny("carry", tmp_path, **changes))
@@ -410,7 +410,7 @@ def test_bf16_mixed_precision_trains_every_cell(kind: str, tmp_path: Path) -> No
 
 
 def test_the_loss_goes_down(tmp_path: Path) -> None:
-    """Gradients that do not reach the weights, or targets that cannot be learnt."""
+    """Training reduces the loss below chance."""
     changes = {
         "length": {"max": 2},
         "max_steps": 120,
@@ -427,7 +427,7 @@ def test_the_loss_goes_down(tmp_path: Path) -> None:
 
 
 def test_metrics_say_what_was_done(tmp_path: Path) -> None:
-    """Counts of tokens or rates that belong to another step."""
+    """Every row counts the tokens and rates of its own step."""
     train(tiny("passkey", tmp_path))
     rows = metrics(tmp_path)
     width = 180 + len(" 12345") - 1
@@ -462,7 +462,7 @@ def test_init_from_starts_where_another_run_ended(tmp_path: Path) -> None:
 def test_a_resume_needs_no_init_from(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint holds everything: the run goes on bit for bit where its start is gone."""
+    """A resumed run is identical bit for bit also if `init_from` was deleted."""
     from tests.hf.foreign import causal, with_bytes
 
     first, changes = str(tmp_path / "first"), dict(KINDS["carry"])
@@ -483,7 +483,7 @@ def test_a_resume_needs_no_init_from(
     early = tiny("carry", tmp_path / "c", **changes)
     with pytest.raises(UserError, match=f"no checkpoint '{first}'"):
         Trainer(early, resume=True, quiet=True)
-    # What the run recorded is a configuration to go on with.
+    # What the run recorded is a configuration to resume with.
     again = load_config(TrainConfig, tmp_path / "b/train.yaml")
     assert Trainer(again, resume=True, quiet=True).step == 6
 
@@ -524,7 +524,7 @@ def test_checkpoints_of_other_formats(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_of_another_version_is_refused(tmp_path: Path) -> None:
-    """Parameter groups that do not fit are one sentence."""
+    """Parameter groups that do not fit are refused in one sentence."""
     train(tiny("reverse", tmp_path))
     rewritten(last_checkpoint(tmp_path), lambda c: c["optimizer"]["param_groups"].pop() and None)
     with pytest.raises(UserError, match="does not fit the model and optimizer of this run"):
@@ -533,7 +533,7 @@ def test_an_optimizer_of_another_version_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "- 1", "a: [", "\x00", "3"])
 def test_a_damaged_record_of_the_configuration_is_refused(text: str, tmp_path: Path) -> None:
-    """A broken train.yaml is one sentence, and nothing is changed."""
+    """A damaged train.yaml is refused in one sentence, and nothing changes."""
     train(tiny("reverse", tmp_path, max_steps=1))
     (tmp_path / "train.yaml").write_text(text)
     with pytest.raises(UserError, match="train.yaml .*put it back from a copy"):
@@ -542,7 +542,7 @@ def test_a_damaged_record_of_the_configuration_is_refused(text: str, tmp_path: P
 
 
 def test_fine_tuning_with_frozen_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frozen parts that move by decay or after a resume; a scale that a resume forgets."""
+    """Frozen parameters never change, and scales survive a resume."""
     train(tiny("passkey", tmp_path / "first", max_steps=1))
     changes = {
         "init_from": str(tmp_path / "first"),
@@ -573,7 +573,7 @@ def test_fine_tuning_with_frozen_parts(tmp_path: Path, monkeypatch: pytest.Monke
 def test_training_with_a_tokenizer_of_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint whose tokenizer is not found from another folder."""
+    """A checkpoint carries its tokenizer, and loads from another folder."""
     from longrnn import load_tokenizer
     from tests.tasks.test_passkey import trained_bpe
 
@@ -592,7 +592,7 @@ def test_training_with_a_tokenizer_of_ones_own(
 
 
 def test_a_seed_gives_one_model(tmp_path: Path) -> None:
-    """Weights or batches drawn from a random state that the seed does not set."""
+    """A seed determines weights and batches."""
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         torch.manual_seed(hash(name) % 1000)
         train(tiny("passkey", tmp_path / name, max_steps=2, seed=seed))
@@ -601,7 +601,7 @@ def test_a_seed_gives_one_model(tmp_path: Path) -> None:
 
 
 def test_save_model_and_the_run_agree(tmp_path: Path) -> None:
-    """A final model that differs from the one in memory."""
+    """The saved final model equals the one in memory."""
     trainer = train(tiny("passkey", tmp_path / "run", max_steps=BASE["warmup_steps"]))
     model = trainer.accelerator.unwrap_model(trainer.objective).model
     save_model(model, tmp_path / "again")

@@ -28,7 +28,7 @@ cells = pytest.mark.parametrize("mixer", list(MIXERS))
 
 
 def segments(tokens: Tensor, is_document_start: dict[int, list[bool]]) -> list[Batch]:
-    """K segments of rows of K · LENGTH + 1 tokens; `fresh` by segment, false where unsaid."""
+    """K segments of rows of K · LENGTH + 1 tokens; document starts by segment, false by default."""
     starts = range(0, K * LENGTH, LENGTH)
     return [
         Batch(
@@ -65,7 +65,7 @@ def compare(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @cells
 @pytest.mark.parametrize("position", ["none", "sinusoidal"])
 def test_k_segments_are_one_long_call(mixer: str, position: str) -> None:
-    """A state that is detached, or lost, between the segments of a step."""
+    """The gradient through k segments equals that of one long call."""
     model = build_model(mixer, position)
     tokens = random_tokens(ROWS, K * LENGTH + 1)
     state = differentiable(random_state(model, ROWS))
@@ -82,7 +82,7 @@ def test_k_segments_are_one_long_call(mixer: str, position: str) -> None:
 
 @cells
 def test_resets_inside_a_step_are_exact(mixer: str) -> None:
-    """A document that sees the one before it, in its loss or in its gradient.
+    """Loss and gradient of a document do not depend on the document before it.
 
     Row 0 begins a document with segment 2, row 1 with segments 1 and 3, row 2 none.
     """
@@ -115,7 +115,7 @@ def test_resets_inside_a_step_are_exact(mixer: str) -> None:
 
 @cells
 def test_nothing_survives_a_reset(mixer: str) -> None:
-    """A reset by multiplication: 0 · NaN is NaN."""
+    """A reset removes a NaN, so it does not multiply by 0."""
     model = build_model(mixer)
     tokens = random_tokens(ROWS, K * LENGTH + 1)
     poison = random_state(model, ROWS)
