@@ -23,6 +23,7 @@ from longrnn.errors import UserError
 from longrnn.evaluation import passkey as recall
 from longrnn.evaluation import perplexity as loss
 from longrnn.evaluation.calibrate import METHODS, Settings, calibrate
+from longrnn.evaluation.forgetting import forgetting
 from longrnn.evaluation.passkey_grid import Grid
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.files import write_atomic
@@ -73,7 +74,7 @@ def books(
         )
         buckets = loss.summarise(rows)[1]
         cells = [f"{next(b for b in buckets if b.stop >= c).nats.mean:.3f}" for c in columns]
-        judged = loss.forgetting(rows, trained)
+        judged = forgetting(rows, trained)
         assert judged is not None
         verdict = f"{'yes' if judged.robust else 'no'} ({judged.beyond / judged.inside:.2f} ×)"
         print(f"| {name} | {' | '.join(cells)} | {verdict} |", flush=True)

@@ -108,7 +108,7 @@ def print_forgetting(rows: Sequence[Row], trained: int | None, vocab_size: int) 
     """Prints the criterion of robust forgetting, with the numbers that it compares."""
     from math import log
 
-    from longrnn.evaluation.perplexity import FACTOR, forgetting
+    from longrnn.evaluation.forgetting import FACTOR, forgetting
 
     if trained is None:
         typer.echo("forgets robustly: not judged without a training length, give --train-length")

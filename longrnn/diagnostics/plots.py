@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longrnn.evaluation import passkey, perplexity
+from longrnn.evaluation import forgetting, passkey, perplexity
 from longrnn.files import write_atomic
 from longrnn.results import Row
 from longrnn.units import format_length
@@ -107,10 +107,10 @@ def loss_by_position(rows: Sequence[Row], path: Path, train_length: int | None) 
     figure = new_figure(7.5, 4.2)
     panel = figure.subplots()
     width = perplexity.STRETCH
-    if train_length is not None and (found := perplexity.forgetting(rows, train_length)):
+    if train_length is not None and (found := forgetting.forgetting(rows, train_length)):
         width = found.width
-        bound = perplexity.FACTOR * found.inside
-        label = f"{perplexity.FACTOR:g} × the largest inside"
+        bound = forgetting.FACTOR * found.inside
+        label = f"{forgetting.FACTOR:g} × the largest inside"
         panel.axhline(bound, color="tab:red", linestyle="--", linewidth=1, label=label)
         panel.axvline(train_length, color="gray", linestyle=":", linewidth=1.2, label="trained on")
     fine = perplexity.curve(rows, width)

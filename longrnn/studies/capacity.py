@@ -4,7 +4,7 @@ Everything comes from evaluations that were recorded. Two numbers of every state
 
 - T_forget, the smallest training length from which on every model that was tried forgets robustly:
   on long prompts its loss by position never exceeds 2 × the largest inside the training length
-  (`longrnn.evaluation.perplexity.forgetting`). A shorter one that happens to pass below one that
+  (`longrnn.evaluation.forgetting`). A shorter one that happens to pass below one that
   does not is no capacity.
 - T_recall, the longest context with a passkey accuracy above 95 %, of the best model of the size.
 
@@ -30,8 +30,8 @@ import numpy as np
 from scipy import optimize, stats
 
 from longrnn.errors import UserError
+from longrnn.evaluation.forgetting import forgetting
 from longrnn.evaluation.passkey import by_model
-from longrnn.evaluation.perplexity import forgetting
 from longrnn.results import Row, read_results
 
 RECALLED = 0.95
