@@ -98,7 +98,7 @@ def nats(estimate: Estimate) -> str:
     return f"{estimate.mean:.4f} [{estimate.low:.4f}, {estimate.high:.4f}]"
 
 
-def written(study: Study, laboratory: GradientRecord) -> list[str]:
+def written(study: Study, record: GradientRecord) -> list[str]:
     """The report in Markdown."""
     losses, seeds = study.losses, len(study.losses[SETTINGS[0].name])
     trained, measured = (path.stat().st_size for path in (study.head, study.tail))
@@ -123,7 +123,7 @@ def written(study: Study, laboratory: GradientRecord) -> list[str]:
             f"| {setting.kind} | {setting.window} | {d_model} | {size:,} | "
             f"{perplexity if seeds > 1 else f'{perplexity.mean:.2f}'} |"
         )
-    lines += ["", *verdict(losses), "", "## Gradients", "", *gradient_table(laboratory)]
+    lines += ["", *verdict(losses), "", "## Gradients", "", *gradient_table(record)]
     lines += ["", "## Samples", "", f"Temperature 0.8 after {PROMPT!r}, seed 0.", ""]
     for setting in SETTINGS:
         lines += [
@@ -137,9 +137,9 @@ def written(study: Study, laboratory: GradientRecord) -> list[str]:
     return lines[:-1]
 
 
-def gradient_table(laboratory: GradientRecord) -> list[str]:
+def gradient_table(record: GradientRecord) -> list[str]:
     """Factor a token and half-life, and the gradient of the recurrent weights by length."""
-    lengths = [str(length) for length in laboratory.about["lengths"]]
+    lengths = [str(length) for length in record.about["lengths"]]
     lines = [
         "On the tail, models of the first seed, in float64. Factor and half-life are those of "
         f"∂loss_T/∂h_k over the far half of {lengths[-1]} characters; the median entry is that of "
@@ -150,8 +150,8 @@ def gradient_table(laboratory: GradientRecord) -> list[str]:
         + " |",
         "| --- " * (4 + len(lengths)) + "|",
     ]
-    for row in layers(laboratory):
-        weights = laboratory.of("weights", subject=row["subject"])
+    for row in layers(record):
+        weights = record.of("weights", subject=row["subject"])
         cells = [f"{row['factor']:.3f}" if row["factor"] is not None else "0"]
         cells.append(f"{row['half_life']:.1f}" if row["half_life"] is not None else "–")
         cells.append(f"{row['exponent']:.3f}")

@@ -100,12 +100,10 @@ def gradients(
     subjects = _subjects(opened, max_grad_norm, max_grad_value)
     suffix = None if init is None else f"init={init}"
     folder = lock_output(output or results_folder("gradients", list(sources), suffix))
-    laboratory = diagnose(
-        subjects, built, settings, output=folder, described=str(spec), quiet=quiet
-    )
-    report, *pictures = write_report(laboratory, folder)
-    print_gradients(laboratory)
-    typer.echo(summary(laboratory))
+    record = diagnose(subjects, built, settings, output=folder, described=str(spec), quiet=quiet)
+    report, *pictures = write_report(record, folder)
+    print_gradients(record)
+    typer.echo(summary(record))
     for source in dict.fromkeys(sources):
         typer.echo("".join(f"{line}\n" for line in _left_out(Path(source))), nl=False)
     typer.echo("\n".join(map(str, [folder / "gradients.jsonl", *pictures, report])))
@@ -226,21 +224,21 @@ def _left_out(folder: Path) -> list[str]:
     return lines
 
 
-def print_gradients(laboratory: GradientRecord) -> None:
-    """Prints a row a model and layer."""
+def print_gradients(record: GradientRecord) -> None:
+    """Print one row per model and layer."""
     from rich.console import Console
     from rich.table import Table
 
     from longrnn.diagnostics.gradients_report import layers
 
-    rows = layers(laboratory)
+    rows = layers(record)
     if not rows:
         return
     table = Table(title="gradients through time", title_justify="left")
     table.add_column("model", overflow="fold")  # checkpoints of a run differ in their ends
     table.add_column("layer", justify="right")
     columns = {
-        "factor": "factor a token",
+        "factor": "factor per token",
         "half_life": "halved every",
         "radius": "spectral radius",
         "singular": "singular value",

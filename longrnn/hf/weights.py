@@ -88,9 +88,8 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
             "use a safetensors version of the checkpoint"
         ) from error
     except Exception as error:  # a damaged pickle can raise any error
-        raise UserError(
-            f"{path} is truncated or damaged ({one_line(error)}): copy it again"
-        ) from error
+        reason = one_line(error).split(". ")[0]  # torch appends advice of several sentences
+        raise UserError(f"{path} is truncated or damaged ({reason}): copy it again") from error
     if not isinstance(content, Mapping) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in content.items()
     ):

@@ -34,7 +34,7 @@ def test_a_run(cli: CLI, models: Path, tmp_path: Path) -> None:
     folder = tmp_path / "results/gradients/backwards"
     assert {path.name for path in folder.iterdir()} == FILES
     assert {Path(line).name for line in result.out.splitlines()[-len(FILES) :]} == FILES
-    assert "factor a token" in result.out
+    assert "factor per token" in result.out
     assert f"{models / 'backwards'}: the gradient vanishes" in " ".join(result.out.split())
     head = head_of(folder)
     assert "'kind': 'reverse', 'vocab_size': 8" in head["task"]

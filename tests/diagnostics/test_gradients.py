@@ -184,7 +184,7 @@ def test_the_last_scored_token() -> None:
     assert wanted.tolist() == [4, 6]
 
 
-def laboratory(subjects: list[Subject], folder: Path, **settings: Any) -> GradientRecord:
+def measure(subjects: list[Subject], folder: Path, **settings: Any) -> GradientRecord:
     small = {"lengths": (4, 8), "rows": 3, "exponents": 2, **settings}
     return diagnose(subjects, reverse(), Settings(**small), output=folder, quiet=True)
 
@@ -192,7 +192,7 @@ def laboratory(subjects: list[Subject], folder: Path, **settings: Any) -> Gradie
 def test_a_record_and_its_report(tmp_path: Path) -> None:
     """The record has every row as JSON, and the report shows its numbers."""
     subjects = [Subject(kind, build_model(kind)) for kind in ("rnn", "mamba2")]
-    found = laboratory(subjects, tmp_path)
+    found = measure(subjects, tmp_path)
     head, *rows = [
         json.loads(line) for line in (tmp_path / "gradients.jsonl").read_text().splitlines()
     ]
@@ -229,18 +229,18 @@ def test_the_model_stays_as_it_was(tmp_path: Path) -> None:
     """Diagnosing leaves dtype and gradients of the model unchanged."""
     model = build_model("lstm", dtype=torch.float32)
     before = model.fingerprint()
-    laboratory([Subject("m", model)], tmp_path)
+    measure([Subject("m", model)], tmp_path)
     assert model.fingerprint() == before
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_an_exploding_network_is_said_to(tmp_path: Path) -> None:
     """The summary tells vanishing, steady and exploding gradients apart."""
-    found = laboratory([Subject("m", linear_model(1.5 * torch.eye(WIDTH)))], tmp_path)
-    assert "explodes, × 1.5 a token" in gradients_report.summary(found)
-    steady = laboratory([Subject("m", linear_model(torch.eye(WIDTH)))], tmp_path)
+    found = measure([Subject("m", linear_model(1.5 * torch.eye(WIDTH)))], tmp_path)
+    assert "explodes, × 1.5 per token" in gradients_report.summary(found)
+    steady = measure([Subject("m", linear_model(torch.eye(WIDTH)))], tmp_path)
     assert "neither vanishes nor explodes" in gradients_report.summary(steady)
-    gone = laboratory([Subject("m", linear_model(torch.zeros(WIDTH, WIDTH)))], tmp_path)
+    gone = measure([Subject("m", linear_model(torch.zeros(WIDTH, WIDTH)))], tmp_path)
     assert "exactly 0" in gradients_report.summary(gone)
     gradients_report.write_report(gone, tmp_path)
 
@@ -258,7 +258,7 @@ def test_what_is_not_finite_is_named(tmp_path: Path) -> None:
     assert said is not None
     assert "in the output of blocks.0.mixer" in said
     assert "layers.0.h after token 2" in said  # 1, 1e20, and then beyond 3e38
-    found = laboratory([Subject("m", model)], tmp_path)
+    found = measure([Subject("m", model)], tmp_path)
     assert {row["kind"] for row in found.rows} == {"nonfinite"}
     assert "m: the loss is" in gradients_report.summary(found)
     assert "after token 2" in gradients_report.write_report(found, tmp_path)[0].read_text()
@@ -271,12 +271,12 @@ def test_what_cannot_be_measured(tmp_path: Path) -> None:
     """Unsuitable models, small vocabularies and empty settings raise a UserError."""
     model = build_model("gru")
     with pytest.raises(UserError, match="a Linear has no recurrent weights"):
-        laboratory([Subject("m", nn.Linear(2, 2))], tmp_path)  # type: ignore[arg-type]
+        measure([Subject("m", nn.Linear(2, 2))], tmp_path)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="uses 101 token ids and the model has 11"):
         diagnose([Subject("m", model)], reverse(100), Settings(), output=tmp_path)
     for changes in ({"rows": 0}, {"exponents": 0}, {"lengths": ()}):
         with pytest.raises(UserError, match="must be at least 1"):
-            laboratory([Subject("m", model)], tmp_path, **changes)
+            measure([Subject("m", model)], tmp_path, **changes)
     assert not list(tmp_path.iterdir())
 
 

@@ -76,7 +76,7 @@ def test_the_state_owns_its_memory() -> None:
 
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_second_derivatives(with_bias: bool) -> None:
-    """A backward pass that cannot be differentiated: the gradient laboratory multiplies with
+    """A backward pass that cannot be differentiated: the diagnosis of gradients multiplies with
     Jacobians that way."""
     x, weight, bias, state = (tensor.requires_grad_() for tensor in draw(4, 3))
 

@@ -44,7 +44,7 @@ def test_a_member() -> None:
     assert (two.robust, two.recalled, two.asked) == (False, None, None)
     # Nothing beyond the training length: not judged.
     assert member("two", "b", 100, 192, recorded).robust is None
-    with pytest.raises(UserError, match="no evaluation of three"):
+    with pytest.raises(UserError, match="no recorded evaluation of three"):
         member("three", "c", 100, 64, recorded)
 
 
