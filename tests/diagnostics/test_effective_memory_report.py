@@ -41,9 +41,9 @@ def test_in_a_browser(tmp_path: Path, page: Any) -> None:
 
 def test_summaries() -> None:
     """The summary states the numbers of the longest context."""
-    said = summary({64: points(64, 64), 1024: points(1024, 16)})
-    assert said.startswith("After 1k tokens the prediction changes by 0.030 (of at most 1) where ")
-    assert "where the first 16 are left out. The last 16 tokens predict within 0.1" in said
+    text = summary({64: points(64, 64), 1024: points(1024, 16)})
+    assert text.startswith("After 1k tokens the prediction changes by 0.030 (of at most 1) if ")
+    assert "if the first 16 are left out. The last 16 tokens predict within 0.1" in text
     never = summary({64: points(64, 64)})
-    assert never.startswith("After 64 tokens the prediction changes by 0.900 (of at most 1) where")
+    assert never.startswith("After 64 tokens the prediction changes by 0.900 (of at most 1) if")
     assert never.endswith("No shorter context predicts within 0.1 of the whole one.")
