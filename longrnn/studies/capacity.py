@@ -155,7 +155,7 @@ def member(
     answers = recorded.passkey.get(fingerprint, [])
     if not losses and not answers:
         raise UserError(
-            f"there is no recorded evaluation of {name} (fingerprint {fingerprint}): run longrnn "
+            f"no recorded evaluation of {name} (fingerprint {fingerprint}): run longrnn "
             "eval perplexity and longrnn eval passkey on it, or leave it out"
         )
     longest = max((row["length"] for row in losses), default=0)
