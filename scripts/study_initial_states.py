@@ -23,6 +23,7 @@ from longrnn import load, load_tokenizer
 from longrnn.config import build_config, load_config
 from longrnn.errors import UserError
 from longrnn.evaluation import perplexity as measure
+from longrnn.evaluation.forgetting import forgetting
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.files import write_atomic
 from longrnn.hf.training_length import required_training_length
@@ -207,7 +208,7 @@ def table(found: dict[str, list[list[Row]]], trained: int, reach: int) -> list[s
         cells = [shown(mean(values)) for values in zip(*runs, strict=True)]
         ratios = []
         for rows in found[kind]:
-            judged = measure.forgetting(rows, trained)
+            judged = forgetting(rows, trained)
             assert judged is not None  # reach is beyond the training length
             ratios.append(judged.beyond / judged.inside)
         lines.append(f"| {kind} | {len(runs)} | {' | '.join(cells)} | {shown(mean(ratios))} |")

@@ -22,6 +22,7 @@ from longrnn.errors import UserError
 from longrnn.evaluation import passkey as recall
 from longrnn.evaluation import perplexity as loss
 from longrnn.evaluation.calibrate import METHODS, Settings, calibrate
+from longrnn.evaluation.forgetting import forgetting
 from longrnn.evaluation.passkey_grid import Grid
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.files import write_atomic
@@ -79,7 +80,7 @@ def books(
         )
         buckets = loss.summarise(rows)[1]
         cells = [f"{next(b for b in buckets if b.stop >= c).nats.mean:.3f}" for c in columns]
-        found = loss.forgetting(rows, trained)
+        found = forgetting(rows, trained)
         assert found is not None  # the windows are longer than the training length
         verdict = f"{'yes' if found.robust else 'no'} ({found.beyond / found.inside:.2f} ×)"
         print(f"| {name} | {' | '.join(cells)} | {verdict} |", flush=True)

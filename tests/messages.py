@@ -30,15 +30,7 @@ BANNED = re.compile(
     r"|\bis gone\b|\bnobody\b|\btaken up\b|\bsurest\b|\bhad better\b"
 )
 # Files whose messages are not in this form yet: the list only ever gets shorter.
-LATER = (
-    "longrnn/hf/adapter.py",
-    "longrnn/hf/cache.py",
-    "longrnn/hf/hub.py",
-    "longrnn/hf/layouts/hugging_face.py",
-    "longrnn/hf/layouts/native.py",
-    "longrnn/hf/loading.py",
-    "longrnn/hf/tokenizer.py",
-)
+LATER = ()
 SENTENCE = re.compile(r"[.!?] +(?=[A-Z])")
 NO_REMEDY = "it does not say what to do"
 

@@ -1,1 +1,1 @@
-"""Several models on the same items: suites, tables, costs."""
+"""Comparison of models on the same items: suites, tables, costs."""

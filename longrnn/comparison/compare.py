@@ -1,9 +1,9 @@
 """Comparison of models: suites of evaluations, with paired differences between the models.
 
 Notable choices:
-- Every evaluation keeps a results file for each model, so that models, lengths and samples can be
-  added, and nothing that is known is measured again.
-- The first model is the reference: each other one is compared with it on the same items.
+- Every evaluation has a results file for each model, so that models, lengths and samples can be
+  added without measuring anything twice.
+- The first model is the reference, with which every other model is compared on the same items.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Cell(NamedTuple):
         suite: name of the suite.
         metric: name of the column.
         model: name of the row.
-        at: tokens; None where the metric knows no length.
-        estimate: what was measured; None where the model cannot.
+        at: length in tokens; None for a metric without lengths.
+        estimate: the result; None if it could not be measured.
         difference: from the reference, on the items that both have; None for the reference, and for
-            what has no samples.
+            metrics without samples.
         reason: why there is no estimate.
-        form: how a value is written, as of `format`.
+        form: format specification of values.
     """
 
     suite: str
@@ -56,12 +56,12 @@ class Cell(NamedTuple):
         return shown(self.estimate, self.form)
 
     def below(self) -> str:
-        """The difference from the reference, or nothing."""
+        """Return the difference from the reference as text; empty if there is none."""
         return "" if self.difference is None else shown(self.difference, self.form, "+")
 
 
 class Table(NamedTuple):
-    """A suite's cells: a row a length and model, a column a metric."""
+    """The cells of a suite: one row per length and model, one column per metric."""
 
     suite: str
     metrics: list[str]
@@ -76,21 +76,22 @@ def compare(
     trust_task_code: bool = False,
     quiet: bool = False,
 ) -> list[Cell]:
-    """Measures every model by every suite.
+    """Measure every model with every suite.
+
+    Everything that can be checked is checked before the first measurement.
 
     Args:
-        models: of different names; the first is the reference.
-        suites: of different names.
-        output: a folder. `SUITE/EVALUATION/MODEL.jsonl` is taken up where it was left, and
-            `comparison.jsonl` has all cells at the end.
-        trust_task_code: whether suites may run Python code of their own task files.
-        quiet: no progress.
+        models: models with different names; the first is the reference.
+        suites: suites with different names.
+        output: a folder. `SUITE/EVALUATION/MODEL.jsonl` is resumed, and `comparison.jsonl` has all
+            cells at the end.
+        trust_task_code: whether suites may run Python code in their own task files.
+        quiet: show no progress.
 
     Raises:
-        UserError: names that do not tell suites or models apart, a tokenizer that does not fit,
-            code that is not trusted, what an evaluation refuses, logits that are not finite, or
-            results of another suite or model. Nothing is measured before all that can be known is
-            checked.
+        UserError: duplicate names, a tokenizer that does not fit, code that is not trusted,
+            settings that an evaluation refuses, logits that are not finite, or results of another
+            suite or model in `output`.
     """
     _refuse_doubles([suite.name for suite in suites], "suites")
     _refuse_doubles([model.name for model in models], "models")
@@ -118,7 +119,7 @@ def compare(
 
 
 def tables(cells: Sequence[Cell]) -> list[Table]:
-    """A table a suite, lengths ascending, models and metrics in the order of the comparison."""
+    """Return one table per suite: lengths ascending, models and metrics in order of appearance."""
     found = []
     for suite in dict.fromkeys(cell.suite for cell in cells):
         own = {(c.at, c.model, c.metric): c for c in cells if c.suite == suite}
@@ -135,7 +136,7 @@ def tables(cells: Sequence[Cell]) -> list[Table]:
 
 
 def _once(cells: list[Cell | None]) -> list[Cell | None]:
-    """A row in which a reason that its left neighbour has too is not written out again."""
+    """Replace a reason by "likewise" if the cell to the left has the same."""
     return [
         cell._replace(reason="likewise")
         if cell and left and cell.reason and cell.reason == left.reason
@@ -145,7 +146,7 @@ def _once(cells: list[Cell | None]) -> list[Cell | None]:
 
 
 def markdown(table: Table) -> list[str]:
-    """The lines of a table in Markdown, differences in the cells of their values."""
+    """Return the lines of a table in Markdown, with differences below their values."""
     head = ["length", "model", *table.metrics]
     lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
     for at, model, cells in table.rows:
@@ -156,7 +157,7 @@ def markdown(table: Table) -> list[str]:
 
 
 def shown(estimate: Estimate, form: str, sign: str = "") -> str:
-    """A value with its interval, where there is one; `form` is what `format` gets."""
+    """Format a value with its interval, if it has one."""
     mean, low, high = (format(value, f"{sign}z{form}").replace("-", "−") for value in estimate[:3])
     if estimate.n == 1 or not math.isfinite(estimate.high - estimate.low):
         return mean
@@ -166,15 +167,15 @@ def shown(estimate: Estimate, form: str, sign: str = "") -> str:
 def _cells(
     suite: str, evaluation: Evaluation, models: Sequence[OpenCheckpoint], folder: Path, quiet: bool
 ) -> Iterator[Cell]:
-    """The cells of one evaluation, model by model."""
+    """Measure one evaluation and yield its cells, model by model."""
     reference: dict[tuple[str, int | None], Measurement] = {}
     for model in models:
         path = folder / f"{file_name(model.name)}.jsonl"
-        for point in evaluation.measure(model, path, quiet=quiet):
-            metric, at, samples, reason = point
+        for measurement in evaluation.measure(model, path, quiet=quiet):
+            metric, at, samples, reason = measurement
             difference = None
             if model is models[0]:
-                reference[metric.name, at] = point
+                reference[metric.name, at] = measurement
             elif metric.difference is not None and (metric.name, at) in reference:
                 others = reference[metric.name, at].samples
                 shared = [key for key in samples if key in others]
@@ -187,10 +188,10 @@ def _cells(
 
 
 def _record(folder: Path, suite: Suite) -> str:
-    """What suite a folder is of, as YAML.
+    """Return the identity of a folder's suite as YAML, with earlier evaluations included.
 
     Raises:
-        UserError: it has the results of another suite of the same name.
+        UserError: the folder has the results of another suite with the same name.
     """
     path = folder / RECORD
     if not path.is_file():
@@ -199,9 +200,9 @@ def _record(folder: Path, suite: Suite) -> str:
     before = read_mapping(path, remedy)
     if before.keys() != suite.identity.keys() or not isinstance(before["evaluations"], dict):
         raise UserError(f"{path} is damaged: {remedy}")
-    # An evaluation that is new, or no longer asked for, leaves the others as they are.
-    known, asked = before["evaluations"], suite.identity["evaluations"]
-    differ = [title for title in asked if title in known and known[title] != asked[title]]
+    # Adding or removing an evaluation does not affect the results of the others.
+    known, requested = before["evaluations"], suite.identity["evaluations"]
+    differ = [name for name in requested if name in known and known[name] != requested[name]]
     if before["seed"] != suite.identity["seed"]:
         differ.append("seed")
     if differ:
@@ -209,7 +210,7 @@ def _record(folder: Path, suite: Suite) -> str:
             f"{folder} holds the results of another suite (different {', '.join(differ)}): choose "
             "another output"
         )
-    return yaml.safe_dump({**suite.identity, "evaluations": known | asked}, sort_keys=False)
+    return yaml.safe_dump({**suite.identity, "evaluations": known | requested}, sort_keys=False)
 
 
 def _refuse_doubles(names: Sequence[str], what: str) -> None:
@@ -219,7 +220,7 @@ def _refuse_doubles(names: Sequence[str], what: str) -> None:
 
 
 def _plain(cell: Cell) -> dict[str, Any]:
-    """A cell as JSON: an interval without ends has none."""
+    """Return a cell for JSON; bounds that are not finite become None."""
     row = cell._asdict()
     for name in ("estimate", "difference"):
         if (estimate := row[name]) is not None:

@@ -1,6 +1,6 @@
-"""Speed, memory and size of the state of one model at one length, in a process of its own.
+"""Measures speed, memory and state size of one model at one length in a separate process.
 
-The process is this module: `python -m longrnn.comparison.cost JOB` prints one JSON object.
+The process runs this module: `python -m longrnn.comparison.cost JOB` prints one JSON object.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Job(NamedTuple):
     """One measurement.
 
     Attributes:
-        source: for `load`.
-        device: where it runs.
-        threads: of torch.
+        source: a checkpoint as `load` takes it.
+        device: the device of the model.
+        threads: number of threads of torch.
         length: tokens to read.
-        decode: tokens to generate then.
-        seed: of the tokens.
+        decode: tokens to generate after that.
+        seed: seed of the tokens.
     """
 
     source: str
@@ -44,7 +44,7 @@ class Job(NamedTuple):
 
 
 def in_a_process(job: Job) -> dict[str, float] | str:
-    """Measures in a new process; what `measure` returns, or why there is nothing."""
+    """Measure in a new process; return the result of `measure`, or why there is none."""
     module = "longrnn.comparison.cost"
     done = subprocess.run(
         module_command(module, json.dumps(job)),
@@ -54,7 +54,7 @@ def in_a_process(job: Job) -> dict[str, float] | str:
         env=module_environment(module),
     )
     if done.returncode < 0:
-        return f"ended by signal {-done.returncode}, as a process is that has no memory left"
+        return f"ended by signal {-done.returncode}, perhaps because memory ran out"
     if done.returncode > 0:
         last = done.stderr.strip().splitlines()[-1:]
         return f"failed: {' '.join(last)}"
@@ -64,12 +64,12 @@ def in_a_process(job: Job) -> dict[str, float] | str:
 
 @torch.no_grad()
 def measure(job: Job) -> dict[str, float]:
-    """Measures in this process, which must have done nothing else.
+    """Measure in this process, which must not have done anything else.
 
     Returns:
-        `prefill_tokens_per_second`, `decode_tokens_per_second` (greedy, one token a call),
-        `peak_mib` (of the whole process; on CUDA, of the tensors), `peak_over_model_mib` (what of
-        it came on top of the loaded model), `state_bytes` (after the prefill, of one sequence).
+        `prefill_tokens_per_second`, `decode_tokens_per_second` (greedy, one token per call),
+        `peak_mib` (of the whole process; on CUDA, of the tensors), `peak_over_model_mib` (the part
+        above the loaded model), `state_bytes` (after the prefill, for one sequence).
     """
     torch.set_num_threads(job.threads)
     model = load(job.source, device=job.device)
@@ -97,26 +97,26 @@ def measure(job: Job) -> dict[str, float]:
 
 
 def _clock(device: str) -> float:
-    """Seconds: by the wall, or of this processor where one thread does all the work."""
+    """Return seconds of wall time, or of CPU time if there is one thread."""
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
     elif torch.get_num_threads() == 1:
-        return time.process_time()  # a busy machine gives figures too
+        return time.process_time()  # does not depend on other load on the machine
     return time.perf_counter()
 
 
 def _memory(device: str) -> tuple[int, int]:
-    """Bytes held now, and at most so far: of tensors on CUDA, else of this process.
+    """Return current and peak memory in bytes: of tensors on CUDA, else of this process.
 
     Raises:
-        UserError: a system that does not tell.
+        UserError: the operating system does not report them.
     """
     if device.startswith("cuda"):
         return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
     if not status.is_file():
         raise UserError("memory can be measured only on Linux and on CUDA: use one of them")
-    # Not `ru_maxrss`, which begins at what the parent held.
+    # Not `ru_maxrss`, which starts from the memory of the parent process.
     lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
     now, most = (int(lines[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
     return now, most

@@ -1,20 +1,20 @@
-"""The criterion of state collapse: statistics that leave the range seen in training.
+"""The criterion of state collapse: statistics that leave their range inside the training length.
 
-At every position where a reading is taken, the entries of a head's state have a mean, a standard
-deviation (√variance) and a Frobenius norm. Inside the training length each of the three spans a
-range, the zero state that a prompt starts from included. A head collapses where, for one of the
-three, more than half of the readings beyond the training length of the same prompt lie outside that
-range, widened on both sides: for the deviation and the norm by MARGIN of its width, which means
-above 1.5 × their largest value inside; for the mean by MARGIN of the largest root mean square of
-the entries inside, because a mean that is small beside them moves without meaning much.
+At every measured position, the entries of a head's state have a mean, a standard deviation
+(√variance) and a Frobenius norm. Inside the training length each of the three has a range, which
+includes the zero state at the start. A head collapses if, for one of the three, more than half of
+the measurements beyond the training length of the same prompt lie outside that range, widened on
+both sides: for deviation and norm by MARGIN of its width, so that they must exceed 1.5 × their
+largest value inside; for the mean by MARGIN of the largest root mean square of the entries inside,
+because changes of a mean that is small relative to the entries are not significant.
 
-A stationary head stays inside: more than half of its readings are near its median, which is no
-1.5 × above the largest value seen inside. A head that is still filling up at the training length,
-in the way of 1 − exp(−t/τ), leaves it where it keeps more than a third of its state over the
-training length.
+A stationary head stays inside: more than half of its measurements are near its median, which is not
+above 1.5 × the largest value inside. A head that still fills up at the training length, as
+1 − exp(−t/τ), leaves its range if it retains more than a third of its state over the training
+length.
 
-A head is global where its retention over the training length exceeds GLOBAL on any of the prompts
-(the criterion of arXiv 2504.16053).
+A head is global if its retention over the training length exceeds GLOBAL on any of the prompts (the
+criterion of arXiv 2504.16053).
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ CRITERION = (
 
 
 class Finding(NamedTuple):
-    """One head on one prompt.
+    """The result for one head on one prompt.
 
     Attributes:
-        left: the statistics that left their range: the head collapses where there is one.
+        left: the statistics that left their range; the head collapses if there is one.
         onset: the first position beyond the training length at which one of these was outside.
-        growth: the norm at the end over its largest value inside the training length.
-        retention: over the training length; None where it is not defined.
-        first_share: at the end; None where it is not defined.
+        growth: the norm at the end relative to its largest value inside the training length.
+        retention: over the training length; None if it is not defined.
+        first_share: at the end; None if it is not defined.
     """
 
     layer: int
@@ -63,27 +63,27 @@ class Finding(NamedTuple):
 
 
 class CollapseDetector:
-    """Follows the statistics of every head and says in the end which ones left their ranges.
+    """Detects which statistics of which heads leave their ranges.
 
-    Memory does not grow with the length: inside the training length the ranges are kept, and beyond
-    it the count of readings outside.
+    Memory does not grow with the length: only the ranges inside the training length and the number
+    of measurements outside of them are kept.
 
     Args:
         train_length: in tokens.
-        layers: of the model.
+        layers: number of layers.
         prompts: names of the rows.
-        heads: of a layer.
+        heads: number of heads per layer.
 
     Attributes:
-        low: lower ends of the ranges inside, `(layers, statistics, prompts, heads)`.
+        low: lower ends of the ranges, `(layers, statistics, prompts, heads)`.
         high: upper ends.
-        reach: by how much they are widened.
+        reach: how far the ranges are widened.
     """
 
     def __init__(self, train_length: int, *, layers: int, prompts: Sequence[str], heads: int):
         self.train_length, self.prompts = train_length, list(prompts)
         shape = (layers, len(STATISTICS), len(prompts), heads)
-        # A prompt starts from the zero state, so that zeros are inside every range.
+        # A prompt starts from the zero state, so every range includes zero.
         self.low, self.high, self.reach, self.outside = torch.zeros(4, *shape, dtype=torch.float64)
         self.onset = torch.full(shape, math.inf)
         self.beyond = 0
@@ -91,7 +91,7 @@ class CollapseDetector:
         self.last: list[HeadStatistics] = []
 
     def see(self, position: int, readings: Sequence[HeadStatistics]) -> None:
-        """Takes the readings of all layers at one position; positions ascend."""
+        """Add the measurements of all layers at one position; positions must ascend."""
         values = torch.stack([torch.stack([r.mean, r.variance.sqrt(), r.norm]) for r in readings])
         self.last = list(readings)
         if position <= self.train_length:
@@ -103,17 +103,17 @@ class CollapseDetector:
             self.retention = [reading.retention for reading in readings]
             return
         low, high = self.bounds()
-        outside = ~((values >= low) & (values <= high))  # a NaN is outside
+        outside = ~((values >= low) & (values <= high))  # NaN counts as outside
         self.beyond += 1
         self.outside = self.outside + outside
         self.onset = self.onset.minimum(torch.where(outside, float(position), math.inf))
 
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """The ranges, widened."""
+        """Return the widened ranges."""
         return self.low - self.reach, self.high + self.reach
 
     def findings(self) -> list[Finding]:
-        """What was found of every layer, head and prompt."""
+        """Return the results for every layer, head and prompt."""
         left = self.outside > self.beyond / 2
         layers, _, rows, heads = left.shape
         found = []

@@ -1,4 +1,4 @@
-"""The report of a comparison: the table, a picture a metric, and what was compared."""
+"""Writes the report of a comparison: tables, one picture per metric, models and suites."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from longrnn.files import file_name
 from longrnn.intervals import Estimate
 from longrnn.units import format_length
 
-# Metrics over so many times their least value are drawn on a logarithmic axis.
+# A ratio of largest to smallest value above this gets a logarithmic axis.
 WIDE = 30
-# Lengths of the next model are drawn so many times as far to the right.
+# Factor by which the points of each further model are moved to the right.
 BESIDE = 1.02
 
 
 def write_report(
     cells: Sequence[Cell], folder: Path, *, models: Mapping[str, str], suites: Mapping[str, str]
 ) -> list[Path]:
-    """Writes the pictures and `report.html`.
+    """Write the pictures and `report.html`.
 
     Args:
         cells: of `compare`.
         folder: of its other files.
-        models: what each model is, by name.
+        models: a description of each model, by name.
         suites: the YAML text of each suite, by name.
 
     Returns:
@@ -51,7 +51,7 @@ def write_report(
 
 
 def _picture(cells: Sequence[Cell], models: Iterable[str]) -> Picture | None:
-    """One metric of one suite by length, a line a model; None where there are no lengths."""
+    """Plot one metric by length, one line per model; return None if there are no lengths."""
     drawn = [
         (cell.at, cell.estimate, cell.model)
         for cell in cells
@@ -66,7 +66,7 @@ def _picture(cells: Sequence[Cell], models: Iterable[str]) -> Picture | None:
         if not own:
             continue
         panel.errorbar(
-            # Beside each other: equal values would hide one another.
+            # Moved to the right, because equal values would hide each other.
             [at * BESIDE**number for at, _ in own],
             [estimate.mean for _, estimate in own],
             yerr=list(zip(*(_bar(estimate) for _, estimate in own), strict=True)),
@@ -97,7 +97,7 @@ def _picture(cells: Sequence[Cell], models: Iterable[str]) -> Picture | None:
 
 
 def _bar(estimate: Estimate) -> tuple[float, float]:
-    """How far an interval goes below and above its mean; zeros where there is none."""
+    """Return how far an interval extends below and above its mean; zeros if there is none."""
     if not math.isfinite(estimate.high - estimate.low):
         return 0.0, 0.0
     return max(0.0, estimate.mean - estimate.low), max(0.0, estimate.high - estimate.mean)

@@ -1,4 +1,4 @@
-"""The report of effective remembrance."""
+"""Writes the report of effective remembrance."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from longrnn.units import format_length
 
 CAPTIONS = {
     "effrem_by_start": "EffRem by the number of first tokens that are left out, one line for each "
-    "length of the context. Near 1 at the left, the prediction hangs on the first tokens.",
-    "effrem_by_kept": "The same by the number of last tokens that are kept: from where on a line "
-    f"stays below {ENOUGH:g} (dashed), so many tokens are enough.",
+    "length of the context. Near 1 at the left, the prediction depends on the first tokens.",
+    "effrem_by_kept": "The same by the number of last tokens that are kept. The number from which "
+    f"a line stays below {ENOUGH:g} (dashed) is enough.",
 }
 
 
 def write_report(
     found: Mapping[int, Sequence[MeanEffRem]], about: Mapping[str, Any], folder: Path
 ) -> list[Path]:
-    """Writes the pictures and `report.html`.
+    """Write the pictures and `report.html`.
 
     Args:
         found: of `evaluation.memory.summarise`.
@@ -44,21 +44,21 @@ def write_report(
 
 
 def summary(found: Mapping[int, Sequence[MeanEffRem]]) -> str:
-    """What the longest context hangs on, in two sentences."""
+    """Describe in two sentences what the prediction after the longest context depends on."""
     position = max(found)
     points = found[position]
     first = next(point for point in reversed(points) if point.start <= max(1, position // 64))
     shortest = enough(points, position)
     whole = format_length(position)
-    said = (
+    effect = (
         f"After {whole} tokens the prediction changes by {first.effrem.mean:.3f} (of at most 1) "
-        f"where the first {format_length(first.start)} are left out."
+        f"if the first {format_length(first.start)} are left out."
     )
     if shortest is None:
-        return f"{said} No shorter context predicts within {ENOUGH:g} of the whole one."
+        return f"{effect} No shorter context predicts within {ENOUGH:g} of the whole one."
     return (
-        f"{said} The last {shortest:,} tokens predict within {ENOUGH:g} of the whole "
-        "context, and so does every longer context that was cut."
+        f"{effect} The last {shortest:,} tokens predict within {ENOUGH:g} of the whole "
+        "context, and so does every longer context that was measured."
     )
 
 

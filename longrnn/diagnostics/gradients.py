@@ -1,8 +1,8 @@
-"""Why a recurrent model forgets, and why its training explodes: a record of its gradients.
+"""Measures gradients through time: why a recurrent model forgets, or why its training explodes.
 
 Notable choices:
-- All is measured in float64, where vanishing is not yet underflow.
-- What is not finite in the model's own dtype is said first, and nothing else is measured.
+- Everything is measured in float64, in which vanishing gradients do not underflow.
+- If loss or gradient are not finite in the model's own dtype, only this is reported.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LENGTHS = (16, 32, 64)
 # Tokens of a sequence at which spectra are taken, evenly spaced.
 READINGS = 16
 DEFINITION = (
-    "Norms are those of ∂loss_T/∂h_k: h_k is the state that token k hands on to token k + 1, and "
+    "Norms are those of ∂loss_T/∂h_k: h_k is the state that token k passes to token k + 1, and "
     "loss_T the loss at the last scored token alone. Slopes are fitted to the far half of the "
     "distances T − k. Jacobians are those of one layer's state after a token with respect to its "
     "state before it, at the input that the layer reads there."
@@ -44,7 +44,7 @@ DEFINITION = (
 
 
 class Subject(NamedTuple):
-    """A model to look into: its name, and clipping of the run that it belongs to."""
+    """A model to diagnose, with its name and the clipping thresholds of its training."""
 
     name: str
     model: RecurrentLM
@@ -53,13 +53,13 @@ class Subject(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What is measured.
+    """Settings of a diagnosis.
 
     Attributes:
-        lengths: of the task; norms and Jacobians are taken at the last one.
+        lengths: lengths of the task; norms and Jacobians are measured at the last one.
         rows: sequences of each length.
-        exponents: Lyapunov exponents a layer.
-        seed: of the sequences.
+        exponents: Lyapunov exponents per layer.
+        seed: seed of the sequences.
     """
 
     lengths: Sequence[int] = LENGTHS
@@ -69,13 +69,13 @@ class Settings(NamedTuple):
 
 
 class GradientRecord(NamedTuple):
-    """What was found; `rows` is what gradients.jsonl holds behind `about`."""
+    """The content of gradients.jsonl: the header `about`, and all other `rows`."""
 
     about: dict[str, Any]
     rows: list[dict[str, Any]]
 
     def of(self, kind: str, **fields: Any) -> list[dict[str, Any]]:
-        """The rows of one kind whose fields have these values."""
+        """Return the rows of one kind whose fields have these values."""
         wanted = {"kind": kind, **fields}
         return [row for row in self.rows if wanted.items() <= row.items()]
 
@@ -89,15 +89,15 @@ def diagnose(
     described: str = "",
     quiet: bool = False,
 ) -> GradientRecord:
-    """Measures gradients of models on one task, and writes `gradients.jsonl`.
+    """Measure gradients of models on one task, and write `gradients.jsonl`.
 
     Args:
-        subjects: with names of their own.
-        task: where sequences come from.
-        settings: what is measured.
+        subjects: models with different names.
+        task: the source of sequences.
+        settings: see `Settings`.
         output: a folder; the file appears when it is complete.
-        described: the task in words, for the record.
-        quiet: no progress.
+        described: description of the task, for the record.
+        quiet: show no progress.
 
     Raises:
         UserError: a model without recurrent weights or with too few ids, lengths that the task
@@ -131,7 +131,7 @@ def diagnose(
 
 
 def check(model: object, task: Task) -> None:
-    """Raises a UserError where a model has no gradients through time, or does not fit the task."""
+    """Raise a UserError if a model has no recurrent weights or does not fit the task."""
     if not isinstance(model, RecurrentLM) or not all(m.recurrent_weights for m in model.mixers):
         raise UserError(
             f"a {type(model).__name__} has no recurrent weights whose gradient could be followed: "
@@ -145,7 +145,7 @@ def check(model: object, task: Task) -> None:
 
 
 def default_lengths(task: Task) -> list[int]:
-    """LENGTHS, or where the task cannot make the shortest, its own default."""
+    """Return LENGTHS, or the default length of a task for which these are too short."""
     try:
         task.sample(1, length=min(LENGTHS), generator=torch.Generator().manual_seed(0))
     except UserError:
@@ -161,7 +161,7 @@ def _draw(task: Task, length: int, settings: Settings) -> Batch:
 def _measure(
     subject: Subject, batch: Batch, length: int, settings: Settings
 ) -> Iterator[dict[str, Any]]:
-    """The rows of one model and length."""
+    """Yield the rows of one model and length."""
     model = subject.model
     batch = batch.to(next(model.parameters()).device)
     where = nonfinite(model, batch)
@@ -199,7 +199,7 @@ def nonfinite(model: RecurrentLM, batch: Batch) -> str | None:
 
 
 def jacobians(model: RecurrentLM, tokens: Tensor, settings: Settings) -> Iterator[dict[str, Any]]:
-    """Spectra of the step Jacobian along one sequence, and the Lyapunov exponents, by layer."""
+    """Yield spectra of the step Jacobian along one sequence, and Lyapunov exponents, by layer."""
     states, inputs = _trajectory(model, tokens)
     time = tokens.shape[1]
     readings = sorted({round(i * (time - 1) / (READINGS - 1)) for i in range(READINGS)})
@@ -223,7 +223,7 @@ def jacobians(model: RecurrentLM, tokens: Tensor, settings: Settings) -> Iterato
 
 @torch.no_grad()
 def _trajectory(model: RecurrentLM, tokens: Tensor) -> tuple[list[LMState], list[Tensor]]:
-    """The state before each token, and what each layer's mixer reads, `(1, t, d)`."""
+    """Return the state before each token, and the input of each layer's mixer, `(1, t, d)`."""
     states = [model.init_state(1)]
     with _inputs(model) as seen:
         for token in tokens.split(1, dim=1):
@@ -233,7 +233,7 @@ def _trajectory(model: RecurrentLM, tokens: Tensor) -> tuple[list[LMState], list
 
 @contextmanager
 def _inputs(model: RecurrentLM) -> Iterator[list[list[Tensor]]]:
-    """What the mixers read within this context, by layer."""
+    """Record the inputs of the mixers within this context, by layer."""
     seen: list[list[Tensor]] = [[] for _ in model.mixers]
     handles = [
         mixer.register_forward_pre_hook(partial(_keep, kept))
@@ -251,7 +251,7 @@ def _keep(kept: list[Tensor], module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A value for JSON: what is no finite number is null."""
+    """Return a value for JSON; numbers that are not finite become None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The report of the gradient laboratory."""
+"""Writes the report of a gradient diagnosis."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from longrnn.diagnostics.through_time import BINS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Lines that a legend names.
+# Maximum number of lines in a legend.
 NAMED = 12
-# A factor a token this near to 1 is called neither vanishing nor exploding.
+# A factor per token this near to 1 is called neither vanishing nor exploding.
 STEADY = 0.01
 
 CAPTIONS = {
     "norms": "Norm of the loss's gradient in the state, by distance in tokens: geometric mean over "
-    "sequences. A straight line is a constant factor a token; a falling one vanishes.",
+    "sequences. A straight line is a constant factor per token; a falling one vanishes.",
     "weights": "Entries of the gradient of the recurrent weights, of the loss at the last token, "
     "by their size, for each sequence length.",
     "jacobian": "Spectral radius of the step Jacobian along one sequence, and its largest singular "
     "value: above 1 a step can stretch.",
-    "lyapunov": "Lyapunov exponents of the product of the steps, in nats a token: at 0 a direction "
-    "is kept, below it is forgotten.",
+    "lyapunov": "Lyapunov exponents of the product of the steps, in nats per token: at 0 a "
+    "direction is kept, below it is forgotten.",
 }
 Row = dict[str, Any]
 
 
-def write_report(laboratory: GradientRecord, folder: Path) -> list[Path]:
-    """Writes the pictures and `report.html`.
+def write_report(record: GradientRecord, folder: Path) -> list[Path]:
+    """Write the pictures and `report.html`.
 
     Args:
-        laboratory: of `diagnose`.
+        record: of `diagnose`.
         folder: of its other files.
 
     Returns:
@@ -45,28 +45,28 @@ def write_report(laboratory: GradientRecord, folder: Path) -> list[Path]:
     """
     drawings = {"norms": _norms, "weights": _weights, "jacobian": _jacobian, "lyapunov": _lyapunov}
     pictures = [
-        Picture(name, CAPTIONS[name], draw(laboratory))
+        Picture(name, CAPTIONS[name], draw(record))
         for name, draw in drawings.items()
-        if laboratory.of(name)
+        if record.of(name)
     ]
     values = {
-        "about": laboratory.about,
-        "summary": summary(laboratory),
-        "layers": layers(laboratory),
-        "clipping": laboratory.of("clipping"),
-        "weights": laboratory.of("weights"),
-        "nonfinite": laboratory.of("nonfinite"),
+        "about": record.about,
+        "summary": summary(record),
+        "layers": layers(record),
+        "clipping": record.of("clipping"),
+        "weights": record.of("weights"),
+        "nonfinite": record.of("nonfinite"),
     }
     return write_page("gradients.html", folder, pictures, values)
 
 
-def layers(laboratory: GradientRecord) -> list[Row]:
-    """One row a subject and layer: slope, factor and half-life, spectra, first exponent."""
+def layers(record: GradientRecord) -> list[Row]:
+    """Return one row per model and layer: slope, factor and half-life, spectra, first exponent."""
     found = []
-    for norms in laboratory.of("norms", part="state"):
+    for norms in record.of("norms", part="state"):
         key = {"subject": norms["subject"], "layer": norms["layer"]}
-        spectra = laboratory.of("jacobian", **key)
-        (exponents,) = laboratory.of("lyapunov", **key)
+        spectra = record.of("jacobian", **key)
+        (exponents,) = record.of("lyapunov", **key)
         slope = None if norms["slope"] is None else norms["slope"]["mean"]
         radii = [row["radius"] for row in spectra]
         found.append(
@@ -84,13 +84,13 @@ def layers(laboratory: GradientRecord) -> list[Row]:
     return found
 
 
-def summary(laboratory: GradientRecord) -> str:
-    """What was found, a sentence a model."""
+def summary(record: GradientRecord) -> str:
+    """Describe the findings, one sentence per model."""
     sentences = [
         f"{row['subject']}: {row['where']} (length {row['length']})."
-        for row in laboratory.of("nonfinite")
+        for row in record.of("nonfinite")
     ]
-    rows = layers(laboratory)
+    rows = layers(record)
     for name in dict.fromkeys(row["subject"] for row in rows):
         of_layers = [row for row in rows if row["subject"] == name]
         known = [row for row in of_layers if row["factor"] is not None]
@@ -104,7 +104,7 @@ def summary(laboratory: GradientRecord) -> str:
 
 
 def _manner(row: Row) -> str:
-    factor = f"× {row['factor']:.4g} a token"
+    factor = f"× {row['factor']:.4g} per token"
     if row["factor"] > 1 + STEADY:
         return f"explodes, {factor}"
     if row["factor"] > 1 - STEADY:
@@ -112,10 +112,10 @@ def _manner(row: Row) -> str:
     return f"vanishes, {factor}, halved every {row['half_life']:.3g} tokens"
 
 
-def _norms(laboratory: GradientRecord) -> bytes:
+def _norms(record: GradientRecord) -> bytes:
     figure = new_figure(8.0, 4.2)
     panel = figure.subplots()
-    rows = laboratory.of("norms", part="state")
+    rows = record.of("norms", part="state")
     for row in rows:
         points = [(k, norm) for k, norm in enumerate(row["norm"], start=1) if norm > 0]
         if points:
@@ -126,14 +126,14 @@ def _norms(laboratory: GradientRecord) -> bytes:
     return png(figure)
 
 
-def _weights(laboratory: GradientRecord) -> bytes:
-    """A panel a subject, all layers together."""
-    names = list(dict.fromkeys(row["subject"] for row in laboratory.of("weights")))
+def _weights(record: GradientRecord) -> bytes:
+    """Plot histograms, one panel per model, all layers together."""
+    names = list(dict.fromkeys(row["subject"] for row in record.of("weights")))
     figure = new_figure(3.6 * len(names) + 0.6, 3.4)
     panels = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
     for panel, name in zip(panels, names, strict=True):
-        for length in laboratory.about["lengths"]:
-            rows = laboratory.of("weights", subject=name, length=length)
+        for length in record.about["lengths"]:
+            rows = record.of("weights", subject=name, length=length)
             if rows:
                 counts = [sum(column) for column in zip(*(r["counts"] for r in rows), strict=True)]
                 total = sum(counts) + sum(row["zeros"] for row in rows)
@@ -145,12 +145,12 @@ def _weights(laboratory: GradientRecord) -> bytes:
     return png(figure)
 
 
-def _jacobian(laboratory: GradientRecord) -> bytes:
+def _jacobian(record: GradientRecord) -> bytes:
     figure = new_figure(9.0, 3.6)
     panels = figure.subplots(1, 2)
-    keys = laboratory.of("norms", part="state")
+    keys = record.of("norms", part="state")
     for key in keys:
-        rows = laboratory.of("jacobian", subject=key["subject"], layer=key["layer"])
+        rows = record.of("jacobian", subject=key["subject"], layer=key["layer"])
         positions = [row["position"] for row in rows]
         label = _label(key, keys)
         panels[0].plot(positions, [row["radius"] for row in rows], lw=1.2, label=label)
@@ -162,15 +162,15 @@ def _jacobian(laboratory: GradientRecord) -> bytes:
     return png(figure)
 
 
-def _lyapunov(laboratory: GradientRecord) -> bytes:
+def _lyapunov(record: GradientRecord) -> bytes:
     figure = new_figure(6.4, 3.4)
     panel = figure.subplots()
-    rows = laboratory.of("lyapunov")
+    rows = record.of("lyapunov")
     for row in rows:
         finite = [e for e in row["exponents"] if math.isfinite(e)]
         panel.plot(range(1, len(finite) + 1), finite, marker="o", ms=4, label=_label(row, rows))
     panel.axhline(0, color="gray", linestyle=":", linewidth=1.2)
-    panel.set(xlabel="exponent", ylabel="nats a token")
+    panel.set(xlabel="exponent", ylabel="nats per token")
     _legend(panel)
     return png(figure)
 

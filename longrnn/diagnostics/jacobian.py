@@ -8,13 +8,13 @@ the diagonal of the block triangular Jacobian of the whole model: its eigenvalue
 the Lyapunov exponents of the product over tokens are theirs.
 
 Notable choices:
-- Rows of a batch do not know each other. A Jacobian is a step on copies of one state, as many as it
-  has rows, and one backward pass: exact for every cell, without a formula for any.
+- Rows of a batch are independent. A Jacobian is computed by one step on a batch of copies of the
+  state, one per row of the matrix, and one backward pass, which is exact for every cell.
 - A product with the Jacobian (not its transpose) is the derivative of the backward pass, which is
   linear in the vector that it carries.
-- Up to DENSE numbers of state the matrix is written out. Above, its eigenvalue of largest modulus
-  comes from an Arnoldi iteration, and its largest singular values from a Golub–Kahan one: power
-  methods that keep their vectors, of KRYLOV steps.
+- For states of up to DENSE entries the matrix is computed explicitly. For larger states, its
+  eigenvalue of largest modulus is computed by Arnoldi iteration and its largest singular values by
+  Golub–Kahan bidiagonalisation, both with KRYLOV steps.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ KEPT = 8
 
 
 class Spectrum(NamedTuple):
-    """One step.
+    """The spectrum of the Jacobian of one step.
 
     Attributes:
         radius: largest modulus of an eigenvalue.
         singular: the largest singular values, descending.
-        method: `dense`, or `krylov` where the matrix is too large to be written out.
+        method: `dense`, or `krylov` if the matrix is too large to be computed explicitly.
     """
 
     radius: float
@@ -53,7 +53,7 @@ class Step:
 
     Args:
         mixer: in float64.
-        x: `(1, 1, d_input)`, what it reads.
+        x: `(1, 1, d_input)`, the input.
         state: of one row, before the token.
     """
 
@@ -64,19 +64,19 @@ class Step:
         self.size = self.start.shape[1]
 
     def after(self, flat: Tensor) -> Tensor:
-        """States after the token, `(b, n)`, from flat states before it."""
+        """Return flat states after the token, `(b, n)`, from flat states before it."""
         # An edit makes the cells of torch.nn run in plain operations, differentiable twice.
         x = self.x.expand(len(flat), -1, -1)
         return flatten(self.mixer(x, unflatten(flat, self.like), Edit())[1])
 
     def transposed(self, vectors: Tensor) -> Tensor:
-        """J^T v of each row v, `(b, n)`."""
+        """Return J^T v for each row v, `(b, n)`."""
         before = self.start.repeat(len(vectors), 1).requires_grad_()
         (found,) = torch.autograd.grad(self.after(before), before, vectors)
         return found
 
     def product(self, vectors: Tensor) -> Tensor:
-        """J v of each row v, `(b, n)`."""
+        """Return J v for each row v, `(b, n)`."""
         before = self.start.repeat(len(vectors), 1).requires_grad_()
         probe = torch.zeros_like(before).requires_grad_()
         (pulled,) = torch.autograd.grad(self.after(before), before, probe, create_graph=True)
@@ -84,13 +84,13 @@ class Step:
         return found
 
     def matrix(self) -> Tensor:
-        """J, `(n, n)`: entry (i, j) is ∂ after_i / ∂ before_j."""
+        """Return J, `(n, n)`: entry (i, j) is ∂ after_i / ∂ before_j."""
         identity = torch.eye(self.size, dtype=self.start.dtype, device=self.start.device)
         return self.transposed(identity)
 
 
 def spectrum(step: Step, generator: torch.Generator) -> Spectrum:
-    """Spectral radius and largest singular values of one step."""
+    """Return the spectral radius and largest singular values of one step."""
     if step.size <= DENSE:
         matrix = step.matrix()
         singular = torch.linalg.svdvals(matrix)[:KEPT].tolist()
@@ -100,7 +100,7 @@ def spectrum(step: Step, generator: torch.Generator) -> Spectrum:
 
 
 def arnoldi(step: Step, generator: torch.Generator) -> float:
-    """Largest modulus of a Ritz value: eigenvalues in a Krylov space of KRYLOV vectors."""
+    """Return the largest modulus of the eigenvalues in a Krylov space of KRYLOV vectors."""
     basis = [_unit(_normal(1, step, generator))]
     columns = step.start.new_zeros(KRYLOV + 1, KRYLOV)
     for j in range(KRYLOV):
@@ -120,9 +120,10 @@ def arnoldi(step: Step, generator: torch.Generator) -> float:
 
 
 def golub_kahan(step: Step, generator: torch.Generator) -> list[float]:
-    """Largest singular values, descending, by bidiagonalisation with full reorthogonalisation.
+    """Return the largest singular values, descending.
 
-    A value that occurs several times is found once, or as often as rounding brings it back.
+    Bidiagonalisation with full reorthogonalisation. A value with multiplicity above 1 is found at
+    least once.
     """
     right = [_unit(_normal(1, step, generator))]
     left: list[Tensor] = []
@@ -158,21 +159,21 @@ def lyapunov(
     generator: torch.Generator,
     advance: Callable[[], None] | None = None,
 ) -> list[float]:
-    """The largest Lyapunov exponents of the product of the steps, by the QR method, descending.
+    """Return the largest Lyapunov exponents of the product of the steps, descending.
 
-    An orthonormal frame is carried through the steps and made orthonormal again after each; an
-    exponent is the mean of the logarithm of what its vector was stretched by (Benettin et al.,
-    1980). The first half of the steps only turns the frame into its directions; over T steps,
-    directions whose exponents differ by less than about 1/T are not told apart.
+    By the QR method: an orthonormal frame is multiplied by each step's Jacobian and orthonormalised
+    again; an exponent is the mean logarithm of the stretching of its vector (Benettin et al.,
+    1980). The first half of the steps only aligns the frame; over T steps, directions whose
+    exponents differ by less than about 1/T cannot be separated.
 
     Args:
         steps: of consecutive tokens.
-        count: exponents asked for; at most as many as the state has numbers are given.
-        generator: of the first frame.
+        count: number of exponents, limited to the size of the state.
+        generator: draws the first frame.
         advance: called after each step.
 
     Returns:
-        Nats per token; −∞ where a direction is lost for good.
+        Nats per token; −∞ for a direction that is mapped to zero.
     """
     count = min(count, steps[0].size)
     frame, _ = torch.linalg.qr(_normal(count, steps[0], generator).T)
@@ -188,12 +189,12 @@ def lyapunov(
 
 
 def flatten(state: PyTree) -> Tensor:
-    """All numbers of a state, `(b, n)`."""
+    """Return all entries of a state, `(b, n)`."""
     return torch.cat([leaf.flatten(1) for _, leaf in leaves(state)], dim=1)
 
 
 def unflatten(flat: Tensor, like: PyTree) -> PyTree:
-    """The inverse of `flatten`, for states of the shape of `like`."""
+    """Invert `flatten` for states with the shapes of `like`."""
     sizes = [leaf[0].numel() for _, leaf in leaves(like)]
     parts = iter(flat.split(sizes, dim=1))
     return tree_map(lambda leaf: next(parts).reshape(len(flat), *leaf.shape[1:]), like)
@@ -204,7 +205,7 @@ def _radius(matrix: Tensor) -> float:
 
 
 def _normal(rows: int, step: Step, generator: torch.Generator) -> Tensor:
-    # Drawn where the generator is, so that every device starts from the same vectors.
+    # Drawn on the generator's device, so that every device starts from the same vectors.
     drawn = torch.randn(
         rows, step.size, generator=generator, dtype=step.start.dtype, device=generator.device
     )
@@ -216,7 +217,7 @@ def _unit(vector: Tensor) -> Tensor:
 
 
 def _cleared(vector: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """`vector` without its parts along orthonormal `others`."""
+    """Return `vector` without its components along orthonormal `others`."""
     if not others:
         return vector
     stacked = torch.cat(list(others))

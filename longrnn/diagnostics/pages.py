@@ -1,4 +1,4 @@
-"""Reports: pictures as files, and one HTML file that needs nothing but itself."""
+"""Writes reports: pictures as files, and one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class Picture(NamedTuple):
     data: bytes
 
     def uri(self) -> str:
-        """The picture as a text that HTML can hold."""
+        """Return the picture as a data URI."""
         return f"data:image/png;base64,{base64.b64encode(self.data).decode()}"
 
 
 def write_page(
     template: str, folder: Path, pictures: Sequence[Picture], values: Mapping[str, Any]
 ) -> list[Path]:
-    """Writes `report.html` and its pictures.
+    """Write `report.html` and its pictures.
 
     Args:
-        template: a file of `longrnn/diagnostics/templates`.
-        folder: made where it is missing.
-        pictures: shown in this order, and written as PNG files too.
-        values: what the template names besides `pictures`.
+        template: name of a file in `longrnn/diagnostics/templates`.
+        folder: created if it does not exist.
+        pictures: shown in this order, and also written as PNG files.
+        values: variables of the template besides `pictures`.
 
     Returns:
         The files, the report first.

@@ -1,4 +1,4 @@
-"""Pictures of results."""
+"""Plots of results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longrnn.evaluation import passkey, perplexity
+from longrnn.evaluation import forgetting, passkey, perplexity
 from longrnn.files import write_atomic
 from longrnn.results import Row
 from longrnn.units import format_length
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def passkey_heat_map(rows: Sequence[Row], path: Path) -> None:
-    """Accuracy by length (across) and depth (down), one panel per model.
+    """Plot accuracy by length (across) and depth (down), one panel per model.
 
     Args:
         rows: of `evaluation.passkey.evaluate`.
@@ -51,15 +51,15 @@ def passkey_heat_map(rows: Sequence[Row], path: Path) -> None:
     write_atomic(path, png(figure))
 
 
-# Cells of a panel whose numbers are written into them.
+# Maximum number of cells with their values written into them.
 WRITTEN = 200
 
 
 def passkey_by_position(rows: Sequence[Row], path: Path) -> None:
-    """Accuracy by distance since the key (across) and position of the key (down), a panel a model.
+    """Plot accuracy by distance since the key (across) and position of the key (down).
 
-    The distance is counted from the key's line to the end of the prompt: length less the filler
-    before the key. Where nothing was asked the panel is grey.
+    There is one panel per model. The distance is counted from the key's line to the end of the
+    prompt: length minus the filler before the key. Cells that were not evaluated are grey.
 
     Args:
         rows: of `evaluation.passkey.evaluate` with insertion points.
@@ -96,25 +96,25 @@ def passkey_by_position(rows: Sequence[Row], path: Path) -> None:
 
 
 def loss_by_position(rows: Sequence[Row], path: Path, train_length: int | None) -> None:
-    """Mean loss by position: the buckets with their intervals, and the finer stretches.
+    """Plot the mean loss by position: buckets with their intervals, and the finer stretches.
 
     Args:
         rows: of `evaluation.perplexity.evaluate`, all of one length.
         path: the PNG to write.
-        train_length: where given, it is marked, with the bound of robust forgetting.
+        train_length: if given, it is marked, with the bound of robust forgetting.
     """
     _, buckets = perplexity.summarise(rows)
     figure = new_figure(7.5, 4.2)
     panel = figure.subplots()
     width = perplexity.STRETCH
-    if train_length is not None and (found := perplexity.forgetting(rows, train_length)):
+    if train_length is not None and (found := forgetting.forgetting(rows, train_length)):
         width = found.width
-        bound = perplexity.FACTOR * found.inside
-        label = f"{perplexity.FACTOR:g} × the largest inside"
+        bound = forgetting.FACTOR * found.inside
+        label = f"{forgetting.FACTOR:g} × the largest inside"
         panel.axhline(bound, color="tab:red", linestyle="--", linewidth=1, label=label)
         panel.axvline(train_length, color="gray", linestyle=":", linewidth=1.2, label="trained on")
     fine = perplexity.curve(rows, width)
-    # Position 0 has no place on a logarithmic axis: every position is drawn as a count of tokens.
+    # A logarithmic axis cannot show position 0: positions are drawn as numbers of tokens read.
     middles = [start + width / 2 for start, _ in fine]
     label = f"stretches of {width}"
     panel.plot(
@@ -133,7 +133,7 @@ def loss_by_position(rows: Sequence[Row], path: Path, train_length: int | None) 
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A figure of so many inches that needs no display."""
+    """Return a figure of this size in inches that needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -143,7 +143,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def lengths_axis(panel: Axes, length: int, least: int = 1) -> None:
-    """A logarithmic axis of token counts, written as people write lengths."""
+    """Give a panel a logarithmic axis of token counts, labelled such as `4k`."""
     ticks = [4**k for k in range(40) if least <= 4**k <= length]
     panel.set_xscale("log", base=2)
     panel.set_xlim(least, max(length, least + 1))
@@ -152,7 +152,7 @@ def lengths_axis(panel: Axes, length: int, least: int = 1) -> None:
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG file."""
+    """Return a figure as the bytes of a PNG file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
     return buffer.getvalue()

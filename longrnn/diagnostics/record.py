@@ -1,11 +1,10 @@
-"""What the states of a model look like while prompts stream through them.
+"""Measures statistics of the states of a model while it processes prompts.
 
 Notable choices:
-- Decays are observed by an edit, the contract of mitigations, which comes after the mitigation
-  where there is one. Their logarithms are summed in float64: at a million tokens a float32 sum has
-  no digits left.
-- Prompts are rows of one batch, read in pieces that end where statistics are taken; nothing is kept
-  of what lies between.
+- Decays are observed by an edit, as mitigations are, after the edit of the mitigation if there is
+  one. Their logarithms are summed in float64, because a float32 sum over a million tokens has lost
+  its digits.
+- Prompts are rows of one batch, processed in pieces that end at the positions of measurements.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from longrnn.state import LMState, PyTree
 
 
 class HeadStatistics(NamedTuple):
-    """One layer at one position; each `(b, h)` float64 on the CPU, a row a prompt.
+    """Statistics of one layer at one position, each `(b, h)` float64 on the CPU; rows are prompts.
 
     The state of a head is its p · n entries in Mamba-2; RNN, GRU and LSTM count as one head, whose
     state is the vector that recurs (c of an LSTM, h otherwise).
@@ -55,7 +54,7 @@ class HeadStatistics(NamedTuple):
 
 
 class Decays(NamedTuple):
-    """What `Watch` carries: sums of log decays, `(b, h, 1)` of heads or `(b, 1, d)` of units.
+    """The carry of `DecayRecorder`: sums of log decays, `(b, h, 1)` by head or `(b, 1, d)` by unit.
 
     Attributes:
         total: since the start.
@@ -66,12 +65,12 @@ class Decays(NamedTuple):
     recent: Tensor
 
     def add(self, log_decay: Tensor) -> Decays:
-        """The sums with more tokens."""
+        """Return the sums with further tokens."""
         return Decays(self.total + log_decay, self.recent + log_decay)
 
 
-class Watch(Edit):
-    """Sums the log decays of one layer, and changes nothing."""
+class DecayRecorder(Edit):
+    """Sums the log decays of one layer without changing it."""
 
     def init_carry(self, mixer: Mixer, batch_size: int) -> Decays:
         device = next(mixer.parameters()).device
@@ -99,7 +98,7 @@ class OutputNorm:
         self.sum, self.count = self.sum + norms.sum(1), self.count + norms.shape[1]
 
     def take(self) -> Tensor:
-        """The mean since the last call, `(b,)`."""
+        """Return the mean since the last call, `(b,)`, and reset it."""
         mean = torch.as_tensor(self.sum / self.count).cpu()
         self.sum, self.count = 0.0, 0
         return mean
@@ -114,13 +113,13 @@ def read(
     first: int,
     progress: Progress | None = None,
 ) -> Iterator[tuple[int, list[HeadStatistics]]]:
-    """Reads prompts and yields (tokens read, a reading a layer) at every stop.
+    """Process prompts and yield the number of tokens read and the statistics of each layer.
 
     Args:
         model: with or without a mitigation.
         tokens: `(b, t)`, the prompts.
-        stops: where to take statistics, ascending, from 1 to t.
-        first: how many tokens `HeadStatistics.first_share` is about.
+        stops: positions of measurements, ascending, from 1 to t.
+        first: number of first tokens for `HeadStatistics.first_share`.
         progress: counts the tokens.
 
     Raises:
@@ -160,7 +159,7 @@ def read(
 
 
 def check(model: object) -> None:
-    """Raises a UserError where the states of a model cannot be read."""
+    """Raise a UserError if the states of a model are not accessible."""
     if not isinstance(model, RecurrentLM | Mitigated):
         raise UserError(
             f"the states of a {type(model).__name__} cannot be read: give a RecurrentLM, with or "
@@ -169,7 +168,7 @@ def check(model: object) -> None:
 
 
 def state_size(model: RecurrentLM | Mitigated) -> int:
-    """Numbers in the state proper of one row, over all layers."""
+    """Return the number of entries in the recurrent states of one row, over all layers."""
     check(model)
     return sum(memory.numel() for memory in _memories(model.mixers, model.init_state(1)))
 
@@ -177,7 +176,7 @@ def state_size(model: RecurrentLM | Mitigated) -> int:
 def _reading(
     memory: Tensor, decays: Decays | None, contribution: Tensor | None, output_norm: Tensor
 ) -> HeadStatistics:
-    """One layer; `memory` and what the first tokens contributed are `(b, h, entries)`."""
+    """Return the statistics of one layer; `memory` and `contribution` are `(b, h, entries)`."""
     norm = memory.norm(dim=-1)
     retention = first_share = None
     if decays is not None:
@@ -193,15 +192,15 @@ def _reading(
 def _watched(
     model: RecurrentLM | Mitigated,
 ) -> tuple[RecurrentLM, Sequence[Composed] | None, bool]:
-    """The model inside, its edits, and whether a `Watch` stands behind them in each layer.
+    """Return the plain model, its edits, and whether each layer has a `DecayRecorder`.
 
-    Where decays have no meaning there is no `Watch`, so that the fused kernel of a plain cell runs.
+    If decays are not defined there is none, so that a plain cell can use its fused kernel.
     """
     plain, own = (model.model, model.edits) if isinstance(model, Mitigated) else (model, None)
     if not _decays_are_defined(model.mixers, own):
         return plain, own, False
     first: Sequence[Edit] = own or [Edit()] * len(model.mixers)
-    return plain, [Composed([edit, Watch()]) for edit in first], True
+    return plain, [Composed([edit, DecayRecorder()]) for edit in first], True
 
 
 def _decays_are_defined(mixers: Sequence[Mixer], edits: Sequence[Edit] | None) -> bool:
@@ -211,7 +210,7 @@ def _decays_are_defined(mixers: Sequence[Mixer], edits: Sequence[Edit] | None) -
 
 
 def _forget_recent(state: LMState) -> LMState:
-    """A state in which every `Decays.recent` is 0."""
+    """Return a state in which every `Decays.recent` is 0."""
     extra = tuple(
         (own, decays._replace(recent=torch.zeros_like(decays.recent)))
         for own, decays in state.extra
@@ -220,7 +219,7 @@ def _forget_recent(state: LMState) -> LMState:
 
 
 def _memories(mixers: Sequence[Mixer], state: LMState) -> list[Tensor]:
-    """The state proper of every layer, `(b, h, entries)`."""
+    """Return the recurrent state of every layer, `(b, h, entries)`."""
     found = []
     for mixer, layer in zip(mixers, state.layers, strict=True):
         assert isinstance(mixer, ScanningMixer | StepwiseMixer)

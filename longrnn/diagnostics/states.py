@@ -1,4 +1,4 @@
-"""How the states of a model fare beyond its training length: a record, and a diagnosis of it."""
+"""Records the states of a model beyond its training length and diagnoses state collapse."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from longrnn.text import Tokenizer
 from longrnn.units import format_length
 
 FORMAT = "longrnn-diagnosis-1"
-# Readings inside the training length, at least: a range of two readings is none.
+# Minimum number of measurements inside the training length, which determine the ranges.
 INSIDE = 16
-# Readings that are kept to be drawn, evenly spaced in the logarithm of the position.
+# Number of measurements kept for plots, evenly spaced in the logarithm of the position.
 DRAWN = 160
 
 
 class Prompt(NamedTuple):
-    """`tokens`: `(t,)` int64; `sha256`: of the text that they are the beginning of."""
+    """`tokens`: `(t,)` int64; `sha256`: of the text that begins with them."""
 
     name: str
     sha256: str
@@ -41,13 +41,13 @@ class Prompt(NamedTuple):
 
 
 class Curves(NamedTuple):
-    """Readings to draw.
+    """Measurements for plots.
 
     Attributes:
-        positions: tokens read.
-        values: by the names of `HeadStatistics`, `(positions, layers, prompts, heads)`; `output_norm` is
-            `(positions, layers, prompts)`; what is not defined is left out.
-        low: widened lower ends of the ranges inside, `(layers, statistics, prompts, heads)`.
+        positions: numbers of tokens read.
+        values: by field of `HeadStatistics`, `(positions, layers, prompts, heads)`, `output_norm`
+            without heads; statistics that are not defined are left out.
+        low: widened lower ends of the ranges, `(layers, statistics, prompts, heads)`.
         high: widened upper ends.
     """
 
@@ -58,7 +58,7 @@ class Curves(NamedTuple):
 
 
 class Diagnosis(NamedTuple):
-    """What was found; `about` says of what, as the head of diagnosis.yaml."""
+    """The findings on all heads; `about` holds the settings, as at the top of diagnosis.yaml."""
 
     about: dict[str, Any]
     prompts: list[Prompt]
@@ -66,15 +66,15 @@ class Diagnosis(NamedTuple):
     curves: Curves
 
     def collapsing(self) -> list[list[int]]:
-        """`[layer, head]` of heads that collapse on any prompt."""
+        """Return `[layer, head]` of the heads that collapse on any prompt."""
         return _pairs(finding for finding in self.findings if finding.left)
 
     def global_heads(self) -> list[list[int]]:
-        """`[layer, head]` of heads that are global on any prompt."""
+        """Return `[layer, head]` of the heads that are global on any prompt."""
         return _pairs(f for f in self.findings if f.retention is not None and f.retention > GLOBAL)
 
     def retention_is_defined(self) -> bool:
-        """Whether heads could be judged to be global at all."""
+        """Whether retention, which defines global heads, exists for this model."""
         return self.findings[0].retention is not None
 
 
@@ -89,22 +89,22 @@ def diagnose(
     first: int = 128,
     quiet: bool = False,
 ) -> Diagnosis:
-    """Reads prompts and judges every head.
+    """Process prompts and diagnose every head.
 
     Args:
         model: with or without a mitigation.
-        prompts: of one length.
-        train_length: tokens that the model was trained on.
-        output: a folder; `states.jsonl` (a row a layer, head, prompt and position) and
+        prompts: all of one length.
+        train_length: training length in tokens.
+        output: a folder; `states.jsonl` (one row per layer, head, prompt and position) and
             `diagnosis.yaml` are written there, each when it is complete.
-        checkpoint: its name, for the record.
-        every: tokens between readings; inside the training length there are INSIDE or more.
-        first: how many tokens the share of the first tokens is about.
-        quiet: no progress.
+        checkpoint: name of the checkpoint, for the record.
+        every: tokens between measurements; there are at least INSIDE inside the training length.
+        first: number of first tokens for `HeadStatistics.first_share`.
+        quiet: show no progress.
 
     Raises:
-        UserError: a length that does not go beyond the training length; settings out of range;
-            logits that are not finite inside the training length.
+        UserError: the length does not exceed the training length, settings are out of range, or
+            logits are not finite inside the training length.
     """
     check(model)
     length = len(prompts[0].tokens)

@@ -1,4 +1,4 @@
-"""The report of a diagnosis of states."""
+"""Writes the report of a diagnosis of states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.typing import ColorType
 
-# Layers that a legend names, and heads that a sentence does.
+# Maximum number of layers in a legend and of heads in a sentence.
 NAMED = 8
 
 
@@ -29,16 +29,16 @@ CAPTIONS = {
     "deviation": "Standard deviation of the state's entries over its largest value inside.",
     "mean": "Mean of the state's entries over the largest root mean square inside. Bounds differ "
     "from head to head and are not drawn.",
-    "retention": "Share of the start that is left: exp(Σ log decay). Above the dashed line at the "
-    "training length a head is global.",
-    "first_share": "Norm of what is left of the first tokens over the norm of the state.",
+    "retention": "Share of the initial state that is retained: exp(Σ log decay). Above the dashed "
+    "line at the training length a head is global.",
+    "first_share": "Norm of the remaining contribution of the first tokens over that of the state.",
     "output_norm": "Norm of the mixer's output, by layer: mean over the tokens since the last "
-    "reading.",
+    "measurement.",
 }
 
 
 def write_report(diagnosis: Diagnosis, folder: Path) -> list[Path]:
-    """Writes the pictures and `report.html`.
+    """Write the pictures and `report.html`.
 
     Args:
         diagnosis: of `diagnose`.
@@ -62,13 +62,13 @@ def write_report(diagnosis: Diagnosis, folder: Path) -> list[Path]:
 
 
 UNDEFINED = (
-    "Retention and the share of the first tokens are not defined here: the state is no weighted "
+    "Retention and the share of the first tokens are not defined here: the state is not a weighted "
     "sum over tokens in an Elman cell, nor under a mitigation that redefines the recurrence."
 )
 
 
 def summary(diagnosis: Diagnosis) -> str:
-    """What was found, in two sentences."""
+    """Describe the findings in two sentences."""
     collapsing, globals_ = diagnosis.collapsing(), diagnosis.global_heads()
     total = len({(finding.layer, finding.head) for finding in diagnosis.findings})
     trained = format_length(diagnosis.about["train_length"])
@@ -85,7 +85,7 @@ def summary(diagnosis: Diagnosis) -> str:
             f"{length} tokens."
         )
     if not diagnosis.retention_is_defined():
-        second = "Which heads are global cannot be said, because retention is not defined here."
+        second = "Which heads are global is not known, because retention is not defined here."
     elif globals_:
         verb = "is" if len(globals_) == 1 else "are"
         second = (
@@ -113,7 +113,7 @@ def _is_defined(diagnosis: Diagnosis, name: str) -> bool:
 
 
 def _picture(diagnosis: Diagnosis, name: str) -> Picture:
-    """A panel for each prompt, a line for each head, coloured by layer."""
+    """Plot a statistic, one panel per prompt and one line per head, coloured by layer."""
     from matplotlib import colormaps
 
     curves = diagnosis.curves
@@ -150,7 +150,7 @@ _PER_HEAD = (*STATISTICS, "retention", "first_share")
 
 
 def _lines(diagnosis: Diagnosis, name: str) -> Tensor:
-    """What is drawn of a statistic, `(positions, layers, prompts, heads)`."""
+    """Return the values to plot of a statistic, `(positions, layers, prompts, heads)`."""
     values = diagnosis.curves.values
     if name == "output_norm":
         return values[name][..., None]

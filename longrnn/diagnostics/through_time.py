@@ -1,9 +1,8 @@
-"""Gradients through time: of the state at every distance, of the recurrent weights, and clipped.
+"""Gradients through time: of the state by distance, of the recurrent weights, and under clipping.
 
 Notable choices:
-- The derivative with respect to h_k is that with respect to the state which token k hands on to
-  token k + 1. It is taken by autograd along a run token by token, which any cell's exactness makes
-  the same as one call.
+- h_k is the state that token k passes to token k + 1. Its gradient is computed by autograd over
+  calls of one token each, which give the same result as one call.
 - loss_T is the loss at the last scored token of a row alone, and T counts the tokens up to it.
 """
 
@@ -22,13 +21,15 @@ from longrnn.state import LMState, leaves, tree_map
 from longrnn.tasks import Batch
 from longrnn.training.objective import Objective
 
-# Edges of the histograms in powers of ten; what lies outside counts in the first or last bin.
+# Edges of the histograms as powers of ten; values outside count in the first or last bin.
 BINS = [exponent / 2 for exponent in range(-32, 5)]
 
 
 def last_scored(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Tokens `(b, T)` up to the last scored one, and its targets `(b,)`; rows that end before it
-    are left out."""
+    """Return the tokens up to the last scored one, `(b, T)`, and its targets, `(b,)`.
+
+    Rows that end before it are left out.
+    """
     scored = batch.answers()
     last = int(scored.any(0).nonzero()[-1])
     rows = scored[:, last]
@@ -36,34 +37,34 @@ def last_scored(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 class Run:
-    """A model's way through sequences token by token, on the graph.
+    """One pass over sequences, token by token, with the autograd graph kept.
 
     Args:
         model: in float64.
         tokens: `(b, T)`.
 
     Attributes:
-        handed: states before the first token, and after each but the last, as they are handed on.
+        inputs: the state before each token.
         logits: `(b, v)`, of the last token.
     """
 
     def __init__(self, model: RecurrentLM, tokens: Tensor) -> None:
         self.model = model
-        self.handed: list[tuple[Any, ...]] = []
+        self.inputs: list[tuple[Any, ...]] = []
         state = tree_map(_real, model.init_state(len(tokens)))
         for token in tokens.split(1, dim=1):
-            # A node of its own: what is handed on, and not what the layer above reads.
+            # A separate node, so that the gradient excludes the path through the layer above.
             layers = tree_map(lambda leaf: leaf.view_as(leaf), state.layers)
-            self.handed.append(layers)
+            self.inputs.append(layers)
             self.logits, state = model(token, LMState(state.position, layers), keep=1)
         self.logits = self.logits[:, -1]
 
     def loss(self, targets: Tensor) -> Tensor:
-        """Loss at the last token, `(b,)`."""
+        """Return the loss at the last token, `(b,)`."""
         return F.cross_entropy(self.logits, targets, reduction="none")
 
     def weight_gradients(self, targets: Tensor) -> list[Tensor]:
-        """Gradients of the mean loss at the last token in the recurrent weights, flat, by layer."""
+        """Return flat gradients of the mean loss with respect to recurrent weights, by layer."""
         named = [[m.get_parameter(n) for n in m.recurrent_weights] for m in self.model.mixers]
         flat = [weight for weights in named for weight in weights]
         found = iter(
@@ -74,9 +75,12 @@ class Run:
         return [torch.cat([next(found).flatten() for _ in weights]) for weights in named]
 
     def state_gradients(self, targets: Tensor) -> list[dict[str, Tensor]]:
-        """Per layer, `(b, T)` norms of the gradient in each part of the state, by distance from 1
-        on; `state` is the whole of it."""
-        named = [list(leaves(layers)) for layers in self.handed]
+        """Return gradient norms with respect to each part of the state, by layer.
+
+        Returns:
+            For each layer, by part: `(b, T)`, at distances 1 to T; `state` is the whole state.
+        """
+        named = [list(leaves(layers)) for layers in self.inputs]
         flat = [leaf for step in named for _, leaf in step]
         found = iter(torch.autograd.grad(self.loss(targets).sum(), flat, materialize_grads=True))
         by_name: dict[str, list[Tensor]] = {}
@@ -93,14 +97,14 @@ class Run:
 
 
 def norms(run: Run, targets: Tensor) -> Iterator[dict[str, Any]]:
-    """Norms of ∂loss_T/∂h_k by layer and part of the state, with the slope of their logarithm."""
+    """Yield norms of ∂loss_T/∂h_k by layer and part of the state, with their log slope."""
     for layer, parts in enumerate(run.state_gradients(targets)):
         for part, values in parts.items():
             slope = fitted_slope(values)
             yield {
                 "layer": layer,
                 "part": part,
-                # Geometric means over rows, and the least and largest row.
+                # Geometric mean over rows, and the smallest and largest row.
                 "norm": values.log().mean(0).exp().tolist(),
                 "low": values.amin(0).tolist(),
                 "high": values.amax(0).tolist(),
@@ -109,13 +113,13 @@ def norms(run: Run, targets: Tensor) -> Iterator[dict[str, Any]]:
 
 
 def fitted_slope(values: Tensor) -> Estimate | None:
-    """Slope of log norm by distance over the far half, mean over rows with a t interval.
+    """Fit the slope of log norm by distance over the far half of distances.
 
     Args:
         values: `(b, T)` norms at distances 1 to T. A row with a norm of 0 there has no slope.
 
     Returns:
-        Nats per token; None where no row has a slope.
+        Mean over rows with Student's interval, in nats per token; None if no row has a slope.
     """
     length = values.shape[1]
     far = values[:, length // 2 :].log()
@@ -128,7 +132,7 @@ def fitted_slope(values: Tensor) -> Estimate | None:
 
 
 def histogram(gradient: Tensor) -> dict[str, Any]:
-    """Counts of log10 |g| in BINS, and what they are summed up by."""
+    """Return counts of log10 |g| in BINS, with norm, median and largest entry."""
     size = gradient.abs()
     nonzero = size[size > 0]
     edges = torch.tensor(BINS, dtype=size.dtype, device=size.device)
@@ -145,7 +149,7 @@ def histogram(gradient: Tensor) -> dict[str, Any]:
 def clipping(
     model: RecurrentLM, batch: Batch, max_grad_norm: float, max_grad_value: float
 ) -> dict[str, Any]:
-    """What clipping by norm, and clipping by value, make of the gradient of the training loss."""
+    """Return how clipping by norm and by value would change the gradient of the training loss."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     loss = Objective(model)([batch], model.init_state(len(batch.tokens))).loss
     found = torch.autograd.grad(loss, parameters, materialize_grads=True)

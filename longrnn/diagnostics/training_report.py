@@ -1,4 +1,4 @@
-"""The report of training runs: their metrics by step, one line for each run."""
+"""Writes the report of training runs: metrics by step, one line per run."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from longrnn.diagnostics.pages import Picture, write_page
 from longrnn.diagnostics.plots import new_figure, png
 from longrnn.training.metrics import COUNTS, Run
 
-# What every run logs; further metrics of its task follow.
+# Metrics that every run logs; further metrics of its task follow.
 CAPTIONS = {
-    "loss": "Mean loss of the steps since the row before.",
+    "loss": "Mean loss of the steps since the previous row.",
     "grad_norm": "Norm of the gradient before clipping, on a logarithmic scale.",
     "learning_rate": "Learning rate of the step, before the factors of learning_rate_scale.",
-    "tokens_per_second": "Tokens a second of the step that was logged, over all processes.",
+    "tokens_per_second": "Tokens per second of the logged step, over all processes.",
 }
 
 
 def write_report(runs: Sequence[Run], folder: Path) -> list[Path]:
-    """Writes the pictures and `report.html`.
+    """Write the pictures and `report.html`.
 
     Returns:
         The files, the report first.
@@ -34,18 +34,18 @@ def write_report(runs: Sequence[Run], folder: Path) -> list[Path]:
 
 
 def summary(runs: Sequence[Run]) -> str:
-    """Where the runs stand, in one sentence."""
+    """Describe the last loss and step of each run in one sentence."""
     stands = []
     for run in runs:
         loss, steps = run.last("loss"), run.rows[-1]["step"]
-        said = "no finite loss" if loss is None else f"loss {loss:.4g}"
+        last = "no finite loss" if loss is None else f"loss {loss:.4g}"
         of = run.settings.get("max_steps")
-        stands.append(f"{run.name}: {said} after {steps:,}{f' of {of:,}' if of else ''} steps")
+        stands.append(f"{run.name}: {last} after {steps:,}{f' of {of:,}' if of else ''} steps")
     return f"{'; '.join(stands)}."
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:
-    """Settings that are not the same in all runs, with the value of each run."""
+    """Return the settings that differ between runs, with the value in each run."""
     keys = dict.fromkeys(key for run in runs for key in run.settings if key != "output_dir")
     table = [(key, [run.settings.get(key, "–") for run in runs]) for key in keys]
     return [(key, values) for key, values in table if any(v != values[0] for v in values)]

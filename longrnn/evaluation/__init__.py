@@ -1,1 +1,1 @@
-"""Measurements of language models, each row written as soon as it is known."""
+"""Evaluations of language models, with results files that are resumed."""

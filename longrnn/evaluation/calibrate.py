@@ -1,10 +1,10 @@
-"""Thresholds, factors and filters of mitigations, taken from calibration text.
+"""Calibrates the thresholds and factors of mitigations on text.
 
 Notable choices:
-- What a method needs is either read off a few windows of the training length, or searched for
+- Parameters are either taken from statistics of a few windows of the training length, or searched
   without gradients, by the loss on windows of the target length.
-- A method is one function, entered in `METHODS`; what it returns is the mapping that `mitigation`
-  builds from, so that a calibrated file and a hand-written one are the same thing.
+- A method is one function in `METHODS`. It returns the mapping from which `mitigation` builds, so
+  that calibrated files and hand-written ones have the same form.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ from longrnn.progress import Progress
 from longrnn.seeds import check_seed, seeded
 from longrnn.units import format_length
 
-# A head is global where more than this is left of its first token at the end of the training
+# A head is global if it retains more than this share of its first token at the end of the training
 # length (arXiv 2504.16053).
 GLOBAL = 0.05
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a calibration is asked for.
+    """Settings of a calibration.
 
     Attributes:
-        train_length: tokens of the windows that statistics are taken from.
-        target_length: tokens at which the mitigated model shall work; None where not needed.
-        windows: at most so many windows of text.
-        margin: of `state_norm`, the threshold over the largest norm seen.
-        quantile: of `token_filter`, the share of tokens to filter; None to take the share that
-            leaves as many tokens at the target length as the training length has.
-        share: of `scale_delta`, where set: no search, but steps divided by target / training
-            length in this share of the heads, those with the longest receptive fields.
-        steps: of the search.
-        seed: of the search.
+        train_length: length in tokens of the windows for statistics.
+        target_length: length in tokens at which the mitigated model should work; None if the
+            method does not need it.
+        windows: maximum number of windows of text.
+        margin: for `state_norm`, the threshold relative to the largest norm measured.
+        quantile: for `token_filter`, the share of tokens to filter; None for the share that keeps
+            as many tokens of the target length as the training length has.
+        share: for `scale_delta`; if set, there is no search: step sizes are divided by target /
+            training length in this share of the heads, those with the longest receptive fields.
+        steps: steps of the search.
+        seed: seed of the search.
     """
 
     train_length: int
@@ -60,7 +61,7 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuses values out of range."""
+        """Refuse values out of range."""
         check_seed(self.seed)
         if self.train_length < 2 or self.windows < 1 or self.steps < 1:
             raise UserError(
@@ -78,10 +79,10 @@ class Settings:
                 raise UserError(f"{name} must be in (0, 1], not {value}: give a share such as 0.5")
 
     def target(self) -> int:
-        """The target length.
+        """Return the target length.
 
         Raises:
-            UserError: none was given.
+            UserError: there is none.
         """
         if self.target_length is None:
             raise UserError(
@@ -98,20 +99,20 @@ def calibrate(
     *,
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """Calibrates one method.
+    """Calibrate one method.
 
     Args:
         model: a recurrent model.
-        documents: texts that no evaluation will use.
+        documents: texts that are not used for evaluation.
         method: a key of `METHODS`.
         settings: see `Settings`.
-        quiet: no progress.
+        quiet: show no progress.
 
     Returns:
-        What `mitigation` builds the method from: a mapping with `kind` and its options.
+        A mapping with `kind` and options, from which `mitigation` builds the method.
 
     Raises:
-        UserError: unknown method, one that is not defined for the model, a text that is too short.
+        UserError: the method is unknown or not defined for the model, or a text is too short.
     """
     if method not in METHODS:
         raise UserError(f"{method!r} cannot be calibrated: {nearest(method, METHODS)}")
@@ -121,19 +122,21 @@ def calibrate(
 def _state_norm(
     model: RecurrentLM, documents: Sequence[Document], settings: Settings, quiet: bool
 ) -> dict[str, Any]:
-    """The largest norm seen of each head inside the training length, times the margin."""
+    """Return as threshold the largest state norm of each head, times the margin."""
     found = statistics(model, _windows(documents, settings.train_length, settings.windows), quiet)
     thresholds = [settings.margin * layer.norms.flatten(0, 1).amax(0) for layer in found]
     for index, threshold in enumerate(thresholds):
         if bool((threshold <= 0).any()):
-            raise UserError(f"a head of layer {index} holds nothing on this text: give more text")
+            raise UserError(
+                f"a head of layer {index} has a state of zeros on this text: give more text"
+            )
     return {"kind": "state_norm", "threshold": [_rounded(values) for values in thresholds]}
 
 
 def _token_filter(
     model: RecurrentLM, documents: Sequence[Document], settings: Settings, quiet: bool
 ) -> dict[str, Any]:
-    """Global heads by their retention, and a quantile of their step sizes as threshold."""
+    """Return as threshold of the global heads a quantile of their step sizes; None for others."""
     _refuse_undefined(model, "token_filter")
     found = statistics(model, _windows(documents, settings.train_length, settings.windows), quiet)
     share = settings.quantile
@@ -144,9 +147,9 @@ def _token_filter(
         assert layer.log_decay is not None
         assert layer.dt is not None
         retention = layer.log_decay.sum(1).mean(0).exp()
-        # Head by head: `quantile` takes at most 16 million numbers.
+        # Head by head: `quantile` accepts at most 16 million numbers.
         limit = torch.stack([dt.quantile(share) for dt in layer.dt.flatten(0, 1).unbind(1)])
-        # Up, so that the rounding of the quantile does not spare the step that it was taken from.
+        # Rounded up, so that the step size that equals the quantile is below the threshold.
         pairs = zip(retention.tolist(), (limit * (1 + 1e-6)).tolist(), strict=True)
         thresholds.append([theta if kept > GLOBAL else None for kept, theta in pairs])
     if all(theta is None for layer in thresholds for theta in layer):
@@ -161,7 +164,7 @@ def _token_filter(
 def _scale_delta(
     model: RecurrentLM, documents: Sequence[Document], settings: Settings, quiet: bool
 ) -> dict[str, Any]:
-    """A searched factor per layer; with `share`, a constant one in the heads that reach far."""
+    """Return one factor per layer by search; with `share`, one for the far-reaching heads."""
     _refuse_undefined(model, "scale_delta")
     if settings.share is None:
         return _search("scale_delta", model, documents, settings, quiet)
@@ -182,14 +185,14 @@ def _scale_delta(
 def _scale_decay(
     model: RecurrentLM, documents: Sequence[Document], settings: Settings, quiet: bool
 ) -> dict[str, Any]:
-    """A searched factor per layer."""
+    """Return one factor per layer by search."""
     return _search("scale_decay", model, documents, settings, quiet)
 
 
 def _power_decay(
     model: RecurrentLM, documents: Sequence[Document], settings: Settings, quiet: bool
 ) -> dict[str, Any]:
-    """A searched exponent per layer."""
+    """Return one exponent per layer by search."""
     return _search("power_decay", model, documents, settings, quiet)
 
 
@@ -205,11 +208,11 @@ METHODS: dict[str, Callable[..., dict[str, Any]]] = {
 def _search(
     kind: str, model: RecurrentLM, documents: Sequence[Document], settings: Settings, quiet: bool
 ) -> dict[str, Any]:
-    """Simultaneous perturbation stochastic approximation of log factors, one per layer.
+    """Search log factors, one per layer, by simultaneous perturbation stochastic approximation.
 
     The gains fall as (k + 1 + A)^−0.602 and (k + 1)^−0.101 (Spall, 1998), as in MambaExtend
-    (ICLR 2025, LgzRo1RpLS). The best factors that were ever evaluated are kept, no change among
-    them.
+    (ICLR 2025, LgzRo1RpLS). The result is the best of all factors that were evaluated, the initial
+    ones of 1 included.
     """
     _refuse_undefined(model, kind)
     target = settings.target()
@@ -237,19 +240,19 @@ def _search(
                     best, least = side, value
             slope = (values[0] - values[1]) / (2 * width)
             gain = 0.5 * ((1 + stability) / (k + 1 + stability)) ** 0.602
-            # A step of at most one width: the loss may be steep beyond the training length.
+            # A step is at most one width, because the loss may be steep beyond the training length.
             logs = logs - (gain * slope * signs).clamp(-width, width)
             progress.advance(1, 1, f"loss {least:.4f}")
     return {"kind": kind, "scale": [round(value, 6) for value in best.exp().tolist()]}
 
 
 def _refuse_undefined(model: RecurrentLM, kind: str) -> None:
-    """Raises the reason, where a method is not defined for the model's cells."""
+    """Raise a UserError with the reason if a method is not defined for the model's cells."""
     check_defined(MITIGATIONS[kind], model)
 
 
 def _windows(documents: Sequence[Document], length: int, most: int) -> Tensor:
-    """At most `most` disjoint windows `(w, length)`, spread evenly over all that there are."""
+    """Return at most `most` disjoint windows, `(w, length)`, spread evenly over the texts."""
     starts = [
         (document, start)
         for document in documents

@@ -1,4 +1,4 @@
-"""What the layers of a recurrent model do on text: norms of states, decays and step sizes."""
+"""Statistics of the layers of a recurrent model on text: state norms, decays and step sizes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from longrnn.models.finite import explain_nonfinite
 from longrnn.progress import Progress
 from longrnn.state import PyTree
 
-# Tokens between two looks at a state.
+# Tokens between two measurements of a state.
 EVERY = 16
 
 
 class LayerStatistics(NamedTuple):
-    """What a layer did on windows of the training length.
+    """Statistics of one layer on `w` windows of `t` tokens.
 
     Attributes:
-        norms: `(w, looks, h)`, norm of each head's state every EVERY tokens.
+        norms: `(w, n, h)`, norm of each head's state after every EVERY tokens.
         log_decay: `(w, t, h)` float64; None for stepwise cells.
         dt: `(w, t, h)` float64, the step sizes; None for stepwise cells.
     """
@@ -33,12 +33,12 @@ class LayerStatistics(NamedTuple):
 
 @torch.no_grad()
 def statistics(model: RecurrentLM, windows: Tensor, quiet: bool = True) -> list[LayerStatistics]:
-    """Runs windows of text and looks at every layer.
+    """Return the statistics of every layer on windows of text.
 
     Args:
         model: a recurrent model.
-        windows: `(w, t)` tokens, each row from an empty state.
-        quiet: no progress.
+        windows: `(w, t)` tokens; each row starts from an empty state.
+        quiet: show no progress.
 
     Raises:
         UserError: the logits after the windows are not finite.
@@ -69,7 +69,7 @@ def statistics(model: RecurrentLM, windows: Tensor, quiet: bool = True) -> list[
 
 
 class _Recorder(Edit):
-    """Carries the steps and the rate of a scanning cell, one entry per call."""
+    """Records (dt, A) of a scanning cell in its carry, one entry per call."""
 
     def edit_steps(self, steps: Steps, carry: PyTree) -> tuple[Steps, PyTree]:
         return steps, (*carry, (steps.dt, steps.A))

@@ -1,17 +1,16 @@
-"""Effective remembrance: how much a prediction hangs on the beginning of its context.
+"""Effective remembrance: how much a prediction depends on the beginning of its context.
 
-EffRem_T(t) = d(q(·|x[0:T]), q(·|x[t:T])) (arXiv 2507.02782), where d is the total variation: what
-the next token is after T tokens, against what it is where the first t of them were never read. Near
-0 they do not matter; near 1 at a small t, the prediction hangs on the first tokens.
+EffRem_T(t) = d(q(·|x[0:T]), q(·|x[t:T])) (arXiv 2507.02782), where d is the total variation between
+the predictions of the next token after all T tokens and after the last T − t of them. Near 0 the
+first t tokens do not matter; near 1 for a small t, the prediction depends on the first tokens.
 
 Notable choices:
-- The context without its first tokens starts anew: from the empty state, at position 0, as
-  published. A model with a position encoding reads it at other positions too, which is a part of
-  the difference.
-- All contexts are read in one pass: a row joins the batch, with an empty state, when the pass comes
-  to its start t, and serves every T beyond. No token is read twice for the same t.
-- Starts are 1, 2, 4, … and T − 1, T − 2, T − 4, …: the first tokens, and the last ones, each within
-  a factor of 2. For a T that is a power of two, ¼, ½ and ¾ of it are among them.
+- The shortened context starts from the empty state at position 0, as published. For a model with
+  position encodings, the different positions are part of the difference.
+- All contexts are read in one pass: a row with an empty state joins the batch when the pass reaches
+  its start t, and serves every T after it. No token is read twice for the same t.
+- Starts are 1, 2, 4, … and T − 1, T − 2, T − 4, …, which resolve the first and the last tokens
+  within a factor of 2. If T is a power of two, they include ¼, ½ and ¾ of it.
 - Intervals are over stretches of text.
 """
 
@@ -34,19 +33,19 @@ from longrnn.progress import Progress
 from longrnn.results import Results, Row
 from longrnn.state import join, take
 
-# The shortest context that predicts within so much of the whole one is said to be enough.
+# A context is enough if its EffRem is at most this.
 ENOUGH = 0.1
 
 
 class MeanEffRem(NamedTuple):
-    """Mean EffRem of one T at the start t, over stretches."""
+    """Mean EffRem over stretches, for one T and the start t."""
 
     start: int
     effrem: Estimate
 
 
 def starts(position: int) -> list[int]:
-    """The starts t at which the context of `position` = T tokens is cut, ascending."""
+    """Return the starts t for a context of `position` = T tokens, ascending."""
     powers = [2**k for k in range(position.bit_length()) if 2**k < position]
     return sorted({*powers, *(position - power for power in powers)})
 
@@ -61,24 +60,25 @@ def evaluate(
     batch_size: int = 4,
     quiet: bool = False,
 ) -> list[Row]:
-    """Measures EffRem and returns its rows, new and earlier ones.
+    """Measure EffRem; return all rows, new and earlier ones.
 
     Args:
         model: any language model.
         documents: the texts.
-        positions: T, in tokens, each at least 2.
-        output: the results file, taken up where it was left; texts and positions may be added.
-        stretches: at most so many of max(positions) tokens from each text.
-        batch_size: stretches in one pass; each takes a row for the whole context and one for every
-            start, about 2 · log2(T) in all.
-        quiet: no progress.
+        positions: values of T in tokens, each at least 2.
+        output: the results file, which is resumed; texts and positions may be added.
+        stretches: maximum number of stretches of max(positions) tokens per text.
+        batch_size: stretches in one pass; each needs one row for the whole context and one per
+            start, about 2 · log2(T) in total.
+        quiet: show no progress.
 
     Returns:
-        A row a stretch, position and start with `text`, `text_sha256`, `first` (where in the text
-        the stretch begins), `position`, `start` and `effrem`.
+        One row per stretch, position and start with `text`, `text_sha256`, `first` (where in the
+        text the stretch begins), `position`, `start` and `effrem`.
 
     Raises:
-        UserError: settings out of range, a text shorter than a stretch, a file of another run.
+        UserError: settings out of range, a text shorter than a stretch, or `output` has the
+            results of another run.
     """
     if min(stretches, batch_size) < 1:
         raise UserError("stretches and the batch size must be at least 1: give positive numbers")
@@ -124,12 +124,12 @@ def remembrance(
     positions: Sequence[int],
     progress: Progress | None = None,
 ) -> dict[tuple[int, int], Tensor]:
-    """EffRem by (T, t), `(b,)` float64 on the CPU.
+    """Return EffRem by (T, t), each `(b,)` float64 on the CPU.
 
     Args:
         model: any language model.
         texts: `(b, t)` int64, t >= max(positions).
-        positions: T, ascending.
+        positions: values of T, ascending.
         progress: counts the tokens.
     """
     progress = progress or Progress("memory", 0, unit="tokens", quiet=True)
@@ -137,7 +137,7 @@ def remembrance(
     end = {0: positions[-1]} | {
         start: position for position in positions for start in starts(position)
     }
-    # Rows of the batch in groups of n, one for each start; the whole context comes first.
+    # The rows of the batch are groups of n, one group per start; the whole context is the first.
     groups, state, place = [0], model.init_state(n), 0
     found: dict[tuple[int, int], Tensor] = {}
     for stop in sorted({*end, *positions} - {0}):
@@ -151,9 +151,9 @@ def remembrance(
             distances = (chances - chances[0]).abs().sum(-1).cpu() / 2
             wanted = set(starts(stop))
             found |= {(stop, t): distances[g] for g, t in enumerate(groups) if t in wanted}
-        going = [group for group, start in enumerate(groups) if end[start] > stop]
-        state = take(state, [group * n + row for group in going for row in range(n)])
-        groups = [groups[group] for group in going]
+        active = [group for group, start in enumerate(groups) if end[start] > stop]
+        state = take(state, [group * n + row for group in active for row in range(n)])
+        groups = [groups[group] for group in active]
         if stop in end:
             groups.append(stop)
             state = join([state, model.init_state(n)])
@@ -161,13 +161,16 @@ def remembrance(
 
 
 def _lifetimes(positions: Sequence[int]) -> dict[int, int]:
-    """Tokens that the rows of every start read; the whole context starts at 0."""
+    """Return the number of tokens that a row of each start reads; the whole context starts at 0."""
     ends = {start: position for position in positions for start in [0, *starts(position)]}
     return {start: end - start for start, end in ends.items()}
 
 
 def summarise(rows: Sequence[Row]) -> dict[int, list[MeanEffRem]]:
-    """Means over stretches by T, starts ascending, with Student-t intervals inside [0, 1]."""
+    """Return means over stretches by T, starts ascending.
+
+    Intervals are Student's t, cut to [0, 1].
+    """
     values: dict[tuple[int, int], list[float]] = {}
     for row in rows:
         values.setdefault((row["position"], row["start"]), []).append(row["effrem"])
@@ -180,10 +183,8 @@ def summarise(rows: Sequence[Row]) -> dict[int, list[MeanEffRem]]:
 
 
 def enough(points: Sequence[MeanEffRem], position: int) -> int | None:
-    """Tokens of the shortest context that, like all longer ones, predicts within ENOUGH.
-
-    None where every context that was cut is farther from the whole one.
-    """
+    """Return the length of the shortest context whose EffRem, like that of all longer ones, is at
+    most ENOUGH; None if the EffRem of every shortened context is larger."""
     shortest = None
     for start, effrem in points:
         if not effrem.mean <= ENOUGH:

@@ -1,12 +1,11 @@
-"""Two models on the same text: the difference of their losses, with an interval.
+"""The difference between the losses of two models on the same text, with an interval.
 
 Notable choices:
-- Both predict the very same bytes (see `longrnn.evaluation.windows.shared_windows`), and losses are
-  compared in bits per byte, so that their tokenizers may differ.
-- The interval is a bootstrap over texts, whose windows are drawn together: it says how sure the
-  difference is for texts like these. Fewer than LEAST texts are too few for that. Then windows are
-  drawn, and the interval says how sure the difference is for these very texts, and nothing about
-  others; of fewer than LEAST windows there is no interval.
+- Both models predict the same bytes (see `longrnn.evaluation.windows.shared_windows`), and losses
+  are compared in bits per byte, so that the tokenizers may differ.
+- The interval is a bootstrap over texts, with all windows of a text drawn together, and generalises
+  to similar texts. With fewer than LEAST texts it is a bootstrap over windows, which generalises to
+  other windows of these texts only. With fewer than LEAST windows there is no interval.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ UNITS = {
 
 
 class Difference(NamedTuple):
-    """The second model less the first: below 0 the second is better.
+    """The loss of the second model minus that of the first: negative if the second is better.
 
     Attributes:
         first: mean of the first model.
-        second: mean of the second.
-        estimate: of the difference; `n` counts what was drawn.
-        unit: what was drawn, a key of UNITS.
+        second: mean of the second model.
+        estimate: the difference with its interval; `n` counts the units that were drawn.
+        unit: the unit of the bootstrap, a key of UNITS.
     """
 
     first: float
@@ -44,31 +43,33 @@ class Difference(NamedTuple):
     unit: str
 
     def basis(self) -> str:
-        """What the interval rests on, in words."""
+        """Return how the interval was computed, in words."""
         return UNITS[self.unit].format(n=self.estimate.n)
 
 
 def bits_per_byte(first: Sequence[Row], second: Sequence[Row]) -> Difference:
-    """Difference in bits per byte of whole windows.
+    """Return the difference in bits per byte of whole windows.
 
     Args:
-        first: of `perplexity.evaluate_windows`.
-        second: of the other model, on windows of the same bytes in the same order.
+        first: rows of `perplexity.evaluate_windows`.
+        second: rows of the other model, for windows of the same bytes in the same order.
 
     Raises:
-        UserError: rows of other texts, or without their bytes.
+        UserError: rows of different texts, or without bytes.
     """
-
     _check(first, second)
     return _difference(first, second, lambda row: scored(row).bits, lambda row: row["bytes"])
 
 
 def by_position(first: Sequence[Row], second: Sequence[Row]) -> list[Difference]:
-    """Difference in nats per token for every bucket of `perplexity.edges`.
+    """Return the difference in nats per token for every bucket of `perplexity.edges`.
 
     Args:
-        first: of `perplexity.evaluate`, all of one length.
-        second: of another model with the same tokenizer, on the same windows.
+        first: rows of `perplexity.evaluate`, all of one length.
+        second: rows of another model with the same tokenizer, for the same windows.
+
+    Raises:
+        UserError: rows of different texts, or without bytes.
     """
     _check(first, second)
     count = len(edges(first[0]["length"])) - 1
@@ -94,7 +95,7 @@ def _difference(
     amount: Callable[[Row], float],
     size: Callable[[Row], float],
 ) -> Difference:
-    """Of Σ amount / Σ size."""
+    """Return the difference of Σ amount / Σ size over rows."""
     total = sum(map(size, first))
     means = [sum(map(amount, rows)) / total for rows in (first, second)]
     texts = list(dict.fromkeys(row["text_sha256"] for row in first))

@@ -1,4 +1,4 @@
-"""Passkey retrieval over lengths × places of the key: greedy answers to held-out keys."""
+"""Passkey retrieval over lengths × positions of the key, with greedy answers and held-out keys."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from longrnn.units import format_length
 
 
 def evenly_spaced(count: int) -> list[float]:
-    """`count` depths from 0 to 1; one depth is the middle."""
+    """Return `count` depths from 0 to 1; a single depth is 0.5."""
     if count < 1:
         raise UserError(
             f"the number of depths must be at least 1, not {count}: give a positive number"
@@ -43,26 +43,27 @@ def evaluate(
     batch_size: int = 16,
     quiet: bool = False,
 ) -> list[Row]:
-    """Measures passkey retrieval and returns its rows, new and earlier ones.
+    """Measure passkey retrieval; return the rows of the grid, new and earlier ones.
 
     Args:
-        models: of different names, asked the same questions.
-        grid: what is asked.
-        output: the results file, taken up where it was left; lengths, places and n may grow.
-        tasks: of `tasks_of`, where they are there already.
-        chunk: where set, the model answers from the one chunk of so many tokens after which its
+        models: models with different names; all get the same prompts.
+        grid: the prompts.
+        output: the results file, which is resumed; lengths, positions and n may grow.
+        tasks: the result of `tasks_of`, if it exists already.
+        chunk: if set, the model answers from one chunk of this many tokens, the one after which its
             next token has the lowest entropy (see `longrnn.inference.chunk_select`).
-        naive: read every prompt by itself; the answers are the same, to rounding.
+        naive: read every prompt separately; the answers are the same up to rounding.
         batch_size: prompts in one batch.
-        quiet: no progress.
+        quiet: show no progress.
 
     Returns:
-        Rows with `model`, `length`, `depth` or `insert_at`, `index`, `key`, `said`, `correct`, of
-        the cells asked; with a filler of its own also `start` and `covers`, where in it the prompt
-        begins and how much of it the prompt reads, as shares of the filler.
+        One row per prompt with `model`, `length`, `depth` or `insert_at`, `index`, `key`, `said`
+        (the generated answer) and `correct`; for a filler from a file also `start` (where in the
+        filler the prompt begins) and `covers` (the length of the prompt), as shares of the filler.
 
     Raises:
-        UserError: a length too short, logits that are not finite, or a results file of another run.
+        UserError: a length is too short, the logits are not finite, or `output` has the results of
+            another run.
     """
     if batch_size < 1:
         raise UserError("n and the batch size must be at least 1: give positive numbers")
@@ -81,23 +82,24 @@ def evaluate(
         task = tasks[model.name]
         done = {sample_of(row) for row in results.rows if row["model"] == model.name}
         todo = [sample for sample in wanted if sample not in done]
-        asked = [sample.question(task, grid.seed, grid.n_keys) for sample in todo]
+        questions = [sample.question(task, grid.seed, grid.n_keys) for sample in todo]
         title = f"passkey {model.name}"
         with Progress(title, len(todo), unit="tokens", quiet=quiet) as progress:
-            of_todo = list(prompts(task, todo, asked, naive=naive))
+            missing = list(prompts(task, todo, questions, naive=naive))
             if chunk is None:
                 found = answers(
                     model.model,
-                    of_todo,
-                    max_new_tokens=_longest_answer(task, asked),
+                    missing,
+                    max_new_tokens=_longest_answer(task, questions),
                     batch_size=batch_size,
                     progress=progress,
                 )
             else:
-                found = _by_chunk(model.model, task, of_todo, asked, chunk, progress)
+                found = _by_chunk(model.model, task, missing, questions, chunk, progress)
             for batch in found:
                 results.append(
-                    _row(model.name, task, todo[index], asked[index], ids) for index, ids in batch
+                    _row(model.name, task, todo[index], questions[index], ids)
+                    for index, ids in batch
                 )
                 lengths_done = {format_length(todo[index].length) for index, _ in batch}
                 progress.advance(len(batch), 0, f"at {', '.join(lengths_done)}")
@@ -112,29 +114,29 @@ def refuse_out_of_reach(
     tasks: Mapping[str, Passkey] | None = None,
     chunk: int | None = None,
 ) -> None:
-    """Refuses a grid whose longest prompt, with its answer behind it, a model cannot read.
+    """Refuse a grid whose longest prompt with its answer exceeds a model's maximum length.
 
-    Answering from a chunk it reads no more than header, chunk and question at once.
+    With `chunk`, a model reads at most header, chunk and question at once.
 
     Raises:
-        UserError: with the length that it can read, or as `evaluate` does.
+        UserError: with the maximum length, or as `evaluate`.
     """
     tasks = tasks_of(models, grid) if tasks is None else tasks
     samples = _samples(tasks, grid)
     for model in models:
         task = tasks[model.name]
-        asked = [sample.question(task, grid.seed, grid.n_keys) for sample in samples]
+        questions = [sample.question(task, grid.seed, grid.n_keys) for sample in samples]
         longest = max(grid.lengths)
         if chunk is not None:
-            questions = max((len(task.question(question.needle)) for question in asked), default=1)
-            longest = min(longest, task.n_header + chunk + questions)
-        refuse_long(model.model, longest + _longest_answer(task, asked))
+            n_question = max((len(task.question(one.needle)) for one in questions), default=1)
+            longest = min(longest, task.n_header + chunk + n_question)
+        refuse_long(model.model, longest + _longest_answer(task, questions))
 
 
 def cost(
     models: Sequence[OpenCheckpoint], grid: Grid, *, tasks: Mapping[str, Passkey] | None = None
 ) -> dict[str, Cost]:
-    """Tokens that every model reads for a whole grid, shared and naive; nothing is read.
+    """Count the tokens that each model would read for a grid, with shared prefixes and without.
 
     Raises:
         UserError: as `evaluate` does.
@@ -143,19 +145,20 @@ def cost(
     samples = _samples(tasks, grid)
     found = {}
     for name, task in tasks.items():
-        asked = [sample.question(task, grid.seed, grid.n_keys) for sample in samples]
+        questions = [sample.question(task, grid.seed, grid.n_keys) for sample in samples]
         found[name] = count_tokens(
-            list(prompts(task, samples, asked, naive=False)),
-            max_new_tokens=_longest_answer(task, asked),
+            list(prompts(task, samples, questions, naive=False)),
+            max_new_tokens=_longest_answer(task, questions),
         )
     return found
 
 
 def tasks_of(models: Sequence[OpenCheckpoint], grid: Grid) -> dict[str, Passkey]:
-    """The task with each model's tokenizer, by the model's name.
+    """Build the task with each model's tokenizer, by the model's name.
 
     Raises:
-        UserError: a grid out of range, a length too short, a tokenizer that does not fit its model.
+        UserError: the grid is out of range, a length is too short, or a tokenizer does not fit its
+            model.
     """
     grid.check()
     files = None if grid.filler is None else [str(grid.filler)]
@@ -174,32 +177,32 @@ def tasks_of(models: Sequence[OpenCheckpoint], grid: Grid) -> dict[str, Passkey]
 
 
 def _samples(tasks: Mapping[str, Passkey], grid: Grid) -> list[Sample | Inserted]:
-    """The prompts, for which all models have room."""
+    """Return the samples of a grid for which the tokenizers of all models leave enough room."""
     return grid.samples(max(task.least_length() for task in tasks.values()))
 
 
-def _longest_answer(task: Passkey, asked: Sequence[Question]) -> int:
-    return max((len(task.answer(question.needle)) for question in asked), default=1)
+def _longest_answer(task: Passkey, questions: Sequence[Question]) -> int:
+    return max((len(task.answer(question.needle)) for question in questions), default=1)
 
 
 def _by_chunk(
     model: LanguageModel,
     task: Passkey,
     prompts: Sequence[Prompt],
-    asked: Sequence[Question],
+    questions: Sequence[Question],
     chunk: int,
     progress: Progress,
 ) -> Iterator[list[Answer]]:
-    """Answers from the chunk that is chosen, one after another."""
-    for index, (prompt, question) in enumerate(zip(prompts, asked, strict=True)):
+    """Yield one answer at a time, each from the chunk that was selected for it."""
+    for index, (prompt, question) in enumerate(zip(prompts, questions, strict=True)):
         header, *rest = prompt.context
         text = read(rest)
         chosen = select(model, text, prompt.question, chunk=chunk, prefix=read([header]))
         progress.advance(0, header.size + len(text) + len(prompt.question))
         ids = prompt.question[None].to(chosen.state.position.device)
         longest = len(task.answer(question.needle))
-        said = generate(model, ids, chosen.state, max_new_tokens=longest)
-        yield [Answer(index, said.tokens[0])]
+        generated = generate(model, ids, chosen.state, max_new_tokens=longest)
+        yield [Answer(index, generated.tokens[0])]
 
 
 def _row(
@@ -210,16 +213,16 @@ def _row(
     ids: list[int],
 ) -> Row:
     key = question.needle.key
-    said = task.tokenizer.decode(ids).strip()
-    correct = is_recalled(said, key)
-    row = {"model": name, **asdict(sample), "key": key, "said": said, "correct": correct}
+    answer = task.tokenizer.decode(ids).strip()
+    correct = is_recalled(answer, key)
+    row = {"model": name, **asdict(sample), "key": key, "said": answer, "correct": correct}
     if task.own_filler:
         row |= {"start": question.start, "covers": sample.length / task.n_filler}
     return row
 
 
 def by_model(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by the model's name, in the order of their first appearance."""
+    """Group rows by the model's name, in the order of their first appearance."""
     split: dict[str, list[Row]] = {}
     for row in rows:
         split.setdefault(row["model"], []).append(row)
@@ -227,11 +230,11 @@ def by_model(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def independent(rows: Sequence[Row]) -> float | None:
-    """How many of the prompts of one length count as independent; None for all of them.
+    """Return how many of the prompts of one length count as independent; None for all of them.
 
-    In a text file, prompts that read the same text are not independent samples of such texts, see
-    `independent_stretches`. With the built-in filler every prompt reads the same text, and what is
-    sampled is the key alone.
+    Prompts that read overlapping parts of a text file are not independent samples of such texts,
+    see `independent_stretches`. With the built-in filler, all prompts have the same text and only
+    the key is sampled.
     """
     if "covers" not in rows[0]:
         return None
@@ -239,15 +242,15 @@ def independent(rows: Sequence[Row]) -> float | None:
 
 
 def summarise(rows: Sequence[Row]) -> dict[tuple[int, float | None], Estimate]:
-    """Accuracy of one model by (length, depth); depth None stands for all depths together.
+    """Return the accuracy of one model by (length, depth); depth None stands for all depths.
 
-    Intervals are Wilson's, of as many prompts as `independent` counts.
+    Intervals are Wilson's, with the number of prompts that `independent` returns.
     """
     return _accuracy(rows, "depth")
 
 
 def summarise_inserted(rows: Sequence[Row]) -> dict[tuple[int, int | None], Estimate]:
-    """Accuracy of one model by (length, insertion point); None stands for all of them together."""
+    """Return the accuracy of one model by (length, insertion point); None stands for all points."""
     return _accuracy(rows, "insert_at")
 
 
@@ -257,6 +260,6 @@ def _accuracy(rows: Sequence[Row], place: str) -> dict[tuple[int, Any], Estimate
         for where in (row[place], None):
             cells.setdefault((row["length"], where), []).append(row)
     return {
-        cell: proportion(sum(row["correct"] for row in asked), len(asked), independent(asked))
-        for cell, asked in cells.items()
+        cell: proportion(sum(row["correct"] for row in own), len(own), independent(own))
+        for cell, own in cells.items()
     }

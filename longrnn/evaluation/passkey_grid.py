@@ -1,13 +1,13 @@
-"""The cells of a passkey evaluation, and the prompts that they are made of.
+"""The cells of a passkey evaluation and their prompts.
 
 Notable choices:
-- Relative depths put the key at a share of the filler, so that a longer prompt has it at another
-  place; absolute insertion points put it behind so many tokens of filler at every length, so that
-  position of the key and distance since it come apart.
-- Where header, key and question take up little of a prompt, a depth is a share of its whole length
-  and not of the filler alone, so that half of 4k and a quarter of 8k are one place.
-- A key depends on its place and number and on nothing else: a longer prompt with a key at the same
-  place goes on from a shorter one.
+- A relative depth puts the key at a share of the filler, so that its position grows with the
+  prompt. An absolute insertion point puts the key after a fixed number of filler tokens at every
+  length, which separates the position of the key from its distance to the question.
+- If header, key and question are a small part of a prompt, a depth is a share of the whole length,
+  so that half of 4k and a quarter of 8k are the same position.
+- A key depends on its position and index only: a longer prompt with a key at the same position
+  begins with a shorter one.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from longrnn.tasks.passkey_documents import Needle, draw_needles, keys
 from longrnn.text import Tokenizer, read_text
 from longrnn.units import format_length
 
-# A prompt is short where all but its filler is more than one part in so many of it.
+# A prompt is short if everything but its filler is more than 1 / SHORT of it.
 SHORT = 8
-# Of how prompts are made: rows of another version do not go on in one file.
+# Version of the prompts: results of different versions cannot share a file.
 VERSION = 3
 
 
 class Question(NamedTuple):
-    """What a prompt is about: its keys, which one is asked, and where in the filler it begins."""
+    """The keys of a prompt, the index of the queried key, and where in the filler it begins."""
 
     needles: list[Needle]
     asked: int
@@ -43,20 +43,20 @@ class Question(NamedTuple):
 
     @property
     def needle(self) -> Needle:
-        """The one that is asked."""
+        """The key that is queried."""
         return self.needles[self.asked]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt with its key at a relative depth: the `index`-th of its cell."""
+    """The `index`-th prompt of a cell with the key at a relative depth."""
 
     length: int
     depth: float
     index: int
 
     def question(self, task: Passkey, seed: int, n_keys: int) -> Question:
-        """Its keys, which training never sees; the one that is asked is at `depth`."""
+        """Return the prompt's keys, all held out from training; the queried one is at `depth`."""
         start = _start(seed, self.index)
         if n_keys == 1:
             key = _key(seed, round(self.depth * self.length), self.index)
@@ -68,7 +68,7 @@ class Sample:
         return Question(needles, asked, start)
 
     def _needle(self, task: Passkey, key: str) -> Needle:
-        """A share of the length, as far as there is room; of the filler in a short prompt."""
+        """Return the key at a share of the length, or of the filler for a short prompt."""
         free = task.free(key, self.length)
         if (self.length - free) * SHORT > self.length:
             return Needle(key, self.depth)
@@ -78,48 +78,48 @@ class Sample:
 
 @dataclass(frozen=True)
 class Inserted:
-    """One prompt with its key behind `insert_at` tokens of filler: the `index`-th of its cell."""
+    """The `index`-th prompt of a cell with the key after `insert_at` tokens of filler."""
 
     length: int
     insert_at: int
     index: int
 
     def question(self, task: Passkey, seed: int, n_keys: int) -> Question:
-        """Its only key, which training never sees."""
+        """Return the prompt's only key, held out from training."""
         key = _key(seed, self.insert_at, self.index)
         needle = task.needle_at(key, self.insert_at, length=self.length)
         return Question([needle], 0, _start(seed, self.index))
 
 
 def _key(seed: int, place: int, index: int) -> str:
-    """A held-out key for a place."""
+    """Draw a held-out key for a position."""
     return random.Random(f"{seed}/{place}/{index}").choice(keys(True))
 
 
 def _start(seed: int, index: int) -> float:
-    """Where in the filler the `index`-th prompts begin, as a share of it."""
+    """Draw where in the filler the `index`-th prompts begin, as a share of the filler."""
     return random.Random(f"{seed}/{index}").random()
 
 
 def sample_of(row: Row) -> Sample | Inserted:
-    """The prompt that a row is about."""
+    """Return the sample of a row."""
     if "insert_at" in row:
         return Inserted(row["length"], row["insert_at"], row["index"])
     return Sample(row["length"], row["depth"], row["index"])
 
 
 class Grid(NamedTuple):
-    """What is asked: lengths × depths, or lengths × insertion points, `n` prompts a cell.
+    """Prompts over lengths × depths, or lengths × insertion points, `n` per cell.
 
     Attributes:
-        lengths: tokens of the prompts, exactly.
+        lengths: exact lengths of the prompts in tokens.
         n: prompts per cell.
-        depths: where the key stands in the filler, from 0 to 1.
-        insert_at: tokens of filler before the key, in place of depths; a length too short for one
-            has no cell with it.
-        seed: of the keys.
-        filler: a text file to hide the keys in; None for the sentences that everyone uses.
-        n_keys: keys in one prompt.
+        depths: positions of the key in the filler, from 0 to 1.
+        insert_at: in place of depths, numbers of filler tokens before the key; lengths that are too
+            short for a number have no cell with it.
+        seed: seed of the keys.
+        filler: a text file to hide the keys in; None for the usual sentences.
+        n_keys: keys per prompt.
     """
 
     lengths: Sequence[int]
@@ -131,7 +131,7 @@ class Grid(NamedTuple):
     n_keys: int = 1
 
     def check(self) -> None:
-        """Refuses values out of range."""
+        """Refuse values out of range."""
         check_seed(self.seed)
         if self.n < 1:
             raise UserError("n and the batch size must be at least 1: give positive numbers")
@@ -144,10 +144,10 @@ class Grid(NamedTuple):
         if min(self.insert_at, default=0) < 0:
             raise UserError("insertion points count tokens of filler: give 0 or more")
         if self.insert_at and self.n_keys > 1:
-            raise UserError("a grid of insertion points has one key a prompt: leave n_keys at 1")
+            raise UserError("a grid of insertion points has one key per prompt: leave n_keys at 1")
 
     def header(self) -> Row:
-        """What tells its rows from those of other grids that may not share a file."""
+        """Return the settings that all rows of a results file must share."""
         header: Row = {"seed": self.seed, "version": VERSION}
         if self.insert_at:
             header["grid"] = "absolute"
@@ -158,10 +158,13 @@ class Grid(NamedTuple):
         return header
 
     def samples(self, least: int) -> list[Sample | Inserted]:
-        """The prompts, of which the shortest with a key behind no filler has `least` tokens.
+        """Return the samples of the grid.
+
+        Args:
+            least: tokens of the shortest possible prompt.
 
         Raises:
-            UserError: an insertion point for which no length has room.
+            UserError: all lengths are too short for an insertion point.
         """
         relative = product(self.lengths, map(float, self.depths), range(self.n))
         absolute = [
@@ -173,7 +176,7 @@ class Grid(NamedTuple):
         for place in self.insert_at:
             if place not in reached:
                 raise UserError(
-                    f"a key behind {format_length(place)} tokens of filler needs a prompt of "
+                    f"a key after {format_length(place)} tokens of filler needs a prompt of "
                     f"{place + least:,} tokens or more: give a greater length, or leave "
                     f"{format_length(place)} out"
                 )
@@ -182,16 +185,20 @@ class Grid(NamedTuple):
 
 
 def insertion_points(step: int, longest: int, tokenizers: Iterable[Tokenizer]) -> list[int]:
-    """0, `step`, 2 · `step`, …, as far as a prompt of `longest` tokens has room."""
+    """Return the insertion points 0, `step`, 2 · `step`, … of a prompt of `longest` tokens."""
     least = max(Passkey(tokenizer).least_length() for tokenizer in tokenizers)
     return list(range(0, max(longest - least, 0) + 1, step))
 
 
 def prompts(
-    task: Passkey, samples: Sequence[Sample | Inserted], asked: Sequence[Question], *, naive: bool
+    task: Passkey,
+    samples: Sequence[Sample | Inserted],
+    questions: Sequence[Question],
+    *,
+    naive: bool,
 ) -> Iterator[Prompt]:
-    """The prompts of samples; where `naive`, each shares nothing with the others."""
-    for index, (sample, question) in enumerate(zip(samples, asked, strict=True)):
+    """Yield the prompts of samples; if `naive`, they share no prefixes."""
+    for index, (sample, question) in enumerate(zip(samples, questions, strict=True)):
         start = int(question.start * task.n_filler) if task.own_filler else 0
         needles = question.needles
         context = task.context(needles, question.asked, length=sample.length, start=start)
@@ -199,7 +206,7 @@ def prompts(
         if naive:
             yield Prompt(context, ids, None, 0, index)
             continue
-        # Header and filler, up to the first key line. Longer texts about one key go on in one
-        # branch; with several, what follows the first differs with the length.
+        # The fork is after header and filler, at the first key line. Prompts with the same single
+        # key share a branch; with several keys, the text after the first depends on the length.
         fork = context[0].size + context[1].size
         yield Prompt(context, ids, start, fork, needles[0].key if len(needles) == 1 else sample)

@@ -1,18 +1,17 @@
-"""Loss by position on long texts, and whether a model forgets robustly.
+"""Loss by position on long texts, measured in windows.
 
 Notable choices:
-- A window of length L consumes L tokens from an empty state and predicts the L tokens that follow
-  each of them: the loss at position i is that of the token after i + 1 tokens were read. A text of
-  n tokens holds (n − 1) // L disjoint windows.
-- Losses are summed while the text streams by, so that neither logits nor losses of a whole window
-  exist at any time.
-- Bits per byte divide by the bytes of the very tokens whose loss is summed (see
+- A window of length L reads L tokens from an empty state and predicts the token after each of
+  them: the loss at position i is that of the token that follows the first i + 1 tokens. A text of
+  n tokens has (n − 1) // L disjoint windows.
+- Losses are summed piece by piece, so that neither logits nor losses of a whole window are in
+  memory at once.
+- Bits per byte divide by the bytes of the tokens whose loss is summed (see
   `longrnn.evaluation.bits`), in a window and in every bucket.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -32,47 +31,25 @@ from longrnn.models import LanguageModel
 from longrnn.progress import Progress
 from longrnn.results import Results, Row
 
-# Tokens whose mean loss a row records besides its buckets: what the criterion is made of.
+# Tokens of the stretches whose mean loss a row records, beside its buckets.
 STRETCH = 64
-# Stretches that the criterion compares inside the training length, where it is long enough.
-INSIDE = 8
-FACTOR = 2.0
 
 
 class Bucket(NamedTuple):
-    """Mean loss at positions from `start` up to `stop`, over documents.
+    """Mean loss over documents, at the positions from `start` up to but not including `stop`.
 
     Attributes:
         start: the first position.
-        stop: behind the last one.
-        nats: per token.
-        bits: per byte; None where the tokenizer does not tell its bytes, or there are none.
+        stop: the position after the last one.
+        nats: loss in nats per token.
+        bits: loss in bits per byte; None if the byte offsets of the tokens are not known, or if
+            there are no bytes.
     """
 
     start: int
     stop: int
     nats: Estimate
     bits: Estimate | None
-
-
-class Forgetting(NamedTuple):
-    """The criterion of robust forgetting, as compared.
-
-    Attributes:
-        robust: whether `beyond` is at most FACTOR · `inside`.
-        width: tokens of the stretches that are compared.
-        inside: the largest mean loss of a stretch inside the training length, in nats.
-        inside_at: where that stretch begins.
-        beyond: the largest mean loss of the other stretches.
-        beyond_at: where that one begins.
-    """
-
-    robust: bool
-    width: int
-    inside: float
-    inside_at: int
-    beyond: float
-    beyond_at: int
 
 
 def evaluate(
@@ -84,21 +61,21 @@ def evaluate(
     batch_size: int = 8,
     quiet: bool = False,
 ) -> list[Row]:
-    """Measures the loss by position and returns its rows, new and earlier ones.
+    """Measure the loss by position; return all rows, new and earlier ones.
 
     Args:
         model: any language model.
-        documents: the texts; each gives as many windows as it holds.
-        length: tokens of a window, each of which starts from an empty state.
-        output: the results file, taken up where it was left; texts and lengths may be added.
+        documents: the texts, each with as many windows as fit.
+        length: tokens of a window; every window starts from an empty state.
+        output: the results file, which is resumed; texts and lengths may be added.
         batch_size: windows in one batch.
-        quiet: no progress.
+        quiet: show no progress.
 
     Returns:
         See `evaluate_windows`.
 
     Raises:
-        UserError: a text shorter than a window, or a results file of another run.
+        UserError: a text is shorter than a window, or `output` has the results of another run.
     """
     wanted = [window for document in documents for window in windows(document, length)]
     return evaluate_windows(model, wanted, output=output, batch_size=batch_size, quiet=quiet)
@@ -112,12 +89,12 @@ def evaluate_windows(
     batch_size: int = 8,
     quiet: bool = False,
 ) -> list[Row]:
-    """`evaluate` on windows of any place and length.
+    """Measure the loss by position in given windows, of any start and length; see `evaluate`.
 
     Returns:
         One row per window with `text`, `text_sha256`, `window`, `start`, `length`, `bytes` of the
-        predicted tokens and `bucket_bytes` of those in each bucket (null where the tokenizer does
-        not tell them), and mean losses in nats: `nats_per_token`, `buckets` (see `edges`),
+        predicted tokens, `bucket_bytes` of those in each bucket (both null if byte offsets are not
+        known), and mean losses in nats: `nats_per_token`, `buckets` (see `edges`), and
         `stretches` of STRETCH tokens.
     """
     if batch_size < 1:
@@ -130,10 +107,10 @@ def evaluate_windows(
         "tokenizer": made_by(window.document for window in wanted),
     }
     results = Results(output, header)
-    asked = {_key(window): window for window in wanted}
-    # Rows without the bytes, of the first versions, are measured again.
+    requested = {_key(window): window for window in wanted}
+    # Rows of the first versions have no bytes and are measured again.
     done = {_identity(row) for row in results.rows if "bytes" in row}
-    todo = [window for key, window in asked.items() if key not in done]
+    todo = [window for key, window in requested.items() if key not in done]
     total = sum(window.length for window in todo)
     with Progress("perplexity", total, unit="tokens", quiet=quiet) as progress:
         for batch in _batches(todo, batch_size):
@@ -157,15 +134,15 @@ def evaluate_windows(
                 for window, by_bucket, by_stretch in zip(batch, buckets, stretches, strict=True)
             )
     rows = {_identity(row): row for row in results.rows if "bytes" in row}
-    # Rows of earlier versions lack the bytes of their buckets, which need no measurement.
+    # Earlier versions did not record the bytes of the buckets, which follow from the text.
     return [
         {"bucket_bytes": window.bytes_between(edges(window.length)), **rows[key]}
-        for key, window in asked.items()
+        for key, window in requested.items()
     ]
 
 
 def _batches(windows: Sequence[Window], batch_size: int) -> Iterator[list[Window]]:
-    """Windows of one length together."""
+    """Yield batches of windows of equal length."""
     for length in dict.fromkeys(window.length for window in windows):
         same = [window for window in windows if window.length == length]
         for start in range(0, len(same), batch_size):
@@ -173,7 +150,7 @@ def _batches(windows: Sequence[Window], batch_size: int) -> Iterator[list[Window
 
 
 def edges(length: int) -> list[int]:
-    """Where the buckets of a window begin, and its end: 0, 1, 2, 4, 8, …, length."""
+    """Return the edges of the buckets of a window: 0, 1, 2, 4, 8, …, length."""
     return [0, *(2**k for k in range((length - 1).bit_length())), length]
 
 
@@ -183,20 +160,20 @@ def losses(
     partitions: Sequence[Sequence[int] | Tensor],
     progress: Progress | None = None,
 ) -> list[Tensor]:
-    """Sums of the loss in nats, in one pass.
+    """Return sums of the loss in nats over parts of windows, in one pass.
 
     Args:
-        model: reads the windows from an empty state, piece by piece.
-        windows: `(b, length + 1)`, the tokens and the one to predict last.
-        partitions: each the edges of `k` parts of the positions, from 0 to `length`: `(k + 1,)`, or
-            `(b, k + 1)` where every row has its own.
+        model: any language model; it starts from an empty state and reads the windows in pieces.
+        windows: `(b, length + 1)` tokens; the last one is only predicted.
+        partitions: for each partition the edges of its `k` parts, from 0 to `length`: `(k + 1,)`,
+            or `(b, k + 1)` with the edges of each row.
         progress: counts the tokens.
 
     Returns:
         For each partition the sums, `(b, k)` float64 on the CPU.
 
     Raises:
-        UserError: logits that are not finite.
+        UserError: the logits are not finite.
     """
     batch = len(windows)
     edges = [torch.as_tensor(one).expand(batch, -1).contiguous() for one in partitions]
@@ -212,11 +189,11 @@ def losses(
 
 
 def scored(row: Row, bucket: int | None = None) -> Scored:
-    """What was scored in a row: the whole window, or one of its buckets.
+    """Return the nats and bytes of a whole window, or of one of its buckets.
 
     Args:
-        row: of `evaluate`, with the bytes of its tokens.
-        bucket: which one, of `edges`; None for the window.
+        row: a row of `evaluate`, with the bytes of its tokens.
+        bucket: index of the bucket in `edges`; None for the whole window.
     """
     if bucket is None:
         return Scored(row["nats_per_token"] * row["length"], row["bytes"])
@@ -225,10 +202,12 @@ def scored(row: Row, bucket: int | None = None) -> Scored:
 
 
 def summarise(rows: Sequence[Row]) -> tuple[Bucket, list[Bucket]]:
-    """Mean loss over documents with Student-t intervals: of whole windows, and by bucket.
+    """Return the mean loss over documents, of whole windows and by bucket.
+
+    Intervals are Student's t.
 
     Args:
-        rows: of `evaluate`, all of one length; each counts as one document.
+        rows: rows of `evaluate`, all of one length; each counts as one document.
     """
     length = rows[0]["length"]
     known = all(row.get("bucket_bytes") is not None for row in rows)
@@ -244,11 +223,11 @@ def summarise(rows: Sequence[Row]) -> tuple[Bucket, list[Bucket]]:
 
 
 def curve(rows: Sequence[Row], width: int) -> list[tuple[int, float]]:
-    """(start, mean loss over rows in nats) of stretches of `width` tokens.
+    """Return start and mean loss over rows, in nats, of stretches of `width` tokens.
 
     Args:
-        rows: of `evaluate`, all of one length.
-        width: a multiple of STRETCH; what is left at the end joins the last stretch.
+        rows: rows of `evaluate`, all of one length.
+        width: a multiple of STRETCH; the remainder at the end is part of the last stretch.
     """
     length = rows[0]["length"]
     fine = _stretch_edges(length)
@@ -259,33 +238,6 @@ def curve(rows: Sequence[Row], width: int) -> list[tuple[int, float]]:
     sums = torch.zeros(2, last + 1, dtype=torch.float64)
     sums.index_add_(1, group, torch.stack([nats * sizes, sizes]))
     return [(k * width, float(loss)) for k, loss in enumerate(sums[0] / sums[1])]
-
-
-def forgetting(rows: Sequence[Row], train_length: int) -> Forgetting | None:
-    """Whether a model forgets robustly (arXiv 2410.07145).
-
-    The published criterion: on long prompts the loss by position never exceeds 2 × the maximum
-    inside the training length. Compared is the mean loss, over all documents, of stretches of
-    consecutive positions: an eighth of the training length each, a multiple of STRETCH = 64 tokens
-    and at least that. Inside are the stretches that end within the training length (at least the
-    first one counts), beyond are all others; a loss that is no number is beyond any bound.
-
-    Returns:
-        None where no stretch lies beyond the training length.
-    """
-    width = max(STRETCH, train_length // INSIDE // STRETCH * STRETCH)
-    stretches = curve(rows, width)
-    count = max(1, train_length // width)
-    inside, beyond = stretches[:count], stretches[count:]
-    if rows[0]["length"] <= train_length or not beyond:
-        return None
-
-    def size(stretch: tuple[int, float]) -> float:
-        return math.inf if math.isnan(stretch[1]) else stretch[1]
-
-    (inside_at, most), (beyond_at, worst) = max(inside, key=size), max(beyond, key=size)
-    robust = worst <= FACTOR * most < math.inf
-    return Forgetting(robust, width, most, inside_at, worst, beyond_at)
 
 
 def _key(window: Window) -> tuple[str, int, int]:

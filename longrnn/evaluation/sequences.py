@@ -1,4 +1,4 @@
-"""Tasks of random sequences, such as reverse ordering, on held-out sequences."""
+"""Evaluates tasks of random sequences, such as reversing, on held-out sequences."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from longrnn.progress import Progress
 from longrnn.results import Results, Row
 from longrnn.tasks import TASKS, SequenceTask
 
-# Sequences that are asked where nobody says how many.
-MOST = 1024
+# Default number of sequences, if there are as many held-out ones.
+MAX_SEQUENCES = 1024
 
 
 @torch.no_grad()
@@ -30,23 +30,23 @@ def evaluate(
     batch_size: int = 64,
     quiet: bool = False,
 ) -> list[Row]:
-    """Measures a task of sequences and returns its rows, new and earlier ones.
+    """Measure a sequence task; return all rows, new and earlier ones.
 
     Args:
-        model: any language model with as many ids as the task or more.
-        task: says V and the held-out sequences.
-        length: of the sequences, as in `Task.sample`.
-        n: held-out sequences; None for all of them, at most 1,024.
-        output: the results file, taken up where it was left.
+        model: any language model with at least as many ids as the task.
+        task: defines the vocabulary and the held-out sequences.
+        length: length of the sequences, as in `Task.sample`.
+        n: number of held-out sequences; None for all of them, at most MAX_SEQUENCES.
+        output: the results file, which is resumed.
         batch_size: sequences in one batch.
-        quiet: no progress.
+        quiet: show no progress.
 
     Returns:
-        Rows with `index`, `token_accuracy`, `exact_match`, `edit_distance`, and `condition` where
-        the task has conditions.
+        One row per sequence with `index`, `token_accuracy`, `exact_match`, `edit_distance`, and
+        `condition` if the task has conditions.
 
     Raises:
-        UserError: sizes that do not fit, or a results file of another run.
+        UserError: sizes that do not fit, or `output` has the results of another run.
     """
     kind = kind_of(task)
     if model.vocab_size < task.vocab_size:
@@ -54,12 +54,12 @@ def evaluate(
             f"{kind} with vocab_size {task.n_tokens} needs a model with {task.vocab_size} ids, "
             f"this one has {model.vocab_size}: give the vocab_size it was trained with"
         )
-    n = min(task.n_held_out, MOST) if n is None else n
+    n = min(task.n_held_out, MAX_SEQUENCES) if n is None else n
     if not 1 <= n <= task.n_held_out:
         raise UserError(
             f"n must be between 1 and the {task.n_held_out} held-out sequences: give a smaller one"
         )
-    task.evaluation_batch(0, 1, length=length)  # a length that does not fit is refused here
+    task.evaluation_batch(0, 1, length=length)  # refuses an invalid length
     header = {
         "evaluation": kind,
         "model": model.fingerprint(),
@@ -92,7 +92,7 @@ def evaluate(
 
 
 def _runs(indices: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Start and stop of each run of consecutive indices, cut into runs of at most `most`."""
+    """Yield start and stop of runs of consecutive indices, each of at most `most`."""
     start = 0
     for place in range(1, len(indices) + 1):
         ends = place == len(indices) or indices[place] != indices[place - 1] + 1
@@ -102,10 +102,10 @@ def _runs(indices: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Estimate]:
-    """Mean token accuracy and edit distance (Student t), share of exact matches (Wilson).
+    """Return mean token accuracy and edit distance (Student's t) and exact matches (Wilson).
 
-    Where one token of a sequence is scored, token accuracy is a share too; where there are
-    conditions, so it is under each.
+    If one token per sequence is scored, token accuracy is also a share with Wilson's interval. If
+    the task has conditions, the share of exact matches under each is included.
     """
     accuracies = [row["token_accuracy"] for row in rows]
     found = {
@@ -119,7 +119,7 @@ def summarise(rows: Sequence[Row]) -> dict[str, Estimate]:
 
 
 def kind_of(task: SequenceTask) -> str:
-    """The name under which a task is registered."""
+    """Return the name under which a task is registered."""
     return next(kind for kind, member in TASKS.items() if type(task) is member)
 
 

@@ -102,7 +102,7 @@ def print_forgetting(rows: Sequence[Row], trained: int | None, vocab_size: int) 
     """Prints whether the model forgets robustly, and the numbers that this criterion compares."""
     from math import log
 
-    from longrnn.evaluation.perplexity import FACTOR, forgetting
+    from longrnn.evaluation.forgetting import FACTOR, forgetting
 
     if trained is None:
         print("forgets robustly: not judged without a training length: give --train-length")

@@ -1,4 +1,4 @@
-"""Texts to measure on: read, hashed and tokenised."""
+"""Reads, hashes and tokenizes evaluation texts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from longrnn.text import Tokenizer, read_text
 
 
 class Document(NamedTuple):
-    """One text.
+    """A tokenized text.
 
     Attributes:
-        name: of its file.
-        sha256: of its bytes, hexadecimal.
+        name: name of its file.
+        sha256: SHA-256 of its bytes, hexadecimal.
         tokens: `(n,)` int64.
-        byte_ends: `(n,)` int64, where each token ends; None where the tokenizer cannot tell.
-        tokenizer: fingerprint of the one that made the tokens; empty for tokens of no text.
+        byte_ends: `(n,)` int64, the byte at which each token ends; None if the tokenizer has no
+            offsets.
+        tokenizer: fingerprint of the tokenizer; empty for tokens that are not from a text.
     """
 
     name: str
@@ -36,16 +37,16 @@ class Document(NamedTuple):
 def read_documents(
     paths: Sequence[Path], tokenizer: Tokenizer, model: LanguageModel
 ) -> list[Document]:
-    """Reads text files, one document each.
+    """Read text files, one document per file.
 
     Args:
-        paths: of UTF-8 files.
-        tokenizer: that of the model.
-        model: which will read the tokens.
+        paths: UTF-8 files.
+        tokenizer: the tokenizer of the model.
+        model: the model that is evaluated.
 
     Raises:
-        UserError: a file that is missing, empty or no text, the same text twice, or a tokenizer
-            with more ids than the model.
+        UserError: a file is missing, empty or not text, a text is given twice, or the tokenizer
+            has more ids than the model.
     """
     if tokenizer.vocab_size > model.vocab_size:
         raise UserError(
@@ -62,17 +63,17 @@ def read_documents(
 
 
 def tokenised(name: str, sha256: str, text: str, tokenizer: Tokenizer) -> Document:
-    """A text, or a part of one, as a tokenizer reads it."""
+    """Tokenize a text or a part of one."""
     tokens, ends = _integers(tokenizer.encode(text)), tokenizer.byte_ends(text)
     ends = None if ends is None else _integers(ends)
     return Document(name, sha256, tokens, ends, tokenizer.fingerprint())
 
 
 def made_by(documents: Iterable[Document]) -> str:
-    """The fingerprint of the tokenizer of documents, for the header of results."""
+    """Return the fingerprints of the tokenizers of documents, for the header of results."""
     return ", ".join(sorted({document.tokenizer for document in documents}))
 
 
 def _integers(values: Sequence[int]) -> Tensor:
-    """`(n,)` int64; a range is never spelled out, which takes five times the room."""
+    """Return `(n,)` int64, without turning a range into a list, which needs five times as much."""
     return torch.from_numpy(np.fromiter(values, dtype=np.int64, count=len(values)))

@@ -1,4 +1,4 @@
-"""Windows of texts: what one state reads, by tokens of one tokenizer or by the bytes of several."""
+"""Windows of texts, cut by the tokens of one tokenizer or at bytes that several share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from longrnn.units import format_length
 
 
 class Window(NamedTuple):
-    """The `number`-th window of a document: `length` tokens from token `start` on."""
+    """The `number`-th window of a document: `length` tokens, beginning with token `start`."""
 
     document: Document
     number: int
@@ -23,18 +23,22 @@ class Window(NamedTuple):
     length: int
 
     def tokens(self) -> Tensor:
-        """`(length + 1,)`: what is read, and the last one to predict."""
+        """Return the tokens, `(length + 1,)`; the last one is only predicted."""
         return self.document.tokens[self.start : self.start + self.length + 1]
 
     def n_bytes(self) -> int | None:
-        """Bytes that the predicted tokens stand for; None where the tokenizer cannot tell."""
+        """Return the number of bytes of the predicted tokens; None if it is not known."""
         found = self.bytes_between([0, self.length])
         return None if found is None else found[0]
 
     def bytes_between(self, edges: Sequence[int]) -> list[int] | None:
-        """Bytes of the tokens that are predicted at the positions from each edge up to the next.
+        """Return the number of bytes of the predicted tokens between consecutive edges.
 
-        None where the tokenizer cannot tell.
+        Args:
+            edges: positions in the window, ascending.
+
+        Returns:
+            One number fewer than there are edges; None if byte offsets are not known.
         """
         ends = self.document.byte_ends
         if ends is None:
@@ -43,27 +47,27 @@ class Window(NamedTuple):
 
 
 def windows(document: Document, length: int) -> list[Window]:
-    """The disjoint windows of a text.
+    """Return the disjoint windows of a text.
 
     Raises:
-        UserError: a text shorter than one.
+        UserError: the text is shorter than one window.
     """
     count = (len(document.tokens) - 1) // length
     if count < 1:
         raise UserError(
             f"{document.name} has {len(document.tokens):,} tokens and a window of "
-            f"{format_length(length)} needs {length + 1:,} (the last one to be predicted): "
+            f"{format_length(length)} needs {length + 1:,} (the last one is only predicted): "
             "give a longer text or a smaller --length"
         )
     return [Window(document, index, index * length, length) for index in range(count)]
 
 
 def shared_windows(documents: Sequence[Sequence[Document]], length: int) -> list[list[Window]]:
-    """Windows in which several models predict the very same bytes.
+    """Return windows in which several models predict the same bytes.
 
-    A window ends where the first tokenizer has read `length` tokens more, or a little before (see
-    `shared_places`). Of equal tokenizers these are the windows of `windows`. A window begins with
-    the token that ends where the one before it ended.
+    A window ends `length` tokens of the first tokenizer after the one before it, or slightly
+    earlier (see `shared_places`). It begins with the token that ends where the one before it ended.
+    With equal tokenizers, these are the windows of `windows`.
 
     Args:
         documents: for each model, the same texts in the same order.
@@ -73,8 +77,8 @@ def shared_windows(documents: Sequence[Sequence[Document]], length: int) -> list
         For each model its windows, in the same order.
 
     Raises:
-        UserError: a text shorter than a window; a tokenizer that does not know its bytes, or none
-            of whose borders is one of the others.
+        UserError: a text is shorter than a window, the byte offsets of a tokenizer are not known,
+            or the tokenizers share too few token borders.
     """
     found: list[list[Window]] = [[] for _ in documents]
     for texts in zip(*documents, strict=True):
@@ -89,19 +93,20 @@ def shared_windows(documents: Sequence[Sequence[Document]], length: int) -> list
 
 
 def shared_places(texts: Sequence[Document], places: Sequence[int]) -> list[list[int]]:
-    """Tokens of several tokenizers that end at the same bytes of one text.
+    """Return tokens of several tokenizers that end at the same bytes of one text.
 
     Args:
-        texts: the text as each model reads it.
-        places: tokens of the first model, ascending.
+        texts: the text, tokenized for each model.
+        places: indices of tokens of the first model, ascending.
 
     Returns:
-        For each model a token for each of `places`: the one that ends at the last byte, up to the
-        end of the first model's token, where every tokenizer has a border. Where all models read
-        the same tokens, these are `places`.
+        For each model the index of a token for each of `places`: the token that ends at the last
+        byte that is a token border of all tokenizers and not after the end of the first model's
+        token. If all models have the same tokens, these are `places`.
 
     Raises:
-        UserError: a tokenizer that does not know its bytes; too few common borders.
+        UserError: the byte offsets of a tokenizer are not known, or there are too few common
+            borders.
     """
     if read_alike([[text] for text in texts]):
         return [list(places) for _ in texts]
@@ -109,15 +114,15 @@ def shared_places(texts: Sequence[Document], places: Sequence[int]) -> list[list
     if len(ends) < len(texts):
         raise UserError(
             f"models with different tokenizers are compared by the bytes of {texts[0].name}, "
-            "and one of the tokenizers does not tell them: measure these models one by one"
+            "and one of the tokenizers has no byte offsets: measure these models one by one"
         )
     cuts = _cuts(texts[0].name, ends, places)
-    # Of tokens that share a last byte, the last one ends there.
+    # Of several tokens that end at one byte, take the last.
     return [(torch.searchsorted(end, cuts, right=True) - 1).tolist() for end in ends]
 
 
 def read_alike(documents: Sequence[Sequence[Document]]) -> bool:
-    """Whether the texts are the same tokens for every model."""
+    """Whether the texts have the same tokens for every model."""
     return all(
         torch.equal(text.tokens, texts[0].tokens)
         for texts in zip(*documents, strict=True)
@@ -126,7 +131,7 @@ def read_alike(documents: Sequence[Sequence[Document]]) -> bool:
 
 
 def _cuts(name: str, ends: Sequence[Tensor], places: Sequence[int]) -> Tensor:
-    """Bytes at or before the ends of the first model's tokens, all of them borders of tokens."""
+    """Return the last common token borders, in bytes, not after the first model's `places`."""
     common = ends[0]
     for end in ends[1:]:
         common = common[torch.isin(common, end)]

@@ -1,1 +1,1 @@
-"""Loading: checkpoints and tokenizers by name or path, and all that needs `transformers`."""
+"""Loads checkpoints and tokenizers by name or path; everything that needs `transformers`."""

@@ -1,14 +1,14 @@
 """Any causal Hugging Face language model as a `LanguageModel` with an explicit state.
 
 Notable choices:
-- A state holds the tensors of the model's cache, and every call makes a cache of its own from
-  them, so that a state that was kept is never used up.
-- Rows that have read different numbers of tokens go through the model one length at a time. No
-  padding, mask or position is invented, so that this is exact for every architecture.
-- A long text goes through in pieces. Whether a model computes in pieces and from a fork what it
-  computes in one call without a cache is tried when it is wrapped. Some recurrent Hugging Face
-  models do so only row by row, only token by token, or only where they are given the positions of
-  the tokens, and are then read like that; any other model is refused.
+- A state holds the tensors of the model's cache, and every call builds a new cache from them, so
+  that a state stays valid after it was used.
+- Rows that have read different numbers of tokens go through the model one length at a time. This
+  needs no padding, masks or made-up positions, and so is exact for every architecture.
+- A long text is processed in pieces. When a model is wrapped, `probe` checks that pieces and forks
+  give what one call without a cache gives. For some recurrent Hugging Face models this holds only
+  row by row, only token by token, or only with explicit position ids, and they are then called that
+  way; any other model is refused.
 """
 
 from __future__ import annotations
@@ -21,44 +21,41 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longrnn.errors import UserError
-from longrnn.hf.cache import LayerCache
+from longrnn.hf.cache import LayerCache, NotForkableError
 from longrnn.hf.carriers import find_carrier
 from longrnn.hf.positions import longest, scaling_by_length, table_of_positions
 from longrnn.hf.probe import find_reading
 from longrnn.models.base import LMOutput, check_state, check_tokens, fingerprint
 from longrnn.state import LMState, PyTree, join, map_histories, take, tree_map
 
-# Tokens (over all rows) of one piece.
+# Tokens of one piece, over all rows.
 SEGMENT_TOKENS = 1024
-# What a configuration says that changes nothing of what a model computes.
+# Keys of a configuration that do not affect what a model computes.
 VOLATILE = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 
 
 class HFLanguageModel(nn.Module):
-    """A `LanguageModel`: a causal Hugging Face model, for evaluation only.
-
-    Gradients are not recorded.
+    """A causal Hugging Face model as a `LanguageModel`, for evaluation only (no gradients).
 
     Args:
         model: any causal language model.
-        beyond: whether it may read more tokens than it was made for.
+        beyond: whether it may read more tokens than its configuration allows.
 
     Attributes:
-        max_length: the most tokens that one sequence may have; None for no limit.
-        rows_together: whether the rows of a batch go through the model in one call.
-        tokens_together: whether the tokens that follow a state do so.
-        gives_positions: whether the model is given the positions of the tokens, because it counts
-            them wrongly itself.
-        like: the layers of one row without its batch axis, on the meta device.
+        max_length: the maximum length of a sequence in tokens; None for no limit.
+        rows_together: whether all rows of a batch go through the model in one call.
+        tokens_together: whether several tokens after a state go through the model in one call.
+        gives_positions: whether calls pass `position_ids`, because the model's own are wrong.
+        like: the state's layers for one row without its batch axis, on the meta device.
         accepted: names of the arguments of the model's forward.
 
     Raises:
-        UserError: the model's cache is of a kind that cannot be forked, or does not carry all that
-            the model needs to go on; its logits are not finite; or `beyond` for a model whose
-            positions end.
+        UserError: the model's cache is of a kind that cannot be forked, or does not hold everything
+            that the model needs to continue; its logits are not finite; or `beyond` is set for a
+            model with a fixed number of positions.
     """
 
-    model: Any  # what it has besides a forward depends on its architecture
+    model: Any  # its attributes depend on the architecture
 
     def __init__(self, model: PreTrainedModel, *, beyond: bool = False) -> None:
         super().__init__()
@@ -69,8 +66,8 @@ class HFLanguageModel(nn.Module):
         scaling = scaling_by_length(self.config)
         if scaling is not None:
             raise self._refusal(
-                f"its rotary positions are scaled by the length of the text, {scaling}, so that "
-                "what was cached would change"
+                f"its rotary positions are scaled by the length of the text, {scaling}, which "
+                "would change cached keys"
             )
         carrier = find_carrier(model, self.accepted)
         if carrier is None:
@@ -90,7 +87,7 @@ class HFLanguageModel(nn.Module):
 
     @property
     def kind(self) -> str:
-        """The model's type, as transformers calls it."""
+        """The `model_type` of the model's configuration."""
         return self.model.config.model_type
 
     @property
@@ -101,11 +98,11 @@ class HFLanguageModel(nn.Module):
 
     @property
     def can_go_beyond(self) -> bool:
-        """Whether there are positions beyond `max_length`."""
+        """Whether the model can compute positions beyond `max_length`."""
         return self._table is None
 
     def init_state(self, batch_size: int) -> LMState:
-        """The state before the first token, with histories of no entry."""
+        """Return the state before the first token, with empty histories."""
         device = self.model.device
         layers = tree_map(
             lambda leaf: torch.zeros(batch_size, *leaf.shape, dtype=leaf.dtype, device=device),
@@ -114,10 +111,10 @@ class HFLanguageModel(nn.Module):
         return LMState(torch.zeros(batch_size, dtype=torch.long, device=device), layers)
 
     def go_beyond(self) -> None:
-        """Lifts `max_length`.
+        """Lift `max_length`.
 
         Raises:
-            UserError: the model has no positions beyond it.
+            UserError: the model has no positions beyond `max_length`.
         """
         if self.max_length is not None and not self.can_go_beyond:
             raise UserError(
@@ -130,7 +127,7 @@ class HFLanguageModel(nn.Module):
     def forward(
         self, tokens: Tensor, state: LMState | None = None, *, keep: int | None = None
     ) -> LMOutput:
-        """Consumes tokens; see `LanguageModel`.
+        """Process tokens; see `LanguageModel`.
 
         Raises:
             UserError: ids outside the vocabulary, a state of another model or batch size, or more
@@ -143,7 +140,7 @@ class HFLanguageModel(nn.Module):
         time = tokens.shape[1]
         keep = time if keep is None else min(keep, time)
         if keep < 0:
-            raise UserError(f"keep must be at least 0, not {keep}")
+            raise UserError(f"keep must be at least 0, not {keep}: give 0 or more, or None")
         if not tokens.numel():
             return LMOutput(self._no_logits(len(tokens)), state)
         positions = state.position.tolist()
@@ -166,12 +163,12 @@ class HFLanguageModel(nn.Module):
         return LMOutput(logits[order.to(logits.device)], after)
 
     def read(self, tokens: Tensor, state: LMState, position: int, keep: int) -> LMOutput:
-        """Rows that have all read `position` tokens, in pieces."""
+        """Process rows that have all read `position` tokens, in pieces; see `forward`."""
 
         def last(entries: Tensor) -> Tensor:
             return entries[..., max(0, entries.shape[-2] - position) :, :]
 
-        # Without what longer rows left in front.
+        # Drop the padding that rows with a longer history left in front.
         layers = map_histories(last, state.layers)
         kept = [] if keep else [self._no_logits(len(tokens))]
         start, time = 0, tokens.shape[1]
@@ -190,13 +187,19 @@ class HFLanguageModel(nn.Module):
     def call(
         self, tokens: Tensor, layers: PyTree, position: int, keep: int
     ) -> tuple[Tensor, tuple[PyTree, ...]]:
-        """Logits of the last `keep` >= 1 tokens at least, and the layers after all of them.
+        """Call the model once.
 
         Args:
             tokens: `(b, t)`, t >= 1.
-            layers: of the state after `position` tokens; not looked at where that is 0.
-            position: tokens that every row has read.
-            keep: see above.
+            layers: of the state after `position` tokens; ignored if that is 0.
+            position: number of tokens that every row has read.
+            keep: at least 1.
+
+        Returns:
+            Logits of at least the last `keep` tokens, and the layers after all tokens.
+
+        Raises:
+            NotForkableError: the model returned no cache, or one of an unknown kind.
         """
         cache = self._carrier.restore(layers, position) if position else self._carrier.start()
         arguments: dict[str, Any] = {self._carrier.name: cache, "use_cache": True}
@@ -208,7 +211,7 @@ class HFLanguageModel(nn.Module):
         output = self.model(input_ids=tokens, return_dict=True, **arguments)
         cache = self._carrier.after(output, cache)
         if cache is None:
-            raise UserError("it gives no cache back")
+            raise NotForkableError("it returns no cache")
         return output.logits, self._carrier.keep(cache)
 
     def _no_logits(self, batch_size: int) -> Tensor:
@@ -217,12 +220,12 @@ class HFLanguageModel(nn.Module):
 
     def _refusal(self, reason: str) -> UserError:
         return UserError(
-            f"a Hugging Face model of type {self.kind} cannot be evaluated here ({reason}): "
-            "take a model whose cache can be forked"
+            f"a Hugging Face {self.kind} cannot be evaluated here ({reason}): use a model whose "
+            "cache can be forked"
         )
 
     def refuse_long(self, length: int) -> None:
-        """Raises a `UserError` where one sequence of so many tokens is beyond `max_length`."""
+        """Raise a `UserError` if a sequence of `length` tokens exceeds `max_length`."""
         if self.max_length is not None and length > self.max_length:
             more = (
                 ", or lift this with beyond=True (CHECKPOINT+beyond)" if self.can_go_beyond else ""
@@ -233,7 +236,7 @@ class HFLanguageModel(nn.Module):
             )
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits of the SHA-256 of configuration and weights."""
+        """Return 16 hexadecimal digits of the SHA-256 of configuration and weights."""
         if self._fingerprint is None:
             config = self.model.config.to_dict()
             kept = {name: value for name, value in config.items() if name not in VOLATILE}

@@ -1,8 +1,8 @@
-"""The caches of Hugging Face models as states that are values, and back.
+"""Converts the caches of Hugging Face models to immutable states, and back.
 
-A cache is an object that a model changes in place. A state keeps its tensors instead: what a layer
-only ever replaces (keys and values grow by concatenation) is handed over as it is, what it writes
-into (convolutions, recurrent states) is copied first.
+A model changes its cache object in place. A state keeps the tensors of the cache instead: those
+that a layer only ever replaces (keys and values grow by concatenation) are shared, and those that
+it changes in place (convolution inputs, recurrent states) are copied when a cache is restored.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from longrnn.errors import UserError
 from longrnn.state import History
 
-# Layers whose tensors are all taken over below.
+# Cache layers all of whose tensors are converted below.
 KNOWN = (
     DummyLayer,
     DynamicIndexedLayer,
@@ -37,15 +36,19 @@ KNOWN = (
 )
 
 
+class NotForkableError(Exception):
+    """A cache of a kind that cannot be converted to a state; the message says why."""
+
+
 class LayerCache(NamedTuple):
-    """What one layer of a `DynamicCache` holds; an empty tuple where it holds none.
+    """Tensors of one layer of a `DynamicCache`; an empty tuple for what the layer does not have.
 
     Attributes:
-        keys: entries `(b, h, t, d)`, of a sliding window the last `window − 1`.
+        keys: entries `(b, h, t, d)`; for a sliding window the last `window − 1`.
         values: likewise.
-        conv: the last inputs of each convolution, `(b, …)`.
-        recurrent: each recurrent state, `(b, …)`.
-        selectors: entries `(b, t, d)`, by which sparse attention selects keys.
+        conv: the last inputs of each convolution, each `(b, …)`.
+        recurrent: the recurrent states, each `(b, …)`.
+        selectors: entries `(b, t, d)` by which sparse attention selects keys.
     """
 
     keys: History | tuple[()] = ()
@@ -56,31 +59,31 @@ class LayerCache(NamedTuple):
 
 
 def keep_cache(cache: Any) -> tuple[LayerCache, ...]:
-    """The layers of a `DynamicCache`, or of one of its subclasses, as values.
+    """Return the tensors of a `DynamicCache` (or of a subclass) by layer.
 
     Raises:
-        UserError: a layer is of a kind that is not known.
+        NotForkableError: a layer is of an unknown kind.
     """
     for layer in cache.layers:
         if type(layer) not in KNOWN:
-            raise UserError(f"its cache has a {type(layer).__name__}, which cannot be forked")
+            raise NotForkableError(f"its cache has a {type(layer).__name__}")
         if getattr(layer, "indexer_position_ids", None) is not None:
-            raise UserError(f"its {type(layer).__name__} keeps positions, which cannot be forked")
+            raise NotForkableError(f"its {type(layer).__name__} keeps positions")
     return tuple(_keep(layer) for layer in cache.layers)
 
 
 def restore_cache(
     layers: tuple[LayerCache, ...], position: int, config: PreTrainedConfig
 ) -> DynamicCache:
-    """A new cache with the content of `layers`, all rows after `position` tokens."""
+    """Return a new cache with the content of `layers`; every row has read `position` tokens."""
     cache = DynamicCache(config=config)
     fill_cache(cache, layers, position)
     return cache
 
 
 def fill_cache(cache: DynamicCache, layers: tuple[LayerCache, ...], position: int) -> None:
-    """Writes `layers` into an empty cache."""
-    # Layers that no configuration announces are made when they are first written.
+    """Write `layers` into an empty cache; every row has read `position` tokens."""
+    # A cache without a configuration creates its layers on first use.
     cache.layers += [DynamicLayer() for _ in layers[len(cache.layers) :]]
     for layer, kept in zip(cache.layers, layers, strict=True):
         _restore(layer, kept, position)

@@ -1,7 +1,7 @@
-"""How each kind of Hugging Face model is given what it remembers, and gives it back.
+"""Converts the cache of a Hugging Face model to the layers of a state, and back.
 
-Most take and return a `DynamicCache`. A carrier of its own stands here for each that does not; the
-first of `CARRIERS` that knows a model is used.
+Most models take and return a `DynamicCache`; each that does not has its own carrier here. The first
+of `CARRIERS` that matches a model is used.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 
-from longrnn.errors import UserError
-from longrnn.hf.cache import LayerCache, fill_cache, keep_cache, restore_cache
+from longrnn.hf.cache import LayerCache, NotForkableError, fill_cache, keep_cache, restore_cache
 
 
 class Carrier(ABC):
-    """Turns what a model remembers into the layers of a state, and back.
+    """Converts the cache of a model to the layers of a state, and back.
 
     Args:
         model: the model.
-        name: of the argument that takes the cache, and of the output's field.
+        name: name of the forward argument that takes the cache, and of the output field.
+
+    Attributes:
+        names: names that `name` may have.
+        kinds: model types that the carrier is for; empty for any.
     """
 
     names: ClassVar[tuple[str, ...]] = ("past_key_values", "cache_params")
@@ -34,44 +37,46 @@ class Carrier(ABC):
         self.config: Any = model.config
 
     def start(self) -> Any:
-        """What to give to a model that has read nothing."""
+        """Return the cache argument for a model that has read no token."""
         return None
 
     @abstractmethod
     def restore(self, layers: tuple[Any, ...], position: int) -> Any:
-        """What to give to a model so that it continues from `layers`, all rows after `position`
-        tokens."""
+        """Return the cache with which a model continues from `layers`.
+
+        Every row has read `position` tokens.
+        """
 
     def after(self, output: Any, given: Any) -> Any:
-        """What the model remembers after a call that was given `given`; None for nothing."""
+        """Return the cache after a call that was given the cache `given`; None if there is none."""
         return output.get(self.name)
 
     @abstractmethod
     def keep(self, cache: Any) -> tuple[Any, ...]:
-        """The layers of a state, from what `after` found.
+        """Return the layers of a state from the cache that `after` returned.
 
         Raises:
-            UserError: it is of a kind that is not known.
+            NotForkableError: the cache is of an unknown kind.
         """
 
 
 class DynamicCarrier(Carrier):
-    """A `DynamicCache`: attention, with sliding windows or without, recurrent layers, or both."""
+    """A `DynamicCache`: attention with or without sliding windows, recurrent layers, or both."""
 
     def restore(self, layers: tuple[LayerCache, ...], position: int) -> DynamicCache:
         return restore_cache(layers, position, self.config)
 
     def keep(self, cache: Any) -> tuple[LayerCache, ...]:
-        # A decoder that could attend to an encoder, and has none.
+        # A decoder that supports cross-attention but is used without an encoder.
         if type(cache) is EncoderDecoderCache and not cache.cross_attention_cache.get_seq_length():
             cache = cache.self_attention_cache
         if type(cache) is not DynamicCache:
-            raise UserError(f"its cache is a {type(cache).__name__}, which cannot be forked")
+            raise NotForkableError(f"its cache is a {type(cache).__name__}")
         return keep_cache(cache)
 
 
 class TensorCarrier(Carrier):
-    """A list of tensors with the batch first, into which the model writes: RWKV."""
+    """A list of tensors `(b, …)`, which the model changes in place: RWKV."""
 
     names = ("state",)
 
@@ -80,12 +85,12 @@ class TensorCarrier(Carrier):
 
     def keep(self, cache: Any) -> tuple[Tensor, ...]:
         if not isinstance(cache, (list, tuple)) or not all(isinstance(t, Tensor) for t in cache):
-            raise UserError(f"its state is a {type(cache).__name__}, which cannot be forked")
+            raise NotForkableError(f"its state is a {type(cache).__name__}")
         return tuple(cache)
 
 
 class MiniMaxCarrier(Carrier):
-    """A `MiniMaxCache`: beside keys and values one matrix per layer of linear attention."""
+    """A `MiniMaxCache`: keys and values, and one matrix per layer of linear attention."""
 
     kinds = ("minimax",)
 
@@ -94,7 +99,7 @@ class MiniMaxCarrier(Carrier):
 
         cache: Any = MiniMaxCache()
         fill_cache(cache, tuple(layer._replace(recurrent=()) for layer in layers), position)
-        # The model replaces these matrices and never writes into them.
+        # The model replaces these matrices and never changes them in place: no copy is needed.
         cache.linear_cache = [layer.recurrent[0] if layer.recurrent else [] for layer in layers]
         return cache
 
@@ -109,7 +114,7 @@ class MiniMaxCarrier(Carrier):
 
 
 class XLSTMCarrier(Carrier):
-    """An `xLSTMCache`: three tensors per layer, into which the model writes."""
+    """An `xLSTMCache`: three tensors per layer, which the model changes in place."""
 
     kinds = ("xlstm",)
 
@@ -129,9 +134,9 @@ class XLSTMCarrier(Carrier):
 
 
 class RecurrentGemmaCarrier(Carrier):
-    """Keys and values in a `DynamicCache`, and recurrent states inside of the model's modules.
+    """Keys and values in a `DynamicCache`, and recurrent states in attributes of the modules.
 
-    The modules hold what the carrier puts there before each call, and nothing after it.
+    The carrier sets these attributes before each call and clears them after it.
     """
 
     kinds = ("recurrent_gemma",)
@@ -146,7 +151,7 @@ class RecurrentGemmaCarrier(Carrier):
         attention = tuple(layer._replace(conv=(), recurrent=()) for layer in layers)
         for block, layer in zip(self._blocks(), layers, strict=True):
             if layer.recurrent:
-                # The model replaces these tensors and never writes into them.
+                # The model replaces these tensors and never changes them in place.
                 block.conv1d_state, block.rg_lru.recurrent_states = (
                     layer.conv[0],
                     layer.recurrent[0],
@@ -184,7 +189,7 @@ CARRIERS: tuple[type[Carrier], ...] = (
 
 
 def find_carrier(model: PreTrainedModel, accepted: Container[str]) -> Carrier | None:
-    """The carrier for a model; None where it takes no cache.
+    """Return the carrier for a model; None if its forward takes no cache.
 
     Args:
         model: the model.

@@ -1,4 +1,4 @@
-"""Conversion of Mamba-2 checkpoints between our layout, that of mamba-ssm, and transformers'."""
+"""Converts Mamba-2 checkpoints between the layouts of longrnn, mamba-ssm and transformers."""
 
 from __future__ import annotations
 
@@ -17,40 +17,41 @@ from longrnn.locks import Lock
 from longrnn.models.checkpoint import save_model
 
 OURS = "ours"
-CARRIED = (*TOKENIZER_FILES, "generation_config.json")
+COPIED = (*TOKENIZER_FILES, "generation_config.json")
 
 
 def convert(source: str | Path, destination: Path, *, to: str) -> None:
-    """Writes a checkpoint in another layout, every weight bit for bit and in its own dtype.
+    """Write a checkpoint in another layout; every weight keeps its bits and its dtype.
 
-    The files of the tokenizer go along; bytes as tokens become a `tokenizer.json` that says so.
+    The files of the tokenizer are copied; bytes as tokens become an equivalent `tokenizer.json`.
 
     Args:
-        source: whatever `load` takes.
-        destination: a folder that is missing or empty; it appears complete or not at all.
-        to: `ours`, `native` (mamba-ssm) or `hf` (transformers' Mamba2ForCausalLM).
+        source: a checkpoint, as `load` takes it.
+        destination: a folder that does not exist or is empty; it appears complete or not at all.
+        to: `ours`, `native` (mamba-ssm) or `hf` (Mamba2ForCausalLM of transformers).
 
     Raises:
-        UserError: what cannot be loaded, or has no place in the layout; a destination in use.
+        UserError: the checkpoint cannot be loaded or the layout does not support it; or the
+            destination is in use.
     """
     known = [OURS, *LAYOUTS]
     if to not in known:
         raise UserError(f"unknown layout {to!r}: {nearest(to, known)}")
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise UserError(f"{destination} is there already: give a new folder")
+        raise UserError(f"{destination} exists already: give a new folder")
     folder = resolve(source)
     model = load_recurrent(source)
-    # Before anything is written.
+    # What the layout does not support is refused before anything is written.
     config = None if to == OURS else LAYOUTS[to].write(model)
 
     draft = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}")
     with Lock.of_file(destination, instead="give a new folder"):
-        for unfinished in leftovers(destination):  # of conversions that were killed
+        for unfinished in leftovers(destination):  # from conversions that were killed
             shutil.rmtree(unfinished)
         try:
             with naming(draft):
                 draft.mkdir()
-                has_tokenizer = _carry(folder, draft)
+                has_tokenizer = _copy_tokenizer(folder, draft)
                 if config is None:
                     kind = "tokenizer.json" if has_tokenizer else "bytes"
                     save_model(model, draft, tokenizer=kind)
@@ -66,9 +67,9 @@ def convert(source: str | Path, destination: Path, *, to: str) -> None:
         sync_folder(destination.parent)
 
 
-def _carry(folder: Path, draft: Path) -> bool:
-    """Copies what belongs to the tokenizer; whether there is any."""
-    for name in CARRIED:
+def _copy_tokenizer(folder: Path, draft: Path) -> bool:
+    """Copy the files of the tokenizer and of generation; return whether there is a tokenizer."""
+    for name in COPIED:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, draft / name)
     return any((draft / name).is_file() for name in TOKENIZER_FILES)

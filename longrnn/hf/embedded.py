@@ -1,4 +1,4 @@
-"""The checkpoints that travel with the package."""
+"""Checkpoints that come with the package."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from pathlib import Path
 
 
 def embedded() -> dict[str, Path]:
-    """The checkpoints that travel with the package, by name."""
+    """Return the folders of the checkpoints that come with the package, by name."""
     root = Path(str(files("longrnn"))) / "checkpoints"
     return {folder.name: folder for folder in sorted(root.iterdir()) if folder.is_dir()}

@@ -1,4 +1,4 @@
-"""Checkpoints of the Hugging Face hub, through its own cache."""
+"""Downloads checkpoints from the Hugging Face Hub into the cache of `huggingface_hub`."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from longrnn.checksums import MODEL_FILES, PICKLES
 from longrnn.errors import UserError
 from longrnn.files import one_line
 
-# What the Hub calls the content of a file: its SHA-256, or git's SHA-1 where it is small.
+# Checksums that the Hub publishes: SHA-256 of a large file, or git's SHA-1 of a small one.
 ETAG = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether `name` reads like `organisation/model`, and not like a folder beside one that is."""
+    """Whether `name` has the form `organisation/model` and `organisation` is not a local folder."""
     return NAME.fullmatch(name) is not None and not os.path.exists(Path(name).parent)
 
 
 def download(name: str, revision: str | None = None) -> Path:
-    """The folder in the hub's cache with the files of `name`, downloaded where they are missing.
+    """Return the folder in the Hub's cache with the files of a model; download missing files.
 
     Args:
         name: `organisation/model`.
         revision: a branch, tag or commit; None for the main branch.
 
     Raises:
-        UserError: the hub has no such model or revision, or cannot be reached.
+        UserError: the Hub has no such model or revision, or cannot be reached.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -53,29 +53,29 @@ def download(name: str, revision: str | None = None) -> Path:
         ) from error
     except GatedRepoError as error:
         raise UserError(
-            f"{name} wants its terms to be accepted first: do so on the hub and log in with "
+            f"the terms of {name} must be accepted first: accept them on the Hub and log in with "
             "`hf auth login`"
         ) from error
     except RevisionNotFoundError as error:
-        raise UserError(f"{name} has no revision {revision!r}: see its page on the hub") from error
+        raise UserError(f"{name} has no revision {revision!r}: see its page on the Hub") from error
     except RepositoryNotFoundError as error:
         raise UserError(
-            f"no checkpoint {name!r}, neither a folder nor a model of the hub that you may read: "
+            f"no checkpoint {name!r}, neither a folder nor a model on the Hub that you may read: "
             "check the name, or log in with `hf auth login`"
         ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:
         raise UserError(
-            f"no folder {name}, and the Hugging Face hub cannot be reached for the model of that "
+            f"no folder {name}, and the Hugging Face Hub cannot be reached for the model of that "
             f"name: download it elsewhere with `hf download {name}` and give its folder, or copy "
             "the cache and point HF_HOME to it"
         ) from error
 
 
 def published_digest(path: Path) -> str | None:
-    """The checksum that the Hub published for a downloaded file, where it is recorded beside it.
+    """Return the checksum that the Hub published for a downloaded file; None if it is not recorded.
 
-    The Hub's cache has it as the name of the file that the one in a snapshot links to; a folder
-    that `hf download --local-dir` wrote has it in `.cache/huggingface/download`.
+    In the Hub's cache, a file of a snapshot is a link to a file that is named by its checksum. In a
+    folder that `hf download --local-dir` wrote, it is in `.cache/huggingface/download`.
 
     Returns:
         64 hexadecimal digits (SHA-256) or 40 (git's SHA-1), see `longrnn.checksums.fits`.

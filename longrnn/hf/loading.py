@@ -1,4 +1,4 @@
-"""`load`: a model by the name of an embedded checkpoint, by a folder, or by a name of the hub."""
+"""`load`: opens an embedded checkpoint, a checkpoint folder, or a model from the Hub."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Sizes in a configuration of transformers that are sizes of weights.
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+# Sizes in a Hugging Face configuration that are dimensions of weights.
 WIDTHS = ("hidden_size", "head_dim", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
 def resolve(name_or_path: str | Path, revision: str | None = None) -> Path:
-    """The folder that a name or path means; one of the hub is downloaded into the hub's cache.
+    """Return the checkpoint folder for a name or path; a model from the Hub is downloaded.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such checkpoint.
     """
     name, known = str(name_or_path), embedded()
     path = known.get(name, Path(name_or_path))
@@ -71,28 +71,28 @@ def load(
     revision: str | None = None,
     beyond: bool = False,
 ) -> RecurrentLM | Mitigated | HFLanguageModel:
-    """Loads a language model, ready for evaluation.
+    """Load a language model for evaluation.
 
     Args:
-        name_or_path: the name of an embedded checkpoint (`passkey-tiny`); a folder that
-            `longrnn train` wrote, of a Mamba-2 as mamba-ssm or transformers writes it, or of
-            another causal language model of transformers; or `organisation/model` of the hub. A
-            mitigation may follow a plus, `CHECKPOINT+MITIGATION`, unless a path of that whole name
-            exists.
+        name_or_path: the name of an embedded checkpoint (`passkey-tiny`); a folder with a
+            checkpoint of `longrnn train`, a Mamba-2 in the layout of mamba-ssm or transformers, or
+            any other causal Hugging Face language model; or `organisation/model` on the Hub. A
+            mitigation may follow after a plus, `CHECKPOINT+MITIGATION`, unless a path with that
+            whole name exists.
         backend: implementation of the recurrence (`auto`, `chunked`, `reference`).
         device: None for the CPU.
-        dtype: None for that of the checkpoint. What sets the time scales of a Mamba-2 (A_log,
-            dt_bias, D) is never rounded to a narrower one: published checkpoints hold it in
-            float32 beside matrices of float16 or bfloat16, and so does the model.
-        revision: of a hub checkpoint; local ones have none.
-        beyond: whether a transformer may read more tokens than it was made for.
+        dtype: None for that of the checkpoint. The parameters that set the time scales of a
+            Mamba-2 (A_log, dt_bias, D) are never rounded to a narrower dtype: published
+            checkpoints store them in float32 next to matrices in float16 or bfloat16.
+        revision: branch, tag or commit of a model on the Hub.
+        beyond: whether a transformer may read more tokens than its configuration allows.
 
     Returns:
-        A `RecurrentLM`, of which every mitigation is available, `Mitigated` where one is named, or
-        else an `HFLanguageModel`.
+        A `RecurrentLM` (which supports all mitigations), a `Mitigated` if the name has a
+        mitigation, or an `HFLanguageModel`.
 
     Raises:
-        UserError: unknown name, a folder that is incomplete, damaged or of another kind.
+        UserError: an unknown name, or a folder that is incomplete, damaged or not a checkpoint.
     """
     if dtype is not None and dtype not in DTYPES:
         raise UserError(
@@ -103,16 +103,16 @@ def load(
         plain = load(
             name, backend=backend, device=device, dtype=dtype, revision=revision, beyond=beyond
         )
-        assert not isinstance(plain, Mitigated)  # the name has no mitigation left
+        assert not isinstance(plain, Mitigated)  # `name` names no mitigation
         return mitigated(plain, spec)
     folder = resolve(name_or_path, revision)
-    # Hashing releases the interpreter's lock: it runs beside the reading and building.
+    # Hashing releases the global interpreter lock, so it runs in parallel to reading and building.
     with ThreadPoolExecutor(1) as pool:
         damaged = pool.submit(damage_of_model, folder)
         try:
             model = _open(folder, backend, dtype, beyond)
         except UserError as error:
-            # What is wrong in a file says more than that its checksum does not fit.
+            # The defect itself is more informative than a wrong checksum: both are reported.
             if (wrong := damaged.result()) is None:
                 raise
             raise UserError(f"{error}; besides, {folder} is damaged ({wrong})") from error
@@ -124,7 +124,7 @@ def load(
 def _open(
     folder: Path, backend: str, dtype: torch.dtype | None, beyond: bool
 ) -> RecurrentLM | HFLanguageModel:
-    """The model in a folder, on the CPU; its checksums are not verified."""
+    """Return the model in a folder, on the CPU, without verifying its checksums."""
     config = read_config(folder)
     _check_layers(folder, config)
     layout = layout_of(config)
@@ -133,14 +133,14 @@ def _open(
     if layout is not None:
         return cast_weights(load_mamba2(folder, layout, backend), dtype)
     if backend != "auto":
-        raise UserError(f"{folder} is run by transformers and has no backend: leave it out")
+        raise UserError(f"{folder} is computed by transformers and has no backend: leave it out")
     return _load_transformer(folder, config, dtype, beyond)
 
 
 def load_recurrent(
     name_or_path: str | Path, *, device: str | torch.device | None = None
 ) -> RecurrentLM:
-    """`load` for what needs a recurrent model of ours.
+    """Load a `RecurrentLM`, for code that needs access to the recurrence.
 
     Raises:
         UserError: as `load`, and for any other model.
@@ -148,44 +148,44 @@ def load_recurrent(
     model = load(name_or_path, device=device)
     if isinstance(model, Mitigated):
         raise UserError(
-            f"{name_or_path} names a mitigation, and this needs the model alone: leave out what "
-            "follows the plus"
+            f"{name_or_path} names a mitigation, and this needs the model alone: leave out the "
+            "plus and what follows it"
         )
     if not isinstance(model, RecurrentLM):
         raise UserError(
-            f"{name_or_path} is a {model.kind} of transformers, and its recurrence (if it has one) "
-            "is not open to longrnn: give an RNN, GRU, LSTM or Mamba-2 checkpoint"
+            f"{name_or_path} is a Hugging Face {model.kind}, whose recurrence (if it has one) "
+            "longrnn cannot reach: give an RNN, GRU, LSTM or Mamba-2 checkpoint"
         )
     return model
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of a checkpoint's `config.json`.
+    """Return the content of a checkpoint's `config.json`.
 
     Raises:
-        UserError: there is none, or it is no mapping.
+        UserError: there is none, or it is not a mapping.
     """
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"{folder} is no checkpoint (it has no config.json): give a folder with one"
+            f"{folder} is not a checkpoint folder (it has no config.json): give a folder with one"
         )
     return read_json(folder / "config.json")
 
 
 def layout_of(config: dict[str, Any]) -> type[Layout] | None:
-    """The foreign layout of a Mamba-2 checkpoint; None for every other checkpoint."""
+    """Return the layout of a Mamba-2 checkpoint that is not ours; None for other checkpoints."""
     return next((layout for layout in LAYOUTS.values() if layout.is_described(config)), None)
 
 
 def load_mamba2(folder: Path, layout: type[Layout], backend: str = "auto") -> RecurrentLM:
-    """A Mamba-2 checkpoint of mamba-ssm or of transformers, as a `RecurrentLM` on the CPU.
+    """Load a Mamba-2 checkpoint in another layout as a `RecurrentLM` on the CPU.
 
     Raises:
-        UserError: it is incomplete or damaged, or has what `RecurrentLM` does not compute.
+        UserError: it is incomplete or damaged, or has options that `RecurrentLM` does not support.
     """
     config = layout.read(read_config(folder), str(folder / "config.json"))
     ours = {theirs: own for own, theirs in layout.names.items()}
-    # An older name, which transformers still reads.
+    # An older name, which transformers still accepts.
     ours.setdefault("backbone.embedding.", "embedding.")
     tensors = {rename(name, ours): tensor for name, tensor in read_weights(folder).items()}
     return build_model(
@@ -200,7 +200,7 @@ def load_mamba2(folder: Path, layout: type[Layout], backend: str = "auto") -> Re
 def _load_transformer(
     folder: Path, config: dict[str, Any], dtype: torch.dtype | None, beyond: bool
 ) -> HFLanguageModel:
-    """Any causal language model that transformers itself has the code of."""
+    """Load a causal language model whose code is in transformers."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -210,7 +210,7 @@ def _load_transformer(
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         remedy = nearest(str(kind), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if kind else ""
         if not remedy.startswith("did you mean"):
-            remedy = "give one of longrnn, of mamba-ssm (Mamba-2), or of a causal language model"
+            remedy = "give a checkpoint of longrnn, of mamba-ssm (Mamba-2), or of such a model"
         raise UserError(
             f"{folder} holds a model of type {kind!r}, which is not a causal language model that "
             f"the installed transformers knows: {remedy}"
@@ -228,32 +228,33 @@ def _load_transformer(
                 ignore_mismatched_sizes=True,
             )
             model, report = loaded
-    except Exception as error:  # whatever it raises about a folder that is damaged
+    except Exception as error:  # transformers raises many kinds of errors for a damaged folder
         raise UserError(f"{folder} cannot be loaded ({one_line(error)}): copy it again") from error
     for name, found, wanted in sorted(report["mismatched_keys"]):
         raise UserError(
             f"{folder} does not fit its config.json: {name} has shape {tuple(found)}, "
-            f"{tuple(wanted)} was expected"
+            f"{tuple(wanted)} was expected; copy both files again"
         )
     for name in sorted(report["missing_keys"]):
         shape = tuple(model.state_dict()[name].shape)
         raise UserError(
-            f"{folder} does not fit its config.json: {name} has shape None, {shape} was expected"
+            f"{folder} does not fit its config.json: {name} has shape None, {shape} was expected; "
+            "copy both files again"
         )
-    # What an architecture is known to leave behind, such as tables of rotary angles, is not in it.
+    # Weights that an architecture is known to ignore, such as rotary tables, are not listed here.
     unused = sorted(report["unexpected_keys"])
     if unused:
         logger.warning(
-            f"{folder} has {len(unused)} weights that a {kind} of transformers does not use, the "
-            f"first {unused[0]}: look whether its config.json is of this checkpoint"
+            f"{folder} has {len(unused)} weights that a Hugging Face {kind} does not use, the "
+            f"first {unused[0]}: check that its config.json belongs to this checkpoint"
         )
     return HFLanguageModel(model, beyond=beyond)
 
 
 def _check_sizes(folder: Path) -> None:
-    """Refuses a `config.json` of a model that the files beside it cannot hold.
+    """Refuse a `config.json` that describes a model too large for the weights in the folder.
 
-    transformers would allocate it before it compares. Weights of one bit each are the smallest.
+    transformers would allocate the model before comparing. At least one bit per weight is assumed.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -265,7 +266,7 @@ def _check_sizes(folder: Path) -> None:
         layers = getattr(text, "num_hidden_layers", 1)
         if layers < 1:
             raise ValueError(f"num_hidden_layers is {layers}")
-        # Each layer has weights with names; each unit of a width has a weight.
+        # A layer takes at least 64 bytes for named weights; a width has at least as many weights.
         fits = layers <= stored // 64 and all(
             (getattr(text, name, 0) or 0) <= 8 * stored for name in WIDTHS
         )
@@ -273,7 +274,7 @@ def _check_sizes(folder: Path) -> None:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config)
             fits = sum(weight.numel() for weight in model.parameters()) <= 8 * stored
-    except Exception as error:  # whatever a configuration raises that is not valid
+    except Exception as error:  # transformers raises many kinds of errors for invalid values
         raise UserError(f"{folder} cannot be loaded ({one_line(error)}): copy it again") from error
     if not fits:
         raise UserError(
@@ -305,7 +306,7 @@ def _stored_bytes(folder: Path) -> int:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without transformers' bars and reports: what they would say is checked."""
+    """Silence the progress bars and reports of transformers: the caller checks what they report."""
     from transformers.utils import logging
 
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()

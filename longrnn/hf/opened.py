@@ -1,4 +1,4 @@
-"""A checkpoint opened for evaluation: the model with its tokenizer, under one name."""
+"""`OpenCheckpoint`: a loaded model with its tokenizer and the name used in results."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from longrnn.text import Tokenizer
 
 
 class OpenCheckpoint(NamedTuple):
-    """A model that is ready to be measured.
+    """A model that is ready for evaluation.
 
     Attributes:
-        name: what results, rows and columns call it.
-        model: any language model, under its mitigation.
-        tokenizer: that of the model.
-        source: what `load` and `load_tokenizer` open again in another process; empty for a model
-            that was made in this one.
-        mitigation: what `source` names behind its plus, and further ones; None for a plain model.
-        device: where the model is.
+        name: its name in results, rows and columns.
+        model: any language model, with its mitigation applied.
+        tokenizer: the tokenizer of the model.
+        source: what another process passes to `load` and `load_tokenizer` to open the same model;
+            empty for a model that was built in this process.
+        mitigation: the mitigation in `source` and any further ones; None for none.
+        device: the device of the model.
     """
 
     name: str
@@ -41,7 +41,7 @@ class OpenCheckpoint(NamedTuple):
         return split_spec(self.source)[0]
 
     def refuse_unfit(self) -> None:
-        """Raises a UserError where the tokenizer has more ids than the model."""
+        """Raise a UserError if the tokenizer has more ids than the model."""
         if self.tokenizer.vocab_size > self.model.vocab_size:
             raise UserError(
                 f"the tokenizer of {self.name} has {self.tokenizer.vocab_size} ids and the model "
@@ -56,12 +56,12 @@ def open_checkpoint(
     name: str | None = None,
     device: str | torch.device | None = None,
 ) -> OpenCheckpoint:
-    """Loads a model and its tokenizer.
+    """Load a model and its tokenizer.
 
     Args:
         source: `CHECKPOINT` or `CHECKPOINT+MITIGATION`, as `load` takes it.
-        mitigation: a further one, in addition to that of `source`.
-        name: what to call it; None for `source` and the further mitigation.
+        mitigation: a mitigation in addition to that of `source`.
+        name: its name in results; None for `source`, with the further mitigation after a plus.
         device: None for the CPU.
 
     Raises:
@@ -70,7 +70,7 @@ def open_checkpoint(
     checkpoint, own = split_spec(source)
     specs = [spec for spec in (own, mitigation) if spec is not None]
     plain = load(checkpoint, device=device)
-    assert not isinstance(plain, Mitigated)  # the name has no mitigation left
+    assert not isinstance(plain, Mitigated)  # `checkpoint` names no mitigation
     model = mitigated(plain, specs or None)
     label = "+".join(filter(None, (source, mitigation)))
     return OpenCheckpoint(

@@ -1,4 +1,4 @@
-"""What a model of transformers says of the positions that it has."""
+"""Positions of a Hugging Face model: how many there are, and how they are computed."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-# Scalings of rotary positions under which the same token turns otherwise in a longer text.
+# Rotary scalings under which the rotation of a token depends on the length of the text.
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def longest(config: PreTrainedConfig) -> int | None:
-    """How many tokens a model was made for; None where its configuration does not say."""
+    """Return the maximum length in a configuration, in tokens; None if it has none."""
     length = getattr(config, "max_position_embeddings", None)
     return int(length) if length else None
 
 
 def scaling_by_length(config: PreTrainedConfig) -> str | None:
-    """The scaling of rotary positions that depends on how long a text is; None for none."""
+    """Return the rotary scaling that depends on the length of a text; None for any other."""
     rotary = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in rotary.values() if isinstance(value, dict)]
     kinds = [one.get("rope_type") for one in (rotary, *nested)]
@@ -26,7 +26,7 @@ def scaling_by_length(config: PreTrainedConfig) -> str | None:
 
 
 def table_of_positions(model: Any) -> str | None:
-    """The name of a table of positions, which ends; None where positions are computed.
+    """Return the name of a table of position embeddings; None if positions are computed.
 
     In a causal language model, every embedding that is not of tokens is of positions.
     """

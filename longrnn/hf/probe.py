@@ -1,7 +1,7 @@
-"""How a Hugging Face model must be read so that pieces and forks give what one call gives.
+"""Finds how a Hugging Face model must be called so that pieces and forks give what one call gives.
 
-Twelve tokens of two rows are read in one call without a cache, which is what the model is defined
-to compute, and then in pieces, in the fastest way first, until a way gives the same logits.
+Two rows of twelve tokens are processed in one call without a cache, which defines the right logits,
+and then in pieces, in the fastest way first, until one way gives the same logits.
 """
 
 from __future__ import annotations
@@ -15,49 +15,50 @@ import torch
 from torch import Tensor, nn
 
 from longrnn.errors import UserError
+from longrnn.files import one_line
 from longrnn.state import PyTree, histories, join, leaves, map_histories, take, tree_map
 
 if TYPE_CHECKING:
     from longrnn.hf.adapter import HFLanguageModel
 
-# Of the largest logit: what pieces may differ from one call.
+# How much the logits of pieces may differ from those of one call, relative to the largest logit.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 NARROW_TOLERANCE = 0.1
-# Whether rows and whether tokens go through a model together, the fastest way first.
+# (rows_together, tokens_together), the fastest way first.
 TOGETHER = ((True, True), (False, True), (True, False), (False, False))
-# Sizes of the pieces that are tried.
+# Lengths of the pieces into which the twelve tokens are cut.
 SPLITS = ((6, 4, 2), (7, 1, 1, 3))
 
 
 @torch.no_grad()
 def find_reading(model: HFLanguageModel) -> str | None:
-    """Sets how a model is read (`rows_together`, `tokens_together`, `gives_positions`, `like`).
+    """Set how a model is called (`rows_together`, `tokens_together`, `gives_positions`, `like`).
 
     Returns:
-        Why there is no way to read it in pieces; None where there is one.
+        The reason why the model cannot be called in pieces; None if it can.
 
     Raises:
-        UserError: its logits are not finite.
+        UserError: the logits are not finite.
     """
     tokens = torch.arange(1, 25, device=model.model.device).view(2, 12) % model.vocab_size
     try:
         layers = _first_layers(model, tokens[:, :6])
-    except Exception as error:  # whatever a model that is not made for it raises
-        return _line(error)
+    except Exception as error:  # NotForkableError, or any error of a model that does not support it
+        return one_line(error)
     for name, leaf in leaves(layers):
         if leaf.shape[:1] != (2,):
             return f"its cache has no batch axis first ({name})"
     rows = tree_map(lambda leaf: leaf[0].to("meta"), layers)
     model.like = map_histories(lambda entries: entries[..., :0, :], rows)
-    # Keys and values are only ever appended, and a narrow dtype shows whether they are. What a
-    # recurrent layer loses may be less than its rounding.
+    # Appended keys and values can be checked in a narrow dtype. The error of a recurrent layer that
+    # drops part of its state may be smaller than the rounding of a narrow dtype.
     appended = histories(layers) == {name for name, _ in leaves(layers)}
     with nullcontext() if appended else _in_float32(model.model):
         return _find_way(model, tokens)
 
 
 def _first_layers(model: HFLanguageModel, tokens: Tensor) -> tuple[PyTree, ...]:
-    """The layers after `tokens`; a model that cannot count positions itself is given them."""
+    """Return the layers after `tokens`; pass positions to a model that fails without them."""
     try:
         return model.call(tokens, (), 0, 1)[1]
     except Exception:
@@ -68,11 +69,11 @@ def _first_layers(model: HFLanguageModel, tokens: Tensor) -> tuple[PyTree, ...]:
 
 
 def _find_way(model: HFLanguageModel, tokens: Tensor) -> str | None:
-    """`find_reading`, from a model that could read six tokens."""
+    """Continue `find_reading` for a model that could process six tokens."""
     try:
         whole = model.model(input_ids=tokens, use_cache=False).logits
     except Exception as error:  # likewise
-        return _line(error)
+        return one_line(error)
     if not whole.isfinite().all():
         raise UserError(
             f"this {model.kind} gives logits that are not finite: its weights hold NaN or infinite "
@@ -86,18 +87,18 @@ def _find_way(model: HFLanguageModel, tokens: Tensor) -> str | None:
         try:
             off = max(_difference(model, tokens, whole, sizes) for sizes in SPLITS)
         except Exception as error:  # likewise
-            reason = reason or _line(error)
+            reason = reason or one_line(error)
             continue
         if off <= TOLERANCE.get(whole.dtype, NARROW_TOLERANCE):
             return None
-        reason = reason or f"read in pieces, its logits differ by {off:.1e} of the largest"
+        reason = reason or f"in pieces its logits differ by {off:.1e} of the largest"
     return reason
 
 
 def _difference(
     model: HFLanguageModel, tokens: Tensor, whole: Tensor, sizes: tuple[int, ...]
 ) -> float:
-    """How far the logits of pieces are from `whole`, relative to its largest entry."""
+    """Return how far the logits of pieces are from `whole`, relative to its largest entry."""
     state, rows = model.init_state(len(tokens)), []
     for piece in tokens.split(list(sizes), dim=1):
         position = int(state.position[0])
@@ -107,16 +108,16 @@ def _difference(
         ]
         rows.append(torch.cat([output.logits for output in outputs]))
         state = join([output.state for output in outputs])
-        # Another text in between: what a model keeps elsewhere would be of that one.
+        # Process another text in between, which would overwrite any state outside of the cache.
         model.call(tokens.flip(0, 1)[:, :4], (), 0, 1)
-    # A model whose head is zero gives zeros, and pieces must give them as well.
+    # The clamp avoids 0 / 0 for a model whose head is zero.
     scale = whole.abs().max().clamp(min=torch.finfo(whole.dtype).tiny)
     return float((torch.cat(rows, 1) - whole).abs().max() / scale)
 
 
 @contextmanager
 def _in_float32(model: nn.Module) -> Iterator[None]:
-    """With narrower weights widened, which loses nothing, and narrowed again at the end."""
+    """Widen narrower weights to float32, and narrow them again at the end; both are exact."""
     tensors = [*model.parameters(), *model.buffers()]
     narrow = [(t, t.dtype) for t in tensors if t.is_floating_point() and t.itemsize < 4]
     for tensor, _ in narrow:
@@ -126,7 +127,3 @@ def _in_float32(model: nn.Module) -> Iterator[None]:
     finally:
         for tensor, dtype in narrow:
             tensor.data = tensor.data.to(dtype)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())

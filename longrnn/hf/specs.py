@@ -1,4 +1,4 @@
-"""`CHECKPOINT+MITIGATION`: the text taken apart, and a model under what follows the plus."""
+"""Parses `CHECKPOINT+MITIGATION` and applies the mitigation to a loaded model."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from longrnn.models.recurrent import RecurrentLM
 if TYPE_CHECKING:
     from longrnn.hf.adapter import HFLanguageModel
 
-# In the place of a mitigation: a model of transformers may read more than it was made for.
+# In place of a mitigation: lifts the maximum length of a Hugging Face model.
 BEYOND = "beyond"
 
 
 def split_spec(text: str) -> tuple[str, str | None]:
-    """Name of the checkpoint and mitigation of `CHECKPOINT+MITIGATION`; None without a plus.
+    """Split `CHECKPOINT+MITIGATION` into both; the mitigation is None if there is no plus.
 
-    A folder may have a plus in its name, and so may the file of a calibrated mitigation: the
-    longest beginning that exists is the checkpoint.
+    The name of a folder may contain a plus, and so may the file of a calibrated mitigation: the
+    checkpoint is the longest prefix that exists.
     """
     pluses = [index for index, character in enumerate(text) if character == "+"]
     for cut in (len(text), *reversed(pluses)):
@@ -47,12 +47,12 @@ def mitigated(
 def mitigated(
     model: RecurrentLM | HFLanguageModel, spec: str | Sequence[str] | None
 ) -> RecurrentLM | Mitigated | HFLanguageModel:
-    """The model under the mitigation that `spec` describes; without one, the model itself.
+    """Return the model with the mitigation that `spec` describes; the model itself for None.
 
-    For a model of transformers, `beyond` lifts its maximum length, and there is nothing else.
+    For a Hugging Face model, the only valid `spec` is `beyond`, which lifts its maximum length.
 
     Raises:
-        UserError: no such mitigation, or one that is not defined for the model.
+        UserError: an unknown mitigation, or one that is not defined for the model.
     """
     if spec is None:
         return model
@@ -61,9 +61,9 @@ def mitigated(
     for one in [spec] if isinstance(spec, str) else spec:
         if one != BEYOND:
             raise UserError(
-                f"{one} changes the recurrence of a model of ours, and this {model.kind} is run by "
-                f"transformers: leave it out ('{BEYOND}', which lifts the maximum length, and "
-                "--chunk-select are there for any model)"
+                f"{one} changes a recurrence that longrnn computes, and this {model.kind} is "
+                f"computed by transformers: leave it out ('{BEYOND}', which lifts the maximum "
+                "length, and --chunk-select work for any model)"
             )
     model.go_beyond()
     return model

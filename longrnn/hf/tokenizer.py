@@ -1,4 +1,4 @@
-"""Tokenizers by name or path, behind the package's own small interface."""
+"""Loads tokenizers by name or path as `longrnn.text.Tokenizer`."""
 
 from __future__ import annotations
 
@@ -37,17 +37,18 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "chat_template.jinja",
 )
-# Ids that a model may have more than its tokenizer: so many, or this share.
-PADDING, PADDED = 256, 0.05
-NO_BOS = "the tokenizer has no BOS token that texts could begin with: leave add_bos_token out"
+# A vocabulary may be larger than its tokenizer by this many ids, or by this share of its size.
+MAX_PADDING, MAX_PADDING_SHARE = 256, 0.05
+NO_BOS = "the tokenizer has no BOS token to put in front of texts: leave add_bos_token out"
 PROBE = "The naïve reader's 1,024 tokens — tabs\t, lines\n\n, and Ünïcödé: 你好."
 
 
 class HFTokenizer:
-    """A tokenizer of `transformers` as a `longrnn.text.Tokenizer`.
+    """A Hugging Face tokenizer as a `longrnn.text.Tokenizer`.
 
     Args:
-        tokenizer: any; its special tokens are neither added nor hidden.
+        tokenizer: any tokenizer of transformers. Encoding adds no special tokens, and decoding
+            keeps them.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -58,7 +59,7 @@ class HFTokenizer:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def save(self, folder: Path) -> None:
-        """Writes its files, so that `load_tokenizer` finds it in `folder`."""
+        """Write the tokenizer's files, so that `load_tokenizer` finds it in `folder`."""
         with TemporaryDirectory() as draft:
             self.tokenizer.save_pretrained(draft)
             remove_checksums(folder)
@@ -69,7 +70,7 @@ class HFTokenizer:
         return str(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
     def byte_ends(self, text: str) -> Sequence[int] | None:
-        """See `longrnn.text.Tokenizer`. Tokens that share a character all end with it."""
+        """See `longrnn.text.Tokenizer`. Tokens that share a character all end where it ends."""
         if not getattr(self.tokenizer, "is_fast", False):
             return None
         found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -79,9 +80,9 @@ class HFTokenizer:
         return [*accumulate(ends[:-1], max), bytes_up_to[-1]] if ends else []
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits of the SHA-256 of what turns a text into ids."""
+        """Return 16 hexadecimal digits of the SHA-256 of everything that determines the ids."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if backend is None:  # a tokenizer written in Python: its vocabulary, and the ids of a text
+        if backend is None:  # written in Python: hash the vocabulary, and the ids of a sample text
             parts: Any = [sorted(self.tokenizer.get_vocab().items()), self.encode(PROBE)]
         else:
             whole = json.loads(backend.to_str())
@@ -91,14 +92,14 @@ class HFTokenizer:
 
 
 def byte_level() -> HFTokenizer:
-    """A tokenizer of transformers with the ids of `ByteTokenizer`: one per byte of UTF-8."""
+    """Return a Hugging Face tokenizer with the ids of `ByteTokenizer`: one per byte of UTF-8."""
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, pre_tokenizers
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    names = bytes_to_unicode()  # of the bytes, by their values
+    names = bytes_to_unicode()  # the character that stands for each byte value
     fast = Fast(BPE(vocab={names[byte]: byte for byte in range(256)}, merges=[]))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = decoders.ByteLevel()
@@ -108,18 +109,18 @@ def byte_level() -> HFTokenizer:
 def load_tokenizer(
     name_or_path: str | Path = "bytes", *, add_bos_token: bool | None = None
 ) -> Tokenizer:
-    """Loads a tokenizer.
+    """Load a tokenizer.
 
     Args:
-        name_or_path: `bytes`; a checkpoint (its tokenizer is meant) as `load` takes it; a folder
-            of `transformers`; or a `tokenizer.json`.
-        add_bos_token: whether the Hugging Face tokenizer inside begins texts with BOS where it is
-            asked for special tokens; None as its files say. `Tokenizer.encode` adds none in any
-            case.
+        name_or_path: `bytes`; a checkpoint, as `load` takes it, for its tokenizer; a folder with
+            the files of a Hugging Face tokenizer; or a `tokenizer.json`.
+        add_bos_token: whether the wrapped Hugging Face tokenizer puts BOS in front of texts when
+            it is called with special tokens; None for the setting in its files.
+            `Tokenizer.encode` never adds special tokens.
 
     Raises:
-        UserError: nothing of the kind is there, or it does not fit the vocabulary of the
-            checkpoint that it stands beside.
+        UserError: there is no tokenizer, or it does not fit the vocabulary of the checkpoint in
+            the same folder.
     """
     if str(name_or_path) == "bytes":
         if add_bos_token:
@@ -149,10 +150,10 @@ def load_tokenizer(
 
 
 def _recorded(folder: Path, recorded: Any) -> Path:
-    """The file or folder that a checkpoint's `config.json` names as its tokenizer.
+    """Return the tokenizer file or folder that is named in a checkpoint's `config.json`.
 
     Raises:
-        UserError: it names none that is there.
+        UserError: it names none, or one that does not exist.
     """
     path = folder / recorded if isinstance(recorded, str) and recorded else None
     # `Path.is_file` raises for a name that is too long for a file.
@@ -182,7 +183,7 @@ def _remedy(folder: Path, config: Mapping[str, Any]) -> str:
 
 
 def _with_bos(tokenizer: HFTokenizer, add_bos_token: bool | None) -> HFTokenizer:
-    """The tokenizer, unless it lacks the BOS token that is to be added."""
+    """Return the tokenizer; refuse one without the BOS token that is to be added."""
     if add_bos_token and tokenizer.tokenizer.bos_token is None:
         raise UserError(NO_BOS)
     return tokenizer
@@ -207,7 +208,7 @@ def _read(path: Path, bos: Mapping[str, Any]) -> HFTokenizer:
 
 
 def _refuse_unfit(tokenizer: HFTokenizer, config: Mapping[str, Any], path: Path) -> None:
-    """Refuses a tokenizer of another vocabulary than the checkpoint's in the same folder."""
+    """Refuse a tokenizer that does not fit the vocabulary of the checkpoint in its folder."""
     if not config or config.get("model_type") == "longrnn":
         return
     text = config.get("text_config")
@@ -225,9 +226,9 @@ def _refuse_unfit(tokenizer: HFTokenizer, config: Mapping[str, Any], path: Path)
 
 
 def fits(ids: int, size: int) -> bool:
-    """Whether a tokenizer of so many ids can be that of a model with a vocabulary of `size`.
+    """Whether a tokenizer with `ids` ids can belong to a model with a vocabulary of `size`.
 
-    A vocabulary is often padded, to a multiple of something or with room for tokens to come, so
-    that a model may have some more ids than its tokenizer.
+    Vocabularies are often padded to a multiple of some number, or with room for further tokens, so
+    that a model may have somewhat more ids than its tokenizer.
     """
-    return ids <= size and size - ids <= max(PADDING, size * PADDED)
+    return ids <= size and size - ids <= max(MAX_PADDING, size * MAX_PADDING_SHARE)

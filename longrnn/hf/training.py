@@ -1,11 +1,11 @@
-"""A causal language model of transformers as the trainer takes it.
+"""A causal Hugging Face language model with the interface that the trainer needs.
 
 Notable choices:
-- Rows start from the zero state, and nothing is carried: keys and values of what came before would
+- Rows start from an empty state, and none is carried: keys and values of earlier segments would
   have to keep their gradients and their positions.
-- The loss multiplies hidden states and head itself, so that all logits never exist; that a model
-  computes nothing else behind its hidden states is checked where it is built.
-- A checkpoint is a folder of transformers, its tokenizer of bytes a file like any other.
+- The loss multiplies the hidden states with the head itself, so that the logits of all tokens never
+  exist at once. `TransformerLM` checks that the model does nothing else after its hidden states.
+- A checkpoint is a folder that transformers can read; bytes as tokens become a `tokenizer.json`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from longrnn.checksums import write_checksums
 from longrnn.errors import UserError, nearest
-from longrnn.files import write_atomic
+from longrnn.files import one_line, write_atomic
 from longrnn.hf.tokenizer import HFTokenizer, byte_level
 from longrnn.state import LMState
 from longrnn.text import Tokenizer
@@ -29,18 +29,18 @@ from longrnn.text import Tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# What a head is scaled by while it is looked at.
+# Factor of the head's weights while its logits are checked.
 PROBE = 256.0
 
 
 class TransformerLM(nn.Module):
-    """A transformer in training: a text in, hidden states out.
+    """A Hugging Face model in training: returns the hidden states of tokens.
 
     Args:
-        model: of transformers, whose logits are its hidden states times its head.
+        model: a model whose logits are its hidden states times its head.
 
     Raises:
-        UserError: a model that computes its logits otherwise.
+        UserError: the model computes its logits in another way.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -48,18 +48,18 @@ class TransformerLM(nn.Module):
         self.model = model
         self.vocab_size: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]
         self.max_length: int | None = getattr(model.config, "max_position_embeddings", None)
-        if not self.eval()._only_multiplies():
+        if not self.eval()._has_linear_head():
             raise UserError(
-                f"a {model.config.model_type} does more than multiply by its head, and is not "
-                "trained here: take one that does not, such as llama"
+                f"a {model.config.model_type} does more than multiply hidden states with its head "
+                "and cannot be trained here: use a model that does not, such as llama"
             )
 
     @torch.no_grad()
-    def _only_multiplies(self) -> bool:
-        """Whether logits are hidden states times the head, and stay so when they grow.
+    def _has_linear_head(self) -> bool:
+        """Whether the logits are the hidden states times the head, large logits included.
 
-        A new model's logits are near 0, where a cap or a bias shows nothing yet: the head is made
-        larger while they are compared, by a power of 2, which leaves its weights as they were.
+        The logits of a new model are near 0, where a cap has no visible effect. The head is
+        therefore scaled up during the comparison, by a power of 2, so that undoing it is exact.
         """
         if self.head.bias is not None:
             return False
@@ -73,25 +73,25 @@ class TransformerLM(nn.Module):
 
     @property
     def head(self) -> nn.Linear:
-        """What hidden states are multiplied with."""
+        """The output layer, which multiplies hidden states."""
         return self.model.get_output_embeddings()  # type: ignore[return-value]
 
     def init_state(self, batch_size: int) -> LMState:
-        """Nothing read yet."""
+        """Return the state before the first token."""
         device = self.model.device
         return LMState(torch.zeros(batch_size, dtype=torch.long, device=device), ())
 
     def hidden(self, tokens: Tensor, state: LMState | None = None) -> tuple[Tensor, LMState]:
-        """What the head multiplies, `(b, t, d_model)`, and how far it has read.
+        """Return the hidden states in front of the head, `(b, t, d_model)`, and the new position.
 
         Raises:
-            UserError: a state that has read anything.
+            UserError: `state` is not at position 0.
         """
         if state is None:
             state = self.init_state(len(tokens))
         if bool((state.position > 0).any()):
             raise UserError(
-                "a transformer is trained on rows that start from nothing: set "
+                "a transformer cannot start from a carried state in training: set "
                 "initial_state={kind: zero}"
             )
         output = self.model.base_model(input_ids=tokens, use_cache=False)
@@ -99,14 +99,14 @@ class TransformerLM(nn.Module):
 
 
 def build_transformer(options: Mapping[str, Any]) -> TransformerLM:
-    """A model with random weights.
+    """Build a model with random weights.
 
     Args:
-        options: `model_type` and what its configuration of transformers takes, such as
+        options: `model_type` and options of its Hugging Face configuration, such as
             `{"model_type": "llama", "hidden_size": 128, …}`.
 
     Raises:
-        UserError: an unknown type or option, or values that do not fit.
+        UserError: an unknown type or option, or values that contradict each other.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
@@ -122,20 +122,21 @@ def build_transformer(options: Mapping[str, Any]) -> TransformerLM:
     try:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **given))
     except Exception as error:  # transformers raises many kinds for sizes that do not fit
-        reason = " ".join(str(error).split())
-        raise UserError(f"transformer: no {kind} can be built from this ({reason})") from error
+        raise UserError(
+            f"transformer: these options do not build a {kind} ({one_line(error)}): correct them"
+        ) from error
     return TransformerLM(model)
 
 
 def save_transformer(
     model: TransformerLM, folder: Path, tokenizer: Tokenizer, weights: Mapping[str, Tensor]
 ) -> None:
-    """Writes a folder that transformers and `load` read.
+    """Write a checkpoint folder that transformers and `load` can read.
 
     Args:
         model: the model.
-        folder: made where it is missing.
-        tokenizer: written beside it.
+        folder: the folder, created if it does not exist.
+        tokenizer: written into the same folder.
         weights: the state dict of `model`.
     """
     from safetensors.torch import save
@@ -155,7 +156,7 @@ def save_transformer(
 
 
 def read_transformer(folder: Path, model: TransformerLM) -> dict[str, Tensor]:
-    """The weights that `save_transformer` wrote of such a model, by the names of its state dict."""
+    """Return the weights that `save_transformer` wrote, under the names of `model.state_dict()`."""
     from safetensors.torch import load_file
 
     tensors = {f"model.{n}": t for n, t in load_file(folder / "model.safetensors").items()}
@@ -163,7 +164,7 @@ def read_transformer(folder: Path, model: TransformerLM) -> dict[str, Tensor]:
 
 
 def _tied(model: TransformerLM) -> dict[str, str]:
-    """Names of weights that are another one's, such as a tied head's, and that one's name."""
+    """Map the names of tied weights (such as the head) to the first name of the same tensor."""
     first: dict[int, str] = {}
     found = {}
     for name, tensor in model.state_dict().items():

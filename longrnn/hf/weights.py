@@ -1,4 +1,4 @@
-"""Weights of a checkpoint folder as plain tensors: safetensors, or a pickle of nothing else."""
+"""Reads the weights of a checkpoint folder: safetensors, or a pickle that holds only tensors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from longrnn.files import one_line, read_json
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, on the CPU, whether in one file or in several.
+    """Return all tensors of a checkpoint by name, on the CPU, from one file or from several.
 
-    Safetensors are taken before a pickle, and a pickle is read with `weights_only=True`.
+    Safetensors are preferred to a pickle, and a pickle is read with `weights_only=True`.
 
     Raises:
-        UserError: there are none, a file is missing or damaged, or a pickle holds something else.
+        UserError: there are no weights, a file is missing or damaged, or a pickle holds something
+            other than tensors.
     """
     for name in READERS:
         index = folder / f"{name}.index.json"
@@ -37,10 +38,10 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _parts(index: Path, suffix: str) -> list[str]:
-    """The names of the files that an index lists, each a file beside it.
+    """Return the names of the weight files in an index, all of them in the folder of the index.
 
     Raises:
-        UserError: it lists something else.
+        UserError: the index names anything else.
     """
     parts = read_json(index).get("weight_map")
     if not isinstance(parts, dict):
@@ -61,16 +62,16 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of one file.
+    """Return the tensors of one safetensors file by name.
 
     Raises:
-        UserError: it is damaged.
+        UserError: the file is damaged.
     """
     from safetensors.torch import load_file
 
     try:
         return load_file(path)
-    except Exception as error:  # a SafetensorError, or what torch raises for a dtype it lacks
+    except Exception as error:  # a SafetensorError, or torch's error for an unsupported dtype
         raise UserError(
             f"{path} is truncated or damaged ({one_line(error)}): copy it again"
         ) from error
@@ -78,23 +79,22 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:
     try:
-        with warnings.catch_warnings():  # of a pickle that is refused below anyway
+        with warnings.catch_warnings():  # about pickles that are refused below
             warnings.simplefilter("ignore")
             content = torch.load(path, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
         raise UserError(
             f"{path} is a pickle of more than tensors, which could run code when it is read: "
-            "take a safetensors version of the checkpoint"
+            "use a safetensors version of the checkpoint"
         ) from error
-    except Exception as error:  # a damaged pickle fails in any operation that it names
-        raise UserError(
-            f"{path} is truncated or damaged ({one_line(error)}): copy it again"
-        ) from error
+    except Exception as error:  # a damaged pickle can raise any error
+        reason = one_line(error).split(". ")[0]  # torch appends advice of several sentences
+        raise UserError(f"{path} is truncated or damaged ({reason}): copy it again") from error
     if not isinstance(content, Mapping) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in content.items()
     ):
         raise UserError(
-            f"{path} holds something else than named tensors: give a checkpoint of weights alone"
+            f"{path} holds something other than named tensors: give a checkpoint of weights alone"
         )
     for name, tensor in content.items():
         if not _is_stored(tensor):
@@ -106,7 +106,7 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
 
 
 def _is_stored(tensor: Tensor) -> bool:
-    """Whether every entry of a tensor stands in the file: it is as large as it says it is."""
+    """Whether the file holds every element of a tensor, so that its size is as declared."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         return False
     return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()

@@ -1,1 +1,1 @@
-"""What only the project's own studies use."""
+"""Analyses that only the project's own studies use."""

@@ -1,21 +1,21 @@
-"""What a family of models can forget and recall, by the size of its state (arXiv 2410.07145).
+"""Computes forgetting and recall capacity by state size from recorded evaluations.
 
-Everything comes from evaluations that were recorded. Two numbers of every state size:
+Two lengths for every state size (arXiv 2410.07145):
 
-- T_forget, the smallest training length from which on every model that was tried forgets robustly:
-  on long prompts its loss by position never exceeds 2 × the largest inside the training length
-  (`longrnn.evaluation.perplexity.forgetting`). A shorter one that happens to pass below one that
-  does not is no capacity.
+- T_forget, the smallest training length from which on all models that were tried forget robustly:
+  on long prompts the loss by position never exceeds 2 × the largest inside the training length
+  (`longrnn.evaluation.forgetting`). A model that passes while one with a greater training length
+  fails does not count.
 - T_recall, the longest context with a passkey accuracy above 95 %, of the best model of the size.
 
 Notable choices:
-- The size of a state counts its numbers: those that `longrnn diagnose states` looks at, which are
-  the matrices of Mamba-2 and the vectors c of an LSTM and h of a GRU or RNN, over all layers; what
-  a convolution remembers is left out.
-- A number that lies at the end of what was tried is a bound (T_forget ≤ the shortest training
-  length tried; T_recall ≥ the longest prompt asked), and a fit leaves it out.
+- The size of a state is the number of its entries in `longrnn diagnose states`: the matrices of
+  Mamba-2 and the vectors c of an LSTM and h of a GRU or RNN, over all layers, without convolution
+  inputs.
+- A length at the end of the range that was tried is a bound (T_forget ≤ the shortest training
+  length; T_recall ≥ the longest prompt) and is not used in fits.
 - The published forms are fitted, T_forget = a · N + b and T_recall = a · (c^N − 1) + b, in tokens
-  and with N in thousands of numbers. A form is fitted where there are LEAST points for it.
+  and with N in thousands of entries. A form is fitted only to at least LEAST points.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ import numpy as np
 from scipy import optimize, stats
 
 from longrnn.errors import UserError
+from longrnn.evaluation.forgetting import forgetting
 from longrnn.evaluation.passkey import by_model
-from longrnn.evaluation.perplexity import forgetting
 from longrnn.results import Row, read_results
 
 RECALLED = 0.95
-# Points for a form: one more than it has parameters, and never fewer than three.
+# Minimum number of points for a form: one more than it has parameters.
 LEAST = {"line": 3, "exponential": 4}
 FORMS = {"line": "a · N + b", "exponential": "a · (c^N − 1) + b"}
 
@@ -48,17 +48,17 @@ class Recorded(NamedTuple):
 
 
 class Member(NamedTuple):
-    """One model of the family, with what was recorded of it.
+    """One model of the family, with its recorded results.
 
     Attributes:
-        name: of the checkpoint.
-        fingerprint: of the model.
-        state_size: numbers in its state.
+        name: name of the checkpoint.
+        fingerprint: fingerprint of the model.
+        state_size: number of entries in its state.
         train_length: in tokens.
-        robust: whether it forgets robustly; None where no loss beyond the training length is known.
-        beyond: its largest loss beyond the training length over its largest inside.
+        robust: whether it forgets robustly; None if no loss beyond the training length is recorded.
+        beyond: its largest loss beyond the training length relative to its largest inside.
         recalled: the longest prompt with an accuracy above RECALLED; 0 for none, None for unknown.
-        asked: the longest prompt that was asked.
+        asked: the longest prompt that was evaluated.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Member(NamedTuple):
 
 
 class Bounded(NamedTuple):
-    """A length, or a bound of it: `bound` is "", "≤", "≥" or ">"."""
+    """A length or a bound on it: `bound` is "", "≤", "≥" or ">"."""
 
     value: int
     bound: str
@@ -82,7 +82,7 @@ class Bounded(NamedTuple):
 
 
 class Size(NamedTuple):
-    """What is known of a state size; None where nothing was recorded."""
+    """Both lengths for a state size; None if there are no results."""
 
     state_size: int
     forget: Bounded | None
@@ -90,7 +90,7 @@ class Size(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """A form with its parameters in the order of its letters, and their 95 % intervals.
+    """A fitted form: parameters in the order of their letters, and their 95 % intervals.
 
     `intervals` are Student-t intervals from the covariance of the least-squares fit.
     """
@@ -102,7 +102,7 @@ class Fit(NamedTuple):
     n: int
 
     def at(self, state_size: float) -> float:
-        """The fitted length at a state size, in tokens."""
+        """Return the fitted length at a state size, in tokens."""
         return float(FUNCTIONS[self.form](state_size / 1000, *self.parameters))
 
     def __str__(self) -> str:
@@ -116,10 +116,10 @@ class Fit(NamedTuple):
 
 
 def read_recorded(paths: Sequence[Path]) -> Recorded:
-    """Rows of every passkey and perplexity evaluation in files, or anywhere in folders.
+    """Read the rows of all passkey and perplexity evaluations in files and folders.
 
     Raises:
-        UserError: nothing there, or a file that is not a results file.
+        UserError: there are none, or a file is not a results file.
     """
     files: list[Path] = []
     for path in paths:
@@ -146,16 +146,16 @@ def read_recorded(paths: Sequence[Path]) -> Recorded:
 def member(
     name: str, fingerprint: str, state_size: int, train_length: int, recorded: Recorded
 ) -> Member:
-    """One model with what was recorded of it.
+    """Return one model with its recorded results.
 
     Raises:
-        UserError: nothing was.
+        UserError: there are none.
     """
     losses = recorded.perplexity.get(fingerprint, [])
     answers = recorded.passkey.get(fingerprint, [])
     if not losses and not answers:
         raise UserError(
-            f"no evaluation of {name} (fingerprint {fingerprint}) is recorded there: run longrnn "
+            f"no recorded evaluation of {name} (fingerprint {fingerprint}): run longrnn "
             "eval perplexity and longrnn eval passkey on it, or leave it out"
         )
     longest = max((row["length"] for row in losses), default=0)
@@ -175,18 +175,18 @@ def member(
 
 
 def _recalled(answers: Sequence[Row]) -> int:
-    """The longest prompt with an accuracy above RECALLED, over all places of the key."""
+    """Return the longest prompt with an accuracy above RECALLED, over all positions of the key."""
     right: dict[int, list[bool]] = {}
     for row in answers:
         right.setdefault(row["length"], []).append(row["correct"])
-    return max((n for n, said in right.items() if sum(said) > RECALLED * len(said)), default=0)
+    return max((n for n, all_ in right.items() if sum(all_) > RECALLED * len(all_)), default=0)
 
 
 def sizes(members: Sequence[Member]) -> list[Size]:
-    """T_forget and T_recall by state size, ascending.
+    """Return T_forget and T_recall by state size, ascending.
 
     Raises:
-        UserError: fewer than three sizes, of which nothing can be fitted.
+        UserError: there are fewer than three sizes, too few for a fit.
     """
     of_size: dict[int, list[Member]] = {}
     for one in sorted(members, key=lambda one: (one.state_size, one.train_length)):
@@ -221,16 +221,16 @@ def _recall(family: Sequence[Member]) -> Bounded | None:
 
 
 def fit(form: str, points: Mapping[int, Bounded | None]) -> Fit | str:
-    """A form through what is known of state sizes, or the reason why there is none.
+    """Fit a form to lengths by state size; return the reason if that is not possible.
 
     Args:
         form: a key of FORMS.
-        points: by state size; bounds are left out.
+        points: lengths by state size; bounds are not used.
     """
     known = {size: point.value for size, point in points.items() if point and not point.bound}
     if len(known) < LEAST[form]:
         return (
-            f"no fit: {len(known)} of {len(points)} state sizes have a length that is no bound, "
+            f"no fit: {len(known)} of {len(points)} state sizes have a length that is not a bound, "
             f"and {FORMS[form]} needs {LEAST[form]}"
         )
     x, y = np.array(list(known), float) / 1000, np.array(list(known.values()), float)
@@ -241,7 +241,7 @@ def fit(form: str, points: Mapping[int, Bounded | None]) -> Fit | str:
             warnings.simplefilter("error", optimize.OptimizeWarning)
             best, covariance = optimize.curve_fit(FUNCTIONS[form], x, y, p0=_guess(form, x, y))
     except (RuntimeError, optimize.OptimizeWarning) as error:
-        return f"no fit: {FORMS[form]} does not settle on these points ({error})"
+        return f"no fit: {FORMS[form]} does not converge on these points ({error})"
     half = stats.t.ppf(0.975, len(x) - len(best)) * np.sqrt(np.diag(covariance))
     residual = ((y - FUNCTIONS[form](x, *best)) ** 2).sum()
     return Fit(
@@ -265,7 +265,7 @@ FUNCTIONS = {"line": _line, "exponential": _exponential}
 
 
 def _guess(form: str, x: np.ndarray, y: np.ndarray) -> list[float]:
-    """Where to start: least squares in a and b, for the best of many c."""
+    """Return initial parameters: least squares in a and b, for the best of many c."""
     if form == "line":
         return list(np.polyfit(x, y, 1))
 

@@ -1,4 +1,4 @@
-"""The picture and the record of a family's capacity."""
+"""Writes the plot and the record of capacities."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TITLES = {
 def write(
     members: Sequence[Member], found: Sequence[Size], fits: Mapping[str, Fit | str], folder: Path
 ) -> list[Path]:
-    """Writes `capacity.jsonl` (a row a model, a state size and a fit) and `capacity.png`."""
+    """Write `capacity.jsonl`, one row per model, state size and fit, and `capacity.png`."""
     rows: list[dict[str, Any]] = [{"evaluation": "capacity"}]
     rows += [{"row": "model", **one._asdict()} for one in members]
     rows += [
@@ -64,6 +64,6 @@ def _picture(found: Sequence[Size], fits: Mapping[str, Fit | str]) -> bytes:
         lengths_axis(panel, max(points), least=min(points))
         panel.set_xlim(min(points) / 1.3, max(points) * 1.3)
         panel.set_xticks(sorted(points), [format_length(n) for n in sorted(points)])
-        panel.set(xlabel="numbers in the state", ylabel="tokens", title=title, ylim=(0, None))
-    figure.supxlabel("full: measured; hollow: a bound, which the fit leaves out", fontsize=8)
+        panel.set(xlabel="entries of the state", ylabel="tokens", title=title, ylim=(0, None))
+    figure.supxlabel("filled: measured; hollow: a bound, not used in the fit", fontsize=8)
     return png(figure)

@@ -1,19 +1,19 @@
 """Stability of the gradient through a sequence task, as in arXiv 2402.00236.
 
-z is all that a model carries after its first token (h; h and c of an LSTM; the convolution and the
-state of a Mamba-2; of every layer), y its last output before the head, J = ∂y/∂z. Two inputs A and
-B that share the first token, or all that comes after it, have
+z is the state of all layers after the first token (h; h and c of an LSTM; the convolution inputs
+and state of a Mamba-2), y the last output before the head, and J = ∂y/∂z. Two inputs A and B that
+share the first token, or all tokens after it, have
 
     stability = Σ_i ⟨J_i^A, J_i^B⟩ / Σ_i ‖J_i^A‖ ‖J_i^B‖
 
-over the rows i of J: the mean cosine of the gradients, weighted by their norms. It is 1 where both
-inputs have the same gradient, and 0 where the two gradients are orthogonal.
+over the rows i of J: the mean cosine of the gradients, weighted by their norms. It is 1 if both
+inputs have the same gradient, and 0 if the two gradients are orthogonal.
 
 The first token is the target, the tokens after it are the disturbants. Each condition of the task
-is measured with triplets of its own: `reverse_dual_frequency` has four, a frequent or rare target
+is measured with separate triplets: `reverse_dual_frequency` has four, a frequent or rare target
 with frequent or rare disturbants. Other tasks draw all tokens uniformly from one vocabulary.
 
-J is exact. It is computed one row at a time for all inputs together, and never held whole.
+J is exact. It is computed one row at a time for all inputs, and is never stored completely.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from longrnn.state import LMState, detach, leaves, tree_map
 from longrnn.tasks.sequence import Condition, Transduction
 from longrnn.training import checkpoint
 
-# Inputs whose rows of J are computed together: a bound on memory.
+# Number of inputs whose rows of J are computed together, which limits memory.
 INPUTS = 192
 # Triplets per condition and checkpoint, as in the source.
 TRIPLETS = 1024
 
 
 class Stability(NamedTuple):
-    """For each of n triplets, `(n,)` each.
+    """Results for n triplets, `(n,)` each.
 
     Attributes:
         same_token: stability of two inputs that share the first token.
-        same_suffix: of two inputs that share all but the first token.
+        same_suffix: stability of two inputs that share all tokens but the first.
         norm: Frobenius norm of J.
     """
 
@@ -57,7 +57,7 @@ class Stability(NamedTuple):
 
 
 class StabilityRow(NamedTuple):
-    """Means over triplets with their intervals, of one checkpoint under one condition.
+    """Means over triplets with intervals, for one checkpoint and condition.
 
     Attributes:
         step: optimizer steps before the checkpoint.
@@ -82,15 +82,15 @@ def triplets(
     length: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """Draws `(n, 3, 2 · length)` inputs (x, s), (x, s'), (x', s), each followed by query tokens.
+    """Draw inputs (x, s), (x, s'), (x', s), `(n, 3, 2 · length)`, each followed by query tokens.
 
-    x is the first token, uniform over the targets of the condition; s holds the tokens after it,
-    uniform over its disturbants. x' is never x and s' never s: an input compared with itself would
-    count as stable.
+    x is the first token, uniform over the targets of the condition; s are the tokens after it,
+    uniform over its disturbants. x' differs from x and s' from s, because the stability of equal
+    inputs is 1.
 
     Raises:
-        UserError: a length that the task does not have or that has no tokens after the first, or a
-            condition with a single token to draw from.
+        UserError: the length is invalid or below 2, or the condition has a single token to draw
+            from.
     """
     task.check(length)
     if length < 2:
@@ -117,12 +117,12 @@ def triplets(
 
 
 def stability(model: RecurrentLM, inputs: Tensor) -> Stability:
-    """The stability of a model's gradient on triplets.
+    """Return the stability of a model's gradient on triplets.
 
     Args:
         model: any cell, any number of layers.
-        inputs: `(n, 3, t)` ids: a base, one that shares its first token, one that shares the
-            others; t >= 2.
+        inputs: `(n, 3, t)` ids: a base, an input that shares its first token, and an input that
+            shares all others; t >= 2.
     """
     device = model.embedding.weight.device
     model = copy.deepcopy(model).requires_grad_(False)  # no gradient of weights is computed
@@ -153,7 +153,7 @@ def _stability(model: RecurrentLM, inputs: Tensor) -> Stability:
             products[pair] += (base * other).sum(1)
             weights[pair] += base.norm(dim=1) * other.norm(dim=1)
         squares += base.square().sum(1)
-    # A gradient of 0 has no direction, and counts as orthogonal to every other.
+    # A gradient of 0 has no direction and counts as orthogonal to every other.
     same = torch.where(weights > 0, products / weights, 0.0)
     return Stability(same[0], same[1], squares.sqrt())
 
@@ -168,22 +168,22 @@ def along_checkpoints(
     device: str = "cpu",
     quiet: bool = False,
 ) -> list[StabilityRow]:
-    """Measures every checkpoint that a run has kept, on the same triplets, by condition.
+    """Measure all checkpoints of a run on the same triplets, by condition.
 
     Args:
-        run: its output folder.
-        task: the one it was trained on.
-        length: of the sequences.
+        run: the output folder of the run.
+        task: the task it was trained on.
+        length: length of the sequences.
         n: triplets per condition; the published number is 1,024.
-        seed: of the triplets.
-        device: where to compute.
-        quiet: no progress.
+        seed: seed of the triplets.
+        device: device of the model.
+        quiet: show no progress.
 
     Returns:
-        One reading per checkpoint and condition of the task, conditions innermost.
+        One row per checkpoint and condition, conditions innermost.
 
     Raises:
-        UserError: the run has no checkpoints, or n is not positive, or as `triplets` does.
+        UserError: the run has no checkpoints, n is not positive, or as `triplets`.
     """
     if n < 1:
         raise UserError(f"the number of triplets is {n}: give at least 1")
@@ -191,24 +191,24 @@ def along_checkpoints(
     if not folders:
         raise UserError(f"{run} has no checkpoints: give the output_dir of a training run")
     generator = seeded(seed)
-    asked = [
+    inputs_by_condition = [
         (condition.name, triplets(task, condition, n, length=length, generator=generator))
         for condition in task.conditions()
     ]
-    readings = []
-    total = len(folders) * len(asked)
+    found = []
+    total = len(folders) * len(inputs_by_condition)
     with Progress("stability", total, unit="inputs", quiet=quiet) as progress:
         for folder in folders:
             model = load_recurrent(folder, device=device)
-            for name, inputs in asked:
+            for name, inputs in inputs_by_condition:
                 estimates = [mean(values.tolist()) for values in stability(model, inputs)]
-                readings.append(StabilityRow(checkpoint.steps(folder), name, *estimates))
+                found.append(StabilityRow(checkpoint.steps(folder), name, *estimates))
                 progress.advance(1, 3 * n)
-    return readings
+    return found
 
 
 def rows(readings: Sequence[StabilityRow]) -> list[list[str]]:
-    """Cells of a table: step, condition, the two stabilities and the norm of J."""
+    """Return the cells of a table: step, condition, the two stabilities and the norm of J."""
     return [
         [
             f"{reading.step:,}",

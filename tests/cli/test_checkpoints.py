@@ -119,7 +119,7 @@ def test_convert(cli: CLI, foreign: Path) -> None:
     ("arguments", "message"),
     [
         (("convert", "{llama}", "new", "--to", "native"), "is a llama of transformers"),
-        (("convert", "{mamba2}", "{llama}", "--to", "ours"), "is there already"),
+        (("convert", "{mamba2}", "{llama}", "--to", "ours"), "exists already"),
         (("convert", "{mamba2}", "new", "--to", "mamba"), "unknown layout 'mamba'"),
         (("convert", "nowhere", "new", "--to", "hf"), "no checkpoint 'nowhere'"),
         (("generate", "{llama}", "--prompt", "a", "--mitigation", "forget_more"), "leave it out"),

@@ -178,7 +178,7 @@ def results(command: Command, folder: Path) -> dict[str, Any]:
 
 def is_done(process: Fork, code: int) -> bool:
     """Whether a command ended, or found that the killed one had written everything."""
-    there = ("is not overwritten", "is there already")
+    there = ("is not overwritten", "exists already")
     return code == 0 or (code == 2 and any(piece in process.err for piece in there))
 
 

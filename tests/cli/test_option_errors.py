@@ -52,7 +52,7 @@ def test_eval_passkey_options(
         (["--insert-at", "0,1M"], ("behind 1M tokens of filler", "give a greater length")),
         (["--insert-at", "0", "--depths", "5"], ("give one of --depths",)),
         (["--insert-at", "0", "--insert-every", "8k"], ("give one of --depths",)),
-        (["--insert-at", "0", "--n-keys", "2"], ("one key a prompt",)),
+        (["--insert-at", "0", "--n-keys", "2"], ("one key per prompt",)),
     ],
 )
 def test_eval_passkey_insertion_points(

@@ -1,4 +1,4 @@
-"""Comparisons of small models: pairs, resuming, and what is refused."""
+"""Comparisons of small models: paired differences, resuming, and refusals."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def models() -> list[OpenCheckpoint]:
 
 
 def test_cells(models: list[OpenCheckpoint], tmp_path: Path) -> None:
-    """Pairs of other items, a difference of the wrong sign, a reason that is lost."""
+    """Differences pair equal items and are relative to the reference; reasons are kept."""
     cells = {(cell.metric, cell.at, cell.model): cell for cell in run(models, tmp_path)}
     assert len(cells) == 2 * 2 * 4
     _, one = read_results(tmp_path / "out/mine/perplexity/one.jsonl")
@@ -87,7 +87,7 @@ def test_cells(models: list[OpenCheckpoint], tmp_path: Path) -> None:
 
 
 def test_it_goes_on(models: list[OpenCheckpoint], tmp_path: Path) -> None:
-    """What is known is measured again, or is lost when a model or a length is added."""
+    """Adding a model or a length measures only what is missing."""
     cells = run(models[:2], tmp_path)
     before = files(tmp_path / "out")
     assert run(models[:2], tmp_path) == cells
@@ -120,7 +120,7 @@ def test_it_goes_on(models: list[OpenCheckpoint], tmp_path: Path) -> None:
 def test_results_of_another_suite(
     before: str, after: str, says: str, models: list[OpenCheckpoint], tmp_path: Path
 ) -> None:
-    """Rows of two suites in one file."""
+    """Results of another suite with the same name are refused."""
     run(models[:1], tmp_path)
     there = files(tmp_path / "out")
     other = suite(tmp_path, SUITE.replace(before, after))
@@ -133,7 +133,7 @@ def test_results_of_another_suite(
 
 
 def test_results_of_another_model(models: list[OpenCheckpoint], tmp_path: Path) -> None:
-    """Another checkpoint under a name that is known."""
+    """Another checkpoint under a known name is refused."""
     run(models[:1], tmp_path)
     there = files(tmp_path / "out")
     with pytest.raises(UserError, match="another run .*choose another output"):
@@ -142,7 +142,7 @@ def test_results_of_another_model(models: list[OpenCheckpoint], tmp_path: Path) 
 
 
 def test_refused_before_anything_is_written(models: list[OpenCheckpoint], tmp_path: Path) -> None:
-    """An error after an hour that could have been known in the first second."""
+    """What can be checked is checked before anything is measured."""
     unfit = models[0]._replace(name="unfit", tokenizer=PairTokenizer())
     with pytest.raises(UserError, match=r"tokenizer of unfit has 997 ids and the model 256"):
         run([models[0], unfit], tmp_path)
@@ -163,7 +163,7 @@ def cell(model: str, at: int | None, metric: str = "m", **changes: object) -> Ce
 
 
 def test_tables() -> None:
-    """Lengths as texts in the order of the alphabet, or a value beside another model's name."""
+    """Tables list lengths in ascending order, with each value in the row of its model."""
     less = Estimate(-0.25, -0.5, 0.0, 9)
     cells = [
         cell("a", 1024), cell("a", 64), cell("b", 64, difference=less),

@@ -1,4 +1,4 @@
-"""Measurements in a process of their own."""
+"""Costs are measured in a separate process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.comparison.suites.small_models import llama, small_model
 
 
 def test_memory_is_that_of_the_measured_process(tmp_path: Path) -> None:
-    """What the parent holds (ru_maxrss begins there), or a mitigation that is left out."""
+    """Memory is that of the child process alone, and the mitigation is applied."""
     folder = tmp_path / "one"
     model = small_model("one", folder=folder).model
     held = torch.ones(2**30 // 4)  # 1 GiB
@@ -30,7 +30,7 @@ def test_memory_is_that_of_the_measured_process(tmp_path: Path) -> None:
 
 
 def test_a_transformer_beyond_its_limit(tmp_path: Path) -> None:
-    """A cache that does not grow with the text, or a limit that the other process knows again."""
+    """The cache of a transformer grows with the length, and `beyond` reaches the child process."""
     llama(tmp_path / "llama", positions=64)
     found = in_a_process(Job(f"{tmp_path / 'llama'}+beyond", "cpu", 1, 100, 2, 0))
     assert isinstance(found, dict), found
@@ -39,7 +39,7 @@ def test_a_transformer_beyond_its_limit(tmp_path: Path) -> None:
 
 
 def test_a_failure_is_one_line() -> None:
-    """A traceback in the middle of a comparison."""
+    """A failing process gives a reason, not an error."""
     broken = in_a_process(Job("passkey-tiny", "abacus", 1, 64, 1, 0))
     assert isinstance(broken, str)
     assert broken.startswith("failed: ")

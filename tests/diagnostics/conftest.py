@@ -1,4 +1,4 @@
-"""A headless browser, and the check that a report needs nothing but itself."""
+"""A headless browser, and a check that a report is self-contained."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture(scope="package")
 def page() -> Iterator[Any]:
-    """A page of a headless Chromium: that of playwright, or that of the system."""
+    """Return a page of a headless Chromium, from playwright or the system."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
     system = next(filter(None, map(shutil.which, names)), None)
@@ -28,7 +28,7 @@ def page() -> Iterator[Any]:
 
 
 def open_alone(page: Any, path: Path) -> None:
-    """Opens a report: no script error, nothing fetched from elsewhere."""
+    """Open a report and check that there is no script error and no external request."""
     said: list[str] = []
     asked: list[str] = []
     page.on("console", lambda message: said.append(message.text))

@@ -1,4 +1,4 @@
-"""The criterion of collapse on made-up statistics."""
+"""The criterion of collapse on synthetic statistics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENTRIES, TRAINED, LENGTH, EVERY = 64, 1024, 32768, 64
 
 
 def detector(norm: Callable[[int], float], mean: Callable[[int], float] = lambda t: 0.0) -> Finding:
-    """One head whose state has this norm and mean at position t."""
+    """Return one head whose state has this norm and mean at position t."""
     one = CollapseDetector(TRAINED, layers=1, prompts=["text"], heads=1)
     for position in range(EVERY, LENGTH + 1, EVERY):
         square = norm(position) ** 2 / ENTRIES
@@ -30,7 +30,7 @@ def detector(norm: Callable[[int], float], mean: Callable[[int], float] = lambda
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("memory", [1, 300])
 def test_a_stationary_head_does_not_collapse(seed: int, memory: int) -> None:
-    """A head that is blamed for being random: sums of vectors decayed over `memory` tokens."""
+    """A stationary random head, a decaying sum over `memory` tokens, does not collapse."""
     randomness = np.random.default_rng(seed)
     keep = math.exp(-EVERY / memory)
     state, norms, means = np.zeros(ENTRIES), {}, {}
@@ -43,7 +43,7 @@ def test_a_stationary_head_does_not_collapse(seed: int, memory: int) -> None:
 
 @pytest.mark.parametrize(("retention", "collapses"), [(0.2, False), (0.5, True), (0.99, True)])
 def test_a_head_that_fills_up(retention: float, collapses: bool) -> None:
-    """1 − exp(−t/τ): a third of the state over the training length is where it begins."""
+    """A state that fills as 1 − exp(−t/τ) collapses from a retention of a third on."""
     rate = -math.log(retention) / TRAINED
     found = detector(lambda t: 1 - math.exp(-rate * t))
     assert bool(found.left) == collapses
@@ -59,7 +59,7 @@ def test_a_head_that_fills_up(retention: float, collapses: bool) -> None:
 
 
 def test_a_passing_excursion_is_no_collapse() -> None:
-    """One odd passage; and a head that leaves for good in the second half of the prompt."""
+    """A single outlier is no collapse; leaving the range for the rest of the prompt is."""
     assert detector(lambda t: 9.0 if 8192 < t <= 16384 else 1.0).left == ()
     assert detector(lambda t: 9.0 if t > 20000 else 1.0).left == ()
     found = detector(lambda t: 9.0 if t > 12000 else 1.0)
@@ -69,7 +69,7 @@ def test_a_passing_excursion_is_no_collapse() -> None:
 
 
 def test_the_mean_is_judged_beside_the_entries() -> None:
-    """A mean that triples and stays small; one that takes over at the same norm."""
+    """A mean collapses if it is large relative to the entries, not if it only multiplies."""
     size = 8.0  # the norm of 64 entries of size 1
     assert detector(lambda t: size, lambda t: 0.3 if t > TRAINED else 0.1).left == ()
     found = detector(lambda t: size, lambda t: -0.9 if t > TRAINED else 0.1)
@@ -77,13 +77,13 @@ def test_the_mean_is_judged_beside_the_entries() -> None:
 
 
 def test_states_that_shrink_or_stay_zero() -> None:
-    """A head that goes quiet is not one that collapses; neither is one that never spoke."""
+    """A head whose state becomes or stays zero does not collapse."""
     assert detector(lambda t: 1.0 if t <= TRAINED else 1e-6).left == ()
     assert detector(lambda t: 0.0).left == ()
 
 
 @pytest.mark.parametrize("start", [500, 2000])
 def test_no_number_is_outside(start: int) -> None:
-    """NaN, which compares as neither."""
+    """NaN counts as outside the range."""
     assert "norm" in detector(lambda t: math.nan if t > start else 1.0).left
     assert "norm" in detector(lambda t: math.inf if t > 2000 else 1.0).left

@@ -1,4 +1,4 @@
-"""The report of a comparison opens in a browser, by itself, with all that was measured."""
+"""The report of a comparison opens in a browser, is self-contained and shows every result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REASON = "this llama was made for at most 1,024 tokens: give it shorter texts"
 
 
 def cells() -> list[Cell]:
-    """Recall of two models, of which one does not reach 4k, and what they cost."""
+    """Return recall and cost of two models, one of which does not reach 4k."""
     found, size = [], dict(zip(MODELS, (100.0, 250.0), strict=True))
     for at, right in ((256, 9), (1024, 5), (4096, 0)):
         for model in MODELS:
@@ -41,7 +41,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def test_in_a_browser(written: list[Path], page: Any) -> None:
-    """A broken picture, a script error, something fetched from elsewhere, a cell in another row."""
+    """The report has all pictures, no script error, and every cell in its row."""
     open_alone(page, written[0])
     widths = page.evaluate("[...document.images].map(i => i.complete && i.naturalWidth)")
     assert len(widths) == 2
@@ -61,7 +61,7 @@ def test_in_a_browser(written: list[Path], page: Any) -> None:
 
 
 def test_the_files(written: list[Path]) -> None:
-    """An empty picture, a report that points to files beside it, a name that becomes markup."""
+    """Pictures are not empty and are embedded, and names are escaped."""
     assert [path.name for path in written] == [
         "report.html", "quick_keys.png", "quick_memory.png"
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Diagnostics of gradients allocate on the device of the model."""
+"""Gradient diagnostics allocate on the device of the model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def model_of(kind: str) -> RecurrentLM:
 
 @pytest.mark.parametrize("spec", MIXER_SPECS, ids=spec_id)
 def test_jacobians(spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The written-out matrix, both Krylov methods and the QR method run where the state is."""
+    """The dense matrix, both Krylov methods and the QR method run on the device of the state."""
     mixer = build_mixer(spec)
     x = random_tree(torch.empty(1, 1, D_MODEL + 2, dtype=torch.float64), 0)
     step = Step(mixer, x, random_tree(mixer.init_state(1), 1))
@@ -51,7 +51,7 @@ def test_jacobians(spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("kind", ["rnn", "gru", "lstm", "mamba2"])
 def test_stability(kind: str) -> None:
-    """The stability of inputs runs where the model is."""
+    """The stability of inputs runs on the device of the model."""
     (condition,) = TASK.conditions()
     inputs = triplets(TASK, condition, 2, length=4, generator=generator(0))
     model = model_of(kind)
@@ -62,7 +62,7 @@ def test_stability(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["rnn", "gru", "lstm", "mamba2"])
 def test_gradients_through_time(kind: str) -> None:
-    """Norms, histograms and clipping run where the model is."""
+    """Norms, histograms and clipping run on the device of the model."""
     model = model_of(kind)
     batch = TASK.sample(2, length=4, generator=generator(0))
     tokens, targets = last_scored(batch)

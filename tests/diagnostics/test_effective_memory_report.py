@@ -1,4 +1,4 @@
-"""The report of effective remembrance opens by itself, and says what its numbers say."""
+"""The report of effective remembrance is self-contained and states its results correctly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.diagnostics.conftest import open_alone
 
 
 def points(position: int, needed: int) -> list[MeanEffRem]:
-    """A prediction that needs its last `needed` tokens."""
+    """Return EffRem of a prediction that depends on its last `needed` tokens."""
     return [
         MeanEffRem(start, Estimate(0.9 if position - start < needed else 0.03, 0.0, 1.0, 3))
         for start in starts(position)
@@ -20,7 +20,7 @@ def points(position: int, needed: int) -> list[MeanEffRem]:
 
 
 def test_in_a_browser(tmp_path: Path, page: Any) -> None:
-    """A broken picture, a name that is read as HTML, a table without its rows."""
+    """The report has its pictures and tables, and names are escaped."""
     found = {64: points(64, 16), 1024: points(1024, 16)}
     about = {
         "checkpoint": "<b>made</b>", "fingerprint": "0", "mitigation": None,
@@ -40,10 +40,10 @@ def test_in_a_browser(tmp_path: Path, page: Any) -> None:
 
 
 def test_summaries() -> None:
-    """A number of the wrong T, or a context that is enough and is not."""
-    said = summary({64: points(64, 64), 1024: points(1024, 16)})
-    assert said.startswith("After 1k tokens the prediction changes by 0.030 (of at most 1) where ")
-    assert "where the first 16 are left out. The last 16 tokens predict within 0.1" in said
+    """The summary states the numbers of the longest context."""
+    text = summary({64: points(64, 64), 1024: points(1024, 16)})
+    assert text.startswith("After 1k tokens the prediction changes by 0.030 (of at most 1) if ")
+    assert "if the first 16 are left out. The last 16 tokens predict within 0.1" in text
     never = summary({64: points(64, 64)})
-    assert never.startswith("After 64 tokens the prediction changes by 0.900 (of at most 1) where")
+    assert never.startswith("After 64 tokens the prediction changes by 0.900 (of at most 1) if")
     assert never.endswith("No shorter context predicts within 0.1 of the whole one.")

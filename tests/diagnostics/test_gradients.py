@@ -1,4 +1,4 @@
-"""Gradients through time of models whose answer is known, and against naive computations."""
+"""Gradients through time equal known answers and naive computations."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def reverse(vocab_size: int = 10) -> Task:
 
 
 def linear_model(matrix: Tensor) -> RecurrentLM:
-    """A plain network h ← W h + U x + b."""
+    """Return a plain network h ← W h + U x + b."""
     torch.manual_seed(0)
     mixer = {"kind": "rnn", "nonlinearity": "identity"}
     config = RecurrentConfig(11, len(matrix), 1, mixer, block="plain", tie_embeddings=False)
@@ -56,7 +56,7 @@ def linear_model(matrix: Tensor) -> RecurrentLM:
 
 
 def with_eigenvalues(values: list[float]) -> Tensor:
-    """A matrix that is not normal."""
+    """Return a matrix that is not normal."""
     frame = torch.randn(WIDTH, WIDTH, generator=generator(1), dtype=torch.float64)
     return frame @ torch.diag(torch.tensor(values).double()) @ torch.linalg.inv(frame)
 
@@ -69,14 +69,14 @@ def slope_of(model: RecurrentLM, length: int = 64) -> float:
 
 @pytest.mark.parametrize("largest", [0.75, -0.5, 1.25])
 def test_slope_of_a_linear_network(largest: float) -> None:
-    """The logarithm of the spectral radius, to 1e-6; not a singular value, nor the first steps."""
+    """The slope is the logarithm of the spectral radius, to 1e-6."""
     values = [largest, 0.3, -0.2, 0.1, 0.05, 0.01]
     found = slope_of(linear_model(with_eigenvalues(values)))
     assert found == pytest.approx(math.log(abs(largest)), abs=1e-6)
 
 
 def test_slope_of_an_orthogonal_network() -> None:
-    """0: nothing vanishes, nothing explodes, at any distance."""
+    """The slope of an orthogonal recurrence is 0 at every distance."""
     drawn = torch.randn(WIDTH, WIDTH, generator=generator(2), dtype=torch.float64)
     model = linear_model(torch.linalg.qr(drawn)[0])
     assert slope_of(model) == pytest.approx(0, abs=1e-12)
@@ -111,7 +111,7 @@ def test_gradients_of_handed_states(kind: str, block: str) -> None:
 
 @pytest.mark.parametrize("kind", list(MIXERS))
 def test_gradient_of_recurrent_weights(kind: str) -> None:
-    """That of one call on the whole sequence."""
+    """Gradients of recurrent weights equal those of one call on the whole sequence."""
     model, tokens = build_model(kind), random_tokens(3, 9)
     targets = tokens[:, 1]
     names = model.mixers[1].recurrent_weights
@@ -124,7 +124,7 @@ def test_gradient_of_recurrent_weights(kind: str) -> None:
 
 
 def test_slopes_of_rows() -> None:
-    """A row whose gradient is exactly 0 that spoils the others; the near half that counts."""
+    """Rows with a gradient of exactly 0 have no slope, and only the far half is fitted."""
     distances = torch.arange(1.0, 21, dtype=torch.float64)
     lines = torch.stack([(-0.1 * distances).exp(), (-0.3 * distances).exp(), 0 * distances])
     lines[0, :10] = 17.0
@@ -136,7 +136,7 @@ def test_slopes_of_rows() -> None:
 
 
 def test_histogram() -> None:
-    """An entry outside the bins that is lost, or a 0 with a logarithm."""
+    """Entries outside the bins are counted in the first or last bin, and zeros separately."""
     found = histogram(torch.tensor([0.0, 1e-30, 2e-3, -2e-3, 5.0, 1e9], dtype=torch.float64))
     assert (found["zeros"], sum(found["counts"])) == (1, 5)
     assert (found["counts"][0], found["counts"][-1]) == (1, 1)
@@ -146,7 +146,7 @@ def test_histogram() -> None:
 
 
 def test_clipping() -> None:
-    """As torch.nn.utils does it to the same gradient."""
+    """Clipping equals that of torch.nn.utils on the same gradient."""
     model, batch = (
         build_model("gru"),
         Batch(random_tokens(3, 9), random_tokens(3, 9, 1), torch.ones(3).bool()),
@@ -176,7 +176,7 @@ def test_clipping() -> None:
 
 
 def test_the_last_scored_token() -> None:
-    """Rows that end earlier, or tokens behind the loss."""
+    """Rows that end before the last scored token are left out, and tokens after it are cut."""
     targets = torch.tensor([[-100, 3, -100, -100], [-100, -100, 4, -100], [5, -100, 6, -100]])
     batch = Batch(torch.arange(12).view(3, 4), targets, torch.ones(3).bool())
     tokens, wanted = last_scored(batch)
@@ -184,15 +184,15 @@ def test_the_last_scored_token() -> None:
     assert wanted.tolist() == [4, 6]
 
 
-def laboratory(subjects: list[Subject], folder: Path, **settings: Any) -> GradientRecord:
+def measure(subjects: list[Subject], folder: Path, **settings: Any) -> GradientRecord:
     small = {"lengths": (4, 8), "rows": 3, "exponents": 2, **settings}
     return diagnose(subjects, reverse(), Settings(**small), output=folder, quiet=True)
 
 
 def test_a_record_and_its_report(tmp_path: Path) -> None:
-    """Rows that are missing, of another model, or no JSON; a report without its numbers."""
+    """The record has every row as JSON, and the report shows its numbers."""
     subjects = [Subject(kind, build_model(kind)) for kind in ("rnn", "mamba2")]
-    found = laboratory(subjects, tmp_path)
+    found = measure(subjects, tmp_path)
     head, *rows = [
         json.loads(line) for line in (tmp_path / "gradients.jsonl").read_text().splitlines()
     ]
@@ -226,27 +226,27 @@ def test_a_record_and_its_report(tmp_path: Path) -> None:
 
 
 def test_the_model_stays_as_it_was(tmp_path: Path) -> None:
-    """A model that comes back in float64, or with gradients."""
+    """Diagnosing leaves dtype and gradients of the model unchanged."""
     model = build_model("lstm", dtype=torch.float32)
     before = model.fingerprint()
-    laboratory([Subject("m", model)], tmp_path)
+    measure([Subject("m", model)], tmp_path)
     assert model.fingerprint() == before
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_an_exploding_network_is_said_to(tmp_path: Path) -> None:
-    """A summary that knows only one direction."""
-    found = laboratory([Subject("m", linear_model(1.5 * torch.eye(WIDTH)))], tmp_path)
-    assert "explodes, × 1.5 a token" in gradients_report.summary(found)
-    steady = laboratory([Subject("m", linear_model(torch.eye(WIDTH)))], tmp_path)
+    """The summary tells vanishing, steady and exploding gradients apart."""
+    found = measure([Subject("m", linear_model(1.5 * torch.eye(WIDTH)))], tmp_path)
+    assert "explodes, × 1.5 per token" in gradients_report.summary(found)
+    steady = measure([Subject("m", linear_model(torch.eye(WIDTH)))], tmp_path)
     assert "neither vanishes nor explodes" in gradients_report.summary(steady)
-    gone = laboratory([Subject("m", linear_model(torch.zeros(WIDTH, WIDTH)))], tmp_path)
+    gone = measure([Subject("m", linear_model(torch.zeros(WIDTH, WIDTH)))], tmp_path)
     assert "exactly 0" in gradients_report.summary(gone)
     gradients_report.write_report(gone, tmp_path)
 
 
 def test_what_is_not_finite_is_named(tmp_path: Path) -> None:
-    """Layer and token of an overflow in float32, parameter of a NaN, and the rest left out."""
+    """A value that is not finite is reported with its layer, parameter and token, and alone."""
     model = RecurrentLM(
         RecurrentConfig(11, WIDTH, 1, {"kind": "rnn", "nonlinearity": "relu"}, block="plain")
     )
@@ -258,7 +258,7 @@ def test_what_is_not_finite_is_named(tmp_path: Path) -> None:
     assert said is not None
     assert "in the output of blocks.0.mixer" in said
     assert "layers.0.h after token 2" in said  # 1, 1e20, and then beyond 3e38
-    found = laboratory([Subject("m", model)], tmp_path)
+    found = measure([Subject("m", model)], tmp_path)
     assert {row["kind"] for row in found.rows} == {"nonfinite"}
     assert "m: the loss is" in gradients_report.summary(found)
     assert "after token 2" in gradients_report.write_report(found, tmp_path)[0].read_text()
@@ -268,19 +268,19 @@ def test_what_is_not_finite_is_named(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_measured(tmp_path: Path) -> None:
-    """A model that is none, a vocabulary that is too small, settings of nothing."""
+    """Unsuitable models, small vocabularies and empty settings raise a UserError."""
     model = build_model("gru")
     with pytest.raises(UserError, match="a Linear has no recurrent weights"):
-        laboratory([Subject("m", nn.Linear(2, 2))], tmp_path)  # type: ignore[arg-type]
+        measure([Subject("m", nn.Linear(2, 2))], tmp_path)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="uses 101 token ids and the model has 11"):
         diagnose([Subject("m", model)], reverse(100), Settings(), output=tmp_path)
     for changes in ({"rows": 0}, {"exponents": 0}, {"lengths": ()}):
         with pytest.raises(UserError, match="must be at least 1"):
-            laboratory([Subject("m", model)], tmp_path, **changes)
+            measure([Subject("m", model)], tmp_path, **changes)
     assert not list(tmp_path.iterdir())
 
 
 def test_lengths_of_a_task() -> None:
-    """Lengths that the task refuses."""
+    """Default lengths are valid for the task."""
     assert default_lengths(reverse()) == [16, 32, 64]
     assert default_lengths(TASKS.build({"kind": "passkey"})) == [256]

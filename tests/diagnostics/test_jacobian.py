@@ -1,4 +1,4 @@
-"""Spectra and Lyapunov exponents of systems whose answer is known."""
+"""Spectra and Lyapunov exponents of systems with known answers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def step_of(spec: dict[str, Any], seed: int = 0) -> Step:
 
 
 def linear(matrix: Tensor) -> Step:
-    """h ← W h."""
+    """Return h ← W h."""
     size = len(matrix)
     mixer = RNN(2, size, nonlinearity="identity").double()
     mixer.cell.weight_hh_l0.data.copy_(matrix)
@@ -51,7 +51,7 @@ def rotation(size: int) -> Tensor:
 
 @pytest.mark.parametrize("spec", MIXER_SPECS, ids=spec_id)
 def test_the_matrix_is_that_of_autograd(spec: dict[str, Any]) -> None:
-    """Another path through the cell, a transposed matrix, parts of the state out of order."""
+    """The Jacobian of every cell equals that of a full autograd computation."""
     step = step_of(spec)
 
     def fused(flat: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def test_the_matrix_is_that_of_autograd(spec: dict[str, Any]) -> None:
 def test_power_methods_agree_with_the_matrix(
     spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An iteration that stops early, or loses orthogonality."""
+    """The Krylov methods give the values of the dense matrix."""
     step = step_of(spec)
     # About as many steps as the small states have numbers: then there is nothing to converge.
     monkeypatch.setattr(jacobian, "KRYLOV", min(step.size, 60))
@@ -84,7 +84,7 @@ def test_power_methods_agree_with_the_matrix(
 
 
 def test_a_large_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eigenvalues ±0.9 i of the largest modulus, which a plain power iteration never settles on."""
+    """The complex eigenvalue pair ±0.9 i of largest modulus is found."""
     blocks = [
         torch.tensor([[0.0, -0.9], [0.9, 0.0]], dtype=torch.float64),
         *(torch.full((1, 1), 0.5 / (k + 1), dtype=torch.float64) for k in range(98)),
@@ -100,14 +100,14 @@ def test_a_large_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @torch.no_grad()
 def decays_of(mixer: Mamba2, x: Tensor) -> Tensor:
-    """exp(dt A), `(h,)`, written out."""
+    """Return exp(dt A), `(h,)`, explicitly."""
     dt = mixer.in_proj(x)[0, 0, -mixer.n_heads :]
     return (torch.nn.functional.softplus(dt + mixer.dt_bias) * mixer.rates()).exp()
 
 
 @pytest.mark.parametrize("head_dim", [4, 16])
 def test_mamba2_decays_are_its_eigenvalues(head_dim: int) -> None:
-    """The Jacobian through the convolution has none of its own: its inputs are shifted out."""
+    """The spectrum of a Mamba-2 is its decays: the inputs of the convolution only shift."""
     mixer = build_mixer({"kind": "mamba2", "d_state": 5, "head_dim": head_dim})
     assert isinstance(mixer, Mamba2)
     x = random_tree(torch.empty(1, 1, D_MODEL + 2, dtype=torch.float64), 4)
@@ -122,7 +122,7 @@ def test_mamba2_decays_are_its_eigenvalues(head_dim: int) -> None:
 
 
 def test_a_rotation_keeps_everything() -> None:
-    """A radius, a singular value or an exponent that drifts."""
+    """Radius, singular values and exponents of an orthogonal recurrence are exact."""
     step = linear(rotation(12))
     found = spectrum(step, generator(0))
     assert found.radius == pytest.approx(1, abs=1e-12)
@@ -131,7 +131,7 @@ def test_a_rotation_keeps_everything() -> None:
 
 
 def test_exponents_of_a_diagonal_system() -> None:
-    """A mean over the tokens that turn the frame, or exponents out of order."""
+    """Exponents of a constant matrix are the logarithms of its eigenvalues, in descending order."""
     rates = torch.tensor([0.9, 0.5, -0.25, 1.1], dtype=torch.float64)
     found = lyapunov([linear(torch.diag(rates))] * 100, 9, generator(0))
     expected = sorted(rates.abs().log().tolist(), reverse=True)
@@ -139,14 +139,14 @@ def test_exponents_of_a_diagonal_system() -> None:
 
 
 def test_exponents_of_changing_steps() -> None:
-    """One matrix for all tokens."""
+    """Exponents of a product of different matrices are those of the product."""
     one, other = (torch.diag(torch.tensor(d, dtype=torch.float64)) for d in ([2, 0.1], [0.5, 0.3]))
     found = lyapunov([linear(one), linear(other)] * 40, 2, generator(0))
     assert found == pytest.approx([0.0, float(torch.tensor(0.03).log()) / 2], abs=1e-6)
 
 
 def test_a_direction_that_is_lost() -> None:
-    """A logarithm of 0 that stops everything."""
+    """A lost direction has an exponent of −∞, and the others are finite."""
     found = lyapunov([linear(torch.diag(torch.tensor([0.5, 0.0]).double()))] * 8, 2, generator(0))
     assert found[0] == pytest.approx(-0.6931, abs=1e-3)
     assert found[1] < -20

@@ -1,4 +1,4 @@
-"""Plots are pictures of their rows."""
+"""Plots show their rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def green_and_red(pixels: np.ndarray) -> tuple[int, int]:
 
 
 def test_the_picture_is_real(tmp_path: Path) -> None:
-    """An empty figure, or a file that no program opens."""
+    """A heat map is a valid PNG that is not empty."""
     path = tmp_path / "new/heatmap.png"
     passkey_heat_map(rows("good", 1.0), path)
     pixels = picture(path)
@@ -42,7 +42,7 @@ def test_the_picture_is_real(tmp_path: Path) -> None:
 
 
 def test_colours_follow_the_scores(tmp_path: Path) -> None:
-    """A colour scale that stretches to the data, so that a bad model looks like a good one."""
+    """The colour scale is fixed from 0 to 1."""
     counts = {}
     for name, right in (("good", 1.0), ("bad", 0.0)):
         passkey_heat_map(rows(name, right), tmp_path / f"{name}.png")
@@ -53,7 +53,7 @@ def test_colours_follow_the_scores(tmp_path: Path) -> None:
 
 
 def test_one_panel_for_each_model(tmp_path: Path) -> None:
-    """A second model drawn over the first; one length, one depth."""
+    """Several models have separate panels; one length and one depth are enough."""
     passkey_heat_map(rows("a", 1.0), tmp_path / "one.png")
     passkey_heat_map(rows("a", 1.0) + rows("b", 0.0), tmp_path / "two.png")
     one, two = picture(tmp_path / "one.png"), picture(tmp_path / "two.png")
@@ -67,7 +67,7 @@ def test_one_panel_for_each_model(tmp_path: Path) -> None:
 
 
 def test_by_position_and_distance(tmp_path: Path) -> None:
-    """A picture without its cells, or one in which what was not asked looks like a failure."""
+    """Cells by position are drawn, and cells that were not evaluated are grey."""
     counts = {}
     for name, far in (("good", True), ("bad", False)):
         made = [
@@ -84,7 +84,7 @@ def test_by_position_and_distance(tmp_path: Path) -> None:
 
 
 def losses(late: float, documents: int) -> list[Row]:
-    """Rows whose loss is 1 and some, and `late` in the last quarter."""
+    """Return rows with a loss around 1, and `late` in the last quarter."""
     stretches = 16
     length = STRETCH * stretches
     return [
@@ -100,7 +100,7 @@ def losses(late: float, documents: int) -> list[Row]:
 
 
 def test_loss_by_position(tmp_path: Path) -> None:
-    """A loss that is cut off at the top, a band without documents, a bound without training."""
+    """The loss is drawn completely, with intervals for several documents and a bound."""
     shades = {}
     for name, rows, trained in [
         ("calm", losses(1.0, 3), 256),

@@ -1,4 +1,4 @@
-"""State statistics against a token-by-token loop, and heads that are made to collapse."""
+"""State statistics equal those of a loop over tokens, and constructed heads collapse."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TIME, FIRST = 90, 20
 
 
 class Loop:
-    """One token after another through a model, with everything kept and nothing edited."""
+    """Processes one token after another, keeps everything and edits nothing."""
 
     def __init__(self, model: RecurrentLM, tokens: Tensor) -> None:
         self.kind = model.config.mixer["kind"]
@@ -54,21 +54,21 @@ class Loop:
         return hook
 
     def memory(self, layer: int, time: int) -> Tensor:
-        """(b, heads, entries)."""
+        """Return the states, `(b, heads, entries)`."""
         state = self.states[time].layers[layer]
         if self.kind == "mamba2":
             return state.ssm.flatten(2)
         return (state.c if self.kind == "lstm" else state.h)[:, None]
 
     def decay(self, layer: int, start: int, stop: int) -> Tensor:
-        """What each entry keeps from `start` tokens read to `stop`, (b, heads, 1 or entries)."""
+        """Return the retention from `start` to `stop` tokens, `(b, heads, 1 or entries)`."""
         product = torch.ones(())
         for time in range(start, stop):
             product = product * self.gate(layer, time)
         return product
 
     def gate(self, layer: int, time: int) -> Tensor:
-        """What the token at `time` keeps, from the equations of the cell."""
+        """Return the decay of the token at `time`, from the equations of the cell."""
         x, mixer = self.inputs[layer][time], self.mixers[layer]
         if self.kind == "mamba2":
             raw = x @ mixer.in_proj.weight.T[:, -mixer.n_heads :] + mixer.dt_bias
@@ -86,7 +86,7 @@ def readings(model: Any, tokens: Tensor, stops: list[int]) -> dict[int, list[Hea
 
 @pytest.mark.parametrize("mixer", list(MIXERS))
 def test_against_a_loop(mixer: str) -> None:
-    """A statistic over the wrong entries, a decay that is one token off, a hook that stays."""
+    """Every statistic equals that of the loop, and no hook remains."""
     model, tokens = build_model(mixer), random_tokens(3, TIME)
     loop = Loop(model, tokens)
     stops = [7, FIRST, 33, TIME]
@@ -125,7 +125,7 @@ def test_against_a_loop(mixer: str) -> None:
 
 
 def test_the_first_share_is_what_the_first_tokens_left() -> None:
-    """Removed from the state, the first tokens are missing in what comes out: by that much."""
+    """The contribution of the first tokens is what the state loses without them."""
     model, tokens = build_model("mamba2", n_layers=1), random_tokens(2, TIME)
     ((reading,),) = readings(model, tokens, [TIME]).values()
     with torch.no_grad():
@@ -140,7 +140,7 @@ def test_the_first_share_is_what_the_first_tokens_left() -> None:
 
 
 def test_pieces_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt in one piece, whose inputs all stay in memory."""
+    """Long prompts are read in bounded pieces."""
     model, calls = build_model("mamba2", dtype=torch.float32), []
     forward = RecurrentLM.forward
 
@@ -156,7 +156,7 @@ def test_pieces_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("mixer", ["mamba2", "gru", "lstm"])
 def test_under_a_mitigation(mixer: str) -> None:
-    """Decays as they were before the mitigation; a retention where it has no meaning."""
+    """Decays include the mitigation, and retention is None where it is not defined."""
     model, tokens = build_model(mixer), random_tokens(2, TIME)
     ((plain, _),) = readings(model, tokens, [TIME]).values()
     forgetful = Mitigated(model, mitigation("forget_more(decay_scale=0.9, input_scale=1)"))
@@ -176,7 +176,7 @@ def test_under_a_mitigation(mixer: str) -> None:
 
 
 def test_models_of_another_kind() -> None:
-    """An attribute error deep inside."""
+    """A model that is not a RecurrentLM raises a UserError."""
     model: Any = nn.Linear(2, 2)
     with pytest.raises(UserError, match="the states of a Linear cannot be read"):
         readings(model, random_tokens(1, 3), [3])
@@ -187,7 +187,7 @@ def prompt(name: str, time: int, seed: int = 0) -> Prompt:
 
 
 def holding(layer: int, head: int) -> RecurrentLM:
-    """A Mamba-2 that forgets within a few tokens, but for one head that never does."""
+    """Return a Mamba-2 with one head that never forgets; all others forget within a few tokens."""
     model = build_model("mamba2", dtype=torch.float32)
     with torch.no_grad():
         for mixer in model.mixers:
@@ -212,7 +212,7 @@ def found(tmp_path: Path) -> Diagnosis:
 
 
 def test_a_head_that_holds_on_collapses(found: Diagnosis, tmp_path: Path) -> None:
-    """A head that is missed, a neighbour that is blamed, a file that nobody else can read."""
+    """The diagnosis names the collapsing head and no other, and its file is plain YAML."""
     assert found.collapsing() == [[1, 2]]
     assert found.global_heads() == [[1, 2]]
     (finding,) = [f for f in found.findings if f.left and f.prompt == "newlines"]
@@ -234,7 +234,7 @@ def test_a_head_that_holds_on_collapses(found: Diagnosis, tmp_path: Path) -> Non
 
 
 def test_a_mitigation_reads_the_diagnosis(found: Diagnosis, tmp_path: Path) -> None:
-    """Two halves of the package that each have their own idea of the file."""
+    """A mitigation reads the collapsing heads from the diagnosis."""
     spec = f"state_norm(threshold=1, heads=collapsing, diagnosis={tmp_path / 'diagnosis.yaml'})"
     (masks,) = Mitigated(holding(1, 2), mitigation(spec)).heads
     assert [mask.nonzero().tolist() for mask in masks] == [[], [[2]]]
@@ -243,7 +243,7 @@ def test_a_mitigation_reads_the_diagnosis(found: Diagnosis, tmp_path: Path) -> N
 
 
 def test_rows(found: Diagnosis, tmp_path: Path) -> None:
-    """A row that is missing, doubled, or of another head."""
+    """There is one row per layer, head, prompt and position."""
     rows = [json.loads(line) for line in (tmp_path / "states.jsonl").read_text().splitlines()]
     positions = [*range(4, 65, 4), *range(128, 1000, 128), 1000]
     keys = [(r["position"], r["layer"], r["prompt"], r["head"]) for r in rows]
@@ -264,7 +264,7 @@ def test_rows(found: Diagnosis, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mixer", list(MIXERS))
 def test_every_cell(mixer: str, tmp_path: Path) -> None:
-    """A cell whose state has no heads, or no decay."""
+    """Cells without heads or without decay are diagnosed."""
     model = build_model(mixer, position="sinusoidal", dtype=torch.float32)
     found = diagnose(model, [prompt("a", 300)], train_length=50, output=tmp_path, quiet=True)
     rows = [json.loads(line) for line in (tmp_path / "states.jsonl").read_text().splitlines()]
@@ -275,7 +275,7 @@ def test_every_cell(mixer: str, tmp_path: Path) -> None:
 
 
 def test_states_that_overflow(tmp_path: Path) -> None:
-    """NaN in a file of JSON, or a head that has become NaN and counts as healthy."""
+    """States that are not finite are null in JSON and count as collapsed."""
     model = build_model({"kind": "rnn", "nonlinearity": "relu"}, dtype=torch.float32)
     with torch.no_grad():
         model.mixers[0].cell.weight_hh_l0.fill_(10.0)
@@ -293,7 +293,7 @@ def test_states_that_overflow(tmp_path: Path) -> None:
 def test_an_interrupted_diagnosis_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half a record that is taken for a whole one."""
+    """An interrupted diagnosis leaves no partial record."""
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
         yield from ()
@@ -316,7 +316,7 @@ def test_an_interrupted_diagnosis_leaves_nothing(
     ],
 )
 def test_settings(options: dict[str, int], says: str, tmp_path: Path) -> None:
-    """Settings that fail at the end of a long run."""
+    """Invalid settings raise a UserError before the model runs."""
     settings: dict[str, Any] = {"train_length": 50, "first": 20, **options}
     with pytest.raises(UserError, match=says):
         diagnose(build_model("gru"), [prompt("a", 300)], output=tmp_path / "out", **settings)
@@ -324,7 +324,7 @@ def test_settings(options: dict[str, int], says: str, tmp_path: Path) -> None:
 
 
 def test_prompts(tmp_path: Path) -> None:
-    """A text that is padded; newlines that are no newlines; two prompts of one name."""
+    """Prompts have the requested length, and prompts of equal name are told apart."""
     text = Document("a.txt", "f" * 64, torch.arange(10))
     assert text_prompt(text, 10).tokens.tolist() == list(range(10))
     assert text_prompt(text, 4).tokens.tolist() == [0, 1, 2, 3]

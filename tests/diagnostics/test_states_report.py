@@ -1,4 +1,4 @@
-"""The report opens in a browser, by itself, with all its pictures."""
+"""The report of states opens in a browser and is self-contained."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_in_a_browser(folder: Path, page: Any) -> None:
-    """A broken picture, a script error, something that is fetched from elsewhere."""
+    """The report has all pictures, no script error and no external request."""
     open_alone(page, folder / "report.html")
     widths = page.evaluate("[...document.images].map(i => i.complete && i.naturalWidth)")
     shown = page.evaluate("[...document.images].map(i => i.getBoundingClientRect().height)")
@@ -51,7 +51,7 @@ def test_in_a_browser(folder: Path, page: Any) -> None:
 
 
 def test_the_files(folder: Path) -> None:
-    """A picture that is empty or missing, a report that points to files beside it."""
+    """Pictures are not empty and are embedded."""
     for name in PICTURES:
         pixels = image.imread(folder / f"{name}.png")
         assert pixels.shape[0] > 300
@@ -66,7 +66,7 @@ def test_the_files(folder: Path) -> None:
 
 
 def test_summaries(tmp_path: Path) -> None:
-    """A report that cannot say that there is nothing, or that it cannot know."""
+    """The summary states that no head collapses, and when retention is not defined."""
     ill = make(tmp_path, holding(0, 1))
     said = summary(ill)
     assert said.startswith(
@@ -91,7 +91,7 @@ def test_summaries(tmp_path: Path) -> None:
 
 
 def test_a_cell_without_decays(tmp_path: Path) -> None:
-    """Pictures of what is not defined."""
+    """Statistics that are not defined have no picture."""
     write_report(make(tmp_path, build_model("rnn"), prompts=1), tmp_path)
     assert sorted(p.stem for p in tmp_path.glob("*.png")) == sorted(
         {*PICTURES} - {"retention", "first_share"}

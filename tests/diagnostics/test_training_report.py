@@ -1,4 +1,4 @@
-"""The report of training runs, of real ones and of files that a kill left."""
+"""The report of training runs, of real runs and of files that a killed process left."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PICTURES = {"loss", "grad_norm", "learning_rate", "tokens_per_second"}
 
 
 def made(folder: Path, rows: list[dict[str, Any]], torn: str = "") -> Path:
-    """A run of which only the metrics are left."""
+    """Return a run of which only the metrics are left."""
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + torn)
     return folder
@@ -32,7 +32,7 @@ def row(step: int, **values: float) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of two short runs, one of which has a name that HTML would read."""
+    """Return the report of two short runs, one with a name that contains markup."""
     root = tmp_path_factory.mktemp("training")
     train(tiny("reverse", root / "<b>one"))
     train(tiny("reverse", root / "two", learning_rate=1e-3))
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_in_a_browser(folder: Path, page: Any) -> None:
-    """A broken picture, a script error, something that is fetched from elsewhere."""
+    """The report has all pictures, no script error and no external request."""
     open_alone(page, folder / "report.html")
     widths = page.evaluate("[...document.images].map(i => i.complete && i.naturalWidth)")
     assert len(widths) >= 4
@@ -60,7 +60,7 @@ def test_in_a_browser(folder: Path, page: Any) -> None:
 
 
 def test_the_files(folder: Path) -> None:
-    """A picture without its lines, or a metric of the task that is left out."""
+    """Every logged metric has a picture with a line per run."""
     names = {path.stem for path in folder.glob("*.png")}
     assert names > {*PICTURES, "token_accuracy"}
     for name in names:
@@ -76,7 +76,7 @@ def test_the_files(folder: Path) -> None:
 
 
 def test_a_run_that_is_being_written(tmp_path: Path) -> None:
-    """A reader that fails on half a line, on NaN, on one row, or on a metric that comes late."""
+    """Metrics with a torn line, NaN, one row, or a late metric can be read."""
     rows = [row(1), row(2, loss=float("nan")), row(3, accuracy=0.5)]
     (run,) = read_runs([made(tmp_path / "run", rows, torn='{"step": 4, "lo')])
     assert [r["step"] for r in run.rows] == [1, 2, 3]
@@ -90,7 +90,7 @@ def test_a_run_that_is_being_written(tmp_path: Path) -> None:
 
 
 def test_names_and_settings(tmp_path: Path) -> None:
-    """Two runs under one name, a folder drawn twice, differences that are none."""
+    """Runs have different names, are drawn once, and only differing settings are listed."""
     one, other = made(tmp_path / "a/run", [row(1)]), made(tmp_path / "b/run", [row(1)])
     for path, rate in ((one, 1), (other, 2)):
         text = f"output_dir: {path}\nlearning_rate: {rate}\nmodel:\n  d_model: 8\n"
@@ -113,7 +113,7 @@ def test_names_and_settings(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_run_is_refused(content: str | None, message: str, tmp_path: Path) -> None:
-    """A traceback, or an empty report."""
+    """A folder without metrics raises a UserError."""
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
     with pytest.raises(UserError, match=message) as error:
@@ -122,7 +122,7 @@ def test_what_is_no_run_is_refused(content: str | None, message: str, tmp_path: 
 
 
 def test_a_run_that_has_logged_nothing(tmp_path: Path) -> None:
-    """The wrong remedy."""
+    """The remedy fits the given path."""
     (tmp_path / "train.yaml").write_text("seed: 0\n")
     with pytest.raises(UserError, match="has logged nothing yet"):
         read_runs([tmp_path])

@@ -1,4 +1,4 @@
-"""Language models that know the answer, because their state remembers what they read."""
+"""Language models that give known answers, because their state holds what they have read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from longrnn.tasks.passkey_prompts import QUESTION
 
 
 class Oracle:
-    """Reads a passkey prompt of bytes and says its key.
+    """Reads a passkey prompt of bytes and generates its key.
 
     Its state holds the last six bytes, the first five digits in a row, how many digits it has
     said, and how much of the question it has just read: no more than a true recurrent state could.
@@ -59,7 +59,7 @@ class Oracle:
         return LMOutput(logits[:, : 1 if keep is None else keep], after)
 
     def _read(self, ids: list[int], key: list[int], counts: list[int], position: int) -> int:
-        """Reads one row, changing `key` and `counts`; returns the byte to say next."""
+        """Process one row, change `key` and `counts`, and return the next byte."""
         question = QUESTION.encode()
         for byte in ids:
             if chr(byte).isdigit() and counts[0] < 5:

@@ -1,4 +1,4 @@
-"""Every calibrated number against its definition, computed here on its own, on a page of prose."""
+"""Every calibrated parameter equals its definition, computed independently on a page of prose."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ QUICK = Settings(LENGTH, TARGET, windows=2, steps=2)
 
 @pytest.fixture
 def documents(tmp_path: Path) -> list[Document]:
-    """A long and a short text, read from files."""
+    """Return a long and a short text, read from files."""
     for name, text in (("ishmael.txt", PROSE), ("other.txt", OTHER)):
         (tmp_path / name).write_text(text)
     paths = [tmp_path / "ishmael.txt", tmp_path / "other.txt"]
@@ -56,7 +56,7 @@ def build(mixer: str = "mamba2", **config: Any) -> RecurrentLM:
 
 
 def windows(length: int, chosen: list[int] | None = None) -> Tensor:
-    """Disjoint pieces of both texts, `(w, length)`; all of them, or those with these numbers."""
+    """Return disjoint windows of both texts, `(w, length)`: all, or those with these indices."""
     pieces = [
         text.encode()[start : start + length]
         for text in (PROSE, OTHER)
@@ -67,7 +67,7 @@ def windows(length: int, chosen: list[int] | None = None) -> Tensor:
 
 
 def largest_norms(model: RecurrentLM, tokens: Tensor) -> list[list[float]]:
-    """Of each layer and head, over rows and over the positions at which states are looked at."""
+    """Return the largest norm by layer and head, over rows and the positions of measurements."""
     state, found = model.init_state(len(tokens)), []
     for position, token in enumerate(tokens.split(1, dim=1), start=1):
         state = model(token, state).state
@@ -79,7 +79,7 @@ def largest_norms(model: RecurrentLM, tokens: Tensor) -> list[list[float]]:
 
 
 def field_of(layer: Any) -> str:
-    """The part of a cell's state that its recurrence is about."""
+    """Return the part of a cell's state that the recurrence updates."""
     return next(name for name in ("ssm", "c", "h") if hasattr(layer, name))
 
 
@@ -88,7 +88,7 @@ def heads_of(memory: Tensor) -> int:
 
 
 def steps(model: RecurrentLM, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """dt `(w, t, h)` and A `(h,)` of every layer of a Mamba-2, from its weights."""
+    """Return dt `(w, t, h)` and A `(h,)` of every layer of a Mamba-2, from its weights."""
     read: list[Tensor] = []
     hooks = [
         mixer.register_forward_pre_hook(lambda _, args: read.append(args[0]))
@@ -107,7 +107,7 @@ def steps(model: RecurrentLM, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 def mean_loss(model: Any, tokens: Tensor) -> float:
-    """In nats a token, from all logits at once."""
+    """Return the loss in nats per token, from all logits at once."""
     chances = model(tokens[:, :-1]).logits.softmax(-1)
     return float(-chances.gather(2, tokens[:, 1:, None]).log().mean())
 
@@ -115,7 +115,7 @@ def mean_loss(model: Any, tokens: Tensor) -> float:
 def written(
     folder: Path, model: RecurrentLM, documents: list[Document], member: dict[str, Any]
 ) -> Path:
-    """The file that `longrnn calibrate` would write."""
+    """Return the content of the file that `longrnn calibrate` writes."""
     path = folder / f"{member['kind']}.yaml"
     hashes = tuple(document.sha256 for document in documents)
     write_calibration(path, [member], Calibration(str(path), model.fingerprint(), LENGTH, hashes))
@@ -125,7 +125,7 @@ def written(
 @pytest.mark.parametrize("mixer", list(MIXERS))
 @torch.no_grad()
 def test_state_norm(mixer: str, documents: list[Document]) -> None:
-    """Norms of other windows, of other parts of the state, or at another length."""
+    """The threshold is the largest norm of a head inside the training length times the margin."""
     model = build(mixer)
     member = calibrate(model, documents, "state_norm", Settings(LENGTH, margin=0.8), quiet=True)
     expected = largest_norms(model, windows(LENGTH))
@@ -135,7 +135,7 @@ def test_state_norm(mixer: str, documents: list[Document]) -> None:
 
 
 def test_few_windows_are_spread_over_all_texts(documents: list[Document]) -> None:
-    """Calibration on the first page of a book alone."""
+    """Windows are spread evenly over all texts."""
     member = calibrate(build(), documents, "state_norm", Settings(LENGTH, windows=3), quiet=True)
     assert len(windows(LENGTH)) == 13
     expected = largest_norms(build(), windows(LENGTH, [0, 4, 8]))
@@ -143,18 +143,18 @@ def test_few_windows_are_spread_over_all_texts(documents: list[Document]) -> Non
 
 
 def test_a_state_that_holds_nothing(documents: list[Document]) -> None:
-    """A threshold of 0, which no file may hold."""
+    """A head whose state is zero on the text raises a UserError."""
     model = build("gru")
     with torch.no_grad():
         for parameter in model.mixers[1].parameters():
             parameter.zero_()
-    with pytest.raises(UserError, match="a head of layer 1 holds nothing on this text"):
+    with pytest.raises(UserError, match="a head of layer 1 has a state of zeros on this text"):
         calibrate(model, documents, "state_norm", Settings(LENGTH), quiet=True)
 
 
 @pytest.mark.parametrize("quantile", [1.0, 0.6, None])
 def test_token_filter(quantile: float | None, documents: list[Document]) -> None:
-    """Local heads that are filtered, or a threshold that is no quantile of the steps."""
+    """Only global heads have a threshold, which is the quantile of their step sizes."""
     model = build(n_layers=3)
     asked = Settings(LENGTH, TARGET, quantile=quantile)
     member = calibrate(model, documents, "token_filter", asked, quiet=True)
@@ -175,7 +175,7 @@ def test_token_filter(quantile: float | None, documents: list[Document]) -> None
 
 @torch.no_grad()
 def test_the_largest_step_filters_all_of_the_text(documents: list[Document]) -> None:
-    """A threshold that its own token passes, by rounding: float32, as checkpoints are."""
+    """In float32 the threshold is not below the step size from which it was taken."""
     model = build(dtype=torch.float32)
     asked = Settings(LENGTH, quantile=1.0)
     member = calibrate(model, documents, "token_filter", asked, quiet=True)
@@ -186,7 +186,7 @@ def test_the_largest_step_filters_all_of_the_text(documents: list[Document]) -> 
 
 
 def test_nothing_to_filter(documents: list[Document]) -> None:
-    """A filter of no head, which changes nothing and says so nowhere."""
+    """If no head is global, a UserError says that there is nothing to filter."""
     model = build({"kind": "mamba2", "d_state": 4, "head_dim": 4, "A_init": [900, 900]})
     with pytest.raises(UserError, match=r"no head keeps more than 0.05 .* over 40 tokens"):
         calibrate(model, documents, "token_filter", Settings(LENGTH, TARGET), quiet=True)
@@ -194,7 +194,7 @@ def test_nothing_to_filter(documents: list[Document]) -> None:
 
 @pytest.mark.parametrize(("share", "count"), [(0.3, 2), (0.5, 4), (0.01, 1), (1.0, 8)])
 def test_scale_delta_by_share(share: float, count: int, documents: list[Document]) -> None:
-    """Factors for heads that forget anyway, or too many of them."""
+    """The factor applies to the share of heads with the longest receptive fields only."""
     model = build()
     asked = Settings(LENGTH, TARGET, share=share)
     member = calibrate(model, documents, "scale_delta", asked, quiet=True)
@@ -209,7 +209,7 @@ def test_scale_delta_by_share(share: float, count: int, documents: list[Document
 
 @pytest.mark.parametrize("kind", SEARCHED)
 def test_a_search_never_ends_worse(kind: str, documents: list[Document]) -> None:
-    """The last factors instead of the best; a loss at another length, or on other windows."""
+    """The result is the best factors evaluated, by the loss on windows of the target length."""
     model, tokens = build(), windows(TARGET + 1)
     assert len(tokens) == 2
     plain, better = mean_loss(model, tokens), []
@@ -225,7 +225,7 @@ def test_a_search_never_ends_worse(kind: str, documents: list[Document]) -> None
 
 
 def test_a_search_keeps_the_best_of_what_it_tried(documents: list[Document]) -> None:
-    """The first step is known: both factors move by exp(±0.2), in four ways."""
+    """The first step evaluates both factors at exp(±0.2)."""
     model, tokens = build(), windows(TARGET + 1)
     member = calibrate(model, documents, "scale_delta", Settings(LENGTH, TARGET, steps=1))
     up, down = float(np.exp(0.2)), float(np.exp(-0.2))
@@ -243,7 +243,7 @@ def test_a_search_keeps_the_best_of_what_it_tried(documents: list[Document]) -> 
 
 @pytest.mark.parametrize("kind", SEARCHED)
 def test_a_search_is_repeatable(kind: str, documents: list[Document]) -> None:
-    """Randomness from anywhere but the seed."""
+    """Equal seeds give equal factors, whatever the global random state."""
     model = build()
 
     def search(seed: int) -> dict[str, Any]:
@@ -259,7 +259,7 @@ def test_a_search_is_repeatable(kind: str, documents: list[Document]) -> None:
 
 @pytest.mark.parametrize("method", list(METHODS))
 def test_files(method: str, documents: list[Document], tmp_path: Path) -> None:
-    """Numbers that change on their way through a file, or a file that is taken for any model."""
+    """A calibration survives its file unchanged, and is refused for another model."""
     model = build()
     member = calibrate(model, documents, method, QUICK, quiet=True)
     path = written(tmp_path, model, documents, member)
@@ -292,7 +292,7 @@ SELECTIONS = [{"layers": [1]}, {"heads": [0, 2]}, {"heads": [[0, 3], [1, 1]]}]
 def test_some_heads_of_a_file(
     method: str, selection: dict[str, Any], documents: list[Document], tmp_path: Path
 ) -> None:
-    """A calibrated file whose layers and heads were narrowed by hand, or by a diagnosis."""
+    """Layers and heads of a calibrated file can be narrowed by hand or by a diagnosis."""
     model = build()
     member = calibrate(model, documents, method, QUICK, quiet=True)
     option = "threshold" if "threshold" in member else "scale"
@@ -324,7 +324,7 @@ def test_some_heads_of_a_file(
 
 
 def test_a_diagnosis_is_part_of_what_a_mitigation_is(tmp_path: Path) -> None:
-    """Results and states of one set of heads taken for those of another."""
+    """The choice of heads is part of the fingerprint, so that results and states are kept apart."""
     model, path = build(), tmp_path / "diagnosis.yaml"
     spec = {"kind": "forget_more", "heads": "collapsing", "diagnosis": str(path)}
     path.write_text("collapsing: [[0, 1]]\n")
@@ -365,7 +365,7 @@ def test_the_heads_of_passkey_tiny_short(tmp_path: Path) -> None:
 def test_methods_that_cannot_be(
     method: str, mixer: str, message: str, documents: list[Document]
 ) -> None:
-    """Another method in its place, or numbers that mean nothing."""
+    """An unknown or unsuitable method raises a UserError."""
     with pytest.raises(UserError, match=message):
         calibrate(build(mixer), documents, method, QUICK, quiet=True)
 
@@ -386,14 +386,14 @@ def test_methods_that_cannot_be(
     ],
 )
 def test_settings_out_of_range(options: dict[str, Any], message: str) -> None:
-    """A search of no steps, a quantile of more than all."""
+    """Settings out of range raise a UserError."""
     with pytest.raises(UserError, match=message):
         Settings(**{"train_length": LENGTH, **options})
 
 
 @pytest.mark.parametrize("method", list(METHODS))
 def test_texts_that_are_too_short(method: str, documents: list[Document]) -> None:
-    """A window that is padded, or shorter than it says."""
+    """A text that is shorter than a window raises a UserError."""
     need = 600 if method in SEARCHED else 500
     with pytest.raises(UserError, match=rf"longest text has {len(PROSE)} .* needs {need + 1}"):
         calibrate(build(), documents, method, Settings(501, 600), quiet=True)
@@ -403,7 +403,7 @@ def test_texts_that_are_too_short(method: str, documents: list[Document]) -> Non
 
 @pytest.mark.parametrize("method", sorted(METHODS.keys() - {"state_norm"}))
 def test_the_target_length_must_be_said(method: str, documents: list[Document]) -> None:
-    """A target that nobody chose."""
+    """A method that needs a target length raises a UserError without one."""
     with pytest.raises(UserError, match="needs --target-length"):
         calibrate(build(), documents, method, Settings(LENGTH), quiet=True)
 
@@ -411,7 +411,7 @@ def test_the_target_length_must_be_said(method: str, documents: list[Document]) 
 def test_measuring_on_what_was_calibrated_on(
     documents: list[Document], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Silence, a warning about another text, or about one file of two only."""
+    """Evaluating on the calibration text causes a warning for each such file, and for no other."""
     model = build()
     long, short = documents
     first = written(tmp_path, model, [long], {"kind": "state_norm", "threshold": 1.0})

@@ -1,4 +1,4 @@
-"""Effective remembrance in one pass, against its definition one context after another."""
+"""Effective remembrance in one pass equals its definition, one context after another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from longrnn.errors import UserError
-from longrnn.evaluation.memory import Point, enough, evaluate, remembrance, starts, summarise
+from longrnn.evaluation.memory import MeanEffRem, enough, evaluate, remembrance, starts, summarise
 from longrnn.evaluation.texts import Document
 from longrnn.inference import prefill
 from longrnn.intervals import Estimate
@@ -22,7 +22,7 @@ from tests.inference.test_prefix import Watched
 
 
 def naive(model: LanguageModel, text: torch.Tensor, position: int, start: int) -> float:
-    """The definition: two contexts, each read by itself."""
+    """Compute EffRem by its definition: two contexts, each read separately."""
     with torch.no_grad():
         whole, cut = (
             torch.softmax(model(text[None, first:position]).logits[0, -1].double(), -1)
@@ -44,18 +44,18 @@ def assert_defined(model: LanguageModel, positions: list[int]) -> None:
 
 @pytest.mark.parametrize("kind", list(MIXERS))
 def test_one_pass_is_the_definition(kind: str) -> None:
-    """A row that joins a token late, outlives its T, or is read at other positions."""
+    """One pass over all starts gives the EffRem of separate contexts."""
     assert_defined(build_model(kind, position="sinusoidal"), [2, 11, 16, 37])
 
 
 def test_in_pieces_and_under_a_mitigation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits of the wrong piece, and a carry that does not begin empty."""
+    """Long pieces and a mitigation's carry give the EffRem of separate contexts."""
     monkeypatch.setattr(prefill, "PREFILL_TOKENS", 5)
     assert_defined(build_mitigated([mitigation_spec("sliding_window")]), [30])
 
 
 def test_no_token_is_read_twice() -> None:
-    """A pass for every T: the starts that several T have in common are read once."""
+    """Starts that several T share are read once."""
     model, positions = Watched(build_model("gru")), [16, 64]
     remembrance(model, random_tokens(3, 64), positions)
     ends = {start: T for T in positions for start in [0, *starts(T)]}
@@ -64,7 +64,7 @@ def test_no_token_is_read_twice() -> None:
 
 
 def test_starts() -> None:
-    """A context without its whole, or cut to nothing."""
+    """Starts are powers of two from both ends of the context, ascending."""
     assert starts(2) == [1]
     assert starts(16) == [1, 2, 4, 8, 12, 14, 15]
     assert starts(10) == [1, 2, 4, 6, 8, 9]
@@ -76,7 +76,7 @@ def document(seed: int, tokens: int) -> Document:
 
 
 def test_rows_go_on(tmp_path: Path) -> None:
-    """Stretches measured twice, a stretch of another place, rows of another model."""
+    """A resumed evaluation measures only what is missing; another model is refused."""
     model, output = build_model("lstm"), tmp_path / "r.jsonl"
     asked: dict[str, Any] = {"positions": [8, 20], "output": output, "quiet": True}
     texts = [document(0, 70), document(1, 45)]
@@ -112,7 +112,7 @@ def test_rows_go_on(tmp_path: Path) -> None:
     ],
 )
 def test_bad_settings(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    """A file of nothing that is left behind by a mistake."""
+    """Invalid settings leave no results file."""
     asked = {"positions": [8], "output": tmp_path / "r.jsonl", "quiet": True, **changes}
     with pytest.raises(UserError, match=message):
         evaluate(build_model("gru"), [document(0, 40)], **asked)
@@ -120,7 +120,7 @@ def test_bad_settings(changes: dict[str, Any], message: str, tmp_path: Path) -> 
 
 
 def test_summaries() -> None:
-    """An interval outside of what a distance can be; a context that is enough by chance."""
+    """Intervals are cut to [0, 1]; a context is enough only if all longer ones are."""
     rows = [
         {"position": T, "start": t, "effrem": value, "text_sha256": str(i), "first": 0}
         for (T, t), i in product([(8, 1), (8, 4), (16, 2)], range(2))
@@ -131,8 +131,8 @@ def test_summaries() -> None:
     assert [point.start for point in found[8]] == [1, 4]
     assert found[8][0].effrem == (0.01, 0.0, pytest.approx(0.137, abs=1e-3), 2)
 
-    def points(*means: float) -> list[Point]:
-        return [Point(2**k, Estimate(mean, 0, 1, 3)) for k, mean in enumerate(means)]
+    def points(*means: float) -> list[MeanEffRem]:
+        return [MeanEffRem(2**k, Estimate(mean, 0, 1, 3)) for k, mean in enumerate(means)]
 
     assert enough(points(0.0, 0.1, 0.2, 0.0), 16) == 14
     assert enough(points(0.2, 0.0), 16) is None

@@ -1,4 +1,4 @@
-"""Two models on the same bytes: windows that meet, and intervals of a difference."""
+"""Two models on the same bytes: shared windows, and intervals of a difference."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEXT = "Ünïcödé: the grass is green, 你好! There and back again.\n\n  The 
 
 
 def documents(tmp_path: Path, count: int = 1) -> list[list[Document]]:
-    """Texts as bytes and as the tokens of a BPE."""
+    """Return texts as bytes and as tokens of a BPE."""
     paths = []
     for number in range(count):
         paths.append(tmp_path / f"{number}.txt")
@@ -37,7 +37,7 @@ def documents(tmp_path: Path, count: int = 1) -> list[list[Document]]:
 
 
 def predicted(document: Document, start: int, stop: int) -> bytes:
-    """The bytes that tokens start + 1 … stop stand for."""
+    """Return the bytes of the tokens start + 1 … stop."""
     ends = document.byte_ends
     assert ends is not None
     return TEXT_BYTES[document.name][int(ends[start]) : int(ends[stop])]
@@ -47,7 +47,7 @@ TEXT_BYTES = {f"{number}.txt": f"{number}: {TEXT}".encode() for number in range(
 
 
 def test_byte_ends_of_a_bpe() -> None:
-    """Characters of several bytes, spaces that a token begins with, an end that is not the end."""
+    """Byte offsets cover the text, also for characters of several bytes and leading spaces."""
     bpe = trained_bpe()
     assert isinstance(bpe, HFTokenizer)
     ends, ids = bpe.byte_ends(TEXT), bpe.encode(TEXT)
@@ -65,7 +65,7 @@ def test_byte_ends_of_a_bpe() -> None:
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("length", [50, 97])
 def test_windows_of_two_tokenizers(order: tuple[int, int], length: int, tmp_path: Path) -> None:
-    """Bytes that one model predicts and the other does not, a gap or an overlap of windows."""
+    """Shared windows predict the same bytes for both models, without gaps and overlaps."""
     texts = [documents(tmp_path, 2)[i] for i in order]
     first, second = shared_windows(texts, length)
     assert len(first) == len(second) == sum(len(windows(text, length)) for text in texts[0])
@@ -82,14 +82,14 @@ def test_windows_of_two_tokenizers(order: tuple[int, int], length: int, tmp_path
 
 
 def test_windows_of_one_tokenizer(tmp_path: Path) -> None:
-    """Two models of one tokenizer that are not measured where one model is."""
+    """Models with one tokenizer are measured in the windows of a single model."""
     texts = documents(tmp_path, 2)[1]
     once = [window for text in texts for window in windows(text, 40)]
     assert shared_windows([texts, list(texts)], 40) == [once, once]
     unknown = [text._replace(byte_ends=None) for text in texts]
     assert shared_windows([unknown, list(unknown)], 40)[0][1].n_bytes() is None
     bytes_, _ = documents(tmp_path, 2)
-    with pytest.raises(UserError, match="does not tell them"):
+    with pytest.raises(UserError, match="has no byte offsets"):
         shared_windows([unknown, bytes_], 40)
     with pytest.raises(UserError, match="too few borders"):
         shared_windows(documents(tmp_path), 1)
@@ -98,7 +98,7 @@ def test_windows_of_one_tokenizer(tmp_path: Path) -> None:
 
 
 def test_bits_per_byte_of_two_tokenizers(tmp_path: Path) -> None:
-    """Bits of a text that are not those of its bytes: the loss is summed over all of its tokens."""
+    """Bits per byte are the loss of all tokens of a text over its bytes."""
     texts = documents(tmp_path)
     models = [build_model("gru", vocab_size=300), build_model("lstm", vocab_size=5000)]
     rows = []
@@ -127,7 +127,7 @@ def row(nats: float, *, text: int = 0, window: int = 0, n_bytes: int | None = 64
 
 
 def test_texts_are_drawn_whole() -> None:
-    """An interval over windows under the name of one over texts: theirs is much narrower."""
+    """With several texts the interval is over texts, and with few texts over windows."""
     first = [row(1.0, text=t, window=w) for t in range(6) for w in range(20)]
     second = [row(1.0 + t / 10, text=t, window=w) for t in range(6) for w in range(20)]
     found = bits_per_byte(first, second)
@@ -146,7 +146,7 @@ def test_texts_are_drawn_whole() -> None:
 
 
 def test_by_position() -> None:
-    """A difference of other buckets."""
+    """The difference by position compares equal buckets."""
     found = by_position([row(1.0)] * 5, [row(1.5), *[row(1.25)] * 4])
     assert [(d.first, d.estimate.mean) for d in found] == [
         (1.0 + k, pytest.approx(0.3)) for k in range(7)
@@ -154,7 +154,7 @@ def test_by_position() -> None:
 
 
 def test_other_texts_are_refused() -> None:
-    """A pair of windows of two texts, or of bytes that nobody counted."""
+    """Rows of different texts, or without bytes, raise a UserError."""
     with pytest.raises(UserError, match="not the same text"):
         bits_per_byte([row(1.0)], [row(1.0, text=1)])
     with pytest.raises(UserError, match="not the same text"):
@@ -164,7 +164,7 @@ def test_other_texts_are_refused() -> None:
 
 
 def test_ratio() -> None:
-    """An interval that is not that of the mean, or that is drawn anew every time."""
+    """The interval is that of the ratio and is the same for every call."""
     draws = np.random.default_rng(3)
     top = draws.normal(3.0, 1.0, 400).tolist()
     found = ratio(top, [2.0] * 400)
@@ -178,7 +178,7 @@ def test_ratio() -> None:
 
 
 def test_windows_are_those_of_one_model(tmp_path: Path) -> None:
-    """A model that is measured twice because it was compared."""
+    """A comparison reuses the rows that were measured for a model alone."""
     texts = documents(tmp_path)[0]
     model, output = build_model("gru", vocab_size=256), tmp_path / "r.jsonl"
     rows = evaluate(model, texts, length=60, output=output, quiet=True)

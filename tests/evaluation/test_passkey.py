@@ -1,4 +1,4 @@
-"""Passkey evaluation with models whose answers are known."""
+"""Passkey evaluation of models with known answers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def cells(rows: list[Row]) -> list[tuple[Any, ...]]:
 
 
 def test_an_oracle_is_right_everywhere(tmp_path: Path) -> None:
-    """Prompts, states or comparisons that spoil right answers."""
+    """A model that always recalls has an accuracy of 1 in every cell."""
     oracle = Oracle()
     rows = measure(oracle, output=tmp_path / "r.jsonl")
     wanted = [("model0", t, d, i) for t in (160, 300) for d in (0.0, 0.5, 1.0) for i in range(3)]
@@ -59,7 +59,7 @@ def test_an_oracle_is_right_everywhere(tmp_path: Path) -> None:
 
 
 def test_rows_say_everything(tmp_path: Path) -> None:
-    """A row that cannot be checked afterwards, or keys that training has seen."""
+    """Every row records what is needed to check it, and all keys are held out from training."""
     rows = measure(Oracle(), output=tmp_path / "r.jsonl")
     for row in rows:
         assert row.keys() == {"model", "length", "depth", "index", "key", "said", "correct"}
@@ -75,7 +75,7 @@ def test_rows_say_everything(tmp_path: Path) -> None:
 
 
 def test_a_model_that_forgets_is_wrong_where_it_forgets(tmp_path: Path) -> None:
-    """Scores that do not depend on what was said, or cells mixed up."""
+    """Accuracy counts the correct answers of each cell."""
     rows = measure(Oracle(forgets=300), output=tmp_path / "r.jsonl")
     scores = summarise(rows)
     assert [scores[160, depth].mean for depth in (0.0, 0.5, 1.0, None)] == [1, 1, 1, 1]
@@ -85,7 +85,7 @@ def test_a_model_that_forgets_is_wrong_where_it_forgets(tmp_path: Path) -> None:
 
 
 def test_models_are_asked_the_same_questions(tmp_path: Path) -> None:
-    """A comparison of two models on different keys."""
+    """All models get the same keys."""
     rows = measure(Oracle(), Oracle(forgets=0, name="other"), output=tmp_path / "r.jsonl")
     split = passkey.by_model(rows)
     assert list(split) == ["model0", "model1"]
@@ -99,7 +99,7 @@ def test_models_are_asked_the_same_questions(tmp_path: Path) -> None:
 
 
 def test_the_batch_size_changes_nothing(tmp_path: Path) -> None:
-    """Rows that depend on their neighbours in the batch."""
+    """The answers do not depend on the batch size."""
     rows = [
         measure(Oracle(), output=tmp_path / f"{size}.jsonl", batch_size=size) for size in (1, 5, 64)
     ]
@@ -107,7 +107,7 @@ def test_the_batch_size_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_long_prompts_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that grows with the prompt, or a state lost between two pieces."""
+    """Long prompts are read in pieces with a carried state."""
     monkeypatch.setattr(prefill, "PREFILL_TOKENS", 64)
     oracle = Oracle()
     rows = measure(oracle, output=tmp_path / "r.jsonl", lengths=[256, 301])
@@ -116,7 +116,7 @@ def test_long_prompts_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_tokenizer_of_ones_own(tmp_path: Path) -> None:
-    """Prompts of bytes for a model that reads other tokens."""
+    """Each model gets prompts of its own tokenizer."""
     bpe = trained_bpe()
     oracle = Oracle()
     oracle.vocab_size = bpe.vocab_size
@@ -133,7 +133,7 @@ def test_a_tokenizer_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_a_torn_line_is_asked_again_and_nothing_else(tmp_path: Path) -> None:
-    """Work done twice, or rows rewritten."""
+    """A resumed evaluation adds missing rows and keeps the others."""
     output = tmp_path / "r.jsonl"
     whole = measure(Oracle(), output=output)
     lines = output.read_bytes().splitlines(keepends=True)
@@ -148,7 +148,7 @@ def test_a_torn_line_is_asked_again_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_nothing_is_asked_twice(tmp_path: Path) -> None:
-    """A finished evaluation that runs again."""
+    """A finished evaluation runs no model."""
     output = tmp_path / "r.jsonl"
     rows = measure(Oracle(), output=output)
     before = output.read_bytes()
@@ -164,7 +164,7 @@ def inserted(*models: LanguageModel, output: Path, **changes: Any) -> list[Row]:
 
 
 def test_insertion_points(tmp_path: Path) -> None:
-    """A key that is not where its row says, a cell without room, a row without its place."""
+    """The key is at its insertion point, and cells without room are left out."""
     rows = inserted(Oracle(), output=tmp_path / "r.jsonl")
     wanted = {(200, 0), (300, 0), (300, 100), (400, 0), (400, 100), (400, 200)}
     assert {(row["length"], row["insert_at"]) for row in rows} == wanted
@@ -191,7 +191,7 @@ def test_insertion_points(tmp_path: Path) -> None:
 
 
 def test_insertion_points_go_on(tmp_path: Path) -> None:
-    """Cells asked twice, rows of depths and of insertion points in one table."""
+    """Each cell is evaluated once, and depths and insertion points do not share a file."""
     output = tmp_path / "r.jsonl"
     first = inserted(Oracle(), output=output, insert_at=[0, 100])
     oracle = Oracle()
@@ -203,7 +203,7 @@ def test_insertion_points_go_on(tmp_path: Path) -> None:
 
 
 def test_depths_of_doubled_lengths_meet(tmp_path: Path) -> None:
-    """Half of 2k and a quarter of 4k that are a few tokens apart, with other keys."""
+    """Depths that are the same position have the same key at the same token."""
     changes = {"lengths": [2048, 4096], "depths": [0.25, 0.5, 1.0]}
     rows = {(r["length"], r["depth"], r["index"]): r for r in measure(
         Oracle(), output=tmp_path / "r.jsonl", **changes)}  # fmt: skip
@@ -224,7 +224,7 @@ def test_depths_of_doubled_lengths_meet(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fraction", [0, 1, 7, 1000, 5021, 99_844])
 def test_every_insertion_point_is_exact(fraction: int) -> None:
-    """A token lost to rounding on the way through a depth."""
+    """An insertion point is exact at every length."""
     task = Passkey(ByteTokenizer())
     needle = task.needle_at("12345", fraction, length=100_000)
     assert task.context([needle], 0, length=100_000)[1].size == fraction
@@ -232,7 +232,7 @@ def test_every_insertion_point_is_exact(fraction: int) -> None:
 
 @pytest.mark.parametrize("calls", [0, 1, 9, 20, 30, 60])
 def test_an_interruption_loses_no_answer(tmp_path: Path, calls: int) -> None:
-    """Rows that are held back until the end, or asked again."""
+    """Rows are written as soon as a batch is done, and are not measured again."""
     output = tmp_path / "r.jsonl"
     with pytest.raises(KeyboardInterrupt):
         measure(Oracle(fails_after=calls), output=output)
@@ -248,7 +248,7 @@ def test_an_interruption_loses_no_answer(tmp_path: Path, calls: int) -> None:
 
 
 def test_more_lengths_depths_and_prompts_add_to_the_file(tmp_path: Path) -> None:
-    """Growing an evaluation that begins anew, or that forgets what it had."""
+    """A larger grid keeps the rows of a smaller one."""
     output = tmp_path / "r.jsonl"
     first = measure(Oracle(), output=output)
     oracle = Oracle()
@@ -263,7 +263,7 @@ def test_more_lengths_depths_and_prompts_add_to_the_file(tmp_path: Path) -> None
 
 
 def test_repeated_lengths_and_depths_are_asked_once(tmp_path: Path) -> None:
-    """A row that counts twice narrows the interval."""
+    """Duplicate lengths and depths are evaluated once."""
     output = tmp_path / "r.jsonl"
     rows = measure(Oracle(), output=output, lengths=[160, 160], depths=[0.5, 0.5], n=2)
     assert len(rows) == len(read_results(output)[1]) == 2
@@ -281,7 +281,7 @@ def test_repeated_lengths_and_depths_are_asked_once(tmp_path: Path) -> None:
 def test_results_of_another_run_are_refused(
     tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
-    """Rows of two models or two seeds in one table."""
+    """Results of another seed, model, evaluation or tokenizer are refused and stay unchanged."""
     output = tmp_path / "r.jsonl"
     measure(Oracle(), output=output)
     if "edit" in change:
@@ -295,7 +295,7 @@ def test_results_of_another_run_are_refused(
 
 
 def test_other_seeds_ask_for_other_keys(tmp_path: Path) -> None:
-    """A seed that is recorded and not used."""
+    """The seed determines the keys."""
     keys = [
         [row["key"] for row in measure(Oracle(), output=tmp_path / f"{seed}.jsonl", seed=seed)]
         for seed in (0, 1)
@@ -316,13 +316,13 @@ def test_other_seeds_ask_for_other_keys(tmp_path: Path) -> None:
         ({"insert_at": [10]}, "give one of the two"),
         ({"depths": (), "insert_at": [-1]}, "give 0 or more"),
         ({"depths": (), "insert_at": [10], "n_keys": 2}, "leave n_keys at 1"),
-        ({"depths": (), "insert_at": [0, 1024]}, r"behind 1k tokens .* needs a prompt of 1,180"),
+        ({"depths": (), "insert_at": [0, 1024]}, r"after 1k tokens .* needs a prompt of 1,180"),
     ],
 )
 def test_errors_come_before_anything_is_written(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    """An empty results file that is left behind by a mistake."""
+    """Invalid settings leave no results file."""
     output = tmp_path / "folder/r.jsonl"
     with pytest.raises(UserError, match=message):
         measure(Oracle(), output=output, **changes)
@@ -331,7 +331,7 @@ def test_errors_come_before_anything_is_written(
 
 
 def test_depths_are_evenly_spaced() -> None:
-    """Depths that miss an end."""
+    """Evenly spaced depths include both ends."""
     assert evenly_spaced(1) == [0.5]
     assert evenly_spaced(2) == [0.0, 1.0]
     assert evenly_spaced(5) == [0.0, 0.25, 0.5, 0.75, 1.0]
@@ -344,7 +344,7 @@ def test_depths_are_evenly_spaced() -> None:
     ["", "not json\n", "[1, 2]\n", "3\n", '{"evaluation": "passkey"', "\x00\x01\n", "{}\n{\n"],
 )
 def test_a_file_of_something_else_is_refused(tmp_path: Path, content: str) -> None:
-    """Somebody's file overwritten, or a traceback."""
+    """A file that is not a results file is refused and stays unchanged."""
     output = tmp_path / "r.jsonl"
     output.write_text(content)
     with pytest.raises(UserError, match="choose another") as error:
@@ -354,7 +354,7 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, content: str) -> No
 
 
 def test_the_file_is_one_json_object_a_line(tmp_path: Path) -> None:
-    """A format that other programs cannot read."""
+    """Every line of a results file is a JSON object."""
     output = tmp_path / "r.jsonl"
     rows = measure(Oracle(), output=output)
     lines = output.read_text().splitlines()

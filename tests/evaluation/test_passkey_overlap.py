@@ -1,4 +1,4 @@
-"""Passkeys in a text file: prompts that read the same text are not independent."""
+"""Passkeys in a text file: prompts that read the same text are not independent samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.evaluation.test_passkey import measure
 
 
 def test_prompts_that_read_the_same_text_widen_the_interval(tmp_path: Path) -> None:
-    """In a text file the prompts of one index begin at one place at every depth, and count once."""
+    """Prompts of one index begin at the same place of the file at every depth, and count once."""
     book = tmp_path / "book.txt"
     book.write_text("It was a dark and stormy night; the rain fell in torrents. " * 12)
     rows = measure(Oracle(), output=tmp_path / "r.jsonl", filler=book, lengths=[300], n=4)
@@ -40,7 +40,7 @@ def test_prompts_that_read_the_same_text_widen_the_interval(tmp_path: Path) -> N
 def test_the_table_says_how_many_prompts_the_intervals_count(
     place: dict[str, Any], show: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Below a table of prompts in a text file stands their number without what they share."""
+    """The table of prompts from a text file states how many of them count as independent."""
     row = {"model": "m", "length": 1000, **place, "index": 0, "correct": True}
     show("m", [row])
     assert "independent" not in capsys.readouterr().out

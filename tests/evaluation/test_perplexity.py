@@ -1,4 +1,4 @@
-"""Loss by position against a direct computation, and the criterion of robust forgetting."""
+"""Loss by position equals a direct computation; the criterion of robust forgetting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.evaluation.perplexity import STRETCH, edges, evaluate, forgetting, summarise
+from longrnn.evaluation.forgetting import forgetting
+from longrnn.evaluation.perplexity import STRETCH, edges, evaluate, summarise
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.inference import prefill
 from longrnn.mixers import MIXERS
@@ -31,7 +32,7 @@ def document(seed: int, tokens: int) -> Document:
 
 
 def direct(model: RecurrentLM, tokens: Tensor) -> list[float]:
-    """The loss at every position of one window, from all logits at once."""
+    """Return the loss at every position of one window, from all logits at once."""
     with torch.no_grad():
         chances = torch.softmax(model(tokens[None, :-1]).logits[0].double(), dim=-1)
     return [-math.log(chances[i, token]) for i, token in enumerate(tokens[1:].tolist())]
@@ -46,7 +47,7 @@ def mean(values: list[float]) -> float:
 def test_against_all_logits_at_once(
     mixer: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A token lost between pieces, a target one off, a state that goes on into another window."""
+    """Losses by bucket and stretch equal those computed from all logits at once."""
     monkeypatch.setattr(prefill, "SCORED_TOKENS", piece)
     model = build_model(mixer, position="sinusoidal")
     documents = [document(1, 2 * LENGTH + 1), document(2, LENGTH + 1), document(3, 2 * LENGTH)]
@@ -77,7 +78,7 @@ def test_against_all_logits_at_once(
     [(1, [0, 1]), (2, [0, 1, 2]), (3, [0, 1, 2, 3]), (4, [0, 1, 2, 4]), (5, [0, 1, 2, 4, 5])],
 )
 def test_edges(length: int, expected: list[int], tmp_path: Path) -> None:
-    """A bucket without positions, and a length of a single token."""
+    """Buckets partition every window, down to a single token."""
     assert edges(length) == expected
     model = build_model("gru")
     output = tmp_path / "r.jsonl"
@@ -86,7 +87,7 @@ def test_edges(length: int, expected: list[int], tmp_path: Path) -> None:
 
 
 class Counting:
-    """A model of equal chances that notes the sizes of its calls, and may be interrupted."""
+    """A uniform model that records the sizes of its calls and may be interrupted."""
 
     vocab_size = 1000
     max_length = None
@@ -112,7 +113,7 @@ class Counting:
 
 
 def test_logits_never_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All logits of a long text in memory, or those of many rows."""
+    """A call gets at most a fixed number of tokens and keeps only the logits of one piece."""
     monkeypatch.setattr(prefill, "MAX_LOGITS", 100_000)
     model = Counting()
     evaluate(model, [document(0, 2001)], length=1000, output=tmp_path / "r.jsonl", quiet=True)
@@ -121,7 +122,7 @@ def test_logits_never_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
-    """Windows measured twice, or rows of one run under the name of another."""
+    """A resumed evaluation measures only missing windows; results of another run are refused."""
     output = tmp_path / "r.jsonl"
     asked: dict[str, Any] = {"length": 100, "output": output, "batch_size": 1, "quiet": True}
     texts = [document(0, 201), document(1, 101)]
@@ -148,14 +149,14 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_text_that_is_too_short(tmp_path: Path) -> None:
-    """A window that is padded, or quietly shorter than it says."""
+    """A text that is shorter than a window raises a UserError."""
     with pytest.raises(UserError, match=r"0\.txt has 100 tokens and a window of 100 needs 101"):
         evaluate(Counting(), [document(0, 100)], length=100, output=tmp_path / "r", quiet=True)
     assert not list(tmp_path.iterdir())
 
 
 def row(nats: list[float], *, length: int | None = None, bytes_per_token: int = 1) -> Row:
-    """A row with these losses by stretch."""
+    """Return a row with these losses by stretch."""
     length = length or STRETCH * len(nats)
     bounds = edges(length)
     return {
@@ -169,7 +170,7 @@ def row(nats: list[float], *, length: int | None = None, bytes_per_token: int = 
 
 
 def test_intervals_over_documents() -> None:
-    """An interval over tokens, one where there can be none, bits that are per token."""
+    """Intervals are over documents, and a single document has none."""
     from scipy import stats
 
     rows = [row([1.0]), row([2.0]), row([4.0], bytes_per_token=4)]
@@ -206,7 +207,7 @@ def test_rows_of_an_earlier_version_get_the_bytes_of_their_buckets(tmp_path: Pat
 
 
 def test_bits_are_unknown_without_bytes(tmp_path: Path) -> None:
-    """No bits per byte are given where the tokenizer does not tell the bytes of its tokens."""
+    """There are no bits per byte for a tokenizer without byte offsets."""
     rows = evaluate(Counting(), [document(0, 101)], length=100, output=tmp_path / "r", quiet=True)
     whole, buckets = summarise(rows)
     assert whole.bits is None
@@ -214,7 +215,7 @@ def test_bits_are_unknown_without_bytes(tmp_path: Path) -> None:
 
 
 def test_forgetting() -> None:
-    """A bound from beyond the training length, or a judgement without anything beyond it."""
+    """The bound is twice the largest loss inside, and nothing beyond gives no criterion."""
     found = forgetting([row([3.0, 1.0, 2.0, 5.9])], train_length=128)
     assert found == (True, 64, 3.0, 0, 5.9, 192)
     found = forgetting([row([3.0, 1.0, 2.0, 6.1])], train_length=128)
@@ -231,7 +232,7 @@ def test_forgetting() -> None:
 
 
 def test_forgetting_is_judged_on_wide_stretches() -> None:
-    """One odd passage of 64 tokens that condemns a model trained on 2k; a tail of few tokens."""
+    """Short loss peaks do not decide for long training lengths; a short last stretch is merged."""
     calm, length = [1.0] * 64, 4096
     odd = [*calm[:40], 4.0, *calm[41:]]
     found = forgetting([row(odd, length=length)], train_length=2048)
@@ -245,7 +246,7 @@ def test_forgetting_is_judged_on_wide_stretches() -> None:
 
 
 def test_a_loss_that_is_no_number_is_not_robust() -> None:
-    """NaN, which is above nothing."""
+    """NaN counts as an infinite loss."""
     found = forgetting([row([1.0, math.nan, 1.0])], train_length=64)
     assert found is not None
     assert not found.robust
@@ -255,7 +256,7 @@ def test_a_loss_that_is_no_number_is_not_robust() -> None:
 
 
 def test_rows_of_an_earlier_version_are_measured_again(tmp_path: Path) -> None:
-    """Rows without their bytes that reach a comparison of tokenizers."""
+    """Rows without bytes are measured again."""
     output = tmp_path / "r.jsonl"
     asked: dict[str, Any] = {"length": 100, "output": output, "batch_size": 1, "quiet": True}
     rows = evaluate(Counting(), [document(0, 201)], **asked)
@@ -271,7 +272,7 @@ def test_rows_of_an_earlier_version_are_measured_again(tmp_path: Path) -> None:
 
 
 class TwoBytes(ByteTokenizer):
-    """One id for each pair of bytes."""
+    """A tokenizer with one id for each pair of bytes."""
 
     def encode(self, text: str) -> list[int]:
         return super().encode(text)[::2]
@@ -282,7 +283,7 @@ class TwoBytes(ByteTokenizer):
 
 
 def test_documents(tmp_path: Path) -> None:
-    """A hash of something else than the file, line ends that are changed."""
+    """The SHA-256 is that of the file, and line ends are kept."""
     import hashlib
 
     model = build_model("gru", vocab_size=256)
@@ -299,7 +300,7 @@ def test_documents(tmp_path: Path) -> None:
 
 
 def test_texts_that_do_not_belong_together(tmp_path: Path) -> None:
-    """One text that counts as two documents; a tokenizer of another model."""
+    """Duplicate texts and tokenizers of other models raise a UserError."""
     model = build_model("gru", vocab_size=256)
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("the same")

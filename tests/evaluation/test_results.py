@@ -1,4 +1,4 @@
-"""Results files: what is written is what is read, and damage is named with its line."""
+"""Results files: rows are read as written, and damage is reported with its line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS: list[dict[str, Any]] = [
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A file of a header and four rows."""
+    """Return a file with a header and four rows."""
     results = Results(tmp_path / "r.jsonl", HEADER)
     results.append(ROWS[:1])
     results.append(ROWS[1:])
@@ -30,7 +30,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_rows_come_back_without_their_checksums(path: Path) -> None:
-    """Readers see what was measured; every line is JSON for other programs, its checksum last."""
+    """Readers get the measured values; every line is JSON with its checksum last."""
     assert read_results(path) == (HEADER, ROWS)
     before = path.read_bytes()
     assert Results(path, HEADER).rows == ROWS
@@ -41,7 +41,7 @@ def test_rows_come_back_without_their_checksums(path: Path) -> None:
 
 
 def test_every_flipped_bit_is_noticed_and_its_line_named(path: Path) -> None:
-    """In a row, its checksum or a line end. Without its end, the last row is dropped as torn."""
+    """Damage in a row, checksum or line end is reported; a last row without line end is dropped."""
     whole = path.read_bytes()
     for place in range(len(whole)):
         line = whole[:place].count(b"\n") + 1
@@ -62,7 +62,7 @@ def test_every_flipped_bit_is_noticed_and_its_line_named(path: Path) -> None:
 
 
 def test_the_remedy_works(path: Path) -> None:
-    """Without the line that is named, the file is read again."""
+    """The file can be read again after the reported line is deleted."""
     lines = path.read_bytes().splitlines(keepends=True)
     lines[2] = lines[2].replace(b"1", b"3", 1)
     path.write_bytes(b"".join(lines))
@@ -75,7 +75,7 @@ def test_the_remedy_works(path: Path) -> None:
 
 @pytest.mark.parametrize("cut", range(1, 60))
 def test_a_torn_last_row_is_dropped(path: Path, cut: int) -> None:
-    """Whatever of its last rows a killed process had written, the whole ones before it are read."""
+    """Complete rows are read, wherever a killed process stopped writing."""
     whole = path.read_bytes()
     path.write_bytes(whole[:-cut])
     kept = whole[:-cut].count(b"\n") - 1
@@ -84,7 +84,7 @@ def test_a_torn_last_row_is_dropped(path: Path, cut: int) -> None:
 
 
 def test_files_without_checksums_are_read_and_get_them(path: Path) -> None:
-    """Results of earlier versions go on; a broken line of theirs is named as well."""
+    """Results of earlier versions are resumed, and their damaged lines are reported."""
     old = [json.dumps(row) + "\n" for row in [HEADER, ROWS[0], *ROWS[2:]]]
     path.write_text("".join(old))
     results = Results(path, HEADER)

@@ -1,4 +1,4 @@
-"""Evaluation of tasks of sequences with models whose answers are known."""
+"""Evaluation of sequence tasks with models whose answers are known."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from longrnn.tasks import Reverse, ReverseDualFrequency
 
 
 class Mirror:
-    """Says a sequence of V = 8 backwards; with `swap`, its first two answers in wrong order."""
+    """Reverses a sequence with V = 8; with `swap`, its first two answers change places."""
 
     vocab_size = 9
     max_length = None
@@ -56,7 +56,7 @@ def measure(model: Any, output: Path, **changes: Any) -> list[Row]:
 
 
 def test_an_oracle_is_right_everywhere(tmp_path: Path) -> None:
-    """Targets shifted against the predictions."""
+    """A model that reverses exactly has perfect scores."""
     rows = measure(Mirror(), tmp_path / "r.jsonl")
     assert [row["index"] for row in rows] == list(range(20))
     for row in rows:
@@ -68,7 +68,7 @@ def test_an_oracle_is_right_everywhere(tmp_path: Path) -> None:
 
 
 def test_a_model_that_swaps_is_wrong(tmp_path: Path) -> None:
-    """Scores that ignore what was said."""
+    """Two swapped answers give the known scores."""
     rows = measure(Mirror(swap=True), tmp_path / "r.jsonl")
     task = Reverse(vocab_size=8, held_out=20)
     sequences = task.evaluation_batch(0, 20, length=6).tokens[:, :6].tolist()
@@ -81,7 +81,7 @@ def test_a_model_that_swaps_is_wrong(tmp_path: Path) -> None:
 
 
 def test_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    """Rows asked twice, or sequences skipped."""
+    """A resumed evaluation asks for missing sequences only."""
     output = tmp_path / "r.jsonl"
     straight = measure(Mirror(), tmp_path / "straight.jsonl")
     with pytest.raises(KeyboardInterrupt):
@@ -95,7 +95,7 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 
 def test_a_row_that_was_removed_is_measured_again(tmp_path: Path) -> None:
-    """The remedy for a damaged line: that sequence alone is asked, and no other one twice."""
+    """After a damaged line is deleted, that sequence alone is evaluated again."""
     output = tmp_path / "r.jsonl"
     straight = measure(Mirror(), output)
     header, *lines = output.read_text().splitlines(keepends=True)
@@ -109,7 +109,7 @@ def test_a_row_that_was_removed_is_measured_again(tmp_path: Path) -> None:
 
 
 def test_more_and_fewer_sequences(tmp_path: Path) -> None:
-    """A smaller n that returns more rows than asked, or drops the others."""
+    """A larger n measures only the new sequences; a smaller n keeps the other rows in the file."""
     output = tmp_path / "r.jsonl"
     measure(Mirror(), output, n=5)
     model = Mirror()
@@ -122,14 +122,14 @@ def test_more_and_fewer_sequences(tmp_path: Path) -> None:
 def test_all_held_out_sequences_are_asked_by_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A default that is more than there are, or an hour of them."""
+    """By default at most 1,024 held-out sequences are evaluated."""
     assert len(measure(Mirror(), tmp_path / "all.jsonl", n=None)) == 20
-    monkeypatch.setattr(sequences, "MOST", 12)
+    monkeypatch.setattr(sequences, "MAX_SEQUENCES", 12)
     assert len(measure(Mirror(), tmp_path / "most.jsonl", n=None)) == 12
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    """Scores of a model on ids that it does not have, or on sequences that training has seen."""
+    """A model with too few ids and an n out of range raise a UserError."""
     output = tmp_path / "new/r.jsonl"
     with pytest.raises(UserError, match="between 1 and the 20 held-out"):
         measure(Mirror(), output, n=21)
@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def test_results_of_another_run_are_refused(tmp_path: Path) -> None:
-    """Two lengths or two models in one file."""
+    """Results of another length or model are refused."""
     output = tmp_path / "r.jsonl"
     measure(Mirror(), output)
     before = output.read_bytes()
@@ -157,16 +157,16 @@ def test_results_of_another_run_are_refused(tmp_path: Path) -> None:
 
 
 def test_scores_by_condition(tmp_path: Path) -> None:
-    """Conditions that are mixed up, or intervals of shares that leave [0, 1]."""
+    """Scores are kept by condition, with intervals inside [0, 1]."""
 
     class Forgetful(Mirror):
-        """Says 0 for every rare token."""
+        """Answers 0 for every rare token."""
 
         def __call__(self, *args: Any, **options: Any) -> LMOutput:
             output = super().__call__(*args, **options)
-            said = output.logits.argmax(-1)
-            said[said >= 4] = 0
-            return output._replace(logits=torch.nn.functional.one_hot(said, 9).float())
+            answers = output.logits.argmax(-1)
+            answers[answers >= 4] = 0
+            return output._replace(logits=torch.nn.functional.one_hot(answers, 9).float())
 
     task = ReverseDualFrequency(vocab_size=8, held_out=40)
     rows = evaluate(Forgetful(), task, length=4, output=tmp_path / "r.jsonl", quiet=True)

@@ -1,4 +1,4 @@
-"""Tiny random models of as many Hugging Face architectures as can be built offline."""
+"""Tiny random models of all Hugging Face architectures that can be built offline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from tests.contracts.builders import stirred
 from tests.hf.foreign import VOCAB
 
-# Sizes under every name that configurations have for them; each takes those that it knows.
+# Sizes under every name that configurations use; each configuration takes those it knows.
 TINY: dict[str, Any] = {
     "vocab_size": VOCAB,
     "max_position_embeddings": 128,
@@ -44,7 +44,7 @@ TINY: dict[str, Any] = {
 MIXED = ["linear_attention", "full_attention", "linear_attention"]
 DECODERS = ["bert", "bert-generation", "big_bird", "electra", "ernie", "megatron-bert"]
 DECODERS += ["rembert", "roc_bert", "roformer"]
-# What an architecture needs besides.
+# Further options that an architecture needs.
 MORE: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [1], "num_hidden_layers": 3},
     "codegen": {"rotary_dim": 8},
@@ -78,7 +78,7 @@ def names(text: str) -> list[str]:
     return text.split()
 
 
-# One for each kind of cache, and those that were once refused.
+# One for each kind of cache, and the architectures with the most unusual caches.
 FEW = names(
     """
     llama mistral gpt2 mamba rwkv falcon_h1 bamba deepseek_v32 jamba kimi_linear minimax
@@ -103,12 +103,12 @@ MANY = names(
 
 
 def architecture(kind: str) -> Any:
-    """A model of a few thousand weights, none of them trivial; layers of every type it has."""
+    """Return a model with a few thousand nontrivial weights and layers of all its types."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     known = CONFIG_MAPPING[kind]().to_dict()
-    # Heads share keys and values where there is a choice, which latent attention has not.
+    # Use grouped keys and values where possible; latent attention does not support them.
     absent_too = ("num_key_value_heads", "sliding_window")
     options = {k: v for k, v in TINY.items() if known.get(k) is not None or k in absent_too}
     options = {k: v for k, v in options.items() if k in known}

@@ -1,4 +1,4 @@
-"""Tiny checkpoints as transformers and mamba-ssm write them."""
+"""Tiny checkpoints in the formats of transformers and mamba-ssm."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZES: dict[str, Any] = {
 }
 WINDOW = {"sliding_window": 8}
 SHORT: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
-# Layers of every kind of cache: keys that grow, a window of them, recurrent, and mixtures.
+# All kinds of cache layers: growing keys, sliding windows, recurrent states, and mixtures.
 KINDS: dict[str, dict[str, Any]] = {
     "llama": SIZES,
     "gpt_neox": {key: value for key, value in SIZES.items() if key != "num_key_value_heads"},
@@ -52,7 +52,7 @@ MAMBA2: dict[str, Any] = {**SHORT, "state_size": 8, "head_dim": 8, "num_heads": 
 
 
 def causal(kind: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """A model of transformers with random weights, none of them trivial."""
+    """Return a Hugging Face model with random, nontrivial weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = MAMBA2 if kind == "mamba2" else KINDS.get(kind, SIZES)
@@ -68,7 +68,7 @@ def tokens(rows: int, time: int, seed: int = 0) -> Tensor:
 
 
 def native(folder: Path, dtype: torch.dtype = torch.float32, **config: Any) -> RecurrentLM:
-    """Writes a checkpoint as mamba-ssm does, and gives the model it is of."""
+    """Write a checkpoint in the format of mamba-ssm, and return its model."""
     model = build_model(
         {"kind": "mamba2", "d_state": 6, "head_dim": 4}, vocab_size=24, dtype=dtype, **config
     ).eval()
@@ -94,7 +94,7 @@ def native(folder: Path, dtype: torch.dtype = torch.float32, **config: Any) -> R
 
 
 def with_bytes(model: Any, folder: Path) -> Path:
-    """Writes a model of transformers with a tokenizer of bytes beside it."""
+    """Write a Hugging Face model together with a tokenizer of bytes."""
     model.save_pretrained(folder)
     byte_level().save(folder)
     return folder

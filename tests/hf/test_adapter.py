@@ -1,4 +1,4 @@
-"""Models of transformers behind the contract: whole, in pieces, from forks, in ragged batches."""
+"""Hugging Face models as language models: in one call, in pieces, from forks, in ragged batches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def snapshot(state: LMState) -> dict[str, Tensor]:
 @settings(max_examples=5)
 @given(data=st.data())
 def test_any_split_is_one_call(kind: str, data: st.DataObject) -> None:
-    """A cache that loses what a later piece needs; a window cut off by one."""
+    """A text in pieces of any size gives the logits of one call."""
     sizes = data.draw(splits(empty=True, longest=LONG))
     text = tokens(3, sum(sizes), seed=len(sizes))
     state, rows = None, []
@@ -58,8 +58,8 @@ def test_any_split_is_one_call(kind: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_forks_and_ragged_rows(kind: str) -> None:
-    """A fork that uses up the state it came from; a row that reads another row's past."""
+def test_forks_and_ragged_rows_equal_one_call(kind: str) -> None:
+    """Rows of different lengths give the logits of their own texts, and no call changes a state."""
     model, text = wrapped(kind), tokens(2, LONG)
     short = model(text[:1, :5], keep=0).state
     long = model(text[1:, :20], keep=0).state
@@ -87,8 +87,8 @@ def test_forks_and_ragged_rows(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_reset_detach_clone_save_load(kind: str, tmp_path: Path) -> None:
-    """A row that remembers across a reset; a state that does not survive its file."""
+def test_a_saved_state_continues_where_it_was(kind: str, tmp_path: Path) -> None:
+    """A state that is detached, cloned, reset in one row, saved and loaded continues exactly."""
     model, text = wrapped(kind), tokens(2, 30)
     state = states.clone(states.detach(model(text[:, :12], keep=0).state))
     state = states.reset(state, model.init_state(2), torch.tensor([False, True]))
@@ -104,7 +104,7 @@ def test_reset_detach_clone_save_load(kind: str, tmp_path: Path) -> None:
 
 
 def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
-    """A cache of other layers that a model reads in silence."""
+    """A state with other layers or another number of rows raises a UserError."""
     llama, neox = wrapped("llama"), wrapped("gpt_neox")
     states.save(llama(tokens(1, 4)).state, tmp_path / "state", model=llama)
     with pytest.raises(UserError, match="state of another model"):
@@ -118,8 +118,8 @@ def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "rwkv"])
-def test_keep_and_no_token(kind: str) -> None:
-    """Logits that nobody asked for; a text of no token that changes something."""
+def test_keep_limits_the_logits_and_an_empty_text_changes_nothing(kind: str) -> None:
+    """`keep` returns the last logits only; a text without tokens returns the same state."""
     model, text = wrapped(kind), tokens(2, 9)
     whole = model(text)
     for keep in (0, 1, 4, 20):
@@ -135,8 +135,8 @@ def test_keep_and_no_token(kind: str) -> None:
         model(text, keep=-1)
 
 
-def test_the_head_is_asked_for_no_more_than_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A million rows of logits behind a long prefill."""
+def test_the_head_computes_only_the_logits_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of a long prefill does not grow with the logits of all tokens."""
     model, most = wrapped("llama"), 0
 
     def record(module: Any, inputs: tuple[Tensor], output: Any) -> None:
@@ -151,7 +151,7 @@ def test_the_head_is_asked_for_no_more_than_is_kept(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_window_bounds_the_state() -> None:
-    """Keys that nobody will read again, kept; a fork that counts bytes twice."""
+    """The state of a sliding window has constant size; without a window it grows linearly."""
     model = wrapped("mistral")
     sizes = [states.nbytes(model(tokens(1, n), keep=0).state) for n in (7, 30, 60)]
     assert sizes[0] == sizes[1] == sizes[2]
@@ -160,8 +160,8 @@ def test_a_window_bounds_the_state() -> None:
     assert two == 3 * one
 
 
-def test_a_token_copies_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache that is cloned again and again: what is grown from are the tensors given."""
+def test_a_call_does_not_copy_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache of a call holds the very tensors of the state."""
     model, seen = wrapped("llama"), []
     state = model(tokens(1, 20), keep=0).state
     restore = model._carrier.restore
@@ -177,8 +177,8 @@ def test_a_token_copies_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "mamba"])
-def test_generation_with_rows_that_stop(kind: str) -> None:
-    """A row that has stopped holds the others up, or is changed by them."""
+def test_rows_that_stop_early_generate_what_they_generate_alone(kind: str) -> None:
+    """Every row of a batch ends at its own stop token, with its own text and position."""
     model, text = wrapped(kind), tokens(3, 6)
     alone = [generate(model, text[row : row + 1], max_new_tokens=8).tokens[0] for row in range(3)]
     stop = [alone[0][1]]
@@ -190,7 +190,7 @@ def test_generation_with_rows_that_stop(kind: str) -> None:
 
 
 def test_chunk_select_works_on_any_model() -> None:
-    """The one mitigation that needs no open recurrence."""
+    """Chunk selection needs no access to the recurrence."""
     text = tokens(1, 40)[0]
     choice = select(wrapped("llama"), text, text[:4], chunk=16, prefix=text[:2])
     assert choice.entropies.shape == (3,)
@@ -198,8 +198,8 @@ def test_chunk_select_works_on_any_model() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_the_maximum_length(kind: str, tmp_path: Path) -> None:
-    """A text that wraps around the positions or reads garbage behind them."""
+def test_the_maximum_length_is_enforced_unless_lifted(kind: str, tmp_path: Path) -> None:
+    """`beyond` lifts the maximum length of models that compute their positions, and of no other."""
     causal(kind).save_pretrained(tmp_path)
     model = load(tmp_path)
     assert isinstance(model, HFLanguageModel)
@@ -221,27 +221,27 @@ def test_the_maximum_length(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "reason"),
     [
-        ("bert", {}, "gives no cache back"),
+        ("bert", {}, "it returns no cache"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
     ],
 )
 def test_what_cannot_be_forked_is_refused(kind: str, options: dict[str, Any], reason: str) -> None:
-    """Memory inside the modules, or positions that change: wrong numbers without a word."""
+    """Models without a cache, or whose cached keys would change, raise a UserError."""
     with pytest.raises(UserError, match=reason) as error:
         HFLanguageModel(causal(kind, **options))
-    assert f"model of type {kind} cannot be evaluated here" in str(error.value)
+    assert f"a Hugging Face {kind} cannot be evaluated here" in str(error.value)
 
 
-def test_how_each_model_is_read() -> None:
-    """Transformers' Mamba loses its state between pieces, its RWKV mixes rows of one token."""
+def test_each_model_is_called_in_its_fastest_exact_way() -> None:
+    """Mamba continues exactly only token by token, and RWKV only row by row."""
     ways = {kind: (wrapped(kind).rows_together, wrapped(kind).tokens_together) for kind in KINDS}
     assert ways.pop("mamba") == (True, False)
     assert ways.pop("rwkv") == (False, True)
     assert set(ways.values()) == {(True, True)}
 
 
-def test_a_narrow_recurrent_model_is_tried_in_float32() -> None:
-    """A loss of memory that is less than the rounding of bfloat16."""
+def test_a_recurrent_model_in_bfloat16_is_probed_in_float32() -> None:
+    """Errors below the rounding of bfloat16 are found, and the weights stay as they were."""
     theirs = causal("mamba", torch.bfloat16)
     before = {name: weight.clone() for name, weight in theirs.state_dict().items()}
     model = HFLanguageModel(theirs)
@@ -256,8 +256,8 @@ def test_a_narrow_recurrent_model_is_tried_in_float32() -> None:
     assert model(tokens(2, 4)).logits.isfinite().all()
 
 
-def test_fingerprints() -> None:
-    """Equal for equal models, and different for one weight."""
+def test_fingerprints_are_equal_exactly_for_equal_weights() -> None:
+    """Equal models have equal fingerprints; one different weight changes the fingerprint."""
     one, other = HFLanguageModel(causal("llama")), HFLanguageModel(causal("llama"))
     assert one.fingerprint() == other.fingerprint()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Mamba-2 in three layouts: what comes in runs on our cells, and goes out bit for bit."""
+"""Mamba-2 checkpoints in three layouts: they load, convert bit for bit, or are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.hf.foreign import VOCAB, causal, native, tokens, with_bytes
 
 
 def bits(folder: Path) -> dict[str, Tensor]:
-    """Every weight as bytes, by name and dtype."""
+    """Return every weight as bytes, by name and dtype."""
     return {
         f"{name} {tensor.dtype}": tensor.contiguous().view(torch.uint8)
         for name, tensor in read_weights(folder).items()
@@ -41,7 +41,7 @@ def assert_same_bits(one: Path, other: Path) -> None:
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_round_trips_are_bit_exact(dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
-    """native → ours → hf → native, and hf → ours → hf: no weight changes or loses its dtype."""
+    """native → ours → hf → native, and hf → ours → hf keep the bits and dtype of every weight."""
     native(tmp_path / "native", dtype, tie_embeddings=tied)
     convert(tmp_path / "native", tmp_path / "ours", to="ours")
     convert(tmp_path / "ours", tmp_path / "hf", to="hf")
@@ -57,7 +57,7 @@ def test_round_trips_are_bit_exact(dtype: torch.dtype, tied: bool, tmp_path: Pat
 
 
 def test_weights_of_several_dtypes_keep_them(tmp_path: Path) -> None:
-    """A decay that is rounded to bfloat16 because the matrices are."""
+    """Decays in float32 stay in float32 beside matrices in bfloat16."""
     model = native(tmp_path / "plain", torch.bfloat16)
     for mixer in model.mixers:
         mixer.A_log.data = mixer.A_log.data.float() + 1e-5  # type: ignore[operator,union-attr]
@@ -80,8 +80,10 @@ def test_weights_of_several_dtypes_keep_them(tmp_path: Path) -> None:
     ],
     ids=["tied", "bias", "limit"],
 )
-def test_what_transformers_says(options: dict[str, Any], tmp_path: Path) -> None:
-    """Every option of a Mamba2ForCausalLM folder, loaded and written again, in transformers."""
+def test_a_mamba2_of_transformers_gives_the_same_logits(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """A loaded Mamba2ForCausalLM and one written again give the logits of transformers."""
     from transformers import AutoModelForCausalLM
 
     theirs = causal("mamba2", **options)
@@ -95,13 +97,13 @@ def test_what_transformers_says(options: dict[str, Any], tmp_path: Path) -> None
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "written")
     assert torch.equal(again(text, use_cache=False).logits, expected)
     assert_same_bits(tmp_path / "theirs", tmp_path / "written")
-    # All that can be done to a model of ours.
+    # It is a RecurrentLM, to which mitigations apply.
     Mitigated(ours, mitigation("sliding_window(window=8)"))(text)
 
 
 @torch.no_grad()
-def test_the_residual_stream_of_narrow_weights(tmp_path: Path) -> None:
-    """A stream that is rounded to bfloat16 after every block, where the checkpoint says not to."""
+def test_residual_in_fp32_keeps_the_residual_stream_in_float32(tmp_path: Path) -> None:
+    """The residual stream has the dtype that the checkpoint asks for, and rounding shows."""
     theirs = causal("mamba2", num_hidden_layers=6)
     wide = theirs(tokens(2, 50), use_cache=False).logits
     narrow = theirs.to(torch.bfloat16)
@@ -124,8 +126,8 @@ def test_the_residual_stream_of_narrow_weights(tmp_path: Path) -> None:
     assert off[True] < off[False]
 
 
-def test_native_checkpoints_run_on_our_cells(tmp_path: Path) -> None:
-    """Padded vocabularies, tied heads, and weights in safetensors or in shards."""
+def test_native_checkpoints_load_from_one_file_or_from_shards(tmp_path: Path) -> None:
+    """Padded vocabulary, tied head and weights in shards load; a missing shard is refused."""
     from safetensors.torch import save_file
 
     model = native(tmp_path / "native")
@@ -150,8 +152,8 @@ def test_native_checkpoints_run_on_our_cells(tmp_path: Path) -> None:
         load(tmp_path / "native")
 
 
-def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
-    """A converted model that nobody can talk to, or in other ids."""
+def test_conversion_keeps_the_tokenizer(tmp_path: Path) -> None:
+    """In every layout the tokenizer gives the same ids and decodes them."""
     save_model(build_model("mamba2", vocab_size=256, dtype=torch.float32), tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "hf", to="hf")
     convert(tmp_path / "hf", tmp_path / "native", to="native")
@@ -167,32 +169,34 @@ def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "to", "reason"),
     [
-        ({"mixer": "lstm"}, "hf", "no place for lstm cells"),
-        ({"block": "plain"}, "native", "no place for plain blocks"),
-        ({"position": "sinusoidal"}, "hf", "no place for sinusoidal positions"),
-        ({"norm_eps": 1e-3}, "native", "always takes norm_eps = 1e-05"),
+        ({"mixer": "lstm"}, "hf", "does not support lstm cells"),
+        ({"block": "plain"}, "native", "does not support plain blocks"),
+        ({"position": "sinusoidal"}, "hf", "does not support sinusoidal positions"),
+        ({"norm_eps": 1e-3}, "native", "always uses norm_eps = 1e-05"),
         ({"norm_eps": 1e-3}, "hf", "one layer_norm_epsilon"),
         ({}, "mamba", "unknown layout 'mamba'"),
     ],
 )
-def test_what_has_no_place_is_refused(
+def test_what_a_layout_does_not_support_is_refused(
     model: dict[str, Any], to: str, reason: str, tmp_path: Path
 ) -> None:
-    """A conversion that drops what the other layout cannot say."""
+    """The conversion raises a UserError and writes nothing."""
     save_model(build_model(dtype=torch.float32, **model), tmp_path / "ours")
     with pytest.raises(UserError, match=reason):
         convert(tmp_path / "ours", tmp_path / "new", to=to)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours"]
 
 
-def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint that is half of one model and half of another."""
+def test_conversion_overwrites_nothing_and_is_atomic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A destination in use is refused, and a conversion that fails leaves nothing."""
     native(tmp_path / "native")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("years of work")
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="exists already"):
         convert(tmp_path / "native", tmp_path / "full", to="hf")
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="exists already"):
         convert(tmp_path / "native", tmp_path / "full" / "thesis.txt", to="hf")
     (tmp_path / "empty").mkdir()
     convert(tmp_path / "native", tmp_path / "empty", to="hf")
@@ -242,7 +246,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "wide D": (option(D_has_hdim=True), "D_has_hdim = True"),
     "part": (option(d_ssm=4), "d_ssm = 4"),
     "odd option": (option(d_stat=4), "ssm_cfg.d_stat, which longrnn does not know"),
-    "odd width": (edit(d_model="wide"), "key d_model: a whole number above 0 is wanted"),
+    "odd width": (edit(d_model="wide"), "key d_model: it must be a whole number above 0"),
     "other state": (
         option(d_state=5),
         r"backbone.layers.0.mixer.conv1d.bias has shape \(28,\), \(26,\) was expected",
@@ -263,7 +267,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         weights(lambda w: {**w, "lm_head.weight": w["lm_head.weight"] + 1}),
         "lm_head.weight is not backbone.embedding.weight",
     ),
-    "nested": (weights(lambda w: {"state_dict": w}), "something else than named tensors"),
+    "nested": (weights(lambda w: {"state_dict": w}), "something other than named tensors"),
     "no weights": (lambda f: (f / "pytorch_model.bin").unlink(), "it has none of model.safeten"),
     "truncated": (
         lambda f: (f / "pytorch_model.bin").write_bytes(
@@ -281,11 +285,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_named(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that is loaded with what it is not, a traceback, or code that runs."""
+    """A damaged or unsupported checkpoint raises a UserError with the reason; no code runs."""
     monkeypatch.chdir(tmp_path)
     native(tmp_path / "native")
-    spoil, message = DAMAGES[damage]
-    spoil(tmp_path / "native")
+    apply, message = DAMAGES[damage]
+    apply(tmp_path / "native")
     with pytest.raises(UserError, match=message) as error:
         load(tmp_path / "native")
     assert "\n" not in str(error.value)
@@ -293,8 +297,8 @@ def test_damage_is_named(damage: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert not (tmp_path / "pwned").exists()
 
 
-def test_damage_of_what_transformers_runs(tmp_path: Path) -> None:
-    """Missing weights are drawn at random by transformers, with a warning at most."""
+def test_damage_of_a_hugging_face_model_is_named(tmp_path: Path) -> None:
+    """Missing and misshaped weights are refused, which transformers only warns about."""
     from safetensors.torch import load_file, save_file
 
     folder = with_bytes(causal("llama", vocab_size=256), tmp_path / "llama")
@@ -318,8 +322,10 @@ def test_damage_of_what_transformers_runs(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_a_pickle_for_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights in a pickle are read, code in one is not run."""
+def test_a_pickle_of_a_hugging_face_model_runs_no_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pickle of tensors loads; a pickle with code is refused without running it."""
     monkeypatch.chdir(tmp_path)
     theirs = causal("llama")
     theirs.config.save_pretrained(tmp_path / "llama")
@@ -335,7 +341,7 @@ def test_a_pickle_for_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_code_beside_a_checkpoint_is_not_run(tmp_path: Path) -> None:
-    """`auto_map` names a file that would be imported."""
+    """A file that `auto_map` names is not imported."""
     (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
     config = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.C", "AutoModel": "evil.M"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -343,8 +349,8 @@ def test_code_beside_a_checkpoint_is_not_run(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_tokenizers_that_do_not_fit(tmp_path: Path) -> None:
-    """Ids beyond the embedding, or a model whose tokenizer is another one."""
+def test_tokenizers_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
+    """A padded vocabulary is accepted; too many ids or far too few are refused."""
     folder = with_bytes(causal("llama", vocab_size=300), tmp_path / "padded")
     assert load_tokenizer(folder).vocab_size == 256
     small = with_bytes(causal("llama", vocab_size=VOCAB), tmp_path / "small")
@@ -358,8 +364,10 @@ def test_tokenizers_that_do_not_fit(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "native")
 
 
-def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that nobody can reach, without a word of what to do; a typo taken for one."""
+def test_a_hub_name_without_network_is_refused_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message says how to download; a misspelt folder is not taken for a Hub name."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -378,8 +386,10 @@ def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         load(native_folder, revision="main")
 
 
-def test_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was downloaded once is found without the hub, by name and by revision."""
+def test_a_downloaded_model_loads_without_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model in the Hub's cache is found offline, by name and by revision."""
     from huggingface_hub import constants
 
     commit = "0" * 39 + "1"

@@ -1,4 +1,4 @@
-"""Checkpoints by name or folder: what is saved comes back, what is damaged is named."""
+"""Loading by name or folder: saved models come back bit for bit, damaged ones are refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def saved(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("kind", sorted(MIXERS))
 def test_a_model_comes_back_bit_for_bit(kind: str, tie: bool, tmp_path: Path) -> None:
-    """A weight that is not saved, or a head that is no longer the embedding."""
+    """Logits, configuration, fingerprint and the tied head are the same after loading."""
     for block in ("residual", "plain"):
         model = build_model(kind, block=block, dtype=torch.float32, tie_embeddings=tie).eval()
         save_model(model, tmp_path / block)
@@ -54,7 +54,7 @@ def test_a_model_comes_back_bit_for_bit(kind: str, tie: bool, tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", sorted(POSITIONS))
 def test_tables_of_positions_come_back(kind: str, tmp_path: Path) -> None:
-    """A random table that is drawn again instead of loaded."""
+    """Position tables are loaded from the checkpoint, not drawn again."""
     model = build_model("lstm", kind, dtype=torch.float32, seed=4).eval()
     save_model(model, tmp_path)
     torch.manual_seed(99)
@@ -63,7 +63,7 @@ def test_tables_of_positions_come_back(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_the_dtype_is_that_of_the_checkpoint(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Weights that are widened or rounded in silence."""
+    """Loading keeps the dtype of the weights unless another one is given."""
     model = build_model("gru", dtype=dtype).eval()
     save_model(model, tmp_path)
     again = load(tmp_path)
@@ -72,8 +72,8 @@ def test_the_dtype_is_that_of_the_checkpoint(dtype: torch.dtype, tmp_path: Path)
     assert {p.dtype for p in load(tmp_path, dtype=torch.float32).parameters()} == {torch.float32}
 
 
-def test_saving_and_loading_draw_no_randomness(saved: Path) -> None:
-    """Loading a model that changes what a program draws afterwards."""
+def test_loading_draws_no_random_numbers(saved: Path) -> None:
+    """Loading leaves the global random state unchanged."""
     torch.manual_seed(1)
     before = torch.get_rng_state()
     load(saved)
@@ -81,7 +81,7 @@ def test_saving_and_loading_draw_no_randomness(saved: Path) -> None:
 
 
 def test_the_backend_is_chosen_and_is_not_part_of_the_model(saved: Path, tmp_path: Path) -> None:
-    """A state that loads only where the same kernel runs."""
+    """Backends agree, share a fingerprint, and exchange states; an unknown one is refused."""
     fast, slow = load(saved), load(saved, backend="reference")
     assert "backend=reference" in repr(slow)
     assert "backend=chunked" in repr(fast)
@@ -94,16 +94,18 @@ def test_the_backend_is_chosen_and_is_not_part_of_the_model(saved: Path, tmp_pat
         load(saved, backend="referense")
 
 
-def test_a_backend_for_a_cell_that_has_none(tmp_path: Path) -> None:
-    """An option that is dropped without a word."""
+def test_a_backend_for_a_cell_without_backends_is_refused(tmp_path: Path) -> None:
+    """`auto` is accepted for every cell; a named backend only for cells that have it."""
     save_model(build_model("lstm", dtype=torch.float32), tmp_path)
     load(tmp_path, backend="auto")
     with pytest.raises(UserError, match="has no option 'backend'"):
         load(tmp_path, backend="reference")
 
 
-def test_embedded_names(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that means nothing, or an error that does not say which names there are."""
+def test_embedded_checkpoints_are_found_by_name(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An embedded name opens its folder; an unknown name lists similar or all names."""
     monkeypatch.setattr(loading, "embedded", lambda: {"passkey-tiny": saved, "reverse-tiny": saved})
     assert loading.resolve("passkey-tiny") == saved
     assert load("passkey-tiny").fingerprint() == load(saved).fingerprint()
@@ -111,7 +113,7 @@ def test_embedded_names(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         load("passkey-tni")
     with pytest.raises(UserError, match="known: passkey-tiny, reverse-tiny"):
         load("zzz")
-    with pytest.raises(UserError, match="have no|has no revisions"):
+    with pytest.raises(UserError, match="has no revisions"):
         load(saved, revision="main")
     with pytest.raises(UserError, match="give the folder that contains it"):
         load(saved / "config.json")
@@ -119,7 +121,7 @@ def test_embedded_names(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("name", sorted(loading.embedded()))
 def test_embedded_checkpoints_load(name: str) -> None:
-    """A checkpoint that travels with the package and is of no use."""
+    """Every checkpoint that comes with the package gives finite logits."""
     assert load(name)(torch.zeros(1, 3, dtype=torch.long)).logits.isfinite().all()
 
 
@@ -184,24 +186,22 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("damage", sorted(DAMAGES))
 def test_damage_is_named(damage: str, saved: Path) -> None:
-    """A traceback of a library, or weights that are half loaded."""
-    spoil, message = DAMAGES[damage]
+    """A damaged checkpoint raises a UserError that names the file and the damage."""
+    apply, message = DAMAGES[damage]
     load(saved)
-    spoil(saved)
+    apply(saved)
     with pytest.raises(UserError, match=message) as error:
         load(saved)
     assert "\n" not in str(error.value)
     assert str(saved) in str(error.value) or damage == "odd cell"
 
 
-def test_weights_that_are_not_used_are_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A checkpoint half of which is dropped in silence, or a warning about a whole one."""
+def test_unused_weights_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Weights that the model does not use cause a warning; a complete checkpoint causes none."""
     with_bytes(causal("llama", vocab_size=256), tmp_path / "llama")
     load(tmp_path / "llama")
     assert caplog.text == ""
     reshape(tmp_path / "llama", lambda t: t.update({"model.extra.weight": torch.zeros(1)}))
     load(tmp_path / "llama")
-    assert "1 weights that a llama of transformers does not use" in caplog.text
+    assert "1 weights that a Hugging Face llama does not use" in caplog.text
     assert "model.extra.weight" in caplog.text

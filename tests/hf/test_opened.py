@@ -27,14 +27,14 @@ def test_load_understands_a_mitigation() -> None:
     expected = Mitigated(load_recurrent("passkey-tiny"), mitigation(SPEC))
     assert model.fingerprint() == expected.fingerprint()
     assert longrnn.load_tokenizer(f"passkey-tiny+{SPEC}").fingerprint() == "bytes"
-    with pytest.raises(UserError, match="leave out what follows the plus"):
+    with pytest.raises(UserError, match="leave out the plus and what follows it"):
         load_recurrent(f"passkey-tiny+{SPEC}")
     with pytest.raises(UserError, match="did you mean 'sliding_window'"):
         load("passkey-tiny+sliding_windw")
 
 
 def test_a_path_with_a_plus_that_exists_wins(tmp_path: Path) -> None:
-    """A folder may have a plus in its name, and a mitigation behind it."""
+    """The name of a folder may contain a plus, and a mitigation may follow it."""
     both = tmp_path / "a+forget_more"
     shutil.copytree(embedded()["passkey-tiny"], both)
     shutil.copytree(embedded()["passkey-tiny"], tmp_path / "a")
@@ -45,8 +45,8 @@ def test_a_path_with_a_plus_that_exists_wins(tmp_path: Path) -> None:
     assert isinstance(load(f"{tmp_path / 'a'}+{SPEC}"), Mitigated)
 
 
-def test_an_opened_checkpoint_says_where_it_came_from() -> None:
-    """Name, mitigations and source of an opened checkpoint, with a further mitigation."""
+def test_an_opened_checkpoint_records_its_source() -> None:
+    """Name, source and all mitigations are attributes of an opened checkpoint."""
     plain = open_checkpoint("passkey-tiny")
     assert (plain.name, plain.source, plain.mitigation) == ("passkey-tiny", "passkey-tiny", None)
     further = open_checkpoint("passkey-tiny+forget_more", SPEC, name="mine")
@@ -57,7 +57,7 @@ def test_an_opened_checkpoint_says_where_it_came_from() -> None:
 
 
 def test_a_tokenizer_of_another_model_is_refused() -> None:
-    """More ids than the model has rows for."""
+    """A tokenizer with more ids than the model raises a UserError."""
     opened = open_checkpoint("passkey-tiny")
 
     class Wide:

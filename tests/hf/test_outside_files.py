@@ -1,6 +1,7 @@
-"""Files from outside that hold what no checkpoint holds: one sentence with a remedy, or a model.
+"""Malformed checkpoint files are refused with one sentence and a remedy.
 
-Every case was once a traceback, an endless recursion, or an allocation of what a file claims.
+Loading never ends in a traceback or an endless recursion, and never allocates what a file merely
+claims to hold.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Damage = Callable[[Path], Any]
 
 @pytest.fixture(params=["ours", "native", "mamba2", "llama"])
 def layout(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A small checkpoint of each layout, which loads."""
+    """Return a small valid checkpoint of each layout."""
     folder = tmp_path / request.param
     if request.param == "ours":
         save_model(build_model("mamba2", dtype=torch.float32), folder)
@@ -95,7 +96,7 @@ NAMES = {
 @pytest.mark.parametrize("size", [2**20, 2**31, 2**80])
 @pytest.mark.parametrize("what", NAMES)
 def test_sizes_that_the_weights_do_not_have_are_refused(what: str, size: int, layout: Path) -> None:
-    """Before anything of that size is allocated, or layers without number are built."""
+    """Sizes in a configuration are checked before anything of that size is allocated."""
     known = json.loads((layout / "config.json").read_text())
     names = [n for n in NAMES[what] if n in known.get("config", known)]
     set_config(layout, **dict.fromkeys(names, size))
@@ -104,7 +105,7 @@ def test_sizes_that_the_weights_do_not_have_are_refused(what: str, size: int, la
 
 @pytest.mark.parametrize("value", [0, -1, "eight", None, [8], 1.5])
 @pytest.mark.parametrize("what", ["width", "layers"])
-def test_sizes_that_are_not_numbers_of_something_are_refused(
+def test_sizes_that_are_not_positive_whole_numbers_are_refused(
     what: str, value: Any, layout: Path
 ) -> None:
     known = json.loads((layout / "config.json").read_text())
@@ -117,7 +118,7 @@ def test_sizes_that_are_not_numbers_of_something_are_refused(
     "tokenizer", ["", None, [], ["bytes"], {}, 3, ".", "..", "../ours", "a" * 300, "a\0b"]
 )
 def test_a_tokenizer_that_is_not_there_is_refused(tokenizer: Any, tmp_path: Path) -> None:
-    """A folder that names itself is not looked into forever."""
+    """A tokenizer entry that names no tokenizer, or the folder itself, raises a UserError."""
     save_model(build_model("lstm"), tmp_path / "ours")
     path = tmp_path / "ours" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer": tokenizer}))
@@ -126,19 +127,19 @@ def test_a_tokenizer_that_is_not_there_is_refused(tokenizer: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("multiple", ["x", 0, -8, True, 1.5, [8], None])
-def test_a_vocabulary_padded_to_no_multiple_is_not_compared(multiple: Any, tmp_path: Path) -> None:
+def test_an_invalid_padding_multiple_is_ignored(multiple: Any, tmp_path: Path) -> None:
     with_bytes(causal("llama", vocab_size=256), tmp_path / "llama")
     set_config(tmp_path / "llama", pad_vocab_size_multiple=multiple)
     assert load_tokenizer(tmp_path / "llama").vocab_size == 256
 
 
 def index(content: Any, name: str = "pytorch_model.bin") -> Damage:
-    def spoil(folder: Path) -> None:
+    def apply(folder: Path) -> None:
         for path in (*folder.glob("*.bin"), *folder.glob("*.safetensors")):
             path.rename(folder / f"part-1{path.suffix}")
         (folder / f"{name}.index.json").write_text(json.dumps(content))
 
-    return spoil
+    return apply
 
 
 SELF = "pytorch_model.bin.index.json"
@@ -173,11 +174,11 @@ def test_an_index_of_files_beside_it_is_read(tmp_path: Path) -> None:
 
 
 def pickled(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
-    def spoil(folder: Path) -> None:
+    def apply(folder: Path) -> None:
         path = folder / "pytorch_model.bin"
         torch.save(change(torch.load(path)), path)
 
-    return spoil
+    return apply
 
 
 NORM = "backbone.norm_f.weight"
@@ -195,10 +196,10 @@ PICKLES: dict[str, tuple[Damage, str]] = {
         "[a-z]",
     ),
     "expanded": (pickled(lambda w: {**w, NORM: torch.ones(1).expand(2**40)}), "expanded"),
-    "numbers": (pickled(lambda w: {**w, NORM: 3}), "something else than named tensors"),
-    "lists": (pickled(lambda w: {**w, NORM: w[NORM].tolist()}), "something else"),
-    "no names": (pickled(lambda w: {0: w[NORM]}), "something else"),
-    "a tensor": (pickled(lambda w: w[NORM]), "something else"),
+    "numbers": (pickled(lambda w: {**w, NORM: 3}), "something other than named tensors"),
+    "lists": (pickled(lambda w: {**w, NORM: w[NORM].tolist()}), "something other"),
+    "no names": (pickled(lambda w: {0: w[NORM]}), "something other"),
+    "a tensor": (pickled(lambda w: w[NORM]), "something other"),
     "nothing": (pickled(lambda w: {}), "[a-z]"),
 }
 
@@ -207,8 +208,8 @@ PICKLES: dict[str, tuple[Damage, str]] = {
 @pytest.mark.parametrize("damage", PICKLES)
 def test_a_pickle_of_other_things_is_refused(damage: str, tmp_path: Path) -> None:
     native(tmp_path / "native")
-    spoil, message = PICKLES[damage]
-    spoil(tmp_path / "native")
+    apply, message = PICKLES[damage]
+    apply(tmp_path / "native")
     assert_refused(tmp_path / "native", message)
 
 
@@ -234,7 +235,7 @@ def test_weights_of_a_dtype_that_is_not_real_are_refused(
 def test_weights_of_several_dtypes_are_refused_or_run(
     kind: str, position: str, tmp_path: Path
 ) -> None:
-    """Whichever weight has another dtype than the rest: never a traceback in the first call."""
+    """A model with one weight of another dtype is refused when it is loaded, or computes."""
     saved = build_model(kind, position, dtype=torch.bfloat16)
     save_model(saved, tmp_path)
     path, refused = tmp_path / "model.safetensors", set()
@@ -255,7 +256,7 @@ def test_weights_of_several_dtypes_are_refused_or_run(
     assert "norm.weight" not in refused
 
 
-def test_published_mamba2_has_rates_in_float32_beside_float16(tmp_path: Path) -> None:
+def test_time_scales_in_float32_load_beside_float16_matrices(tmp_path: Path) -> None:
     saved = native(tmp_path / "native", torch.float16)
     path = tmp_path / "native" / "pytorch_model.bin"
     rates = ("A_log", "dt_bias", ".D")
@@ -278,8 +279,10 @@ def test_a_model_is_not_computed_in_a_dtype_that_is_not_real(
         load(layout, dtype=dtype)
 
 
-def test_nothing_is_allocated_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model is built without memory, and its weights are copies of those in the file."""
+def test_a_model_is_built_on_the_meta_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading allocates the weights once: the model is built without memory."""
     save_model(build_model("lstm", dtype=torch.float32), tmp_path)
     devices = []
     from longrnn.models import checkpoint
@@ -303,7 +306,7 @@ def test_nothing_is_allocated_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ["org/a--b", "org/model.git", "org/" + "a" * 100, "org/a..b", "org/model.", "org/-a"],
 )
 def test_a_name_that_the_hub_refuses_is_refused(name: str) -> None:
-    """A validation error of the Hub's library, without network."""
+    """A name that is not valid on the Hub raises a UserError without network access."""
     with pytest.raises(UserError) as error:
         resolve(name)
     assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""Tokenizers by name or path."""
+"""Tokenizers load by name or path, or are refused."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ TEXT = "The passkey is 12345. Remember it. <s> naïve  \n"
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A folder as `transformers` writes it."""
+    """Return a tokenizer folder as transformers writes it."""
     bpe: Any = trained_bpe()
     bpe.tokenizer.save_pretrained(tmp_path / "bpe")
     return tmp_path / "bpe"
 
 
-def test_bytes() -> None:
-    """The name that needs no file."""
+def test_bytes_need_no_file() -> None:
+    """`bytes`, which is also the default, gives the tokenizer of bytes."""
     assert isinstance(load_tokenizer(), ByteTokenizer)
     assert isinstance(load_tokenizer("bytes"), ByteTokenizer)
 
 
-def test_a_folder_and_a_file(saved: Path) -> None:
-    """Two ways to one tokenizer that disagree."""
+def test_a_folder_and_its_file_give_the_same_tokenizer(saved: Path) -> None:
+    """A folder and the `tokenizer.json` inside it give the same ids."""
     for path in (saved, saved / "tokenizer.json", str(saved)):
         tokenizer = load_tokenizer(path)
         assert isinstance(tokenizer, HFTokenizer)
@@ -46,15 +46,15 @@ def test_a_folder_and_a_file(saved: Path) -> None:
         assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
 
 
-def test_a_tokenizer_json_alone(saved: Path) -> None:
-    """A file without the configuration that transformers writes beside it."""
+def test_a_tokenizer_json_needs_no_configuration(saved: Path) -> None:
+    """A folder with `tokenizer.json` alone gives the same ids."""
     (saved / "tokenizer_config.json").unlink()
     assert load_tokenizer(saved).encode(TEXT) == trained_bpe().encode(TEXT)
 
 
 @given(st.text(max_size=40))
-def test_nothing_is_added_and_nothing_cleaned_up(text: str) -> None:
-    """Special tokens in the middle of a prompt, or spaces that vanish before a full stop."""
+def test_decoding_inverts_encoding(text: str) -> None:
+    """No special tokens are added, and no spaces are cleaned up."""
     bpe = trained_bpe()
     ids = bpe.encode(text)
     assert bpe.decode(ids) == text
@@ -62,10 +62,10 @@ def test_nothing_is_added_and_nothing_cleaned_up(text: str) -> None:
     assert bpe.encode("") == []
 
 
-def test_the_tokenizer_of_a_checkpoint(
+def test_a_checkpoint_gives_its_own_tokenizer(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint asked for its tokenizer that gives another one."""
+    """The tokenizer recorded in a checkpoint is loaded: bytes, beside it, or inside it."""
     model = build_model("lstm", dtype=torch.float32)
     save_model(model, tmp_path / "bytes")
     assert isinstance(load_tokenizer(tmp_path / "bytes"), ByteTokenizer)
@@ -80,8 +80,8 @@ def test_the_tokenizer_of_a_checkpoint(
     assert load_tokenizer("named").encode(TEXT) == trained_bpe().encode(TEXT)
 
 
-def test_what_is_no_tokenizer_is_refused(saved: Path, tmp_path: Path) -> None:
-    """A traceback of the tokenizers library, or a silent fall back to bytes."""
+def test_what_is_not_a_tokenizer_is_refused(saved: Path, tmp_path: Path) -> None:
+    """Missing and malformed files raise a UserError; there is no fallback to bytes."""
     for path in (tmp_path / "nowhere", tmp_path, "gpt2"):
         with pytest.raises(UserError, match="no tokenizer at"):
             load_tokenizer(path)
@@ -95,8 +95,8 @@ def test_what_is_no_tokenizer_is_refused(saved: Path, tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
 
 
-def test_fingerprints(tmp_path: Path) -> None:
-    """A tokenizer that is not known again when it is saved, or taken for another one."""
+def test_fingerprints_identify_tokenizers(tmp_path: Path) -> None:
+    """A saved tokenizer keeps its fingerprint; other merges give another fingerprint."""
     from tokenizers import Tokenizer as Fast
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast

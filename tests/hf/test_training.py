@@ -1,4 +1,4 @@
-"""Transformers in the trainer: their own loss, their own files, and runs that go on."""
+"""Transformers in the trainer: the loss, the files, and resumed runs agree with transformers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def config(folder: Path, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_loss_is_that_of_transformers(tied: bool) -> None:
-    """Hidden states of another place, targets that are shifted twice, a head that is not tied."""
+    """Loss and gradients equal those of transformers, with a tied head and without."""
     torch.manual_seed(0)
     model = build_transformer({**LLAMA, "tie_word_embeddings": tied})
     batch = TASKS.build(TEXT, None).sample(3, length=40, generator=torch.Generator())
@@ -55,8 +55,8 @@ def test_the_loss_is_that_of_transformers(tied: bool) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_run(tied: bool, tmp_path: Path) -> None:
-    """A run that learns nothing, a folder that transformers cannot read, a resume that differs."""
+def test_a_run_learns_writes_and_resumes(tied: bool, tmp_path: Path) -> None:
+    """The loss falls, transformers reads the checkpoint, and a resumed run is the same run."""
     changes = {"transformer": {**LLAMA, "tie_word_embeddings": tied}, "learning_rate": 0.02}
     trainer = train(config(tmp_path / "whole", **changes))
     rows = metrics(tmp_path / "whole")
@@ -78,8 +78,8 @@ def test_a_run(tied: bool, tmp_path: Path) -> None:
     assert_same_run(tmp_path / "a", tmp_path / "b")
 
 
-def test_bytes_as_a_tokenizer(tmp_path: Path) -> None:
-    """A byte that has another id, or a text that does not come back."""
+def test_the_saved_tokenizer_of_bytes_keeps_all_bytes(tmp_path: Path) -> None:
+    """Every byte has its value as id, and decoding inverts encoding."""
     train(config(tmp_path / "run", max_steps=1))
     tokenizer = load_tokenizer(tmp_path / "run")
     assert tokenizer.vocab_size == 256
@@ -88,8 +88,8 @@ def test_bytes_as_a_tokenizer(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(every)) == every
 
 
-def test_it_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    """Fine-tuning of a transformer that begins with other weights."""
+def test_fine_tuning_starts_from_the_weights_of_the_checkpoint(tmp_path: Path) -> None:
+    """`init_from` gives a transformer the weights of the checkpoint."""
     train(config(tmp_path / "first", max_steps=2))
     options = {"transformer": {}, "init_from": str(tmp_path / "first")}
     trainer = train(config(tmp_path / "second", **options, learning_rate=1e-12, max_steps=1))
@@ -99,8 +99,8 @@ def test_it_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
         torch.testing.assert_close(second[name], weight, atol=1e-9, rtol=0)
 
 
-def test_a_step_that_is_not_finite(tmp_path: Path) -> None:
-    """A batch that is kept and cannot be looked at again."""
+def test_a_step_that_is_not_finite_can_be_replayed(tmp_path: Path) -> None:
+    """The batch of such a step is kept, and replaying it finds the same place."""
     with pytest.raises(UserError, match="the batch is kept"):
         train(config(tmp_path / "run", learning_rate=1e20, warmup_steps=0, max_grad_norm=1e30))
     (path,) = replay.files(tmp_path / "run")
@@ -109,31 +109,33 @@ def test_a_step_that_is_not_finite(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "expected"),
     [
         ({"transformer": {"model_type": "lama"}}, "did you mean 'llama'"),
         ({"transformer": {**LLAMA, "hiden_size": 3}}, "did you mean 'hidden_size'"),
-        ({"transformer": {**LLAMA, "num_attention_heads": 3}}, "no llama can be built"),
+        ({"transformer": {**LLAMA, "num_attention_heads": 3}}, "do not build a llama"),
         ({"transformer": {**LLAMA, "vocab_size": 100}}, "set transformer.vocab_size=256"),
         ({"transformer": {**LLAMA, "max_position_embeddings": 50}}, "max_position_embeddings=180"),
         ({"initial_state": {"kind": "carry"}}, "set initial_state={kind: zero}"),
         ({"initial_state": {"kind": "pass"}}, "set initial_state={kind: zero}"),
     ],
 )
-def test_refused(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
-    """A run that trains something else than was asked."""
+def test_invalid_settings_are_refused(
+    changes: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    """Settings that cannot be trained raise a UserError before anything is written."""
     with pytest.raises(UserError) as refusal:
         train(config(tmp_path / "run", **changes))
-    assert says in str(refusal.value)
+    assert expected in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_that_does_more_than_its_head() -> None:
-    """Logits that are capped behind the head, and a loss without the cap."""
+def test_a_model_with_capped_logits_is_refused() -> None:
+    """A model whose logits are not just hidden states times the head raises a UserError."""
     capped = {
         "model_type": "gemma2", "vocab_size": 32, "hidden_size": 8, "intermediate_size": 8,
         "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8,
     }  # fmt: skip
-    with pytest.raises(UserError, match="gemma2 does more than multiply by its head"):
+    with pytest.raises(UserError, match="gemma2 does more than multiply hidden states"):
         build_transformer(capped)

@@ -1,4 +1,4 @@
-"""T_forget and T_recall of families whose evaluations are made up, and the fits through them."""
+"""T_forget and T_recall of families with synthetic evaluations, and the fits through them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from longrnn.studies.capacity import (
 
 
 def losses(*nats: float) -> Row:
-    """One window of stretches of 64 tokens."""
+    """Return one window with losses by stretches of 64 tokens."""
     return {"length": 64 * len(nats), "stretches": list(nats)}
 
 
@@ -33,7 +33,7 @@ def answers(length: int, right: int, wrong: int) -> list[Row]:
 
 
 def test_a_member() -> None:
-    """A criterion of another length, or a share of 95 % that counts as above it."""
+    """The criterion uses the longest windows, and an accuracy of exactly 95 % does not count."""
     recorded = Recorded(
         {"a": [losses(9.0), losses(1.0, 1.5, 1.9)], "b": [losses(1.0, 1.0, 2.1)]},
         {"a": [*answers(256, 20, 0), *answers(512, 39, 1), *answers(1024, 19, 1)]},
@@ -44,7 +44,7 @@ def test_a_member() -> None:
     assert (two.robust, two.recalled, two.asked) == (False, None, None)
     # Nothing beyond the training length: not judged.
     assert member("two", "b", 100, 192, recorded).robust is None
-    with pytest.raises(UserError, match="no evaluation of three"):
+    with pytest.raises(UserError, match="no recorded evaluation of three"):
         member("three", "c", 100, 64, recorded)
 
 
@@ -56,7 +56,7 @@ def family(*members: tuple[int, int, bool | None, int | None]) -> list[Member]:
 
 
 def test_sizes() -> None:
-    """A bound that is taken for a number: the shortest length that was tried, the longest asked."""
+    """The shortest training length tried and the longest prompt evaluated are bounds."""
     found = sizes(
         family(
             (10, 256, False, 512), (10, 512, True, 1024), (10, 1024, True, 256),
@@ -84,7 +84,7 @@ def known(points: dict[int, float]) -> dict[int, Bounded | None]:
 
 
 def test_the_line() -> None:
-    """Parameters in another unit or order; an interval that is not scipy's."""
+    """Fits recover known parameters, with the intervals of scipy."""
     from scipy import stats
 
     points = {1000: 700.0, 2000: 1190.0, 3000: 1730.0, 5000: 2700.0}
@@ -102,7 +102,7 @@ def test_the_line() -> None:
 
 @pytest.mark.parametrize("base", [1.365, 2.7, 1.02])
 def test_the_exponential(base: float) -> None:
-    """A fit that settles beside the curve that its points lie on."""
+    """The exponential fit converges on points of an exponential curve."""
     points = {1000 * n: 4756 * (base**n - 1) + 742 for n in (1, 2, 4, 6, 8)}
     found = fit("exponential", known(points))
     assert isinstance(found, Fit)
@@ -122,14 +122,14 @@ def test_the_exponential(base: float) -> None:
     ],
 )
 def test_too_few_points(form: str, points: dict[int, str], says: str) -> None:
-    """A line through two points with a perfect R²."""
+    """Too few points give the reason why there is no fit."""
     found = fit(form, {size: Bounded(size * 100, bound) for size, bound in points.items()})
     assert isinstance(found, str)
     assert says in found
 
 
 def test_points_that_do_not_differ() -> None:
-    """An R² of 0 by 0."""
+    """A constant length gives the reason why there is no fit."""
     found = fit("line", {n: Bounded(256, "") for n in (1, 2, 3)})
     assert found == "no fit: the length is 256 at every state size"
 
@@ -140,7 +140,7 @@ def write(path: Path, header: Row, *rows: Row) -> None:
 
 
 def test_what_is_recorded(tmp_path: Path) -> None:
-    """Rows of one model under the name of another, metrics of a run taken for an evaluation."""
+    """Rows are assigned by the fingerprint of the model, and other files are ignored."""
     write(tmp_path / "a/p.jsonl", {"evaluation": "perplexity", "model": "x"}, losses(1.0))
     write(tmp_path / "a/b/p.jsonl", {"evaluation": "perplexity", "model": "x"}, losses(2.0))
     models = {"m": "x", "other": "y"}

@@ -12,7 +12,7 @@ from longrnn.studies.capacity_plot import write
 
 
 def test_the_files(tmp_path: Path) -> None:
-    """A fit that is not drawn, a bound that is a number, a row that no program reads."""
+    """The record marks bounds and has all rows as JSON, and the picture is drawn."""
     members = [Member("a", "0", 1000, 256, True, 1.5, None, None)]
     found = [
         Size(1000, Bounded(256, "≤"), None),

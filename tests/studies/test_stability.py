@@ -1,4 +1,4 @@
-"""Gradient stability against a naive loop of autograd, and where it is known."""
+"""Gradient stability equals a naive autograd loop and known values."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def build(kind: str, **changes: Any) -> RecurrentLM:
 
 
 def jacobian(model: RecurrentLM, tokens: Tensor) -> Tensor:
-    """J of one input `(t,)`, an entry of the output after the other, one token after the other."""
+    """Return J of one input `(t,)`, one output entry and one token at a time."""
     state = model(tokens[None, :1]).state
     layers = tree_map(lambda leaf: leaf.detach().requires_grad_(), state.layers)
     at = LMState(state.position, layers)
@@ -66,14 +66,14 @@ def jacobian(model: RecurrentLM, tokens: Tensor) -> Tensor:
 
 
 def similarity(one: Tensor, other: Tensor) -> float:
-    """The definition, a row at a time."""
+    """Compute the definition, one row at a time."""
     products = sum(float(a @ b) for a, b in zip(one, other, strict=True))
     norms = sum(float(a.norm() * b.norm()) for a, b in zip(one, other, strict=True))
     return products / norms
 
 
 def test_no_input_is_compared_with_itself() -> None:
-    """The inputs of a pair always differ: equal ones have a stability of 1."""
+    """The inputs of a pair always differ."""
     base, token, suffix = drawn(500, 0, length=2).unbind(1)
     assert (base[:, 1] != token[:, 1]).all()
     base, token, suffix = drawn(500, 0).unbind(1)
@@ -88,7 +88,7 @@ def test_no_input_is_compared_with_itself() -> None:
 
 
 def test_frequent_and_rare_tokens_are_drawn_apart() -> None:
-    """Target and disturbants come from the classes of the condition, all of them and no others."""
+    """Target and disturbants are drawn from all tokens of their classes, and from no others."""
     task = dual()
     seen = []
     for condition in task.conditions():
@@ -188,7 +188,7 @@ def test_along_checkpoints(tmp_path: Path) -> None:
 
 
 def test_every_checkpoint_is_measured_under_every_condition(tmp_path: Path) -> None:
-    """A run with frequent and rare tokens has four readings per checkpoint, of different inputs."""
+    """A run with frequent and rare tokens has four rows per checkpoint, with different inputs."""
     run = tmp_path / "run"
     trainer = train(
         tiny(

@@ -1,4 +1,4 @@
-"""What `longrnn compare` measures, one kind of evaluation a file."""
+"""The suites of `longrnn compare`, with one module per kind of evaluation."""
 
 from longrnn.comparison.suites.base import (
     EVALUATIONS,

@@ -1,4 +1,4 @@
-"""Suites: what `longrnn compare` measures, as YAML, and the contract of one evaluation in them.
+"""Reads suites from YAML, and defines the interface of an evaluation.
 
 A suite is a list of evaluations, each `{kind: …, option: value, …}`. A kind is a class in
 `EVALUATIONS`; its options are the keyword-only parameters of its constructor.
@@ -23,20 +23,20 @@ from longrnn.registry import Registry
 from longrnn.seeds import check_seed
 from longrnn.units import parse_lengths
 
-# What a comparison writes beside the folders of its suites and evaluations.
+# Files of a comparison, whose names suites and evaluations cannot have.
 RECORD, CELLS, REPORT = "suite.yaml", "comparison.jsonl", "report.html"
-TAKEN = (RECORD, CELLS, REPORT)
+RESERVED = (RECORD, CELLS, REPORT)
 
 
 class Metric(NamedTuple):
-    """What a column of a comparison is about.
+    """A column of a comparison.
 
     Attributes:
-        name: of the column.
-        estimate: of a model's samples.
-        difference: of one model's samples from those of another on the same items; None for what
-            has no samples, such as seconds.
-        form: how a value is written, as of `format`.
+        name: name of the column.
+        estimate: computes the estimate from a model's samples.
+        difference: computes the difference of a model's samples from those of another on the same
+            items; None for metrics without samples, such as seconds.
+        form: format specification of values.
     """
 
     name: str
@@ -49,10 +49,10 @@ class Measurement(NamedTuple):
     """One metric of one model at one length.
 
     Attributes:
-        metric: which.
-        at: tokens; None where the metric knows no length.
+        metric: the column.
+        at: length in tokens; None for a metric without lengths.
         samples: values by item; two models are compared on the items that both have.
-        reason: why there are none, where there are none.
+        reason: why there are no samples.
     """
 
     metric: Metric
@@ -62,14 +62,14 @@ class Measurement(NamedTuple):
 
 
 class Evaluation(ABC):
-    """One evaluation of a suite: the same data and the same code for every model.
+    """One evaluation of a suite, with the same data for every model.
 
     Args:
-        title: names its columns and files.
-        seed: of the suite.
+        title: name of its columns and files.
+        seed: seed of the suite.
 
     Attributes:
-        GROWING: options that may change without making earlier results another suite's.
+        GROWING: options that may change while earlier results stay valid.
         texts: files that it reads.
     """
 
@@ -80,30 +80,32 @@ class Evaluation(ABC):
         self.texts: list[Path] = []
 
     def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
-        """Sees all models before anything is measured, the reference first.
+        """Prepare data that all models share, before the first measurement.
 
-        What no model can be asked is refused here, and what all models must share is made here.
+        Args:
+            models: all models, the reference first.
 
         Raises:
-            UserError: with the reason.
+            UserError: the evaluation is not possible with these models.
         """
         return
 
     def task_code(self) -> list[str]:
-        """Files and folders of the user's own whose Python code this evaluation would run."""
+        """Return the user's task files and folders whose Python code the evaluation would run."""
         return []
 
     @abstractmethod
     def measure(self, model: OpenCheckpoint, output: Path, *, quiet: bool) -> list[Measurement]:
-        """The points of one model, which `prepare` has seen.
+        """Measure one model.
 
         Args:
-            model: any. A length that it cannot reach is a point with a reason.
-            output: its results file, taken up where it was left.
-            quiet: no progress.
+            model: one of the models given to `prepare`. A length above its maximum length gives a
+                measurement with a reason.
+            output: its results file, which is resumed.
+            quiet: show no progress.
 
         Raises:
-            UserError: its logits are not finite, or the results are of something else.
+            UserError: the logits are not finite, or `output` has results of another run.
         """
 
 
@@ -115,8 +117,8 @@ class SuiteConfig:
     """The schema of a suite.
 
     Attributes:
-        evaluations: each a mapping with `kind`, its options and, where two are of one kind, `name`.
-        seed: of everything that is drawn.
+        evaluations: mappings with `kind`, options and, if two have the same kind, `name`.
+        seed: seed of everything that is drawn.
     """
 
     evaluations: list[dict[str, Any]] = field(default_factory=list)
@@ -124,13 +126,13 @@ class SuiteConfig:
 
 
 class Suite(NamedTuple):
-    """A suite that was read.
+    """A suite.
 
     Attributes:
-        name: of its file, without the ending.
-        evaluations: in order.
-        identity: what makes another suite of it: all but the options that may grow, by title.
-        text: of the file.
+        name: name of its file, without the ending.
+        evaluations: in the order of the file.
+        identity: all settings except those that may grow; if they differ, it is another suite.
+        text: content of the file.
     """
 
     name: str
@@ -140,16 +142,17 @@ class Suite(NamedTuple):
 
 
 def read_suite(name_or_path: str) -> Suite:
-    """Reads a suite.
+    """Read a suite.
 
     Args:
-        name_or_path: of a bundled suite (`quick`), or a YAML file.
+        name_or_path: name of a bundled suite (`quick`), or a YAML file.
 
     Raises:
-        UserError: no such suite, unknown keys, kinds or options, names that are not file names.
+        UserError: there is no such suite, it has unknown keys, kinds or options, or names that are
+            not valid file names.
     """
     path = _find(name_or_path)
-    name = check_name(path.stem, "a suite", TAKEN)
+    name = check_name(path.stem, "a suite", RESERVED)
     config = load_config(SuiteConfig, path)
     if not config.evaluations:
         raise UserError(f"{path} has no evaluations: add some, such as {{kind: passkey, …}}")
@@ -161,7 +164,7 @@ def read_suite(name_or_path: str) -> Suite:
         if title in identities:
             raise UserError(f"{path}: two evaluations are called {title!r}: give one another name")
         try:
-            check_name(title, "an evaluation", TAKEN)
+            check_name(title, "an evaluation", RESERVED)
             evaluation = EVALUATIONS.build(options, title, config.seed)
         except UserError as error:
             raise UserError(f"{path}: {error}") from error
@@ -175,7 +178,7 @@ def read_suite(name_or_path: str) -> Suite:
 
 def _find(name_or_path: str) -> Path:
     path = Path(name_or_path)
-    # `Path.is_file` fails at names that are too long for a file.
+    # `Path.is_file` raises for a name that is too long for a file.
     if path.suffix in (".yaml", ".yml") or os.path.isfile(path):
         if not path.is_file():
             raise UserError(f"no suite {path}: give a YAML file, or a name: {', '.join(_names())}")
@@ -189,12 +192,12 @@ def _find(name_or_path: str) -> Path:
 
 
 def _names() -> dict[str, Path]:
-    """The bundled suites."""
+    """Return the files of the bundled suites by name."""
     return {path.stem: path for path in sorted((bundled() / "suites").glob("*.yaml"))}
 
 
 def sorted_lengths(texts: Sequence[str]) -> list[int]:
-    """Lengths as people write them, shortest first."""
+    """Parse lengths such as `4k`; return them in ascending order."""
     if not texts:
         raise UserError("lengths is empty: give some, such as [256, 1k, 4k]")
     return sorted(parse_lengths(",".join(texts)))

@@ -1,4 +1,4 @@
-"""What a model costs at each length, in a suite."""
+"""Speed, memory and state size in a suite."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from longrnn.models.finite import refuse_nonfinite
 from longrnn.progress import Progress
 from longrnn.results import Results
 
-# Columns, by the names that `cost.measure` gives.
+# Columns, by the keys of `cost.measure`.
 METRICS = {
     "prefill_tokens_per_second": Metric("prefill, tokens/s", figure, form=",.0f"),
     "decode_tokens_per_second": Metric("decoding, tokens/s", figure, form=",.0f"),
@@ -37,14 +37,14 @@ METRICS = {
 class Cost(Evaluation):
     """Speed, memory and size of the state at each length, one sequence at a time.
 
-    Each measurement has a process of its own, which loads the model anew: no model's memory is
-    another's, and none is what an earlier length left behind.
+    Each measurement runs in a separate process that loads the model again, so that memory of other
+    models and lengths is not included.
 
     Args:
         title: see `Evaluation`.
-        seed: of the tokens that are read.
-        lengths: tokens that are read, such as `[256, 4k]`.
-        decode: tokens that are generated then.
+        seed: seed of the tokens to read.
+        lengths: numbers of tokens to read, such as `[256, 4k]`.
+        decode: number of tokens to generate after that.
     """
 
     GROWING: ClassVar[tuple[str, ...]] = ("lengths",)
@@ -71,7 +71,7 @@ class Cost(Evaluation):
         reasons = {n: out_of_reach(model.model, n + self.decode) for n in self.lengths}
         todo = [n for n, reason in reasons.items() if reason is None and n not in found]
         if todo:
-            # The process would record it as one length's reason.
+            # Otherwise the process would report it as the reason of one length only.
             tokens = torch.arange(8)[None] % model.model.vocab_size
             refuse_nonfinite(model.model(tokens.to(model.device)).logits, model.model, tokens)
         title = f"{self.title} {model.name}"
@@ -87,7 +87,7 @@ class Cost(Evaluation):
                         self.seed,
                     )
                 )
-                # What failed is tried again the next time, so it is no row.
+                # A failed measurement has no row, so that it is repeated the next time.
                 if isinstance(measured, str):
                     reasons[length] = measured
                 else:

@@ -1,4 +1,4 @@
-"""Tasks of lm-eval in a suite."""
+"""lm-eval tasks in a suite."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ from longrnn.text import read_text
 
 @EVALUATIONS.register("harness")
 class Harness(Evaluation):
-    """Scores of lm-eval's tasks, document by document.
+    """Scores of lm-eval tasks for each document.
 
-    Every model gets lm-eval's own requests. One that had to leave out a part of them, because they
-    are longer than it reads, has the reason in place of a score. Needs the extra
-    `longrnn[harness]`.
+    Every model gets lm-eval's own requests. A model for which requests had to be truncated to its
+    maximum length has a reason instead of a score. Needs the extra `longrnn[harness]`.
 
     Args:
         title: see `Evaluation`.
-        seed: of the examples that few-shot prompts are made of.
-        tasks: names that `longrnn eval harness` knows, or YAML files.
-        metrics: which of their metrics; all that are a number a document where it is empty.
+        seed: seed of few-shot examples.
+        tasks: task names of `longrnn eval harness`, or YAML files.
+        metrics: metrics to report; if empty, all with one number per document.
         limit: documents of each task; None for all.
-        num_fewshot: examples in each prompt; None as the task says.
+        num_fewshot: examples in each prompt; None for the number in the task.
         include_path: a folder with further tasks.
-        metadata: of the tasks, such as `{max_seq_lengths: [1024]}`.
+        metadata: metadata of the tasks, such as `{max_seq_lengths: [1024]}`.
     """
 
     GROWING: ClassVar[tuple[str, ...]] = ("tasks", "metrics")
@@ -61,9 +60,7 @@ class Harness(Evaluation):
         text = (metadata or {}).get("text")
         self.texts = [] if text is None else [Path(text)]
         if not tasks or (limit is not None and limit < 1):
-            raise UserError(
-                "harness needs tasks, and a limit of at least 1 where there is one: set both"
-            )
+            raise UserError("harness needs tasks, and a limit of at least 1 or none: set both")
 
     def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
         if find_spec("lm_eval") is None:
@@ -93,16 +90,16 @@ class Harness(Evaluation):
             if task not in done:
                 results.append([self._row(model, task, quiet)])
         rows = {row["task"]: row for row in results.rows}
-        return [point for task in self.tasks for point in self._points(rows[task])]
+        return [one for task in self.tasks for one in self._measurements(rows[task])]
 
     def _row(self, model: OpenCheckpoint, task: str, quiet: bool) -> Row:
-        """The scores of one task by metric and document, and what was cut."""
+        """Measure one task; return its scores by metric and document, and what was truncated."""
         from longrnn.evaluation.harness import LongRNN, scores
 
         wrap: Any = LongRNN  # its decorator hides its parameters
-        asked = wrap(model.model, tokenizer=model.tokenizer, quiet=quiet)
+        wrapped = wrap(model.model, tokenizer=model.tokenizer, quiet=quiet)
         found = scores(
-            asked,
+            wrapped,
             [task],
             include_path=self.include_path,
             limit=self.limit,
@@ -110,12 +107,15 @@ class Harness(Evaluation):
             metadata={"tokenizer": model.checkpoint, **(self.metadata or {})},
             seed=self.seed,
         )
-        cut = {"requests": asked.limit.truncated["requests"], "reads": asked.limit.max_length}
-        cut["requests"] += asked.limit.truncated["split_documents"]
+        truncated = wrapped.limit.truncated
+        cut = {
+            "requests": truncated["requests"] + truncated["split_documents"],
+            "reads": wrapped.limit.max_length,
+        }
         return {"task": task, "cut": cut, "scores": found}
 
-    def _points(self, row: Row) -> list[Measurement]:
-        cut, points = row["cut"], []
+    def _measurements(self, row: Row) -> list[Measurement]:
+        cut, measurements = row["cut"], []
         reason = None
         if cut["requests"]:
             reason = f"{cut['requests']} requests exceed the {cut['reads']} tokens that it reads"
@@ -128,12 +128,12 @@ class Harness(Evaluation):
         for name, samples in row["scores"].items():
             if not self.metrics or name.split(", ")[-1] in self.metrics:
                 metric = Metric(name, _estimate, _difference, ".3f")
-                points.append(Measurement(metric, None, {} if reason else samples, reason))
-        return points
+                measurements.append(Measurement(metric, None, {} if reason else samples, reason))
+        return measurements
 
 
 def _estimate(values: Sequence[float]) -> Estimate:
-    """Wilson's interval for shares of right answers, else Student's."""
+    """Return the mean, with Wilson's interval if all values are 0 or 1, else Student's t."""
     if set(values) <= {0, 1}:
         return proportion(round(sum(values)), len(values))
     return mean(values)

@@ -27,19 +27,19 @@ from longrnn.tasks.passkey_documents import Needle, keys
 
 @EVALUATIONS.register("passkey")
 class PasskeyRetrieval(Evaluation):
-    """Shares of keys recalled by length, all depths together.
+    """Share of recalled keys by length, over all depths.
 
     Every model gets the same keys at the same depths, in prompts of exactly the same number of its
     own tokens.
 
     Args:
         title: see `Evaluation`.
-        seed: of the keys.
-        lengths: tokens of the prompts, such as `[256, 4k]`.
-        depths: where the key stands, from 0 to 1.
-        n: prompts a length and depth.
-        n_keys: keys in one prompt, of which one is asked.
-        filler: a text file to hide the keys in; None for the sentences that everyone uses.
+        seed: seed of the keys.
+        lengths: lengths of the prompts in tokens, such as `[256, 4k]`.
+        depths: positions of the key, from 0 to 1.
+        n: prompts per length and depth.
+        n_keys: keys in one prompt, of which one is queried.
+        filler: a text file to hide the keys in; None for the usual sentences.
         batch_size: prompts in one batch.
     """
 
@@ -101,7 +101,7 @@ class PasskeyRetrieval(Evaluation):
         ]
 
     def _metric(self, rows: Sequence[Row]) -> Metric:
-        """The metric of one length, whose intervals count overlapping prompts of a text once."""
+        """Return the metric of one length; its intervals count overlapping prompts once."""
         count = passkey.independent(rows) if rows else None
         return Metric(
             self.title,

@@ -34,15 +34,15 @@ logger = logging.getLogger(__name__)
 
 
 class Part(NamedTuple):
-    """A part of a text as one model reads it.
+    """A part of a text, tokenized for one model.
 
     Attributes:
-        document: the part, in the tokens of the model.
-        text_sha256: of the whole text.
-        number: which part.
-        places: tokens between which the columns lie, one more than there are columns; they end at
-            the same bytes for every model.
-        cuts: the bytes of the part at which they end.
+        document: the part.
+        text_sha256: SHA-256 of the whole text.
+        number: index of the part.
+        places: indices of the tokens between the columns, one more than there are columns; they
+            end at the same bytes for every model.
+        cuts: the bytes of the part at which these tokens end.
     """
 
     document: Document
@@ -52,30 +52,30 @@ class Part(NamedTuple):
     cuts: list[int]
 
     def tokens(self, columns: int) -> Tensor:
-        """What is read for the first columns, and the last token to predict."""
+        """Return the tokens for the first columns; the last one is only predicted."""
         return self.document.tokens[self.places[0] : self.places[columns] + 1]
 
     def length(self, columns: int) -> int:
-        """How many tokens are read for the first columns."""
+        """Return the number of tokens that are read for the first columns."""
         return self.places[columns] - self.places[0]
 
     def identity(self, columns: int) -> tuple[str, int, tuple[int, ...]]:
-        """What a row is about."""
+        """Return the key of the row with the first columns."""
         return self.text_sha256, self.number, tuple(self.cuts[: columns + 1])
 
 
 @EVALUATIONS.register("perplexity")
 class BitsPerByte(Evaluation):
-    """Loss in bits per byte at the positions up to each length, on the same bytes for all models.
+    """Loss in bits per byte by position, on the same bytes for all models.
 
-    Every text is cut into equal parts by characters, each of which is read once from an empty
-    state. A column holds the positions between its length and the length before, counted in tokens
-    of the first model; the others score the same bytes, cut where all tokenizers have a border
-    (see `longrnn.evaluation.windows.shared_places`). Each part counts as one document.
+    Every text is cut into parts with equal numbers of characters, each of which is read once from
+    an empty state. A column has the positions between the previous length and its own, in tokens of
+    the first model; other models score the same bytes, cut at borders of all tokenizers (see
+    `longrnn.evaluation.windows.shared_places`). Each part counts as one document.
 
     Args:
         title: see `Evaluation`.
-        seed: see `Evaluation`; nothing is drawn here.
+        seed: see `Evaluation`; not used.
         texts: files of UTF-8 text.
         lengths: tokens of the first model, such as `[256, 4k]`.
         windows: parts of each text.
@@ -106,11 +106,11 @@ class BitsPerByte(Evaluation):
             )
 
     def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
-        """Cuts the texts where every tokenizer has a border.
+        """Cut the texts at borders of all tokenizers.
 
         Raises:
-            UserError: a file that is no text, has too little of it, or is given twice; a tokenizer
-                that does not tell the bytes of its tokens.
+            UserError: a file is not text, is too short, or is given twice; or the byte offsets of
+                a tokenizer are not known.
         """
         self._parts = {model.name: [] for model in models}
         places = [0, *self.lengths]
@@ -121,9 +121,8 @@ class BitsPerByte(Evaluation):
             for model, document, own in zip(models, read, shared_places(read, places), strict=True):
                 if document.byte_ends is None:
                     raise UserError(
-                        f"the tokenizer of {model.name} does not tell which bytes its tokens stand "
-                        "for, so that its loss has no bits per byte: leave perplexity or the model "
-                        "out"
+                        f"the tokenizer of {model.name} has no byte offsets, so that its loss has "
+                        "no bits per byte: leave perplexity or the model out"
                     )
                 cuts = document.byte_ends[torch.tensor(own)].tolist()
                 self._parts[model.name].append(Part(document, digest, number, own, cuts))
@@ -136,14 +135,14 @@ class BitsPerByte(Evaluation):
         ]
         columns = sum(reason is None for reason in reasons)
         rows = self._rows(model, columns, output, quiet) if columns else []
-        points = []
+        measurements = []
         for column, (length, reason) in enumerate(zip(self.lengths, reasons, strict=True)):
             samples = {_key(row): _scored(row, column) for row in rows if reason is None}
-            points.append(Measurement(self.metric, length, samples, reason))
-        return points
+            measurements.append(Measurement(self.metric, length, samples, reason))
+        return measurements
 
     def _rows(self, model: OpenCheckpoint, columns: int, output: Path, quiet: bool) -> list[Row]:
-        """One row per part, new and earlier ones, with the first columns."""
+        """Measure the first columns; return one row per part, new and earlier ones."""
         header = {
             "evaluation": "bits per byte",
             "model": model.model.fingerprint(),
@@ -171,14 +170,14 @@ class BitsPerByte(Evaluation):
         return [rows[key] for key in parts]
 
     def _batches(self, parts: Sequence[Part], columns: int) -> Iterator[list[Part]]:
-        """Parts of one length together."""
+        """Yield batches of parts of equal length."""
         for length in dict.fromkeys(part.length(columns) for part in parts):
             same = [part for part in parts if part.length(columns) == length]
             for start in range(0, len(same), self.batch_size):
                 yield same[start : start + self.batch_size]
 
     def _pieces(self) -> Iterator[tuple[Path, str, int, str]]:
-        """The parts of all texts: the file, its SHA-256, which part, and its characters."""
+        """Yield the parts of all texts: file, its SHA-256, index of the part, characters."""
         seen: dict[str, Path] = {}
         for path in self.texts:
             text, digest = read_text(path)
@@ -200,7 +199,7 @@ class BitsPerByte(Evaluation):
 
 
 def _row(part: Part, nats: list[float]) -> dict[str, Any]:
-    """What is recorded: the sum in nats between every two cuts."""
+    """Return the row of a part, with the sum in nats between every two cuts."""
     return {
         "text": part.document.name,
         "text_sha256": part.text_sha256,
@@ -211,7 +210,7 @@ def _row(part: Part, nats: list[float]) -> dict[str, Any]:
 
 
 def _key(row: Row) -> str:
-    """The same for every model."""
+    """Return the name of the item, which is the same for every model."""
     return f"{row['text_sha256'][:16]}/{row['part']}"
 
 

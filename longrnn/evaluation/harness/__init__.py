@@ -1,4 +1,4 @@
-"""lm-eval with any model of ours; importing this registers the model type `longrnn` with it."""
+"""lm-eval with any model that longrnn loads; importing this registers the model type `longrnn`."""
 
 from longrnn.evaluation.harness.command import find_tasks, run, scores
 from longrnn.evaluation.harness.lm import LongRNN

@@ -1,4 +1,4 @@
-"""lm-eval's own command line with the model type `longrnn` and the tasks of `eval/tasks`."""
+"""The command line of lm-eval with the model type `longrnn` and the tasks in `eval/tasks`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from longrnn.errors import UserError, nearest
 from longrnn.evaluation.harness.lm import LongRNN
 from longrnn.registry import keyword_options
 
-# What lm-eval says of every task of ours, and nobody can do anything about.
+# Warnings that lm-eval logs for each of our tasks although nothing is wrong.
 HINTS = ("Custom kwargs can be passed", "No aggregation function defined")
 NO_TASK = "name what to measure: --tasks longrnn_passkey, for example"
-# Options of lm-eval that have no meaning here, and what does instead.
-SENT = "the results lie under --output_path"
+# Options of lm-eval that are not supported here, and the reason or replacement.
+SENT = "the results are written to --output_path"
 ELSEWHERE = {
-    "model": "the type is longrnn",
+    "model": "the model type is always longrnn",
     "trust_remote_code": "no remote code is run",
     "wandb_args": SENT,
     "wandb_config_args": SENT,
@@ -41,35 +41,34 @@ ELSEWHERE = {
 
 
 def run(checkpoint: str, arguments: Sequence[str], options: dict[str, Any]) -> None:
-    """Measures a checkpoint with the options of `lm-eval run`, and prints lm-eval's table.
+    """Evaluate a checkpoint with the options of `lm-eval run`, and print lm-eval's table.
 
     Args:
-        checkpoint: what `load` takes.
-        arguments: of `lm-eval run`, as on its command line.
-        options: of `LongRNN`; those of `--model_args` come on top.
+        checkpoint: a checkpoint as `load` takes it.
+        arguments: command line arguments of `lm-eval run`.
+        options: options of `LongRNN`; those in `--model_args` take precedence.
 
     Raises:
-        UserError: options that lm-eval does not have, a task or a folder that is not there.
+        UserError: an unknown option, task or folder.
     """
     if "LMEVAL_LOG_LEVEL" in os.environ:
         setup_logging()
     _without_hints()
     parsed = _parse(arguments)
     config = _config(parsed, {"pretrained": checkpoint, **options})
-    asked = config.tasks if isinstance(config.tasks, list) else [str(config.tasks)]
-    manager, tasks = find_tasks(asked, config.include_path, config.metadata)
+    requested = config.tasks if isinstance(config.tasks, list) else [str(config.tasks)]
+    manager, tasks = find_tasks(requested, config.include_path, config.metadata)
     tracker = EvaluationTracker(output_path=config.output_path)
     try:
         results = _evaluate(config, manager, tasks, tracker)
     except ConnectionError as error:
         raise UserError(
             f"the data of a task cannot be downloaded ({error}): connect to the network, or use "
-            "tasks "
-            "whose data is on this machine"
+            "tasks whose data is on this machine"
         ) from error
     except (UserError, RuntimeError, MemoryError):
         raise
-    except Exception as error:  # whatever a task's template, file or function raises
+    except Exception as error:  # a task's template, file or function can raise any error
         unexpected = not isinstance(error, FileNotFoundError) and isinstance(error, OSError)
         if unexpected or "LMEVAL_LOG_LEVEL" in os.environ:
             raise
@@ -82,7 +81,7 @@ def run(checkpoint: str, arguments: Sequence[str], options: dict[str, Any]) -> N
         if config.use_cache:
             raise
         raise KeyboardInterrupt(
-            "nothing was kept: give --use_cache FILE, and the same command goes on where it stopped"
+            "nothing was kept: give --use_cache FILE, and the same command resumes where it stopped"
         ) from error
     samples = results.pop("samples", None)
     tracker.save_results_aggregated(results=results, samples=samples)
@@ -105,23 +104,23 @@ def scores(
     metadata: dict[str, Any] | None = None,
     seed: int = 0,
 ) -> dict[str, dict[str, float]]:
-    """What a model scores, document by document.
+    """Return the scores of a model for each document of tasks.
 
     Args:
-        model: of lm-eval.
+        model: an lm-eval model.
         tasks: names, or YAML files.
         include_path: a folder with further tasks.
-        limit: documents of each task.
-        num_fewshot: examples in each prompt; None as the task says.
-        metadata: of the tasks.
-        seed: of the examples.
+        limit: documents of each task; None for all.
+        num_fewshot: examples in each prompt; None for the number in the task.
+        metadata: metadata of the tasks.
+        seed: seed of the examples.
 
     Returns:
-        For each `TASK, METRIC` (`TASK, FILTER, METRIC` where a task has filters) that is one number
-        a document: these by document.
+        For each metric with one number per document, under `TASK, METRIC` (`TASK, FILTER, METRIC`
+        for a task with filters): these numbers by document.
 
     Raises:
-        UserError: a task or a folder that is not there.
+        UserError: a task or folder does not exist.
     """
     _without_hints()
     manager, names = find_tasks(tasks, include_path, metadata)
@@ -155,13 +154,13 @@ def _useful(record: logging.LogRecord) -> bool:
 
 def _without_hints() -> None:
     for name in ("lm_eval.api.task", "lm_eval.evaluator_utils"):
-        logging.getLogger(name).addFilter(_useful)  # once, however often
+        logging.getLogger(name).addFilter(_useful)  # the logger ignores a filter that it has
 
 
 def _evaluate(
     config: EvaluatorConfig, manager: TaskManager, tasks: list[str], tracker: EvaluationTracker
 ) -> dict[str, Any]:
-    """The results of lm-eval, as its own command asks for them."""
+    """Return the results of lm-eval, called as its own command calls it."""
     seeds: Any = config.seed or [None] * 4
     caching = config.cache_requests or {}
     evaluate: Any = simple_evaluate  # its decorator hides its parameters
@@ -198,24 +197,24 @@ def _evaluate(
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:
-    """The arguments, read by lm-eval's own parser."""
+    """Parse arguments with lm-eval's own parser."""
     if not arguments:  # lm-eval would print its help
         raise UserError(NO_TASK)
-    said = io.StringIO()
+    output = io.StringIO()
     with _arguments(["lm-eval", "run", *arguments]):
         try:
-            with redirect_stderr(said):
+            with redirect_stderr(output):
                 return HarnessCLI().parse_args()
         except SystemExit as leaving:
             if not leaving.code:
                 raise
-            reason = said.getvalue().rpartition("error: ")[2].strip()
+            reason = output.getvalue().rpartition("error: ")[2].strip()
             raise UserError(f"{reason}: `lm-eval run --help` lists the options") from leaving
 
 
 @contextmanager
 def _arguments(arguments: list[str]) -> Iterator[None]:
-    """lm-eval's parser reads `sys.argv` and nothing else."""
+    """Set `sys.argv`, from which lm-eval's parser reads."""
     before, sys.argv = sys.argv, arguments
     try:
         yield
@@ -224,10 +223,10 @@ def _arguments(arguments: list[str]) -> Iterator[None]:
 
 
 def _config(parsed: Namespace, model_args: dict[str, Any]) -> EvaluatorConfig:
-    """lm-eval's configuration, its mistakes as ours."""
+    """Return lm-eval's configuration; its errors become UserErrors."""
     for name in ELSEWHERE:
         if getattr(parsed, name, None):
-            raise UserError(f"--{name} is not taken here: leave it out, {ELSEWHERE[name]}")
+            raise UserError(f"--{name} is not supported here: leave it out, {ELSEWHERE[name]}")
     if parsed.config is None and not hasattr(parsed, "batch_size"):
         parsed.batch_size = "auto"
     parsed.model = "longrnn"
@@ -239,7 +238,7 @@ def _config(parsed: Namespace, model_args: dict[str, Any]) -> EvaluatorConfig:
     try:
         config = EvaluatorConfig.from_cli(parsed)
     except (ValueError, TypeError, FileNotFoundError) as error:
-        raise UserError(f"{str(error).rstrip('.')}: `lm-eval run --help` says how") from error
+        raise UserError(f"{str(error).rstrip('.')}: see `lm-eval run --help`") from error
     if config.include_path is not None and not Path(config.include_path).is_dir():
         raise UserError(
             f"no folder {config.include_path} for --include_path: give one with task files"
@@ -248,20 +247,21 @@ def _config(parsed: Namespace, model_args: dict[str, Any]) -> EvaluatorConfig:
 
 
 def find_tasks(
-    asked: Sequence[str], include_path: str | None, metadata: dict[str, Any] | None
+    requested: Sequence[str], include_path: str | None, metadata: dict[str, Any] | None
 ) -> tuple[TaskManager, list[str]]:
-    """A manager that knows the tasks asked for, and their names; files stand for themselves.
+    """Return a task manager that knows the requested tasks, and the names or files of the tasks.
 
-    lm-eval's own fourteen thousand take it long to list, and are listed where they are asked for.
+    Listing the fourteen thousand tasks that come with lm-eval takes long, so this is done only if
+    one of them is requested.
 
     Raises:
-        UserError: a task or a folder that is not there.
+        UserError: a task or folder does not exist.
     """
     if include_path is not None and not Path(include_path).is_dir():
         raise UserError(f"no folder {include_path} for include_path: give one with task files")
     folders: list[str | Path] = [bundled() / "tasks"]
     folders += [] if include_path is None else [include_path]
-    names = [name for task in asked for name in str(task).split(",") if name]
+    names = [name for task in requested for name in str(task).split(",") if name]
     if not names:
         raise UserError(NO_TASK)
     manager = TaskManager(include_path=folders, include_defaults=False, metadata=metadata)

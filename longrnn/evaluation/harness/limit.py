@@ -1,4 +1,4 @@
-"""The most tokens that a model reads, and what that leaves out."""
+"""Truncates requests to the maximum length of a model, and counts what was cut."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ logger = logging.getLogger(__name__)
 
 
 class Limit:
-    """Cuts what a model cannot read as lm-eval's `hf` type does, and counts it.
+    """Truncates requests as lm-eval's `hf` type does, and counts what was cut.
 
     Args:
-        max_length: tokens that the model reads at most; None for any number.
+        max_length: maximum length of a sequence in tokens; None for no limit.
+
+    Attributes:
+        truncated: counts of truncated `requests`, of the `tokens` cut from them, and of
+            `split_documents`.
     """
 
     def __init__(self, max_length: int | None) -> None:
@@ -31,7 +35,7 @@ class Limit:
         self.truncated = {"requests": 0, "tokens": 0, "split_documents": 0}
 
     def fit(self, context: Sequence[int], more: int) -> Ids:
-        """What can be read of a context, from its end, with `more` tokens behind it."""
+        """Return the end of a context that fits in front of `more` further tokens."""
         if self.max_length is None or len(context) + more <= self.max_length:
             return tuple(context)
         room = self.max_length - more
@@ -45,7 +49,7 @@ class Limit:
         return tuple(context[-room:])
 
     def windows(self, ids: list[int], prefix: int) -> list[Pair]:
-        """A document behind `prefix` as one pair, or as the pairs that can be read."""
+        """Return a document after the token `prefix` as one pair, or as pairs that fit."""
         longest = self.max_length or len(ids) or 1
         windows = get_rolling_token_windows(ids, prefix, max_seq_len=longest, context_len=1)
         pairs = [Pair(tuple(a), tuple(b)) for a, b in map(make_disjoint_window, windows)]
@@ -53,7 +57,7 @@ class Limit:
         return pairs
 
     def report(self) -> None:
-        """Warns of what was cut so far."""
+        """Log a warning about what was cut so far."""
         cut = self.truncated
         if cut["requests"]:
             logger.warning(

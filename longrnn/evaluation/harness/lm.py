@@ -1,11 +1,11 @@
-"""The model type `longrnn` of lm-eval.
+"""The lm-eval model type `longrnn`.
 
 Notable choices:
-- lm-eval knows no entry points: importing this module registers the type. `lm_eval.models` comes
-  first, because lm-eval fills its registry only while that is empty.
-- Texts become ids as in lm-eval's `hf` type, so that both score the same tokens.
-- A model without a maximum length reads everything. What another cannot read is counted, said, and
-  recorded with the results.
+- lm-eval has no entry points for models: importing this module registers the type.
+  `lm_eval.models` is imported first, because lm-eval fills its registry only while it is empty.
+- Texts are tokenized as in lm-eval's `hf` type, so that both score the same tokens.
+- A model without a maximum length reads everything. What is truncated for other models is counted,
+  logged, and recorded with the results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lm_eval.models.utils import has_bos_prefix, postprocess_generated_text
 
 from longrnn.errors import UserError
 from longrnn.evaluation.harness.limit import Limit
-from longrnn.evaluation.harness.options import build_model, generating, rows_in_a_batch
+from longrnn.evaluation.harness.options import build_model, parse_batch_size, parse_generation
 from longrnn.hf.tokenizer import HFTokenizer, load_tokenizer
 from longrnn.inference.completion import complete
 from longrnn.inference.length_limit import refuse_long
@@ -34,34 +34,35 @@ from longrnn.models import LanguageModel
 from longrnn.progress import Progress
 from longrnn.text import Tokenizer
 
-# What the first token of a text follows where the tokenizer has no special token for it.
+# Precedes the first token of a text if the tokenizer has neither BOS nor EOS.
 NEWLINE = "\n"
-# Under this key a cache of answers says which model gave them.
+# Key in a cache of answers under which the model and settings are recorded.
 FINGERPRINT = "longrnn fingerprint"
 
 
 @register_model("longrnn")
 class LongRNN(TemplateLM):
-    """Any `LanguageModel` as a model of lm-eval.
+    """Any `LanguageModel` as an lm-eval model.
 
     Args:
-        pretrained: what `load` takes, or a model that is loaded.
-        tokenizer: what `load_tokenizer` takes, or a tokenizer; None for that of the checkpoint.
-        mitigation: of state collapse, such as `sliding_window(window=8192)`, or several.
-        backend: of the recurrence.
+        pretrained: a checkpoint as `load` takes it, or a loaded model.
+        tokenizer: a tokenizer, or its name as `load_tokenizer` takes it; None for that of the
+            checkpoint.
+        mitigation: one or several mitigations, such as `sliding_window(window=8192)`.
+        backend: implementation of the recurrence.
         dtype: such as `bfloat16`; None for that of the checkpoint.
-        device: None takes CUDA where there is one.
-        batch_size: rows that are read side by side; `auto` for BATCH_SIZE.
-        max_batch_size: taken and not used: nothing is tried out.
-        max_length: tokens that the model is to read at most; None for what it can.
-        prefix_token_id: what the first token of a text follows; None for the tokenizer's BOS, else
-            its EOS, else a newline.
-        add_bos_token: whether texts begin with BOS, as in the `hf` type; None leaves it to the
-            tokenizer.
-        quiet: no progress.
+        device: None for CUDA if it is available.
+        batch_size: rows per batch; `auto` for BATCH_SIZE.
+        max_batch_size: accepted for lm-eval and ignored.
+        max_length: maximum length in tokens; None for that of the model.
+        prefix_token_id: the token in front of the first token of a text; None for the tokenizer's
+            BOS, else its EOS, else a newline.
+        add_bos_token: whether texts begin with BOS, as in the `hf` type; None for the setting of
+            the tokenizer.
+        quiet: show no progress.
 
     Raises:
-        UserError: what cannot be loaded.
+        UserError: the model or tokenizer cannot be loaded, or the options do not fit it.
     """
 
     def __init__(
@@ -84,12 +85,12 @@ class LongRNN(TemplateLM):
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise UserError("lm-eval with longrnn runs in one process: start it without a launcher")
         if tokenizer is None and not isinstance(pretrained, (str, Path)):
-            raise UserError("a model that is loaded needs its tokenizer: give tokenizer=…")
+            raise UserError("a loaded model needs its tokenizer: give tokenizer=…")
         source: Any = pretrained if tokenizer is None else tokenizer
         self.model = build_model(pretrained, mitigation, backend, dtype, device)
         named = isinstance(source, (str, Path))
-        # As in the `hf` type: the option makes the tokenizer where it is loaded, not where it is
-        # given, and says whether special tokens are added.
+        # As in the `hf` type, add_bos_token changes a tokenizer that is loaded here, but not one
+        # that is given, and determines whether special tokens are added.
         self._tokenizer: Tokenizer = (
             load_tokenizer(source, add_bos_token=add_bos_token) if named else source
         )
@@ -99,8 +100,8 @@ class LongRNN(TemplateLM):
                 f"{self.model.vocab_size}: use the tokenizer that the model was trained with"
             )
         hf = self._tokenizer.tokenizer if isinstance(self._tokenizer, HFTokenizer) else None
-        self.tokenizer: Any = hf  # by this name lm-eval asks for chat templates
-        self.batch_size = rows_in_a_batch(batch_size)
+        self.tokenizer: Any = hf  # lm-eval reads chat templates from this attribute
+        self.batch_size = parse_batch_size(batch_size)
         if isinstance(max_length, int):
             refuse_long(self.model, max_length)
         self.limit = Limit(self.model.max_length if max_length is None else max_length)
@@ -112,12 +113,12 @@ class LongRNN(TemplateLM):
 
     @property
     def eot_token_id(self) -> int | None:  # type: ignore[override]
-        """The end of a text, where the tokenizer has one."""
+        """The tokenizer's EOS; None if it has none."""
         return None if self.tokenizer is None else self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """What the first token of a text follows."""
+        """The token in front of the first token of a text."""
         if self.custom_prefix_token_id is not None:
             return self.custom_prefix_token_id
         if self.tokenizer is not None and self.tokenizer.bos_token_id is not None:
@@ -128,13 +129,13 @@ class LongRNN(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """For lm-eval's cache of requests."""
+        """The tokenizer's fingerprint, a key of lm-eval's cache of requests."""
         return self._tokenizer.fingerprint()
 
     def tok_encode(  # type: ignore[override]
         self, string: str, add_special_tokens: bool | None = None
     ) -> list[int]:
-        """The ids of a text, with those special tokens that the `hf` type adds."""
+        """Return the ids of a text, with the special tokens that the `hf` type adds."""
         if self.tokenizer is None:
             return self._tokenizer.encode(string)
         special = self.add_bos_token if add_special_tokens is None else add_special_tokens
@@ -145,7 +146,7 @@ class LongRNN(TemplateLM):
         return self.tokenizer.encode(string, **options)
 
     def _encode_prompt(self, text: str) -> list[int]:
-        """The ids of a prompt for generation, as `tok_batch_encode` of the `hf` type makes them."""
+        """Return the ids of a prompt for generation, as `tok_batch_encode` of the `hf` type."""
         if self.tokenizer is None:
             return self._tokenizer.encode(text)
         special = False if has_bos_prefix(text, self.tokenizer.bos_token) else self.add_bos_token
@@ -153,7 +154,7 @@ class LongRNN(TemplateLM):
         return self.tokenizer.encode(text, **options)
 
     def tok_decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens left out."""
+        """Return the text of ids without special tokens."""
         if self.tokenizer is None:
             return self._tokenizer.decode(ids)
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
@@ -161,7 +162,7 @@ class LongRNN(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A conversation as the tokenizer writes it."""
+        """Return a conversation as the text that the tokenizer's chat template gives."""
         if self.tokenizer is None or self.tokenizer.chat_template is None:
             raise UserError("the tokenizer has no chat template: leave --apply_chat_template out")
         ends = {"add_generation_prompt": add_generation_prompt}
@@ -193,7 +194,7 @@ class LongRNN(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-likelihoods of documents; a model without a maximum length reads each whole."""
+        """Return log-likelihoods of documents, in windows if they exceed the maximum length."""
         pairs: list[Pair] = []
         owners: list[int] = []
         for index, text in enumerate(_arguments(requests, 0)):
@@ -213,29 +214,29 @@ class LongRNN(TemplateLM):
         return nats
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Texts that go on from prompts, up to the first of their stop strings."""
+        """Return continuations of prompts, each up to its first stop string."""
         texts, options = _arguments(requests, 0), _arguments(requests, 1)
         kinds: dict[str, list[int]] = {}
-        for index, wanted in enumerate(options):
-            kinds.setdefault(json.dumps(wanted, sort_keys=True), []).append(index)
+        for index, option in enumerate(options):
+            kinds.setdefault(json.dumps(option, sort_keys=True), []).append(index)
         eos = None if self.eot_token_id is None else self.tokenizer.decode(self.eot_token_id)
         answers = [""] * len(requests)
         quiet = self.quiet or disable_tqdm
         with Progress("generate_until", len(requests), unit="tokens", quiet=quiet) as progress:
             for indices in kinds.values():
-                how = generating(options[indices[0]], eos)
+                settings = parse_generation(options[indices[0]], eos)
                 prompts = [self._encode_prompt(texts[i]) or [self.prefix_token_id] for i in indices]
-                for place, said in complete(
+                for place, text in complete(
                     self.model,
-                    [self.limit.fit(prompt, how.max_new_tokens) for prompt in prompts],
+                    [self.limit.fit(prompt, settings.max_new_tokens) for prompt in prompts],
                     decode=self.tok_decode,
                     eos=self.eot_token_id,
                     batch_size=self.batch_size,
                     progress=progress,
-                    **how._asdict(),
+                    **settings._asdict(),
                 ):
                     index = indices[place]
-                    answers[index] = postprocess_generated_text(said, how.until, None)
+                    answers[index] = postprocess_generated_text(text, settings.until, None)
                     args = requests[index].args
                     self.cache_hook.add_partial("generate_until", args, answers[index])
                     progress.advance(1, 0)
@@ -249,10 +250,10 @@ class LongRNN(TemplateLM):
             yield from score(self.model, pairs, batch_size=self.batch_size, progress=progress)
         self.tokens_computed += progress.units
 
-    # What lm-eval asks and records
+    # Records and cache
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval records with the results."""
+        """Return what lm-eval records with the results."""
         from longrnn import __version__
 
         return {
@@ -265,14 +266,14 @@ class LongRNN(TemplateLM):
         }
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
-        """Takes a cache of answers, unless others gave them or they were asked otherwise."""
+        """Set the cache of answers; refuse one of another model or with other settings."""
         cache: Any = cache_hook.dbdict
         if cache is not None:
-            mine = [self.model.fingerprint(), self._tokenizer.fingerprint(), self.limit.max_length]
-            mine += [self.prefix_token_id, self.add_bos_token]
+            own = [self.model.fingerprint(), self._tokenizer.fingerprint(), self.limit.max_length]
+            own += [self.prefix_token_id, self.add_bos_token]
             if len(cache) == 0:
-                cache[FINGERPRINT] = mine
-            if cache.get(FINGERPRINT) != mine:
+                cache[FINGERPRINT] = own
+            if cache.get(FINGERPRINT) != own:
                 raise UserError(
                     f"{cache.filename} holds answers of another model or other settings: give "
                     "another --use_cache"

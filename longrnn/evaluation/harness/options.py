@@ -1,4 +1,4 @@
-"""What lm-eval hands over, in our terms."""
+"""Converts options of lm-eval to those of longrnn."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from longrnn.mitigations import Mitigated, mitigation
 from longrnn.models import LanguageModel
 
 BATCH_SIZE = 8
-# What lm-eval takes where a task does not say how much to generate.
+# lm-eval's default for tasks that do not set `max_gen_toks`.
 MAX_NEW_TOKENS = 256
-# Of a task's generation options: what is understood, and what changes nothing at these values.
+# Generation options that are supported, and values of others that have no effect.
 OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_p"}
 NEUTRAL = {
     "top_k": (0, None),
@@ -28,14 +28,14 @@ NEUTRAL = {
 }
 
 
-class Generating(NamedTuple):
-    """How a task wants its answers.
+class Generation(NamedTuple):
+    """Generation settings of a task.
 
     Attributes:
-        until: texts that end one, that of the tokenizer's EOS among them.
-        max_new_tokens: at most so many.
-        temperature: 0 takes the likeliest token.
-        top_p: sample among the likeliest of this mass.
+        until: stop strings, the text of the tokenizer's EOS included.
+        max_new_tokens: maximum number of tokens.
+        temperature: 0 for greedy decoding.
+        top_p: probability mass of the most likely tokens to sample from.
     """
 
     until: list[str]
@@ -44,21 +44,21 @@ class Generating(NamedTuple):
     top_p: float
 
 
-def generating(options: Mapping[str, Any], eos: str | None) -> Generating:
-    """A task's `generation_kwargs`.
+def parse_generation(options: Mapping[str, Any], eos: str | None) -> Generation:
+    """Parse a task's `generation_kwargs`.
 
     Raises:
-        UserError: options that would be dropped in silence.
+        UserError: an option that is not supported.
     """
     found: dict[str, Any] = dict(normalize_gen_kwargs(dict(options), MAX_NEW_TOKENS))
     for name, value in found.items():
         unused = name == "top_k" and not found["do_sample"]
         if name not in OPTIONS and value not in NEUTRAL.get(name, ()) and not unused:
             raise UserError(
-                f"generation option {name}={value!r} is not supported: leave it out, or take "
-                f"some of {', '.join(sorted(OPTIONS))}"
+                f"generation option {name}={value!r} is not supported: leave it out, or use "
+                f"{', '.join(sorted(OPTIONS))}"
             )
-    return Generating(
+    return Generation(
         handle_stop_sequences(found["until"], eos=eos),
         found["max_gen_toks"],
         found["temperature"] if found["do_sample"] else 0.0,
@@ -73,26 +73,24 @@ def build_model(
     dtype: str | None,
     device: str | None,
 ) -> LanguageModel:
-    """The model of a checkpoint, or one that is loaded, under a mitigation."""
+    """Return a loaded model, or load a checkpoint, and apply mitigations."""
     model: Any = source
     if isinstance(source, (str, Path)):
         kind = None if dtype is None else getattr(torch, dtype, None)
         if dtype is not None and not isinstance(kind, torch.dtype):
-            raise UserError(
-                f"{dtype!r} is not a dtype that is supported: use float32, bfloat16 or float16"
-            )
+            raise UserError(f"{dtype!r} is not a supported dtype: use float32, bfloat16 or float16")
         where = device or ("cuda" if torch.cuda.is_available() else "cpu")
         name, own = split_spec(str(source))
         specs = [] if own is None else [own]
         specs += [spec] if isinstance(spec, str) else spec or []
         model = load(name, backend=backend, device=where, dtype=kind)
-        assert not isinstance(model, Mitigated)  # the name has no mitigation left
+        assert not isinstance(model, Mitigated)  # `name` names no mitigation
         return mitigated(model, specs or None)
     return model if spec is None else Mitigated(model, mitigation(spec))
 
 
-def rows_in_a_batch(batch_size: int | str | None) -> int:
-    """The number that lm-eval's option means; `auto` is BATCH_SIZE."""
+def parse_batch_size(batch_size: int | str | None) -> int:
+    """Parse lm-eval's batch size; `auto` gives BATCH_SIZE."""
     if batch_size is None or str(batch_size).startswith("auto"):
         return BATCH_SIZE
     if not str(batch_size).isdecimal() or int(batch_size) < 1:

@@ -1,7 +1,7 @@
-"""What the tasks of `eval/tasks` ask, and how answers are scored.
+"""Documents and scores of the lm-eval tasks in `eval/tasks`.
 
-lm-eval hands a task's metadata over: that of the YAML file, the model's arguments, and what the
-user gave as `--metadata`. `OPTIONS` says which of it means something here.
+lm-eval passes the metadata of a task: the metadata of its YAML file, the model's arguments and the
+user's `--metadata` together. `OPTIONS` lists the keys that are used here.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from longrnn.units import parse_length
 
 Document = dict[str, Any]
 
-# Name, and what it is taken for where nobody says.
+# Names and default values.
 OPTIONS: dict[str, Any] = {
-    "max_seq_lengths": [4096],  # tokens of the prompts
-    "n": 20,  # documents of each length
+    "max_seq_lengths": [4096],  # lengths of the prompts in tokens
+    "n": 20,  # documents per length
     "seed": 0,
     "text": None,  # a text file: the haystack, or the document
-    "depths": 5,  # of the passkey
-    "n_items": [16, 64],  # of the lists to reverse
-    "vocab_size": 16384,  # numbers that they are drawn from
+    "depths": 5,  # number of depths of the passkey
+    "n_items": [16, 64],  # lengths of the lists to reverse
+    "vocab_size": 16384,  # their items are below this number
 }
-EXAMPLES = 2
+EXAMPLES = 2  # worked examples in front of a list to reverse
 
 
 def options(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of OPTIONS in metadata.
+    """Return the values of OPTIONS in metadata.
 
     Raises:
-        UserError: a value of the wrong kind, or a name that is nearly one of them.
+        UserError: a value of the wrong kind, or a misspelt name.
     """
     for name in metadata:
         close = get_close_matches(name, OPTIONS, n=1, cutoff=0.8)
@@ -63,7 +63,7 @@ def options(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tokenizer_of(metadata: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer that counts the tokens: the model's, unless metadata names another."""
+    """Return the tokenizer that counts tokens: that of the model unless metadata names another."""
     name = metadata.get("tokenizer") or metadata.get("pretrained")
     if not isinstance(name, (str, Path)):
         raise UserError(
@@ -73,7 +73,7 @@ def tokenizer_of(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def passkey_documents(metadata: Mapping[str, Any]) -> list[Document]:
-    """The prompts of `longrnn.tasks.passkey`, at evenly spaced depths, with held-out keys."""
+    """Return prompts of `longrnn.tasks.passkey`, with evenly spaced depths and held-out keys."""
     given, tokenizer = options(metadata), tokenizer_of(metadata)
     task = Passkey(tokenizer, filler=given["text"] and str(given["text"]))
     documents = []
@@ -97,7 +97,7 @@ def passkey_documents(metadata: Mapping[str, Any]) -> list[Document]:
 
 
 def needle_documents(kind: str, metadata: Mapping[str, Any]) -> list[Document]:
-    """Texts of a kind of `longrnn.tasks.needles.KINDS`, or of `variables`."""
+    """Return texts of one of `longrnn.tasks.needles.KINDS`, or of `variables`."""
     given, tokenizer = options(metadata), tokenizer_of(metadata)
     haystack = Haystack(Path(given["text"]) if given["text"] else None)
     documents = []
@@ -116,7 +116,7 @@ def needle_documents(kind: str, metadata: Mapping[str, Any]) -> list[Document]:
 
 
 def reverse_documents(metadata: Mapping[str, Any]) -> list[Document]:
-    """Lists of numbers from a large vocabulary to say backwards, after worked examples."""
+    """Return lists of numbers from a large vocabulary to reverse, after worked examples."""
     given = options(metadata)
     documents = []
     for size in given["n_items"]:
@@ -126,17 +126,17 @@ def reverse_documents(metadata: Mapping[str, Any]) -> list[Document]:
                 [str(rng.randrange(given["vocab_size"])) for _ in range(size)]
                 for _ in range(EXAMPLES + 1)
             ]
-            shown = [
+            examples = [
                 f"List: {' '.join(items)}\nBackwards: {' '.join(reversed(items))}\n\n"
                 for items in lists[:EXAMPLES]
             ]
-            text = f"{''.join(shown)}List: {' '.join(lists[-1])}\nBackwards:"
+            text = f"{''.join(examples)}List: {' '.join(lists[-1])}\nBackwards:"
             documents.append(_document(text, lists[-1][::-1], size, 0))
     return documents
 
 
 def text_documents(metadata: Mapping[str, Any]) -> list[Document]:
-    """The beginning of a text file at each length, or all of it where no length is given."""
+    """Return the first tokens of a text file at each length; the whole text if there is none."""
     given = options(metadata)
     if not given["text"]:
         raise UserError("longrnn_perplexity needs a text file: give --metadata text=book.txt")
@@ -153,7 +153,7 @@ def text_documents(metadata: Mapping[str, Any]) -> list[Document]:
                 f"{path} has {len(ids):,} tokens, fewer than {length:,}: give a longer text or a "
                 "smaller length"
             )
-        # Where a character is cut in two, what there is of it is left out.
+        # If the cut divides a character, drop its first bytes.
         cut = tokenizer.decode(ids[:length]).rstrip("\ufffd")
         documents.append({"text": cut, "max_length": length})
     return documents
@@ -163,38 +163,38 @@ def _document(text: str, outputs: list[str], length: int, tokens: int) -> Docume
     return {"input": text, "outputs": outputs, "max_length": length, "length": tokens}
 
 
-# Scores: of all documents together, and under the name of its length.
+# Each score is returned under its own name and under the length, for a table by length.
 
 
 def score_key(document: Document, results: Sequence[str]) -> dict[str, float]:
-    """Whether an answer begins with the key."""
+    """Return 1 if an answer begins with the key, else 0."""
     right = float(is_recalled(results[0], document["outputs"][0]))
     return {"accuracy": right, str(document["max_length"]): right}
 
 
 def score_all(document: Document, results: Sequence[str]) -> dict[str, float]:
-    """The part of what is asked for that an answer names, as RULER counts it."""
-    said = results[0].lower()
-    named = [output.lower() in said for output in document["outputs"]]
-    share = sum(named) / len(named)
+    """Return the share of the expected strings that an answer contains, as in RULER."""
+    answer = results[0].lower()
+    recalled = [output.lower() in answer for output in document["outputs"]]
+    share = sum(recalled) / len(recalled)
     return {"accuracy": share, str(document["max_length"]): share}
 
 
 def score_list(document: Document, results: Sequence[str]) -> dict[str, float]:
-    """Exact match, accuracy item by item, and edit distance (Damerau–Levenshtein, in items)."""
-    wanted, said = document["outputs"], re.findall(r"\d+", results[0])
-    right = [a == b for a, b in zip(wanted, said, strict=False)]
-    exact = float(wanted == said)
+    """Return exact match, accuracy by item, and edit distance (Damerau–Levenshtein, in items)."""
+    expected, answer = document["outputs"], re.findall(r"\d+", results[0])
+    right = [a == b for a, b in zip(expected, answer, strict=False)]
+    exact = float(expected == answer)
     return {
         "exact_match": exact,
-        "item_accuracy": sum(right) / len(wanted),
-        "edit_distance": float(DamerauLevenshtein.distance(said, wanted)),
+        "item_accuracy": sum(right) / len(expected),
+        "edit_distance": float(DamerauLevenshtein.distance(answer, expected)),
         str(document["max_length"]): exact,
     }
 
 
 def score_text(document: Document, results: Sequence[float]) -> dict[str, Any]:
-    """lm-eval's perplexities, and bits per byte under the name of the length."""
+    """Return the inputs of lm-eval's perplexities, and bits per byte under the length."""
     nats, size = results[0], len(document["text"].encode())
     return {
         "word_perplexity": (nats, len(document["text"].split())),

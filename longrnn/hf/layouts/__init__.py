@@ -1,4 +1,4 @@
-"""Layouts of Mamba-2 checkpoints: that of mamba-ssm and that of transformers, to and from ours."""
+"""Layouts of Mamba-2 checkpoints, of mamba-ssm and of transformers, to and from ours."""
 
 from longrnn.hf.layouts.base import LAYOUTS, Layout, rename
 from longrnn.hf.layouts.hugging_face import HuggingFace

@@ -1,7 +1,7 @@
-"""The contract of a layout, and what its members share.
+"""`Layout`, the interface of a checkpoint layout, and functions that all layouts share.
 
-Every layout holds the model that `RecurrentLM` computes with `mamba2` cells, under other names.
-What one of them can say and `RecurrentLM` cannot compute is refused, never approximated.
+Every layout stores a `RecurrentLM` of `mamba2` cells under other names. A checkpoint that
+`RecurrentLM` cannot compute exactly is refused, never approximated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from longrnn.mixers.mamba2 import Mamba2
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 from longrnn.registry import Registry, keyword_options
 
-# Beginnings of the names of weights, ours and those of mamba-ssm.
+# Prefixes of weight names: ours, and those of mamba-ssm.
 NAMES = {
     "embedding.": "backbone.embedding.",
     "blocks.": "backbone.layers.",
@@ -30,10 +30,10 @@ NAMES = {
 
 
 class Layout(ABC):
-    """How a family of checkpoints writes a Mamba-2 model down.
+    """A file format of Mamba-2 checkpoints.
 
     Attributes:
-        names: beginnings of the names of weights, ours and theirs.
+        names: prefixes of weight names, from ours to those of the layout.
     """
 
     names: ClassVar[Mapping[str, str]]
@@ -41,59 +41,60 @@ class Layout(ABC):
     @staticmethod
     @abstractmethod
     def is_described(config: Mapping[str, Any]) -> bool:
-        """Whether a `config.json` is of this layout."""
+        """Whether the content of a `config.json` is of this layout."""
 
     @staticmethod
     @abstractmethod
     def read(config: Mapping[str, Any], source: str) -> RecurrentConfig:
-        """Our configuration.
+        """Return our configuration of the model.
 
         Args:
             config: the content of `config.json`.
-            source: the path of that file.
+            source: the path of that file, for messages.
 
         Raises:
-            UserError: something that `RecurrentLM` does not compute.
+            UserError: the model has an option that `RecurrentLM` does not support.
         """
 
     @staticmethod
     @abstractmethod
     def write(model: RecurrentLM) -> str:
-        """The text of `config.json`.
+        """Return the text of `config.json`.
 
         Raises:
-            UserError: something that the layout cannot hold.
+            UserError: the model has an option that the layout does not support.
         """
 
     @staticmethod
     @abstractmethod
     def save(model: RecurrentLM, folder: Path) -> None:
-        """Writes the weights into the file that the layout's readers look for."""
+        """Write the weights into the file that the layout's readers expect."""
 
 
 LAYOUTS: Registry[Layout] = Registry("layout")
 
 
-def rename(name: str, beginnings: Mapping[str, str]) -> str:
-    """A name with another beginning; one that begins with none of them is left as it is."""
-    for start, other in beginnings.items():
+def rename(name: str, prefixes: Mapping[str, str]) -> str:
+    """Return a name with its prefix replaced; a name with none of the prefixes is unchanged."""
+    for start, other in prefixes.items():
         if name.startswith(start):
             return other + name.removeprefix(start)
     return name
 
 
 def renamed(model: RecurrentLM, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return the weights of a model under the names of a layout."""
     weights = model.state_dict()
     return {rename(name, names): tensor.contiguous() for name, tensor in weights.items()}
 
 
 def build(options: Mapping[str, Any], source: str, **config: Any) -> RecurrentConfig:
-    """Our configuration, in which an option of the cell that has its default is not spelled out."""
+    """Return our configuration; options of the cell that have their default value are left out."""
     defaults = Mamba2.__init__.__kwdefaults__ or {}
     given = {name: options[name] for name in keyword_options(Mamba2) if name in options}
     limit = given.get("dt_limit")
     if limit is not None:
-        # No dt is below 0, so that a lower limit of 0 and an infinite upper one are none.
+        # dt is never below 0: limits of 0 and infinity do not limit it.
         given["dt_limit"] = None if tuple(map(float, limit)) == (0.0, math.inf) else list(limit)
     spelled = {name: value for name, value in given.items() if value != defaults[name]}
     return build_config(
@@ -102,10 +103,10 @@ def build(options: Mapping[str, Any], source: str, **config: Any) -> RecurrentCo
 
 
 def cell_of(model: RecurrentLM, reader: str) -> Mamba2:
-    """The first of a model's cells, which are all alike.
+    """Return the first cell of a model; all cells have the same options.
 
     Raises:
-        UserError: the model is another one than a published Mamba-2 can be.
+        UserError: the model is not one that a published Mamba-2 checkpoint can describe.
     """
     config, cell = model.config, model.mixers[0]
     reasons = {
@@ -116,7 +117,7 @@ def cell_of(model: RecurrentLM, reader: str) -> Mamba2:
     for reason, fits in reasons.items():
         if not fits:
             raise UserError(
-                f"{reader} has no place for {reason}: give a model of mamba2 cells in residual "
+                f"{reader} does not support {reason}: give a model of mamba2 cells in residual "
                 "blocks without positions"
             )
     assert isinstance(cell, Mamba2)

@@ -1,4 +1,4 @@
-"""The layout of transformers."""
+"""The checkpoint layout of transformers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from longrnn.errors import UserError
-from longrnn.files import write_atomic
+from longrnn.files import one_line, write_atomic
 from longrnn.hf.layouts.base import LAYOUTS, NAMES, Layout, build, cell_of, renamed
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 
 
 @LAYOUTS.register("hf")
 class HuggingFace(Layout):
-    """`Mamba2ForCausalLM` of transformers.
+    """Checkpoints of `Mamba2ForCausalLM`.
 
-    Older versions wrote `norm_before_gate`, which transformers has never read.
+    `norm_before_gate`, which older versions wrote, is ignored: transformers has never read it.
     """
 
     names: ClassVar[Mapping[str, str]] = {**NAMES, "embedding.": "backbone.embeddings."}
@@ -42,16 +42,18 @@ class HuggingFace(Layout):
     def read(config: Mapping[str, Any], source: str) -> RecurrentConfig:
         from transformers import Mamba2Config
 
-        # transformers fills in what a file leaves out, and says what does not go together.
+        # transformers fills in missing values and refuses values that contradict each other.
         try:
             whole = Mamba2Config.from_json_file(source)
         except Exception as error:  # its validation raises errors of several kinds
-            raise UserError(f"{source} is no Mamba-2 ({_line(error)}): copy it again") from error
+            raise UserError(
+                f"{source} is not a Mamba-2 configuration ({one_line(error)}): copy it again"
+            ) from error
         if whole.num_hidden_layers < 1:
             raise UserError(f"{source} has num_hidden_layers 0 or less: copy the checkpoint again")
         if whole.hidden_act not in ("silu", "swish"):
             raise UserError(
-                f"{source} has hidden_act {whole.hidden_act!r}, and Mamba-2 here has silu: "
+                f"{source} has hidden_act {whole.hidden_act!r}, and longrnn supports only silu: "
                 "load this checkpoint with transformers"
             )
         return build(
@@ -73,7 +75,8 @@ class HuggingFace(Layout):
         if config.norm_eps != cell.norm_eps:
             raise UserError(
                 f"transformers has one layer_norm_epsilon, and this model has norm_eps "
-                f"{config.norm_eps} in its blocks and {cell.norm_eps} in its cells: keep it as ours"
+                f"{config.norm_eps} in its blocks and {cell.norm_eps} in its cells: convert it to "
+                "ours"
             )
         written = Mamba2Config(
             vocab_size=config.vocab_size,
@@ -93,7 +96,7 @@ class HuggingFace(Layout):
             tie_word_embeddings=config.tie_embeddings,
             architectures=["Mamba2ForCausalLM"],
             dtype=str(model.embedding.weight.dtype).removeprefix("torch."),
-            # Those of a vocabulary that is not this one.
+            # The defaults belong to the vocabulary of another model.
             bos_token_id=None,
             eos_token_id=None,
             pad_token_id=None,
@@ -108,7 +111,3 @@ class HuggingFace(Layout):
         if model.config.tie_embeddings:
             del tensors["lm_head.weight"]
         write_atomic(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())

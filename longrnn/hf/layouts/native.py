@@ -1,4 +1,4 @@
-"""The layout of mamba-ssm."""
+"""The checkpoint layout of mamba-ssm."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 
 @LAYOUTS.register("native")
 class Native(Layout):
-    """`state-spaces/mamba2-*`, as mamba-ssm writes and reads it."""
+    """Checkpoints such as `state-spaces/mamba2-*`, as mamba-ssm writes and reads them."""
 
     names: ClassVar[Mapping[str, str]] = NAMES
-    # Options of mamba_ssm's Mamba2 with the one value under which it computes what ours does.
+    # Options of mamba_ssm's Mamba2, with the only value for which ours computes the same.
     FIXED: ClassVar[Mapping[str, Any]] = {
         "layer": "Mamba2",
         "rmsnorm": True,
@@ -37,7 +37,7 @@ class Native(Layout):
         "conv_bias": "conv_bias",
         "dt_limit": "dt_limit",
     }
-    # What says how a model was initialised or is computed, and not what it computes.
+    # Options of initialisation and implementation, which do not change the result.
     IGNORED = (
         "A_init_range",
         "chunk_size",
@@ -59,7 +59,10 @@ class Native(Layout):
             _only(config, key, known, source, default=known)
         options = config.get("ssm_cfg") or {}
         if not isinstance(options, Mapping):
-            raise UserError(f"{source}, key ssm_cfg: it takes a mapping, not {options!r}")
+            raise UserError(
+                f"{source}, key ssm_cfg: it must be a mapping, not {options!r}; copy the "
+                "checkpoint again"
+            )
         for key, known in Native.FIXED.items():
             _only(options, key, known, source, default="Mamba1" if key == "layer" else known)
         if options.get("d_ssm") is not None:
@@ -90,7 +93,7 @@ class Native(Layout):
         cell, config = cell_of(model, "mamba-ssm"), model.config
         if (config.norm_eps, cell.norm_eps) != (Native.EPS, Native.EPS):
             raise UserError(
-                f"mamba-ssm always takes norm_eps = {Native.EPS}, and this model has "
+                f"mamba-ssm always uses norm_eps = {Native.EPS}, and this model has "
                 f"{config.norm_eps} and {cell.norm_eps}: convert it to hf"
             )
         options = {
@@ -123,13 +126,13 @@ class Native(Layout):
 
     @staticmethod
     def save(model: RecurrentLM, folder: Path) -> None:
-        # mamba-ssm wants the head by its own name, tied or not.
+        # mamba-ssm expects the weights of the head under their own name even when they are tied.
         with replacing(folder / "pytorch_model.bin") as file:
             torch.save(renamed(model, Native.names), file)
 
 
 def _only(config: Mapping[str, Any], key: str, value: Any, source: str, *, default: Any) -> None:
-    """Refuses a value of `key` with which the model is not one that `RecurrentLM` computes."""
+    """Refuse a configuration in which `key` has another value than the one that we support."""
     found = config.get(key, default)
     if found != value:
         raise UserError(
@@ -139,7 +142,11 @@ def _only(config: Mapping[str, Any], key: str, value: Any, source: str, *, defau
 
 
 def _whole(config: Mapping[str, Any], key: str, source: str, default: int | None = None) -> int:
+    """Return a whole number above 0; refuse any other value."""
     value = config.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"{source}, key {key}: a whole number above 0 is wanted, not {value!r}")
+        raise UserError(
+            f"{source}, key {key}: it must be a whole number above 0, not {value!r}; copy the "
+            "checkpoint again"
+        )
     return value

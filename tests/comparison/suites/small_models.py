@@ -1,4 +1,4 @@
-"""Small models to compare."""
+"""Small models for comparisons."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHORT: dict[str, Any] = {"kind": "learned", "max_length": 300, "combine": "add"}
 
 
 class PairTokenizer:
-    """One id for two bytes, so that a text has half the tokens; ids are shared by many pairs."""
+    """One id for two bytes, so that a text has half as many tokens; many pairs share an id."""
 
     vocab_size = 997
 
@@ -43,7 +43,7 @@ class PairTokenizer:
 def points(
     evaluation: Evaluation, model: OpenCheckpoint, output: Path, *others: OpenCheckpoint
 ) -> list[Measurement]:
-    """What an evaluation measures of a model, compared with others."""
+    """Prepare and measure one model, with others in the comparison."""
     evaluation.prepare([model, *others])
     return evaluation.measure(model, output, quiet=True)
 
@@ -56,7 +56,7 @@ def small_model(
     tokenizer: Tokenizer | None = None,
     **changes: Any,
 ) -> OpenCheckpoint:
-    """A random model; where a folder is given it is saved there, for another process."""
+    """Return a random model; with a folder, it is saved there for another process."""
     tokenizer = tokenizer or ByteTokenizer()
     config = {"vocab_size": tokenizer.vocab_size, "d_model": 8, "n_layers": 1} | changes
     config.setdefault("mixer", {"kind": "lstm"})
@@ -68,7 +68,7 @@ def small_model(
 
 
 def llama(folder: Path, *, positions: int) -> None:
-    """Writes a random transformer that is made for so many tokens of bytes."""
+    """Write a random transformer over bytes with this maximum length."""
     torch.manual_seed(0)
     options = {
         "model_type": "llama", "vocab_size": 256, "hidden_size": 8, "intermediate_size": 8,

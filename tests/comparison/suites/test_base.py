@@ -1,4 +1,4 @@
-"""Suites as files, and lengths that a model cannot reach."""
+"""Suites are read from files; lengths that a model cannot reach have a reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def write(path: Path, text: str) -> str:
 
 @pytest.mark.parametrize("name", BUNDLED)
 def test_the_bundled_suites(name: str) -> None:
-    """A suite that is shipped and cannot be read."""
+    """Every bundled suite can be read."""
     suite = read_suite(name)
     assert suite.name == name
     assert suite.evaluations
@@ -31,12 +31,12 @@ def test_the_bundled_suites(name: str) -> None:
 
 
 def test_there_are_bundled_suites() -> None:
-    """The parametrisation above found some."""
+    """There are bundled suites."""
     assert {"quick", "long", "books"} <= set(BUNDLED)
 
 
 def test_what_makes_another_suite(tmp_path: Path) -> None:
-    """Lengths that are added are no other suite; the number of keys is one."""
+    """Added lengths keep the identity of a suite; another number of keys changes it."""
     text = "evaluations: [{kind: passkey, lengths: [1k, 200], n: 3, n_keys: 2, name: two}]\nseed: 7"
     suite = read_suite(write(tmp_path / "mine.yaml", text))
     assert suite.name == "mine"
@@ -83,7 +83,7 @@ def test_what_makes_another_suite(tmp_path: Path) -> None:
     ],
 )
 def test_bad_suites(text: str, says: str, tmp_path: Path) -> None:
-    """A suite that is half understood."""
+    """A malformed suite raises a UserError."""
     with pytest.raises(UserError) as refusal:
         read_suite(write(tmp_path / "bad.yaml", text))
     assert says in str(refusal.value)
@@ -93,13 +93,13 @@ def test_bad_suites(text: str, says: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["...yaml", "....yaml", " .yaml", "comparison.jsonl.yaml"])
 def test_a_suite_whose_name_is_another_place_is_refused(name: str, tmp_path: Path) -> None:
-    """The name of a suite's file becomes a folder inside the output folder."""
+    """Suite names that are not valid folder names are refused."""
     with pytest.raises(UserError, match="is not a valid name for a suite"):
         read_suite(write(tmp_path / name, "evaluations: [{kind: cost, lengths: [1k]}]"))
 
 
 def test_unknown_suites(tmp_path: Path) -> None:
-    """A name without the nearest one, and a file that is not there."""
+    """An unknown suite lists the nearest name; a missing file is refused."""
     with pytest.raises(UserError, match="no suite 'quik', .* did you mean 'quick'"):
         read_suite("quik")
     with pytest.raises(UserError, match=r"no suite .*none\.yaml: give a YAML file, or a name"):
@@ -107,7 +107,7 @@ def test_unknown_suites(tmp_path: Path) -> None:
 
 
 def test_out_of_reach() -> None:
-    """A length that fails in the middle of a comparison, or one that is refused and would do."""
+    """Lengths up to the maximum length are measured, and longer ones have a reason."""
     short = small_model("short", position=SHORT).model
     assert out_of_reach(short, 300) is None
     assert "300" in str(out_of_reach(short, 301))

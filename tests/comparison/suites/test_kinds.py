@@ -1,4 +1,4 @@
-"""What the kinds of evaluation measure, against the same by hand."""
+"""Every kind of evaluation measures what a direct computation gives."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WORDS = [f"{i * 7919 % 1000} of {i * 104729 % 77} é. " for i in range(1200)]
 
 
 def texts(folder: Path) -> list[str]:
-    """Two texts, of about 14,000 and 8,000 bytes."""
+    """Return two texts, of about 14,000 and 8,000 bytes."""
     (folder / "a.txt").write_text("".join(WORDS))
     (folder / "b.txt").write_text("".join(WORDS[::-1][:700]))
     return [str(folder / "a.txt"), str(folder / "b.txt")]
@@ -46,7 +46,7 @@ def perplexity(folder: Path, **changes: Any) -> BitsPerByte:
 
 
 def test_passkey(tmp_path: Path) -> None:
-    """Other prompts than `eval passkey` asks, or samples under the key of another one."""
+    """The prompts and answers are those of `eval passkey`, under the right keys."""
     one = small_model("one")
     evaluation = PasskeyRetrieval("keys", 3, lengths=["200", "260"], depths=[0, 1], n=2)
     found = points(evaluation, one, tmp_path / "one.jsonl")
@@ -69,7 +69,7 @@ def test_passkey(tmp_path: Path) -> None:
 
 
 def test_passkey_in_a_text_counts_what_is_shared_once(tmp_path: Path) -> None:
-    """Shares and differences over prompts of one book have intervals of its separate stretches."""
+    """Intervals over prompts of one book count its separate stretches."""
     book = tmp_path / "book.txt"
     book.write_text("It was a dark and stormy night; the rain fell in torrents. " * 8)
     evaluation = PasskeyRetrieval("keys", 0, lengths=["200"], depths=[0, 1], n=8, filler=str(book))
@@ -85,7 +85,7 @@ def test_passkey_in_a_text_counts_what_is_shared_once(tmp_path: Path) -> None:
 
 
 def test_passkey_beyond_the_model(tmp_path: Path) -> None:
-    """A prompt that fits, but not with its answer; a comparison that ends there."""
+    """A length is out of reach if the prompt fits but its answer does not."""
     short = small_model("short", position=SHORT)
     evaluation = PasskeyRetrieval("keys", 0, lengths=["200", "294", "295"], depths=[0.5], n=1)
     found = points(evaluation, short, tmp_path / "short.jsonl")
@@ -96,7 +96,7 @@ def test_passkey_beyond_the_model(tmp_path: Path) -> None:
 
 
 def test_passkey_too_short() -> None:
-    """A prompt that cannot hold the key is the suite's fault, not a model's."""
+    """A length that is too short for the key raises a UserError."""
     evaluation = PasskeyRetrieval("keys", 0, lengths=["100", "1k"])
     with pytest.raises(UserError, match="length 100 is too short .* the least is .* of one"):
         evaluation.prepare([small_model("one")])
@@ -104,7 +104,7 @@ def test_passkey_too_short() -> None:
 
 @pytest.mark.parametrize("pairs", [False, True])
 def test_perplexity(pairs: bool, tmp_path: Path) -> None:
-    """Bits of the tokens between two lengths over the bytes of these tokens, part by part."""
+    """Each column has the bits of the tokens between two lengths over their bytes, part by part."""
     one = small_model("one", tokenizer=PairTokenizer() if pairs else None)
     found = points(perplexity(tmp_path), one, tmp_path / "one.jsonl")
     assert [point.at for point in found] == [64, 256, 512]
@@ -130,7 +130,7 @@ def test_perplexity(pairs: bool, tmp_path: Path) -> None:
 
 
 def test_models_with_different_tokenizers_score_the_same_bytes(tmp_path: Path) -> None:
-    """Every part and column has the same bytes for both models, the reference's tokens wide."""
+    """Every part and column has the same bytes for both models, cut by tokens of the reference."""
     models = [small_model("bytes"), small_model("pairs", tokenizer=PairTokenizer())]
     evaluation = perplexity(tmp_path)
     evaluation.prepare(models)
@@ -147,7 +147,7 @@ def test_models_with_different_tokenizers_score_the_same_bytes(tmp_path: Path) -
 def test_rows_that_did_not_count_the_scored_bytes_are_measured_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rows of an earlier version stay in the file, are not used, and this is said."""
+    """Rows of an earlier version stay in the file, are not used, and cause a warning."""
     one, output = small_model("one"), tmp_path / "one.jsonl"
     found = points(perplexity(tmp_path), one, output)
     assert "earlier version" not in caplog.text
@@ -164,7 +164,7 @@ def test_rows_that_did_not_count_the_scored_bytes_are_measured_again(
 
 
 def test_perplexity_beyond_the_model(tmp_path: Path) -> None:
-    """A model that ends at 300 has its losses up to 256, on the same parts."""
+    """A model with a maximum length of 300 has losses up to 256, on the same parts."""
     short = small_model("short", position=SHORT)
     found = points(perplexity(tmp_path), short, tmp_path / "short.jsonl")
     assert [len(point.samples) for point in found] == [6, 6, 0]
@@ -173,7 +173,7 @@ def test_perplexity_beyond_the_model(tmp_path: Path) -> None:
 
 
 def test_perplexity_goes_on(tmp_path: Path) -> None:
-    """Parts that are read again, or a length that is answered from a shorter reading."""
+    """Adding a length measures the parts again; nothing else does."""
     one, output = small_model("one"), tmp_path / "one.jsonl"
     few = perplexity(tmp_path, texts=texts(tmp_path)[:1], lengths=["64", "256"])
     before = points(few, one, output)
@@ -193,7 +193,7 @@ def test_perplexity_goes_on(tmp_path: Path) -> None:
 
 
 def test_perplexity_of_short_texts(tmp_path: Path) -> None:
-    """A text that ends in the middle of a window is refused before anything is measured."""
+    """A text that is too short is refused before anything is measured."""
     with pytest.raises(UserError, match="has .* tokens with the tokenizer of one and 8k needs"):
         perplexity(tmp_path, lengths=["8k"]).prepare([small_model("one")])
     with pytest.raises(UserError, match="no text file"):
@@ -205,7 +205,7 @@ def test_perplexity_of_short_texts(tmp_path: Path) -> None:
 
 
 def test_cost(tmp_path: Path) -> None:
-    """A state of another size, a length that is measured twice, or one that cannot be reached."""
+    """Each length is measured once in its own process, and lengths out of reach have a reason."""
     one = small_model("one", folder=tmp_path / "one", position=SHORT)
     evaluation = Cost("cost", 0, lengths=["64", "4k"], decode=2)
     found = points(evaluation, one, tmp_path / "cost.jsonl")
@@ -223,7 +223,7 @@ def test_cost(tmp_path: Path) -> None:
 
 
 def test_a_cost_that_cannot_be_measured(tmp_path: Path) -> None:
-    """A failure that is recorded as if it were a result."""
+    """A failed measurement is not recorded and is repeated the next time."""
     gone = small_model("gone")._replace(source=str(tmp_path / "gone"))
     found = points(Cost("cost", 0, lengths=["64"]), gone, tmp_path / "c.jsonl")
     assert all("no checkpoint" in str(point.reason) for point in found)
@@ -231,14 +231,14 @@ def test_a_cost_that_cannot_be_measured(tmp_path: Path) -> None:
 
 
 def test_every_kind_is_tested() -> None:
-    """A kind that nobody measures by hand."""
+    """Every registered kind is tested here."""
     known = {PasskeyRetrieval, BitsPerByte, Cost}
     assert known <= set(EVALUATIONS.values())
     assert isinstance(small_model("one"), OpenCheckpoint)
 
 
 def test_tasks_of_lm_eval(tmp_path: Path) -> None:
-    """Other scores than lm-eval's, tasks that are asked again, or prompts cut without a word."""
+    """Scores are those of lm-eval, are measured once, and truncated prompts give a reason."""
     metadata = {"max_seq_lengths": [300], "n": 5}
     options = {"tasks": ["longrnn_passkey"], "metrics": ["accuracy"], "metadata": metadata}
     evaluation = Harness("lm-eval", 0, **options)

@@ -1,4 +1,4 @@
-"""A tiny Mamba-2 checkpoint of transformers with a tokenizer, and tasks of lm-eval on disk."""
+"""A tiny Mamba-2 checkpoint of transformers with a tokenizer, and lm-eval tasks on disk."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ metric_list:
 
 
 class Setting(NamedTuple):
-    """`checkpoint`: a folder of transformers; `model`: the same weights in ours; `tasks`: YAML."""
+    """`checkpoint`: Hugging Face folder; `model`: the same as RecurrentLM; `tasks`: YAML."""
 
     checkpoint: Path
     model: RecurrentLM
@@ -100,7 +100,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
 
 
 def evaluate(model: Any, tasks: Path, *names: str, **options: Any) -> dict[str, Any]:
-    """lm-eval's results with samples; its own fourteen thousand tasks are left out."""
+    """Return lm-eval's results with samples, without listing lm-eval's own tasks."""
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     run: Any = simple_evaluate
     return run(model=model, tasks=list(names), task_manager=manager, bootstrap_iters=0, **options)

@@ -1,4 +1,4 @@
-"""A transformer through the adapter in real runs of lm-eval, against lm-eval's own `hf` type."""
+"""A transformer in lm-eval gives the results of lm-eval's own `hf` type."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.evaluation.harness.test_lm import TASKS, responses
 
 @pytest.mark.parametrize("limit", [2048, 24])
 def test_llama(setting: Setting, tmp_path: Path, limit: int) -> None:
-    """Its cache is forked without harm, and what it cannot read is cut as `hf` cuts it."""
+    """Forks of its cache are exact, and long requests are cut as `hf` cuts them."""
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 

@@ -1,4 +1,4 @@
-"""`add_bos_token` makes the same ids as lm-eval's `hf` type."""
+"""`add_bos_token` gives the ids of lm-eval's `hf` type."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEXTS = ["the sun is red", "", f"{BOS}an old tree", f"{EOS}and so", " as rain ra
 
 
 def checkpoint(setting: Setting, folder: Path, template: str) -> Path:
-    """The tiny checkpoint with a tokenizer that has a BOS token, and maybe a template for it."""
+    """Return the tiny checkpoint with a tokenizer that has BOS, with or without a BOS template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -43,7 +43,7 @@ def checkpoint(setting: Setting, folder: Path, template: str) -> Path:
 def test_ids_are_those_of_the_hf_type(
     add_bos_token: bool | None, template: str, setting: Setting, tmp_path: Path
 ) -> None:
-    """Every way to encode gives equal ids, with and without a template for BOS."""
+    """Every way to encode gives equal ids, with and without a BOS template."""
     from lm_eval.models.huggingface import HFLM
 
     folder = str(checkpoint(setting, tmp_path / "checkpoint", template))
@@ -65,7 +65,7 @@ def test_ids_are_those_of_the_hf_type(
 
 
 def test_a_tokenizer_that_is_given_stays_as_it_is(setting: Setting, tmp_path: Path) -> None:
-    """A tokenizer object is not changed by the option, as in the `hf` type."""
+    """The option does not change a given tokenizer object, as in the `hf` type."""
     from lm_eval.models.huggingface import HFLM
 
     from longrnn.hf.tokenizer import HFTokenizer, load_tokenizer
@@ -81,7 +81,7 @@ def test_a_tokenizer_that_is_given_stays_as_it_is(setting: Setting, tmp_path: Pa
 
 
 def test_bos_is_refused_without_a_bos_token(setting: Setting) -> None:
-    """A BOS is asked for and the tokenizer has none."""
+    """A tokenizer without BOS raises a UserError if BOS is requested."""
     with pytest.raises(UserError, match="has no BOS token"):
         LongRNN("passkey-tiny", device="cpu", add_bos_token=True)
     with pytest.raises(UserError, match="BOS token"):

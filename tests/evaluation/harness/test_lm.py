@@ -1,4 +1,4 @@
-"""The model type in real runs of lm-eval, against lm-eval's own `hf` type on the same weights."""
+"""The model type gives the results of lm-eval's own `hf` type with the same weights."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def found(setting: Setting) -> dict[str, Any]:
 
 
 def test_choices(found: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Another tokenisation, or logits of another place."""
+    """Choices have the log-likelihoods of `hf`."""
     pairs = zip(responses(found, "tiny_choice"), responses(theirs, "tiny_choice"), strict=True)
     for mine, other in pairs:
         assert [r[0] for r in mine] == pytest.approx([r[0] for r in other], abs=1e-4)
@@ -50,21 +50,21 @@ def test_choices(found: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 def test_rolling(found: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Another first token, or a token that is not scored."""
+    """Rolling log-likelihoods are those of `hf`."""
     mine, other = responses(found, "tiny_rolling"), responses(theirs, "tiny_rolling")
     assert mine == [pytest.approx(value, abs=1e-4) for value in other]
     assert min(other[0]) < -10
 
 
 def test_generation(found: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Other texts, or other ends of them."""
+    """Generated texts are those of `hf`."""
     mine, other = responses(found, "tiny_generate"), responses(theirs, "tiny_generate")
     assert mine == other
     assert any(answer[0] for answer in mine)
 
 
 def test_metrics(found: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """What lm-eval makes of it all."""
+    """The metrics of lm-eval are those of `hf`."""
     for task in TASKS:
         for name, value in theirs["results"][task].items():
             if isinstance(value, float):
@@ -72,7 +72,7 @@ def test_metrics(found: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 def test_recorded(found: dict[str, Any], setting: Setting) -> None:
-    """Results that do not say which model gave them, or how much it read."""
+    """Results record the model, the tokenizer and the number of tokens."""
     config = found["config"]
     assert config["model_fingerprint"] == setting.model.fingerprint()
     assert config["max_length"] is None
@@ -81,7 +81,7 @@ def test_recorded(found: dict[str, Any], setting: Setting) -> None:
 
 
 def test_by_name(tmp_path: Path, setting: Setting) -> None:
-    """`model="longrnn"` with arguments as text, a mitigation among them."""
+    """`model="longrnn"` accepts arguments as text, with a mitigation."""
     save_model(setting.model, tmp_path / "ours")
     load_tokenizer(setting.checkpoint).save(tmp_path / "ours")  # type: ignore[attr-defined]
     arguments = f"pretrained={tmp_path / 'ours'},mitigation=forget_more(decay_scale=0.5)"
@@ -99,7 +99,7 @@ def test_by_name(tmp_path: Path, setting: Setting) -> None:
 
 
 def test_truncation_is_counted(setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
-    """A model with a maximum length: the same scores as `hf`, and what was cut is said."""
+    """With a maximum length the scores are those of `hf`, and truncation is logged and recorded."""
     from lm_eval.models.huggingface import HFLM
 
     limited = ours(setting, max_length=20)
@@ -121,7 +121,7 @@ def test_truncation_is_counted(setting: Setting, caplog: pytest.LogCaptureFixtur
 
 
 def test_cache(setting: Setting, tmp_path: Path) -> None:
-    """A second run computes nothing; another model's cache is refused."""
+    """A second run with a cache computes nothing, and the cache of another model is refused."""
     cache = str(tmp_path / "cache")
     first = evaluate(ours(setting), setting.tasks, *TASKS, use_cache=cache)
     again = evaluate(ours(setting), setting.tasks, *TASKS, use_cache=cache)
@@ -139,14 +139,14 @@ class Interrupted(Exception):
 
 
 def test_interrupted_run_goes_on(setting: Setting, tmp_path: Path) -> None:
-    """What was answered before an end in the middle is not computed again."""
+    """Answers given before an interruption are not computed again."""
     cache = str(tmp_path / "cache")
     whole = evaluate(ours(setting, batch_size=1), setting.tasks, "tiny_rolling")
     broken = ours(setting, batch_size=1)
     inside, calls = broken.model, [0]
 
     class Failing:
-        """Its third row never comes."""
+        """Stops at its third row."""
 
         vocab_size, max_length = inside.vocab_size, inside.max_length
         init_state = staticmethod(inside.init_state)
@@ -177,13 +177,13 @@ def test_interrupted_run_goes_on(setting: Setting, tmp_path: Path) -> None:
     ],
 )
 def test_bad_arguments(setting: Setting, options: dict[str, Any], message: str) -> None:
-    """A traceback, or a value that is taken for another."""
+    """Invalid arguments raise a UserError."""
     with pytest.raises(UserError, match=message):
         ours(setting, **options)
 
 
 def test_bad_dtype() -> None:
-    with pytest.raises(UserError, match="is not a dtype"):
+    with pytest.raises(UserError, match="not a supported dtype"):
         LongRNN("passkey-tiny", dtype="floaty")
 
 
@@ -193,7 +193,7 @@ def test_a_loaded_model_needs_its_tokenizer(setting: Setting) -> None:
 
 
 def test_unsupported_generation(setting: Setting) -> None:
-    """An option that would be dropped in silence."""
+    """Generation options that are not supported raise a UserError."""
     with pytest.raises(UserError, match="repetition_penalty"):
         evaluate(
             ours(setting),

@@ -1,4 +1,4 @@
-"""Documents of our tasks, and their scores."""
+"""Documents and scores of our lm-eval tasks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TINY = {"pretrained": "passkey-tiny", "version": 1.0, "config_source": "somewher
 
 
 def test_passkeys() -> None:
-    """Prompts of another length than asked, keys that are not in them, one depth for all."""
+    """Prompts have the requested length, contain their key, and cover all depths."""
     metadata = {**TINY, "max_seq_lengths": [512, "1k"], "n": 3, "depths": 3}
     documents = texts.passkey_documents(metadata)
     assert [d["max_length"] for d in documents] == [512] * 3 + [1024] * 3
@@ -29,7 +29,7 @@ def test_passkeys() -> None:
 
 
 def test_another_tokenizer(tmp_path: Path) -> None:
-    """Lengths are counted by the tokenizer that is named, and never exceeded."""
+    """Lengths count tokens of the given tokenizer and are never exceeded."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -52,7 +52,7 @@ def test_another_tokenizer(tmp_path: Path) -> None:
 
 
 def test_lists() -> None:
-    """A worked example that is wrong, or numbers beyond the vocabulary."""
+    """Worked examples are correct, and all numbers are in the vocabulary."""
     metadata = {**TINY, "n_items": [4, 9], "vocab_size": 1000, "n": 2}
     documents = texts.reverse_documents(metadata)
     assert [d["max_length"] for d in documents] == [4, 4, 9, 9]
@@ -67,7 +67,7 @@ def test_lists() -> None:
 
 
 def test_text(tmp_path: Path) -> None:
-    """The whole of a file, or its beginning; a character is not cut in two."""
+    """Texts are cut to their length without dividing a character."""
     path = tmp_path / "book.txt"
     path.write_text("äb" * 400)
     metadata = {**TINY, "text": str(path)}
@@ -100,7 +100,7 @@ def test_bad_metadata(
 
 
 def test_scores() -> None:
-    """A key that is only near the beginning, a number that is missing, items that moved."""
+    """Scores of known answers: a key at the start, missing numbers, items in another order."""
     key = {"outputs": ["01234"], "max_length": 512}
     assert texts.score_key(key, [" 01234. And"]) == {"accuracy": 1.0, "512": 1.0}
     assert texts.score_key(key, [" is 01234"])["accuracy"] == 0.0
