@@ -1,4 +1,4 @@
-# make demo    passkeys of two of the four embedded checkpoints, one of them also repaired
+# make demo    state collapse and its cures, and passkeys, on three of the five embedded checkpoints
 # make test    ruff, pyright and the default test suite
 # make slow    the long tests and studies
 # make docs    build the documentation site into site/, warnings are errors

@@ -41,7 +41,7 @@ def _recording(self: UserError, *parts: object) -> None:
     if not path.is_relative_to(PACKAGE):
         return
     where = path.relative_to(PACKAGE.parent).as_posix()
-    found = messages.complaints(str(self), where)
+    found = messages.complaints(str(self))
     if found:
         _wrong.append(f"{where}:{frame.f_lineno}: {str(self)!r}: {'; '.join(found)}")
 

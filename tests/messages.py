@@ -29,21 +29,16 @@ BANNED = re.compile(
     r"|\bcannot be had\b"
     r"|\bis gone\b|\bnobody\b|\btaken up\b|\bsurest\b|\bhad better\b"
 )
-# Files whose messages are not in this form yet: the list only ever gets shorter.
-LATER = ()
 SENTENCE = re.compile(r"[.!?] +(?=[A-Z])")
 NO_REMEDY = "it does not say what to do"
 
 
-def complaints(message: str, where: str = "") -> list[str]:
+def complaints(message: str) -> list[str]:
     """Returns what is wrong with a message; an empty list if it has the right form.
 
     Args:
         message: what the user reads.
-        where: the file that raises it; files in `LATER` are not checked.
     """
-    if where.startswith(LATER):
-        return []
     found = []
     if "\n" in message.strip():
         found.append("it has several lines")
@@ -86,14 +81,14 @@ def text_of(node: ast.expr) -> str:
 # What a placeholder of these names holds ends in a remedy, or is checked when it is raised.
 _FILLED = re.compile(
     r"\{[^{}]*(?:remedy|nearest|error|BUILD|LAUNCH|ELSEWHERE|NO_TASK|reason|advice|too_few|missing"
-    r"|former|refusal)[^{}]*\}"
+    r"|former|refusal|NO_BOS)[^{}]*\}"
 )
 
 
-def complaints_of_literal(literal: Literal, where: str) -> list[str]:
+def complaints_of_literal(literal: Literal) -> list[str]:
     """As `complaints`, for a message in the source, which no test may raise."""
     text = literal.text.replace("{{", "{").replace("}}", "}")
-    found = complaints(re.sub(r"\{[^{}]*\}", "X", text), where)
+    found = complaints(re.sub(r"\{[^{}]*\}", "X", text))
     if _FILLED.search(text):
         found = [one for one in found if one != NO_REMEDY]
     return found

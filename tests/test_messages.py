@@ -11,7 +11,7 @@ import pytest
 
 import longrnn
 from longrnn.errors import UserError
-from tests.messages import LATER, complaints, complaints_of_literal, literals
+from tests.messages import complaints, complaints_of_literal, literals
 
 PACKAGE = Path(longrnn.__file__).parent
 
@@ -23,21 +23,9 @@ def test_every_message_that_is_written_says_what_to_do() -> None:
     wrong = []
     for literal in found:
         where = literal.path.relative_to(PACKAGE.parent).as_posix()
-        for complaint in complaints_of_literal(literal, where):
+        for complaint in complaints_of_literal(literal):
             wrong.append(f"{where}:{literal.line}: {literal.text}: {complaint}")
     assert not wrong, "\n".join(wrong)
-
-
-def test_files_that_are_excused_have_messages_of_another_form() -> None:
-    """Files whose messages have the right form are not in LATER."""
-    for prefix in LATER:
-        wrong = [
-            literal
-            for literal in literals(PACKAGE)
-            if literal.path.relative_to(PACKAGE.parent).as_posix().startswith(prefix)
-            and complaints_of_literal(literal, "")
-        ]
-        assert wrong, f"take {prefix} out of LATER"
 
 
 @pytest.mark.parametrize(

@@ -163,5 +163,5 @@ def _cause(model: LanguageModel) -> str:
     weights = model.named_parameters() if isinstance(model, nn.Module) else ()
     for name, weight in weights:
         if not bool(weight.isfinite().all()):
-            return f"its weight {name} is not finite, so take an earlier checkpoint"
-    return "its values overflow, so use a wider dtype such as float32, or shorter texts"
+            return f"its weight {name} is not finite; take an earlier checkpoint"
+    return "its values overflow; use a wider dtype such as float32, or shorter texts"

@@ -118,16 +118,16 @@ def test_convert(cli: CLI, foreign: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("convert", "{llama}", "new", "--to", "native"), "is a llama of transformers"),
+        (("convert", "{llama}", "new", "--to", "native"), "is a Hugging Face llama"),
         (("convert", "{mamba2}", "{llama}", "--to", "ours"), "exists already"),
         (("convert", "{mamba2}", "new", "--to", "mamba"), "unknown layout 'mamba'"),
         (("convert", "nowhere", "new", "--to", "hf"), "no checkpoint 'nowhere'"),
         (("generate", "{llama}", "--prompt", "a", "--mitigation", "forget_more"), "leave it out"),
         (("eval", "passkey", "{llama}+state_norm(threshold=3)"), "leave it out"),
         (("calibrate", "{llama}", "--text", "x", "--method", "state_norm", "--train-length", "9"),
-         "is a llama of transformers"),
+         "is a Hugging Face llama"),
         (("diagnose", "states", "{llama}", "--newlines", "--train-length", "9"),
-         "is a llama of transformers"),
+         "is a Hugging Face llama"),
         (("train", "{train}", "init_from={llama}"), "a llama, to which no key of model applies"),
     ],
 )  # fmt: skip

@@ -76,7 +76,10 @@ def test_own_task(cli: CLI, models: Path, tmp_path: Path) -> None:
         (["passkey-tiny", "--tasks", "longrnn_passkey", "--limit", "x"], "invalid float value"),
         (["passkey-tiny", "--tasks", "longrnn_passkey", "--fewshot_num", "1"], "unrecognized"),
         (["passkey-tiny", "--tasks", "longrnn_passkey", "--include_path", "no"], "no folder no"),
-        (["passkey-tiny", "--tasks", "longrnn_passkey", "--model", "hf"], "--model is not taken"),
+        (
+            ["passkey-tiny", "--tasks", "longrnn_passkey", "--model", "hf"],
+            "--model is not supported here",
+        ),
         (["passkey-tiny", "--tasks", "longrnn_passkey", "--log_samples"], "--output_path"),
         (["passkey-tiny", "--tasks", "longrnn_passkey", "--model_args", "dtipe=x"], "'dtype'?"),
         (["passkey-tinny", "--tasks", "longrnn_passkey"], "'passkey-tiny'?"),

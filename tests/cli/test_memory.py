@@ -120,6 +120,6 @@ def test_capacity_of_nothing(cli: CLI, models: Path, family: list[str], tmp_path
     refused(cli, *command, says=("holds no passkey or perplexity evaluation", "longrnn eval"))
     asked = ["--lengths", "160", "--depths", "1", "--n", "1", "--quiet"]
     assert cli("eval", "passkey", *family[:2], *asked).code == 0
-    refused(cli, *command, says=("no evaluation of runs/24",))
+    refused(cli, *command, says=("no recorded evaluation of runs/24",))
     refused(cli, *command[:-1], says=("2 different state sizes and a fit needs 3",))
     refused(cli, "diagnose", "capacity", models / "text", says=("has no train.yaml",))

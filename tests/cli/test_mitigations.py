@@ -338,7 +338,7 @@ def test_every_command_refuses(command: str, cli: CLI, texts: None, models: Path
         (["--margin", "0"], ("margin must be above 0",)),
         (["--quantile", "1.5"], ("quantile must be in (0, 1]",)),
         (["--share", "0"], ("share must be in (0, 1]",)),
-        (["--output", "norm.json"], ("end in .yaml, not norm.json",)),
+        (["--output", "norm.json"], ("norm.json", "ends in .yaml")),
         (["--text", "nowhere.txt"], ("no text file nowhere.txt",)),
         (["--text", "empty.txt"], ("empty.txt is empty",)),
         (["--text", "binary.txt"], ("binary.txt is binary",)),

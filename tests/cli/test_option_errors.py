@@ -49,7 +49,7 @@ def test_eval_passkey_options(
         (["--insert-at", "x"], ("'x' is not a valid length",)),
         (["--insert-at", "-1"], ("'-1' is not a valid length",)),
         (["--insert-every", "0"], ("'0' is not a valid length",)),
-        (["--insert-at", "0,1M"], ("behind 1M tokens of filler", "give a greater length")),
+        (["--insert-at", "0,1M"], ("after 1M tokens of filler", "give a greater length")),
         (["--insert-at", "0", "--depths", "5"], ("give one of --depths",)),
         (["--insert-at", "0", "--insert-every", "8k"], ("give one of --depths",)),
         (["--insert-at", "0", "--n-keys", "2"], ("one key per prompt",)),

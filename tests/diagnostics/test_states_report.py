@@ -98,4 +98,4 @@ def test_a_cell_without_decays(tmp_path: Path) -> None:
     )
     html = (tmp_path / "report.html").read_text()
     assert "are not defined here" in html
-    assert "Which heads are global cannot be said" in html
+    assert "Which heads are global is not known" in html

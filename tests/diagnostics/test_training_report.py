@@ -105,8 +105,8 @@ def test_names_and_settings(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (None, "holds no training run: give the output_dir of one"),
-        ("", "has no whole row yet"),
-        ('{"step": 1', "has no whole row yet"),
+        ("", "has no complete row yet"),
+        ('{"step": 1', "has no complete row yet"),
         ('{"step": 1}\n', "line 1 is not a row of metrics"),
         ('{"step": 1, "tokens": 2}\n[]\n', "line 2 is not a row of metrics"),
         ('{"step": 1, "tokens": 2}\nx\n', "line 2 is not JSON"),
