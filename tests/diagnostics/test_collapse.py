@@ -21,8 +21,8 @@ def detector(norm: Callable[[int], float], mean: Callable[[int], float] = lambda
     for position in range(EVERY, LENGTH + 1, EVERY):
         square = norm(position) ** 2 / ENTRIES
         values = (mean(position), max(square - mean(position) ** 2, 0.0), norm(position))
-        tables = [torch.full((1, 1), value, dtype=torch.float64) for value in values]
-        one.see(position, [HeadStatistics(*tables, tables[0], tables[0], tables[0][0])])
+        first, second, third = (torch.full((1, 1), value, dtype=torch.float64) for value in values)
+        one.see(position, [HeadStatistics(first, second, third, first, first, first[0])])
     (finding,) = one.findings()
     return finding
 

@@ -40,7 +40,8 @@ def linear(matrix: Tensor) -> Step:
     """Return h ← W h."""
     size = len(matrix)
     mixer = RNN(2, size, nonlinearity="identity").double()
-    mixer.cell.weight_hh_l0.data.copy_(matrix)
+    _, recurrent, _, _ = mixer.cell.all_weights[0]
+    recurrent.data.copy_(matrix)
     return Step(mixer, torch.zeros(1, 1, 2, dtype=torch.float64), mixer.init_state(1))
 
 

@@ -18,7 +18,7 @@ from longrnn.diagnostics.states import Diagnosis, Prompt, diagnose, newlines, te
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document
 from longrnn.mitigations import Mitigated, mitigation
-from longrnn.mixers import MIXERS
+from longrnn.mixers import GRU, LSTM, MIXERS, RNN, Mamba2
 from longrnn.models import RecurrentLM
 from longrnn.text import ByteTokenizer
 from tests.contracts.builders import assert_near, build_model, random_tokens
@@ -70,10 +70,11 @@ class Loop:
     def gate(self, layer: int, time: int) -> Tensor:
         """Return the decay of the token at `time`, from the equations of the cell."""
         x, mixer = self.inputs[layer][time], self.mixers[layer]
-        if self.kind == "mamba2":
+        if isinstance(mixer, Mamba2):
             raw = x @ mixer.in_proj.weight.T[:, -mixer.n_heads :] + mixer.dt_bias
             dt = torch.log(1 + raw.exp())
             return (-mixer.A_log.exp() * dt).exp()[..., None]
+        assert isinstance(mixer, (GRU, LSTM))
         w_ih, w_hh, b_ih, b_hh = mixer.cell.all_weights[0]
         gates = x @ w_ih.T + b_ih + self.states[time].layers[layer].h @ w_hh.T + b_hh
         d = mixer.d_model
@@ -190,10 +191,12 @@ def holding(layer: int, head: int) -> RecurrentLM:
     """Return a Mamba-2 with one head that never forgets; all others forget within a few tokens."""
     model = build_model("mamba2", dtype=torch.float32)
     with torch.no_grad():
-        for mixer in model.mixers:
+        for index, mixer in enumerate(model.mixers):
+            assert isinstance(mixer, Mamba2)
             mixer.A_log.fill_(3.0)
             mixer.dt_bias.fill_(0.0)
-        model.mixers[layer].A_log[head] = -12.0
+            if index == layer:
+                mixer.A_log[head] = -12.0
     return model.eval()
 
 
@@ -277,9 +280,12 @@ def test_every_cell(mixer: str, tmp_path: Path) -> None:
 def test_states_that_overflow(tmp_path: Path) -> None:
     """States that are not finite are null in JSON and count as collapsed."""
     model = build_model({"kind": "rnn", "nonlinearity": "relu"}, dtype=torch.float32)
+    mixer = model.mixers[0]
+    assert isinstance(mixer, RNN)
+    _, recurrent, _, bias = mixer.cell.all_weights[0]
     with torch.no_grad():
-        model.mixers[0].cell.weight_hh_l0.fill_(10.0)
-        model.mixers[0].cell.bias_hh_l0.fill_(1.0)
+        recurrent.fill_(10.0)
+        bias.fill_(1.0)
     found = diagnose(model, [prompt("a", 300)], train_length=16, output=tmp_path, quiet=True)
     assert [0, 0] in found.collapsing()
     rows = [

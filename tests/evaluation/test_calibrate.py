@@ -12,15 +12,16 @@ import yaml
 from torch import Tensor
 
 import longrnn
-from longrnn import Mitigated, load
+from longrnn import Mitigated
 from longrnn.cli.options import warn_if_calibrated_on
 from longrnn.errors import UserError
 from longrnn.evaluation.calibrate import METHODS, Settings, calibrate
 from longrnn.evaluation.layer_statistics import EVERY
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.files import sha256
+from longrnn.hf.loading import load_recurrent
 from longrnn.mitigations import mitigation
-from longrnn.mitigations.base import Calibration
+from longrnn.mitigations.base import Calibration, Mitigation
 from longrnn.mitigations.spec import write_calibration
 from longrnn.mixers import MIXERS
 from longrnn.models import RecurrentLM
@@ -51,7 +52,7 @@ def documents(tmp_path: Path) -> list[Document]:
     return read_documents(paths, ByteTokenizer(), build("mamba2"))
 
 
-def build(mixer: str = "mamba2", **config: Any) -> RecurrentLM:
+def build(mixer: str | dict[str, Any] = "mamba2", **config: Any) -> RecurrentLM:
     return build_model(mixer, **{"vocab_size": 256, **config})
 
 
@@ -270,6 +271,7 @@ def test_files(method: str, documents: list[Document], tmp_path: Path) -> None:
     assert content["text_sha256"] == hashes
     assert content["mitigation"] == [member]
     read = longrnn.mitigation(path)
+    assert isinstance(read, Mitigation)
     assert read.describe() == mitigation(member).describe()
     assert read.calibration == Calibration(str(path), model.fingerprint(), LENGTH, tuple(hashes))
     tokens = windows(LENGTH)
@@ -343,7 +345,7 @@ def test_a_diagnosis_is_part_of_what_a_mitigation_is(tmp_path: Path) -> None:
 def test_the_heads_of_passkey_tiny_short(tmp_path: Path) -> None:
     """The published criterion finds the head that carries the key, on filler without a key."""
     (tmp_path / "filler.txt").write_text(FILLER * 20)
-    model = load("passkey-tiny-short")
+    model = load_recurrent("passkey-tiny-short")
     texts = read_documents([tmp_path / "filler.txt"], ByteTokenizer(), model)
     asked = Settings(256, 65536, windows=4)
     member = calibrate(model, texts, "token_filter", asked, quiet=True)

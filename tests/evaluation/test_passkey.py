@@ -286,7 +286,8 @@ def test_results_of_another_run_are_refused(
     measure(Oracle(), output=output)
     if "edit" in change:
         header, rows = read_results(output)
-        other = json.loads(json.dumps(header).replace(*change["edit"], 1))
+        old, new = change["edit"]
+        other = json.loads(json.dumps(header).replace(old, new, 1))
         output.write_text("".join(map(line_of, [other, *rows])))
     before = output.read_bytes()
     with pytest.raises(UserError, match=f"{message}.*choose another output folder"):

@@ -173,7 +173,9 @@ def test_scores_by_condition(tmp_path: Path) -> None:
     assert [row["condition"] for row in rows] == [task.condition(i) for i in range(40)]
     scores = summarise(rows)
     for index in range(4):
-        share = scores[task.condition(index)]
+        condition = task.condition(index)
+        assert condition is not None
+        share = scores[condition]
         assert share.n == 10
         assert share.mean == float(index < 2)  # the first two have frequent targets
         assert 0 <= share.low <= share.high <= 1

@@ -55,7 +55,8 @@ def jacobian(model: RecurrentLM, tokens: Tensor) -> Tensor:
     state = model(tokens[None, :1]).state
     layers = tree_map(lambda leaf: leaf.detach().requires_grad_(), state.layers)
     at = LMState(state.position, layers)
-    for token in tokens[1:]:
+    hidden, at = model.hidden(tokens[None, 1:2], at)
+    for token in tokens[2:]:
         hidden, at = model.hidden(token.view(1, 1), at)
     z = [leaf for _, leaf in leaves(layers)]
     rows = []
@@ -143,7 +144,8 @@ def test_a_linear_cell_has_the_same_gradient_everywhere() -> None:
             parameter.abs_()
         cell = model.mixers[0].cell
         assert isinstance(cell, torch.nn.RNN)
-        weight = cell.weight_hh_l0.clone()
+        _, recurrent, _, _ = cell.all_weights[0]
+        weight = recurrent.clone()
     inputs = drawn(5, 2)
     found = stability(model, inputs)
     assert torch.allclose(found.same_token, torch.ones(5, dtype=torch.float64))
@@ -152,7 +154,7 @@ def test_a_linear_cell_has_the_same_gradient_everywhere() -> None:
     assert torch.allclose(found.norm, expected.expand(5))
     # Without recurrence nothing is left of the first token.
     with torch.no_grad():
-        cell.weight_hh_l0.zero_()
+        recurrent.zero_()
     gone = stability(model, inputs)
     assert all(not values.any() for values in gone)
 
@@ -177,7 +179,9 @@ def test_along_checkpoints(tmp_path: Path) -> None:
     (condition,) = task.conditions()
     generator = torch.Generator().manual_seed(0)
     inputs = triplets(task, condition, 3, length=4, generator=generator)
-    last = stability(trainer._model().eval(), inputs)
+    model = trainer._model().eval()
+    assert isinstance(model, RecurrentLM)
+    last = stability(model, inputs)
     assert readings[-1].same_token.mean == pytest.approx(float(last.same_token.mean()), abs=1e-6)
     assert readings[-1].norm.n == 3
     assert {reading.condition for reading in readings} == {None}

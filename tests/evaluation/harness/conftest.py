@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 from lm_eval import simple_evaluate
@@ -60,6 +60,13 @@ class Setting(NamedTuple):
     checkpoint: Path
     model: RecurrentLM
     tasks: Path
+
+
+def hf_model(*arguments: Any, **options: Any) -> Any:
+    """Return lm-eval's own `hf` model; its decorator hides its parameters and attributes."""
+    from lm_eval.models.huggingface import HFLM
+
+    return cast(Any, HFLM)(*arguments, **options)
 
 
 def text(rng: random.Random, count: int) -> str:

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.evaluation.harness.conftest import Setting, evaluate
+from tests.evaluation.harness.conftest import Setting, evaluate, hf_model
 from tests.evaluation.harness.test_lm import TASKS, responses
 
 
 @pytest.mark.parametrize("limit", [2048, 24])
 def test_llama(setting: Setting, tmp_path: Path, limit: int) -> None:
     """Forks of its cache are exact, and long requests are cut as `hf` cuts them."""
-    from lm_eval.models.huggingface import HFLM
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -35,7 +34,7 @@ def test_llama(setting: Setting, tmp_path: Path, limit: int) -> None:
     AutoTokenizer.from_pretrained(setting.checkpoint).save_pretrained(tmp_path)
     arguments = {"pretrained": str(tmp_path), "quiet": True, "batch_size": 3}
     found = evaluate("longrnn", setting.tasks, *TASKS, model_args=arguments, num_fewshot=1)
-    other = HFLM(str(tmp_path), device="cpu", batch_size=1)
+    other = hf_model(str(tmp_path), device="cpu", batch_size=1)
     expected = evaluate(other, setting.tasks, *TASKS, num_fewshot=1)
     for task in TASKS[:2]:
         for mine, theirs in zip(responses(found, task), responses(expected, task), strict=True):

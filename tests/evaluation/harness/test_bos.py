@@ -10,7 +10,7 @@ import pytest
 
 from longrnn.errors import UserError
 from longrnn.evaluation import harness
-from tests.evaluation.harness.conftest import WORDS, Setting
+from tests.evaluation.harness.conftest import WORDS, Setting, hf_model
 from tests.models.test_mamba2_transformers import VOCAB
 
 LongRNN: Any = harness.LongRNN  # its decorator hides its parameters
@@ -44,11 +44,9 @@ def test_ids_are_those_of_the_hf_type(
     add_bos_token: bool | None, template: str, setting: Setting, tmp_path: Path
 ) -> None:
     """Every way to encode gives equal ids, with and without a BOS template."""
-    from lm_eval.models.huggingface import HFLM
-
     folder = str(checkpoint(setting, tmp_path / "checkpoint", template))
     options: dict[str, Any] = {"device": "cpu", "batch_size": 1, "add_bos_token": add_bos_token}
-    theirs, ours = HFLM(folder, **options), LongRNN(folder, quiet=True, **options)
+    theirs, ours = hf_model(folder, **options), LongRNN(folder, quiet=True, **options)
     assert ours.prefix_token_id == theirs.prefix_token_id
     for text in TEXTS:
         for special in (None, True, False):
@@ -59,23 +57,21 @@ def test_ids_are_those_of_the_hf_type(
             batch = theirs.tok_batch_encode([text])[0][0].tolist()
             assert ours._encode_prompt(text) == batch
         ids = ours.tok_encode(text, True)
-        assert ours.tok_decode(ids) == theirs.tok_decode(ids)  # type: ignore[arg-type]
+        assert ours.tok_decode(ids) == theirs.tok_decode(ids)
     if add_bos_token:
         assert ours.tok_encode("the sun")[0] == 0
 
 
 def test_a_tokenizer_that_is_given_stays_as_it_is(setting: Setting, tmp_path: Path) -> None:
     """The option does not change a given tokenizer object, as in the `hf` type."""
-    from lm_eval.models.huggingface import HFLM
-
     from longrnn.hf.tokenizer import HFTokenizer, load_tokenizer
 
     folder = checkpoint(setting, tmp_path / "checkpoint", "")
     loaded = load_tokenizer(folder)
     assert isinstance(loaded, HFTokenizer)
-    theirs = HFLM(
+    theirs = hf_model(
         str(folder), tokenizer=loaded.tokenizer, device="cpu", batch_size=1, add_bos_token=True
-    )  # type: ignore[arg-type]
+    )
     ours = LongRNN(setting.model, tokenizer=loaded, add_bos_token=True, quiet=True)
     assert ours.tok_encode("the sun") == theirs.tok_encode("the sun")
 

@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 
 from longrnn.errors import UserError
-from longrnn.evaluation.harness import LongRNN
+from longrnn.evaluation import harness
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.models import RecurrentLM
 from longrnn.models.checkpoint import save_model
-from tests.evaluation.harness.conftest import Setting, evaluate
+from tests.evaluation.harness.conftest import Setting, evaluate, hf_model
 
+LongRNN: Any = harness.LongRNN  # its decorator hides its parameters
 TASKS = ["tiny_choice", "tiny_rolling", "tiny_generate"]
 LONG = 100_000
 
 
-def ours(setting: Setting, **options: Any) -> LongRNN:
+def ours(setting: Setting, **options: Any) -> Any:
     return LongRNN(setting.model, tokenizer=setting.checkpoint, quiet=True, **options)
 
 
@@ -29,10 +30,8 @@ def responses(results: dict[str, Any], task: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def theirs(setting: Setting) -> dict[str, Any]:
-    from lm_eval.models.huggingface import HFLM
-
     # Without max_length the `hf` type cuts Mamba-2 at 2,048 tokens.
-    model = HFLM(str(setting.checkpoint), device="cpu", max_length=LONG, batch_size=1)
+    model = hf_model(str(setting.checkpoint), device="cpu", max_length=LONG, batch_size=1)
     return evaluate(model, setting.tasks, *TASKS, num_fewshot=2)
 
 
@@ -100,10 +99,8 @@ def test_by_name(tmp_path: Path, setting: Setting) -> None:
 
 def test_truncation_is_counted(setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
     """With a maximum length the scores are those of `hf`, and truncation is logged and recorded."""
-    from lm_eval.models.huggingface import HFLM
-
     limited = ours(setting, max_length=20)
-    model = HFLM(str(setting.checkpoint), device="cpu", max_length=20, batch_size=1)
+    model = hf_model(str(setting.checkpoint), device="cpu", max_length=20, batch_size=1)
     tasks = ["tiny_choice", "tiny_rolling"]
     found = evaluate(limited, setting.tasks, *tasks, num_fewshot=1)
     expected = evaluate(model, setting.tasks, *tasks, num_fewshot=1)
