@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -113,8 +114,8 @@ def _scan(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor
     g, n = inputs.B.shape[2:]
     m, r, dtype = time // chunk, h // g, state.dtype
     x = inputs.x.to(dtype).unflatten(1, (m, chunk))
-    B = inputs.B.to(dtype).unflatten(1, (m, chunk)).transpose(2, 3)  # b m g j n
-    C = inputs.C.to(dtype).unflatten(1, (m, chunk)).transpose(2, 3)  # b m g i n
+    B = rearrange(inputs.B.to(dtype), "b (m j) g n -> b m g j n", m=m)
+    C = rearrange(inputs.C.to(dtype), "b (m i) g n -> b m g i n", m=m)
     # Sums from the chunk's start; log_decay −∞ becomes a finite number whose exp is 0 too.
     total = inputs.log_decay.double().clamp(min=-1e4).unflatten(1, (m, chunk)).cumsum(2)
 
@@ -126,8 +127,7 @@ def _scan(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor
     # Across chunks: the contribution of the state at a chunk's start, then the next state.
     # `unbind`, because the gradient of each of m selections would be a whole tensor of zeros.
     to_end = _exp((total[:, :, -1:] - total).to(dtype))  # b m j h
-    x_to_end = (x * to_end[..., None]).unflatten(3, (g, r)).flatten(4)  # b m j g (r p)
-    x_to_end = x_to_end.permute(0, 1, 3, 4, 2)  # b m g (r p) j
+    x_to_end = rearrange(x * to_end[..., None], "b m j (g r) p -> b m g (r p) j", g=g)
     # Decay of a whole chunk, b m g (r p) 1: one number per row of the state. The state is reshaped
     # to rows too, so that no in-place change goes through a view, which autograd would copy.
     whole, rest = (

@@ -26,6 +26,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from longrnn.ops.precision import own_precision
@@ -223,8 +224,8 @@ def _decayed_products(inputs: ScanInputs, state: Tensor) -> Tensor:
     between = chunked.decay_between(total[:, None], state.dtype)[:, 0]  # b h t i
     alike = (B @ B.transpose(2, 3))[:, :, None]  # b g 1 t i
     among = ((x @ x.transpose(2, 3)) * between).unflatten(1, (groups, -1)) * alike
-    read = state.unflatten(1, (groups, -1)).flatten(2, 3) @ B.transpose(2, 3)  # b g (r p) t
-    read = read.unflatten(2, (-1, x.shape[3])).flatten(1, 2)  # b h p t
+    rows = rearrange(state, "b (g r) p n -> b g (r p) n", g=groups)
+    read = rearrange(rows @ B.transpose(2, 3), "b g (r p) t -> b (g r) p t", p=x.shape[3])
     start = (read * x.transpose(2, 3)).sum(2) * total.transpose(1, 2).exp().to(state.dtype)
     return torch.cat([start[..., None], among.flatten(1, 2)], dim=3)
 

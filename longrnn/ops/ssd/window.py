@@ -28,6 +28,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -115,7 +116,7 @@ def _chunks(
     chunks = [fill(carry.current, inputs, offset)] if part else cut(inputs, length, carry.current)
     known = [*carry.recent, *chunks]
     x, log_decay, B = stack(chunks, last, dtype)
-    C = inputs.C.to(dtype).unflatten(1, (m, -1)).transpose(2, 3)  # b m g i n
+    C = rearrange(inputs.C.to(dtype), "b (m i) g n -> b m g i n", m=m)
     decays = log_decay.double().clamp(min=-1e4)
     # The first token's decay applies to earlier chunks only, and must not touch this one.
     total = F.pad(decays[:, :, 1:], (0, 0, 1, 0)).cumsum(2)  # b m j h, from the first token
@@ -222,7 +223,7 @@ def _state(x: Tensor, B: Tensor, total: Tensor) -> Tensor:
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
     """`(b, m, g, j, r p)` from `(b, m, j, h, p)`."""
-    return x.unflatten(3, (groups, -1)).flatten(4).transpose(2, 3)
+    return rearrange(x, "b m j (g r) p -> b m g j (r p)", g=groups)
 
 
 def _add(to: Tensor, log_decay: Tensor, state: Tensor) -> Tensor:
