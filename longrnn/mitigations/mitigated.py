@@ -16,7 +16,7 @@ from longrnn.mitigations.selection import select
 from longrnn.mitigations.values import check_sizes
 from longrnn.mitigations.weights import CachedValue
 from longrnn.mixers import Composed, Mixer
-from longrnn.models.base import LanguageModel, LMOutput
+from longrnn.models.base import LanguageModel, LMOutput, check_tokens
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 from longrnn.state import LMState, PyTree, leaves
 
@@ -123,6 +123,7 @@ class Mitigated(nn.Module):
             UserError: invalid tokens, or a state of the plain model, of other weights or of another
                 mitigation.
         """
+        tokens = check_tokens(tokens, self.vocab_size)
         if state is None:
             state = self.init_state(len(tokens))
         extra = self._check_extra(state)

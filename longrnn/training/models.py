@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from longrnn.config import build_config, flat
 from longrnn.errors import UserError
 from longrnn.hf.loading import load, resolve
+from longrnn.hf.specs import split_spec
 from longrnn.hf.tokenizer import HFTokenizer, byte_level, load_tokenizer
 from longrnn.hf.training import TransformerLM, build_transformer, read_transformer, save_transformer
 from longrnn.mitigations import Mitigated
@@ -111,7 +112,8 @@ def tokenizer_of(config: TrainConfig, found: Path | None = None) -> tuple[str, T
         return name, load_tokenizer(name)
     if name is None:
         assert config.init_from is not None  # by `TrainConfig.__post_init__`
-        source = resolve(config.init_from) if found is None else found
+        # `build` refuses a mitigation in `init_from`, and says why.
+        source = resolve(split_spec(config.init_from)[0]) if found is None else found
         try:
             tokenizer = load_tokenizer(source)
         except UserError as error:

@@ -17,6 +17,7 @@ from longrnn.errors import UserError
 from longrnn.evaluation.calibrate import Settings
 from longrnn.evaluation.passkey_grid import Grid
 from longrnn.hf.adapter import HFLanguageModel
+from longrnn.mitigations import Mitigated, mitigation
 from longrnn.models import LanguageModel
 from longrnn.models.base import INTEGERS
 from longrnn.seeds import check_seed
@@ -26,6 +27,7 @@ from tests.hf.foreign import causal
 
 MODELS: dict[str, Callable[[], Any]] = {
     **{kind: lambda kind=kind: build_model(kind) for kind in ("rnn", "lstm", "gru", "mamba2")},
+    "mitigated": lambda: Mitigated(build_model("mamba2"), mitigation("forget_more")),
     "llama": lambda: HFLanguageModel(causal("llama")),
 }
 

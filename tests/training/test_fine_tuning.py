@@ -194,6 +194,13 @@ def train_bytes(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("tokenizer", [None, "bytes"])
+def test_a_mitigation_in_init_from_is_refused(tokenizer: str | None, tmp_path: Path) -> None:
+    config = tuned(tmp_path / "run", "passkey-tiny+forget_more", tokenizer=tokenizer, model=None)
+    with pytest.raises(UserError, match="names a mitigation, which is not trained"):
+        Trainer(config, quiet=True)
+
+
 def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     """A model of many ids is not trained on bytes, nor one of few on more ids than it has."""
     checkpoint_with_bpe(tmp_path / "first")
