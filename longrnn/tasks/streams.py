@@ -119,6 +119,7 @@ def _share_out(size: NDArray[np.int64], n_streams: int, seed: int) -> NDArray[np
     Parts of equal size are ordered by the seed.
     """
     order = list(range(len(size)))
+    # The word in the seed is part of the order: another one would lay out other streams.
     random.Random(f"{seed}/lanes").shuffle(order)
     order.sort(key=size.tolist().__getitem__, reverse=True)
     stream_of = np.zeros(len(size), dtype=np.int64)
