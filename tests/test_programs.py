@@ -250,7 +250,7 @@ def test_standard_output_of_ascii_only_loses_nothing(environment: dict[str, str]
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "2 \\xd7 3 \\u2013 \\udcff\n"
-    helped = program("eval", "passkey", "--help", stdout=subprocess.PIPE, **environment)
+    helped = program("eval", "passkey", "--help", begin=None, stdout=subprocess.PIPE, **environment)
     assert helped.returncode == 0, helped.stderr
 
 

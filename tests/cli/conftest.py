@@ -49,7 +49,8 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
             run()
         code = leaving.value.code
         assert code is None or isinstance(code, int)
-        return Outcome(code or 0, *capsys.readouterr())
+        printed = capsys.readouterr()
+        return Outcome(code or 0, printed.out, printed.err)
 
     return call
 

@@ -60,6 +60,7 @@ def test_initialisations_of_a_configuration(cli: CLI, tmp_path: Path) -> None:
     result = cli("diagnose", "gradients", "c.yaml", *options)
     assert result.code == 0, result.err
     torch.manual_seed(config.seed)
+    assert config.model is not None
     expected = RecurrentLM(config.model)
     found = head_of(tmp_path / "out")["subjects"]
     assert list(found) == ["c, default", "c, orthogonal"]

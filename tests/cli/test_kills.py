@@ -204,6 +204,7 @@ def test_a_killed_command_ends_with_the_same_results(
     rng, kills, tries = random.Random(name), 0, 0
     while kills < KILLS:
         shutil.rmtree(folder / "out", ignore_errors=True)
+        killed = False
         for _ in range(rng.randint(1, 3)):
             tries += 1
             assert tries < 10 * KILLS, f"{name} ends before it is killed"

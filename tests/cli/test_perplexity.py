@@ -10,8 +10,9 @@ import pytest
 
 from longrnn import load
 from longrnn.files import sha256
+from longrnn.hf.loading import load_recurrent
 from longrnn.mitigations import mitigation
-from longrnn.mitigations.base import Calibration
+from longrnn.mitigations.base import Calibration, Mitigation
 from longrnn.mitigations.spec import write_calibration
 from longrnn.results import read_results
 from tests.cli.conftest import CLI, refused
@@ -87,7 +88,7 @@ def test_a_text_that_is_foreign_to_the_model(
 
     from longrnn.models.checkpoint import save_model
 
-    model = load(models / "text")
+    model = load_recurrent(models / "text")
     with torch.no_grad():
         model.embedding.weight.mul_(50)
     save_model(model, tmp_path / "loud")
@@ -115,7 +116,9 @@ def test_a_text_that_was_calibrated_on(
     fingerprint = load(models / "text").fingerprint()
     known = Calibration("c.yaml", fingerprint, 64, (sha256(tmp_path / "a.txt"),))
     write_calibration(tmp_path / "c.yaml", [{"kind": "forget_more"}], known)
-    assert mitigation(str(tmp_path / "c.yaml")).calibration is not None
+    stored = mitigation(str(tmp_path / "c.yaml"))
+    assert isinstance(stored, Mitigation)
+    assert stored.calibration is not None
     result = cli("eval", "perplexity", models / "text", *texts, *LONG, "--mitigation", "c.yaml")
     assert result.code == 0
     assert result.err == (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -23,6 +23,8 @@ from longrnn.models.recurrent import BLOCKS
 from longrnn.ops.ssd import chunked, rescale, window, window_carry
 from longrnn.positions import POSITIONS
 from longrnn.state import LMState, PyTree, leaves, tree_map
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 VOCAB = 11
 D_MODEL = 8
@@ -108,7 +110,7 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def stirred(module: nn.Module, seed: int) -> nn.Module:
+def stirred(module: ModuleT, seed: int) -> ModuleT:
     """Adds noise to every parameter, so that none is trivial (D = 1, a bias of 0)."""
     randomness = generator(seed)
     with torch.no_grad():

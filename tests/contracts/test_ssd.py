@@ -80,8 +80,11 @@ def outcome(function, inputs: ScanInputs, state: Tensor) -> dict[str, Tensor]:
     y, final = function(ScanInputs(*leaves[:4]), leaves[4])
     randomness = generator(7)
     loss = sum(
-        (out * torch.randn(out.shape, generator=randomness, dtype=torch.float64)).sum()
-        for out in (y, final)
+        (
+            (out * torch.randn(out.shape, generator=randomness, dtype=torch.float64)).sum()
+            for out in (y, final)
+        ),
+        torch.zeros((), dtype=torch.float64),
     )
     names = [f"gradient of {name}" for name in (*ScanInputs._fields, "state")]
     return {"y": y, "final": final} | dict(

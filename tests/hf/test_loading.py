@@ -16,14 +16,14 @@ from longrnn import state as states
 from longrnn.errors import UserError
 from longrnn.hf import loading
 from longrnn.mixers import MIXERS
-from longrnn.models import RecurrentLM
+from longrnn.models import LanguageModel, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from longrnn.positions import POSITIONS
 from tests.contracts.builders import build_model, random_tokens
 from tests.hf.foreign import causal, with_bytes
 
 
-def logits(model: RecurrentLM) -> torch.Tensor:
+def logits(model: LanguageModel) -> torch.Tensor:
     with torch.no_grad():
         return model(random_tokens(2, 9)).logits
 
@@ -43,6 +43,7 @@ def test_a_model_comes_back_bit_for_bit(kind: str, tie: bool, tmp_path: Path) ->
         model = build_model(kind, block=block, dtype=torch.float32, tie_embeddings=tie).eval()
         save_model(model, tmp_path / block)
         again = load(tmp_path / block)
+        assert isinstance(again, RecurrentLM)
         assert torch.equal(logits(again), logits(model))
         assert again.config == model.config
         assert again.fingerprint() == model.fingerprint()

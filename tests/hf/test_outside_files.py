@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from longrnn import load, load_tokenizer
 from longrnn.errors import UserError
-from longrnn.hf.loading import resolve
+from longrnn.hf.loading import load_recurrent, resolve
 from longrnn.hf.tokenizer import byte_level
 from longrnn.mixers import MIXERS
 from longrnn.models.checkpoint import save_model
@@ -262,9 +262,9 @@ def test_time_scales_in_float32_load_beside_float16_matrices(tmp_path: Path) -> 
     rates = ("A_log", "dt_bias", ".D")
     weights = torch.load(path)
     torch.save({n: t.float() if n.endswith(rates) else t for n, t in weights.items()}, path)
-    model = load(tmp_path / "native")
-    assert model.blocks[0].mixer.A_log.dtype == torch.float32
-    assert model.blocks[0].mixer.in_proj.weight.dtype == torch.float16
+    model = load_recurrent(tmp_path / "native")
+    assert model.get_parameter("blocks.0.mixer.A_log").dtype == torch.float32
+    assert model.get_parameter("blocks.0.mixer.in_proj.weight").dtype == torch.float16
     logits, state = model(random_tokens(2, 70))
     expected = saved(random_tokens(2, 70)).logits
     torch.testing.assert_close(logits, expected, rtol=1e-2, atol=1e-2)

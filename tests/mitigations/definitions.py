@@ -87,6 +87,7 @@ class TokenFilter(Defined):
 
 class ForgetMore(Defined):
     def multiplied(self, keep: Tensor | None, add: Tensor) -> tuple[Tensor | None, Tensor]:
+        assert keep is not None
         return self.value("decay_scale", 1.0) * keep, self.value("input_scale", 1.0) * add
 
 

@@ -261,7 +261,7 @@ def test_a_small_change_of_weights_is_detected(part: str) -> None:
         elif part == "a rate through data":
             cell.A_log.data[2] += 1e-9  # type: ignore[operator]
         else:
-            square = ours.model.blocks[0].mixer.out_proj.weight  # type: ignore[union-attr]
+            square = ours.model.get_parameter("blocks.0.mixer.out_proj.weight")
             square.data = square.data.t().contiguous().t()
             state = state._replace(position=state.position)
     if part == "another layout":
@@ -314,6 +314,7 @@ def test_torch_func_gradients_equal_autograd() -> None:
     def loss(given: dict[str, Tensor]) -> Tensor:
         return torch.func.functional_call(ours, given, (TOKENS,)).logits.square().sum()
 
+    found: dict[str, Tensor] = {}
     for _ in range(2):
         found = torch.func.grad(loss)(weights)
     expected = torch.autograd.grad(ours(TOKENS).logits.square().sum(), list(ours.parameters()))

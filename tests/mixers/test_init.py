@@ -36,7 +36,7 @@ def build(kind: str, init: str | None = None) -> Mixer:
 def blocks(mixer: Mixer) -> list[Tensor]:
     """The recurrent matrix of each gate."""
     assert isinstance(mixer, StepwiseMixer)
-    return list(mixer.cell.weight_hh_l0.detach().double().split(D_MODEL))
+    return list(mixer.get_parameter("cell.weight_hh_l0").detach().double().split(D_MODEL))
 
 
 @pytest.mark.parametrize("kind", list(MIXERS))
@@ -102,9 +102,9 @@ def test_long_memory(kind: str) -> None:
     else:
         assert isinstance(mixer, StepwiseMixer)
         # Without the recurrent matrix: the bias alone.
-        mixer.cell.weight_hh_l0.data.zero_()
+        mixer.get_parameter("cell.weight_hh_l0").data.zero_()
         zeros = torch.zeros(1, 64, dtype=torch.float64)
-        bias = mixer.cell.bias_ih_l0[None]
+        bias = mixer.get_parameter("cell.bias_ih_l0")[None]
         keep = mixer.step(bias, mixer.init_state(1))[0].keep
         assert keep is not None
         scales = 1 / (1 - keep[0])

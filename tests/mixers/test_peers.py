@@ -46,8 +46,8 @@ class PeerMixer(Mixer):
         return self.like
 
     def run(self, x: Tensor, state: tuple[Tensor, ...], edit: Edit | None, carry: Any):
-        given = tuple(leaf[None] for leaf in state)
-        y, after = self.cell(x, given if len(given) > 1 else given[0])
+        given = [leaf[None] for leaf in state]
+        y, after = self.cell(x, tuple(given) if len(given) > 1 else given[0])
         after = after if isinstance(after, tuple) else (after,)
         return y, type(state)(*(leaf[0] for leaf in after)), carry
 
@@ -87,7 +87,8 @@ class Halve(Edit):
     """Halves `keep` and `add` of each token, and collects its arguments in the carry."""
 
     def edit_update(self, update: Update, carry: Any):
-        half = Update(*(None if gate is None else gate / 2 for gate in update))
+        keep = None if update.keep is None else update.keep / 2
+        half = Update(add=update.add / 2, keep=keep)
         return half, (*carry, update)
 
     def advance(self, memory: Tensor, update: Update, carry: Any):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -193,8 +193,8 @@ SEEDS: dict[str, Callable[[int], Any]] = {
     "of training": lambda seed: TrainConfig(seed=seed),
     "of a grid": lambda seed: Grid([256], 1, depths=[0.5], seed=seed).check(),
     "of a calibration": lambda seed: Settings(64, seed=seed),
-    "of a table of positions": lambda seed: positions.POSITIONS["random"](8, seed=seed),
-    "of held-out sequences": lambda seed: tasks.TASKS["reverse"](None, seed=seed),
+    "of a table of positions": lambda seed: cast(Any, positions.POSITIONS["random"])(8, seed=seed),
+    "of held-out sequences": lambda seed: cast(Any, tasks.TASKS["reverse"])(None, seed=seed),
 }
 
 

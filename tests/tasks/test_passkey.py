@@ -20,14 +20,14 @@ from longrnn.tasks.base import UNSCORED
 from longrnn.tasks.passkey_documents import Needle, is_held_out, keys, with_numbers
 from longrnn.tasks.passkey_prompts import ANSWER, FILLER, HEADER, KEY_LINE, QUESTION
 from longrnn.tasks.repeated import read
-from longrnn.text import ByteTokenizer, Tokenizer
+from longrnn.text import ByteTokenizer
 from tests.tasks.drawings import drawing
 
 NEOX = Path(__file__).parents[3] / "shared/data/gpt-neox-20b-tokenizer/tokenizer.json"
 
 
 @lru_cache
-def trained_bpe() -> Tokenizer:
+def trained_bpe() -> HFTokenizer:
     """A byte-level BPE tokenizer, trained here: numbers become several tokens."""
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models, pre_tokenizers, trainers

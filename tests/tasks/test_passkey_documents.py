@@ -20,7 +20,8 @@ LENGTH, STEPS, N_STREAMS = 160, 60, 6
 
 
 def build(**options: Any) -> Passkey:
-    return Passkey(**({"max_segments": 8} | options))
+    settings: dict[str, Any] = {"max_segments": 8, **options}
+    return Passkey(**settings)
 
 
 def body(batch: Batch, row: int) -> str:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from longrnn.bundled import bundled
-from longrnn.comparison.suites import EVALUATIONS, read_suite
+from longrnn.comparison.suites import read_suite
+from longrnn.comparison.suites.passkey import PasskeyRetrieval
 from longrnn.errors import UserError
 from longrnn.inference.length_limit import out_of_reach
 from longrnn.mitigations import Mitigated, mitigation
@@ -46,7 +47,7 @@ def test_what_makes_another_suite(tmp_path: Path) -> None:
         "evaluations": {"two": {"kind": "passkey", "n_keys": 2}},
     }
     (evaluation,) = suite.evaluations
-    assert isinstance(evaluation, EVALUATIONS["passkey"])
+    assert isinstance(evaluation, PasskeyRetrieval)
     assert (evaluation.title, evaluation.seed, evaluation.n) == ("two", 7, 3)
     assert evaluation.lengths == [200, 1024]
 
