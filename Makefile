@@ -1,11 +1,11 @@
-# make demo    state collapse and its cures, and passkeys, on three of the five embedded checkpoints
+# make demo    state collapse, its mitigations and passkeys, on three of the five embedded checkpoints
 # make test    ruff, pyright and the default test suite
 # make slow    the long tests and studies
-# make docs    build the documentation site into site/, warnings are errors
+# make docs    build the documentation site in site/; warnings are errors
 # make wheel   build dist/*.whl
 #
-# Each makes its own environment in .venv first. TORCH_INDEX is where the CPU wheel of torch comes
-# from; where it cannot be reached, the default index of pip serves.
+# Each target first creates a virtual environment in .venv. TORCH_INDEX is the package index of the
+# CPU wheel of torch; if it cannot be reached, pip uses its default index.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -36,7 +36,7 @@ wheel: $(VENV)/.dev
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --no-deps --retries 0 --timeout 15 --index-url $(TORCH_INDEX) $(TORCH) \
-	  || (echo "the CPU index of torch cannot be reached: taking torch from the default index" \
+	  || (echo "cannot reach the CPU package index of torch: installing torch from the default index" \
 	      && $(PIP) $(TORCH))
 	touch $@
 

@@ -1,4 +1,4 @@
-"""Copies `eval/` into the wheel: data that stands beside the package in a checkout."""
+"""Build script that copies `eval/`, which is outside of the package, into the wheel."""
 
 import shutil
 from pathlib import Path
@@ -8,7 +8,7 @@ from setuptools.command.build_py import build_py
 
 
 class BuildWithEval(build_py):
-    """The package, and `eval/` as `longrnn/bundled/`."""
+    """Builds the package and copies `eval/` to `longrnn/bundled/`."""
 
     def run(self) -> None:
         super().run()

@@ -1,1 +1,1 @@
-"""Side-by-side measurements; `python -m benchmarks.<name> --help` says what each compares."""
+"""Benchmarks; `python -m benchmarks.<name> --help` describes what each one compares."""

@@ -1,8 +1,9 @@
-"""Head and cross-entropy on the CPU, in pieces and with all logits at once: time and peak memory.
+"""Time and peak memory of head and cross-entropy on the CPU, chunked and with all logits at once.
 
-Forward and backward pass of the loss alone, from hidden states to the gradients of hidden states
-and head, for 64 rows of 64 tokens. `all logits` is `F.cross_entropy(F.linear(hidden, head))`. Peaks
-are those of processes of their own, above what the same process held before the loss.
+Measures the forward and backward pass of the loss alone, from the hidden states to the gradients of
+the hidden states and the head, for 64 rows of 64 tokens. `all logits` computes
+`F.cross_entropy(F.linear(hidden, head))`. `2^k` computes at most that many logits at once. Each
+peak is measured in a separate process, relative to the memory in use before the loss.
 
 Example:
     python -m benchmarks.head_cpu --threads 1 --json benchmarks/results/head_cpu.json
@@ -32,16 +33,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, nargs="+", default=[16_384, 50_288])
     parser.add_argument("--d-model", type=int, default=512)
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=64, help="of one row")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per row")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # what a child is given
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # used by child processes
     add_threads(parser)
     return parser.parse_args()
 
 
 def prepare(args: argparse.Namespace, vocab: int, way: str) -> Callable[[], float]:
-    """Draws hidden states, head and targets; returns the loss with its backward pass."""
+    """Returns a function that runs the loss and its backward pass on random inputs."""
     torch.manual_seed(0)
     hidden = torch.randn(args.rows, args.tokens, args.d_model, requires_grad=True)
     head = torch.nn.Parameter(torch.randn(vocab, args.d_model) * args.d_model**-0.5)
@@ -65,7 +66,7 @@ def prepare(args: argparse.Namespace, vocab: int, way: str) -> Callable[[], floa
 
 
 def peak(args: argparse.Namespace, vocab: int, way: str) -> float:
-    """Mebibytes above what was held before, in a process of its own."""
+    """Returns the peak memory of the loss in MiB above the start, in a separate process."""
     shape = {"vocab": vocab, "d-model": args.d_model, "rows": args.rows, "tokens": args.tokens}
     options = [text for name, value in shape.items() for text in (f"--{name}", str(value))]
     command = ["benchmarks.head_cpu", *options, "--memory-of", way]
@@ -83,7 +84,7 @@ def main() -> None:
         print(json.dumps(mebibytes()[1] - before))
         return
     figures: dict[str, dict[str, float]] = {}
-    # While this process is small: a child's peak starts at what its parent held.
+    # Measured first: the peak memory of a child process starts at the value of its parent.
     peaks = {(vocab, way): peak(args, vocab, way) for vocab in args.vocab for way in WAYS}
     for vocab in args.vocab:
         calls = {way: prepare(args, vocab, way) for way in WAYS}

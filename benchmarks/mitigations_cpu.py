@@ -1,8 +1,9 @@
-"""What the mitigations cost on a CPU, and whether they stream in flat memory.
+"""Cost of the mitigations on a CPU, and their peak memory on a long stream.
 
-The shape is the layer stack of mamba2-130m with random weights, float32, batch 1, no logits. Every
-variant is timed beside the plain model, interleaved in one process; the scan of one layer alone is
-timed likewise. The token loop is state normalisation as it is defined, one token at a time.
+The model has the layers of mamba2-130m with random weights, float32, batch size 1, without logits.
+Every variant is timed in the same process as the plain model, with interleaved calls. The scan of
+one layer alone is timed in the same way. The token loop computes state normalisation by its
+definition, one token at a time.
 
 Example:
     python -m benchmarks.mitigations_cpu --json results/mitigations_cpu.json
@@ -30,6 +31,7 @@ from longrnn.ops.ssd.window import windowed_ssd
 from longrnn.ops.ssd.window_carry import init_carry
 
 MIXER = {"kind": "mamba2", "d_state": 128, "head_dim": 64}
+# Largest permitted time relative to the plain model.
 BARS = {
     "state_norm, most rescaled": 2.5,
     "state_norm, none, far": 1.15,
@@ -41,7 +43,7 @@ STREAMED = ("state_norm(threshold=1.0)", "sliding_window(window=1000)", "forget_
 
 
 class TokenLoop(Edit):
-    """State normalisation as written down: form the state, measure it, scale it."""
+    """State normalisation by its definition: updates, measures and scales every state."""
 
     def __init__(self, threshold: float) -> None:
         self.threshold = torch.tensor(threshold, dtype=torch.float64)
@@ -69,18 +71,22 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--d-model", type=int, default=768)
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--loop-tokens", type=int, default=128, help="that the token loop reads")
+    parser.add_argument(
+        "--loop-tokens", type=int, default=128, help="number of tokens for the token loop"
+    )
     parser.add_argument("--window", type=int, default=1000)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--stream", type=int, default=2**20, help="tokens; 0 leaves it out")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--memory-of", nargs=2, help=argparse.SUPPRESS)  # what a child is given
+    parser.add_argument(
+        "--stream", type=int, default=2**20, help="length of the long stream in tokens; 0 skips it"
+    )
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--memory-of", nargs=2, help=argparse.SUPPRESS)  # used by child processes
     add_threads(parser)
     return parser.parse_args()
 
 
 class LargestNorms(Edit):
-    """Changes nothing, and carries the largest norm of every head's state, `(b, h)`."""
+    """Leaves the scan unchanged and records the largest norm of every head's state, `(b, h)`."""
 
     def init_carry(self, mixer: Mixer, batch_size: int) -> Tensor:
         return torch.zeros(batch_size, mixer.n_heads)
@@ -96,7 +102,7 @@ class LargestNorms(Edit):
 
 
 def stack(args: argparse.Namespace) -> dict[str, float]:
-    """Seconds and ratios of the layer stack."""
+    """Returns the time of every variant of the whole model relative to the plain model."""
     torch.manual_seed(0)
     model = RecurrentLM(RecurrentConfig(256, args.d_model, args.layers, MIXER)).eval()
     tokens = torch.randint(256, (1, args.tokens), generator=torch.Generator().manual_seed(1))
@@ -112,7 +118,7 @@ def stack(args: argparse.Namespace) -> dict[str, float]:
         "sliding_window": Mitigated(model, mitigation(f"sliding_window(window={args.window})")),
     }
     expected = model(tokens).logits
-    for name in ("far", "near"):  # so that nothing was rescaled in truth
+    for name in ("far", "near"):  # check that nothing was rescaled
         assert torch.equal(variants[f"state_norm, none, {name}"](tokens).logits, expected)
     seconds = interleaved(
         {name: lambda v=v: v(tokens, keep=0) for name, v in variants.items()},
@@ -123,7 +129,7 @@ def stack(args: argparse.Namespace) -> dict[str, float]:
     loop = [TokenLoop(1.0)] * args.layers
     few = tokens[:, : args.loop_tokens]
     start, state = clock(), model.init_state(1, loop)
-    for token in few.split(1, dim=1):  # as a user without a chunked form would run it
+    for token in few.split(1, dim=1):  # as without a chunked implementation
         state = model(token, state, keep=0, edits=loop).state
     per_token = (clock() - start) / few.shape[1]
     ours = seconds["state_norm, most rescaled"] / args.tokens
@@ -137,18 +143,18 @@ def mitigated_norm(model: RecurrentLM, threshold: list[list[float]]) -> Mitigate
 
 
 def report(what: str, seconds: dict[str, float]) -> dict[str, float]:
-    """Prints times and their ratios to plain, beside the bar where there is one."""
+    """Prints times, ratios to the plain model and required ratios, and returns the ratios."""
     figures = {}
     for name, value in seconds.items():
         ratio = value / seconds["plain"]
-        bar = f"   (bar {BARS[name]})" if what == "stack" and name in BARS else ""
+        bar = f"   (at most {BARS[name]})" if what == "stack" and name in BARS else ""
         print(f"{what:6} {name:28} {value:8.3f} s   {ratio:6.2f} x{bar}")
         figures[f"{what}/{name}"] = ratio
     return figures
 
 
 def scan_alone(args: argparse.Namespace) -> dict[str, float]:
-    """The same ratios for the scan of one layer, without its projections."""
+    """Returns the same ratios for the scan of one layer, without its projections."""
     generator = torch.Generator().manual_seed(2)
     heads, ssd = 2 * args.d_model // MIXER["head_dim"], BACKENDS["chunked"]
 
@@ -177,7 +183,7 @@ def scan_alone(args: argparse.Namespace) -> dict[str, float]:
 
 
 def streams(args: argparse.Namespace) -> dict[str, float]:
-    """Peak memory of a long stream over that of one of 64k tokens, each in its own process."""
+    """Returns the peak memory of a long stream relative to 64k tokens, in separate processes."""
     figures = {}
     for spec in STREAMED:
         peaks = []
@@ -191,7 +197,7 @@ def streams(args: argparse.Namespace) -> dict[str, float]:
 
 
 def peak_of(spec: str, length: int) -> float:
-    """Peak memory in MiB of a stream through a small mitigated model, fed in pieces."""
+    """Returns the peak memory in MiB of a small mitigated model on a stream of segments."""
     torch.manual_seed(0)
     mixer = {"kind": "mamba2", "d_state": 32, "head_dim": 64}
     model = Mitigated(RecurrentLM(RecurrentConfig(256, 128, 2, mixer)).eval(), mitigation(spec))

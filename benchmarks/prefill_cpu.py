@@ -1,11 +1,12 @@
-"""Prefill on the CPU: speed against transformers, memory and cost per token of a long input.
+"""Prefill on the CPU: speed relative to transformers, peak memory, and cost per token.
 
-The shape is that of mamba2-130m with random weights, in float32, batch 1. Three questions:
-- How much faster than transformers' `Mamba2ForCausalLM`, with the same weights? Both compute the
-  logits of the last token only; `--all-logits` also times transformers with its default, which
+The model has the shape of mamba2-130m and random weights, in float32, with batch size 1. Three
+questions:
+- How much faster is it than `Mamba2ForCausalLM` of transformers with the same weights? Both compute
+  the logits of the last token only; `--all-logits` also times transformers with its default, which
   computes the logits of every token.
-- Does the peak memory of a long prefill stay that of a short one? (each in a process of its own)
-- Does a token of a long prefill cost what a token of a short one costs?
+- Is the peak memory of a long prefill equal to that of a short one? (in separate processes)
+- Is the cost per token of a long prefill equal to that of a short one?
 
 Example:
     python -m benchmarks.prefill_cpu --json benchmarks/results/prefill_cpu.json
@@ -40,23 +41,25 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--d-model", type=int, default=768)
     parser.add_argument("--vocab", type=int, default=50_288)
     parser.add_argument("--tokens", type=int, default=4096, help="length of the short prefill")
-    parser.add_argument("--long", type=int, default=65_536, help="of the long one; 0 leaves it out")
+    parser.add_argument(
+        "--long", type=int, default=65_536, help="length of the long one; 0 skips it"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
         "--all-logits", action="store_true", help="also time transformers with all logits"
     )
-    parser.add_argument("--only-cost", action="store_true", help="only the cost of a token")
+    parser.add_argument("--only-cost", action="store_true", help="measure only the cost per token")
     parser.add_argument(
-        "--segment-tokens", type=int, nargs="+", help="only compare these SEGMENT_TOKENS, and stop"
+        "--segment-tokens", type=int, nargs="+", help="compare only these values of SEGMENT_TOKENS"
     )
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)  # what a child is given
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)  # used by child processes
     add_threads(parser)
     return parser.parse_args()
 
 
 def build(args: argparse.Namespace) -> RecurrentLM:
-    """The model, its random weights a function of the shape alone."""
+    """Returns a model with random weights that depend only on its shape."""
     torch.manual_seed(0)
     return RecurrentLM(RecurrentConfig(args.vocab, args.d_model, args.layers, MIXER)).eval()
 
@@ -67,7 +70,7 @@ def draw(args: argparse.Namespace, length: int) -> Tensor:
 
 
 def transformers_twin(model: RecurrentLM) -> Any:
-    """transformers' model of the same shape with the same weights."""
+    """Returns the Hugging Face model of the same shape with the same weights."""
     from transformers import Mamba2Config, Mamba2ForCausalLM
 
     config = model.config
@@ -98,7 +101,7 @@ def transformers_twin(model: RecurrentLM) -> Any:
 
 
 def against_transformers(model: RecurrentLM, args: argparse.Namespace) -> dict[str, float]:
-    """Seconds and ratios at `--tokens`, after a check that both compute the same logits."""
+    """Returns seconds and speedup at `--tokens` after checking that both logits are equal."""
     twin, tokens = transformers_twin(model), draw(args, args.tokens)
     ours = model(tokens, keep=1).logits[:, -1]
     theirs = twin(tokens, logits_to_keep=1).logits[:, -1]
@@ -120,7 +123,7 @@ def against_transformers(model: RecurrentLM, args: argparse.Namespace) -> dict[s
 
 
 def projections(model: RecurrentLM, length: int) -> None:
-    """Only the matrix products with weights: what no scan, however fast, can go below."""
+    """Computes only the matrix products with weights: a lower bound on the time of a prefill."""
     width = min(length, recurrent.SEGMENT_TOKENS)
     for mixer in model.mixers:
         assert isinstance(mixer, Mamba2)
@@ -131,21 +134,21 @@ def projections(model: RecurrentLM, length: int) -> None:
 
 
 def mebibytes() -> tuple[float, float]:
-    """Resident memory of this process: now, and the most it ever was."""
+    """Returns the current and the peak resident memory of this process in MiB."""
     now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
     return now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
 def memory(args: argparse.Namespace) -> dict[str, float]:
-    """Peak memory of the two prefills. Call it while this process is still small: a child's
-    ru_maxrss starts at what its parent held."""
+    """Returns the peak memory of both prefills. Call this before the parent process allocates much
+    memory: ru_maxrss of a child starts at the value of its parent."""
     figures: dict[str, float] = {}
     for name, length in (("short", args.tokens), ("long", args.long)):
         shape = ["--layers", args.layers, "--d-model", args.d_model, "--vocab", args.vocab]
         command = ["benchmarks.prefill_cpu", *map(str, shape)]
         command += ["--memory-of", str(length), "--threads", str(torch.get_num_threads())]
         figures |= {f"{key}_{name}": value for key, value in in_a_process(*command).items()}
-    for key, what in (("peak_mib", "in all"), ("peak_over_model_mib", "above the loaded model")):
+    for key, what in (("peak_mib", "total"), ("peak_over_model_mib", "above the loaded model")):
         short, long = figures[f"{key}_short"], figures[f"{key}_long"]
         figures[f"{key}_ratio"] = long / short
         print(f"peak memory {what}: {short:.0f} MiB, {long:.0f} MiB, ratio {long / short:.3f}")
@@ -153,11 +156,11 @@ def memory(args: argparse.Namespace) -> dict[str, float]:
 
 
 def cost_per_token(model: RecurrentLM, args: argparse.Namespace) -> dict[str, float]:
-    """Microseconds a token of one long prefill, read in pieces of the short one's length.
+    """Returns microseconds per token of a short prefill and of a long one, split into parts.
 
-    A short prefill runs beside each piece, before and after it in turn, so that a machine whose
-    speed changes over minutes slows both. A prefill runs in segments that are no longer than these
-    pieces: they are what it computes anyway.
+    Each part has the length of the short prefill. A short prefill runs alternately before and after
+    each part, so that changes in the speed of the machine affect both. Splitting does not change
+    the computation: a prefill is computed in segments that are not longer than these parts.
     """
     short, state = draw(args, args.tokens), None
     of_short, of_long = [], []
@@ -171,10 +174,10 @@ def cost_per_token(model: RecurrentLM, args: argparse.Namespace) -> dict[str, fl
                 state = model(piece, state, keep=1).state
                 of_long.append((clock() - start) * 1e6 / args.tokens)
     a, b = sum(of_short) / len(of_short), sum(of_long) / len(of_long)
-    print(f"cost of a token: {a:.0f} us at {args.tokens}, {b:.0f} us at {args.long}: {b / a:.3f} x")
+    print(f"cost per token: {a:.0f} us at {args.tokens}, {b:.0f} us at {args.long}: {b / a:.3f} x")
     half = len(of_long) // 2
     later = sum(of_long[half:]) / sum(of_short[half:])
-    print(f"  of which in the second half of the long prefill: {later:.3f} x")
+    print(f"  in the second half of the long prefill: {later:.3f} x")
     figures = {"us_per_token_short": a, "us_per_token_long": b, "us_per_token_ratio": b / a}
     return {**figures, "us_per_token_ratio_second_half": later}
 

@@ -1,8 +1,8 @@
-"""The chunked scan alone on the CPU over CHUNK and SEGMENT: where both constants come from.
+"""Time of the chunked scan on the CPU for several values of CHUNK and SEGMENT.
 
-Milliseconds for the shape of mamba2-130m (forward) and for the tiny models that are trained on a
-CPU (forward and backward). Then, with the constants as they are, one training step of the tiny
-model; `--no-train` leaves it out.
+The two constants were chosen with these measurements. Prints milliseconds for the shape of
+mamba2-130m (forward) and for the tiny models that are trained on a CPU (forward and backward), then
+the time of one training step of the tiny model with the current constants (`--no-train` skips it).
 
 Example:
     python -m benchmarks.ssd_chunk_cpu
@@ -49,14 +49,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--chunks", type=int, nargs="+", default=[32, 64, 128])
     parser.add_argument("--segments", type=int, nargs="+", default=[256, 512, 1024])
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--no-train", action="store_true", help="leave out the training step")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--no-train", action="store_true", help="skip the training step")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     add_threads(parser)
     return parser.parse_args()
 
 
 def draw(shape: Shape) -> tuple[ScanInputs, Tensor]:
-    """Random inputs, the decays from slow to strong as in a trained model."""
+    """Returns random inputs whose decays range from slow to fast, as in a trained model."""
     torch.manual_seed(0)
     b, t, h, p, n, backward = shape
     x, B, C = torch.randn(b, t, h * p + 2 * n).split([h * p, n, n], dim=-1)
@@ -70,7 +70,7 @@ def draw(shape: Shape) -> tuple[ScanInputs, Tensor]:
 
 
 def scan_milliseconds(shape: Shape, args: argparse.Namespace) -> dict[str, float]:
-    """Of every pair "chunk/segment"."""
+    """Returns the time of the scan for every pair "chunk/segment"."""
     inputs, state = draw(shape)
 
     def scan(chunk: int, segment: int) -> None:
@@ -90,7 +90,7 @@ def scan_milliseconds(shape: Shape, args: argparse.Namespace) -> dict[str, float
 
 
 def step_milliseconds(repeats: int) -> dict[str, float]:
-    """One forward and backward pass of the tiny model."""
+    """Returns the time of one forward and backward pass of the tiny model, per shape."""
     torch.manual_seed(0)
     mixer = {"kind": "mamba2", "d_state": 32, "head_dim": 64}
     model = RecurrentLM(RecurrentConfig(256, 128, 2, mixer))

@@ -1,12 +1,12 @@
-"""Training steps of RNN, GRU and LSTM on the CPU beside modules of torch.nn, and of a large head.
+"""Training steps of RNN, GRU and LSTM on the CPU, compared with the modules of torch.nn.
 
-Forward pass, backward pass, clipping and optimizer on reverse ordering, embedding → cell → head, in
-float32. Three of a kind, with the same weights and the same batch:
-- `torch.nn`: a module of torch.nn with `nn.Embedding`, `nn.Linear` and `F.cross_entropy` around it;
-- `longrnn`: our model and loss (logits only where a target is), on the kernel of torch.nn;
-- `stepwise`: the same where an edit asks for every token's state, as a mitigation does.
+Measures forward pass, backward pass, gradient clipping and optimizer step on reverse ordering, for
+a model of embedding, cell and head in float32. Three variants have the same weights and batch:
+- `torch.nn`: a module of torch.nn with `nn.Embedding`, `nn.Linear` and `F.cross_entropy`;
+- `longrnn`: our model and loss (logits only at targets), with the kernel of torch.nn;
+- `stepwise`: our model with an edit that requires the state after every token, as mitigations do.
 
-Then the peak memory of one step at a large vocabulary, each in a process of its own.
+Also measures the peak memory of one step at a large vocabulary, each in a separate process.
 
 Example:
     python -m benchmarks.stepwise_cpu --threads 1 --json benchmarks/results/stepwise_cpu.json
@@ -33,13 +33,13 @@ from longrnn.tasks import TASKS, Batch
 from longrnn.training.objective import Objective
 
 PEERS: dict[str, Callable[..., nn.RNNBase]] = {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}
-# Least speed, over that of torch.nn.
+# Lowest permitted speed relative to torch.nn.
 BARS = {"longrnn": 0.9, "stepwise": 0.5}
 WAYS = ("torch.nn", *BARS)
 
 
 class Twin(nn.Module):
-    """The same model of modules of torch.nn alone, with the weights of ours."""
+    """The same model, built only from modules of torch.nn, with a copy of our weights."""
 
     def __init__(self, model: RecurrentLM) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Twin(nn.Module):
 
 
 class Stepwise(RecurrentLM):
-    """Asks for the state after every token, as a mitigation does."""
+    """A model that computes the state after every token, as mitigations require."""
 
     def hidden(
         self,
@@ -80,19 +80,21 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="+", default=list(PEERS), choices=list(PEERS))
     parser.add_argument("--d-model", type=int, default=512)
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=128, help="of a row, half of them to reverse")
+    parser.add_argument(
+        "--tokens", type=int, default=128, help="tokens per row, half of them input"
+    )
     parser.add_argument("--vocab", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--large-vocab", type=int, default=16_384, help="0 leaves memory out")
+    parser.add_argument("--large-vocab", type=int, default=16_384, help="0 skips the memory")
     parser.add_argument("--large-tokens", type=int, default=64)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--memory-of", nargs=2, help=argparse.SUPPRESS)  # what a child is given
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--memory-of", nargs=2, help=argparse.SUPPRESS)  # used by child processes
     add_threads(parser)
     return parser.parse_args()
 
 
 def draw(rows: int, tokens: int, vocab: int) -> Batch:
-    """Sequences to reverse."""
+    """Returns a batch of sequences to reverse."""
     task = TASKS.build({"kind": "reverse", "vocab_size": vocab})
     generator = torch.Generator().manual_seed(0)
     return task.sample(rows, length=tokens // 2, generator=generator)
@@ -101,7 +103,7 @@ def draw(rows: int, tokens: int, vocab: int) -> Batch:
 def training_step(
     way: str, kind: str, d_model: int, batch: Batch, vocab: int
 ) -> Callable[[], float]:
-    """A function that makes one training step and returns its loss."""
+    """Returns a function that performs one training step and returns its loss."""
     torch.manual_seed(0)
     config = RecurrentConfig(
         vocab + 1, d_model, 1, {"kind": kind}, block="plain", tie_embeddings=False
@@ -120,26 +122,26 @@ def training_step(
 
 
 def speeds(args: argparse.Namespace, kind: str) -> dict[str, float]:
-    """Seconds of a step of each way, after a check that they take the same steps."""
+    """Returns seconds per step and speed of each variant after checking equal losses."""
     batch = draw(args.rows, args.tokens, args.vocab)
     calls = {way: training_step(way, kind, args.d_model, batch, args.vocab) for way in WAYS}
     losses = {way: [call() for _ in range(2)] for way, call in calls.items()}
     for way, found in losses.items():
-        # The second loss has been through one whole step: gradients and optimizer agree too.
+        # The second loss is computed after one full step, so gradients and optimizer agree too.
         for one, other in zip(found, losses["torch.nn"], strict=True):
             assert abs(one - other) < 1e-4 * other, (way, losses)
     seconds = interleaved(calls, args.repeats, warm=True)
     figures = {f"{kind}/{way}/seconds": value for way, value in seconds.items()}
     for way, value in seconds.items():
         speed = seconds["torch.nn"] / value
-        bar = f"   (bar {BARS[way]})" if way in BARS else ""
+        bar = f"   (at least {BARS[way]})" if way in BARS else ""
         print(f"{kind:5} {way:10} {value:7.3f} s   {speed:5.2f} x torch.nn{bar}", flush=True)
         figures[f"{kind}/{way}/speed"] = speed
     return figures
 
 
 def peak(args: argparse.Namespace, way: str, kind: str) -> float:
-    """Mebibytes above what the model and its batch hold, in a process of its own."""
+    """Returns the peak memory of a step in MiB above the start, in a separate process."""
     options = {
         "--d-model": args.d_model,
         "--rows": args.rows,
@@ -153,7 +155,7 @@ def peak(args: argparse.Namespace, way: str, kind: str) -> float:
 
 
 def peak_here(args: argparse.Namespace) -> float:
-    """What `peak` asks its child for."""
+    """Returns the peak memory of a step in this process; the child process of `peak` calls it."""
     way, kind = args.memory_of
     batch = draw(args.rows, args.large_tokens, args.large_vocab)
     step = training_step(way, kind, args.d_model, batch, args.large_vocab)
@@ -169,7 +171,7 @@ def main() -> None:
         print(json.dumps(peak_here(args)))
         return
     figures: dict[str, float] = {}
-    if args.large_vocab:  # while this process is small: a child's peak starts at its parent's
+    if args.large_vocab:  # first: the peak of a child starts at its parent's
         shape = f"vocabulary {args.large_vocab:,}, {args.rows} × {args.large_tokens} tokens"
         for way in ("torch.nn", "longrnn"):
             figures[f"large/{way}/peak_mib"] = mib = peak(args, way, "lstm")

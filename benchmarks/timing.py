@@ -1,4 +1,4 @@
-"""What every measurement needs: interleaved timing, and a record of where it was taken."""
+"""Interleaved timing, and results files that record hardware, versions and command."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from longrnn.programs import module_command, module_environment
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:
-    """The option `--threads`, for `use_threads`."""
+    """Adds the option `--threads`, which `use_threads` applies."""
     parser.add_argument(
         "--threads",
         type=int,
-        help="threads of torch (default: all cores); with 1, processor time is measured, so that "
-        "a busy machine gives figures too",
+        help="threads of torch (default: all cores); with 1, CPU time is measured instead of wall "
+        "time, which is less affected by other processes",
     )
 
 
@@ -36,7 +36,7 @@ def use_threads(args: argparse.Namespace) -> None:
 
 
 def in_a_process(module: str, *arguments: str) -> Any:
-    """Runs a module in a process of its own; the JSON of its last line of output."""
+    """Runs a module in a separate process and returns the parsed JSON of its last output line."""
     done = subprocess.run(
         module_command(module, *arguments),
         env=module_environment(module),
@@ -47,19 +47,19 @@ def in_a_process(module: str, *arguments: str) -> Any:
 
 
 def clock() -> float:
-    """Seconds: by the wall, or of this processor where one thread does all the work."""
+    """Returns wall time in seconds, or the CPU time of this process if torch has one thread."""
     return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
 def interleaved(
     calls: Mapping[str, Callable[[], Any]], repeats: int, *, warm: bool = False
 ) -> dict[str, float]:
-    """Median seconds of each call, taken in turn so that all share the noise.
+    """Returns the median seconds of each call; calls alternate so that noise affects all equally.
 
     Args:
-        calls: by name.
-        repeats: measurements of each.
-        warm: whether they ran before; otherwise each runs once unmeasured.
+        calls: functions to time, by name.
+        repeats: number of measurements of each function.
+        warm: whether every function has run before; otherwise each first runs once untimed.
     """
     if not warm:
         for call in calls.values():
@@ -74,7 +74,7 @@ def interleaved(
 
 
 def cpu_model() -> str:
-    """The processor's name, as far as the system tells."""
+    """Returns the model name of the CPU, or an empty string if it is unknown."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():
@@ -84,7 +84,7 @@ def cpu_model() -> str:
 
 
 def write_json(path: Path, figures: Mapping[str, Any]) -> None:
-    """Writes the figures with versions, processor, date and command."""
+    """Writes the results with library versions, CPU, threads, date and command."""
     versions = {}
     for package in ("torch", "transformers"):
         try:

@@ -1,10 +1,11 @@
-"""Training on the CPU: speed against transformers, the cost of a carried state, and flatness.
+"""Training on the CPU: speed relative to transformers, cost of carried states, long runs.
 
-The shape is a Mamba-2 of 12 layers × 512 with random weights, in float32, batch 1. Three questions:
-- How many tokens a second (forward, backward and optimizer step), beside transformers'
-  `Mamba2ForCausalLM` with the same weights, the same loss, and the same optimizer?
-- What does it cost to begin each step with the state of the step before?
-- Do time and memory of a step stay what they are over thousands of steps of the real trainer?
+The model is a Mamba-2 of 12 layers × 512 with random weights, in float32, with batch size 1. Three
+questions:
+- How many tokens per second does it train (forward, backward and optimizer step), compared with
+  `Mamba2ForCausalLM` of transformers with the same weights, loss and optimizer?
+- How much time does it cost to start each step from the final state of the previous step?
+- Are time and memory per step constant over thousands of steps of the trainer?
 
 Example:
     python -m benchmarks.training_cpu --threads 1 --json benchmarks/results/training_cpu.json
@@ -43,32 +44,32 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--d-model", type=int, default=512)
     parser.add_argument("--vocab", type=int, nargs="+", default=[50_288, 256])
-    parser.add_argument("--tokens", type=int, default=1024, help="length of the one row")
+    parser.add_argument("--tokens", type=int, default=1024, help="length of the row")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=2000, help="of the trainer; 0 leaves it out")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--steps", type=int, default=2000, help="steps of the trainer; 0 skips it")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     add_threads(parser)
     args = parser.parse_args()
     if 0 < args.steps < 10:
-        parser.error("--steps must be 0, or at least 10 to compare fifths of them")
+        parser.error("--steps must be 0 or at least 10: the first and last fifth are compared")
     return args
 
 
 def build(args: argparse.Namespace, vocab: int) -> RecurrentLM:
-    """The model, its random weights a function of the shape alone."""
+    """Returns a model with random weights that depend only on its shape."""
     torch.manual_seed(0)
     return RecurrentLM(RecurrentConfig(vocab, args.d_model, args.layers, MIXER)).train()
 
 
 def draw(args: argparse.Namespace, vocab: int) -> Batch:
-    """One row whose every next token is a target."""
+    """Returns one row in which every next token is a target."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocab, (1, args.tokens + 1), generator=generator)
     return Batch(ids[:, :-1], ids[:, 1:], torch.ones(1, dtype=torch.bool))
 
 
 def stepper(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], float]:
-    """A function that makes one training step and returns its loss."""
+    """Returns a function that performs one training step and returns its loss."""
     optimizer = build_optimizer(model, TrainConfig(learning_rate=1e-5, weight_decay=0.1))
 
     def step() -> float:
@@ -83,7 +84,7 @@ def stepper(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], float]
 
 
 def ours(model: RecurrentLM, batch: Batch, *, carry: bool = False) -> Callable[[], float]:
-    """Our training step; with `carry`, each begins with the detached state of the one before."""
+    """Returns our training step; with `carry`, each starts from the detached previous state."""
     objective = Objective(model)
     zero = model.init_state(len(batch.tokens))
     state, is_document_start = zero, ~batch.is_document_start
@@ -101,7 +102,7 @@ def ours(model: RecurrentLM, batch: Batch, *, carry: bool = False) -> Callable[[
 
 
 def theirs(twin: Any, batch: Batch) -> Callable[[], float]:
-    """The same step of transformers' model."""
+    """Returns the same training step for the Hugging Face model."""
 
     def loss() -> Tensor:
         logits = twin(batch.tokens, use_cache=False).logits
@@ -111,7 +112,7 @@ def theirs(twin: Any, batch: Batch) -> Callable[[], float]:
 
 
 def throughput(args: argparse.Namespace, vocab: int) -> dict[str, float]:
-    """Tokens a second of both and of a carried state, after a check that the losses agree."""
+    """Returns tokens per second of each variant after checking that the losses agree."""
     batch = draw(args, vocab)
     model = build(args, vocab)
     twin = transformers_twin(model).train()
@@ -122,7 +123,7 @@ def throughput(args: argparse.Namespace, vocab: int) -> dict[str, float]:
     }
     losses = {name: [call() for _ in range(2)] for name, call in calls.items()}
     for name, values in losses.items():
-        # The second loss has been through one whole step: gradients and optimizer agree too.
+        # The second loss is computed after one full step, so gradients and optimizer agree too.
         assert abs(values[0] - losses["longrnn"][0]) < 1e-3 * values[0], losses
         assert name == "longrnn, carried" or abs(values[1] - losses["longrnn"][1]) < 1e-3, losses
     seconds = interleaved(calls, args.repeats, warm=True)
@@ -131,16 +132,16 @@ def throughput(args: argparse.Namespace, vocab: int) -> dict[str, float]:
     figures["carry_cost"] = seconds["longrnn, carried"] / seconds["longrnn"] - 1
     print(f"vocabulary {vocab:,}")
     for name, value in seconds.items():
-        print(f"  {name:18} {args.tokens / value:8.1f} tokens/s   {value:6.2f} s a step")
+        print(f"  {name:18} {args.tokens / value:8.1f} tokens/s   {value:6.2f} s per step")
     print(f"  speedup {figures['speedup']:.2f}, cost of carrying {figures['carry_cost']:+.1%}")
     return figures
 
 
 class Watched(Trainer):
-    """A trainer that notes what its steps take, and late in its run those of a young one too.
+    """A trainer that records time and memory per step, and late in its run times a new trainer.
 
-    A machine that grows slower in the course of minutes slows both down; a trainer that does, only
-    itself.
+    If the machine becomes slower over time, both trainers are affected; if steps become slower in
+    the course of a run, only this trainer is.
     """
 
     def __init__(self, folder: str, steps: int) -> None:
@@ -149,7 +150,7 @@ class Watched(Trainer):
             build_config(TrainConfig, run_of(f"{folder}/young", steps)), quiet=True
         )
         self.fifth = steps // 5
-        # Of each step: seconds, and MiB resident.
+        # For each step: seconds and resident memory in MiB.
         self.own: list[tuple[float, float]] = []
         self.others: list[float] = []
 
@@ -157,7 +158,7 @@ class Watched(Trainer):
         begun = clock()
         values = super()._train_step(stop=stop)
         self.own.append((clock() - begun, mebibytes()[0]))
-        # The young one warms up over as many steps as the first fifth leaves out of the old one's.
+        # The new trainer has as many warm-up steps as are excluded at the start of this run.
         if self.step >= self.config.max_steps - self.fifth - self.fifth // 2:
             begun = clock()
             self.young._train_step(stop=False)
@@ -167,7 +168,7 @@ class Watched(Trainer):
 
 
 def run_of(folder: str, steps: int) -> dict[str, Any]:
-    """A run with carried states on a small shape."""
+    """Returns the configuration of a run of a small model with carried states."""
     return {
         "output_dir": folder,
         "task": {"kind": "passkey", "max_segments": 64},
@@ -187,12 +188,12 @@ def run_of(folder: str, steps: int) -> dict[str, Any]:
 
 
 def flatness(args: argparse.Namespace) -> dict[str, float]:
-    """Time of a step and resident memory of the trainer, early and late in a run that carries."""
+    """Returns time per step and resident memory of the trainer early and late in a run."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = Watched(folder, args.steps)
         trainer.train()
     fifth = trainer.fifth
-    # The first tenth is left out: allocators and kernels are warming up.
+    # The first tenth is excluded because allocators and kernels are warming up.
     early, late = trainer.own[fifth // 2 : fifth // 2 + fifth], trainer.own[-fifth:]
     figures = {}
     for name, part in (("early", early), ("late", late)):
@@ -202,9 +203,9 @@ def flatness(args: argparse.Namespace) -> dict[str, float]:
     figures["time_growth"] = figures["ms_per_step_late"] / figures["ms_per_step_young"] - 1
     figures["memory_growth"] = figures["resident_mib_late"] / figures["resident_mib_early"] - 1
     print(
-        f"{args.steps} steps of the trainer: {figures['ms_per_step_early']:.2f} ms a step in the "
-        f"first fifth after warming up,\n  {figures['ms_per_step_late']:.2f} in the last, in turn "
-        f"with those of a young trainer: {figures['ms_per_step_young']:.2f} "
+        f"{args.steps} steps of the trainer: {figures['ms_per_step_early']:.2f} ms per step in the "
+        f"first fifth after warming up,\n  {figures['ms_per_step_late']:.2f} in the last, "
+        f"interleaved with steps of a new trainer: {figures['ms_per_step_young']:.2f} "
         f"({figures['time_growth']:+.1%});\n  {figures['resident_mib_early']:.1f} and "
         f"{figures['resident_mib_late']:.1f} MiB resident ({figures['memory_growth']:+.1%})"
     )

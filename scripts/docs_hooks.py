@@ -1,8 +1,8 @@
 """Adds pages to the documentation site that are generated from the code and the repository.
 
-mkdocs calls `on_files` and `on_page_markdown`. README.md is the home page, benchmarks/results/ the
-measurements, the command reference comes from the typer app, and the Python reference from the
-public names of `longrnn` and from its packages.
+mkdocs calls `on_files` and `on_page_markdown`. README.md becomes the home page and the files of
+benchmarks/results/ become the measurements. The command reference is generated from the typer app,
+the Python reference from the public names of `longrnn` and from the docstrings of its packages.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def on_files(files: Files, config: Any) -> Files:
             name = f"measurements/{path.name}"
             files.append(File.generated(config, name, abs_src_path=str(path)))
     pages["measurements.md"] = "\n".join(
-        ["# Measurements", "", "Each page names its commands, hardware and date.", "", *listed]
+        ["# Measurements", "", "Each page states its commands, hardware and date.", "", *listed]
     )
     pages["reference/commands.md"] = commands()
     pages["reference/python.md"] = public_names()
@@ -51,7 +51,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turns links between files of the repository into links between pages of the site."""
+    """Returns the page with links to repository files replaced by links to site pages."""
     source = next((s for s, t in PAGES.items() if t == page.file.src_uri), None)
     if source is None and page.file.src_uri.startswith("measurements/"):
         source = f"benchmarks/results/{Path(page.file.src_uri).name}"
@@ -142,7 +142,7 @@ def public_names() -> str:
     shown = ["# Python", ""]
     for name in longrnn.__all__:
         found = getattr(longrnn, name)
-        # The module that defines it: `longrnn.generate` is a function of a module of that name.
+        # Name the defining module, because `longrnn.generate` is both a function and a module.
         home = getattr(found, "__module__", "longrnn") if callable(found) else "longrnn"
         if not name.startswith("_"):
             shown.append(f"::: {home}.{name}\n")

@@ -1,4 +1,4 @@
-"""Reads from the code which packages of longrnn import which, and defines their layers.
+"""Defines the layers of the packages of longrnn and computes the imports between them.
 
     python scripts/import_graph.py            # print the graph as Mermaid
     python scripts/import_graph.py --write    # write it into CONTRIBUTING.md
@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 ROOT = REPOSITORY / "longrnn"
 
 # Top-level modules such as longrnn/state.py are in layer 0. The package itself re-exports names of
-# every layer, so importing from `longrnn` counts as an import from the top layer.
+# every layer, so an import from `longrnn` counts as an import from the top layer.
 LAYERS = {
     "ops": 1,
     "mixers": 2,
@@ -88,7 +88,7 @@ def is_type_checking(node: ast.stmt) -> bool:
 
 
 def statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yields every node, also inside functions, but not under `if TYPE_CHECKING`."""
+    """Yields every node of the tree, including function bodies, except under `if TYPE_CHECKING`."""
     for child in ast.iter_child_nodes(tree):
         if isinstance(child, ast.stmt) and is_type_checking(child):
             assert isinstance(child, ast.If)
@@ -160,7 +160,7 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def mermaid() -> str:
-    """Returns the graph as Mermaid, without edges that follow from others."""
+    """Returns the graph as Mermaid, without edges that are implied by other edges."""
     graph = edges()
     lines = ["```mermaid", "graph TD"]
     for package in sorted(graph, key=lambda name: (-LAYERS[name], name)):

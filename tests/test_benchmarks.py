@@ -42,7 +42,7 @@ PROGRAMS = {
     ),
     "prefill_cpu": (
         ["--layers", "1", "--d-model", "64", "--vocab", "64", "--tokens", "64", "--long", "256"],
-        "cost of a token",
+        "cost per token",
     ),
     "ssd_chunk_cpu": (["--chunks", "32", "--segments", "256", "--no-train"], "32"),
     "stepwise_cpu": (

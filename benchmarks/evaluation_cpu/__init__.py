@@ -1,1 +1,1 @@
-"""Long-context evaluation on a CPU: what is shared is not computed twice, and memory stays flat."""
+"""Long-context evaluation on a CPU: savings by shared prefixes, and peak memory."""

@@ -1,6 +1,6 @@
-"""Runs the parts of the measurement, each as a program of its own.
+"""Runs the parts of the benchmark, one after another.
 
-python -m benchmarks.evaluation_cpu                              # all parts, as they come
+python -m benchmarks.evaluation_cpu                              # all parts, with their defaults
 python -m benchmarks.evaluation_cpu passkey --scale 16           # one part, with its options
 """
 
@@ -13,13 +13,13 @@ PARTS = ("passkey", "perplexity", "harness")
 
 
 def main() -> None:
-    """Every argument before the first option names a part; options go to each of them."""
+    """Runs the parts that are named before the first option, each with all options."""
     arguments = sys.argv[1:]
     first = next((i for i, text in enumerate(arguments) if text.startswith("-")), len(arguments))
     chosen, options = arguments[:first] or list(PARTS), arguments[first:]
     unknown = [part for part in chosen if part not in PARTS]
     if unknown or ("--help" in options and first == 0):
-        print(f"{__doc__}\nparts: {', '.join(PARTS)}; PART --help shows the options of one")
+        print(f"{__doc__}\nparts: {', '.join(PARTS)}; PART --help shows the options of a part")
         sys.exit(2 if unknown else 0)
     for part in chosen:
         print(f"{part}:", flush=True)

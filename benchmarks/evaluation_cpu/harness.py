@@ -1,12 +1,12 @@
-"""lm-eval on the CPU: multiple choice against its own `hf` type, and memory of a long document.
+"""lm-eval on the CPU: multiple choice compared with its `hf` model type, and peak memory.
 
-Random weights in float32, the same in both models; texts are ids drawn at random, written out in a
-tokenizer whose words are the ids. Two questions:
-- Multiple choice, four choices over one long context: how many tokens does the fork of the
-  context's state save, and how much faster is `longrnn` than the `hf` type with transformers' own
-  `Mamba2ForCausalLM`, asked in turn in one process?
-- Does the log-likelihood of a long document need the memory of a short one? (each in a process of
-  its own)
+Both models have the same random weights in float32. Texts are random token ids, encoded by a
+tokenizer with one word per id. Two questions:
+- Multiple choice with four choices after one long context: how many tokens does it save to compute
+  the state of the context once, and how much faster is `longrnn` than the `hf` model type with
+  `Mamba2ForCausalLM` of transformers? Both are timed in one process with interleaved calls.
+- Does the log-likelihood of a long document need more memory than that of a short one? Each runs in
+  a separate process.
 
 Example:
     python -m benchmarks.evaluation_cpu harness --threads 1
@@ -40,21 +40,21 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--d-model", type=int, default=256)
     parser.add_argument("--vocab", type=int, default=50_288)
-    parser.add_argument("--context", type=int, default=8192, help="tokens that the choices share")
-    parser.add_argument("--choice", type=int, default=16, help="tokens of a choice")
+    parser.add_argument("--context", type=int, default=8192, help="tokens of the shared context")
+    parser.add_argument("--choice", type=int, default=16, help="tokens per choice")
     parser.add_argument("--short", type=int, default=4096, help="tokens of the short document")
     parser.add_argument(
-        "--long", type=int, default=131_072, help="of the long one; 0 leaves it out"
+        "--long", type=int, default=131_072, help="tokens of the long one; 0 skips it"
     )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)  # what a child is given
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)  # used by child processes
     add_threads(parser)
     return parser.parse_args()
 
 
 def words(vocab: int) -> Any:
-    """A tokenizer of transformers with one word for each id, and their beginning as its EOS."""
+    """Returns a Hugging Face tokenizer with one word per id; the first word is its EOS token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -71,7 +71,7 @@ def text(length: int, vocab: int, seed: int) -> str:
 
 
 def ours(model: RecurrentLM, vocab: int) -> Any:
-    kind: Any = LongRNN  # lm-eval's decorator hides its class
+    kind: Any = LongRNN  # the decorator of lm-eval hides the type
     return kind(model, tokenizer=HFTokenizer(words(vocab)), quiet=True)
 
 
@@ -80,14 +80,14 @@ def request(kind: str, *texts: str) -> Instance:
 
 
 def multiple_choice(model: RecurrentLM, args: argparse.Namespace) -> dict[str, float]:
-    """Tokens computed and seconds, after a check that both give the same log-likelihoods."""
+    """Returns computed tokens and seconds after checking that log-likelihoods are equal."""
     from lm_eval.models.huggingface import HFLM
 
     context = text(args.context, args.vocab, 0)
     choices = [f" {text(args.choice, args.vocab, 1 + k)}" for k in range(CHOICES)]
     requests = [request("loglikelihood", context, choice) for choice in choices]
     mine = ours(model, args.vocab)
-    # Without max_length the `hf` type cuts Mamba-2 at 2,048 tokens.
+    # Without max_length, the `hf` model type truncates inputs of Mamba-2 to 2,048 tokens.
     longest = args.context + args.choice
     theirs: Any = HFLM(
         transformers_twin(model),  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ def multiple_choice(model: RecurrentLM, args: argparse.Namespace) -> dict[str, f
         warm=True,
     )
     print(f"{CHOICES} choices over {args.context:,} tokens: {tokens:,} tokens computed, without "
-          f"forking {naive:,}: {naive / tokens:.2f} x fewer")  # fmt: skip
+          f"a shared context {naive:,}: {naive / tokens:.2f} x fewer")  # fmt: skip
     for name, value in seconds.items():
         print(f"{name:8} {value:8.2f} s   {value / seconds['longrnn']:5.1f} x")
     return {
@@ -124,7 +124,7 @@ def multiple_choice(model: RecurrentLM, args: argparse.Namespace) -> dict[str, f
 
 
 def memory_of(args: argparse.Namespace) -> None:
-    """Prints the peak of this process for one document, once a tiny one has loaded everything."""
+    """Prints the peak memory of this process for one document, after a tiny warm-up document."""
     model = ours(build(args), args.vocab)
     document = text(args.memory_of, args.vocab, 9)
     model.loglikelihood_rolling([request("loglikelihood_rolling", "w1 w2 w3")])
@@ -135,8 +135,8 @@ def memory_of(args: argparse.Namespace) -> None:
 
 
 def memory(args: argparse.Namespace) -> dict[str, float]:
-    """Peak memory of the two documents. Call it while this process is still small: a child's
-    ru_maxrss starts at what its parent held."""
+    """Returns the peak memory of both documents. Call this before the parent process allocates much
+    memory: ru_maxrss of a child starts at the value of its parent."""
     figures: dict[str, float] = {}
     shape = ["--layers", args.layers, "--d-model", args.d_model, "--vocab", args.vocab]
     for name, length in (("short", args.short), ("long", args.long)):
@@ -145,7 +145,7 @@ def memory(args: argparse.Namespace) -> dict[str, float]:
         said = in_a_process(*command)
         figures |= {f"{key}_{name}": value for key, value in said.items()}
     figures["peak_mib_ratio"] = figures["peak_mib_long"] / figures["peak_mib_short"]
-    print(f"peak memory of a document: {figures['peak_mib_short']:.0f} MiB for {args.short:,} "
+    print(f"peak memory per document: {figures['peak_mib_short']:.0f} MiB for {args.short:,} "
           f"tokens, {figures['peak_mib_long']:.0f} MiB for {args.long:,}, ratio "
           f"{figures['peak_mib_ratio']:.3f}")  # fmt: skip
     return figures

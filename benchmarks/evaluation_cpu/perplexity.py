@@ -1,10 +1,10 @@
-"""Peak memory and cost a token of a perplexity of 4k and of a million tokens.
+"""Peak memory and time per token of the perplexity of 4k and of a million tokens.
 
 python -m benchmarks.evaluation_cpu perplexity --threads 1
-python -m benchmarks.evaluation_cpu perplexity --scale 16        # 64k in place of a million
+python -m benchmarks.evaluation_cpu perplexity --scale 16        # 64k instead of a million
 
-Each length runs in a process of its own, on random bytes and `passkey-tiny`, through the function
-that `longrnn eval perplexity` calls.
+Each length runs in a separate process, with random bytes and `passkey-tiny`, and calls the same
+function as `longrnn eval perplexity`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from longrnn.evaluation.texts import Document
 
 CHECKPOINT = "passkey-tiny"
 SHORT, LONG = 4096, 2**20
-# Peak memory of the long text over that of the short one, at most.
+# Largest permitted peak memory of the long text relative to the short one.
 BAR = 1.10
 
 
 def one(length: int) -> dict[str, float]:
-    """Measures one text in this process: seconds, and peak memory in MiB."""
+    """Returns seconds, peak memory in MiB and the loss of one text, measured in this process."""
     tokens = torch.randint(256, (length + 1,), generator=torch.Generator().manual_seed(0))
     document = Document("random", f"{length}", tokens, torch.arange(1, length + 2))
     model = load(CHECKPOINT)
@@ -43,7 +43,9 @@ def one(length: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--scale", type=int, default=1, help="divide the long text by this")
+    parser.add_argument(
+        "--scale", type=int, default=1, help="divide the length of the long text by this number"
+    )
     parser.add_argument("--length-of", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
     add_threads(parser)
@@ -60,12 +62,12 @@ def main() -> None:
         found[name] = in_a_process(*command)
         figures[name] = {"tokens": length, **found[name]}
         print(
-            f"{length:,} tokens: {found[name]['peak_mib']:.0f} MiB at most, "
-            f"{found[name]['seconds'] / length * 1e6:.0f} us a token",
+            f"{length:,} tokens: {found[name]['peak_mib']:.0f} MiB at peak, "
+            f"{found[name]['seconds'] / length * 1e6:.0f} us per token",
             flush=True,
         )
     figures["peak_ratio"] = found["long"]["peak_mib"] / found["short"]["peak_mib"]
-    print(f"peak memory {figures['peak_ratio']:.3f} x (bar {BAR})")
+    print(f"peak memory {figures['peak_ratio']:.3f} x (at most {BAR})")
     if args.json:
         write_json(args.json, figures)
 

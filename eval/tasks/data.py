@@ -1,6 +1,6 @@
-"""What lm-eval calls to make the documents of these tasks.
+"""Functions that lm-eval calls to create the documents of these tasks.
 
-lm-eval hands all metadata over as keyword arguments: the task's, the model's and the user's.
+lm-eval passes all metadata as keyword arguments: that of the task, of the model and of the user.
 """
 
 from typing import Any
