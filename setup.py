@@ -1,21 +1,29 @@
-"""Build script that copies `eval/`, which is outside of the package, into the wheel."""
+"""Compiles the C++ kernels of `longrnn.ops.native`, once per instruction set.
 
-import shutil
-from pathlib import Path
+Everything else is in pyproject.toml. Without a compiler, or on a machine for which a library cannot
+be compiled, the installation succeeds without it; `longrnn info` says which backend runs.
+"""
 
-from setuptools import setup
-from setuptools.command.build_py import build_py
+import platform
+import sys
 
+from setuptools import Extension, setup
 
-class BuildWithEval(build_py):
-    """Builds the package and copies `eval/` to `longrnn/bundled/`."""
+SETS = {"generic": []}
+if platform.machine().lower() in ("x86_64", "amd64"):
+    SETS |= {"avx2": ["-march=x86-64-v3"], "avx512": ["-march=x86-64-v4"]}
+OPENMP = ["-fopenmp"] if sys.platform == "linux" else []
 
-    def run(self) -> None:
-        super().run()
-        if not self.editable_mode:
-            target = Path(self.build_lib) / "longrnn" / "bundled"
-            shutil.rmtree(target, ignore_errors=True)
-            shutil.copytree("eval", target, ignore=shutil.ignore_patterns("__pycache__"))
-
-
-setup(cmdclass={"build_py": BuildWithEval})
+setup(
+    ext_modules=[
+        Extension(
+            f"longrnn.ops.native._{name}",
+            ["longrnn/ops/native/kernels.cpp"],
+            extra_compile_args=["-O3", "-std=c++17", "-fno-math-errno", *OPENMP, *flags],
+            extra_link_args=OPENMP,
+            language="c++",
+            optional=True,
+        )
+        for name, flags in SETS.items()
+    ]
+)

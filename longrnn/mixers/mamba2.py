@@ -13,9 +13,11 @@ from longrnn.errors import UserError
 from longrnn.mixers.base import MIXERS, ScanningMixer
 from longrnn.mixers.edits import Edit, Steps
 from longrnn.mixers.init import initialise
+from longrnn.ops import native as kernels
 from longrnn.ops.conv import causal_conv
 from longrnn.ops.norm import gated_rms_norm
 from longrnn.ops.packed_rows import PackedRows
+from longrnn.ops.rows import all_finite
 from longrnn.ops.ssd import BACKENDS, ScanInputs, resolve
 from longrnn.state import PyTree
 
@@ -67,7 +69,8 @@ class Mamba2(ScanningMixer):
         norm_eps: added to the mean square in the gated norm.
         bias: whether the two projections have a bias.
         conv_bias: whether the convolution has a bias.
-        backend: implementation of the recurrence: `auto`, `chunked` or `reference`.
+        backend: implementation of the recurrence: `auto`, `native`, `chunked` or
+            `reference`.
         init: see `longrnn.mixers.init`: `default` or `long_memory`.
     """
 
@@ -156,7 +159,12 @@ class Mamba2(ScanningMixer):
         carry: PyTree,
         rows: PackedRows | None = None,
     ) -> tuple[Tensor, Mamba2State, PyTree]:
-        z, xBC, dt = self.in_proj(x).split([self.d_inner, self.d_xBC, self.n_heads], dim=-1)
+        projected = self.in_proj(x)
+        if self.backend == "native" and edit is None and rows is None:
+            fused = self._fused(projected, state)
+            if fused is not None:
+                return self.out_proj(fused[0]), fused[1], carry
+        z, xBC, dt = projected.split([self.d_inner, self.d_xBC, self.n_heads], dim=-1)
         weight = self.conv1d.weight[:, 0]
         xBC, conv = causal_conv(xBC, weight, self.conv1d.bias, state.conv, rows)
         if rows is not None:
@@ -167,6 +175,37 @@ class Mamba2(ScanningMixer):
         y = torch.addcmul(y, inner, self.D[:, None]).flatten(2)
         y = gated_rms_norm(y, z, self.norm.weight, self.norm_eps, self.n_groups)
         return self.out_proj(y), Mamba2State(conv, ssm), carry
+
+    def _fused(self, projected: Tensor, state: Mamba2State) -> tuple[Tensor, Mamba2State] | None:
+        """Computes everything between the projections in C++; None if that is not possible.
+
+        It is not for calls that need gradients, under autocast, on other devices, and if the result
+        is not finite: then the parts that do not depend on NaN must be told from those that do.
+        """
+        if projected.requires_grad or torch.is_autocast_enabled(projected.device.type):
+            return None
+        dtype = state.ssm.dtype
+        given = (self.conv1d.bias, self.dt_bias, self.rates(), self.D, self.norm.weight)
+        weights = kernels.Weights(
+            self.conv1d.weight[:, 0].t().to(dtype).contiguous(),
+            *(None if one is None else one.to(dtype).contiguous() for one in given),  # type: ignore[arg-type]
+        )
+        wide, conv = projected.to(dtype), state.conv.to(dtype)
+        if not kernels.suits(wide, conv, state.ssm, *weights) or self.d_conv > kernels.MOST_TAPS:
+            return None
+        least, largest = (0.0, math.inf) if self.dt_limit is None else self.dt_limit
+        y, conv, ssm = kernels.cell(
+            wide,
+            weights,
+            conv,
+            state.ssm,
+            groups=self.n_groups,
+            norm_eps=self.norm_eps,
+            dt_limit=(least, largest),
+        )
+        if not all_finite(y):
+            return None
+        return y.to(projected.dtype), Mamba2State(conv.to(state.conv.dtype), ssm)
 
     def _split(self, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The inner x `(b, t, h, p)`, B and C `(b, t, g, n)`."""

@@ -1,16 +1,19 @@
 """The state-space dual recurrence h_t = exp(log_decay_t) h_{t-1} + x_t B_t^T, y_t = h_t C_t.
 
-The modules `chunked` and `reference` implement `ssd(inputs, state) -> (y, final_state)` with the
-same signature. The option `backend` selects one of them when a mixer is built.
+The modules `chunked`, `native` and `reference` implement `ssd(inputs, state) -> (y, final_state)`
+with the same signature. The option `backend` selects one of them when a mixer is built.
 """
 
 from __future__ import annotations
 
 from longrnn.errors import UserError, nearest
-from longrnn.ops.ssd import chunked, reference
+from longrnn.ops import native as kernels
+from longrnn.ops.ssd import chunked, native, reference
 from longrnn.ops.ssd.base import SSD, ScanInputs
 
 BACKENDS: dict[str, SSD] = {"reference": reference.ssd, "chunked": chunked.ssd}
+if kernels.available():
+    BACKENDS["native"] = native.ssd
 
 __all__ = ["BACKENDS", "SSD", "ScanInputs", "resolve"]
 
@@ -22,7 +25,9 @@ def resolve(backend: str) -> str:
         UserError: unknown backend.
     """
     if backend == "auto":
-        return "chunked"
+        return "native" if "native" in BACKENDS else "chunked"
+    if backend == "native" and backend not in BACKENDS:
+        raise UserError(f"{kernels.missing()}; or leave out backend")
     if backend not in BACKENDS:
         raise UserError(f"unknown ssd backend {backend!r}: {nearest(backend, [*BACKENDS, 'auto'])}")
     return backend

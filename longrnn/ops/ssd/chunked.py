@@ -45,7 +45,7 @@ def ssd(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
         finite = finite_rows(y)
         if bool(finite.all()):
             return y, final
-        return run_by_finiteness(finite, _chunkwise, _sequential, inputs, state)
+        return run_by_finiteness(finite, _chunkwise, sequential, inputs, state)
 
 
 def _chunkwise(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,7 +70,7 @@ def _segments(time: int) -> list[tuple[int, int, int]]:
     return segments + [(token, token + 1, 1) for token in range(whole, time)]
 
 
-def _sequential(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+def sequential(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """The recurrence for inputs or states with NaN or infinity, equal to the reference."""
     outputs = []
     for one in inputs.tokens():

@@ -1,0 +1,190 @@
+"""The C++ kernels: every compiled library, any number of threads, and memory errors.
+
+Their values are tested by the contract suites, through the backend `native`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from longrnn.errors import UserError
+from longrnn.mixers import MIXERS
+from longrnn.mixers.mamba2 import Mamba2, Mamba2State
+from longrnn.ops import native
+from longrnn.ops.ssd import BACKENDS, ScanInputs, chunked, resolve
+from tests.contracts.builders import assert_near, build_mixer, generator, random_tree
+
+FOLDER = Path(native.__file__).parent
+LIBRARIES = sorted(FOLDER.glob("_*.so"))
+needs_kernels = pytest.mark.skipif(not native.available(), reason="the kernels were not compiled")
+# Sizes that are and are not multiples of the vector width; one group and several.
+SHAPES = [(2, 130, 4, 3, 2, 5), (1, 64, 8, 32, 1, 128), (1, 200, 6, 20, 3, 17), (3, 2, 2, 16, 1, 8)]
+
+
+def draw(b: int, t: int, h: int, p: int, g: int, n: int) -> tuple[ScanInputs, Tensor]:
+    randomness = generator(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=randomness, dtype=torch.float64)
+
+    log_decay = -30 * torch.rand((b, t, h), generator=randomness, dtype=torch.float64) ** 8
+    return ScanInputs(
+        normal(b, t, h, p), log_decay, normal(b, t, g, n), normal(b, t, g, n)
+    ), normal(b, h, p, n)
+
+
+@pytest.fixture(params=LIBRARIES, ids=lambda path: path.name)
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
+    wanted = {"_avx512": "AVX512", "_avx2": "AVX2"}.get(request.param.name.split(".")[0])
+    names = list(native.CAPABILITIES)
+    here = torch.backends.cpu.get_cpu_capability()
+    if wanted is not None and names.index(wanted) < names.index(here):
+        pytest.skip(f"this machine has no {wanted}")
+    loaded = ctypes.CDLL(str(request.param))
+    monkeypatch.setattr(native, "library", lambda: loaded)
+    return loaded
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_compiled_library_gives_the_reference(
+    library: ctypes.CDLL, shape: tuple[int, ...]
+) -> None:
+    inputs, state = draw(*shape)
+    wanted = BACKENDS["reference"](inputs, state)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 3e-6)):
+        narrow = ScanInputs(*(tensor.to(dtype) for tensor in inputs))
+        for ours, exact in zip(native.scan(*narrow, state.to(dtype)), wanted, strict=True):
+            assert_near(ours.double(), exact, tolerance)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("heads", [1, 3, 8])
+def test_the_number_of_threads_changes_no_value(heads: int) -> None:
+    """Heads of one group are divided among threads, and their scores are computed again."""
+    inputs, state = draw(1, 500, heads, 16, 1, 32)
+    found = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        found.append(native.scan(*inputs, state))
+    for y, final in found[1:]:
+        assert torch.equal(y, found[0][0])
+        assert torch.equal(final, found[0][1])
+
+
+@needs_kernels
+@pytest.mark.parametrize("time", [1, 2, 3, 63, 64, 65, 200])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"d_state": 5, "head_dim": 4, "n_groups": 2},
+        {"d_state": 16, "head_dim": 8, "conv_bias": False, "d_conv": 1},
+        {"d_state": 7, "head_dim": 16, "dt_limit": [0.01, 0.05]},
+    ],
+    ids=str,
+)
+def test_the_fused_cell_equals_its_parts(options: dict[str, object], time: int) -> None:
+    """Outputs and both states; with gradients on, the same cell computes the parts one by one."""
+    mixer = build_mixer({"kind": "mamba2", "backend": "native", **options})
+    assert isinstance(mixer, Mamba2)
+    x = torch.randn(2, time, mixer.d_input, generator=generator(1), dtype=torch.float64)
+    state: Mamba2State = random_tree(mixer.init_state(2), 2)
+    assert mixer._fused(mixer.in_proj(x).detach(), state) is not None
+    wanted, after = mixer(x, state)
+    with torch.no_grad():
+        y, fused = mixer(x, state)
+    assert_near(y, wanted, 1e-12)
+    assert_near(fused.ssm, after.ssm, 1e-12)
+    assert torch.equal(fused.conv, after.conv)
+
+
+@needs_kernels
+def test_what_the_kernels_cannot_compute_is_left_to_torch() -> None:
+    """Gradients, transforms of torch.func, and values that are not finite."""
+    inputs, state = draw(2, 70, 4, 8, 1, 8)
+    y, _ = BACKENDS["native"](inputs._replace(x=inputs.x.clone().requires_grad_()), state)
+    assert y.requires_grad
+    mapped = torch.vmap(lambda x: BACKENDS["native"](inputs._replace(x=x[None]), state[:1])[0])
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        mapped(inputs.x)  # chunked reads values too; the kernels must not read a wrong address
+    broken = inputs.x.clone()
+    broken[0, 30] = math.nan
+    ours = BACKENDS["native"](inputs._replace(x=broken), state)[0]
+    wanted = chunked.ssd(inputs._replace(x=broken), state)[0]
+    assert torch.equal(ours.isnan(), wanted.isnan())
+    assert ours[0, :30].isfinite().all()
+    assert ours[1].isfinite().all()
+
+
+def test_without_kernels_auto_is_chunked_and_native_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.delitem(BACKENDS, "native", raising=False)
+    assert resolve("auto") == "chunked"
+    with pytest.raises(UserError, match="were not compiled"):
+        MIXERS.build({"kind": "mamba2", "backend": "native"}, 8, 64)
+
+
+DRIVER = """
+import ctypes, sys, torch
+from longrnn.ops import native
+loaded = ctypes.CDLL(sys.argv[1])
+native.library = lambda: loaded
+from tests.ops.test_native import SHAPES, draw, build_mixer, generator, random_tree
+for shape in [*SHAPES, (1, 1, 2, 5, 1, 3), (2, 3, 2, 5, 1, 3), (1, 129, 3, 7, 3, 9)]:
+    for dtype in (torch.float32, torch.float64):
+        inputs, state = draw(*shape)
+        native.scan(*(tensor.to(dtype) for tensor in (*inputs, state)))
+for options in ({"d_state": 5, "head_dim": 4, "n_groups": 2}, {"d_state": 7, "head_dim": 16, "d_conv": 1}):
+    for time in (1, 2, 3, 65, 200):
+        mixer = build_mixer({"kind": "mamba2", "backend": "native", **options})
+        x = torch.randn(2, time, mixer.d_input, generator=generator(1), dtype=torch.float64)
+        with torch.no_grad():
+            assert mixer._fused(mixer.in_proj(x), random_tree(mixer.init_state(2), 2)) is not None
+print("done")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+@needs_kernels
+def test_the_kernels_touch_no_memory_that_is_not_theirs(tmp_path: Path) -> None:
+    """Under the address and undefined-behaviour sanitizers, at sizes with every kind of remainder."""
+    library = tmp_path / "checked.so"
+    flags = ["-O1", "-g", "-std=c++17", "-fopenmp", "-fPIC", "-shared"]
+    checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    source = str(FOLDER / "kernels.cpp")
+    subprocess.run(["g++", *flags, *checks, source, "-o", str(library)], check=True)
+    runtime = [
+        subprocess.run(
+            ["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, str(library)],
+        env={
+            "LD_PRELOAD": " ".join(runtime), "ASAN_OPTIONS": "detect_leaks=0",
+            "PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "2", "PATH": "/usr/bin:/bin",
+        },
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.stdout.strip() == "done", done.stderr[-3000:]
