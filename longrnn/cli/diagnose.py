@@ -19,9 +19,9 @@ from longrnn.cli.options import (
     TrainLength,
     lock_output,
     pick_device,
-    results_folder,
     warn_if_calibrated_on,
 )
+from longrnn.cli.results_folders import results_folder
 from longrnn.console import print_table
 from longrnn.errors import UserError
 from longrnn.units import parse_length
