@@ -122,8 +122,8 @@ def test_results_folders(cli: CLI, texts: None, tmp_path: Path) -> None:
     assert cli("eval", "passkey", f"{CHECKPOINT}+none", *SMALL).code == 0
     folders = sorted(path.name for path in (tmp_path / "results/passkey").iterdir())
     assert len(folders) == 2
-    assert folders[1] == f"{CHECKPOINT}--none"
-    assert len(folders[0]) < 90
+    assert folders[0] == f"{CHECKPOINT}--none"
+    assert len(folders[1]) < 90
     assert all(re.fullmatch(r"[a-z0-9._-]+", folder) for folder in folders)
 
 
