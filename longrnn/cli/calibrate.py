@@ -13,8 +13,8 @@ from longrnn.cli.options import (
     Quiet,
     TrainLength,
     pick_device,
-    results_folder,
 )
+from longrnn.cli.results_folders import results_folder
 from longrnn.errors import UserError
 
 

@@ -13,9 +13,9 @@ from longrnn.cli.options import (
     Quiet,
     lock_output,
     pick_device,
-    results_folder,
     warn_if_calibrated_on,
 )
+from longrnn.cli.results_folders import results_folder
 from longrnn.errors import UserError
 from longrnn.units import format_length
 
@@ -85,8 +85,8 @@ def compare(
     _warn_if_calibrated(
         models, {path for one in suites for e in one.evaluations for path in e.texts}
     )
-    names_of_suites = "+".join(one.name for one in suites)
-    folder = lock_output(output or results_folder("compare", variants, names_of_suites))
+    options = {"suite": "+".join(one.name for one in suites)}
+    folder = lock_output(output or results_folder("compare", variants, options=options))
     cells = measure.compare(
         models, suites, output=folder, trust_task_code=trust_task_code, quiet=quiet
     )

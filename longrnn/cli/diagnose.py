@@ -19,9 +19,9 @@ from longrnn.cli.options import (
     TrainLength,
     lock_output,
     pick_device,
-    results_folder,
     warn_if_calibrated_on,
 )
+from longrnn.cli.results_folders import results_folder
 from longrnn.console import print_table
 from longrnn.errors import UserError
 from longrnn.units import parse_length
@@ -72,13 +72,16 @@ def states(
 ) -> None:
     """Find the heads that collapse beyond the training length or keep the first tokens.
 
-    Writes states.jsonl, diagnosis.yaml (which lists the collapsing heads, so that a mitigation can
-    be limited to them), pictures and report.html.
+    Also finds outlier channels of heads, and measures which heads and channels the output of each
+    layer consists of, inside and beyond the training length. Writes states.jsonl (by position),
+    channels.jsonl (by channel), diagnosis.yaml (which lists the collapsing heads, so that a
+    mitigation can be limited to them), pictures and report.html.
 
     Example: longrnn diagnose states passkey-tiny-short --text book.txt --length 64k
     """
     from longrnn.diagnostics import states as measure
-    from longrnn.diagnostics.states_report import summary, write_report
+    from longrnn.diagnostics.states_report import write_report
+    from longrnn.diagnostics.states_summary import summary
     from longrnn.evaluation.texts import read_documents
     from longrnn.hf.loading import load_recurrent
     from longrnn.hf.specs import mitigated, split_spec
@@ -111,7 +114,8 @@ def states(
     report, *pictures = write_report(diagnosis, folder)
     print_states(diagnosis)
     typer.echo(f"{summary(diagnosis)}\n{diagnosis.about['criterion']}")
-    written = [folder / "states.jsonl", folder / "diagnosis.yaml", *pictures, report]
+    files = [folder / name for name in ("states.jsonl", "channels.jsonl", "diagnosis.yaml")]
+    written = [*files, *pictures, report]
     typer.echo("\n".join(map(str, written)))
 
 

@@ -18,10 +18,10 @@ from longrnn.cli.options import (
     TrainLength,
     lock_output,
     pick_device,
-    results_folder,
     warn_if_calibrated_on,
 )
 from longrnn.cli.perplexity import PerplexityOptions, measure_all, measure_one
+from longrnn.cli.results_folders import results_folder
 from longrnn.cli.sequences import evaluate_sequences
 from longrnn.errors import UserError
 from longrnn.units import parse_length, parse_lengths
@@ -117,10 +117,9 @@ def passkey(
         tokenizers = [one.tokenizer for one in models]
         inserted = insertion_points(step, max(prompt_lengths), tokenizers)
     chunk = None if chunk_select is None else parse_length(chunk_select)
-    options = [mitigation, None if chunk is None else f"chunk_select={chunk}"]
-    suffix = "+".join(part for part in options if part is not None) or None
+    options = {} if chunk is None else {"chunk_select": str(chunk)}
     evaluation = "passkey-absolute" if inserted else "passkey"
-    folder = lock_output(output or results_folder(evaluation, checkpoints, suffix))
+    folder = lock_output(output or results_folder(evaluation, checkpoints, mitigation, options))
     grid = Grid(prompt_lengths, n, key_depths, inserted, seed, filler, n_keys)
     tasks = measure.tasks_of(models, grid)
     measure.refuse_out_of_reach(models, grid, tasks=tasks, chunk=chunk)

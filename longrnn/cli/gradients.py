@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from longrnn.cli.options import Quiet, lock_output, results_folder
+from longrnn.cli.options import Quiet, lock_output
+from longrnn.cli.results_folders import results_folder
 from longrnn.config import read_recorded
 from longrnn.console import print_table
 from longrnn.errors import UserError
@@ -114,8 +115,8 @@ def gradients(
         seed=seed,
     )
     subjects = _subjects(opened, max_grad_norm, max_grad_value)
-    suffix = None if init is None else f"init={init}"
-    folder = lock_output(output or results_folder("gradients", list(sources), suffix))
+    options = {} if init is None else {"init": init}
+    folder = lock_output(output or results_folder("gradients", list(sources), options=options))
     record = diagnose(subjects, built, settings, output=folder, described=str(spec), quiet=quiet)
     report, *pictures = write_report(record, folder)
     print_gradients(record)

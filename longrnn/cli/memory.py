@@ -16,9 +16,9 @@ from longrnn.cli.options import (
     Texts,
     lock_output,
     pick_device,
-    results_folder,
     warn_if_calibrated_on,
 )
+from longrnn.cli.results_folders import results_folder
 from longrnn.console import print_table
 from longrnn.units import format_length, parse_lengths
 

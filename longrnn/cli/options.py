@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-
-from longrnn.files import file_name, plain_name
 
 if TYPE_CHECKING:
     from longrnn.evaluation.texts import Document
@@ -99,21 +97,3 @@ def lock_output(folder: Path) -> Path:
 
     Lock.of_folder(folder, instead="choose another --output").hold_until_exit()
     return folder
-
-
-def results_folder(evaluation: str, checkpoints: Sequence[str], spec: str | None = None) -> Path:
-    """Returns the default folder for results, one for each set of checkpoints.
-
-    Args:
-        evaluation: name of the folder above it.
-        checkpoints: names, or `CHECKPOINT+MITIGATION`.
-        spec: further options that distinguish these results from others.
-    """
-    from longrnn.hf.specs import split_spec
-
-    parts: list[str | None] = []
-    for checkpoint in checkpoints:
-        path, own = split_spec(checkpoint)
-        parts += [Path(path).resolve().name, own and plain_name(own)]
-    parts.append(spec and plain_name(spec))
-    return Path("results") / evaluation / file_name("+".join(part for part in parts if part))

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
-from longrnn.cli.options import results_folder, warn_if_calibrated_on
+from longrnn.cli.options import warn_if_calibrated_on
+from longrnn.cli.results_folders import models_name
 from longrnn.errors import UserError
+from longrnn.files import file_name, plain_name
 from longrnn.units import format_length
 
 if TYPE_CHECKING:
     from longrnn.evaluation.paired import Difference
     from longrnn.evaluation.texts import Document
     from longrnn.hf.opened import OpenCheckpoint
-    from longrnn.results import Row
 
 
 class PerplexityOptions(NamedTuple):
@@ -35,8 +36,9 @@ def measure_one(
     variant: str, mitigation: str | None, device: str, options: PerplexityOptions, folder: Path
 ) -> list[Path]:
     """Evaluates one model, prints the result and returns the files that were written."""
+    from longrnn.diagnostics.plots import loss_by_position
     from longrnn.evaluation.perplexity import evaluate
-    from longrnn.evaluation.tables import print_perplexity
+    from longrnn.evaluation.tables import print_forgetting, print_perplexity
     from longrnn.hf.training_length import training_length
     from longrnn.inference.length_limit import refuse_long
 
@@ -55,7 +57,9 @@ def measure_one(
     print_perplexity(rows, options.by_position)
     written = [folder / "results.jsonl"]
     if options.by_position:
-        written.append(_by_position(model, rows, trained, options, folder, "loss_by_position"))
+        print_forgetting(rows, trained, model.model.vocab_size)
+        written.append(_picture(options, folder))
+        loss_by_position(rows, written[-1], trained)
     return written
 
 
@@ -67,9 +71,10 @@ def measure_all(
     folder: Path,
 ) -> list[Path]:
     """Evaluates models on the same bytes, and compares each with the first one."""
+    from longrnn.diagnostics.loss_curves import losses_by_position
     from longrnn.evaluation import paired
     from longrnn.evaluation.perplexity import evaluate_windows
-    from longrnn.evaluation.tables import print_paired
+    from longrnn.evaluation.tables import print_forgetting, print_paired
     from longrnn.evaluation.windows import read_alike, shared_windows
     from longrnn.hf.training_length import training_length
     from longrnn.inference.length_limit import refuse_long
@@ -101,10 +106,11 @@ def measure_all(
     print_paired(names, measured, differences, positions)
     written = [*files, _write(folder, models, options.length, differences, positions)]
     if options.by_position:
-        for model, rows, length, file in zip(models, measured, trained, files, strict=True):
+        for model, rows, length in zip(models, measured, trained, strict=True):
             typer.echo(model.name)
-            prefix = f"{file.stem}_loss_by_position"
-            written.append(_by_position(model, rows, length, options, folder, prefix))
+            print_forgetting(rows, length, model.model.vocab_size)
+        written.append(_picture(options, folder))
+        losses_by_position(dict(zip(names, measured, strict=True)), written[-1], trained)
     return written
 
 
@@ -121,31 +127,38 @@ def _open(
     return model, documents
 
 
-def _by_position(
-    model: OpenCheckpoint,
-    rows: list[Row],
-    trained: int | None,
-    options: PerplexityOptions,
-    folder: Path,
-    prefix: str,
-) -> Path:
-    """Prints whether one model forgets robustly, and plots its loss by position."""
-    from longrnn.diagnostics.plots import loss_by_position
-    from longrnn.evaluation.tables import print_forgetting
-
-    print_forgetting(rows, trained, model.model.vocab_size)
-    picture = folder / f"{prefix}_{format_length(options.length)}.png"
-    loss_by_position(rows, picture, trained)
-    return picture
+def _picture(options: PerplexityOptions, folder: Path) -> Path:
+    return folder / f"loss_by_position_{format_length(options.length)}.png"
 
 
 def _files(models: Sequence[OpenCheckpoint], folder: Path) -> list[Path]:
-    """One results file for each model; no two have the same name."""
-    names = [results_folder("perplexity", [model.name]).name for model in models]
+    """One results file for each model; no two have the same name.
+
+    A file that an earlier version of this program began, under a longer name, is continued.
+    """
+    names = _told_apart([models_name([model.name]) for model in models])
+    earlier = _told_apart([_earlier_name(model.name) for model in models])
+    files = []
+    for old, new in zip(earlier, names, strict=True):
+        begun = folder / f"{old}.jsonl"
+        files.append(begun if begun.is_file() else folder / f"{new}.jsonl")
+    return files
+
+
+def _told_apart(names: Sequence[str]) -> list[str]:
+    """The names, with a number after those that occur several times."""
     return [
-        folder / f"{name if names.count(name) == 1 else f'{name}-{number}'}.jsonl"
+        name if names.count(name) == 1 else f"{name}-{number}"
         for number, name in enumerate(names, 1)
     ]
+
+
+def _earlier_name(model: str) -> str:
+    """The name of a model's file in earlier versions."""
+    from longrnn.hf.specs import split_spec
+
+    path, own = split_spec(model)
+    return file_name("+".join(filter(None, (Path(path).resolve().name, own and plain_name(own)))))
 
 
 def _write(

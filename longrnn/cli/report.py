@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from longrnn.cli.options import lock_output, results_folder
+from longrnn.cli.options import lock_output
+from longrnn.cli.results_folders import results_folder
 
 
 def report(

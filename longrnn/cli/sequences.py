@@ -6,7 +6,8 @@ from pathlib import Path
 
 import typer
 
-from longrnn.cli.options import lock_output, pick_device, results_folder
+from longrnn.cli.options import lock_output, pick_device
+from longrnn.cli.results_folders import results_folder
 from longrnn.config import read_recorded
 from longrnn.errors import UserError, nearest
 

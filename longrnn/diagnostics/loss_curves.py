@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
+from itertools import cycle, product
 from pathlib import Path
 
 from longrnn.diagnostics.plots import lengths_axis, new_figure, png
@@ -10,35 +12,51 @@ from longrnn.evaluation import perplexity
 from longrnn.files import write_atomic
 from longrnn.results import Row
 
+# Ten colours, then the same with other dashes, so that twenty and more lines differ.
+COLOURS = [f"C{k}" for k in range(10)]
+DASHES = ("-", "--", ":", "-.")
+# Characters of one line of the legend.
+LEGEND_WIDTH = 80
+
 
 def losses_by_position(
-    rows: Mapping[str, Sequence[Row]], path: Path, train_length: int | None = None
+    rows: Mapping[str, Sequence[Row]],
+    path: Path,
+    train_length: int | Sequence[int | None] | None = None,
 ) -> None:
     """Draws the mean loss of each bucket of positions, with its interval, one line per model.
+
+    The legend stands below the picture, because names of models under mitigations are long.
 
     Args:
         rows: of `evaluation.perplexity.evaluate`, by the name of the model, all of one length.
         path: the PNG to write.
-        train_length: tokens; where given, it is marked.
+        train_length: in tokens, of all models or of each; where given, it is marked.
     """
-    figure = new_figure(7.5, 4.2)
+    labels = {name: textwrap.fill(name, LEGEND_WIDTH, subsequent_indent="  ") for name in rows}
+    given = train_length if isinstance(train_length, Sequence) else [train_length]
+    marks = sorted({one for one in given if one is not None})
+    lines = len(marks) + sum(label.count("\n") + 1 for label in labels.values())
+    figure = new_figure(7.5, 4.2 + 0.17 * lines)
     panel = figure.subplots()
-    if train_length is not None:
-        panel.axvline(train_length, color="gray", linestyle=":", linewidth=1.2, label="trained on")
+    for mark in marks:
+        label = f"training length of {mark:,}"
+        panel.axvline(mark, color="gray", linestyle=":", linewidth=1.2, label=label)
     length = 1
-    for name, one in rows.items():
+    styles = cycle(product(DASHES, COLOURS))
+    for number, ((name, one), (dash, colour)) in enumerate(zip(rows.items(), styles, strict=False)):
         length = one[0]["length"]
         _, buckets = perplexity.summarise(one)
         centers = [(bucket.start + 1 + bucket.stop) / 2 for bucket in buckets]
-        line = panel.plot(
-            centers, [b.nats.mean for b in buckets], marker="o", markersize=3, label=name
-        )
+        means = [bucket.nats.mean for bucket in buckets]
+        # The first lines are the widest, so that one under another is still seen.
+        wide = 1.2 + 2.4 * (len(rows) - 1 - number) / max(1, len(rows) - 1)
+        style = {"color": colour, "linestyle": dash, "marker": "o", "markersize": 2 + wide}
+        panel.plot(centers, means, **style, linewidth=wide, label=labels[name])
         if len(one) > 1:
             low, high = [b.nats.low for b in buckets], [b.nats.high for b in buckets]
-            panel.fill_between(
-                centers, low, high, color=line[0].get_color(), alpha=0.15, linewidth=0
-            )
+            panel.fill_between(centers, low, high, color=colour, alpha=0.15, linewidth=0)
     lengths_axis(panel, length)
     panel.set(xlabel="tokens read", ylabel="nats per token", ylim=(0, None))
-    panel.legend(fontsize=8)
+    figure.legend(loc="outside lower left", fontsize=8, frameon=False)
     write_atomic(path, png(figure))

@@ -1,9 +1,8 @@
 """Measures statistics of the states of a model while it processes prompts.
 
 Notable choices:
-- Decays are observed by an edit, as mitigations are, after the edit of the mitigation if there is
-  one. Their logarithms are summed in float64, because a float32 sum over a million tokens has lost
-  its digits.
+- Nothing is kept per token: sums over tokens (`observers`) and the states at the positions of
+  measurements are enough.
 - Prompts are rows of one batch, processed in pieces that end at the positions of measurements.
 """
 
@@ -11,18 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from longrnn.diagnostics.observers import DecayRecorder, Decays, MeanLoss, OutputMeans
 from longrnn.errors import UserError
 from longrnn.mitigations import Mitigated
-from longrnn.mixers import Composed, Edit, Mixer, ScanningMixer, StepwiseMixer, Update
+from longrnn.mixers import Composed, Edit, Mixer, ScanningMixer, StepwiseMixer
 from longrnn.models import RecurrentLM
-from longrnn.ops.ssd import ScanInputs
 from longrnn.progress import Progress
-from longrnn.state import LMState, PyTree
+from longrnn.state import LMState
 
 
 class HeadStatistics(NamedTuple):
@@ -53,55 +52,40 @@ class HeadStatistics(NamedTuple):
     output_norm: Tensor
 
 
-class Decays(NamedTuple):
-    """The carry of `DecayRecorder`: sums of log decays, `(b, h, 1)` by head or `(b, 1, d)` by unit.
+class ChannelStatistics(NamedTuple):
+    """Statistics of one layer by channel at one position, each `(b, h, p)` float64 on the CPU.
+
+    A channel of a head is one of the p rows of its p × n state in Mamba-2, and one unit in RNN, GRU
+    and LSTM.
 
     Attributes:
-        total: since the start.
-        recent: since it was last set to 0.
+        rms: root mean square of the channel's n entries of the state.
+        largest: largest absolute value of these entries.
+        energy: mean square of the mixer's output in this channel, over the tokens since the last
+            measurement; behind the gated norm in Mamba-2, h in RNN, GRU and LSTM.
     """
 
-    total: Tensor
-    recent: Tensor
-
-    def add(self, log_decay: Tensor) -> Decays:
-        """Return the sums with further tokens."""
-        return Decays(self.total + log_decay, self.recent + log_decay)
+    rms: Tensor
+    largest: Tensor
+    energy: Tensor
 
 
-class DecayRecorder(Edit):
-    """Sums the log decays of one layer without changing it."""
+class Measurement(NamedTuple):
+    """The statistics at one position.
 
-    def init_carry(self, mixer: Mixer, batch_size: int) -> Decays:
-        device = next(mixer.parameters()).device
-        zero = torch.zeros(batch_size, 1, 1, dtype=torch.float64, device=device)
-        return Decays(zero, zero)
+    Attributes:
+        position: number of tokens read.
+        heads: by head, one entry per layer.
+        channels: by channel, one entry per layer.
+        loss: `(b,)` float64 on the CPU, mean loss in nats of the predictions after the tokens since
+            the last measurement. The last token of a prompt predicts nothing; NaN where no
+            prediction is left.
+    """
 
-    def edit_inputs(self, inputs: ScanInputs, carry: Decays) -> tuple[ScanInputs, Decays]:
-        return inputs, carry.add(inputs.log_decay.double().sum(1)[..., None])
-
-    def edit_update(self, update: Update, carry: Decays) -> tuple[Update, Decays]:
-        if update.keep is None:
-            return update, carry
-        return update, carry.add(update.keep.double().log()[:, None])
-
-
-class OutputNorm:
-    """A forward hook that averages the norm of a mixer's output over tokens."""
-
-    def __init__(self) -> None:
-        self.sum: Tensor | float = 0.0
-        self.count = 0
-
-    def __call__(self, module: torch.nn.Module, args: Any, output: tuple[Tensor, PyTree]) -> None:
-        norms = output[0].double().norm(dim=-1)
-        self.sum, self.count = self.sum + norms.sum(1), self.count + norms.shape[1]
-
-    def take(self) -> Tensor:
-        """Return the mean since the last call, `(b,)`, and reset it."""
-        mean = torch.as_tensor(self.sum / self.count).cpu()
-        self.sum, self.count = 0.0, 0
-        return mean
+    position: int
+    heads: list[HeadStatistics]
+    channels: list[ChannelStatistics]
+    loss: Tensor
 
 
 @torch.no_grad()
@@ -112,8 +96,8 @@ def read(
     *,
     first: int,
     progress: Progress | None = None,
-) -> Iterator[tuple[int, list[HeadStatistics]]]:
-    """Process prompts and yield the number of tokens read and the statistics of each layer.
+) -> Iterator[Measurement]:
+    """Process prompts and yield the statistics at each of the given positions.
 
     Args:
         model: with or without a mitigation.
@@ -129,6 +113,7 @@ def read(
     plain, edits, watching = _watched(model)
     state, contributions = plain.init_state(len(tokens), edits), None
     device = state.position.device
+    loss = MeanLoss(len(tokens))
     wanted = set(stops)
     position = 0
     with _hooks(model.mixers) as outputs:
@@ -136,7 +121,9 @@ def read(
             if cut > max(stops):
                 break
             piece = tokens[:, position:cut].to(device)
-            state = plain(piece, state, keep=0, edits=edits).state
+            hidden, state = plain.hidden(piece, state, edits=edits)
+            targets = tokens[:, position + 1 : cut + 1].to(device)
+            loss.add(hidden, plain.head.weight, targets)
             position = cut
             if progress is not None:
                 progress.advance(piece.numel(), piece.numel())
@@ -144,18 +131,15 @@ def read(
                 contributions = _memories(model.mixers, state)
                 state = _forget_recent(state) if watching else state
             if cut in wanted:
-                yield (
-                    cut,
-                    [
-                        _reading(
-                            memory.double(),
-                            state.extra[layer][-1] if watching else None,
-                            None if contributions is None else contributions[layer].double(),
-                            outputs[layer].take(),
-                        )
-                        for layer, memory in enumerate(_memories(model.mixers, state))
-                    ],
-                )
+                memories = _memories(model.mixers, state)
+                heads, channels = [], []
+                for layer, (memory, output) in enumerate(zip(memories, outputs, strict=True)):
+                    norm, energy = output.take()
+                    decays = state.extra[layer][-1] if watching else None
+                    first_tokens = None if contributions is None else contributions[layer]
+                    heads.append(_by_head(memory, decays, first_tokens, norm))
+                    channels.append(_by_channel(memory, energy))
+                yield Measurement(cut, heads, channels, loss.take())
 
 
 def check(model: object) -> None:
@@ -173,19 +157,32 @@ def state_size(model: RecurrentLM | Mitigated) -> int:
     return sum(memory.numel() for memory in _memories(model.mixers, model.init_state(1)))
 
 
-def _reading(
+def _by_head(
     memory: Tensor, decays: Decays | None, contribution: Tensor | None, output_norm: Tensor
 ) -> HeadStatistics:
-    """Return the statistics of one layer; `memory` and `contribution` are `(b, h, entries)`."""
-    norm = memory.norm(dim=-1)
+    """Return the statistics of one layer; `memory` and `contribution` are `(b, h, p, n)`."""
+    entries = memory.double().flatten(2)
+    norm = entries.norm(dim=-1)
     retention = first_share = None
     if decays is not None:
         retention = decays.total.exp().mean(-1).cpu()
-        left = memory if contribution is None else contribution * decays.recent.exp()
+        left = entries
+        if contribution is not None:
+            left = contribution.double().flatten(2) * decays.recent.exp()
         first_share = (left.norm(dim=-1) / norm).cpu()
-    variance = memory.var(dim=-1, correction=0)
+    variance = entries.var(dim=-1, correction=0)
     return HeadStatistics(
-        memory.mean(-1).cpu(), variance.cpu(), norm.cpu(), retention, first_share, output_norm
+        entries.mean(-1).cpu(), variance.cpu(), norm.cpu(), retention, first_share, output_norm
+    )
+
+
+def _by_channel(memory: Tensor, energy: Tensor) -> ChannelStatistics:
+    """Return the statistics of one layer: `memory` is `(b, h, p, n)`, `energy` is `(b, h · p)`."""
+    wide = memory.double()
+    return ChannelStatistics(
+        wide.square().mean(-1).sqrt().cpu(),
+        wide.abs().amax(-1).cpu(),
+        energy.unflatten(-1, wide.shape[1:3]),
     )
 
 
@@ -219,21 +216,23 @@ def _forget_recent(state: LMState) -> LMState:
 
 
 def _memories(mixers: Sequence[Mixer], state: LMState) -> list[Tensor]:
-    """Return the recurrent state of every layer, `(b, h, entries)`."""
+    """Return the recurrent state of every layer, `(b, h, p, n)`; n is 1 in a stepwise cell."""
     found = []
     for mixer, layer in zip(mixers, state.layers, strict=True):
         assert isinstance(mixer, ScanningMixer | StepwiseMixer)
-        found.append(mixer.memory(layer).reshape(len(state.position), mixer.n_heads, -1))
+        memory = mixer.memory(layer)
+        found.append(memory if memory.dim() == 4 else memory[:, None, :, None])
     return found
 
 
 @contextmanager
-def _hooks(mixers: Sequence[Mixer]) -> Iterator[list[OutputNorm]]:
-    outputs = [OutputNorm() for _ in mixers]
-    handles = [
-        mixer.register_forward_hook(output) for mixer, output in zip(mixers, outputs, strict=True)
-    ]
+def _hooks(mixers: Sequence[Mixer]) -> Iterator[list[OutputMeans]]:
+    outputs = [OutputMeans() for _ in mixers]
+    handles = []
     try:
+        for mixer, output in zip(mixers, outputs, strict=True):
+            handles.append(mixer.register_forward_hook(output.see_output))
+            handles.append(mixer.watch_channels(output.see_channels))
         yield outputs
     finally:
         for handle in handles:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import yaml
 from torch import Tensor
 
+from longrnn.diagnostics.channels import OUTLIER_CRITERION, ChannelDetector, Channels
 from longrnn.diagnostics.collapse import CRITERION, GLOBAL, CollapseDetector, Finding
-from longrnn.diagnostics.record import HeadStatistics, check, read
+from longrnn.diagnostics.record import Measurement, check, read
+from longrnn.diagnostics.states_files import channel_rows, rows, tables, yaml_of
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document
 from longrnn.files import replacing, write_atomic
@@ -45,8 +45,9 @@ class Curves(NamedTuple):
 
     Attributes:
         positions: numbers of tokens read.
-        values: by field of `HeadStatistics`, `(positions, layers, prompts, heads)`, `output_norm`
-            without heads; statistics that are not defined are left out.
+        values: by name (see `states_files.tables`), `(positions, layers, prompts, heads)`;
+            `output_norm` has no heads, `loss` is `(positions, prompts)`; statistics that are not
+            defined are left out.
         low: widened lower ends of the ranges, `(layers, statistics, prompts, heads)`.
         high: widened upper ends.
     """
@@ -64,6 +65,7 @@ class Diagnosis(NamedTuple):
     prompts: list[Prompt]
     findings: list[Finding]
     curves: Curves
+    channels: Channels
 
     def collapsing(self) -> list[list[int]]:
         """Return `[layer, head]` of the heads that collapse on any prompt."""
@@ -95,7 +97,8 @@ def diagnose(
         model: with or without a mitigation.
         prompts: all of one length.
         train_length: training length in tokens.
-        output: a folder; `states.jsonl` (one row per layer, head, prompt and position) and
+        output: a folder; `states.jsonl` (one row per layer, head, prompt and position),
+            `channels.jsonl` (one row per layer, head and prompt, with lists by channel) and
             `diagnosis.yaml` are written there, each when it is complete.
         checkpoint: name of the checkpoint, for the record.
         every: tokens between measurements; there are at least INSIDE inside the training length.
@@ -131,16 +134,18 @@ def diagnose(
     refuse_nonfinite(model(inside, keep=1).logits, model, inside)
     names, heads = [prompt.name for prompt in named], model.mixers[0].n_heads
     detector = CollapseDetector(train_length, layers=len(model.mixers), prompts=names, heads=heads)
-    points: list[tuple[int, list[HeadStatistics]]] = []
+    channels = ChannelDetector(train_length)
+    points: list[Measurement] = []
     with (
         Progress("states", tokens.numel(), unit="tokens", quiet=quiet) as progress,
         replacing(output / "states.jsonl") as file,
     ):
-        for position, readings in read(model, tokens, stops, first=first, progress=progress):
-            detector.see(position, readings)
-            if position in drawn:
-                points.append((position, readings))
-            for row in _rows(position, readings, names):
+        for measured in read(model, tokens, stops, first=first, progress=progress):
+            detector.see(measured.position, measured.heads)
+            channels.see(measured.position, measured.channels)
+            if measured.position in drawn:
+                points.append(measured)
+            for row in rows(measured, names):
                 file.write((json.dumps(row) + "\n").encode())
     about: dict[str, Any] = {
         "format": FORMAT,
@@ -152,10 +157,14 @@ def diagnose(
         "every": every,
         "first": first,
         "criterion": CRITERION,
+        "outlier_criterion": OUTLIER_CRITERION,
         "prompts": [{"name": p.name, "sha256": p.sha256, "tokens": length} for p in named],
     }
-    found = Diagnosis(about, named, detector.findings(), _curves(points, detector))
-    write_atomic(output / "diagnosis.yaml", _yaml(found))
+    curves = _curves(points, detector)
+    found = Diagnosis(about, named, detector.findings(), curves, channels.result())
+    lines = (json.dumps(row) + "\n" for row in channel_rows(found.channels, names))
+    write_atomic(output / "channels.jsonl", "".join(lines))
+    write_atomic(output / "diagnosis.yaml", yaml_of(found))
     return found
 
 
@@ -213,72 +222,15 @@ def _thinned(stops: Sequence[int]) -> list[int]:
     return kept
 
 
-def _curves(
-    points: Sequence[tuple[int, Sequence[HeadStatistics]]], detector: CollapseDetector
-) -> Curves:
-    defined = [
-        name for name in HeadStatistics._fields if getattr(points[0][1][0], name) is not None
-    ]
+def _curves(points: Sequence[Measurement], detector: CollapseDetector) -> Curves:
+    layers = [[tables(h, c) for h, c in zip(p.heads, p.channels, strict=True)] for p in points]
     values = {
-        name: torch.stack([torch.stack([getattr(r, name) for r in layers]) for _, layers in points])
-        for name in defined
+        name: torch.stack([torch.stack([layer[name] for layer in one]) for one in layers])
+        for name in layers[0][0]
     }
+    values["loss"] = torch.stack([point.loss for point in points])
     low, high = detector.bounds()
-    return Curves([position for position, _ in points], values, low, high)
-
-
-def _rows(
-    position: int, readings: Sequence[HeadStatistics], prompts: Sequence[str]
-) -> Iterator[dict[str, Any]]:
-    """A row a layer, head and prompt; what is no number, or not defined, is null."""
-    for layer, reading in enumerate(readings):
-        tables = {
-            name: None if table is None else table.tolist()
-            for name, table in zip(HeadStatistics._fields, reading, strict=True)
-        }
-        output_norms = tables.pop("output_norm")
-        for row, prompt in enumerate(prompts):
-            for head in range(reading.mean.shape[1]):
-                numbers = {
-                    name: None if table is None else _finite(table[row][head])
-                    for name, table in tables.items()
-                }
-                yield {
-                    "layer": layer,
-                    "head": head,
-                    "prompt": prompt,
-                    "position": position,
-                    **numbers,
-                    "output_norm": None if output_norms is None else _finite(output_norms[row]),
-                }
-
-
-def _yaml(found: Diagnosis) -> str:
-    evidence = [
-        {
-            "layer": finding.layer,
-            "head": finding.head,
-            "prompt": finding.prompt,
-            "left": list(finding.left),
-            "onset": finding.onset,
-            "growth": _finite(finding.growth),
-        }
-        for finding in found.findings
-        if finding.left
-    ]
-    content = {
-        **found.about,
-        "collapsing": found.collapsing(),
-        "global": found.global_heads(),
-        "evidence": evidence,
-    }
-    return yaml.safe_dump(
-        content, sort_keys=False, default_flow_style=None, width=100, allow_unicode=True
-    )
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
+    return Curves([point.position for point in points], values, low, high)
 
 
 def _pairs(findings: Iterable[Finding]) -> list[list[int]]:

@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from longrnn.diagnostics.collapse import GLOBAL, MARGIN, STATISTICS
-from longrnn.diagnostics.pages import Picture, write_page
-from longrnn.diagnostics.plots import lengths_axis, new_figure, png
+from longrnn.diagnostics.channels import holding
+from longrnn.diagnostics.pages import write_page
 from longrnn.diagnostics.states import Diagnosis
+from longrnn.diagnostics.states_overview import overview
+from longrnn.diagnostics.states_pictures import by_position
+from longrnn.diagnostics.states_summary import summary, worst_heads
 from longrnn.units import format_length
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.typing import ColorType
-
-# Maximum number of layers in a legend and of heads in a sentence.
-NAMED = 8
-
-
-CAPTIONS = {
-    "norm": "Norm of the state over its largest value inside the training length. Above the dashed "
-    "line a head is outside its range; heads that collapse are red.",
-    "deviation": "Standard deviation of the state's entries over its largest value inside.",
-    "mean": "Mean of the state's entries over the largest root mean square inside. Bounds differ "
-    "from head to head and are not drawn.",
-    "retention": "Share of the initial state that is retained: exp(Σ log decay). Above the dashed "
-    "line at the training length a head is global.",
-    "first_share": "Norm of the remaining contribution of the first tokens over that of the state.",
-    "output_norm": "Norm of the mixer's output, by layer: mean over the tokens since the last "
-    "measurement.",
-}
+# Maximum number of heads in the table of channels.
+TABLE_HEADS = 16
 
 
 def write_report(diagnosis: Diagnosis, folder: Path) -> list[Path]:
@@ -47,11 +27,13 @@ def write_report(diagnosis: Diagnosis, folder: Path) -> list[Path]:
     Returns:
         The files, the report first.
     """
-    pictures = [_picture(diagnosis, name) for name in CAPTIONS if _is_defined(diagnosis, name)]
+    pictures = [overview(diagnosis), *by_position(diagnosis)]
     values = {
         "about": diagnosis.about,
         "summary": summary(diagnosis),
         "findings": diagnosis.findings,
+        "channels": channel_table(diagnosis),
+        "outputs": output_table(diagnosis),
         "collapsing": diagnosis.collapsing(),
         "globals": diagnosis.global_heads(),
         "prompts": diagnosis.prompts,
@@ -67,117 +49,42 @@ UNDEFINED = (
 )
 
 
-def summary(diagnosis: Diagnosis) -> str:
-    """Describe the findings in two sentences."""
-    collapsing, globals_ = diagnosis.collapsing(), diagnosis.global_heads()
-    total = len({(finding.layer, finding.head) for finding in diagnosis.findings})
-    trained = format_length(diagnosis.about["train_length"])
-    onsets = [finding.onset for finding in diagnosis.findings if finding.onset is not None]
-    if collapsing:
-        first = (
-            f"{_count(collapsing, total)} beyond the training length of {trained} tokens, the "
-            f"first from position {min(onsets):,} on: {_list(collapsing)}."
-        )
-    else:
-        length = format_length(diagnosis.about["length"])
-        first = (
-            f"None of {total} heads collapses between the training length of {trained} and "
-            f"{length} tokens."
-        )
-    if not diagnosis.retention_is_defined():
-        second = "Which heads are global is not known, because retention is not defined here."
-    elif globals_:
-        verb = "is" if len(globals_) == 1 else "are"
-        second = (
-            f"{len(globals_)} {verb} global (keeping more than {GLOBAL:.0%} of a state over the "
-            f"training length): {_list(globals_)}."
-        )
-    else:
-        second = f"None keeps more than {GLOBAL:.0%} of a state over the training length."
-    return f"{first} {second}"
+def channel_table(diagnosis: Diagnosis) -> list[dict[str, Any]]:
+    """Return one row per prompt for the heads that grow most: channels of the state and output."""
+    channels = diagnosis.channels
+    trained, end = channels.holding_trained(), channels.holding_end()
+    inside, beyond = channels.shares_inside().sum(-1), channels.shares_beyond().sum(-1)
+    return [
+        {
+            "layer": layer,
+            "head": head,
+            "prompt": prompt.name,
+            "outliers": channels.outlier[layer, row, head].nonzero()[:, 0].tolist(),
+            "largest": channels.largest_end[layer, row, head].max().item(),
+            "trained": trained[layer, row, head].item(),
+            "end": end[layer, row, head].item(),
+            "channels": channels.outlier.shape[-1],
+            "output_inside": inside[layer, row, head].item(),
+            "output_beyond": beyond[layer, row, head].item(),
+        }
+        for layer, head in worst_heads(diagnosis)[:TABLE_HEADS]
+        for row, prompt in enumerate(diagnosis.prompts)
+    ]
 
 
-def _count(heads: Sequence[Sequence[int]], total: int) -> str:
-    verb = "collapses" if len(heads) == 1 else "collapse"
-    return f"{len(heads)} of {total} heads {verb}"
-
-
-def _list(heads: Sequence[Sequence[int]]) -> str:
-    named = ", ".join(f"layer {layer} head {head}" for layer, head in heads[:NAMED])
-    more = len(heads) - NAMED
-    return f"{named} and {more} more" if more > 0 else named
-
-
-def _is_defined(diagnosis: Diagnosis, name: str) -> bool:
-    return diagnosis.retention_is_defined() or name not in ("retention", "first_share")
-
-
-def _picture(diagnosis: Diagnosis, name: str) -> Picture:
-    """Plot a statistic, one panel per prompt and one line per head, coloured by layer."""
-    from matplotlib import colormaps
-
-    curves = diagnosis.curves
-    lines = _lines(diagnosis, name)  # positions, layers, prompts, heads
-    n_layers, n_prompts = lines.shape[1:3]
-    palette = colormaps["viridis"]
-    colours = [palette(0.9 * layer / max(1, n_layers - 1)) for layer in range(n_layers)]
-    named = {round(i * (n_layers - 1) / max(1, NAMED - 1)) for i in range(NAMED)}
-    collapsing = {
-        (f.layer, f.head, f.prompt) for f in diagnosis.findings if f.left and name in _PER_HEAD
-    }
-    figure = new_figure(4.6 * n_prompts + 0.6, 3.6)
-    panels = figure.subplots(1, n_prompts, squeeze=False, sharey=True)[0]
-    for row, (panel, prompt) in enumerate(zip(panels, diagnosis.prompts, strict=True)):
-        for layer in range(n_layers):
-            for head in range(lines.shape[3]):
-                ill = (layer, head, prompt.name) in collapsing
-                style = {"color": "tab:red" if ill else colours[layer], "lw": 1.8 if ill else 1.0}
-                line = lines[:, layer, row, head].tolist()
-                label = f"layer {layer}" if head == 0 and layer in named else None
-                panel.plot(curves.positions, line, alpha=0.9, **style, label=label)
-                if ill:
-                    panel.annotate(f"L{layer}H{head}", (curves.positions[-1], line[-1]), fontsize=7)
-        panel.axvline(diagnosis.about["train_length"], color="gray", linestyle=":", linewidth=1.2)
-        lengths_axis(panel, diagnosis.about["length"], least=curves.positions[0])
-        panel.set(title=prompt.name, xlabel="tokens read")
-        _scale(panel, name)
-    panels[0].set_ylabel(name.replace("_", " "))
-    _legend(panels[0], colours, sorted(named))
-    return Picture(name, CAPTIONS[name], png(figure))
-
-
-_PER_HEAD = (*STATISTICS, "retention", "first_share")
-
-
-def _lines(diagnosis: Diagnosis, name: str) -> Tensor:
-    """Return the values to plot of a statistic, `(positions, layers, prompts, heads)`."""
-    values = diagnosis.curves.values
-    if name == "output_norm":
-        return values[name][..., None]
-    if name not in STATISTICS:
-        return values[name]
-    inside = torch.tensor(diagnosis.curves.positions) <= diagnosis.about["train_length"]
-    sizes = {
-        "norm": values["norm"],
-        "deviation": values["variance"].sqrt(),
-        "mean": (values["variance"] + values["mean"].square()).sqrt(),
-    }
-    drawn = values["mean"] if name == "mean" else sizes[name]
-    return drawn / sizes[name][inside].amax(0)
-
-
-def _scale(panel: Axes, name: str) -> None:
-    if name in ("norm", "deviation", "output_norm"):
-        panel.set_yscale("log")
-    if name in ("norm", "deviation"):
-        panel.axhline(1 + MARGIN, color="tab:red", linestyle="--", linewidth=1)
-    if name == "retention":
-        panel.axhline(GLOBAL, color="gray", linestyle="--", linewidth=1)
-        panel.set_ylim(-0.02, 1.05)
-
-
-def _legend(panel: Axes, colours: Sequence[ColorType], layers: Sequence[int]) -> None:
-    from matplotlib.lines import Line2D
-
-    handles = [Line2D([], [], color=colours[layer], label=f"layer {layer}") for layer in layers]
-    panel.legend(handles=handles, fontsize=7)
+def output_table(diagnosis: Diagnosis) -> list[dict[str, Any]]:
+    """Return one row per layer and prompt: how concentrated the output is, by channel."""
+    channels = diagnosis.channels
+    inside = holding(channels.output_inside.flatten(2))
+    beyond = holding(channels.output_beyond.flatten(2))
+    return [
+        {
+            "layer": layer,
+            "prompt": prompt.name,
+            "inside": inside[layer, row].item(),
+            "beyond": beyond[layer, row].item(),
+            "channels": channels.outlier[0, 0].numel(),
+        }
+        for layer in range(len(inside))
+        for row, prompt in enumerate(diagnosis.prompts)
+    ]

@@ -77,16 +77,16 @@ def print_paired(
     print(f"{len(measured[0])} windows, {n_bytes:,} bytes, the same for all; {basis}")
     if not positions[0]:
         return
-    table = Table()
+    title = f"nats per token, and the difference from {names[0]} [95 %]"
+    table = Table(title=title, title_justify="left")
     table.add_column("positions", justify="right")
-    table.add_column(f"{names[0]}, nats per token")
-    for name in names[1:]:
-        table.add_column(f"{name} − {names[0]} [95 %]")
+    for name in names:
+        table.add_column(name, overflow="fold")
     bounds = edges(measured[0][0]["length"])
     for k, first in enumerate(positions[0]):
-        cells = [_signed(buckets[k]) for buckets in positions]
+        cells = [f"{one[k].second:.3f} ({_signed(one[k])})" for one in positions]
         table.add_row(f"[{bounds[k]:,}, {bounds[k + 1]:,})", f"{first.first:.3f}", *cells)
-    print_table(table, max(width, 44 + (34 + len(names[0])) * len(positions)))
+    print_table(table, 40 + 34 * len(positions))
 
 
 def _signed(difference: Difference) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from longrnn.errors import UserError
 from longrnn.mixers.documents import run_documents
@@ -124,6 +126,16 @@ class Mixer(nn.Module, ABC):
         if rows is None:
             return self.run(x, state, edit, carry)
         return self.run_packed(x, state, edit, carry, rows)
+
+    def watch_channels(self, observe: Callable[[Tensor], None]) -> RemovableHandle:
+        """Calls `observe` with the output by channel in every forward pass, until removed.
+
+        Args:
+            observe: gets `(b, t, channels)`. Each head has equally many channels, which are
+                adjacent. A cell without output projection has one channel per entry of y; a cell
+                with one gives the input of the projection, after any norm.
+        """
+        return self.register_forward_hook(lambda module, args, output: observe(output[0]))
 
     def init_time_scales(self, scales: Tensor) -> bool:
         """Initialises the gate that decides how long a new cell remembers, if it has one.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 from longrnn.errors import UserError
 from longrnn.mixers.base import MIXERS, ScanningMixer
@@ -136,6 +138,9 @@ class Mamba2(ScanningMixer):
         self.norm = nn.RMSNorm(d_inner, eps=norm_eps)
         self.out_proj = nn.Linear(d_inner, d_model, bias=bias)
         initialise(self, init)
+
+    def watch_channels(self, observe: Callable[[Tensor], None]) -> RemovableHandle:
+        return self.out_proj.register_forward_pre_hook(lambda module, args: observe(args[0]))
 
     @torch.no_grad()
     def init_time_scales(self, scales: Tensor) -> bool:

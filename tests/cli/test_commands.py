@@ -115,8 +115,8 @@ def test_eval_passkey_by_default(cli: CLI, models: Path, tmp_path: Path) -> None
     both = cli("eval", "passkey", models / "text", f"{models}/text/", *short)
     assert both.code == 0
     folders = sorted(path.name for path in (tmp_path / "results/passkey").iterdir())
-    assert folders == ["text", "text+text"]
-    _, rows = read_results(tmp_path / "results/passkey/text+text/results.jsonl")
+    assert folders == ["text", "text--plain--plain"]
+    _, rows = read_results(tmp_path / "results/passkey/text--plain--plain/results.jsonl")
     assert len(rows) == 4
     assert {row["depth"] for row in rows} == {0.25, 1.0}
 

@@ -37,7 +37,7 @@ def test_compare(cli: CLI, models: Path, suite: str, tmp_path: Path) -> None:
     assert result.out.count("0.00 [0.00, 0.49]") == 4
     assert result.out.count("+0.00 [−0.49, +0.49]") == 2
     folder = Path(result.out.splitlines()[-1]).parent
-    assert folder == Path("results/compare/text+text+forget_more+mine")
+    assert folder == Path("results/compare/text--plain--forget_more--suite-mine")
     for name in ("report.html", "comparison.jsonl", "mine_passkey.png"):
         assert (tmp_path / folder / name).is_file()
     header, rows = read_results(tmp_path / folder / "mine/passkey/text.jsonl")

@@ -16,7 +16,10 @@ from longrnn.mitigations.spec import write_calibration
 from tests.cli.conftest import CLI, refused
 
 SHORT = ["--length", "600", "--train-length", "64", "--quiet"]
-PICTURES = ["deviation", "first_share", "mean", "norm", "output_norm", "retention"]
+PICTURES = [
+    "channels_90", "deviation", "first_share", "mean", "norm", "output_norm", "overview",
+    "retention",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -36,7 +39,8 @@ def test_diagnose_states(cli: CLI, models: Path, text: list[str], tmp_path: Path
     assert result.code == 0, result.err
     assert result.err == ""
     folder = tmp_path / "results/states/text"
-    files = {"diagnosis.yaml", "report.html", "states.jsonl", *(f"{n}.png" for n in PICTURES)}
+    files = {"channels.jsonl", "diagnosis.yaml", "report.html", "states.jsonl"}
+    files |= {f"{name}.png" for name in PICTURES}
     assert {path.name for path in folder.iterdir()} == files
     written = result.out.splitlines()[-len(files) :]
     assert {Path(line).name for line in written} == files
@@ -92,7 +96,7 @@ def test_a_mitigation(cli: CLI, models: Path, text: list[str], tmp_path: Path) -
     result = cli("diagnose", "states", models / "text", *text, *SHORT, "--mitigation", "c.yaml")
     assert result.code == 0, result.err
     assert "warning: the mitigation was calibrated on a.txt" in result.err
-    folder = tmp_path / "results/states/text+c.yaml"
+    folder = tmp_path / "results/states/text--c.yaml"
     rows = [json.loads(line) for line in (folder / "states.jsonl").read_text().splitlines()]
     assert max(row["norm"] for row in rows) < 0.0101
     content = yaml.safe_load((folder / "diagnosis.yaml").read_text())

@@ -49,7 +49,7 @@ def test_diagnose_memory(cli: CLI, models: Path, text: list[str], tmp_path: Path
     one = cli(*command, "--stretches", "1", "--mitigation", "forget_more")
     assert one.code == 0, one.err
     assert "inf" not in one.out
-    assert (tmp_path / "results/memory/text+forget_more/report.html").is_file()
+    assert (tmp_path / "results/memory/text--forget_more/report.html").is_file()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 from longrnn import Mitigated, load, mitigation
+from longrnn.cli.results_folders import models_name
 from longrnn.evaluation.calibrate import METHODS
 from longrnn.files import sha256
 from longrnn.mitigations.spec import FORMAT
@@ -76,7 +78,7 @@ def test_calibrate(method: str, cli: CLI, texts: None, tmp_path: Path) -> None:
 
 def folder_of(spec: str) -> str:
     """The default results folder of CHECKPOINT under a mitigation."""
-    return f"{CHECKPOINT}+{spec}".replace("/", "_").replace(" ", "_")
+    return models_name([CHECKPOINT], spec)
 
 
 def test_eval_passkey(cli: CLI, calibrated: str, tmp_path: Path) -> None:
@@ -120,8 +122,9 @@ def test_results_folders(cli: CLI, texts: None, tmp_path: Path) -> None:
     assert cli("eval", "passkey", f"{CHECKPOINT}+none", *SMALL).code == 0
     folders = sorted(path.name for path in (tmp_path / "results/passkey").iterdir())
     assert len(folders) == 2
-    assert folders[0] == f"{CHECKPOINT}+none"
-    assert len(folders[1]) < 150
+    assert folders[0] == f"{CHECKPOINT}--none"
+    assert len(folders[1]) < 90
+    assert all(re.fullmatch(r"[a-z0-9._-]+", folder) for folder in folders)
 
 
 def test_a_filler_that_was_calibrated_on(cli: CLI, calibrated: str, tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_a_mitigation(cli: CLI, models: Path, texts: list[str], tmp_path: Path) 
     assert result.code == 0, result.err
     assert result.out != cli(*command).out
     folders = sorted(path.name for path in (tmp_path / "results/perplexity").iterdir())
-    assert folders == ["text", "text+forget_more(decay_scale=0.5,_input_scale=0.5)"]
+    assert folders == ["text", "text--forget_more-0.5-0.5"]
     header, _ = read_results(tmp_path / "results/perplexity" / folders[1] / "results.jsonl")
     assert header["model"] != load(models / "text").fingerprint()
 
@@ -132,13 +132,12 @@ def test_several_models(cli: CLI, models: Path, texts: list[str], tmp_path: Path
     command = ["eval", "perplexity", models / "text", spec, *texts, *LONG]
     result = cli(*command, "--by-position", "--train-length", "64")
     assert result.code == 0, result.err
-    folder = tmp_path / "results/perplexity/text+text+forget_more(decay_scale=0.5,_input_scale=0.5)"
+    folder = tmp_path / "results/perplexity/text--plain--forget_more-0.5-0.5"
     assert sorted(path.name for path in folder.iterdir()) == [
+        "loss_by_position_200.png",
         "paired.jsonl",
-        "text+forget_more(decay_scale=0.5,_input_scale=0.5).jsonl",
-        "text+forget_more(decay_scale=0.5,_input_scale=0.5)_loss_by_position_200.png",
+        "text--forget_more-0.5-0.5.jsonl",
         "text.jsonl",
-        "text_loss_by_position_200.png",
     ]
     assert "5 windows, 1,000 bytes, the same for all; bootstrap over 5 windows" in result.out
     assert result.out.count("forgets robustly: ") == 2
@@ -154,6 +153,34 @@ def test_several_models(cli: CLI, models: Path, texts: list[str], tmp_path: Path
     again = cli(*command)
     assert again.code == 0
     assert {path: path.read_bytes() for path in before} == before
+
+
+def test_several_models_have_one_table_by_position(
+    cli: CLI, models: Path, texts: list[str]
+) -> None:
+    """One table has the loss of every model in each range of positions."""
+    spec = f"{models}/text+forget_more(decay_scale=0.5, input_scale=0.5)"
+    result = cli("eval", "perplexity", models / "text", spec, *texts, *LONG, "--by-position")
+    assert result.code == 0, result.err
+    assert result.out.count("positions") == 1
+    (line,) = [line for line in result.out.splitlines() if "[128, 200)" in line]
+    assert re.search(r"│ \d\.\d{3} +│ \d\.\d{3} \([+-]\d\.\d{4} \[", line)
+
+
+def test_files_of_earlier_versions_are_continued(
+    cli: CLI, models: Path, texts: list[str], tmp_path: Path
+) -> None:
+    """With --output, an evaluation goes on in the files that an earlier version named."""
+    spec = f"{models}/text+forget_more(decay_scale=0.5, input_scale=0.5)"
+    command = ["eval", "perplexity", models / "text", spec, *texts, *LONG, "--output", "old+(1)"]
+    assert cli(*command).code == 0
+    folder = tmp_path / "old+(1)"
+    before = folder / "text+forget_more(decay_scale=0.5,_input_scale=0.5).jsonl"
+    (folder / "text--forget_more-0.5-0.5.jsonl").rename(before)
+    content = before.read_bytes()
+    assert cli(*command).code == 0
+    assert before.read_bytes() == content
+    assert {path.name for path in folder.iterdir()} == {"text.jsonl", before.name, "paired.jsonl"}
 
 
 def test_the_same_model_twice(cli: CLI, models: Path, texts: list[str], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib import image
 
+from longrnn.diagnostics.loss_curves import losses_by_position
 from longrnn.diagnostics.plots import loss_by_position, passkey_by_position, passkey_heat_map
 from longrnn.evaluation.perplexity import STRETCH, edges
 from longrnn.results import Row
@@ -118,3 +119,18 @@ def test_loss_by_position(tmp_path: Path) -> None:
     assert top["broken"] < 0.2, "the curve rises to the top"
     assert shades["calm"][1] > 100
     assert shades["one"][1] == shades["not judged"][1] == 0
+
+
+def test_losses_of_several_models_are_in_one_figure(tmp_path: Path) -> None:
+    """Every model has a line, also where lines coincide, and the legend stands below the panel."""
+    one, names = losses(2.0, 3), [f"a+sliding_window(window={k})" for k in range(12)]
+    for row in one:
+        row["bucket_bytes"] = None
+    losses_by_position({"a": one}, tmp_path / "one.png", 256)
+    losses_by_position(dict.fromkeys(names, one), tmp_path / "all.png", [256, None] * 6)
+    alone, together = picture(tmp_path / "one.png"), picture(tmp_path / "all.png")
+    assert together.shape[1] == alone.shape[1]
+    assert together.shape[0] > alone.shape[0] + 11 * 15, "one line of the legend for each model"
+    colours = {tuple((pixel * 255).astype(int)) for pixel in together.reshape(-1, 3)}
+    drawn = {(31, 119, 180), (255, 127, 14), (44, 160, 44), (214, 39, 40), (148, 103, 189)}
+    assert drawn <= colours

@@ -12,7 +12,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from longrnn.diagnostics import states
+from longrnn.diagnostics import observers, states
 from longrnn.diagnostics.record import HeadStatistics, read
 from longrnn.diagnostics.states import Diagnosis, Prompt, diagnose, newlines, text_prompt
 from longrnn.errors import UserError
@@ -82,7 +82,7 @@ class Loop:
 
 
 def readings(model: Any, tokens: Tensor, stops: list[int]) -> dict[int, list[HeadStatistics]]:
-    return dict(read(model, tokens, stops, first=FIRST))
+    return {m.position: m.heads for m in read(model, tokens, stops, first=FIRST)}
 
 
 @pytest.mark.parametrize("mixer", list(MIXERS))
@@ -141,18 +141,21 @@ def test_the_first_share_is_what_the_first_tokens_left() -> None:
 
 
 def test_pieces_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long prompts are read in bounded pieces."""
-    model, calls = build_model("mamba2", dtype=torch.float32), []
-    forward = RecurrentLM.forward
+    """Long prompts are read in bounded pieces, and logits are computed in parts of them."""
+    model, tokens, calls = build_model("mamba2", dtype=torch.float32), random_tokens(1, 500), []
+    stops = list(range(50, 501, 50))
+    expected = [m.loss for m in read(model, tokens, stops, first=FIRST)]
+    hidden = RecurrentLM.hidden
 
     def noting(self: RecurrentLM, tokens: Tensor, *rest: Any, **options: Any) -> Any:
-        calls.append((tokens.shape[1], options["keep"]))
-        return forward(self, tokens, *rest, **options)
+        calls.append(tokens.shape[1])
+        return hidden(self, tokens, *rest, **options)
 
-    monkeypatch.setattr(RecurrentLM, "forward", noting)
-    readings(model, random_tokens(1, 500), list(range(50, 501, 50)))
-    assert [size for size, _ in calls] == [20, 30, *[50] * 9]
-    assert {keep for _, keep in calls} == {0}
+    monkeypatch.setattr(RecurrentLM, "hidden", noting)
+    monkeypatch.setattr(observers, "scored_tokens", lambda rows, vocab_size: 7)
+    found = [m.loss for m in read(model, tokens, stops, first=FIRST)]
+    assert calls == [20, 30, *[50] * 9]
+    assert_near(torch.stack(found), torch.stack(expected), 1e-6)
 
 
 @pytest.mark.parametrize("mixer", ["mamba2", "gru", "lstm"])
@@ -233,7 +236,9 @@ def test_a_head_that_holds_on_collapses(found: Diagnosis, tmp_path: Path) -> Non
     assert [p["name"] for p in content["prompts"]] == ["a.txt", "newlines"]
     assert content["prompts"][0]["sha256"] == "0" * 64
     assert {(e["layer"], e["head"]) for e in content["evidence"]} == {(1, 2)}
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["diagnosis.yaml", "states.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "channels.jsonl", "diagnosis.yaml", "states.jsonl",
+    ]  # fmt: skip
 
 
 def test_a_mitigation_reads_the_diagnosis(found: Diagnosis, tmp_path: Path) -> None:
@@ -261,7 +266,8 @@ def test_rows(found: Diagnosis, tmp_path: Path) -> None:
     assert row["norm"] == pytest.approx(float(state.layers[1].ssm[1, 2].norm()), rel=1e-4)
     assert set(row) == {
         "layer", "head", "prompt", "position", "mean", "variance", "norm", "retention",
-        "first_share", "output_norm",
+        "first_share", "output_norm", "largest", "channels_90", "top_channel", "output_share",
+        "output_channels_90", "loss",
     }  # fmt: skip
 
 

@@ -9,12 +9,16 @@ import pytest
 from matplotlib import image
 
 from longrnn.diagnostics.states import Diagnosis, diagnose
-from longrnn.diagnostics.states_report import summary, write_report
+from longrnn.diagnostics.states_report import write_report
+from longrnn.diagnostics.states_summary import summary
 from tests.contracts.builders import build_model
 from tests.diagnostics.conftest import open_alone
 from tests.diagnostics.test_states import holding, prompt
 
-PICTURES = ["norm", "deviation", "mean", "retention", "first_share", "output_norm"]
+PICTURES = [
+    "overview", "norm", "deviation", "mean", "retention", "first_share", "channels_90",
+    "output_share", "output_norm",
+]  # fmt: skip
 
 
 def make(folder: Path, model: Any, *, checkpoint: str = "made", prompts: int = 2) -> Diagnosis:
@@ -42,7 +46,9 @@ def test_in_a_browser(folder: Path, page: Any) -> None:
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
     assert page.title() == "States of <b>made</b> & co"
     assert "1 of 8 heads collapses beyond the training length" in page.inner_text(".summary")
-    first, every = page.locator("table:has(thead)").all()
+    first, channels, outputs, every = page.locator("table:has(thead)").all()
+    assert channels.locator("tbody tr").count() == 2
+    assert outputs.locator("tbody tr").count() == 4
     assert first.locator("tbody tr").count() == 2
     assert every.locator("tbody tr").count() == 16
     cells = first.locator("tbody tr").first.locator("td").all_inner_texts()
@@ -68,7 +74,9 @@ def test_the_files(folder: Path) -> None:
 def test_summaries(tmp_path: Path) -> None:
     """The summary states that no head collapses, and when retention is not defined."""
     ill = make(tmp_path, holding(0, 1))
-    said = summary(ill)
+    said, channels = summary(ill).split("\n")
+    assert channels.startswith("On 0.txt, ")
+    assert "The output that changes most is that of layer " in channels
     assert said.startswith(
         "1 of 8 heads collapses beyond the training length of 64 tokens, the first from position "
     )
@@ -79,22 +87,20 @@ def test_summaries(tmp_path: Path) -> None:
     calm = ill._replace(findings=[f._replace(left=(), onset=None) for f in ill.findings])
     assert summary(calm).startswith("None of 8 heads collapses between the training length of 64")
     forgetful = ill._replace(findings=[f._replace(retention=0.01) for f in ill.findings])
-    assert summary(forgetful).endswith(
-        "None keeps more than 5% of a state over the training length."
-    )
+    assert "None keeps more than 5% of a state over the training length." in summary(forgetful)
     many = [f._replace(left=("norm",), layer=f.layer + 10 * k, onset=99 + k)
             for f in ill.findings for k in range(3)]  # fmt: skip
     said = summary(ill._replace(findings=many))
     assert "24 of 24 heads collapse" in said
-    assert "from position 99 on: layer 0 head 0, " in said
-    assert "and 16 more." in said
+    assert "from position 99 on, the state that grows most first: layer 0 head 1, " in said
+    assert "and 18 more." in said
 
 
 def test_a_cell_without_decays(tmp_path: Path) -> None:
     """Statistics that are not defined have no picture."""
     write_report(make(tmp_path, build_model("rnn"), prompts=1), tmp_path)
     assert sorted(p.stem for p in tmp_path.glob("*.png")) == sorted(
-        {*PICTURES} - {"retention", "first_share"}
+        {*PICTURES} - {"retention", "first_share", "output_share"}
     )
     html = (tmp_path / "report.html").read_text()
     assert "are not defined here" in html

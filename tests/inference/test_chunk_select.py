@@ -195,13 +195,13 @@ def test_command_line(cli: CLI, tmp_path: Path) -> None:  # noqa: F811
     name = "passkey-tiny-short"
     assert {folder: chunk for folder, (_, chunk) in rows.items()} == {
         name: None,
-        f"{name}+chunk_select=128": 128,
-        f"{name}+chunk_select=512": 512,
-        f"{name}+chunk_select=4096": 4096,
-        f"{name}+forget_more(decay_scale=0.5)+chunk_select=4096": 4096,
+        f"{name}--chunk_select-128": 128,
+        f"{name}--chunk_select-512": 512,
+        f"{name}--chunk_select-4096": 4096,
+        f"{name}--forget_more-0.5--chunk_select-4096": 4096,
     }
-    assert rows[f"{name}+chunk_select=4096"][0] == rows[name][0]
-    assert rows[f"{name}+forget_more(decay_scale=0.5)+chunk_select=4096"][0] != rows[name][0]
+    assert rows[f"{name}--chunk_select-4096"][0] == rows[name][0]
+    assert rows[f"{name}--forget_more-0.5--chunk_select-4096"][0] != rows[name][0]
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "many", "", "1.5"])

@@ -1,0 +1,103 @@
+"""Observers of a model's tokens: they keep sums and change nothing.
+
+Notable choices:
+- Decays are observed by an edit, as mitigations are, after the edit of the mitigation if there is
+  one. Their logarithms are summed in float64, because a float32 sum over a million tokens has lost
+  its digits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longrnn.inference.prefill import scored_tokens
+from longrnn.mixers import Edit, Mixer, Update
+from longrnn.ops.ssd import ScanInputs
+from longrnn.state import PyTree
+
+
+class Decays(NamedTuple):
+    """The carry of `DecayRecorder`: sums of log decays, `(b, h, 1)` by head or `(b, 1, d)` by unit.
+
+    Attributes:
+        total: since the start.
+        recent: since it was last set to 0.
+    """
+
+    total: Tensor
+    recent: Tensor
+
+    def add(self, log_decay: Tensor) -> Decays:
+        """Return the sums with further tokens."""
+        return Decays(self.total + log_decay, self.recent + log_decay)
+
+
+class DecayRecorder(Edit):
+    """Sums the log decays of one layer without changing it."""
+
+    def init_carry(self, mixer: Mixer, batch_size: int) -> Decays:
+        device = next(mixer.parameters()).device
+        zero = torch.zeros(batch_size, 1, 1, dtype=torch.float64, device=device)
+        return Decays(zero, zero)
+
+    def edit_inputs(self, inputs: ScanInputs, carry: Decays) -> tuple[ScanInputs, Decays]:
+        return inputs, carry.add(inputs.log_decay.double().sum(1)[..., None])
+
+    def edit_update(self, update: Update, carry: Decays) -> tuple[Update, Decays]:
+        if update.keep is None:
+            return update, carry
+        return update, carry.add(update.keep.double().log()[:, None])
+
+
+class OutputMeans:
+    """Means over tokens of what a mixer returns: the norm of y, and the energy of every channel."""
+
+    def __init__(self) -> None:
+        self.norms: Tensor | float = 0.0
+        self.squares: Tensor | float = 0.0
+        self.count = 0
+
+    def see_output(self, module: torch.nn.Module, args: Any, output: tuple[Tensor, PyTree]) -> None:
+        """A forward hook of the mixer."""
+        norms = output[0].double().norm(dim=-1)
+        self.norms, self.count = self.norms + norms.sum(1), self.count + norms.shape[1]
+
+    def see_channels(self, channels: Tensor) -> None:
+        """An observer of `Mixer.watch_channels`."""
+        self.squares = self.squares + channels.double().square().sum(1)
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Return the means since the last call, `(b,)` and `(b, channels)`, and reset them."""
+        norm = torch.as_tensor(self.norms / self.count).cpu()
+        energy = torch.as_tensor(self.squares / self.count).cpu()
+        self.norms, self.squares, self.count = 0.0, 0.0, 0
+        return norm, energy
+
+
+class MeanLoss:
+    """Mean loss in nats over the predictions of each row."""
+
+    def __init__(self, batch: int) -> None:
+        self.sum, self.count = torch.zeros(batch, dtype=torch.float64), 0
+
+    def add(self, hidden: Tensor, head: Tensor, targets: Tensor) -> None:
+        """Add predictions; the head's inputs `(b, t, d)` may be more than the targets `(b, t')`."""
+        hidden = hidden[:, : targets.shape[1]]
+        width = scored_tokens(len(hidden), len(head))
+        for part, wanted in zip(hidden.split(width, 1), targets.split(width, 1), strict=True):
+            logits = F.linear(part, head)
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).transpose(1, 2)
+            nats = F.cross_entropy(wide, wanted, reduction="none")
+            self.sum = self.sum + nats.double().sum(1).cpu()
+        self.count += targets.shape[1]
+
+    def take(self) -> Tensor:
+        """Return the means since the last call, `(b,)`, and reset them; NaN without values."""
+        mean = self.sum / self.count if self.count else torch.full_like(self.sum, math.nan)
+        self.sum, self.count = torch.zeros_like(self.sum), 0
+        return mean
