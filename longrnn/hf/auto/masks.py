@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
+from longrnn.packing import document_starts, document_starts_of_positions
 
 
 def padding(attention_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
@@ -44,34 +45,21 @@ def starts(
         tokens: `(b, t)`.
 
     Raises:
-        UserError: positions that do not count up from 0, or boundaries that do not fit.
+        UserError: what `longrnn.packing` refuses, or another number of tokens.
     """
-    if position_ids is None and cu_seq_lens is None:
-        return None
-    rows, time = tokens.shape
-    found = torch.zeros(rows, time, dtype=torch.bool, device=tokens.device)
+    found = torch.zeros_like(tokens, dtype=torch.bool)
     if position_ids is not None:
-        if position_ids.ndim != 2 or position_ids.shape[1] != time:
+        if position_ids.shape[1:] != tokens.shape[1:]:
             raise UserError(
                 f"position_ids has shape {tuple(position_ids.shape)} and input_ids "
                 f"{tuple(tokens.shape)}: give one position per token"
             )
-        found = (position_ids == 0).expand(rows, time)
-        steps = position_ids[:, 1:] - position_ids[:, :-1]
-        if bool(((steps != 1) & (position_ids[:, 1:] != 0)).any()):
-            raise UserError(
-                "position_ids must count up by 1 and restart at 0 with each document: the state of "
-                "a recurrent model cannot skip positions; leave them out for one document per row"
-            )
+        found = found | document_starts_of_positions(position_ids)
     if cu_seq_lens is not None:
-        bounds = cu_seq_lens.tolist()
-        if rows != 1 or bounds[:1] != [0] or bounds[-1] != time or bounds != sorted(bounds):
+        if len(tokens) != 1:
             raise UserError(
-                f"cu_seq_lens_q {bounds} does not divide input_ids of shape {tuple(tokens.shape)}: "
-                "give one row, and boundaries that rise from 0 to its length"
+                f"cu_seq_lens_q divides one row, and input_ids has {len(tokens)}: give position_ids"
             )
-        marked = torch.zeros_like(found)
-        marked[0, [bound for bound in bounds[:-1] if bound < time]] = True
-        found = found | marked
+        found = found | document_starts(cu_seq_lens, tokens.shape[1])
     # A row of one document continues the given state.
     return found if bool(found[:, 1:].any()) else None

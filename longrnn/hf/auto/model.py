@@ -100,7 +100,8 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
                 that is packed into the row, and the state before it is the zero state.
             past_key_values: the cache of an earlier call, which is changed.
             inputs_embeds: refused.
-            labels: `(b, t)`; they are shifted here, and −100 is not scored.
+            labels: `(b, t)`; they are shifted here. −100 is not scored, nor is a token after
+                padding, which no token predicts.
             use_cache: whether to return a cache; by default `config.use_cache` in eval mode.
             output_hidden_states: whether to return the output of the embedding and of every block.
             return_dict: False for a tuple.
@@ -130,15 +131,17 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
         begin = model.init_state(len(tokens)) if cache.state is None else cache.state
         own = tokens.shape[1] - pending
         keep = logits_to_keep if isinstance(logits_to_keep, int) and logits_to_keep else own
-        masks: dict[str, Any] = {} if is_token is None else {"is_token": is_token}
-        masks |= {} if document is None else {"is_document_start": document}
         wanted = bool(self.config.output_hidden_states or output_hidden_states)
         with _outputs(self.model, wanted) as seen:
-            logits, after = model(tokens, begin, keep=keep, **masks)
+            logits, after = model(
+                tokens, begin, keep=keep, is_token=is_token, is_document_start=document
+            )
         if isinstance(logits_to_keep, Tensor):
             logits = logits[:, logits_to_keep]
         loss = None
         if labels is not None:
+            if is_token is not None:
+                labels = labels.masked_fill(_after_padding(is_token[:, pending:]), -100)
             named = {name: kwargs[name] for name in LOSS if name in kwargs}
             loss = self.loss_function(logits, labels, self.config.vocab_size, **named)
         cache.update_state(begin, tokens, is_token, after)
@@ -162,17 +165,7 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, *args: Any, is_first_iteration: bool | None = False, **kwargs: Any
     ) -> dict[str, Any]:
-        """See `GenerationMixin`. Positions are those of the state, so that given ones are left out.
-
-        Raises:
-            UserError: padding on the right, after which no row could be continued.
-        """
-        mask = kwargs.get("attention_mask")
-        if is_first_iteration and mask is not None and not bool(mask[:, -1].all()):
-            raise UserError(
-                "the attention_mask has padding on the right, and a row is continued after its "
-                "last column: pad on the left (tokenizer.padding_side = 'left')"
-            )
+        """See `GenerationMixin`; positions are those of the state, and given ones are left out."""
         for name in ("position_ids", "tokenizer"):
             kwargs.pop(name, None)
         inputs = super().prepare_inputs_for_generation(
@@ -185,7 +178,17 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Puts a `StateCache` where transformers would put a `DynamicCache`."""
+        """Puts a `StateCache` where transformers would put a `DynamicCache`.
+
+        Raises:
+            UserError: another kind of cache, or padding after which a row cannot be continued.
+        """
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and not bool(mask[:, -1].all()):
+            raise UserError(
+                "the attention_mask has padding on the right, and a row is continued after its "
+                "last column: set padding_side='left' in the tokenizer"
+            )
         if generation_config.cache_implementation is not None:
             raise UserError(
                 f"a recurrent model has no {generation_config.cache_implementation} cache: leave "
@@ -213,6 +216,19 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
                     weight.copy_(fresh.get_parameter(name))
         elif isinstance(module, nn.Embedding | nn.Linear):  # of another size
             module.weight.normal_(std=self.config.hidden_size**-0.5)
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """Computes the activations of blocks again in the backward pass; options have no effect."""
+        self.model.gradient_checkpointing_enable("block")
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keeps all activations, as by default."""
+        self.model.gradient_checkpointing_disable()
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether activations are computed again."""
+        return self.model.gradient_checkpointing != "no"
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embedding
@@ -312,6 +328,11 @@ def _joined(
         for mask, part in ((left, before), (right, tokens))
     ]
     return torch.cat(whole, 1)
+
+
+def _after_padding(is_token: Tensor) -> Tensor:
+    """`(b, t)` bool, True where the column before is padding."""
+    return nn.functional.pad(~is_token[:, :-1], (1, 0))
 
 
 @contextmanager

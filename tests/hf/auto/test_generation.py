@@ -150,13 +150,16 @@ def test_stop_strings_and_streams_work() -> None:
     assert isinstance(wrapped, PreTrainedTokenizerFast)
     model = build_auto(vocab_size=256, seed=4)
     tokens = torch.tensor([list(b"The ")])
-    text = wrapped.decode(new_tokens(model, tokens, 12)[0])
+    options: dict[str, Any] = {"suppress_tokens": [*range(32), *range(127, 256)]}
+    text = wrapped.decode(new_tokens(model, tokens, 12, **options)[0])
     stop = text[5:7]
-    ended = wrapped.decode(new_tokens(model, tokens, 12, stop_strings=[stop], tokenizer=wrapped)[0])
+    ended = wrapped.decode(
+        new_tokens(model, tokens, 12, stop_strings=[stop], tokenizer=wrapped, **options)[0]
+    )
     assert text.startswith(ended)
     assert ended.endswith(stop)
     streamer = TextIteratorStreamer(wrapped, skip_prompt=True, timeout=30)
-    options = {"max_new_tokens": 12, "do_sample": False, "streamer": streamer, "pad_token_id": 0}
+    options |= {"max_new_tokens": 12, "do_sample": False, "streamer": streamer}
     thread = Thread(target=model.generate, args=(tokens,), kwargs=options)
     thread.start()
     assert "".join(streamer) == text

@@ -198,9 +198,9 @@ def test_some_logits_can_be_kept() -> None:
         ({"attention_masks": torch.ones(1, 3)}, "unknown argument"),
         ({"attention_mask": torch.ones(1, 2)}, "attention_mask has shape"),
         ({"attention_mask": torch.ones(1, 1, 3, 3)}, "attention_mask has shape"),
-        ({"position_ids": torch.tensor([[0, 2, 3]])}, "count up"),
+        ({"position_ids": torch.tensor([[0, 2, 3]])}, "does not follow"),
         ({"position_ids": torch.tensor([[0, 1]])}, "one position per token"),
-        ({"cu_seq_lens_q": torch.tensor([0, 5])}, "does not divide"),
+        ({"cu_seq_lens_q": torch.tensor([0, 5])}, "runs from 0 to 5"),
         ({"past_key_values": ((),)}, "StateCache"),
     ],
 )

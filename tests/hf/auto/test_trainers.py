@@ -33,7 +33,8 @@ def arguments(folder: Path, **more: Any) -> dict[str, Any]:
         "output_dir": str(folder), "max_steps": 3, "per_device_train_batch_size": 2, "optim": "sgd",
         "learning_rate": RATE, "lr_scheduler_type": "constant", "max_grad_norm": 0,
         "logging_steps": 1, "report_to": "none", "save_strategy": "no", "use_cpu": True,
-        "disable_tqdm": True, "dataloader_pin_memory": False, "train_sampling_strategy": "sequential",
+        "disable_tqdm": True, "dataloader_pin_memory": False,
+        "train_sampling_strategy": "sequential",
         **more,
     }  # fmt: skip
 
