@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from longrnn.checksums import remove_checksums, write_checksums
@@ -64,6 +65,35 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
         # A tuple, because a module would be registered and repeat every weight.
         self._mitigated: tuple[Mitigated] | None = None
         self.post_init()
+
+    @classmethod
+    def of(
+        cls, model: RecurrentLM | Mitigated, *, tokenizer: str = "tokenizer.json"
+    ) -> LongRNNForCausalLM:
+        """A Hugging Face model that shares the weights of a model of `longrnn.load`.
+
+        Args:
+            model: a recurrent model; of a `Mitigated`, the mitigation becomes part of the
+                configuration.
+            tokenizer: see `LongRNNConfig`.
+
+        Raises:
+            UserError: a model of another kind, which transformers has classes for.
+        """
+        chain = model.mitigation if isinstance(model, Mitigated) else None
+        plain = model.model if isinstance(model, Mitigated) else model
+        if not isinstance(plain, RecurrentLM):
+            raise UserError(
+                f"{type(plain).__name__} is not a recurrent model of longrnn: use the "
+                "AutoModelForCausalLM of its own type"
+            )
+        spec = None if chain is None else str(chain)
+        config = LongRNNConfig(config=asdict(plain.config), tokenizer=tokenizer, mitigation=spec)
+        with torch.device("meta"):
+            whole = cls(config)
+        whole.model = plain
+        whole.generation_config = GenerationConfig.from_model_config(config)
+        return whole.train(plain.training)
 
     @property
     def language_model(self) -> RecurrentLM | Mitigated:

@@ -226,3 +226,15 @@ def test_the_model_is_a_hugging_face_model_of_one_device() -> None:
         AutoModelForCausalLM.from_pretrained(
             folder, device_map=several | blocks, offload_folder="unused-offload"
         )
+
+
+def test_a_loaded_model_becomes_a_hugging_face_model_with_the_same_weights() -> None:
+    plain = build_model("mamba2", dtype=torch.float32).eval()
+    tokens = random_tokens(2, 9)
+    model = LongRNNForCausalLM.of(plain)
+    assert torch.equal(model(tokens).logits, plain(tokens).logits)
+    assert model.get_input_embeddings() is plain.embedding
+    mitigated = Mitigated(plain, mitigation("sliding_window(window=3)"))
+    wrapped = LongRNNForCausalLM.of(mitigated)
+    torch.testing.assert_close(wrapped(tokens).logits, mitigated(tokens).logits)
+    assert model.generate(tokens, max_new_tokens=2, do_sample=False).shape == (2, 11)
