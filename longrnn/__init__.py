@@ -28,6 +28,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from longrnn.hf.register import register
+
 if TYPE_CHECKING:
     from longrnn.hf.loading import load as load
     from longrnn.hf.tokenizer import load_tokenizer as load_tokenizer
@@ -90,3 +92,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+register()  # so that AutoModelForCausalLM knows the checkpoints of longrnn

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+WEIGHTS = "model.safetensors"
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 # Sizes in a Hugging Face configuration that are dimensions of weights.
 WIDTHS = ("hidden_size", "head_dim", "intermediate_size", "num_attention_heads", "vocab_size")
@@ -129,7 +130,9 @@ def _open(
     _check_layers(folder, config)
     layout = layout_of(config)
     if config.get("model_type") == "longrnn":
-        return cast_weights(load_model(folder, backend=backend), dtype)
+        shards = (folder / f"{WEIGHTS}.index.json").is_file() and not (folder / WEIGHTS).is_file()
+        weights = read_weights(folder) if shards else None
+        return cast_weights(load_model(folder, backend=backend, weights=weights), dtype)
     if layout is not None:
         return cast_weights(load_mamba2(folder, layout, backend), dtype)
     if backend != "auto":

@@ -83,12 +83,15 @@ def read_description(folder: Path) -> dict[str, Any]:
     return description
 
 
-def load_model(folder: Path, *, backend: str = "auto") -> RecurrentLM:
-    """Reads a model that `save_model` wrote, onto the CPU.
+def load_model(
+    folder: Path, *, backend: str = "auto", weights: Mapping[str, Tensor] | None = None
+) -> RecurrentLM:
+    """Reads a model that `save_model` or transformers wrote, onto the CPU.
 
     Args:
         folder: the checkpoint.
         backend: implementation of the recurrence; `auto` for the default of the cell.
+        weights: the content of several weight files; None to read `model.safetensors`.
 
     Raises:
         UserError: a file is missing, truncated, or does not fit.
@@ -100,6 +103,8 @@ def load_model(folder: Path, *, backend: str = "auto") -> RecurrentLM:
         RecurrentConfig, description.get("config"), source=str(folder / "config.json")
     )
     path = folder / "model.safetensors"
+    if weights is not None:
+        return build_model(config, _own_names(weights), source=folder, backend=backend)
     if not path.is_file():
         raise UserError(f"{folder} is incomplete (it has no model.safetensors): copy it again")
     try:
@@ -108,7 +113,12 @@ def load_model(folder: Path, *, backend: str = "auto") -> RecurrentLM:
         raise UserError(
             f"{path} is truncated or damaged ({one_line(error)}): copy it again"
         ) from error
-    return build_model(config, tensors, source=path, backend=backend)
+    return build_model(config, _own_names(tensors), source=path, backend=backend)
+
+
+def _own_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights by their names in `RecurrentLM`; transformers writes `model.` in front of them."""
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
 
 def build_model(

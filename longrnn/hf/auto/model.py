@@ -1,0 +1,386 @@
+"""`LongRNNForCausalLM`: a `RecurrentLM`, with or without a mitigation, as a Hugging Face model.
+
+Notable choices:
+- The model holds a `RecurrentLM`; its weights have the names there, after `model.`. Checkpoints of
+  `longrnn train` and of `save_pretrained` are read by `longrnn.load` and `from_pretrained` alike.
+- A mitigation shares the weights and is not a submodule: a state dict has each weight once.
+- An argument that a recurrent model cannot follow is refused, not ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from longrnn.checksums import remove_checksums, write_checksums
+from longrnn.errors import UserError, nearest
+from longrnn.hf.auto.cache import StateCache
+from longrnn.hf.auto.config import LongRNNConfig
+from longrnn.hf.auto.masks import padding, starts
+from longrnn.hf.tokenizer import TOKENIZER_FILES, byte_level
+from longrnn.mitigations import Mitigated, mitigation
+from longrnn.models.recurrent import RecurrentLM
+from longrnn.ops.norm import rms_norm
+from longrnn.state import LMState
+
+# Arguments of the loss, and what collators add for kernels of attention.
+LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")
+UNUSED = ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "output_attentions")
+
+
+class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
+    """A recurrent language model with the interface of Hugging Face.
+
+    Its cache is a `StateCache`, whose `state` is the `LMState` after the consumed tokens. Padding
+    (`attention_mask`) never changes a state.
+
+    Args:
+        config: a `LongRNNConfig`.
+
+    Raises:
+        UserError: options that do not fit together, as for `RecurrentLM`.
+    """
+
+    config_class = LongRNNConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar[list[str]] = ["ResidualBlock", "PlainBlock"]
+    _keep_in_fp32_modules_strict: ClassVar[list[str]] = ["A_log", "dt_bias", "mixer.D"]
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"model.head.weight": "model.embedding.weight"}
+
+    def __init__(self, config: LongRNNConfig) -> None:
+        super().__init__(config)
+        self.model = RecurrentLM(config.recurrent)
+        for weight in self.model.parameters():
+            # RecurrentLM has initialised itself; on the meta device, `_init_weights` does.
+            weight._is_hf_initialized = not weight.is_meta
+        # A tuple, because a module would be registered and repeat every weight.
+        self._mitigated: tuple[Mitigated] | None = None
+        self.post_init()
+
+    @classmethod
+    def of(
+        cls, model: RecurrentLM | Mitigated, *, tokenizer: str = "tokenizer.json"
+    ) -> LongRNNForCausalLM:
+        """A Hugging Face model that shares the weights of a model of `longrnn.load`.
+
+        Args:
+            model: a recurrent model; of a `Mitigated`, the mitigation becomes part of the
+                configuration.
+            tokenizer: see `LongRNNConfig`.
+
+        Raises:
+            UserError: a model of another kind, which transformers has classes for.
+        """
+        chain = model.mitigation if isinstance(model, Mitigated) else None
+        plain = model.model if isinstance(model, Mitigated) else model
+        if not isinstance(plain, RecurrentLM):
+            raise UserError(
+                f"{type(plain).__name__} is not a recurrent model of longrnn: use the "
+                "AutoModelForCausalLM of its own type"
+            )
+        spec = None if chain is None else str(chain)
+        config = LongRNNConfig(config=asdict(plain.config), tokenizer=tokenizer, mitigation=spec)
+        with torch.device("meta"):
+            whole = cls(config)
+        whole.model = plain
+        whole.generation_config = GenerationConfig.from_model_config(config)
+        return whole.train(plain.training)
+
+    @property
+    def language_model(self) -> RecurrentLM | Mitigated:
+        """The `longrnn` model that computes: `model`, under `config.mitigation` if there is one."""
+        if self.config.mitigation is None:
+            return self.model
+        if self._mitigated is None:
+            self._mitigated = (Mitigated(self.model, mitigation(self.config.mitigation)),)
+        return self._mitigated[0]
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: StateCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        state: LMState | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Consumes tokens.
+
+        Args:
+            input_ids: `(b, t)`.
+            attention_mask: `(b, t)`, 0 where a token is padding, anywhere in a row; columns before
+                the last t, of tokens consumed earlier, are ignored.
+            position_ids: `(b, t)`; without attention_mask, a 0 marks the first token of a document
+                that is packed into the row, and the state before it is the zero state.
+            past_key_values: the cache of an earlier call, which is changed.
+            inputs_embeds: refused.
+            labels: `(b, t)`; they are shifted here. −100 is not scored, nor is a token after
+                padding, which no token predicts.
+            use_cache: whether to return a cache; by default `config.use_cache` in eval mode.
+            output_hidden_states: whether to return the output of the embedding and of every block.
+            return_dict: False for a tuple.
+            logits_to_keep: return logits for the last tokens only; 0 for all; or indices.
+            state: the state before the first token, instead of a cache; it is not changed.
+            cu_seq_lens_q: `(documents + 1,)`, where the packed documents of a single row begin and
+                end, instead of position_ids.
+            kwargs: arguments of the loss.
+
+        Raises:
+            UserError: arguments that a recurrent model cannot follow.
+        """
+        _check(kwargs, inputs_embeds)
+        if input_ids is None:
+            raise UserError("input_ids is missing: give the token ids, (batch, time)")
+        cache = _cache(past_key_values, state)
+        tokens, is_token = input_ids, padding(attention_mask, input_ids)
+        document = starts(position_ids if attention_mask is None else None, cu_seq_lens_q, tokens)
+        pending = 0
+        if cache.pending is not None:
+            before, mask = cache.pending
+            pending = before.shape[1]
+            is_token = _joined(mask, is_token, before, tokens)
+            tokens = torch.cat([before, tokens], 1)
+        model = self.language_model
+        cache.share(len(tokens))
+        begin = model.init_state(len(tokens)) if cache.state is None else cache.state
+        own = tokens.shape[1] - pending
+        keep = logits_to_keep if isinstance(logits_to_keep, int) and logits_to_keep else own
+        wanted = bool(self.config.output_hidden_states or output_hidden_states)
+        with _outputs(self.model, wanted) as seen:
+            logits, after = model(
+                tokens, begin, keep=keep, is_token=is_token, is_document_start=document
+            )
+        if isinstance(logits_to_keep, Tensor):
+            logits = logits[:, logits_to_keep]
+        loss = None
+        if labels is not None:
+            if is_token is not None:
+                labels = labels.masked_fill(_after_padding(is_token[:, pending:]), -100)
+            named = {name: kwargs[name] for name in LOSS if name in kwargs}
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **named)
+        cache.update_state(begin, tokens, is_token, after)
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        output = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,  # type: ignore[arg-type]
+            past_key_values=cache if use_cache else None,
+            hidden_states=self._hidden_states(seen, pending) if wanted else None,
+        )
+        return output.to_tuple() if return_dict is False else output
+
+    def _hidden_states(self, seen: list[list[Tensor]], pending: int) -> tuple[Tensor, ...]:
+        """Outputs of the embedding and of each block; the last one is the input of the head."""
+        whole = [torch.cat(parts, 1)[:, pending:] for parts in seen]
+        if self.model.norm is not None:
+            whole[-1] = rms_norm(whole[-1], self.model.norm.weight, self.model.config.norm_eps)
+        return tuple(whole)
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, *args: Any, is_first_iteration: bool | None = False, **kwargs: Any
+    ) -> dict[str, Any]:
+        """See `GenerationMixin`; positions are those of the state, and given ones are left out."""
+        for name in ("position_ids", "tokenizer"):
+            kwargs.pop(name, None)
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, *args, is_first_iteration=is_first_iteration, **kwargs
+        )
+        if not is_first_iteration and inputs["input_ids"].shape[1] == 1:
+            inputs.pop("attention_mask", None)  # a generated token is not padding
+        return inputs
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Puts a `StateCache` where transformers would put a `DynamicCache`.
+
+        Raises:
+            UserError: another kind of cache, or padding after which a row cannot be continued.
+        """
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and not bool(mask[:, -1].all()):
+            raise UserError(
+                "the attention_mask has padding on the right, and a row is continued after its "
+                "last column: set padding_side='left' in the tokenizer"
+            )
+        if generation_config.cache_implementation is not None:
+            raise UserError(
+                f"a recurrent model has no {generation_config.cache_implementation} cache: leave "
+                "out cache_implementation"
+            )
+        if generation_config.use_cache is False:
+            raise UserError(
+                "a recurrent model generates from its state, which is its cache: leave out "
+                "use_cache=False"
+            )
+        cache = _cache(model_kwargs.pop("past_key_values", None), model_kwargs.pop("state", None))
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+        model_kwargs["past_key_values"] = cache
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialises what a checkpoint lacks as a new `RecurrentLM` does."""
+        known = {id(own): name for name, own in self.model.named_modules()}
+        if id(module) in known:
+            with torch.device("cpu"):
+                fresh = RecurrentLM(self.model.config).get_submodule(known[id(module)])
+            for name, weight in module.named_parameters(recurse=False):
+                if not getattr(weight, "_is_hf_initialized", False):
+                    weight.copy_(fresh.get_parameter(name))
+        elif isinstance(module, nn.Embedding | nn.Linear):  # of another size
+            module.weight.normal_(std=self.config.hidden_size**-0.5)
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """Computes the activations of blocks again in the backward pass; options have no effect."""
+        self.model.gradient_checkpointing_enable("block")
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keeps all activations, as by default."""
+        self.model.gradient_checkpointing_disable()
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether activations are computed again."""
+        return self.model.gradient_checkpointing != "no"
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.embedding = value  # type: ignore[assignment]
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.model.head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.model.head = new_embeddings  # type: ignore[assignment]
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """See `PreTrainedModel`."""
+        resized = super().resize_token_embeddings(*args, **kwargs)
+        self.model.vocab_size = self.model.config.vocab_size = resized.num_embeddings
+        self.config.vocab_size = resized.num_embeddings
+        self._mitigated = None
+        return resized
+
+    def _apply(self, *args: Any, **kwargs: Any) -> LongRNNForCausalLM:
+        """Moves or casts the model; a mitigation is built again for its new device."""
+        self._mitigated = None
+        return super()._apply(*args, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """See `PreTrainedModel`.
+
+        Raises:
+            UserError: a device_map of several devices.
+        """
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        devices = set(map(str, getattr(model, "hf_device_map", {}).values()))
+        if len(devices) > 1:
+            raise UserError(
+                f"the device_map puts the model on {', '.join(sorted(devices))}, and it runs on "
+                "one device: give device_map={'': 'cuda:0'}, or a smaller dtype"
+            )
+        return loaded
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """See `PreTrainedModel`; a model of bytes also gets a tokenizer that transformers reads."""
+        folder = Path(save_directory)
+        main = kwargs.get("is_main_process", True)
+        if main:
+            remove_checksums(folder)
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if not main:
+            return
+        if self.config.tokenizer == "bytes" and not any(
+            (folder / name).is_file() for name in TOKENIZER_FILES
+        ):
+            byte_level().save(folder)
+        write_checksums(folder)
+
+
+def _check(kwargs: dict[str, Any], inputs_embeds: Tensor | None) -> None:
+    """Refuses arguments that would have no effect."""
+    if inputs_embeds is not None:
+        raise UserError("a longrnn model reads token ids, not inputs_embeds: give input_ids")
+    if kwargs.get("output_attentions"):
+        raise UserError("a recurrent model has no attentions: leave out output_attentions")
+    for name in kwargs:
+        if name not in LOSS + UNUSED:
+            raise UserError(f"unknown argument {name}: {nearest(name, (*LOSS, 'input_ids'))}")
+
+
+def _cache(given: Any, state: LMState | None) -> StateCache:
+    """The cache of a call, from a cache or a state; a new one without either.
+
+    Raises:
+        UserError: both, or a cache of another kind.
+    """
+    if given is None:
+        return StateCache(state)
+    if not isinstance(given, StateCache):
+        raise UserError(
+            f"past_key_values is a {type(given).__name__}: give the StateCache of an earlier call, "
+            "or a state as state="
+        )
+    if state is not None:
+        raise UserError("both past_key_values and state were given: give one of them")
+    return given
+
+
+def _joined(
+    left: Tensor | None, right: Tensor | None, before: Tensor, tokens: Tensor
+) -> Tensor | None:
+    """The masks of two stretches of tokens as one; None if there is no padding in either."""
+    if left is None and right is None:
+        return None
+    whole = [
+        torch.ones_like(part, dtype=torch.bool) if mask is None else mask
+        for mask, part in ((left, before), (right, tokens))
+    ]
+    return torch.cat(whole, 1)
+
+
+def _after_padding(is_token: Tensor) -> Tensor:
+    """`(b, t)` bool, True where the column before is padding."""
+    return nn.functional.pad(~is_token[:, :-1], (1, 0))
+
+
+@contextmanager
+def _outputs(model: RecurrentLM, wanted: bool) -> Iterator[list[list[Tensor]]]:
+    """Collects the input of the first block and the output of each, one tensor per segment."""
+    seen: list[list[Tensor]] = [[] for _ in range(len(model.blocks) + 1)]
+    hooks = []
+    if wanted:
+        first = model.blocks[0]
+        hooks.append(first.register_forward_pre_hook(lambda _, args: seen[0].append(args[0])))
+        for number, block in enumerate(model.blocks, 1):
+            hooks.append(
+                block.register_forward_hook(
+                    lambda _, __, output, number=number: seen[number].append(output[0])
+                )
+            )
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()

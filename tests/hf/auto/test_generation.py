@@ -1,0 +1,209 @@
+"""`generate` of transformers on a `LongRNNForCausalLM` equals its definition, row by row."""
+
+from __future__ import annotations
+
+from itertools import product
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, TextIteratorStreamer
+
+from longrnn.errors import UserError
+from longrnn.hf.auto import LongRNNForCausalLM, StateCache
+from longrnn.hf.tokenizer import byte_level
+from longrnn.mixers import MIXERS
+from longrnn.models import generate
+from longrnn.state import clone, expand, leaves
+from tests.contracts.builders import VOCAB, mitigation_spec, random_state, random_tokens
+from tests.hf.auto.models import build_auto
+
+KINDS = sorted(MIXERS)
+
+
+def new_tokens(model: LongRNNForCausalLM, tokens: Tensor, count: int, **options: Any) -> Tensor:
+    mask = torch.ones_like(tokens)
+    options = {"do_sample": False, "pad_token_id": 0, "attention_mask": mask, **options}
+    return model.generate(tokens, max_new_tokens=count, **options)[:, tokens.shape[1] :]
+
+
+@torch.no_grad()
+def log_probability(model: LongRNNForCausalLM, prompt: Tensor, ids: tuple[int, ...]) -> float:
+    whole = torch.cat([prompt, torch.tensor([ids])], 1)
+    logits = model.model(whole).logits[0, prompt.shape[1] - 1 : -1]
+    return float(logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None]).sum())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_generation_equals_ours(kind: str) -> None:
+    model, tokens = build_auto(kind), random_tokens(3, 6)
+    wanted = generate(model.model, tokens, max_new_tokens=8).tokens
+    assert new_tokens(model, tokens, 8).tolist() == wanted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_beam_as_wide_as_the_tree_finds_the_most_likely_continuation(kind: str) -> None:
+    """With VOCAB beams, three steps of search keep every prefix of two tokens."""
+    model, tokens = build_auto(kind, seed=5), random_tokens(2, 5)
+    found = new_tokens(model, tokens, 2, num_beams=VOCAB)
+    for row, ids in zip(tokens, found.tolist(), strict=True):
+        scores = {
+            pair: log_probability(model, row[None], pair)
+            for pair in product(range(VOCAB), repeat=2)
+        }
+        assert tuple(ids) == max(scores, key=lambda pair: scores[pair])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_of_beams_equals_its_rows(kind: str) -> None:
+    model, tokens = build_auto(kind, seed=2), random_tokens(3, 5)
+    rows = [new_tokens(model, row[None], 6, num_beams=3)[0].tolist() for row in tokens]
+    assert new_tokens(model, tokens, 6, num_beams=3).tolist() == rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_left_padding_changes_nothing(kind: str) -> None:
+    """A padded batch generates, greedily and with beams, what its rows generate alone."""
+    model = build_auto(kind, seed=1)
+    prompts = [random_tokens(1, length, seed=length) for length in (7, 3, 1)]
+    width = max(prompt.shape[1] for prompt in prompts)
+    tokens = torch.full((3, width), VOCAB - 1)
+    mask = torch.zeros(3, width, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        tokens[row, width - prompt.shape[1] :] = prompt[0]
+        mask[row, width - prompt.shape[1] :] = 1
+    for beams in (1, 3):
+        rows = [new_tokens(model, prompt, 5, num_beams=beams)[0].tolist() for prompt in prompts]
+        batch = new_tokens(model, tokens, 5, attention_mask=mask, num_beams=beams)
+        assert batch.tolist() == rows
+
+
+def test_right_padding_is_refused() -> None:
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    with pytest.raises(UserError, match="padding_side"):
+        new_tokens(build_auto(), random_tokens(2, 3), 2, attention_mask=mask)
+
+
+@pytest.mark.parametrize("spec", [None, mitigation_spec("sliding_window")], ids=["plain", "window"])
+@pytest.mark.parametrize("draft", ["itself", "another", "prompt"])
+def test_assisted_decoding_equals_greedy_decoding(draft: str, spec: dict[str, Any] | None) -> None:
+    """Drafts of which all, few and some tokens are accepted; the state is rolled back exactly."""
+    auto = {} if spec is None else {"mitigation": spec}
+    model, tokens = build_auto(auto=auto), random_tokens(1, 12)
+    help_: dict[str, Any] = (
+        {"prompt_lookup_num_tokens": 3}
+        if draft == "prompt"
+        else {"assistant_model": model if draft == "itself" else build_auto("lstm", seed=9)}
+    )
+    wanted = new_tokens(model, tokens, 25)
+    assert torch.equal(new_tokens(model, tokens, 25, **help_), wanted)
+
+
+def test_one_prefix_serves_many_questions() -> None:
+    """`state=` starts every row from the state of one prefix, which stays as it was."""
+    model, prefix, questions = build_auto(), random_tokens(1, 20), random_tokens(4, 3, seed=1)
+    state = model(prefix).past_key_values.state
+    kept = clone(state)
+    wanted = generate(model.model, questions, expand(state, 4), max_new_tokens=5).tokens
+    assert new_tokens(model, questions, 5, state=state).tolist() == wanted
+    beams = new_tokens(model, questions, 5, state=state, num_beams=2)
+    alone = [new_tokens(model, row[None], 5, state=state, num_beams=2)[0] for row in questions]
+    assert torch.equal(beams, torch.stack(alone))
+    for (name, left), (_, right) in zip(leaves(state), leaves(kept), strict=True):
+        assert torch.equal(left, right), name
+
+
+def test_generation_goes_on_from_a_returned_cache() -> None:
+    """transformers' convention: the whole text so far, and the cache of its beginning."""
+    model, tokens = build_auto(), random_tokens(2, 6)
+    wanted = model.generate(tokens, max_new_tokens=9, do_sample=False)
+    first = model.generate(tokens, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+    cache = first.past_key_values
+    assert isinstance(cache, StateCache)
+    more = model.generate(first.sequences, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    assert torch.equal(more, wanted)
+
+
+def test_a_long_prompt_can_be_read_in_pieces() -> None:
+    model, tokens = build_auto(), random_tokens(2, 23)
+    mask = torch.ones_like(tokens)
+    mask[0, :5] = 0
+    wanted = new_tokens(model, tokens, 4, attention_mask=mask)
+    pieces = new_tokens(model, tokens, 4, attention_mask=mask, prefill_chunk_size=4)
+    assert torch.equal(pieces, wanted)
+
+
+def test_sampling_depends_on_the_seed_alone() -> None:
+    model, tokens = build_auto(), random_tokens(2, 6)
+    draws = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        draws.append(new_tokens(model, tokens, 12, do_sample=True, num_return_sequences=2))
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+
+
+def test_stop_strings_and_streams_work() -> None:
+    wrapped = byte_level().tokenizer
+    assert isinstance(wrapped, PreTrainedTokenizerFast)
+    model = build_auto(vocab_size=256, seed=4)
+    tokens = torch.tensor([list(b"The ")])
+    options: dict[str, Any] = {"suppress_tokens": [*range(32), *range(127, 256)]}
+    text = wrapped.decode(new_tokens(model, tokens, 12, **options)[0])
+    stop = text[5:7]
+    ended = wrapped.decode(
+        new_tokens(model, tokens, 12, stop_strings=[stop], tokenizer=wrapped, **options)[0]
+    )
+    assert text.startswith(ended)
+    assert ended.endswith(stop)
+    streamer = TextIteratorStreamer(wrapped, skip_prompt=True, timeout=30)
+    options |= {"max_new_tokens": 12, "do_sample": False, "streamer": streamer}
+    thread = Thread(target=model.generate, args=(tokens,), kwargs=options)
+    thread.start()
+    assert "".join(streamer) == text
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_cache": False}, "use_cache"),
+        ({"cache_implementation": "static"}, "cache_implementation"),
+    ],
+)
+def test_caches_of_other_kinds_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        new_tokens(build_auto(), random_tokens(1, 3), 2, **options)
+
+
+def test_a_state_cannot_be_shortened_without_a_record() -> None:
+    model = build_auto()
+    cache = model(random_tokens(1, 6)).past_key_values
+    cache.crop(0)
+    with pytest.raises(UserError, match="cannot be shortened"):
+        cache.crop(-1)
+    assert cache.get_seq_length() == 6
+
+
+@pytest.mark.parametrize("split", [1, 4, 5, 6])
+@pytest.mark.parametrize("remove", [1, 3, 5, 6, 8])
+def test_cropping_a_recorded_cache_equals_never_having_read(remove: int, split: int) -> None:
+    """Over one and over several calls, and twice in a row."""
+    model, tokens = build_auto(), random_tokens(2, 9)
+    begin = random_state(model.model, 2)
+    cache = StateCache(begin)
+    cache.activate_past_recording()
+    for part in (tokens[:, :split], tokens[:, split : split + 1], tokens[:, split + 1 :]):
+        if part.shape[1]:
+            model(part, past_key_values=cache)
+    cache.crop(-remove + 1 if remove > 1 else -remove)
+    if remove > 1:
+        cache.crop(-1) if cache.pending is not None else None
+    kept = cache.get_seq_length()
+    more = random_tokens(2, 4, seed=7)
+    wanted = model.model(torch.cat([tokens[:, :kept], more], 1), begin)
+    again = model(more, past_key_values=cache)
+    torch.testing.assert_close(again.logits, wanted.logits[:, kept:])
+    assert cache.get_seq_length() == kept + 4

@@ -1,0 +1,240 @@
+"""`LongRNNForCausalLM` computes what `RecurrentLM` computes, and refuses what it cannot follow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from longrnn import load, mitigation
+from longrnn.errors import UserError
+from longrnn.hf.auto import LongRNNConfig, LongRNNForCausalLM, StateCache
+from longrnn.hf.embedded import embedded
+from longrnn.mitigations import Mitigated
+from longrnn.mixers import MIXERS
+from longrnn.models.checkpoint import save_model
+from longrnn.positions import POSITIONS
+from longrnn.state import LMState, leaves
+from tests.contracts.builders import (
+    DEFINED,
+    build_model,
+    position_spec,
+    random_state,
+    random_tokens,
+    spec_id,
+)
+from tests.hf.auto.models import build_auto
+
+
+def assert_same_state(one: LMState, other: LMState) -> None:
+    for (name, left), (_, right) in zip(leaves(one), leaves(other), strict=True):
+        assert torch.equal(left, right), name
+
+
+@pytest.mark.parametrize("position", sorted(POSITIONS))
+@pytest.mark.parametrize("mixer", sorted(MIXERS))
+def test_logits_states_and_loss_are_those_of_the_recurrent_model(mixer: str, position: str) -> None:
+    model = build_auto(mixer, position=position)
+    tokens, begin = random_tokens(2, 13), random_state(model.model, 2)
+    output = model(tokens, state=begin, labels=tokens)
+    logits, after = model.model(tokens, begin)
+    assert torch.equal(output.logits, logits)
+    assert_same_state(output.past_key_values.state, after)
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    torch.testing.assert_close(output.loss, loss)
+
+
+@pytest.mark.parametrize("block", ["residual", "plain"])
+@pytest.mark.parametrize("mixer", sorted(MIXERS))
+def test_a_saved_model_is_the_same_in_transformers_and_in_longrnn(
+    mixer: str, block: str, tmp_path: Path
+) -> None:
+    """Written by either, read by both, whole or in shards."""
+    own = build_model(mixer, block=block, dtype=torch.float32).eval()
+    tokens = random_tokens(2, 9)
+    wanted = own(tokens).logits
+    save_model(own, tmp_path / "own")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "own")
+    assert isinstance(model, LongRNNForCausalLM)
+    assert not model.training
+    assert torch.equal(model(tokens).logits, wanted)
+    for name, size in (("whole", "1GB"), ("shards", "1KB")):
+        folder = tmp_path / name
+        model.save_pretrained(folder, max_shard_size=size)
+        assert (folder / "model.safetensors").exists() == (name == "whole")
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(folder)(tokens).logits, wanted)
+        assert torch.equal(load(folder)(tokens).logits, wanted)
+        assert load(folder).fingerprint() == own.fingerprint()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=spec_id)
+def test_rates_are_never_rounded(dtype: torch.dtype, tmp_path: Path) -> None:
+    """`dtype=` leaves A_log, dt_bias and D in float32, as `load` does, and results are equal."""
+    save_model(build_model("mamba2", dtype=torch.float32), tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    wide = {n.rsplit(".", 1)[-1] for n, w in model.named_parameters() if w.dtype != dtype}
+    assert wide == {"A_log", "dt_bias", "D"}
+    tokens = random_tokens(2, 9)
+    assert torch.equal(model(tokens).logits, load(tmp_path, dtype=dtype)(tokens).logits)
+
+
+@pytest.mark.parametrize("name", sorted(embedded()))
+def test_embedded_checkpoints_open_as_auto_models(name: str) -> None:
+    folder = embedded()[name]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokens = torch.randint(256, (1, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, load(name)(tokens).logits)
+
+
+@pytest.mark.parametrize(("spec", "mixer"), DEFINED, ids=spec_id)
+def test_a_mitigation_in_the_configuration_applies(
+    spec: dict[str, Any], mixer: dict[str, Any], tmp_path: Path
+) -> None:
+    """The same logits as `Mitigated`, in calls after a split too; weights are stored once."""
+    model = build_auto(mixer, auto={"mitigation": spec})
+    assert not any("_mitigated" in name for name in model.state_dict())
+    tokens = random_tokens(2, 17)
+    wanted = Mitigated(model.model, mitigation(spec))(tokens).logits
+    torch.testing.assert_close(model(tokens).logits, wanted)
+    cache = model(tokens[:, :6]).past_key_values
+    torch.testing.assert_close(model(tokens[:, 6:], past_key_values=cache).logits, wanted[:, 6:])
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(again(tokens).logits, wanted)
+
+
+def test_weights_that_a_checkpoint_lacks_are_initialised(tmp_path: Path) -> None:
+    """transformers warns and initialises; the result is a model that `RecurrentLM` could be."""
+    from safetensors.torch import load_file, save_file
+
+    save_model(build_model("mamba2", dtype=torch.float32), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["blocks.0.mixer.A_log"], weights["blocks.1.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    rates = model.model.blocks[0].mixer.A_log.exp()
+    assert ((rates >= 1) & (rates <= 16)).all()
+    assert torch.equal(model.model.blocks[1].norm.weight, torch.ones(8))
+
+
+def test_a_new_model_is_initialised_as_a_recurrent_model() -> None:
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(LongRNNConfig(vocab_size=11, d_model=32, n_layers=2))
+    assert isinstance(model, LongRNNForCausalLM)
+    torch.manual_seed(3)
+    own = type(model.model)(model.config.recurrent)
+    assert model.model.fingerprint() == own.fingerprint()
+
+
+def test_options_are_given_by_their_own_or_by_hugging_face_names(tmp_path: Path) -> None:
+    config = LongRNNConfig(
+        vocab_size=300, hidden_size=16, num_hidden_layers=3, mixer={"kind": "gru"},
+        position=position_spec("learned"), tie_word_embeddings=False, eos_token_id=7,
+    )  # fmt: skip
+    assert (config.recurrent.d_model, config.recurrent.n_layers) == (16, 3)
+    assert not config.tie_word_embeddings
+    config.save_pretrained(tmp_path)
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert again.recurrent == config.recurrent
+    assert again.eos_token_id == 7
+    with pytest.raises(UserError, match="d_modell"):
+        LongRNNConfig(config={"d_modell": 8})
+
+
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+def test_the_vocabulary_can_be_resized(tie: bool, tmp_path: Path) -> None:
+    model = build_auto("mamba2", tie_embeddings=tie)
+    tokens = random_tokens(1, 5)
+    before = model(tokens).logits
+    model.resize_token_embeddings(19)
+    after = model(tokens).logits
+    assert after.shape[-1] == model.vocab_size == model.config.vocab_size == 19
+    torch.testing.assert_close(after[..., :11], before)
+    assert (model.model.head.weight is model.model.embedding.weight) == tie
+    assert model(torch.full((1, 3), 18)).logits.isfinite().all()
+    model.save_pretrained(tmp_path)
+    assert torch.equal(load(tmp_path)(tokens).logits, after)
+
+
+def test_a_byte_model_gets_a_tokenizer_that_transformers_reads(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(embedded()["collapse-tiny"])
+    model.save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer("naïve").input_ids == list("naïve".encode())
+
+
+def test_hidden_states_are_those_that_the_head_multiplies() -> None:
+    for block in ("residual", "plain"):
+        model = build_auto("gru", block=block)
+        tokens = random_tokens(2, 7)
+        output = model(tokens, output_hidden_states=True)
+        assert len(output.hidden_states) == model.config.num_hidden_layers + 1
+        torch.testing.assert_close(
+            model.get_output_embeddings()(output.hidden_states[-1]), output.logits
+        )
+        assert model(tokens).hidden_states is None
+
+
+def test_some_logits_can_be_kept() -> None:
+    model, tokens = build_auto(), random_tokens(2, 7)
+    whole = model(tokens).logits
+    torch.testing.assert_close(model(tokens, logits_to_keep=2).logits, whole[:, -2:])
+    chosen = torch.tensor([1, 4])
+    torch.testing.assert_close(model(tokens, logits_to_keep=chosen).logits, whole[:, chosen])
+    assert isinstance(model(tokens, return_dict=False), tuple)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"inputs_embeds": torch.zeros(1, 3, 8)}, "input_ids"),
+        ({"input_ids": None}, "input_ids is missing"),
+        ({"output_attentions": True}, "attentions"),
+        ({"attention_masks": torch.ones(1, 3)}, "unknown argument"),
+        ({"attention_mask": torch.ones(1, 2)}, "attention_mask has shape"),
+        ({"attention_mask": torch.ones(1, 1, 3, 3)}, "attention_mask has shape"),
+        ({"position_ids": torch.tensor([[0, 2, 3]])}, "does not follow"),
+        ({"position_ids": torch.tensor([[0, 1]])}, "one position per token"),
+        ({"cu_seq_lens_q": torch.tensor([0, 5])}, "runs from 0 to 5"),
+        ({"past_key_values": ((),)}, "StateCache"),
+    ],
+)
+def test_arguments_that_cannot_be_followed_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build_auto()(**{"input_ids": random_tokens(1, 3), **given})
+
+
+def test_a_cache_and_a_state_together_are_refused() -> None:
+    model = build_auto()
+    state = model.model.init_state(1)
+    with pytest.raises(UserError, match="one of them"):
+        model(random_tokens(1, 3), past_key_values=StateCache(state), state=state)
+
+
+def test_the_model_is_a_hugging_face_model_of_one_device() -> None:
+    folder = embedded()["collapse-tiny"]
+    model = AutoModelForCausalLM.from_pretrained(folder, device_map="auto")
+    assert isinstance(model, PreTrainedModel)
+    several = {"model.embedding": "cpu", "model.head": "cpu", "model.norm": "cpu"}
+    blocks = {f"model.blocks.{n}": "disk" for n in range(3)}
+    with pytest.raises(UserError, match="device_map"):
+        AutoModelForCausalLM.from_pretrained(
+            folder, device_map=several | blocks, offload_folder="unused-offload"
+        )
+
+
+def test_a_loaded_model_becomes_a_hugging_face_model_with_the_same_weights() -> None:
+    plain = build_model("mamba2", dtype=torch.float32).eval()
+    tokens = random_tokens(2, 9)
+    model = LongRNNForCausalLM.of(plain)
+    assert torch.equal(model(tokens).logits, plain(tokens).logits)
+    assert model.get_input_embeddings() is plain.embedding
+    mitigated = Mitigated(plain, mitigation("sliding_window(window=3)"))
+    wrapped = LongRNNForCausalLM.of(mitigated)
+    torch.testing.assert_close(wrapped(tokens).logits, mitigated(tokens).logits)
+    assert model.generate(tokens, max_new_tokens=2, do_sample=False).shape == (2, 11)

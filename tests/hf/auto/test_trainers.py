@@ -1,0 +1,177 @@
+"""Trainers of the Hugging Face libraries train a `LongRNNForCausalLM` as a plain loop does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.nn import functional as F
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorWithFlattening,
+    Trainer,
+    TrainingArguments,
+)
+
+from longrnn import load
+from longrnn.hf.tokenizer import byte_level
+from longrnn.mixers import MIXERS
+from longrnn.state import leaves
+from tests.contracts.builders import build_model, random_tokens
+from tests.hf.auto.models import build_auto
+
+RATE = 0.05
+
+
+def arguments(folder: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder), "max_steps": 3, "per_device_train_batch_size": 2, "optim": "sgd",
+        "learning_rate": RATE, "lr_scheduler_type": "constant", "max_grad_norm": 0,
+        "logging_steps": 1, "report_to": "none", "save_strategy": "no", "use_cpu": True,
+        "disable_tqdm": True, "dataloader_pin_memory": False,
+        "train_sampling_strategy": "sequential",
+        **more,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", sorted(MIXERS))
+def test_trainer_takes_the_steps_of_a_plain_loop(kind: str, tmp_path: Path) -> None:
+    rows = random_tokens(6, 9)
+    data = Dataset.from_dict({"input_ids": rows.tolist(), "labels": rows.tolist()})
+    model = build_auto(kind)
+    trainer = Trainer(model, TrainingArguments(**arguments(tmp_path)), train_dataset=data)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    own = build_model(kind, dtype=torch.float32)
+    for batch, seen in zip(rows.split(2), losses, strict=True):
+        logits = own(batch).logits[:, :-1]
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        assert float(loss) == pytest.approx(seen, abs=2e-4)  # it logs four digits
+        own.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for weight in own.parameters():
+                weight -= RATE * weight.grad
+    for (name, weight), other in zip(own.named_parameters(), model.model.parameters(), strict=True):
+        torch.testing.assert_close(other, weight, msg=name)
+
+
+def test_documents_that_a_collator_packs_do_not_see_one_another() -> None:
+    """The loss of a packed row is that of its documents, weighted by their scored tokens."""
+    model = build_auto()
+    documents = [random_tokens(1, length, seed=length)[0].tolist() for length in (5, 9, 2)]
+    for extra in (False, True):
+        collate = DataCollatorWithFlattening(return_flash_attn_kwargs=extra)
+        batch = collate([{"input_ids": ids} for ids in documents])
+        packed = model(**batch)
+        count = sum(len(ids) - 1 for ids in documents)
+        total = sum(
+            float(model(torch.tensor([ids]), labels=torch.tensor([ids])).loss) * (len(ids) - 1)
+            for ids in documents
+        )
+        assert float(packed.loss) == pytest.approx(total / count, rel=1e-5)
+        logits = torch.cat([model(torch.tensor([ids])).logits for ids in documents], 1)
+        torch.testing.assert_close(packed.logits, logits)
+
+
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
+@pytest.mark.parametrize("kind", sorted(MIXERS))
+def test_a_padded_batch_has_the_loss_states_and_gradients_of_its_rows(kind: str, side: str) -> None:
+    rows = [random_tokens(1, length, seed=length)[0] for length in (8, 5, 3)]
+    width = 8
+    tokens, mask = torch.full((3, width), 2), torch.zeros(3, width, dtype=torch.long)
+    for number, row in enumerate(rows):
+        free = width - len(row)
+        before = {"left": free, "right": 0, "middle": free // 2}[side]
+        tokens[number, before : before + len(row)] = row
+        mask[number, before : before + len(row)] = 1
+    labels = tokens.masked_fill(mask == 0, -100)
+    padded = build_auto(kind, seed=3, dtype=torch.float64)
+    output = padded(tokens, attention_mask=mask, labels=labels, use_cache=True)
+    output.loss.backward()
+    alone = build_auto(kind, seed=3, dtype=torch.float64)
+    outputs = [alone(row[None], labels=row[None]) for row in rows]
+    count = sum(len(row) - 1 for row in rows)
+    loss = sum(out.loss * (len(row) - 1) for out, row in zip(outputs, rows, strict=True)) / count
+    loss.backward()
+    torch.testing.assert_close(output.loss, loss)
+    states = [dict(leaves(out.past_key_values.state)) for out in outputs]
+    for name, leaf in leaves(output.past_key_values.state):
+        torch.testing.assert_close(leaf, torch.cat([state[name] for state in states]), msg=name)
+    for (name, one), other in zip(padded.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, msg=name)
+
+
+def test_adapters_of_peft_train_and_are_loaded_again(tmp_path: Path) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    model = get_peft_model(
+        build_auto(), LoraConfig(r=2, target_modules=["in_proj", "out_proj"], task_type="CAUSAL_LM")
+    )
+    rows = random_tokens(6, 9)
+    data = Dataset.from_dict({"input_ids": rows.tolist(), "labels": rows.tolist()})
+    Trainer(model, TrainingArguments(**arguments(tmp_path)), train_dataset=data).train()
+    moved = [name for name, weight in model.named_parameters() if "lora_B" in name and weight.any()]
+    assert len(moved) == 4  # two projections in each of two layers
+    model.save_pretrained(tmp_path / "adapter")
+    again = PeftModel.from_pretrained(build_auto(), tmp_path / "adapter")
+    tokens = random_tokens(2, 7)
+    model.eval()
+    torch.testing.assert_close(again(tokens).logits, model(tokens).logits)
+    again.merge_and_unload().save_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(load(tmp_path / "merged")(tokens).logits, model(tokens).logits)
+
+
+def test_supervised_fine_tuning_of_trl_trains(tmp_path: Path) -> None:
+    """Prompt and completion pairs; the loss of its first step is ours over the completions."""
+    from trl import SFTConfig, SFTTrainer
+
+    tokenizer = byte_level().tokenizer
+    tokenizer.add_special_tokens({"eos_token": "<eos>", "pad_token": "<pad>"})
+    model = build_auto(vocab_size=260)
+    pairs = [("one ", "two"), ("three ", "four five")]
+    data = Dataset.from_dict(dict(zip(("prompt", "completion"), zip(*pairs, strict=True))))  # noqa: B905
+    options = arguments(tmp_path, bf16=False, max_length=None)
+    trainer = SFTTrainer(
+        model, args=SFTConfig(**options), train_dataset=data, processing_class=tokenizer
+    )
+    before = build_auto(vocab_size=260)
+    trainer.train()
+    first = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    nats, count = 0.0, 0
+    for prompt, completion in pairs:
+        ids = torch.tensor([[*(prompt + completion).encode(), tokenizer.eos_token_id]])
+        labels = ids.clone()
+        labels[:, : len(prompt)] = -100
+        scored = len(completion) + 1
+        nats, count = nats + float(before(ids, labels=labels).loss) * scored, count + scored
+    assert first == pytest.approx(nats / count, abs=2e-3)
+    trainer.save_model(str(tmp_path / "tuned"))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").config.vocab_size == 260
+
+
+@pytest.mark.parametrize("order", ["longrnn transformers", "transformers longrnn"])
+def test_importing_longrnn_registers_its_models_in_either_order(order: str) -> None:
+    """`import longrnn` alone imports neither torch nor transformers."""
+    code = f"""
+import sys
+import longrnn
+assert not {{"torch", "transformers"}} & set(sys.modules)
+for name in list(sys.modules):
+    if name.startswith("longrnn"):
+        del sys.modules[name]
+sys.meta_path[:] = [f for f in sys.meta_path if type(f).__module__ != "longrnn.hf.register"]
+for name in {order.split()!r}:
+    __import__(name)
+from transformers import AutoConfig, AutoModelForCausalLM
+from longrnn.hf.embedded import embedded
+model = AutoModelForCausalLM.from_pretrained(embedded()["collapse-tiny"])
+print(type(model).__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "LongRNNForCausalLM", done.stderr
