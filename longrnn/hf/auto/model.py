@@ -9,11 +9,9 @@ Notable choices:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +19,15 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from longrnn.checksums import remove_checksums, write_checksums
-from longrnn.errors import UserError, nearest
+from longrnn.errors import UserError
+from longrnn.hf.auto.arguments import (
+    LOSS,
+    after_padding,
+    block_outputs,
+    cache_of,
+    check_arguments,
+    joined,
+)
 from longrnn.hf.auto.cache import StateCache
 from longrnn.hf.auto.config import LongRNNConfig
 from longrnn.hf.auto.masks import padding, starts
@@ -31,9 +37,7 @@ from longrnn.models.recurrent import RecurrentLM
 from longrnn.ops.norm import rms_norm
 from longrnn.state import LMState
 
-# Arguments of the loss, and what collators add for kernels of attention.
-LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")
-UNUSED = ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "output_attentions")
+INITIALISED = "_is_hf_initialized"  # the attribute by which transformers knows loaded weights
 
 
 class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
@@ -52,16 +56,16 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = LongRNNConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules: ClassVar[list[str]] = ["ResidualBlock", "PlainBlock"]
-    _keep_in_fp32_modules_strict: ClassVar[list[str]] = ["A_log", "dt_bias", "mixer.D"]
-    _tied_weights_keys: ClassVar[dict[str, str]] = {"model.head.weight": "model.embedding.weight"}
+    _no_split_modules = ["ResidualBlock", "PlainBlock"]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ["A_log", "dt_bias", "mixer.D"]  # noqa: RUF012
+    _tied_weights_keys = {"model.head.weight": "model.embedding.weight"}  # noqa: RUF012
 
     def __init__(self, config: LongRNNConfig) -> None:
         super().__init__(config)
         self.model = RecurrentLM(config.recurrent)
         for weight in self.model.parameters():
             # RecurrentLM has initialised itself; on the meta device, `_init_weights` does.
-            weight._is_hf_initialized = not weight.is_meta
+            setattr(weight, INITIALISED, not weight.is_meta)
         # A tuple, because a module would be registered and repeat every weight.
         self._mitigated: tuple[Mitigated] | None = None
         self.post_init()
@@ -144,17 +148,17 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
         Raises:
             UserError: arguments that a recurrent model cannot follow.
         """
-        _check(kwargs, inputs_embeds)
+        check_arguments(kwargs, inputs_embeds)
         if input_ids is None:
             raise UserError("input_ids is missing: give the token ids, (batch, time)")
-        cache = _cache(past_key_values, state)
+        cache = cache_of(past_key_values, state)
         tokens, is_token = input_ids, padding(attention_mask, input_ids)
         document = starts(position_ids if attention_mask is None else None, cu_seq_lens_q, tokens)
         pending = 0
         if cache.pending is not None:
             before, mask = cache.pending
             pending = before.shape[1]
-            is_token = _joined(mask, is_token, before, tokens)
+            is_token = joined(mask, is_token, before, tokens)
             tokens = torch.cat([before, tokens], 1)
         model = self.language_model
         cache.share(len(tokens))
@@ -162,7 +166,7 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
         own = tokens.shape[1] - pending
         keep = logits_to_keep if isinstance(logits_to_keep, int) and logits_to_keep else own
         wanted = bool(self.config.output_hidden_states or output_hidden_states)
-        with _outputs(self.model, wanted) as seen:
+        with block_outputs(self.model, wanted) as seen:
             logits, after = model(
                 tokens, begin, keep=keep, is_token=is_token, is_document_start=document
             )
@@ -171,7 +175,7 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             if is_token is not None:
-                labels = labels.masked_fill(_after_padding(is_token[:, pending:]), -100)
+                labels = labels.masked_fill(after_padding(is_token[:, pending:]), -100)
             named = {name: kwargs[name] for name in LOSS if name in kwargs}
             loss = self.loss_function(logits, labels, self.config.vocab_size, **named)
         cache.update_state(begin, tokens, is_token, after)
@@ -198,14 +202,14 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
         """See `GenerationMixin`; positions are those of the state, and given ones are left out."""
         for name in ("position_ids", "tokenizer"):
             kwargs.pop(name, None)
-        inputs = super().prepare_inputs_for_generation(
+        inputs = super().prepare_inputs_for_generation(  # pyright: ignore
             input_ids, *args, is_first_iteration=is_first_iteration, **kwargs
         )
         if not is_first_iteration and inputs["input_ids"].shape[1] == 1:
             inputs.pop("attention_mask", None)  # a generated token is not padding
         return inputs
 
-    def _prepare_cache_for_generation(
+    def _prepare_cache_for_generation(  # pyright: ignore
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         """Puts a `StateCache` where transformers would put a `DynamicCache`.
@@ -229,7 +233,7 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
                 "a recurrent model generates from its state, which is its cache: leave out "
                 "use_cache=False"
             )
-        cache = _cache(model_kwargs.pop("past_key_values", None), model_kwargs.pop("state", None))
+        cache = cache_of(model_kwargs.pop("past_key_values", None), model_kwargs.pop("state", None))
         if generation_config.is_assistant:
             cache.activate_past_recording()
         model_kwargs["past_key_values"] = cache
@@ -242,7 +246,7 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
             with torch.device("cpu"):
                 fresh = RecurrentLM(self.model.config).get_submodule(known[id(module)])
             for name, weight in module.named_parameters(recurse=False):
-                if not getattr(weight, "_is_hf_initialized", False):
+                if not getattr(weight, INITIALISED, False):
                     weight.copy_(fresh.get_parameter(name))
         elif isinstance(module, nn.Embedding | nn.Linear):  # of another size
             module.weight.normal_(std=self.config.hidden_size**-0.5)
@@ -316,71 +320,3 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
         ):
             byte_level().save(folder)
         write_checksums(folder)
-
-
-def _check(kwargs: dict[str, Any], inputs_embeds: Tensor | None) -> None:
-    """Refuses arguments that would have no effect."""
-    if inputs_embeds is not None:
-        raise UserError("a longrnn model reads token ids, not inputs_embeds: give input_ids")
-    if kwargs.get("output_attentions"):
-        raise UserError("a recurrent model has no attentions: leave out output_attentions")
-    for name in kwargs:
-        if name not in LOSS + UNUSED:
-            raise UserError(f"unknown argument {name}: {nearest(name, (*LOSS, 'input_ids'))}")
-
-
-def _cache(given: Any, state: LMState | None) -> StateCache:
-    """The cache of a call, from a cache or a state; a new one without either.
-
-    Raises:
-        UserError: both, or a cache of another kind.
-    """
-    if given is None:
-        return StateCache(state)
-    if not isinstance(given, StateCache):
-        raise UserError(
-            f"past_key_values is a {type(given).__name__}: give the StateCache of an earlier call, "
-            "or a state as state="
-        )
-    if state is not None:
-        raise UserError("both past_key_values and state were given: give one of them")
-    return given
-
-
-def _joined(
-    left: Tensor | None, right: Tensor | None, before: Tensor, tokens: Tensor
-) -> Tensor | None:
-    """The masks of two stretches of tokens as one; None if there is no padding in either."""
-    if left is None and right is None:
-        return None
-    whole = [
-        torch.ones_like(part, dtype=torch.bool) if mask is None else mask
-        for mask, part in ((left, before), (right, tokens))
-    ]
-    return torch.cat(whole, 1)
-
-
-def _after_padding(is_token: Tensor) -> Tensor:
-    """`(b, t)` bool, True where the column before is padding."""
-    return nn.functional.pad(~is_token[:, :-1], (1, 0))
-
-
-@contextmanager
-def _outputs(model: RecurrentLM, wanted: bool) -> Iterator[list[list[Tensor]]]:
-    """Collects the input of the first block and the output of each, one tensor per segment."""
-    seen: list[list[Tensor]] = [[] for _ in range(len(model.blocks) + 1)]
-    hooks = []
-    if wanted:
-        first = model.blocks[0]
-        hooks.append(first.register_forward_pre_hook(lambda _, args: seen[0].append(args[0])))
-        for number, block in enumerate(model.blocks, 1):
-            hooks.append(
-                block.register_forward_hook(
-                    lambda _, __, output, number=number: seen[number].append(output[0])
-                )
-            )
-    try:
-        yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
