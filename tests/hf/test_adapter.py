@@ -137,7 +137,7 @@ def test_keep_limits_the_logits_and_an_empty_text_changes_nothing(kind: str) -> 
 
 def test_padded_and_packed_rows_are_refused() -> None:
     """Padding would enter the cache of a Hugging Face model."""
-    model, text = wrapped(KINDS[0]), tokens(1, 4)
+    model, text = wrapped(next(iter(KINDS))), tokens(1, 4)
     mask = torch.ones(1, 4, dtype=torch.bool)
     with pytest.raises(UserError, match="rows of one document and of one length"):
         model(text, is_token=mask)
