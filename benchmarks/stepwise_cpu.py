@@ -65,11 +65,20 @@ class Stepwise(RecurrentLM):
         *,
         keep: int | None = None,
         edits: Sequence[Edit] | None = None,
+        is_token: Tensor | None = None,
+        is_document_start: Tensor | None = None,
     ) -> tuple[Tensor, LMState]:
         identity = [Edit()] * len(self.mixers)
         start = self.init_state(len(tokens)) if state is None else state
         start = start._replace(extra=self.init_carries(len(tokens), identity))
-        hidden, after = super().hidden(tokens, start, keep=keep, edits=identity)
+        hidden, after = super().hidden(
+            tokens,
+            start,
+            keep=keep,
+            edits=identity,
+            is_token=is_token,
+            is_document_start=is_document_start,
+        )
         return hidden, after._replace(extra=())
 
 

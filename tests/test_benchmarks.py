@@ -40,6 +40,10 @@ PROGRAMS = {
         + ["--stream", "0"],
         "token by token",
     ),
+    "packing_cpu": (
+        ["--layers", "1", "--d-model", "64", "--tokens", "64", "--vocab", "64", "--lengths", "9"],
+        "packed documents",
+    ),
     "prefill_cpu": (
         ["--layers", "1", "--d-model", "64", "--vocab", "64", "--tokens", "64", "--long", "256"],
         "cost per token",

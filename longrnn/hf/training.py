@@ -81,12 +81,24 @@ class TransformerLM(nn.Module):
         device = self.model.device
         return LMState(torch.zeros(batch_size, dtype=torch.long, device=device), ())
 
-    def hidden(self, tokens: Tensor, state: LMState | None = None) -> tuple[Tensor, LMState]:
+    def hidden(
+        self,
+        tokens: Tensor,
+        state: LMState | None = None,
+        *,
+        is_token: Tensor | None = None,
+        is_document_start: Tensor | None = None,
+    ) -> tuple[Tensor, LMState]:
         """Return the hidden states in front of the head, `(b, t, d_model)`, and the new position.
 
         Raises:
-            UserError: `state` is not at position 0.
+            UserError: `state` is not at position 0, or padded or packed rows.
         """
+        if is_token is not None or is_document_start is not None:
+            raise UserError(
+                "a transformer reads rows of one document without padding here, and masks were "
+                "given: use rows that are not packed"
+            )
         if state is None:
             state = self.init_state(len(tokens))
         if bool((state.position > 0).any()):

@@ -171,7 +171,7 @@ class Mamba2(ScanningMixer):
                 return self.out_proj(fused[0]), fused[1], carry
         z, xBC, dt = projected.split([self.d_inner, self.d_xBC, self.n_heads], dim=-1)
         weight = self.conv1d.weight[:, 0]
-        xBC, conv = causal_conv(xBC, weight, self.conv1d.bias, state.conv, rows)
+        xBC, conv = causal_conv(xBC, weight, self.conv1d.bias, state.conv, rows=rows)
         if rows is not None:
             xBC = rows.without_padding(xBC)
         inner, B, C = self._split(F.silu(xBC))

@@ -15,6 +15,7 @@ def causal_conv(
     weight: Tensor,
     bias: Tensor | None,
     state: Tensor,
+    *,
     rows: PackedRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Convolves each channel with its own filter over the current token and the k − 1 before it.

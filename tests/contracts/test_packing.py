@@ -19,8 +19,9 @@ from torch import Tensor
 
 from longrnn import state as states
 from longrnn.mitigations import Mitigated
-from longrnn.mixers import LSTM, MIXERS
+from longrnn.mixers import LSTM, MIXERS, ScanningMixer
 from longrnn.models import RecurrentLM, recurrent
+from longrnn.ops.ssd import BACKENDS
 from longrnn.state import LMState, leaves
 from tests.contracts.builders import (
     BLOCK_KINDS,
@@ -138,7 +139,12 @@ def build(
 
 
 CASES = {spec_id(spec): ([], spec) for spec in MIXER_SPECS} | {
-    f"{spec_id(spec)}-{mixer['kind']}": ([spec], mixer) for spec, mixer in DEFINED
+    f"{spec_id(spec)}-{mixer['kind']}{'-' * bool(backend)}{backend}": (
+        [spec],
+        mixer | ({"backend": backend} if backend else {}),
+    )
+    for spec, mixer in DEFINED
+    for backend in (BACKENDS if issubclass(MIXERS[mixer["kind"]], ScanningMixer) else [""])
 }
 every_case = pytest.mark.parametrize(("specs", "mixer"), CASES.values(), ids=CASES)
 

@@ -36,6 +36,15 @@ def config(folder: Path, **changes: Any) -> Any:
     return tiny("passkey", folder, **options)
 
 
+def test_packed_rows_are_refused() -> None:
+    """A transformer would attend across documents."""
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    model = build_transformer(LLAMA)
+    for name in ("is_token", "is_document_start"):
+        with pytest.raises(UserError, match="rows of one document"):
+            model.hidden(torch.zeros(1, 4, dtype=torch.long), **{name: mask})
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_loss_is_that_of_transformers(tied: bool) -> None:
     """Loss and gradients equal those of transformers, with a tied head and without."""

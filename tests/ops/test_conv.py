@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.ops.conv import causal_conv
+from longrnn.ops.packed_rows import PackedRows
 from tests.contracts.builders import generator
 
 CHANNELS = 5
@@ -85,6 +86,22 @@ def test_second_derivatives_equal_finite_differences(with_bias: bool) -> None:
 
     inputs = (x, weight, state, bias) if with_bias else (x, weight, state)
     assert torch.autograd.gradgradcheck(conv, inputs)
+
+
+def test_second_derivatives_of_packed_rows_equal_finite_differences() -> None:
+    """Tokens near the start of a document have their own branch of the graph."""
+    x, weight, bias, state = (tensor.requires_grad_() for tensor in draw(5, 3))
+    is_start = torch.zeros(x.shape[:2], dtype=torch.bool)
+    is_start[0, 1] = is_start[-1, 0] = True
+    count = torch.full((len(x),), 5)
+    count[-1] = 3
+    rows = PackedRows(is_start, count)
+
+    def conv(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return causal_conv(*inputs, rows=rows)
+
+    assert torch.autograd.gradcheck(conv, (x, weight, bias, state))
+    assert torch.autograd.gradgradcheck(conv, (x, weight, bias, state))
 
 
 def test_narrow_inputs_are_summed_in_float32() -> None:
