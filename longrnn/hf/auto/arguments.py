@@ -1,0 +1,87 @@
+"""Checks and conversions of the arguments of `LongRNNForCausalLM`, and its hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longrnn.errors import UserError, nearest
+from longrnn.hf.auto.cache import StateCache
+from longrnn.models.recurrent import RecurrentLM
+from longrnn.state import LMState
+
+# Arguments of the loss, and what collators add for kernels of attention.
+LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")
+UNUSED = ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "output_attentions")
+
+
+def check_arguments(kwargs: dict[str, Any], inputs_embeds: Tensor | None) -> None:
+    """Refuses arguments that would have no effect."""
+    if inputs_embeds is not None:
+        raise UserError("a longrnn model reads token ids, not inputs_embeds: give input_ids")
+    if kwargs.get("output_attentions"):
+        raise UserError("a recurrent model has no attentions: leave out output_attentions")
+    for name in kwargs:
+        if name not in LOSS + UNUSED:
+            raise UserError(f"unknown argument {name}: {nearest(name, (*LOSS, 'input_ids'))}")
+
+
+def cache_of(given: Any, state: LMState | None) -> StateCache:
+    """The cache of a call, from a cache or a state; a new one without either.
+
+    Raises:
+        UserError: both, or a cache of another kind.
+    """
+    if given is None:
+        return StateCache(state)
+    if not isinstance(given, StateCache):
+        raise UserError(
+            f"past_key_values is a {type(given).__name__}: give the StateCache of an earlier call, "
+            "or a state as state="
+        )
+    if state is not None:
+        raise UserError("both past_key_values and state were given: give one of them")
+    return given
+
+
+def joined(
+    left: Tensor | None, right: Tensor | None, before: Tensor, tokens: Tensor
+) -> Tensor | None:
+    """The masks of two stretches of tokens as one; None if there is no padding in either."""
+    if left is None and right is None:
+        return None
+    whole = [
+        torch.ones_like(part, dtype=torch.bool) if mask is None else mask
+        for mask, part in ((left, before), (right, tokens))
+    ]
+    return torch.cat(whole, 1)
+
+
+def after_padding(is_token: Tensor) -> Tensor:
+    """`(b, t)` bool, True where the column before is padding."""
+    return nn.functional.pad(~is_token[:, :-1], (1, 0))
+
+
+@contextmanager
+def block_outputs(model: RecurrentLM, wanted: bool) -> Iterator[list[list[Tensor]]]:
+    """Collects the input of the first block and the output of each, one tensor per segment."""
+    seen: list[list[Tensor]] = [[] for _ in range(len(model.blocks) + 1)]
+    hooks = []
+    if wanted:
+        first = model.blocks[0]
+        hooks.append(first.register_forward_pre_hook(lambda _, args: seen[0].append(args[0])))
+        for number, block in enumerate(model.blocks, 1):
+            hooks.append(
+                block.register_forward_hook(
+                    lambda _, __, output, number=number: seen[number].append(output[0])
+                )
+            )
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
