@@ -15,6 +15,7 @@ from longrnn.cli import (
     convert,
     data,
     diagnose,
+    doctor,
     evaluate,
     generate,
     info,
@@ -44,6 +45,7 @@ app.command("calibrate")(calibrate.calibrate)
 app.command("convert")(convert.convert)
 app.command("generate")(generate.generate)
 app.command("info")(info.info)
+app.command("doctor")(doctor.doctor)
 app.command("report")(report.report)
 
 

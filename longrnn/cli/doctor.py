@@ -1,0 +1,111 @@
+"""`longrnn doctor`."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+# Packages in the order of the table, and what needs those that are optional.
+PACKAGES = {
+    "longrnn": "",
+    "torch": "",
+    "transformers": "",
+    "accelerate": "",
+    "safetensors": "",
+    "datasets": "training on tables and datasets: pip install 'longrnn[data]'",
+    "lm-eval": "eval harness: pip install 'longrnn[harness]'",
+    "peft": "LoRA: pip install 'longrnn[lora]'",
+    "tensorboard": "report_to=tensorboard: pip install 'longrnn[tensorboard]'",
+    "wandb": "report_to=wandb: pip install 'longrnn[trackers]'",
+    "trackio": "report_to=trackio: pip install 'longrnn[trackers]'",
+}
+
+
+def doctor() -> None:
+    """Check this installation: versions, devices, and a short test of every backend.
+
+    Exits with 1 if a backend does not give the results of the reference.
+
+    Example: longrnn doctor
+    """
+    from longrnn.console import print_table
+
+    for name, needed in PACKAGES.items():
+        typer.echo(f"{name:<14}{_version(name, needed)}")
+    typer.echo("")
+    for name, value in _machine().items():
+        typer.echo(f"{name:<14}{value}")
+    typer.echo("")
+    table, failed = _backends()
+    print_table(table, 100)
+    for line in _advice():
+        typer.echo(line)
+    if failed:
+        typer.echo(
+            f"wrong results on this machine, please report it: {', '.join(failed)}", err=True
+        )
+        raise typer.Exit(1)
+
+
+def _version(name: str, needed: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return f"not installed ({needed})" if needed else "not installed: pip install longrnn"
+
+
+def _machine() -> dict[str, str]:
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    devices = [
+        f"cuda:{number} {torch.cuda.get_device_name(number)}"
+        for number in range(torch.cuda.device_count())
+    ]
+    return {
+        "processor": f"{torch.backends.cpu.get_cpu_capability()}, {cores} cores, "
+        f"{torch.get_num_threads()} threads",
+        "accelerators": ", ".join(devices) or "none that torch sees",
+    }
+
+
+def _backends() -> tuple[Table, list[str]]:
+    """The table of backends, and the names of those with wrong results."""
+    from rich.table import Table
+
+    from longrnn.ops.native import missing
+    from longrnn.ops.ssd import BACKENDS, resolve
+    from longrnn.ops.ssd.self_test import self_test
+
+    table = Table(title=f"recurrence of Mamba-2 on the CPU (auto: {resolve('auto')})")
+    for column in ("backend", "available", "largest error (float32)", "time without gradients"):
+        table.add_column(column)
+    findings = {backend: self_test(backend) for backend in BACKENDS}
+    slowest = findings["chunked"].seconds
+    for backend, found in findings.items():
+        verdict = f"{found.error:.1e} {'passed' if found.passed else 'FAILED'}"
+        table.add_row(backend, "yes", verdict, f"{found.seconds / slowest:.2f} × chunked")
+    if "native" not in findings:
+        table.add_row("native", f"no: {missing()}", "–", "–")
+    return table, [backend for backend, found in findings.items() if not found.passed]
+
+
+def _advice() -> list[str]:
+    """What would make this installation faster."""
+    import torch
+
+    advice = []
+    if torch.cuda.is_available():
+        advice.append("The recurrence runs in plain torch on a GPU; longrnn has no fused kernel.")
+    elif torch.get_num_threads() > 1 and "OMP_NUM_THREADS" not in os.environ:
+        advice.append(
+            "On a machine that other programs use too, OMP_NUM_THREADS=1 is often faster: the "
+            "threads of a call wait for one another."
+        )
+    return advice
