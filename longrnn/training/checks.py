@@ -82,6 +82,11 @@ def check_model(model: Trained, config: TrainConfig, task: Task) -> None:
         return
     if config.initial_state["kind"] != "zero":
         raise UserError("a transformer has no state to start from: set initial_state={kind: zero}")
+    if task.packing:
+        raise UserError(
+            "a transformer attends to all documents of a row, which share no state here: set "
+            "task.packing=false"
+        )
     if sharding.is_requested():
         raise UserError("a transformer is not sharded here: launch without FSDP")
 

@@ -35,6 +35,7 @@ from longrnn.training.metrics import Sums
 from longrnn.training.models import Trained
 from longrnn.training.objective import Objective
 from longrnn.training.optim import clip_values, fill, freeze, learning_rate, set_learning_rate
+from longrnn.training.prefetch import Prefetch
 from longrnn.training.processes import (
     Interrupts,
     build_accelerator,
@@ -108,6 +109,8 @@ class Trainer:
         self.pending: dict[str, list[float]] = {}  # values that the next row of metrics averages
         if found.checkpoint is not None:
             self._restore(found.checkpoint)
+        n_micro, device = config.gradient_accumulation_steps, self.accelerator.device
+        self.batches = Prefetch(self.source.segments, n_micro, config.max_steps, device)
         start_trackers(self.accelerator, config, self.step)
 
     def _build_model(self, found: Path | None) -> Trained:
@@ -131,6 +134,7 @@ class Trainer:
         try:
             return self._train()
         finally:
+            self.batches.close()
             self.lock.release()
 
     def _train(self) -> Trained:
@@ -208,8 +212,7 @@ class Trainer:
 
     def _micro_batch(self, micro: int) -> tuple[list[Batch], LMState]:
         """A micro-batch of this step, and its initial state."""
-        device = self.accelerator.device
-        segments = [batch.to(device) for batch in self.source.segments(self.step, micro)]
+        segments = self.batches.segments(self.step, micro)
         return segments, self.starts.before(segments[0], self.step, micro)
 
     def _nonfinite(self, norm: Tensor | None, loss: Tensor) -> bool:

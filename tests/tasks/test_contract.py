@@ -59,7 +59,8 @@ def test_shapes_and_dtypes(task: Task) -> None:
     assert batch.targets[scored].min() >= 0
     assert batch.targets[scored].max() < task.vocab_size
     assert batch.is_document_start.dtype == torch.bool
-    assert batch.is_document_start.tolist() == [True] * 5
+    assert batch.is_document_start.shape == batch.tokens.shape
+    assert batch.begins.tolist() == [True] * 5
     assert batch.query_length == 0
     if batch.weights is not None:
         assert not batch.weights[~scored].any()
