@@ -147,9 +147,7 @@ class Text(Task):
     def data_sha256(self) -> str:
         return self.documents.sha256
 
-    def _draw(
-        self, rows: range, batch_size: int, length: int, generator: torch.Generator
-    ) -> Batch:
+    def _draw(self, rows: range, batch_size: int, length: int, generator: torch.Generator) -> Batch:
         """Draws the places of all rows of a batch, and reads some of them."""
         if self._rows is not None:
             drawn = self._rows.draw(batch_size, length=length, generator=generator)

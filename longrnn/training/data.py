@@ -52,7 +52,7 @@ class Source:
         if length.grow_steps or length.sampling != "fixed" or self.config.batch_tokens:
             if self.in_order:
                 raise UserError(
-                    f"the task {self.config.task['kind']} reads its documents in rows of length.max "
+                    f"the task {self.config.task['kind']} reads documents in rows of length.max "
                     "tokens: leave out length.sampling, length.grow_steps and batch_tokens"
                 )
             self.task.sample(1, length=length.min, generator=torch.Generator())
