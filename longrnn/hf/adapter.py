@@ -125,14 +125,25 @@ class HFLanguageModel(nn.Module):
 
     @torch.no_grad()
     def forward(
-        self, tokens: Tensor, state: LMState | None = None, *, keep: int | None = None
+        self,
+        tokens: Tensor,
+        state: LMState | None = None,
+        *,
+        keep: int | None = None,
+        is_token: Tensor | None = None,
+        is_document_start: Tensor | None = None,
     ) -> LMOutput:
         """Process tokens; see `LanguageModel`.
 
         Raises:
-            UserError: ids outside the vocabulary, a state of another model or batch size, or more
-                tokens than `max_length`.
+            UserError: ids outside the vocabulary, a state of another model or batch size, more
+                tokens than `max_length`, or padded or packed rows.
         """
+        if is_token is not None or is_document_start is not None:
+            raise UserError(
+                f"this {self.kind} is run through transformers, where padding and packed documents "
+                "would enter its cache: give rows of one document and of one length"
+            )
         tokens = check_tokens(tokens, self.vocab_size)
         if state is None:
             state = self.init_state(len(tokens))

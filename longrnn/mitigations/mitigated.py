@@ -110,7 +110,13 @@ class Mitigated(nn.Module):
         return self._tagged(state)
 
     def forward(
-        self, tokens: Tensor, state: LMState | None = None, *, keep: int | None = None
+        self,
+        tokens: Tensor,
+        state: LMState | None = None,
+        *,
+        keep: int | None = None,
+        is_token: Tensor | None = None,
+        is_document_start: Tensor | None = None,
     ) -> LMOutput:
         """Consumes tokens; see `LanguageModel`.
 
@@ -118,17 +124,26 @@ class Mitigated(nn.Module):
             tokens: `(b, t)` int64.
             state: of this mitigated model; None for `init_state`.
             keep: return logits for the last `keep` tokens only; None for all.
+            is_token: `(b, t)` bool, false at padding; see `RecurrentLM.forward`.
+            is_document_start: `(b, t)` bool; the carries of the mitigation restart too.
 
         Raises:
-            UserError: invalid tokens, or a state of the plain model, of other weights or of another
-                mitigation.
+            UserError: invalid tokens or masks, or a state of the plain model, of other weights or
+                of another mitigation.
         """
-        tokens = check_tokens(tokens, self.vocab_size)
+        tokens = check_tokens(tokens, self.vocab_size, is_token)
         if state is None:
             state = self.init_state(len(tokens))
         extra = self._check_extra(state)
         given = state._replace(extra=extra.carry)
-        logits, after = self.model(tokens, given, keep=keep, edits=self.edits)
+        logits, after = self.model(
+            tokens,
+            given,
+            keep=keep,
+            edits=self.edits,
+            is_token=is_token,
+            is_document_start=is_document_start,
+        )
         return LMOutput(logits, after._replace(extra=MitigatedState(extra.tag, after.extra)))
 
     def adopt(self, state: LMState) -> LMState:

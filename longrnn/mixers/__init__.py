@@ -1,12 +1,13 @@
 """Sequence mixers: the recurrent cells, one per file."""
 
-from longrnn.mixers.base import MIXERS, Mixer, ScanningMixer, StepwiseMixer
+from longrnn.mixers.base import MIXERS, Mixer, ScanningMixer
 from longrnn.mixers.edits import Composed, Edit, EditedState, Steps, Update
 from longrnn.mixers.gru import GRU
 from longrnn.mixers.init import INITS
 from longrnn.mixers.lstm import LSTM
 from longrnn.mixers.mamba2 import Mamba2
 from longrnn.mixers.rnn import RNN
+from longrnn.mixers.stepwise import StepwiseMixer
 
 __all__ = [
     "GRU",

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from longrnn.errors import UserError
-from longrnn.mixers.edits import Edit, EditedState, Steps, Update
-from longrnn.ops.precision import own_precision
+from longrnn.mixers.documents import run_documents
+from longrnn.mixers.edits import Edit, EditedState, Steps
+from longrnn.ops.packed_rows import PackedRows
 from longrnn.ops.ssd import SSD, ScanInputs
-from longrnn.ops.unroll import unroll
 from longrnn.registry import Registry
-from longrnn.state import PyTree, tree_map
+from longrnn.state import PyTree, leaves, reset, tree_map
 
 
 class Mixer(nn.Module, ABC):
@@ -59,7 +57,34 @@ class Mixer(nn.Module, ABC):
             y `(b, t, d_model)`, the state after the last token, and the carry.
         """
 
-    def forward(self, x: Tensor, state: PyTree, edit: Edit | None = None) -> tuple[Tensor, PyTree]:
+    def run_packed(
+        self, x: Tensor, state: PyTree, edit: Edit | None, carry: PyTree, rows: PackedRows
+    ) -> tuple[Tensor, PyTree, PyTree]:
+        """`run` for packed rows; outputs at padding are 0.
+
+        This implementation suits every cell. Cells that can do so faster override it.
+        """
+
+        def run(x: Tensor, before: EditedState) -> tuple[Tensor, EditedState]:
+            y, state, carry = self.run(x, before.state, edit, before.carry)
+            return y, EditedState(state, carry)
+
+        before, fresh = EditedState(state, carry), self._fresh(edit, carry)
+        y, after = run_documents(run, x, before, fresh, rows)
+        return y, after.state, after.carry
+
+    def _fresh(self, edit: Edit | None, carry: PyTree) -> EditedState:
+        """The initial state of one row, with the initial carry if `carry` holds anything."""
+        initial = edit.init_carry(self, 1) if edit is not None and carry != () else ()
+        return EditedState(self.init_state(1), initial)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: PyTree,
+        edit: Edit | None = None,
+        rows: PackedRows | None = None,
+    ) -> tuple[Tensor, PyTree]:
         """Runs the cell.
 
         Args:
@@ -67,6 +92,9 @@ class Mixer(nn.Module, ABC):
             state: from `init_state` or an earlier call; it is not changed. With an edit that has a
                 carry it is an `EditedState`.
             edit: changes or observes the recurrence.
+            rows: where documents and padding begin; None for rows of one document without padding.
+                Before the first token of a document, state and carry are the initial ones; padding
+                changes neither, and its outputs are 0.
 
         Returns:
             y `(b, t, d_model)` and the state after the last token, of the same type as `state`.
@@ -80,15 +108,22 @@ class Mixer(nn.Module, ABC):
                     "this state has the carry of an edit and no edit was given: give the edit, or "
                     "the cell's own state, `state.state`"
                 )
-            y, own, carry = self.run(x, state.state, edit, state.carry)
+            y, own, carry = self._run(x, state.state, edit, state.carry, rows)
             return y, EditedState(own, carry)
         if edit is not None and edit.init_carry(self, 1) != ():
             raise UserError(
                 f"{type(edit).__name__} remembers tokens and the state has no carry: give "
                 "EditedState(state, edit.init_carry(mixer, batch_size))"
             )
-        y, state, _ = self.run(x, state, edit, ())
+        y, state, _ = self._run(x, state, edit, (), rows)
         return y, state
+
+    def _run(
+        self, x: Tensor, state: PyTree, edit: Edit | None, carry: PyTree, rows: PackedRows | None
+    ) -> tuple[Tensor, PyTree, PyTree]:
+        if rows is None:
+            return self.run(x, state, edit, carry)
+        return self.run_packed(x, state, edit, carry, rows)
 
     def init_time_scales(self, scales: Tensor) -> bool:
         """Initialises the gate that decides how long a new cell remembers, if it has one.
@@ -133,8 +168,36 @@ class ScanningMixer(Mixer):
     def inputs_like(self) -> ScanInputs:
         """The inputs of the scan for one token, without batch axis, on the meta device."""
 
+    @abstractmethod
+    def run(
+        self,
+        x: Tensor,
+        state: PyTree,
+        edit: Edit | None,
+        carry: PyTree,
+        rows: PackedRows | None = None,
+    ) -> tuple[Tensor, PyTree, PyTree]:
+        """`Mixer.run`, also for packed rows, with an edit that carries nothing."""
+
+    def run_packed(
+        self, x: Tensor, state: PyTree, edit: Edit | None, carry: PyTree, rows: PackedRows
+    ) -> tuple[Tensor, PyTree, PyTree]:
+        if any(True for _ in leaves(carry)):
+            return super().run_packed(x, state, edit, carry, rows)
+        # What carries nothing depends on earlier tokens through the recurrence alone, which a
+        # log decay of −∞ restarts.
+        y, state, carry = self.run(x, state, edit, carry, rows)
+        return rows.without_padding(y), state, carry
+
     def recur(
-        self, steps: Steps, B: Tensor, C: Tensor, state: Tensor, edit: Edit | None, carry: PyTree
+        self,
+        steps: Steps,
+        B: Tensor,
+        C: Tensor,
+        state: Tensor,
+        edit: Edit | None,
+        carry: PyTree,
+        rows: PackedRows | None = None,
     ) -> tuple[Tensor, Tensor, PyTree]:
         """Runs the recurrence, with an edit if there is one.
 
@@ -145,94 +208,28 @@ class ScanningMixer(Mixer):
             state: `(b, h, p, n)`.
             edit: its hooks are called stage by stage; None for none.
             carry: what the edit remembers.
+            rows: where documents and padding begin; x must be 0 at padding.
 
         Returns:
             y `(b, t, h, p)`, the state after the last token, and the carry.
         """
         if edit is None:
-            return *self.ssd(steps.inputs(B, C), state), carry
+            return *self.ssd(_packed(steps.inputs(B, C), rows), state), carry
         steps, carry = edit.edit_steps(steps, carry)
         inputs, carry = edit.edit_inputs(steps.inputs(B, C), carry)
-        return edit.scan(inputs, state, carry, self.ssd)
+        y, after, carry = edit.scan(_packed(inputs, rows), state, carry, self.ssd)
+        if rows is not None and rows.has_padding:
+            # An edit may change the state at every token, also where nothing is added to it.
+            after = reset(after, state, rows.count == 0)
+        return y, after, carry
 
 
-class StepwiseMixer(Mixer):
-    """A cell that computes one token after another: RNN, GRU, LSTM.
-
-    A cell holds a `torch.nn` module (one layer, batch first), whose fused kernel runs when there is
-    no edit, and implements `step`, the same equations for one token.
-
-    Attributes:
-        gated: whether `Update.keep` exists, that is, whether the new memory is linear in the old
-            one, given the gates.
-    """
-
-    cell: nn.RNNBase
-    gated = True
-    recurrent_weights = ("cell.weight_hh_l0",)
-
-    @abstractmethod
-    def fused(self, x: Tensor, state: PyTree) -> tuple[Tensor, PyTree]:
-        """Computes the whole sequence with the kernel of `torch.nn`."""
-
-    @abstractmethod
-    def memory(self, state: PyTree) -> Tensor:
-        """The vector of a state that recurs, `(b, d)`."""
-
-    @abstractmethod
-    def step(self, projected: Tensor, state: PyTree) -> tuple[Update, Callable[[Tensor], PyTree]]:
-        """Computes one token from its input projection `W_ih x + b_ih`, `(b, gates · d)`.
-
-        Returns:
-            The update of the memory, and a function from the new memory to the new state.
-        """
-
-    def train(self, mode: bool = True) -> Self:
-        """Sets the mode of all submodules except `cell`, which stays in training mode.
-
-        cuDNN refuses the backward pass of an RNN in eval mode, so gradients through a model loaded
-        for evaluation need this. Without dropout both modes compute the same values.
-        """
-        super().train(mode)
-        self.cell.train()
-        return self
-
-    def run(
-        self, x: Tensor, state: PyTree, edit: Edit | None, carry: PyTree
-    ) -> tuple[Tensor, PyTree, PyTree]:
-        # Autocast is off: a memory with 8 significant bits loses small additions.
-        with own_precision(x):
-            x = x.to(self.cell.all_weights[0][0].dtype)
-            if edit is None:
-                return *self.fused(x, state), carry
-            return self._edited(x, state, edit, carry)
-
-    def _edited(
-        self, x: Tensor, state: PyTree, edit: Edit, carry: PyTree
-    ) -> tuple[Tensor, PyTree, PyTree]:
-        """Computes one token after another, calling the hooks for each."""
-
-        def edited(token: Tensor, before: EditedState) -> EditedState:
-            update, read = self.step(token, before.state)
-            update, carry = edit.edit_update(update, before.carry)
-            memory, carry = edit.advance(self.memory(before.state), update, carry)
-            return EditedState(read(memory), carry)
-
-        weight_ih, _, bias_ih, _ = self.cell.all_weights[0]
-        projected = nn.functional.linear(x, weight_ih, bias_ih)
-        start = EditedState(state, carry)
-        y, after = unroll(edited, lambda after: after.state.h, projected, start)
-        return y, after.state, after.carry
-
-    def recurrent(self, h: Tensor) -> Tensor:
-        """`W_hh h + b_hh`, `(b, gates · d)`."""
-        _, weight_hh, _, bias_hh = self.cell.all_weights[0]
-        return nn.functional.linear(h, weight_hh, bias_hh)
-
-    def vector_like(self) -> Tensor:
-        """A hidden vector of one row, on the meta device."""
-        weight = self.cell.all_weights[0][0]
-        return torch.empty(self.d_model, dtype=weight.dtype, device="meta")
+def _packed(inputs: ScanInputs, rows: PackedRows | None) -> ScanInputs:
+    """Inputs of a recurrence that restarts at documents and does not change at padding."""
+    if rows is None:
+        return inputs
+    log_decay = rows.without_padding(inputs.log_decay)
+    return inputs._replace(log_decay=log_decay.masked_fill(rows.is_start[..., None], -torch.inf))
 
 
 MIXERS: Registry[Mixer] = Registry("mixer")

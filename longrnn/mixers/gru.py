@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from longrnn.mixers.base import MIXERS, StepwiseMixer
+from longrnn.mixers.base import MIXERS
 from longrnn.mixers.edits import Update
 from longrnn.mixers.init import initialise
+from longrnn.mixers.stepwise import SequenceT, StepwiseMixer
 
 
 class GRUState(NamedTuple):
@@ -48,7 +49,7 @@ class GRU(StepwiseMixer):
     def state_like(self) -> GRUState:
         return GRUState(self.vector_like())
 
-    def fused(self, x: Tensor, state: GRUState) -> tuple[Tensor, GRUState]:
+    def fused(self, x: SequenceT, state: GRUState) -> tuple[SequenceT, GRUState]:
         y, h = self.cell(x, state.h[None].contiguous())
         return y, GRUState(h[0].to(state.h.dtype))
 

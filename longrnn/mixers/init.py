@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from longrnn.errors import UserError
-from longrnn.mixers.base import Mixer, StepwiseMixer
+from longrnn.mixers.base import Mixer
+from longrnn.mixers.stepwise import StepwiseMixer
 from longrnn.registry import Registry
 
 # `long_memory` draws time scales uniformly between 2 and this number of tokens.

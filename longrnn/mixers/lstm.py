@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from longrnn.mixers.base import MIXERS, StepwiseMixer
+from longrnn.mixers.base import MIXERS
 from longrnn.mixers.edits import Update
 from longrnn.mixers.init import initialise
+from longrnn.mixers.stepwise import SequenceT, StepwiseMixer
 
 
 class LSTMState(NamedTuple):
@@ -48,7 +49,7 @@ class LSTM(StepwiseMixer):
     def state_like(self) -> LSTMState:
         return LSTMState(self.vector_like(), self.vector_like())
 
-    def fused(self, x: Tensor, state: LSTMState) -> tuple[Tensor, LSTMState]:
+    def fused(self, x: SequenceT, state: LSTMState) -> tuple[SequenceT, LSTMState]:
         y, (h, c) = self.cell(x, (state.h[None].contiguous(), state.c[None].contiguous()))
         return y, LSTMState(h[0].to(state.h.dtype), c[0].to(state.c.dtype))
 

@@ -15,6 +15,7 @@ from longrnn.mixers.edits import Edit, Steps
 from longrnn.mixers.init import initialise
 from longrnn.ops.conv import causal_conv
 from longrnn.ops.norm import gated_rms_norm
+from longrnn.ops.packed_rows import PackedRows
 from longrnn.ops.ssd import BACKENDS, ScanInputs, resolve
 from longrnn.state import PyTree
 
@@ -148,14 +149,21 @@ class Mamba2(ScanningMixer):
         )
 
     def run(
-        self, x: Tensor, state: Mamba2State, edit: Edit | None, carry: PyTree
+        self,
+        x: Tensor,
+        state: Mamba2State,
+        edit: Edit | None,
+        carry: PyTree,
+        rows: PackedRows | None = None,
     ) -> tuple[Tensor, Mamba2State, PyTree]:
         z, xBC, dt = self.in_proj(x).split([self.d_inner, self.d_xBC, self.n_heads], dim=-1)
         weight = self.conv1d.weight[:, 0]
-        xBC, conv = causal_conv(xBC, weight, self.conv1d.bias, state.conv)
+        xBC, conv = causal_conv(xBC, weight, self.conv1d.bias, state.conv, rows)
+        if rows is not None:
+            xBC = rows.without_padding(xBC)
         inner, B, C = self._split(F.silu(xBC))
         steps = self._steps(inner, dt, state.ssm.dtype)
-        y, ssm, carry = self.recur(steps, B, C, state.ssm, edit, carry)
+        y, ssm, carry = self.recur(steps, B, C, state.ssm, edit, carry, rows)
         y = torch.addcmul(y, inner, self.D[:, None]).flatten(2)
         y = gated_rms_norm(y, z, self.norm.weight, self.norm_eps, self.n_groups)
         return self.out_proj(y), Mamba2State(conv, ssm), carry

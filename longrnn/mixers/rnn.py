@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from longrnn.errors import UserError, nearest
-from longrnn.mixers.base import MIXERS, StepwiseMixer
-from longrnn.mixers.edits import Edit, Update
+from longrnn.mixers.base import MIXERS
+from longrnn.mixers.edits import Update
 from longrnn.mixers.init import initialise
+from longrnn.mixers.stepwise import SequenceT, StepwiseMixer
 
 
 def identity(x: Tensor) -> Tensor:
@@ -52,9 +53,9 @@ class RNN(StepwiseMixer):
         if nonlinearity not in ACTIVATIONS:
             remedy = nearest(nonlinearity, ACTIVATIONS)
             raise UserError(f"unknown nonlinearity {nonlinearity!r}: {remedy}")
-        self.linear = nonlinearity == "identity"
         # torch.nn has no linear kernel; with `identity` the module only holds the weights.
-        kernel = "tanh" if self.linear else nonlinearity
+        self.has_kernel = nonlinearity != "identity"
+        kernel = nonlinearity if self.has_kernel else "tanh"
         self.cell = nn.RNN(d_input, d_model, nonlinearity=kernel, batch_first=True)
         self.activation = ACTIVATIONS[nonlinearity]
         initialise(self, init)
@@ -62,9 +63,7 @@ class RNN(StepwiseMixer):
     def state_like(self) -> RNNState:
         return RNNState(self.vector_like())
 
-    def fused(self, x: Tensor, state: RNNState) -> tuple[Tensor, RNNState]:
-        if self.linear:
-            return self.forward(x, state, Edit())
+    def fused(self, x: SequenceT, state: RNNState) -> tuple[SequenceT, RNNState]:
         y, h = self.cell(x, state.h[None].contiguous())
         return y, RNNState(h[0].to(state.h.dtype))
 

@@ -53,6 +53,10 @@ class LanguageModel(Protocol):
             tokens: `(b, t)` integers, b >= 1; t = 0 is allowed and changes nothing.
             state: of the same batch; None for `init_state`.
             keep: return logits for the last `keep` tokens only (0 is allowed); None for all.
+
+        `RecurrentLM` and `Mitigated` also take padded and packed rows, with the keyword arguments
+        `is_token` and `is_document_start` (see `RecurrentLM.forward`); an implementation that
+        cannot refuses them with a `UserError`.
         """
         ...
 
@@ -61,11 +65,17 @@ class LanguageModel(Protocol):
         ...
 
 
-def check_tokens(tokens: Tensor, vocab_size: int) -> Tensor:
+def check_tokens(tokens: Tensor, vocab_size: int, is_token: Tensor | None = None) -> Tensor:
     """Returns token ids as int64, from any integer dtype.
 
+    Args:
+        tokens: `(b, t)` integers.
+        vocab_size: number of token ids.
+        is_token: `(b, t)` bool, false at padding, where any id may stand and 0 is returned.
+
     Raises:
-        UserError: not integers of shape `(b, t)` with b >= 1, or ids outside the vocabulary.
+        UserError: not integers of shape `(b, t)` with b >= 1, ids outside the vocabulary, or a mask
+            of another shape or dtype.
     """
     if not isinstance(tokens, Tensor):
         raise UserError(
@@ -82,6 +92,8 @@ def check_tokens(tokens: Tensor, vocab_size: int) -> Tensor:
     if len(tokens) == 0:
         raise UserError("the batch has no rows: give at least one sequence")
     tokens = tokens.long()
+    if is_token is not None:
+        tokens = tokens.masked_fill(~check_mask("is_token", is_token, tokens), 0)
     if tokens.numel() == 0:
         return tokens
     low, high = (int(bound) for bound in tokens.aminmax())
@@ -91,6 +103,25 @@ def check_tokens(tokens: Tensor, vocab_size: int) -> Tensor:
             "use the tokenizer that this model was trained with"
         )
     return tokens
+
+
+def check_mask(name: str, mask: Tensor, tokens: Tensor) -> Tensor:
+    """Returns a mask of tokens on their device.
+
+    Raises:
+        UserError: not bool, or not of the shape of the tokens.
+    """
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != tokens.shape:
+        given = (
+            f"{mask.dtype} of shape {tuple(mask.shape)}"
+            if isinstance(mask, Tensor)
+            else f"a {type(mask).__name__}"
+        )
+        raise UserError(
+            f"{name} must be bool of shape {tuple(tokens.shape)} like the tokens, not {given}: "
+            "give one entry per token, for example attention_mask.bool()"
+        )
+    return mask.to(tokens.device)
 
 
 def check_state(state: LMState, like: PyTree, batch_size: int) -> None:

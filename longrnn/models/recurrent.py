@@ -19,7 +19,9 @@ from torch.nn import functional as F
 from longrnn.errors import UserError, nearest
 from longrnn.mixers import MIXERS, Edit, EditedState, Mixer
 from longrnn.models.base import LMOutput, check_state, check_tokens, fingerprint
+from longrnn.models.packing import Arrangement
 from longrnn.ops.norm import rms_norm
+from longrnn.ops.packed_rows import PackedRows
 from longrnn.positions import POSITIONS
 from longrnn.ranges import check_ranges, count, number
 from longrnn.state import LMState, PyTree
@@ -67,11 +69,13 @@ class ResidualBlock(nn.Module):
         self.eps = config.norm_eps
         self.wide = config.residual_in_fp32
 
-    def forward(self, x: Tensor, state: PyTree, edit: Edit | None) -> tuple[Tensor, PyTree]:
+    def forward(
+        self, x: Tensor, state: PyTree, edit: Edit | None, rows: PackedRows | None = None
+    ) -> tuple[Tensor, PyTree]:
         normed = rms_norm(x, self.norm.weight, self.eps)
         if self.wide:
             normed = normed.to(self.norm.weight.dtype)
-        y, state = self.mixer(normed, state, edit)
+        y, state = self.mixer(normed, state, edit, rows)
         return x + y, state
 
 
@@ -82,8 +86,10 @@ class PlainBlock(nn.Module):
         super().__init__()
         self.mixer = mixer
 
-    def forward(self, x: Tensor, state: PyTree, edit: Edit | None) -> tuple[Tensor, PyTree]:
-        return self.mixer(x, state, edit)
+    def forward(
+        self, x: Tensor, state: PyTree, edit: Edit | None, rows: PackedRows | None = None
+    ) -> tuple[Tensor, PyTree]:
+        return self.mixer(x, state, edit, rows)
 
 
 BLOCKS: dict[str, type[ResidualBlock] | type[PlainBlock]] = {
@@ -161,21 +167,37 @@ class RecurrentLM(nn.Module):
         *,
         keep: int | None = None,
         edits: Sequence[Edit] | None = None,
+        is_token: Tensor | None = None,
+        is_document_start: Tensor | None = None,
     ) -> LMOutput:
         """Consumes tokens; see `LanguageModel`.
 
         Args:
             tokens: `(b, t)` int64.
             state: of the same batch; None for `init_state`.
-            keep: return logits for the last `keep` tokens only; None for all.
+            keep: return logits for the last `keep` tokens only, padding included; None for all.
             edits: one per layer; `extra` then holds their carries, one per layer, in the given
                 and in the returned state.
+            is_token: `(b, t)` bool, false at padding, which may stand anywhere in a row and have
+                any id. It changes neither the state nor any other output, and its own hidden
+                vectors are 0. None for no padding.
+            is_document_start: `(b, t)` bool. Before such a token the state of the row, carries and
+                position included, is that of `init_state`, whatever it was, NaN included. A row
+                whose first token is not a start continues the given state. None for no start.
 
         Raises:
-            UserError: ids outside the vocabulary, the state of another model or batch size, or a
-                state without the carries of the edits.
+            UserError: ids outside the vocabulary, the state of another model or batch size, a
+                state without the carries of the edits, masks of another shape or dtype, or a
+                document that starts at padding.
         """
-        hidden, state = self.hidden(tokens, state, keep=keep, edits=edits)
+        hidden, state = self.hidden(
+            tokens,
+            state,
+            keep=keep,
+            edits=edits,
+            is_token=is_token,
+            is_document_start=is_document_start,
+        )
         return LMOutput(F.linear(hidden, self.head.weight), state)
 
     def hidden(
@@ -185,12 +207,14 @@ class RecurrentLM(nn.Module):
         *,
         keep: int | None = None,
         edits: Sequence[Edit] | None = None,
+        is_token: Tensor | None = None,
+        is_document_start: Tensor | None = None,
     ) -> tuple[Tensor, LMState]:
         """`forward` without the head: returns the head's input, `(b, t, d)`, and the state.
 
         For losses that do not hold all logits at once (`longrnn.ops.cross_entropy`).
         """
-        tokens = check_tokens(tokens, self.vocab_size)
+        tokens = check_tokens(tokens, self.vocab_size, is_token)
         if state is None:
             state = self.init_state(len(tokens), edits)
         like = tuple(mixer.state_like() for mixer in self.mixers)
@@ -205,39 +229,54 @@ class RecurrentLM(nn.Module):
         if keep < 0:
             raise UserError(f"keep must be at least 0, not {keep}: give 0 for no logits")
 
+        arranged = Arrangement(tokens, is_token, is_document_start)
+        tokens, rows, first = arranged.tokens, arranged.rows, arranged.first_kept(keep)
         width = max(64, SEGMENT_TOKENS // max(1, len(tokens)))
         kept: list[Tensor] = []
-        for start in range(0, time, width):
-            hidden, state = self._segment(tokens[:, start : start + width], state, edits)
-            unwanted = max(0, time - keep - start)
+        for start in range(0, tokens.shape[1], width):
+            part = tokens[:, start : start + width]
+            part_rows = rows.slice(start, start + width) if rows is not None else None
+            hidden, state = self._segment(part, state, edits, part_rows)
+            unwanted = max(0, first - start)
             if unwanted < hidden.shape[1]:
                 kept.append(hidden[:, unwanted:])
         if not kept:
-            return self.embedding.weight.new_zeros(len(tokens), 0, self.config.d_model), state
+            return self.embedding.weight.new_zeros(len(tokens), keep, self.config.d_model), state
         hidden = torch.cat(kept, 1) if len(kept) > 1 else kept[0]
         if self.norm is not None:
             hidden = rms_norm(hidden, self.norm.weight, self.config.norm_eps)
+        hidden = arranged.restore(hidden, keep)
         return hidden.to(self.embedding.weight.dtype) if self._wide else hidden, state
 
     def _segment(
-        self, tokens: Tensor, state: LMState, edits: Sequence[Edit] | None
+        self,
+        tokens: Tensor,
+        state: LMState,
+        edits: Sequence[Edit] | None,
+        rows: PackedRows | None,
     ) -> tuple[Tensor, LMState]:
         """`hidden` of one segment, before the last norm."""
-        time = tokens.shape[1]
-        positions = state.position[:, None] + torch.arange(time, device=tokens.device)
+        if rows is None:
+            time = tokens.shape[1]
+            positions = state.position[:, None] + torch.arange(time, device=tokens.device)
+            position = state.position + time
+        else:
+            positions, position = rows.positions(state.position)
         x = self.merge(self.position(self.embedding(tokens), positions))
+        if rows is not None:
+            x = rows.without_padding(x)
         if self._wide:
             x = x.to(torch.promote_types(x.dtype, torch.float32))
         layers, carries = [], []
         for index, (block, layer) in enumerate(zip(self.blocks, state.layers, strict=True)):
             if edits is None:
-                x, layer = block(x, layer, None)
+                x, layer = block(x, layer, None, rows)
             else:
                 before = EditedState(layer, state.extra[index])
-                x, (layer, carry) = block(x, before, edits[index])
+                x, (layer, carry) = block(x, before, edits[index], rows)
                 carries.append(carry)
             layers.append(layer)
-        return x, LMState(state.position + time, tuple(layers), tuple(carries))
+        return x, LMState(position, tuple(layers), tuple(carries))
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits of the SHA-256 of configuration and weights.

@@ -7,9 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longrnn.ops.packed_rows import PackedRows
+
 
 def causal_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    rows: PackedRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Convolves each channel with its own filter over the current token and the k − 1 before it.
 
@@ -22,6 +28,9 @@ def causal_conv(
         weight: `(c, k)`; the last column is the weight of the current token.
         bias: `(c,)` or None.
         state: `(b, k − 1, c)`, the inputs that precede `x`.
+        rows: where documents and padding begin; None for rows of one document without padding. No
+            term comes from another document, and the state is that after the last token before
+            the padding.
 
     Returns:
         `y` of shape `(b, t, c)`, in the wider dtype of `x` and `weight`, and the state after the
@@ -29,8 +38,44 @@ def causal_conv(
     """
     padded = torch.cat([state.to(x.dtype), x], dim=1)
     y = _Convolution.apply(padded, weight, bias)
+    if rows is not None:
+        y = _at_starts(y, padded, weight, bias, rows)
+        return y, _last_inputs(padded, weight.shape[1] - 1, rows).to(state.dtype)
     # The copy frees the segment, which a slice would keep in memory.
     return y, padded[:, x.shape[1] :].to(state.dtype, copy=True)
+
+
+def _at_starts(
+    y: Tensor, padded: Tensor, weight: Tensor, bias: Tensor | None, rows: PackedRows
+) -> Tensor:
+    """`y` with the tokens near the start of a document computed from their own document only.
+
+    These are k − 1 tokens per document, so that the cost is in proportion to the documents.
+    """
+    reach = weight.shape[1] - 1
+    if not rows.has_starts or reach == 0:
+        return y
+    row, time, own = rows.near_start(reach)
+    window = torch.arange(reach + 1, device=row.device)
+    index = (row * padded.shape[1] + time)[:, None] + window
+    inputs = padded.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape)
+    # Never a product with 0: what the other document left may be NaN.
+    inputs = inputs.masked_fill((reach - window > own[:, None])[..., None], 0)
+    wide = torch.promote_types(y.dtype, torch.float32)
+    sums = (inputs.to(wide) * weight.t().to(wide)).sum(1)
+    if bias is not None:
+        sums = sums + bias.to(wide)
+    return y.index_put_((row, time), sums.to(y.dtype))
+
+
+def _last_inputs(padded: Tensor, reach: int, rows: PackedRows) -> Tensor:
+    """The last `reach` inputs of each row's last document, `(b, reach, c)`; 0 before its start."""
+    index = rows.count[:, None] + torch.arange(reach, device=padded.device)
+    last = padded.gather(1, index[..., None].expand(-1, -1, padded.shape[2]))
+    since = rows.since_start.gather(1, (rows.count - 1).clamp(min=0)[:, None])
+    # A row without tokens keeps its state, though a document begins at none of its tokens.
+    earlier = torch.arange(reach - 1, -1, -1, device=padded.device) > since
+    return last.masked_fill(earlier[..., None], 0)
 
 
 class _Convolution(torch.autograd.Function):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from longrnn.errors import UserError
 from longrnn.hf.loading import load
 from longrnn.mixers import INITS, MIXERS, RNN, Mamba2, Mixer
-from longrnn.mixers.base import StepwiseMixer
 from longrnn.mixers.init import MAX_TIME_SCALE
+from longrnn.mixers.stepwise import StepwiseMixer
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from tests.contracts.builders import D_MODEL, assert_trees_equal, mixer_spec, random_tokens

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from longrnn.errors import UserError
 from longrnn.mixers import MIXERS, Edit, EditedState, Mixer, Update
-from longrnn.mixers.base import StepwiseMixer
+from longrnn.mixers.stepwise import StepwiseMixer
 from tests.contracts.builders import (
     D_MODEL,
     assert_same,

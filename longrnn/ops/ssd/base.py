@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -13,7 +14,8 @@ class ScanInputs(NamedTuple):
 
     Attributes:
         x: `(b, t, h, p)`, already multiplied by dt.
-        log_decay: `(b, t, h)`, at most 0, in float32 or float64; for Mamba-2 it is dt · A.
+        log_decay: `(b, t, h)`, at most 0, in float32 or float64; for Mamba-2 it is dt · A. With −∞,
+            h_t = x_t B_t^T whatever h_{t-1} is, NaN included: a document begins.
         B: `(b, t, g, n)`; head i reads group i // (h / g).
         C: `(b, t, g, n)`.
     """
@@ -51,3 +53,16 @@ class SSD(Protocol):
             `y` of shape `(b, t, h, p)` and the final state, both in the state's dtype.
         """
         ...
+
+
+def decayed(state: Tensor, log_decay: Tensor) -> Tensor:
+    """exp(log_decay) · state, and 0 for a log_decay of −∞ even if the state is not finite.
+
+    Args:
+        state: `(b, h, p, n)`.
+        log_decay: `(b, h)`.
+    """
+    log_decay = log_decay[..., None, None]
+    # Before the product, because the gradient of 0 · NaN is NaN too.
+    kept = state.masked_fill(log_decay == -torch.inf, 0)
+    return log_decay.exp() * kept

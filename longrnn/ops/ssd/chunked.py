@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from longrnn.ops.precision import own_precision
 from longrnn.ops.rows import all_finite, finite_rows, run_by_finiteness
-from longrnn.ops.ssd.base import ScanInputs
+from longrnn.ops.ssd.base import ScanInputs, decayed
 
 CHUNK = 64
 SEGMENT = 512
@@ -76,8 +76,8 @@ def _sequential(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     for one in inputs.tokens():
         infinite = ~state.isfinite()
         # The two parts of a decay have opposite signs: their products with ∞ would add up to NaN.
-        decay = one.log_decay.to(state.dtype).exp()[:, 0, :, None, None]
-        kept = torch.where(infinite, decay * state, 0)
+        kept = decayed(state, one.log_decay[:, 0].to(state.dtype))
+        kept = torch.where(infinite, kept, 0)
         state = _advance(one, state.masked_fill(infinite, 0)) + kept
         outputs.append(_read(one, state))
     return torch.cat(outputs, dim=1), state
@@ -116,8 +116,9 @@ def _scan(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor
     x = inputs.x.to(dtype).unflatten(1, (m, chunk))
     B = rearrange(inputs.B.to(dtype), "b (m j) g n -> b m g j n", m=m)
     C = rearrange(inputs.C.to(dtype), "b (m i) g n -> b m g i n", m=m)
-    # Sums from the chunk's start; log_decay −∞ becomes a finite number whose exp is 0 too.
-    total = inputs.log_decay.double().clamp(min=-1e4).unflatten(1, (m, chunk)).cumsum(2)
+    # Sums from the chunk's start; log_decay −∞ becomes a finite number whose exp is 0 too. It is
+    # not much below FLOOR, because later sums have only the digits that it leaves.
+    total = inputs.log_decay.double().clamp(min=2 * FLOOR).unflatten(1, (m, chunk)).cumsum(2)
 
     # Within a chunk: attention-like products with the decay between j and i.
     scores = (C @ B.transpose(3, 4)).tril()  # b m g i j

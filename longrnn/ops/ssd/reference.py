@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from longrnn.ops.precision import own_precision
-from longrnn.ops.ssd.base import ScanInputs
+from longrnn.ops.ssd.base import ScanInputs, decayed
 
 
 def ssd(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,6 +21,6 @@ def _loop(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     B, C = inputs.per_head(inputs.B), inputs.per_head(inputs.C)
     outputs = []
     for x_t, l_t, B_t, C_t in zip(*(i.unbind(1) for i in (x, log_decay, B, C)), strict=True):
-        state = l_t.exp()[..., None, None] * state + x_t[..., :, None] * B_t[..., None, :]
+        state = decayed(state, l_t) + x_t[..., :, None] * B_t[..., None, :]
         outputs.append((state @ C_t[..., :, None])[..., 0])
     return torch.stack(outputs, dim=1), state

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from longrnn.ops.precision import own_precision
 from longrnn.ops.ssd import chunked
-from longrnn.ops.ssd.base import SSD, ScanInputs
+from longrnn.ops.ssd.base import SSD, ScanInputs, decayed
 
 CHUNK = 64
 SEGMENT = 512
@@ -135,7 +135,7 @@ def _sequential(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tenso
     limit = limit[heads, None, None]
     outputs = []
     for x_t, l_t, B_t, C_t in zip(*tokens, C.to(state.dtype).unbind(1), strict=True):
-        wide = l_t.exp()[..., None, None] * state.double() + x_t[..., None] * B_t[..., None, :]
+        wide = decayed(state.double(), l_t) + x_t[..., None] * B_t[..., None, :]
         scale = scale_of(limit, wide[:, heads], (2, 3))
         all_scales = torch.ones_like(wide[..., :1, :1]).index_copy(1, heads, scale)
         state = (wide * all_scales).to(state.dtype)

@@ -1,0 +1,119 @@
+"""Cells that compute one token after another: RNN, GRU, LSTM."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from longrnn.mixers.base import Mixer
+from longrnn.mixers.documents import run_packed_sequence
+from longrnn.mixers.edits import Edit, EditedState, Update
+from longrnn.ops.packed_rows import PackedRows
+from longrnn.ops.precision import own_precision
+from longrnn.ops.unroll import unroll
+from longrnn.state import PyTree
+
+SequenceT = TypeVar("SequenceT", Tensor, PackedSequence)
+
+
+class StepwiseMixer(Mixer):
+    """A cell that computes one token after another: RNN, GRU, LSTM.
+
+    A cell holds a `torch.nn` module (one layer, batch first), whose fused kernel runs when there is
+    no edit, and implements `step`, the same equations for one token.
+
+    Attributes:
+        gated: whether `Update.keep` exists, that is, whether the new memory is linear in the old
+            one, given the gates.
+        has_kernel: whether the kernel of `cell` computes this cell.
+    """
+
+    cell: nn.RNNBase
+    gated = True
+    has_kernel = True
+    recurrent_weights = ("cell.weight_hh_l0",)
+
+    @abstractmethod
+    def fused(self, x: SequenceT, state: PyTree) -> tuple[SequenceT, PyTree]:
+        """Computes the whole sequence with the kernel of `torch.nn`.
+
+        Called only if `has_kernel`.
+
+        Args:
+            x: `(b, t, d_input)`, or a `PackedSequence` of rows of several lengths, longest first.
+            state: of the rows.
+        """
+
+    @abstractmethod
+    def memory(self, state: PyTree) -> Tensor:
+        """The vector of a state that recurs, `(b, d)`."""
+
+    @abstractmethod
+    def step(self, projected: Tensor, state: PyTree) -> tuple[Update, Callable[[Tensor], PyTree]]:
+        """Computes one token from its input projection `W_ih x + b_ih`, `(b, gates · d)`.
+
+        Returns:
+            The update of the memory, and a function from the new memory to the new state.
+        """
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the mode of all submodules except `cell`, which stays in training mode.
+
+        cuDNN refuses the backward pass of an RNN in eval mode, so gradients through a model loaded
+        for evaluation need this. Without dropout both modes compute the same values.
+        """
+        super().train(mode)
+        self.cell.train()
+        return self
+
+    def run(
+        self, x: Tensor, state: PyTree, edit: Edit | None, carry: PyTree
+    ) -> tuple[Tensor, PyTree, PyTree]:
+        # Autocast is off: a memory with 8 significant bits loses small additions.
+        with own_precision(x):
+            x = x.to(self.cell.all_weights[0][0].dtype)
+            if edit is None and self.has_kernel:
+                return *self.fused(x, state), carry
+            return self._edited(x, state, edit or Edit(), carry)
+
+    def run_packed(
+        self, x: Tensor, state: PyTree, edit: Edit | None, carry: PyTree, rows: PackedRows
+    ) -> tuple[Tensor, PyTree, PyTree]:
+        if edit is not None or not self.has_kernel:
+            return super().run_packed(x, state, edit, carry, rows)
+        with own_precision(x):
+            x = x.to(self.cell.all_weights[0][0].dtype)
+            fresh = self.init_state(1)
+            return *run_packed_sequence(self.fused, x, state, fresh, rows), carry
+
+    def _edited(
+        self, x: Tensor, state: PyTree, edit: Edit, carry: PyTree
+    ) -> tuple[Tensor, PyTree, PyTree]:
+        """Computes one token after another, calling the hooks for each."""
+
+        def edited(token: Tensor, before: EditedState) -> EditedState:
+            update, read = self.step(token, before.state)
+            update, carry = edit.edit_update(update, before.carry)
+            memory, carry = edit.advance(self.memory(before.state), update, carry)
+            return EditedState(read(memory), carry)
+
+        weight_ih, _, bias_ih, _ = self.cell.all_weights[0]
+        projected = nn.functional.linear(x, weight_ih, bias_ih)
+        start = EditedState(state, carry)
+        y, after = unroll(edited, lambda after: after.state.h, projected, start)
+        return y, after.state, after.carry
+
+    def recurrent(self, h: Tensor) -> Tensor:
+        """`W_hh h + b_hh`, `(b, gates · d)`."""
+        _, weight_hh, _, bias_hh = self.cell.all_weights[0]
+        return nn.functional.linear(h, weight_hh, bias_hh)
+
+    def vector_like(self) -> Tensor:
+        """A hidden vector of one row, on the meta device."""
+        weight = self.cell.all_weights[0][0]
+        return torch.empty(self.d_model, dtype=weight.dtype, device="meta")
