@@ -180,12 +180,19 @@ class CorpusWriter:
             written.tokens += length
             written.documents += 1
             self._ends.write(written.tokens.to_bytes(8, "little"))
+            written.ended += 1
         elif length:
-            written.dropped_documents += 1
-            written.dropped_tokens += length
+            self.drop(length)
+        else:
+            written.ended += 1
         self._held.clear()
         written.open = 0
-        written.ended += 1
+
+    def drop(self, tokens: int) -> None:
+        """Counts a document of so many tokens that is not written."""
+        self.written.dropped_documents += 1
+        self.written.dropped_tokens += tokens
+        self.written.ended += 1
 
     def record(self, *, every: float | None = None) -> None:
         """Records the progress, if so many seconds (by default RECORD_EVERY) have passed.

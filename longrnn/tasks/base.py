@@ -130,6 +130,7 @@ class Task(ABC):
     Attributes:
         vocab_size: number of ids in use; a model for the task needs at least as many.
         default_length: the default `length` of `sample`.
+        reads_answers: whether it needs a corpus of prompts and answers.
         packing: whether rows may hold several documents.
         reads_in_order: whether training without a carried state reads every document once per epoch
             (`whole_documents`), and does not draw independent rows (`sample`).
@@ -137,6 +138,7 @@ class Task(ABC):
 
     vocab_size: int
     default_length: int
+    reads_answers = False
     packing = False
     reads_in_order = False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.tasks.base import UNSCORED, Batch
 from longrnn.tasks.streams import Piece
-from longrnn.text import Tokenizer, read_text
+from longrnn.text import TEXT_SUFFIXES, Tokenizer, files_below, read_text
 
 
 class Documents(Protocol):
@@ -35,12 +35,16 @@ class Documents(Protocol):
 
 
 class Texts:
-    """Documents in memory: text files, one document each."""
+    """Documents in memory: text files, one document each; a folder stands for those in it.
+
+    Raises:
+        UserError: a file that cannot be read, or a folder without text files.
+    """
 
     def __init__(self, files: Sequence[str], tokenizer: Tokenizer) -> None:
+        paths = [path for file in files for path in _files(Path(file))]
         self.texts = [
-            torch.tensor(tokenizer.encode(read_text(Path(file))[0]), dtype=torch.int32)
-            for file in files
+            torch.tensor(tokenizer.encode(read_text(path)[0]), dtype=torch.int32) for path in paths
         ]
         self.lengths = np.array([len(text) for text in self.texts], dtype=np.int64)
         digest = hashlib.sha256(self.lengths.tobytes())
@@ -50,6 +54,17 @@ class Texts:
 
     def read(self, document: int, start: int, stop: int) -> Tensor:
         return self.texts[document][start:stop].long()
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    if not (found := files_below(path)):
+        raise UserError(
+            f"no text file in {path} ({', '.join(TEXT_SUFFIXES)}): name the files, or give other "
+            "data as task.data"
+        )
+    return found
 
 
 class Rows:
@@ -94,7 +109,13 @@ class Rows:
         return pieces
 
 
-def packed(documents: Documents, rows: Sequence[Sequence[Piece]], width: int) -> Batch:
+def packed(
+    documents: Documents,
+    rows: Sequence[Sequence[Piece]],
+    width: int,
+    *,
+    read_scored: Callable[[int, int, int], Tensor] | None = None,
+) -> Batch:
     """The batch of rows of documents.
 
     The last token of a document is a target and never an input, so that no target crosses the end
@@ -104,6 +125,7 @@ def packed(documents: Documents, rows: Sequence[Sequence[Piece]], width: int) ->
         documents: the documents.
         rows: their pieces, at most `width` tokens in each row; what is missing is padded.
         width: tokens of a row.
+        read_scored: as `Documents.read`, which tokens are targets; None for all.
     """
     tokens = torch.zeros(len(rows), width, dtype=torch.long)
     targets = torch.full_like(tokens, UNSCORED)
@@ -113,7 +135,13 @@ def packed(documents: Documents, rows: Sequence[Sequence[Piece]], width: int) ->
         for piece in pieces:
             end = place + piece.size
             ids = documents.read(piece.document, piece.start, piece.start + piece.size + 1)
-            tokens[row, place:end], targets[row, place:end] = ids[:-1], ids[1:]
+            tokens[row, place:end], wanted = ids[:-1], ids[1:]
+            if read_scored is not None:
+                first, last = piece.start + 1, piece.start + piece.size + 1
+                wanted = wanted.where(read_scored(piece.document, first, last), UNSCORED)
+            targets[row, place:end] = wanted
             starts[row, place] = piece.is_document_start
             place = end
-    return Batch(tokens, targets, starts)
+    used = torch.tensor([sum(piece.size for piece in pieces) for pieces in rows])
+    is_token = torch.arange(width) < used[:, None]
+    return Batch(tokens, targets, starts, is_token=None if bool(is_token.all()) else is_token)

@@ -44,6 +44,7 @@ from longrnn.training.processes import (
     start_trackers,
 )
 from longrnn.training.saver import Saver, SaveSchedule
+from longrnn.training.sources import tokenized
 
 # Attributes of a trainer that a checkpoint holds, beside weights, optimizer and carried states.
 COUNTERS = ("step", "tokens", "pending", "skipped", "skipped_in_a_row")
@@ -85,7 +86,10 @@ class Trainer:
         config = self.config
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         config.tokenizer, self.tokenizer = models.tokenizer_of(config, found.checkpoint)
-        self.task = TASKS.build(config.task, self.tokenizer)
+        look = partial(tokenized, config.task, self.tokenizer, name=config.tokenizer)
+        self.task = TASKS.build(
+            on_main(self.accelerator, partial(look, quiet=self.quiet)), self.tokenizer
+        )
         self.source = Source(self.task, config, rank, world)
         model = self._build_model(found.checkpoint)
         context = Context(model.init_state, config.seed, rank, world, self._total)
