@@ -24,7 +24,7 @@ class Instruct(Task):
     With the prompt `2+2=`, the completion `4` and length 4, one byte per token:
 
         tokens   2 + 2 =
-        targets        4
+        targets  . . . 4
 
     A document is a prompt with its answer, or a conversation with several. Without a carried state,
     a row holds as many whole documents as fit, each from the zero state, and every document is read

@@ -77,7 +77,7 @@ class Objective(nn.Module):
             hidden = torch.cat([hidden, query], dim=1)
         weights = batch.weights
         if weights is None:
-            scored = batch.answers().float()
+            scored = batch.answers().to(torch.promote_types(hidden.dtype, torch.float32))
             weights = scored / scored.sum(1, keepdim=True).clamp(min=1)
         # Logits are computed only at targets: a reversal task has them in its second half only.
         scored = (batch.targets.flatten() >= 0).nonzero()[:, 0]
