@@ -85,7 +85,7 @@ def test_packed_segments_carry_the_state_of_their_document(
         batch = task.segment([0], step, n_streams=1, length=places, seed=0)
         start = reset(state, model.init_state(1), batch.begins)
         output = Objective(model)([batch], start)
-        state, total = detach(output.state), total + float(output.loss)
+        state, total = detach(output.state), total + float(output.loss.detach())
     assert total / 4 == pytest.approx(float(wanted), rel=1e-5)
 
 
