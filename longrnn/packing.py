@@ -40,7 +40,7 @@ def document_starts(cu_seqlens: Tensor | Sequence[int], length: int) -> Tensor:
     if int(bounds[0]) != 0 or int(bounds[-1]) != length:
         raise UserError(
             f"cu_seqlens runs from {int(bounds[0])} to {int(bounds[-1])}, and the row has {length} "
-            "tokens: let it begin with 0 and end with the length of the row"
+            "tokens: give bounds that begin with 0 and end with the length of the row"
         )
     if bool((bounds[1:] < bounds[:-1]).any()):
         raise UserError(
@@ -90,7 +90,7 @@ def document_starts_of_positions(position_ids: Tensor, is_token: Tensor | None =
         first = int(((positions < 0) | torch.cat([bad.new_zeros(1), bad])).nonzero()[0])
         raise UserError(
             f"position {int(positions[first])} of token {int(time[first])} in row "
-            f"{int(row[first])} does not follow from the token before it: let positions restart "
-            "at 0 with each document and grow by 1 within it"
+            f"{int(row[first])} does not follow from the token before it: give positions that "
+            "restart at 0 with each document and grow by 1 within it"
         )
     return starts

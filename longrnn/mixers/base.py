@@ -185,7 +185,10 @@ class ScanningMixer(Mixer):
         if any(True for _ in leaves(carry)):
             return super().run_packed(x, state, edit, carry, rows)
         # What carries nothing depends on earlier tokens through the recurrence alone, which a
-        # log decay of −∞ restarts.
+        # log decay of −∞ restarts. A given state that is not finite is replaced beforehand, because
+        # gradients would be multiplied by it.
+        if rows.starts_at_once:
+            state = reset(state, self.init_state(len(x)), rows.is_start[:, 0])
         y, state, carry = self.run(x, state, edit, carry, rows)
         return rows.without_padding(y), state, carry
 

@@ -33,6 +33,9 @@ class LSTM(StepwiseMixer):
         init: see `longrnn.mixers.init`: `default`, `orthogonal`, `xavier` or `long_memory`.
     """
 
+    # For tensors there is a fused kernel, for packed sequences a loop over tokens.
+    packs_on_cpu = False
+
     def __init__(self, d_input: int, d_model: int, *, init: str = "default") -> None:
         super().__init__(d_input, d_model)
         self.cell = nn.LSTM(d_input, d_model, batch_first=True)

@@ -31,11 +31,13 @@ class StepwiseMixer(Mixer):
         gated: whether `Update.keep` exists, that is, whether the new memory is linear in the old
             one, given the gates.
         has_kernel: whether the kernel of `cell` computes this cell.
+        packs_on_cpu: whether this kernel is the fastest for documents of several lengths on a CPU.
     """
 
     cell: nn.RNNBase
     gated = True
     has_kernel = True
+    packs_on_cpu = True
     recurrent_weights = ("cell.weight_hh_l0",)
 
     @abstractmethod
@@ -84,7 +86,8 @@ class StepwiseMixer(Mixer):
     def run_packed(
         self, x: Tensor, state: PyTree, edit: Edit | None, carry: PyTree, rows: PackedRows
     ) -> tuple[Tensor, PyTree, PyTree]:
-        if edit is not None or not self.has_kernel:
+        packs = self.has_kernel and (self.packs_on_cpu or x.device.type != "cpu")
+        if edit is not None or not packs:
             return super().run_packed(x, state, edit, carry, rows)
         with own_precision(x):
             x = x.to(self.cell.all_weights[0][0].dtype)

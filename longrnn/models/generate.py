@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from operator import index
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.models.base import LanguageModel, check_tokens
 from longrnn.models.finite import explain_nonfinite
-from longrnn.state import LMState, reset
+from longrnn.state import LMState, reset, take
 
 # Returned in place of a token, so that the check needs no synchronisation of its own.
 NOT_FINITE = -1
@@ -41,10 +41,9 @@ def generate(
     top_p: float = 1.0,
     stop: Sequence[Sequence[int]] = (),
     generator: torch.Generator | None = None,
+    is_token: Tensor | None = None,
 ) -> Generation:
     """Continues each row of a prompt.
-
-    All rows have the same length: group prompts by length, because padding would enter the state.
 
     Args:
         model: any `LanguageModel`.
@@ -55,9 +54,12 @@ def generate(
         top_p: sample among the fewest tokens whose probabilities reach this sum.
         stop: sequences of ids; a row ends after the first one that it generates.
         generator: source of randomness, on the model's device.
+        is_token: `(b, t)` bool, false at padding of the prompt, which may stand anywhere; None for
+            no padding. Each row gives what it gives alone.
 
     Raises:
-        UserError: an empty prompt, options out of range, or logits that are not finite.
+        UserError: an empty prompt, options out of range, logits that are not finite, or padding for
+            a model that cannot read it.
     """
     *_, last = stream(
         model,
@@ -68,6 +70,7 @@ def generate(
         top_p=top_p,
         stop=stop,
         generator=generator,
+        is_token=is_token,
     )
     return last
 
@@ -83,11 +86,15 @@ def stream(
     top_p: float = 1.0,
     stop: Sequence[Sequence[int]] = (),
     generator: torch.Generator | None = None,
+    is_token: Tensor | None = None,
 ) -> Iterator[Generation]:
     """Like `generate`, but yields the result so far before the first and after every token."""
-    prompt = check_tokens(prompt, model.vocab_size)
+    prompt = check_tokens(prompt, model.vocab_size, is_token)
     if prompt.shape[1] == 0:
         raise UserError("the prompt is empty: give at least one token")
+    masks: dict[str, Any] = {}
+    if is_token is not None and not bool(is_token.all()):
+        prompt, masks["is_token"] = _left_padded(prompt, is_token.to(prompt.device))
     if max_new_tokens < 0 or not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
         raise UserError(
             "max_new_tokens and temperature must be 0 or more and finite, and top_p in (0, 1]: "
@@ -95,7 +102,7 @@ def stream(
         )
     stops = _stops(stop)
     consumed, before = prompt, state
-    logits, state = model(consumed, before, keep=1)
+    logits, state = model(consumed, before, keep=1, **masks)
     rows: list[list[int]] = [[] for _ in range(len(prompt))]
     done = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
     yield Generation([list(row) for row in rows], state)
@@ -103,8 +110,9 @@ def stream(
         token = _choose(logits[:, -1], temperature, top_p, generator)
         values = token.tolist()
         if NOT_FINITE in values:
-            explain_nonfinite(model, consumed, before)
-        consumed, before = token[:, None], state
+            row = values.index(NOT_FINITE)
+            explain_nonfinite(model, *_without_padding(row, consumed, before, **masks))
+        consumed, before, masks = token[:, None], state, {}
         logits, after = model(consumed, before, keep=1)
         # Rows that have stopped keep their state; nothing is copied if none has.
         state = reset(after, state, done) if done.any() else after
@@ -115,6 +123,25 @@ def stream(
         yield Generation([list(row) for row in rows], state)
         if done.all():
             break
+
+
+def _left_padded(prompt: Tensor, is_token: Tensor) -> tuple[Tensor, Tensor]:
+    """The prompt and its mask with all padding in front, so that each row ends with a token."""
+    count = is_token.sum(1)
+    if not bool(count.all()):
+        row = int((count == 0).nonzero()[0])
+        raise UserError(f"row {row} of the prompt is all padding: give at least one token per row")
+    order = is_token.long().argsort(dim=1, stable=True)[:, -int(count.max()) :]
+    return prompt.gather(1, order), is_token.gather(1, order)
+
+
+def _without_padding(
+    row: int, tokens: Tensor, state: LMState | None, is_token: Tensor | None = None
+) -> tuple[Tensor, LMState | None]:
+    """The arguments of a call, of one row only where there is padding."""
+    if is_token is None:
+        return tokens, state
+    return tokens[row, is_token[row]][None], None if state is None else take(state, [row])
 
 
 def _stops(stop: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -46,8 +46,8 @@ class Arrangement:
             is_token = check_mask("is_token", is_token, tokens)
             if bool((starts & ~is_token).any()):
                 raise UserError(
-                    "is_document_start is true at padding, which is not read: mark the first token "
-                    "of the document"
+                    "is_document_start is true at padding, which is not read: set it at the first "
+                    "token of the document"
                 )
             if not bool(is_token.all()):
                 self._is_token, count = is_token, is_token.sum(1)

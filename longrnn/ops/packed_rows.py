@@ -44,11 +44,13 @@ class PackedRows:
     Attributes:
         has_starts: whether a document begins in this call.
         has_padding: whether a row has padding.
+        starts_at_once: whether the first token of a row begins a document.
     """
 
     def __init__(self, is_start: Tensor, count: Tensor) -> None:
         self.is_start, self.count = is_start, count
         self.has_starts = bool(is_start.any())
+        self.starts_at_once = self.has_starts and bool(is_start[:, 0].any())
         self.has_padding = bool((count < is_start.shape[1]).any())
 
     def slice(self, start: int, stop: int) -> PackedRows | None:

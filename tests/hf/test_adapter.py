@@ -135,6 +135,16 @@ def test_keep_limits_the_logits_and_an_empty_text_changes_nothing(kind: str) -> 
         model(text, keep=-1)
 
 
+def test_padded_and_packed_rows_are_refused() -> None:
+    """Padding would enter the cache of a Hugging Face model."""
+    model, text = wrapped(next(iter(KINDS))), tokens(1, 4)
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    with pytest.raises(UserError, match="rows of one document and of one length"):
+        model(text, is_token=mask)
+    with pytest.raises(UserError, match="rows of one document and of one length"):
+        model(text, is_document_start=mask)
+
+
 def test_the_head_computes_only_the_logits_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of a long prefill does not grow with the logits of all tokens."""
     model, most = wrapped("llama"), 0

@@ -1,0 +1,95 @@
+"""Starts of documents from `cu_seqlens` and from position ids, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from longrnn.errors import UserError
+from longrnn.packing import document_starts, document_starts_of_positions
+from tests.contracts.builders import assert_near, build_model, random_tokens
+
+
+def test_starts_from_bounds() -> None:
+    """The token at each bound except the last one; an empty document has no token."""
+    expected = [[True, False, False, True, False]]
+    assert document_starts([0, 3, 5], 5).tolist() == expected
+    assert document_starts(torch.tensor([0, 0, 3, 3, 5, 5], dtype=torch.int32), 5).tolist() == (
+        expected
+    )
+    assert document_starts([0], 0).tolist() == [[]]
+
+
+def test_starts_from_positions() -> None:
+    """Where the position is 0; the first row continues a document, padding is not read."""
+    positions = torch.tensor([[7, 8, 0, 1, 0], [1, 1, 0, 1, 2]])
+    is_token = torch.tensor([[True] * 5, [False, False, True, True, True]])
+    found = document_starts_of_positions(positions, is_token)
+    assert found.tolist() == [
+        [False, False, True, False, True],
+        [False, False, True, False, False],
+    ]
+    middle = torch.tensor([[0, 9, 1, 0]])
+    found = document_starts_of_positions(middle, torch.tensor([[True, False, True, True]]))
+    assert found.tolist() == [[True, False, False, True]]
+
+
+def test_a_model_reads_a_row_of_bounds() -> None:
+    """Two documents in one row give what they give alone."""
+    model, tokens = build_model("mamba2", "learned"), random_tokens(1, 9)
+    found = model(tokens, is_document_start=document_starts([0, 4, 9], 9)).logits
+    assert_near(found[:, :4], model(tokens[:, :4]).logits, 1e-12)
+    assert_near(found[:, 4:], model(tokens[:, 4:]).logits, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "length", "message"),
+    [
+        ([0, 3, 5], 6, "runs from 0 to 5, and the row has 6"),
+        ([1, 5], 5, "runs from 1 to 5"),
+        ([0, 4, 3, 5], 5, "must not decrease"),
+        ([0.0, 5.0], 5, "must be integers"),
+        ([[0, 5]], 5, "must be integers of shape"),
+        ([], 0, "must be integers of shape"),
+    ],
+)
+def test_bounds_that_do_not_fit_are_refused(bounds: Any, length: int, message: str) -> None:
+    """Bounds of another row, or lengths in their place."""
+    with pytest.raises(UserError, match=message):
+        document_starts(bounds, length)
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        (torch.tensor([[0, 1, 3]]), "position 3 of token 2 in row 0"),
+        (torch.tensor([[0, 1], [4, 4]]), "position 4 of token 1 in row 1"),
+        (torch.tensor([[-1, 0]]), "position -1 of token 0 in row 0"),
+        (torch.tensor([0, 1]), "must be integers of shape"),
+        (torch.tensor([[0.0]]), "must be integers of shape"),
+    ],
+)
+def test_positions_that_do_not_follow_are_refused(positions: torch.Tensor, message: str) -> None:
+    """Within a document positions grow by 1."""
+    with pytest.raises(UserError, match=message):
+        document_starts_of_positions(positions)
+    with pytest.raises(UserError, match="is_token must be bool"):
+        document_starts_of_positions(torch.tensor([[0, 1]]), torch.ones(1, 2))
+
+
+def test_masks_that_do_not_fit_are_refused() -> None:
+    """Integers, another shape, and a document that starts at padding."""
+    model, tokens = build_model("gru"), random_tokens(2, 3)
+    good = torch.ones(2, 3, dtype=torch.bool)
+    for mask, message in [
+        (good.long(), r"must be bool of shape \(2, 3\) like the tokens, not torch.int64"),
+        (good[:, :2], r"not torch.bool of shape \(2, 2\)"),
+        ([[True] * 3] * 2, "not a list"),
+    ]:
+        for name in ("is_token", "is_document_start"):
+            with pytest.raises(UserError, match=f"{name}.*{message}"):
+                model(tokens, **{name: mask})
+    with pytest.raises(UserError, match="is_document_start is true at padding"):
+        model(tokens, is_token=~good, is_document_start=good)
