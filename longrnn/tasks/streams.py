@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from longrnn.errors import UserError
 
 # At most this many documents are ordered and distributed one by one.
-LISTED = 8192
+LISTED = 4096
 Whole: TypeAlias = NDArray[np.int64]
 
 

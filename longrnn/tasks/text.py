@@ -92,7 +92,7 @@ class Text(Task):
             self.documents = Texts(files, tokenizer)
         else:
             self.documents = open_corpus(corpus, data, tokenizer)
-        self._rows = Rows(self.documents.lengths) if self.packing else None
+        self._rows: Rows | None = None  # of packed rows, made when the first one is drawn
         self._starts: tuple[int, NDArray[np.int64], NDArray[np.int64]] | None = None
         self._streams: dict[tuple[int, int, int], Streams | PackedStreams] = {}
 
@@ -149,7 +149,8 @@ class Text(Task):
 
     def _draw(self, rows: range, batch_size: int, length: int, generator: torch.Generator) -> Batch:
         """Draws the places of all rows of a batch, and reads some of them."""
-        if self._rows is not None:
+        if self.packing:
+            self._rows = self._rows or Rows(self.documents.lengths)
             drawn = self._rows.draw(batch_size, length=length, generator=generator)
             pieces = [self._rows.pieces(drawn[row], length) for row in rows]
             batch = packed(self.documents, pieces, length)

@@ -87,7 +87,13 @@ def read_repeatedly(
         UserError: a cell whose state is not a linear function of the previous one, or packed rows.
     """
     if times is None or bool((times == 1).all()):
-        return model.hidden(tokens, state, **(packing or {}))
+        packing = packing or {}
+        return model.hidden(
+            tokens,
+            state,
+            is_document_start=packing.get("is_document_start"),
+            is_token=packing.get("is_token"),
+        )
     if packing:
         raise UserError(
             "rows of several documents cannot be repeated: set max_repeat=1, or packing=false"

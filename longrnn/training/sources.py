@@ -61,7 +61,8 @@ def tokenized(
     if len(listed) == 1 and (Path(listed[0]).expanduser() / HEADER).is_file():
         return given | {"data": str(Path(listed[0]).expanduser())}
     kind = given.pop("kind")
-    checked = TASKS[kind].__init__.__kwdefaults__ | TASKS.check(kind, given)
+    defaults: dict[str, Any] = getattr(TASKS[kind].__init__, "__kwdefaults__", None) or {}
+    checked = defaults | TASKS.check(kind, given)
     if checked.get("files") or checked.get("corpus"):
         return {"kind": kind, **given}  # which the task refuses
     del given["data"]
