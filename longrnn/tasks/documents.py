@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.tasks.base import UNSCORED, Batch
-from longrnn.tasks.streams import Piece
+from longrnn.tasks.packed_streams import Piece
 from longrnn.text import TEXT_SUFFIXES, Tokenizer, files_below, read_text
 
 

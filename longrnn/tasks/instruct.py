@@ -12,7 +12,7 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.tasks.base import TASKS, Batch, Task
 from longrnn.tasks.documents import packed
-from longrnn.tasks.streams import PackedStreams, Piece, WholeDocuments
+from longrnn.tasks.packed_streams import PackedStreams, Piece, WholeDocuments
 from longrnn.tasks.text import open_corpus
 from longrnn.text import ByteTokenizer, Tokenizer
 

@@ -15,7 +15,8 @@ from longrnn.corpus import HEADER, Corpus
 from longrnn.errors import UserError
 from longrnn.tasks.base import TASKS, Batch, Task, row_starts
 from longrnn.tasks.documents import Documents, Rows, Texts, packed
-from longrnn.tasks.streams import PackedStreams, Streams
+from longrnn.tasks.packed_streams import PackedStreams
+from longrnn.tasks.streams import Streams
 from longrnn.text import ByteTokenizer, Tokenizer
 
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longrnn.errors import UserError
-from longrnn.tasks.streams import PackedStreams, Place, Streams, WholeDocuments
+from longrnn.tasks.packed_streams import PackedStreams, WholeDocuments
+from longrnn.tasks.streams import Place, Streams
 
 MANY = [5, 100, 33, 64, 1, 65, 7, 40, 41, 90, 2, 17]
 
