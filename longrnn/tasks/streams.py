@@ -11,7 +11,7 @@ own epochs, and no stream waits for another.
 - `PackedStreams` and `WholeDocuments`, in `longrnn.tasks.packed_streams`: documents share segments.
 
 Notable choice: beyond `LISTED` documents, orders are drawn and documents are distributed by NumPy
-and not one by one, so that a run on a million documents starts in a tenth of a second. Below, the
+and not one by one: a million take about a tenth of a second of one core. Below, the
 layout is that of earlier versions.
 """
 
