@@ -87,13 +87,11 @@ def ours(model: RecurrentLM, batch: Batch, *, carry: bool = False) -> Callable[[
     """Returns our training step; with `carry`, each starts from the detached previous state."""
     objective = Objective(model)
     zero = model.init_state(len(batch.tokens))
-    state, is_document_start = zero, ~batch.is_document_start
+    state, starts = zero, ~batch.begins
 
     def loss() -> Tensor:
         nonlocal state
-        start = (
-            reset(state, model.init_state(len(batch.tokens)), is_document_start) if carry else zero
-        )
+        start = reset(state, model.init_state(len(batch.tokens)), starts) if carry else zero
         output = objective([batch], start)
         state = detach(output.state)
         return output.loss

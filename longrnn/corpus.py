@@ -1,12 +1,14 @@
 """Corpora: token ids of documents in memory-mapped files that are never loaded as a whole.
 
-A corpus is a folder of four files: `tokens.bin` (the ids of all documents, one after the other,
-little-endian uint16 or uint32), `documents.bin` (where each document ends, uint64), `blocks.bin`
-(the SHA-256 of each BLOCK bytes of `tokens.bin`) and `corpus.json` (the tokenizer, counts and the
-checksums of these files and of itself).
+A corpus is a folder: `tokens.bin`, `tokens.1.bin`, … (the ids of all documents, one after the
+other, little-endian uint16 or uint32), `documents.bin` (where each document ends, uint64),
+`blocks.bin` (the SHA-256 of each BLOCK bytes of the tokens) and `corpus.json` (the tokenizer,
+counts and the checksums of these files and of itself). A corpus of prompts and answers also has
+`scored.bin` (uint8, 1 for a token of an answer) and `scored_blocks.bin`.
 
-Opening a corpus verifies all files but `tokens.bin`, whose blocks are verified when they are first
-read: training starts without reading the whole corpus, and never uses an unverified token.
+Opening a corpus verifies all files but the tokens and `scored.bin`, whose blocks are verified when
+they are first read: training starts without reading the whole corpus, and never uses an unverified
+token.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +24,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longrnn import corpus_columns
+from longrnn.corpus_columns import BUILD, DIGEST, Column, file_sizes
 from longrnn.errors import UserError
-from longrnn.files import replacing, sha256
+from longrnn.files import sha256
 from longrnn.text import Tokenizer
 
-# The current format, and that of versions without checksums of blocks.
-FORMAT, WITHOUT_BLOCKS = "longrnn-corpus-2", "longrnn-corpus-1"
+# The current format, that of versions without shards, and that without checksums of blocks.
+FORMAT, FORMER, WITHOUT_BLOCKS = "longrnn-corpus-3", "longrnn-corpus-2", "longrnn-corpus-1"
 HEADER, TOKENS, DOCUMENTS, BLOCKS = "corpus.json", "tokens.bin", "documents.bin", "blocks.bin"
-# Bytes of `tokens.bin` per checksum, and bytes of a checksum.
-BLOCK, DIGEST = 2**18, 32
+SCORED, SCORED_BLOCKS = "scored.bin", "scored_blocks.bin"
 # The key of the header's own checksum.
 OWN = "header_sha256"
-BUILD = "build it again with `longrnn data build`"
 
 
 @dataclass
@@ -52,6 +54,8 @@ class Header:
         dropped_tokens: number of their tokens.
         sources: the files that the documents came from.
         sha256: hexadecimal checksums of the other files, by name.
+        shard: bytes of every file of a column but the last; 0 for one file of any size.
+        scored_tokens: number of tokens of answers; None for a corpus without `scored.bin`.
     """
 
     tokenizer: str
@@ -65,6 +69,15 @@ class Header:
     dropped_tokens: int
     sources: list[str]
     sha256: dict[str, str]
+    shard: int = 0
+    scored_tokens: int | None = None
+
+    def columns(self) -> dict[str, dict[str, int]]:
+        """The files of each column and their bytes, by the stem of their names."""
+        stems = {"tokens": self.tokens * np.dtype(self.dtype).itemsize}
+        if self.scored_tokens is not None:
+            stems["scored"] = self.tokens
+        return {stem: file_sizes(stem, size, self.shard) for stem, size in stems.items()}
 
 
 class Corpus:
@@ -85,13 +98,15 @@ class Corpus:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.header = _read_header(folder / HEADER)
-        # Without the blocks, so that the same documents have the same hash in both formats.
-        documents = {name: self.header.sha256[name] for name in (TOKENS, DOCUMENTS)}
-        self.sha256 = digest(documents)
-        self._itemsize = np.dtype(self.header.dtype).itemsize
-        sizes = {TOKENS: self.header.tokens * self._itemsize, DOCUMENTS: self.header.documents * 8}
-        if BLOCKS in self.header.sha256:
-            sizes[BLOCKS] = -(-sizes[TOKENS] // BLOCK) * DIGEST
+        columns = self.header.columns()
+        files = {name: size for column in columns.values() for name, size in column.items()}
+        sizes = {**files, DOCUMENTS: self.header.documents * 8}
+        # Without the blocks, so that the same documents have the same hash in all formats.
+        self.sha256 = digest({name: self.header.sha256[name] for name in sizes})
+        for stem, name in (("tokens", BLOCKS), ("scored", SCORED_BLOCKS)):
+            if name in self.header.sha256:
+                size = sum(columns[stem].values())
+                sizes[name] = -(-size // corpus_columns.BLOCK) * DIGEST
         for name, wanted in sizes.items():
             path = folder / name
             found = path.stat().st_size if path.is_file() else 0
@@ -100,18 +115,21 @@ class Corpus:
                     f"{path} has {found:,} bytes and not {wanted:,} as in corpus.json: it is "
                     f"truncated, copy the folder again or {BUILD}"
                 )
-        self._tokens = np.memmap(folder / TOKENS, little(self.header.dtype), mode="r")
-        ends = np.fromfile(folder / DOCUMENTS, "<u8").astype(np.int64)
-        self._starts = np.concatenate([[0], ends[:-1]])
-        self.lengths = ends - self._starts
-        if (self.lengths < 1).any() or ends[-1] != self.header.tokens:
+        self._ends = np.memmap(folder / DOCUMENTS, "<u8", mode="r")
+        self.lengths = np.diff(np.asarray(self._ends), prepend=np.uint64(0)).view(np.int64)
+        if (self.lengths < 1).any() or self._ends[-1] != self.header.tokens:
             raise UserError(f"{folder / DOCUMENTS} is damaged: {BUILD}")
-        for name in sizes.keys() - {TOKENS}:
+        for name in sizes.keys() - files.keys():
             self._verify(name)
-        self._blocks: bytes | None = None
-        if BLOCKS in sizes:
-            self._blocks = (folder / BLOCKS).read_bytes()
-        self._verified = bytearray(len(self._blocks or b"") // DIGEST)  # 1 for a verified block
+        self._tokens = self._column("tokens", self.header.dtype, BLOCKS)
+        scored = self.header.scored_tokens is not None
+        self._scored = self._column("scored", "uint8", SCORED_BLOCKS) if scored else None
+
+    def _column(self, stem: str, dtype: str, blocks: str) -> Column:
+        size = sum(self.header.columns()[stem].values())
+        known = (self.folder / blocks).read_bytes() if blocks in self.header.sha256 else None
+        shard = self.header.shard
+        return Column(self.folder, stem, dtype, size=size, shard=shard, blocks=known)
 
     def read(self, document: int, start: int, stop: int) -> Tensor:
         """Tokens `start` up to `stop` of a document, `(stop − start,)` int64.
@@ -119,15 +137,32 @@ class Corpus:
         Raises:
             UserError: the tokens are damaged, or hold an id that the tokenizer does not have.
         """
-        first = int(self._starts[document])
-        self._verify_blocks(first + start, first + stop)
-        ids = self._tokens[first + start : first + stop].astype(np.int64)
+        first = self._first(document)
+        ids = self._tokens.read(first + start, first + stop).astype(np.int64)
         if ids.size and ids.max() >= self.header.vocab_size:
             raise UserError(
                 f"{self.folder / TOKENS} has token id {ids.max()} and its tokenizer has "
                 f"{self.header.vocab_size}: it is damaged, {BUILD}"
             )
         return torch.from_numpy(ids)
+
+    def read_scored(self, document: int, start: int, stop: int) -> Tensor:
+        """Which of the tokens `start` up to `stop` of a document belong to answers, bool.
+
+        Raises:
+            UserError: the corpus has no answers, or is damaged.
+        """
+        if self._scored is None:
+            raise UserError(
+                f"{self.folder} holds texts without prompts and answers: build it with "
+                "`longrnn data build --instruct`, or train on it with task.kind=text"
+            )
+        first = self._first(document)
+        return torch.from_numpy(self._scored.read(first + start, first + stop) == 1)
+
+    def _first(self, document: int) -> int:
+        """The index of the first token of a document in the corpus."""
+        return int(self._ends[document - 1]) if document else 0
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raises UserError for a tokenizer other than the one that made this corpus."""
@@ -154,39 +189,16 @@ class Corpus:
                 f"folder again or {BUILD}"
             )
 
-    def _verify_blocks(self, start: int, stop: int) -> None:
-        """Verifies the blocks of tokens `start` up to `stop` that were not verified before."""
-        if self._blocks is None or start >= stop:
-            return
-        raw = self._tokens.view(np.uint8)
-        last = (stop * self._itemsize - 1) // BLOCK
-        for block in range(start * self._itemsize // BLOCK, last + 1):
-            if self._verified[block]:
-                continue
-            found = hashlib.sha256(raw[block * BLOCK : (block + 1) * BLOCK].tobytes()).digest()
-            if found != self._blocks[block * DIGEST : (block + 1) * DIGEST]:
-                raise UserError(
-                    f"{self.folder / TOKENS} is damaged (bytes {block * BLOCK:,} to "
-                    f"{(block + 1) * BLOCK:,}): copy the folder again or {BUILD}"
-                )
-            self._verified[block] = 1
-
-
-def write_blocks(folder: Path) -> None:
-    """Writes the checksums of the blocks of `tokens.bin`."""
-    with open(folder / TOKENS, "rb") as tokens, replacing(folder / BLOCKS) as blocks:
-        while block := tokens.read(BLOCK):
-            blocks.write(hashlib.sha256(block).digest())
-
 
 def digest(content: Mapping[str, Any]) -> str:
     """Hexadecimal SHA-256 of a mapping as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def little(dtype: str) -> np.dtype[Any]:
-    """The little-endian form of a dtype, in which token ids are stored."""
-    return np.dtype(dtype).newbyteorder("<")
+def header_text(header: Header) -> str:
+    """The content of `corpus.json`."""
+    content = {"format": FORMAT, **asdict(header)}
+    return json.dumps({**content, OWN: digest(content)}, indent=2) + "\n"
 
 
 def _read_header(path: Path) -> Header:
@@ -199,16 +211,17 @@ def _read_header(path: Path) -> Header:
         recorded = content.pop(OWN, None)
         expected = digest(content)
         form = content.pop("format")
-        if form not in (FORMAT, WITHOUT_BLOCKS):
+        if form not in (FORMAT, FORMER, WITHOUT_BLOCKS):
             raise UserError(f"{path} was written by another version of longrnn: {BUILD}")
-        if form == FORMAT and recorded != expected:
+        if recorded != expected and not (form == WITHOUT_BLOCKS and recorded is None):
             raise ValueError("its checksum does not fit")
         header = Header(**content)
         counts = (header.vocab_size, header.documents, header.tokens)
-        if not {TOKENS, DOCUMENTS} <= header.sha256.keys():
-            raise ValueError("checksums are missing")
-        if header.dtype not in ("uint16", "uint32") or min(counts) < 1:
+        if header.dtype not in ("uint16", "uint32") or min(counts) < 1 or header.shard < 0:
             raise ValueError("numbers out of range")
+        files = {name for column in header.columns().values() for name in column}
+        if not {DOCUMENTS, *files} <= header.sha256.keys():
+            raise ValueError("checksums are missing")
     except UserError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError) as error:

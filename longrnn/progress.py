@@ -13,14 +13,14 @@ class Progress:
 
     Args:
         title: what is being done.
-        total: how many units there are.
+        total: how many steps there are; None where that is not known.
         unit: what the rate counts, for example `tokens`.
         quiet: write nothing at all.
         every: seconds between plain lines.
     """
 
     def __init__(
-        self, title: str, total: int, *, unit: str, quiet: bool = False, every: float = 10.0
+        self, title: str, total: int | None, *, unit: str, quiet: bool = False, every: float = 10.0
     ) -> None:
         self.title, self.total, self.unit, self.every = title, total, unit, every
         self.quiet = quiet
@@ -68,6 +68,10 @@ class Progress:
             self._bar.update(self._task, completed=self.done, note=text)
         elif not self.quiet and (now - self._last > self.every or self.done == self.total):
             self._last = now
-            left = (now - self._first) / max(self.done, 1) * (self.total - self.done)
-            line = f"{self.title}: {self.done}/{self.total}, {text}, {left:.0f} s left"
+            line = f"{self.title}: {self.done}"
+            if self.total is None:
+                line += f", {text}"
+            else:
+                left = (now - self._first) / max(self.done, 1) * (self.total - self.done)
+                line += f"/{self.total}, {text}, {left:.0f} s left"
             print(line, file=sys.stderr, flush=True)

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import stat
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from longrnn.errors import UserError
 
+# What counts as text in a folder.
+TEXT_SUFFIXES = (".txt", ".text", ".md")
+
 
 class Tokenizer(Protocol):
-    """Text to ids and back. No special tokens are added."""
+    """Text to ids and back. No special tokens are added.
+
+    Attributes:
+        vocab_size: number of ids.
+        eos_id: the id that ends a text; None for a tokenizer without one.
+    """
 
     vocab_size: int
+    eos_id: int | None
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text."""
@@ -41,6 +50,7 @@ class ByteTokenizer:
     """One id per byte of UTF-8, 256 in all."""
 
     vocab_size = 256
+    eos_id: int | None = None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -54,6 +64,17 @@ class ByteTokenizer:
 
     def fingerprint(self) -> str:
         return "bytes"
+
+
+def files_below(folder: Path, suffixes: Collection[str] = TEXT_SUFFIXES) -> list[Path]:
+    """The files in a folder and below with one of these suffixes, by path, but no hidden ones."""
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+        and path.suffix.lower() in suffixes
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    ]
 
 
 def read_text(

@@ -42,7 +42,7 @@ SEPARATE_PACKAGES = {"mixers", "positions", "tasks"}
 HOMES = {
     "transformers": "longrnn.hf",
     "accelerate": "longrnn.training",
-    "datasets": "longrnn.training.documents",
+    "datasets": "longrnn.training.origins",
     "triton": "longrnn.ops.ssd",
     "mamba_ssm": "longrnn.ops.ssd",
     "lm_eval": "longrnn.evaluation.harness",

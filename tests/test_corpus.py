@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longrnn import corpus as corpora
+from longrnn import corpus_columns
 from longrnn.corpus import Corpus, Header
 from longrnn.corpus_writer import CorpusWriter
 from longrnn.errors import UserError
@@ -180,7 +180,7 @@ def test_only_the_blocks_that_are_read_are_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each block is verified once, when it is first read."""
-    monkeypatch.setattr(corpora, "BLOCK", 64)
+    monkeypatch.setattr(corpus_columns, "BLOCK", 64)
     build(tmp_path / "c", [[7] * 200, [8] * 200])  # 800 bytes, 13 blocks
     assert (tmp_path / "c/blocks.bin").stat().st_size == 13 * 32
     tokens = bytearray((tmp_path / "c/tokens.bin").read_bytes())
@@ -194,7 +194,7 @@ def test_only_the_blocks_that_are_read_are_verified(
         corpus.read(1, 140, 160)
     assert corpus.read(1, 152, 200).tolist() == [8] * 48
     seen = []
-    monkeypatch.setattr(corpora.hashlib, "sha256", lambda *_: seen.append(1))
+    monkeypatch.setattr(corpus_columns.hashlib, "sha256", lambda *_: seen.append(1))
     corpus.read(0, 0, 200)
     assert not seen
 

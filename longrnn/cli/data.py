@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from longrnn.cli.options import Quiet
+from longrnn.errors import UserError
+
+if TYPE_CHECKING:
+    from longrnn.corpus import Header
 
 app = typer.Typer(
     help="Build and check corpora to train on.",
@@ -18,10 +22,11 @@ app = typer.Typer(
 
 @app.command()
 def build(
-    files: Annotated[
-        list[Path],
+    data: Annotated[
+        list[str],
         typer.Argument(
-            help="UTF-8 text files, or tables with a text column: .jsonl, .json, .csv, .parquet.",
+            help="UTF-8 text files, tables (.jsonl, .json, .csv, .parquet), folders of them, "
+            "folders of save_to_disk, or names of datasets on the Hugging Face Hub.",
             show_default=False,
         ),
     ],
@@ -32,6 +37,13 @@ def build(
             help="Tokenizer: bytes, a checkpoint, a tokenizer.json, or a folder with one."
         ),
     ] = "bytes",
+    instruct: Annotated[
+        bool,
+        typer.Option(
+            "--instruct",
+            help="Read rows with prompt and completion, or messages, for the task instruct.",
+        ),
+    ] = False,
     split_on: Annotated[
         str | None,
         typer.Option(
@@ -43,31 +55,69 @@ def build(
     text_column: Annotated[
         str, typer.Option(help="Column of a table that holds the text.")
     ] = "text",
+    split: Annotated[str, typer.Option(help="Split of a dataset.")] = "train",
+    subset: Annotated[
+        str | None, typer.Option(help="Configuration of a dataset that has several.")
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of a dataset on the Hub.")
+    ] = None,
+    append_eos: Annotated[
+        bool | None,
+        typer.Option(
+            "--append-eos/--no-append-eos",
+            help="End each document (or completion) with the end-of-sequence token.",
+            show_default="only with --instruct",
+        ),
+    ] = None,
     min_length: Annotated[
         str, typer.Option(help="Drop documents with fewer tokens than this.")
     ] = "2",
+    max_tokens: Annotated[
+        str | None,
+        typer.Option(
+            help="Stop after the document that reaches this many tokens.", show_default="no limit"
+        ),
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Tokenise files into a corpus, which training maps into memory.
+    """Tokenise files or datasets into a corpus, which training maps into memory.
+
+    An interrupted build continues when the same command is run again.
 
     Example: longrnn data build --out data/books --min-length 4k war_and_peace.txt don_quixote.txt
     """
     from longrnn.hf.tokenizer import load_tokenizer
-    from longrnn.training.documents import build_corpus
+    from longrnn.training.documents import TextReader, build_corpus
+    from longrnn.training.instructions import InstructReader
+    from longrnn.training.origins import Selection
     from longrnn.units import parse_length
 
     separator = split_on
     for escape, character in ((r"\n", "\n"), (r"\r", "\r"), (r"\t", "\t")):
         separator = separator.replace(escape, character) if separator is not None else None
+    if instruct and (separator is not None or text_column != "text"):
+        raise UserError(
+            "--instruct reads prompt and completion, or messages: leave out --split-on and "
+            "--text-column"
+        )
+    read = load_tokenizer(tokenizer)
+    text = {"split_on": separator, "text_column": text_column, "append_eos": bool(append_eos)}
+    reader = (
+        InstructReader(read, append_eos=append_eos is not False)
+        if instruct
+        else TextReader(read, **text)
+    )
     try:
         header = build_corpus(
-            files,
-            load_tokenizer(tokenizer),
+            data,
+            read,
             out,
             name=tokenizer,
-            split_on=separator,
-            text_column=text_column,
+            reader=reader,
+            selection=Selection(split, subset, revision),
             min_length=parse_length(min_length),
+            max_tokens=None if max_tokens is None else parse_length(max_tokens),
             quiet=quiet,
         )
     except KeyboardInterrupt as error:
@@ -76,7 +126,8 @@ def build(
     if header.dropped_documents:
         typer.echo(
             f"dropped: {header.dropped_documents:,} documents of fewer than {header.min_length:,} "
-            f"tokens, {header.dropped_tokens:,} tokens in all"
+            f"tokens{' or without an answer' if instruct else ''}, {header.dropped_tokens:,} "
+            "tokens in all"
         )
 
 
@@ -98,8 +149,17 @@ def check(
         "documents": f"{header.documents:,}",
         "tokens": f"{header.tokens:,} ({header.dtype})",
         "lengths": f"{lengths[0]:,} to {lengths[-1]:,}, median {lengths[len(lengths) // 2]:,}",
+        **_answers(header),
         "dropped": f"{header.dropped_documents:,} documents of fewer than {header.min_length:,}",
         "checksums": "right",
     }
     for name, value in rows.items():
         typer.echo(f"{name:<12}{value}")
+
+
+def _answers(header: Header) -> dict[str, str]:
+    """The line about answers, for a corpus that has them."""
+    scored = header.scored_tokens
+    if scored is None:
+        return {}
+    return {"answers": f"{scored:,} tokens ({scored / header.tokens:.1%})"}

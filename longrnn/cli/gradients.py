@@ -102,12 +102,12 @@ def gradients(
     from longrnn.diagnostics.gradients import Settings, default_lengths, diagnose
     from longrnn.diagnostics.gradients_report import summary, write_report
     from longrnn.hf.tokenizer import load_tokenizer
-    from longrnn.tasks import TASKS
+    from longrnn.training.sources import build_task
 
     inits = [] if init is None else [name.strip() for name in init.split(",")]
     opened = [one for source in dict.fromkeys(sources) for one in _open(source, inits)]
     spec = _task(task, text, opened[0])
-    built = TASKS.build(spec, load_tokenizer(opened[0].tokenizer))
+    built = build_task(spec, load_tokenizer(opened[0].tokenizer), name=opened[0].tokenizer)
     settings = Settings(
         lengths=default_lengths(built) if lengths is None else parse_lengths(lengths),
         rows=rows,

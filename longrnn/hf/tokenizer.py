@@ -54,6 +54,7 @@ class HFTokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = len(tokenizer)
+        self.eos_id: int | None = tokenizer.eos_token_id  # type: ignore[assignment]
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)

@@ -86,18 +86,23 @@ class TransformerLM(nn.Module):
         tokens: Tensor,
         state: LMState | None = None,
         *,
-        is_token: Tensor | None = None,
         is_document_start: Tensor | None = None,
+        is_token: Tensor | None = None,
     ) -> tuple[Tensor, LMState]:
         """Return the hidden states in front of the head, `(b, t, d_model)`, and the new position.
 
+        Args:
+            tokens: `(b, t)`.
+            state: at position 0; None for the same.
+            is_document_start: of rows with several documents, which are refused.
+            is_token: false for padding at the end of rows, which no earlier token attends to.
+
         Raises:
-            UserError: `state` is not at position 0, or padded or packed rows.
+            UserError: `state` is not at position 0, or a row has several documents.
         """
-        if is_token is not None or is_document_start is not None:
+        if is_document_start is not None:
             raise UserError(
-                "a transformer reads rows of one document without padding here, and masks were "
-                "given: use rows that are not packed"
+                "a transformer attends to all documents of a row: set task.packing=false"
             )
         if state is None:
             state = self.init_state(len(tokens))

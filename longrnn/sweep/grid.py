@@ -21,6 +21,7 @@ from longrnn.training.config import TrainConfig
 from longrnn.training.folder import HARMLESS
 from longrnn.training.initial_states import INITIAL_STATES
 from longrnn.training.models import tokenizer_of
+from longrnn.training.sources import build_task
 
 Axes = dict[str, list[str]]
 # Mappings with a `kind`, and the registry with the options of each.
@@ -128,7 +129,7 @@ def applied(base: TrainConfig, values: dict[str, str]) -> TrainConfig:
     config = build_config(TrainConfig, content, source="grid")
     changed = any(key.split(".")[0] == "task" for key in dotted)
     if changed and "model.vocab_size" not in dotted and config.init_from is None and config.model:
-        task = TASKS.build(config.task, tokenizer_of(config)[1])
+        task = build_task(config.task, tokenizer_of(config)[1])
         config.model.vocab_size = task.vocab_size
     return config
 

@@ -2,6 +2,7 @@
 
 from longrnn.tasks.base import TASKS, Batch, Task
 from longrnn.tasks.delayed_sum import DelayedSum
+from longrnn.tasks.instruct import Instruct
 from longrnn.tasks.passkey import Passkey
 from longrnn.tasks.predecessor_query import PredecessorQuery
 from longrnn.tasks.recall import Recall
@@ -16,6 +17,7 @@ __all__ = [
     "Batch",
     "Copy",
     "DelayedSum",
+    "Instruct",
     "Passkey",
     "PredecessorQuery",
     "Recall",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.tasks.base import TASKS, UNSCORED, Batch
+from longrnn.tasks.base import TASKS, UNSCORED, Batch, row_starts
 from longrnn.tasks.sequence import SequenceTask
 
 
@@ -40,5 +40,5 @@ class DelayedSum(SequenceTask):
         return Batch(
             tokens=x,
             targets=torch.cat([torch.full_like(first, UNSCORED), answer], dim=1),
-            is_document_start=torch.ones(len(x), dtype=torch.bool),
+            is_document_start=row_starts(x),
         )

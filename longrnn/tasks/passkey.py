@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.tasks.base import TASKS, UNSCORED, Batch, Task, exact_match
+from longrnn.tasks.base import TASKS, UNSCORED, Batch, Task, exact_match, row_starts
 from longrnn.tasks.passkey_documents import (
     Document,
     Drawing,
@@ -117,24 +117,24 @@ class Passkey(PasskeyPrompts, Task):
             start = rng.randrange(self.n_filler) if self.own_filler else 0
             prompts.append(self.prompt_of(needles, asked, length=length, start=start))
             chosen.append(needles[asked])
-        is_document_start = torch.ones(batch_size, dtype=torch.bool)
-        return self._batch(prompts, chosen, is_document_start, asked=[True] * batch_size)
+        begins = torch.ones(batch_size, dtype=torch.bool)
+        return self._batch(prompts, chosen, begins, asked=[True] * batch_size)
 
     def segment(
         self, streams: Sequence[int], step: int, *, n_streams: int, length: int, seed: int
     ) -> Batch:
         """See `Task.segment`; a segment has `length` tokens; the question runs on a fork."""
-        bodies, chosen, is_document_start, asked, repeat = [], [], [], [], []
+        bodies, chosen, begins, asked, repeat = [], [], [], [], []
         for stream in streams:
             document = self._document(stream, step, seed)
             index = step - document.start
             needle = document.needles[document.asked]
             bodies.append(torch.cat([self._body(document, index, length), self.question(needle)]))
             chosen.append(needle)
-            is_document_start.append(index == 0)
+            begins.append(index == 0)
             asked.append(document.asks(index))
             repeat.append(document.repeats[index])
-        batch = self._batch(bodies, chosen, torch.tensor(is_document_start), asked, fork=length)
+        batch = self._batch(bodies, chosen, torch.tensor(begins), asked, fork=length)
         return batch if set(repeat) == {1} else batch._replace(repeat=torch.tensor(repeat))
 
     def longest_document(self, length: int) -> int:
@@ -152,7 +152,7 @@ class Passkey(PasskeyPrompts, Task):
         self,
         prompts: list[Tensor],
         chosen: list[Needle],
-        is_document_start: Tensor,
+        begins: Tensor,
         asked: list[bool],
         *,
         fork: int | None = None,
@@ -181,7 +181,8 @@ class Passkey(PasskeyPrompts, Task):
         per_answer = answer_mask.float() / answer_mask.sum(1, keepdim=True).clamp(min=1)
         weights = weights + self.answer_weight * per_answer
         query_length = 0 if fork is None else width - 1 - fork
-        return Batch(ids[:, :-1], targets, is_document_start, weights, answer_mask, query_length)
+        starts = row_starts(targets, begins)
+        return Batch(ids[:, :-1], targets, starts, weights, answer_mask, query_length)
 
     # Documents that continue over segments
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.tasks.base import TASKS, UNSCORED, Batch
+from longrnn.tasks.base import TASKS, UNSCORED, Batch, row_starts
 from longrnn.tasks.sequence import SequenceTask, distinct
 
 
@@ -52,6 +52,4 @@ class PredecessorQuery(SequenceTask):
         place = (x[:, :-1] == x[:, -1:]).int().argmax(dim=1, keepdim=True)
         targets = torch.full_like(x, UNSCORED)
         targets[:, -1:] = x.gather(1, place - 1)
-        return Batch(
-            tokens=x, targets=targets, is_document_start=torch.ones(len(x), dtype=torch.bool)
-        )
+        return Batch(tokens=x, targets=targets, is_document_start=row_starts(x))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.tasks.base import TASKS, UNSCORED, Batch
+from longrnn.tasks.base import TASKS, UNSCORED, Batch, row_starts
 from longrnn.tasks.sequence import SequenceTask, distinct
 
 
@@ -61,5 +61,5 @@ class Recall(SequenceTask):
         return Batch(
             tokens=x,
             targets=torch.cat([unscored, values.gather(1, place)], dim=1),
-            is_document_start=torch.ones(len(x), dtype=torch.bool),
+            is_document_start=row_starts(x),
         )

@@ -79,7 +79,7 @@ class ReverseDualFrequency(Reverse):
     def evaluation_batch(self, start: int, stop: int, *, length: int) -> Batch:
         batch = super().evaluation_batch(start, stop, length=length)
         place = length + length - 1 - self._place(torch.arange(start, stop), length)
-        answer = torch.arange(2 * length) == place[: len(batch.is_document_start), None]
+        answer = torch.arange(2 * length) == place[: len(batch.tokens), None]
         return batch._replace(answer=answer)
 
     def _draw_held_out(self, length: int, generator: torch.Generator) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.tasks.base import TASKS, UNSCORED, Batch
+from longrnn.tasks.base import TASKS, UNSCORED, Batch, row_starts
 from longrnn.tasks.sequence import SequenceTask
 from longrnn.text import Tokenizer
 
@@ -78,4 +78,4 @@ class ReverseVariable(SequenceTask):
         targets = answer.where((mirrored >= 0) & (mirrored < ends), UNSCORED)
         tokens = torch.full((n, 2 * width), self.query)
         tokens[:, :width] = x.where(x != NOTHING, self.query)
-        return Batch(tokens, targets, is_document_start=torch.ones(n, dtype=torch.bool))
+        return Batch(tokens, targets, row_starts(tokens))

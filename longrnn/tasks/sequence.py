@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.seeds import check_seed, seeded
-from longrnn.tasks.base import UNSCORED, Batch, Task, exact_match
+from longrnn.tasks.base import UNSCORED, Batch, Task, exact_match, row_starts
 from longrnn.text import Tokenizer
 
 
@@ -161,11 +161,9 @@ class Transduction(SequenceTask):
         """The answer to `x` `(n, length)`, of the same shape."""
 
     def batch(self, x: Tensor) -> Batch:
-        return Batch(
-            tokens=torch.cat([x, torch.full_like(x, self.query)], dim=1),
-            targets=torch.cat([torch.full_like(x, UNSCORED), self.answer(x)], dim=1),
-            is_document_start=torch.ones(len(x), dtype=torch.bool),
-        )
+        tokens = torch.cat([x, torch.full_like(x, self.query)], dim=1)
+        targets = torch.cat([torch.full_like(x, UNSCORED), self.answer(x)], dim=1)
+        return Batch(tokens, targets, row_starts(tokens))
 
 
 def distinct(n: int, length: int, n_tokens: int, generator: torch.Generator) -> Tensor:

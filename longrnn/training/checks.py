@@ -9,13 +9,14 @@ import torch
 from longrnn.errors import UserError
 from longrnn.hf.tokenizer import fits
 from longrnn.models.recurrent import RecurrentLM
-from longrnn.tasks import TASKS, SequenceTask, Task
+from longrnn.tasks import SequenceTask, Task
 from longrnn.training import models, sharding
 from longrnn.training.config import TrainConfig
 from longrnn.training.data import Source
 from longrnn.training.initial_states import INITIAL_STATES, Context
 from longrnn.training.models import Trained
 from longrnn.training.optim import build_optimizer, fill, freeze, learning_rate
+from longrnn.training.sources import build_task
 
 
 def check(config: TrainConfig) -> None:
@@ -30,7 +31,7 @@ def check(config: TrainConfig) -> None:
         )
     config = replace(config)  # which building a model fills in
     _, tokenizer = models.tokenizer_of(config)
-    task = TASKS.build(config.task, tokenizer)
+    task = build_task(config.task, tokenizer, name=config.tokenizer or "")
     source = Source(task, config, 0, 1)
     with torch.random.fork_rng(devices=[]):
         if config.model is not None and config.init_from is None and not config.transformer:
@@ -82,6 +83,11 @@ def check_model(model: Trained, config: TrainConfig, task: Task) -> None:
         return
     if config.initial_state["kind"] != "zero":
         raise UserError("a transformer has no state to start from: set initial_state={kind: zero}")
+    if task.packing:
+        raise UserError(
+            "a transformer attends to all documents of a row, which share no state here: set "
+            "task.packing=false"
+        )
     if sharding.is_requested():
         raise UserError("a transformer is not sharded here: launch without FSDP")
 

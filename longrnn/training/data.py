@@ -6,6 +6,7 @@ import random
 
 import torch
 
+from longrnn.errors import UserError
 from longrnn.tasks import Batch, Task
 from longrnn.training.config import TrainConfig
 from longrnn.training.initial_states import uses_streams
@@ -15,9 +16,9 @@ from longrnn.training.seeds import mix
 class Source:
     """The batches of one process of a run.
 
-    Every process draws the same global batch and takes its own rows, so a run on two processes
-    sees the rows of a run on one with twice the batch. Streams are numbered over all micro-batches
-    and processes, and stay on their process: no state ever moves.
+    The global batch does not depend on the number of processes, each of which makes only its own
+    rows: a run on two processes sees the rows of a run on one with twice the batch. Streams are
+    numbered over all micro-batches and processes, and stay on their process: no state ever moves.
 
     Args:
         task: draws the batches.
@@ -30,6 +31,7 @@ class Source:
         self.task, self.config = task, config
         self.rank, self.world_size = rank, world_size
         self.streams = uses_streams(config.initial_state)
+        self.in_order = self.streams or task.reads_in_order
         rows = config.per_device_train_batch_size
         self.n_streams = config.gradient_accumulation_steps * world_size * rows
 
@@ -39,7 +41,7 @@ class Source:
         Consecutive segments of streams, `segments_per_step` of them, or one batch of independent
         rows.
         """
-        if not self.streams:
+        if not self.in_order:
             return [self._sample(step, micro)]
         count = self.config.segments_per_step
         return [self._segment(step * count + index, micro) for index in range(count)]
@@ -47,14 +49,23 @@ class Source:
     def check(self) -> None:
         """Raises UserError for lengths that the task cannot make."""
         length = self.config.length
-        if not self.streams and (length.grow_steps or length.sampling != "fixed"):
+        if length.grow_steps or length.sampling != "fixed" or self.config.batch_tokens:
+            if self.in_order:
+                raise UserError(
+                    f"the task {self.config.task['kind']} reads documents in rows of length.max "
+                    "tokens: leave out length.sampling, length.grow_steps and batch_tokens"
+                )
             self.task.sample(1, length=length.min, generator=torch.Generator())
         self.segments(0, 0)
 
     def layout(self) -> str:
-        """How documents are laid out in streams, in words; empty if rows are not streams."""
+        """How documents are laid out in rows and what is left out, in words; may be empty."""
         length, seed = self.config.length.max, self.config.seed
-        return self.task.layout(self.n_streams, length=length, seed=seed) if self.streams else ""
+        if self.streams:
+            return self.task.layout(self.n_streams, length=length, seed=seed)
+        if self.in_order:
+            return self.task.whole_layout(self.n_streams, length=length, seed=seed)
+        return self.task.left_out(length)
 
     def longest(self) -> int:
         """Tokens of the longest row, or document where a state is carried, that a run may see."""
@@ -74,9 +85,8 @@ class Source:
         rows = self.config.per_device_train_batch_size
         if self.config.batch_tokens is not None:
             rows = max(1, min(rows, self.config.batch_tokens // length))
-        generator = torch.Generator().manual_seed(seed)
-        batch = self.task.sample(rows * self.world_size, length=length, generator=generator)
-        return batch.rows(self.rank * rows, (self.rank + 1) * rows)
+        own = range(self.rank * rows, (self.rank + 1) * rows)
+        return self.task.sample_part(own, rows * self.world_size, length=length, seed=seed)
 
     def _segment(self, index: int, micro: int) -> Batch:
         config = self.config
@@ -84,9 +94,8 @@ class Source:
         first = (micro * self.world_size + self.rank) * rows
         streams = range(first, first + rows)
         length = config.length.max
-        return self.task.segment(
-            streams, index, n_streams=self.n_streams, length=length, seed=config.seed
-        )
+        read = self.task.segment if self.streams else self.task.whole_documents
+        return read(streams, index, n_streams=self.n_streams, length=length, seed=config.seed)
 
     def _length(self, step: int, rng: random.Random) -> int:
         length = self.config.length

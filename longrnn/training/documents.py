@@ -1,28 +1,31 @@
-"""Reads documents from files and tokenizes them piece by piece into a corpus.
+"""Reads documents from their sources and tokenizes them piece by piece into a corpus.
 
 Notable choices:
 - No file is loaded as a whole. A text is tokenized in chunks of about a million characters that
   end at a line end whose next line does not begin with a space: no common tokenizer has a token
   across such a border.
-- The suffix decides: `.jsonl`, `.json`, `.csv` and `.parquet` are tables with a text column, read
-  by the `datasets` library, one document per row; all other files are UTF-8 text.
+- What a build has read is recorded with the corpus that it writes. A build that was killed reads
+  these items again, without tokenizing them, and continues.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from longrnn.corpus import Header
+from longrnn.corpus import Header, digest
 from longrnn.corpus_writer import CorpusWriter
 from longrnn.errors import UserError
 from longrnn.progress import Progress
 from longrnn.text import Tokenizer
+from longrnn.training.origins import Origin, Selection, TextFile, origins
 
 CHUNK_CHARACTERS = 2**20
-TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+WHOLE = Selection()
 
 
 class Piece(NamedTuple):
@@ -32,77 +35,237 @@ class Piece(NamedTuple):
     ends: bool
 
 
+class Part(NamedTuple):
+    """Tokens of a document.
+
+    Attributes:
+        ids: the tokens.
+        ends: whether they are the last ones.
+        scored: which of them belong to answers; None for texts without answers.
+        size: about how many bytes of text they stand for.
+        is_kept: false for a document that has nothing to train on.
+    """
+
+    ids: Sequence[int]
+    ends: bool
+    scored: Sequence[bool] | None = None
+    size: int = 0
+    is_kept: bool = True
+
+
+class Reader(Protocol):
+    """Makes documents of the items of a source, which are the unit of what has been read.
+
+    Attributes:
+        scored: whether the documents have answers.
+    """
+
+    scored: bool
+
+    def items(self, origin: Origin, skip: int) -> Iterator[Any]:
+        """Yields the items of a source without the first `skip`."""
+        ...
+
+    def parts(self, origin: Origin, item: Any) -> Iterator[Part]:
+        """Tokenizes an item."""
+        ...
+
+    def options(self) -> Mapping[str, Any]:
+        """What determines the tokens, besides the tokenizer and the sources."""
+        ...
+
+
+class TextReader:
+    """Makes documents of text: an item is a piece of a text file or a row of a table.
+
+    Args:
+        tokenizer: makes the ids.
+        split_on: separator of documents, which is dropped; None for one document per file or row.
+        text_column: of tables.
+        append_eos: whether documents end with the tokenizer's end-of-sequence token.
+
+    Raises:
+        UserError: an empty separator, or no end-of-sequence token.
+    """
+
+    scored = False
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        split_on: str | None = None,
+        text_column: str = "text",
+        append_eos: bool = False,
+    ) -> None:
+        if split_on == "":
+            raise UserError("an empty text splits nothing: give a --split-on that is not empty")
+        self.tokenizer, self.split_on, self.text_column = tokenizer, split_on, text_column
+        self.append_eos = append_eos
+        self._eos = end_of_sequence(tokenizer) if append_eos else []
+
+    def items(self, origin: Origin, skip: int) -> Iterator[Piece | Mapping[str, Any]]:
+        if not isinstance(origin, TextFile):
+            return origin.rows(skip)
+        return islice(pieces(read_chunks(origin.path), self.split_on), skip, None)
+
+    def parts(self, origin: Origin, item: Piece | Mapping[str, Any]) -> Iterator[Part]:
+        if isinstance(item, Piece):
+            yield self._part(item)
+            return
+        text = item.get(self.text_column)
+        if not isinstance(text, str):
+            raise UserError(
+                f"{origin.name} has a row without text in the column {self.text_column!r}: give "
+                f"one of {', '.join(item)} as --text-column"
+            )
+        yield from map(self._part, pieces([text], self.split_on))
+
+    def options(self) -> Mapping[str, Any]:
+        return {"split_on": self.split_on, "column": self.text_column, "eos": self.append_eos}
+
+    def _part(self, piece: Piece) -> Part:
+        ids = self.tokenizer.encode(piece.text)
+        end = self._eos if piece.ends else []
+        return Part([*ids, *end], piece.ends, size=len(piece.text.encode()))
+
+
+def end_of_sequence(tokenizer: Tokenizer) -> list[int]:
+    """The id that ends a text, as a list.
+
+    Raises:
+        UserError: the tokenizer has none.
+    """
+    if tokenizer.eos_id is None:
+        raise UserError(
+            "the tokenizer has no end-of-sequence token to append: set append_eos=false, or name "
+            "the eos_token in its tokenizer_config.json"
+        )
+    return [tokenizer.eos_id]
+
+
 def build_corpus(
-    files: Sequence[Path],
+    data: Sequence[Path | str],
     tokenizer: Tokenizer,
     out: Path,
     *,
     name: str,
+    reader: Reader | None = None,
+    selection: Selection = WHOLE,
     split_on: str | None = None,
     text_column: str = "text",
     min_length: int = 2,
+    max_tokens: int | None = None,
     quiet: bool = False,
 ) -> Header:
-    """Writes the documents of files, in their order, as a corpus.
+    """Writes the documents of files, folders and datasets, in their order, as a corpus.
 
     Args:
-        files: UTF-8 text, or tables (see the module).
+        data: what `longrnn.training.origins.origins` takes.
         tokenizer: makes the ids.
         out: the folder, which must not exist.
         name: the name by which `load_tokenizer` finds the tokenizer.
-        split_on: separator of documents, which is dropped; by default a document is a file, or a
-            row of a table.
-        text_column: name of the text column of tables.
+        reader: makes documents; by default a `TextReader` of `split_on` and `text_column`.
+        selection: which part of datasets is read.
+        split_on: see `TextReader`.
+        text_column: see `TextReader`.
         min_length: documents of fewer tokens are dropped and counted.
+        max_tokens: no document is read after the one that reaches this many tokens.
         quiet: print no progress.
 
     Raises:
-        UserError: a file is missing, is not text or lacks the column; there is no document; or
+        UserError: a source is missing, cannot be read or lacks the column; there is no document; or
             `out` exists. Nothing is left behind.
     """
-    if min_length < 1 or split_on == "":
-        raise UserError(
-            "a corpus needs --min-length 1 or more, and a --split-on that is not empty: set both"
-        )
-    for path in files:
-        if not path.is_file():
-            raise UserError(f"no file {path}: give files of UTF-8 text, or tables")
-    sizes = [path.stat().st_size for path in files]
+    if min_length < 1 or (max_tokens is not None and max_tokens < 1):
+        raise UserError("a corpus has documents: give a --min-length and --max-tokens of 1 or more")
+    reader = reader or TextReader(tokenizer, split_on=split_on, text_column=text_column)
+    sources = origins(data, selection)
+    identity = identity_of(sources, tokenizer, reader, min_length, max_tokens)
+    sizes = [origin.size() for origin in sources]
+    known = [size for size in sizes if size is not None]
+    total = sum(known) if len(known) == len(sizes) else None
     with (
-        CorpusWriter(out, tokenizer, name=name, min_length=min_length) as writer,
-        Progress("corpus (bytes)", sum(sizes), unit="tokens", quiet=quiet) as progress,
+        CorpusWriter(
+            out,
+            tokenizer,
+            name=name,
+            min_length=min_length,
+            scored=reader.scored,
+            identity=identity,
+        ) as writer,
+        Progress("corpus (bytes)", total, unit="tokens", quiet=quiet) as progress,
     ):
-        ended = 0
-        for path, left in zip(files, sizes, strict=True):
-            for piece in documents(path, split_on, text_column):
-                ids = tokenizer.encode(piece.text)
-                writer.write(ids)
-                if piece.ends:
-                    writer.end_document()
-                    ended += 1
-                # A compressed table holds more bytes of text than its file has.
-                read = min(left, len(piece.text.encode()))
-                left -= read
-                if read:
-                    progress.advance(read, len(ids), path.name)
-            if left:
-                progress.advance(left, 0, path.name)
-        if split_on is not None and ended == len(files):
+        done = writer.written.source
+        for number, (origin, size) in enumerate(zip(sources, sizes, strict=True)):
+            if number >= done:
+                _read(origin, size, reader, writer, progress, max_tokens)
+            elif size:
+                progress.advance(size, 0, Path(origin.name).name)
+        texts_only = all(isinstance(origin, TextFile) for origin in sources)
+        separator = reader.options().get("split_on")
+        if separator is not None and texts_only and writer.written.ended == len(sources):
             raise UserError(
-                f"{split_on!r} is in none of the files: write what separates their documents (a "
+                f"{separator!r} is in none of the files: write what separates their documents (a "
                 r"file with the line ends of Windows has \r\n where others have \n)"
             )
-        return writer.publish([str(path) for path in files])
+        return writer.publish([origin.name for origin in sources])
 
 
-def documents(path: Path, split_on: str | None, text_column: str) -> Iterator[Piece]:
-    """Yields the documents of a file in pieces; an empty last piece ends a document."""
-    kind = TABLES.get(path.suffix.lower())
-    if kind is None:
-        yield from pieces(read_chunks(path), split_on)
+def identity_of(
+    sources: Sequence[Origin],
+    tokenizer: Tokenizer,
+    reader: Reader,
+    min_length: int,
+    max_tokens: int | None,
+) -> str:
+    """A hash of what determines the content of a corpus, as far as can be seen without reading."""
+    content = {
+        "sources": [origin.identity() for origin in sources],
+        "tokenizer": tokenizer.fingerprint(),
+        "reader": [type(reader).__name__, dict(reader.options())],
+        "lengths": [min_length, max_tokens],
+    }
+    return digest(json.loads(json.dumps(content)))
+
+
+def _read(
+    origin: Origin,
+    size: int | None,
+    reader: Reader,
+    writer: CorpusWriter,
+    progress: Progress,
+    max_tokens: int | None,
+) -> None:
+    """Writes what is left of a source."""
+    written, left = writer.written, size
+    short = Path(origin.name).name
+    for item in reader.items(origin, written.items):
+        if max_tokens is not None and written.tokens >= max_tokens:
+            break
+        for part in reader.parts(origin, item):
+            _write(part, writer)
+            # A compressed table holds more bytes of text than its file has.
+            read = part.size if left is None else min(left, part.size)
+            left = None if left is None else left - read
+            if read:
+                progress.advance(read, len(part.ids), short)
+        written.items += 1
+        writer.record()
+    if left:
+        progress.advance(left, 0, short)
+    written.source, written.items = written.source + 1, 0
+
+
+def _write(part: Part, writer: CorpusWriter) -> None:
+    if not part.is_kept:
+        writer.drop(len(part.ids))
         return
-    for text in read_rows(path, kind, text_column):
-        yield from pieces([text], split_on)
+    is_empty = part.ends and not writer.open_tokens() and not part.size
+    if not is_empty:
+        writer.write(part.ids, part.scored)
+    if part.ends:
+        writer.end_document()
 
 
 def pieces(chunks: Iterable[str], split_on: str | None) -> Iterator[Piece]:
@@ -176,41 +339,3 @@ def _decode(
         raise UserError(
             f"{path} is not UTF-8 (at byte {place}): give a file of UTF-8 text"
         ) from error
-
-
-def read_rows(path: Path, kind: str, text_column: str) -> Iterator[str]:
-    """Yields the text column of a table, row by row.
-
-    Args:
-        path: the table.
-        kind: its format, as `datasets` names it.
-        text_column: name of the column.
-
-    Raises:
-        UserError: the table cannot be read, or lacks the column.
-    """
-    try:
-        from datasets import load_dataset, logging
-    except ImportError as error:
-        raise UserError(
-            f"{path} is a table and the datasets library is not installed: "
-            "pip install 'longrnn[data]'"
-        ) from error
-
-    logging.set_verbosity(logging.CRITICAL)  # its report would repeat the error message below
-    try:
-        rows = iter(load_dataset(kind, data_files=str(path), split="train", streaming=True))
-        row = next(rows, None)
-        while row is not None:
-            if not isinstance(row.get(text_column), str):
-                raise UserError(
-                    f"{path} has a row without text in the column {text_column!r}: give one of "
-                    f"{', '.join(row)} as --text-column"
-                )
-            yield row[text_column]
-            row = next(rows, None)
-    except (UserError, OSError):
-        raise
-    except Exception as error:  # datasets and pyarrow raise many kinds
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{path} cannot be read as {kind} ({reason}): write it again") from error

@@ -57,8 +57,8 @@ class Objective(nn.Module):
             if losses:
                 state = reset(
                     state,
-                    self.model.init_state(len(batch.is_document_start)),
-                    batch.is_document_start,
+                    self.model.init_state(len(batch.begins)),
+                    batch.begins,
                 )
             loss, state, predicted = self._segment(batch, state)
             losses.append(loss)
@@ -68,14 +68,17 @@ class Objective(nn.Module):
     def _segment(self, batch: Batch, state: LMState) -> tuple[Tensor, LMState, Tensor]:
         """The loss from an initial state; see `Batch` for its weights and its query."""
         body = batch.tokens.shape[1] - batch.query_length
-        hidden, state = read_repeatedly(self.model, batch.tokens[:, :body], state, batch.repeat)
+        tokens, query_tokens = batch.tokens[:, :body], batch.tokens[:, body:]
+        packing = {"is_document_start": batch.inner_starts(), "is_token": batch.is_token}
+        packing = {name: mask[:, :body] for name, mask in packing.items() if mask is not None}
+        hidden, state = read_repeatedly(self.model, tokens, state, batch.repeat, packing)
         if batch.query_length:
-            query, _ = self.model.hidden(batch.tokens[:, body:], state)
+            query, _ = self.model.hidden(query_tokens, state)
             hidden = torch.cat([hidden, query], dim=1)
         weights = batch.weights
         if weights is None:
-            scored = batch.answers().float()
-            weights = scored / scored.sum(1, keepdim=True)
+            scored = batch.answers().to(torch.promote_types(hidden.dtype, torch.float32))
+            weights = scored / scored.sum(1, keepdim=True).clamp(min=1)
         # Logits are computed only at targets: a reversal task has them in its second half only.
         scored = (batch.targets.flatten() >= 0).nonzero()[:, 0]
         loss, predicted = weighted_cross_entropy(

@@ -8,6 +8,7 @@ taken to be the same in every reading, which holds once the layers below have co
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor
@@ -66,7 +67,11 @@ class Repeat(Edit):
 
 
 def read_repeatedly(
-    model: Trained, tokens: Tensor, state: LMState, times: Tensor | None
+    model: Trained,
+    tokens: Tensor,
+    state: LMState,
+    times: Tensor | None,
+    packing: Mapping[str, Tensor] | None = None,
 ) -> tuple[Tensor, LMState]:
     """`model.hidden(tokens, state)`, but with the state after `times` readings.
 
@@ -75,12 +80,24 @@ def read_repeatedly(
         tokens: `(b, t)`.
         state: before the first reading.
         times: `(b,)`, repetitions of each row; None for one.
+        packing: further arguments of `model.hidden` for packed rows: `is_document_start` and
+            `is_token`; None for rows of one document.
 
     Raises:
-        UserError: a cell whose state is not a linear function of the previous one.
+        UserError: a cell whose state is not a linear function of the previous one, or packed rows.
     """
     if times is None or bool((times == 1).all()):
-        return model.hidden(tokens, state)
+        packing = packing or {}
+        return model.hidden(
+            tokens,
+            state,
+            is_document_start=packing.get("is_document_start"),
+            is_token=packing.get("is_token"),
+        )
+    if packing:
+        raise UserError(
+            "rows of several documents cannot be repeated: set max_repeat=1, or packing=false"
+        )
     if not isinstance(model, RecurrentLM) or not all(
         isinstance(mixer, ScanningMixer) for mixer in model.mixers
     ):

@@ -35,6 +35,7 @@ from longrnn.training.metrics import Sums
 from longrnn.training.models import Trained
 from longrnn.training.objective import Objective
 from longrnn.training.optim import clip_values, fill, freeze, learning_rate, set_learning_rate
+from longrnn.training.prefetch import Prefetch
 from longrnn.training.processes import (
     Interrupts,
     build_accelerator,
@@ -43,6 +44,7 @@ from longrnn.training.processes import (
     start_trackers,
 )
 from longrnn.training.saver import Saver, SaveSchedule
+from longrnn.training.sources import tokenized
 
 # Attributes of a trainer that a checkpoint holds, beside weights, optimizer and carried states.
 COUNTERS = ("step", "tokens", "pending", "skipped", "skipped_in_a_row")
@@ -84,7 +86,10 @@ class Trainer:
         config = self.config
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         config.tokenizer, self.tokenizer = models.tokenizer_of(config, found.checkpoint)
-        self.task = TASKS.build(config.task, self.tokenizer)
+        look = partial(tokenized, config.task, self.tokenizer, name=config.tokenizer)
+        self.task = TASKS.build(
+            on_main(self.accelerator, partial(look, quiet=self.quiet)), self.tokenizer
+        )
         self.source = Source(self.task, config, rank, world)
         model = self._build_model(found.checkpoint)
         context = Context(model.init_state, config.seed, rank, world, self._total)
@@ -108,6 +113,8 @@ class Trainer:
         self.pending: dict[str, list[float]] = {}  # values that the next row of metrics averages
         if found.checkpoint is not None:
             self._restore(found.checkpoint)
+        n_micro, device = config.gradient_accumulation_steps, self.accelerator.device
+        self.batches = Prefetch(self.source.segments, n_micro, config.max_steps, device)
         start_trackers(self.accelerator, config, self.step)
 
     def _build_model(self, found: Path | None) -> Trained:
@@ -131,6 +138,7 @@ class Trainer:
         try:
             return self._train()
         finally:
+            self.batches.close()
             self.lock.release()
 
     def _train(self) -> Trained:
@@ -208,8 +216,7 @@ class Trainer:
 
     def _micro_batch(self, micro: int) -> tuple[list[Batch], LMState]:
         """A micro-batch of this step, and its initial state."""
-        device = self.accelerator.device
-        segments = [batch.to(device) for batch in self.source.segments(self.step, micro)]
+        segments = self.batches.segments(self.step, micro)
         return segments, self.starts.before(segments[0], self.step, micro)
 
     def _nonfinite(self, norm: Tensor | None, loss: Tensor) -> bool:

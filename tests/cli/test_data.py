@@ -47,10 +47,16 @@ def test_build_refuses(cli: CLI, texts: list[Path], tmp_path: Path) -> None:
     build = ["data", "build", "--quiet", "--out"]
     (tmp_path / "binary").write_bytes(b"text\0")
     (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "nothing/page.pdf").write_bytes(b"pdf")
     for arguments, says in [
         (["corpus", texts[1]], "corpus exists and is not overwritten"),
         (["new", texts[0], "nowhere.txt"], "no file nowhere.txt"),
-        (["new", tmp_path], "no file"),
+        (["new", "nothing"], "no file to train on in nothing: a folder is searched for .txt"),
+        (["new", "corpus"], "corpus is tokenized already"),
+        (["new", "organisation/name/more"], "no file organisation/name/more"),
+        (["new", "--append-eos", texts[0]], "the tokenizer has no end-of-sequence token"),
+        (["new", "--instruct", texts[0]], "is a text and rows with prompts and answers are needed"),
         (["new", texts[0], "binary"], "binary is binary (a NUL at byte 4)"),
         (["new", texts[2]], "no document has 2 tokens or more (1 shorter ones were dropped)"),
         (["new", "empty.txt"], "no document has 2 tokens or more"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from longrnn.errors import UserError
-from longrnn.tasks import TASKS, Batch, Task
+from longrnn.tasks import TASKS, Batch, Task, base
 from longrnn.tasks.base import UNSCORED
+from tests.tasks.corpora import instruct_corpus
 
 # A length at which each task's rows are real; a new task is asked for its default length.
 LENGTHS = {"passkey": 256, "reverse": 6, "sort": 6, "reverse_variable": 40, "text": 20}
@@ -17,15 +20,26 @@ OPTIONS = {"text": {"files": [__file__], "max_segments": 1}}
 LOWER_IS_BETTER = {"edit_distance"}
 
 
+@pytest.fixture(scope="session")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A corpus of prompts and answers."""
+    folder = tmp_path_factory.mktemp("answers") / "corpus"
+    return instruct_corpus(folder, [(f"{k} + {k} = ", str(2 * k)) for k in range(300)])
+
+
 @pytest.fixture(params=sorted(TASKS))
-def task(request: pytest.FixtureRequest) -> Task:
-    return TASKS.build({"kind": request.param, **OPTIONS.get(request.param, {})}, None)
+def task(request: pytest.FixtureRequest, answers: str) -> Task:
+    options = OPTIONS.get(request.param, {"corpus": answers} if request.param == "instruct" else {})
+    return TASKS.build({"kind": request.param, **options}, None)
+
+
+def kind_of(task: Task) -> str:
+    return next(name for name, member in TASKS.items() if type(task) is member)
 
 
 def draw(task: Task, seed: int = 0, batch_size: int = 5) -> Batch:
-    kind = next(name for name, member in TASKS.items() if type(task) is member)
     generator = torch.Generator().manual_seed(seed)
-    length = LENGTHS.get(kind, task.default_length)
+    length = LENGTHS.get(kind_of(task), task.default_length)
     return task.sample(batch_size, length=length, generator=generator)
 
 
@@ -59,7 +73,8 @@ def test_shapes_and_dtypes(task: Task) -> None:
     assert batch.targets[scored].min() >= 0
     assert batch.targets[scored].max() < task.vocab_size
     assert batch.is_document_start.dtype == torch.bool
-    assert batch.is_document_start.tolist() == [True] * 5
+    assert batch.is_document_start.shape == batch.tokens.shape
+    assert batch.begins.tolist() == [True] * 5
     assert batch.query_length == 0
     if batch.weights is not None:
         assert not batch.weights[~scored].any()
@@ -94,6 +109,34 @@ def test_one_wrong_place_spoils_one_row(task: Task) -> None:
     for name, values in task.score(said, batch).items():
         best = 0 if name in LOWER_IS_BETTER else 1
         assert ((values != best).tolist()) == [False, False, True, False, False], name
+
+
+def test_parts_of_a_batch_are_those_of_the_whole(
+    task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`sample_part` gives the same rows however a batch is divided."""
+    monkeypatch.setattr(base, "BLOCK", 4)
+    length = LENGTHS.get(kind_of(task), task.default_length)
+    how = {"length": length, "seed": 3}
+    whole = task.sample_part(range(11), 11, **how)
+    for cuts in ([0, 1, 2, 11], [0, 4, 8, 11], [0, 3, 5, 10, 11]):
+        parts = [task.sample_part(range(a, b), 11, **how) for a, b in pairwise(cuts)]
+        assert_batches_equal(base.joined(parts), whole)
+    one = task.sample(3, length=length, generator=torch.Generator().manual_seed(3))
+    assert_batches_equal(task.sample_part(range(3), 3, **how), one)
+
+
+def test_whole_documents_are_pure_where_they_exist(task: Task) -> None:
+    """`whole_documents` is a pure function of stream and step, of tasks that read in order."""
+    how = {"n_streams": 3, "length": 64, "seed": 0}
+    if not task.reads_in_order:
+        with pytest.raises(NotImplementedError):
+            task.whole_documents([0], 0, **how)
+        return
+    first = task.whole_documents([0, 1, 2], 5, **how)
+    task.whole_documents([2], 0, **how)
+    assert_batches_equal(task.whole_documents([0, 1, 2], 5, **how), first)
+    assert_batches_equal(task.whole_documents([1], 5, **how), first.rows(1, 2))
 
 
 def test_rows_and_devices_keep_every_field(task: Task) -> None:

@@ -63,7 +63,7 @@ def documents(segments: list[Batch], stream: int) -> list[list[Batch]]:
     """The complete documents of a stream, each a list of one-row batches."""
     found: list[list[Batch]] = []
     for batch in segments:
-        if batch.is_document_start[stream]:
+        if batch.begins[stream]:
             found.append([])
         found[-1].append(batch.rows(stream, stream + 1))
     return found[:-1]
@@ -111,8 +111,8 @@ def test_fresh_marks_exactly_the_starts(segments: list[Batch]) -> None:
     """`is_document_start` is true exactly at the first segment of a document."""
     for batch in segments:
         for stream in range(N_STREAMS):
-            assert bool(batch.is_document_start[stream]) == body(batch, stream).startswith(HEADER)
-    assert segments[0].is_document_start.all()
+            assert bool(batch.begins[stream]) == body(batch, stream).startswith(HEADER)
+    assert segments[0].begins.all()
 
 
 def test_the_question_is_asked_on_a_fork(segments: list[Batch]) -> None:
@@ -184,12 +184,12 @@ def test_documents_grow_with_the_steps() -> None:
     task = build(max_segments=16, grow_steps=300)
     streams = range(20)
     early = [
-        task.segment(streams, step, n_streams=N_STREAMS, length=LENGTH, seed=0).is_document_start
+        task.segment(streams, step, n_streams=N_STREAMS, length=LENGTH, seed=0).begins
         for step in range(4)
     ]
     assert torch.stack(early).float().mean() > 0.9
     late = [
-        task.segment(streams, step, n_streams=N_STREAMS, length=LENGTH, seed=0).is_document_start
+        task.segment(streams, step, n_streams=N_STREAMS, length=LENGTH, seed=0).begins
         for step in range(400, 440)
     ]
     assert torch.stack(late).float().mean() < 0.5
@@ -207,7 +207,7 @@ def test_segments_of_filler_count_many_times() -> None:
     counts: dict[int, list[int]] = {}
     for step in range(120):
         batch = task.segment(range(20), step, n_streams=20, length=LENGTH, seed=1)
-        assert bool(batch.is_document_start.any()) == (step % 3 == 0)
+        assert bool(batch.begins.any()) == (step % 3 == 0)
         if batch.repeat is None:
             continue
         for row, times in enumerate(batch.repeat.tolist()):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from longrnn.errors import UserError
+from longrnn.tasks.packed_streams import PackedStreams, WholeDocuments
 from longrnn.tasks.streams import Place, Streams
 
 MANY = [5, 100, 33, 64, 1, 65, 7, 40, 41, 90, 2, 17]
@@ -148,3 +152,99 @@ def test_documents_are_spread_by_size_and_not_by_number() -> None:
     found = Counter(place.document for place in epoch(layout, 0, 0) + epoch(layout, 1, 0))
     assert found[0] == 100
     assert sorted(layout.epochs) == [100, 100]
+
+
+@pytest.mark.parametrize(
+    ("max_segments", "digest"), [(None, "1e0299e89bff4a8b"), (3, "fc2f0df60054c521")]
+)
+def test_layouts_of_earlier_versions_are_kept(max_segments: int | None, digest: str) -> None:
+    """Up to LISTED documents, a seed gives the places that it always gave: runs can be resumed."""
+    rng = random.Random(5)
+    lengths = [rng.randrange(2, 3000) for _ in range(100)]
+    layout = streams(lengths, 7, length=16, max_segments=max_segments, seed=11)
+    places = [tuple(layout.place(k, step)) for k in range(7) for step in range(0, 900, 7)]
+    assert hashlib.sha256(repr(places).encode()).hexdigest()[:16] == digest
+
+
+@pytest.mark.parametrize("n_streams", [1, 5, 40])
+def test_many_documents_are_laid_out_like_few(
+    n_streams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond LISTED documents, streams still read each segment once and have similar sizes."""
+    monkeypatch.setattr("longrnn.tasks.streams.LISTED", 50)
+    rng = random.Random(0)
+    lengths = [int(rng.lognormvariate(3, 1)) + 2 for _ in range(1000)]
+    layout = streams(lengths, n_streams)
+    read = Counter(
+        (place.document, place.start)
+        for stream in range(n_streams)
+        for place in epoch(layout, stream, 1)
+    )
+    assert set(read.values()) == {1}
+    assert len(read) == sum((n - 1) // 4 for n in lengths) == sum(layout.epochs)
+    assert max(layout.epochs) - min(layout.epochs) <= max(lengths) // 4
+    assert streams(lengths, n_streams).epochs == layout.epochs
+
+
+def packed_streams(lengths: list[int], n_streams: int, **how: int | None) -> PackedStreams:
+    settings = {"length": 4, "max_segments": None, "seed": 0, **how}
+    return PackedStreams(lengths, n_streams=n_streams, **settings)  # type: ignore[arg-type]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20),
+    n_streams=st.integers(1, 4),
+    length=st.integers(1, 9),
+    max_segments=st.none() | st.integers(1, 3),
+)
+def test_packed_streams_drop_nothing(
+    lengths: list[int], n_streams: int, length: int, max_segments: int | None
+) -> None:
+    """Every token that has a predecessor is predicted once per epoch, in the order of the text."""
+    how = {"length": length, "max_segments": max_segments}
+    most = (max_segments or 1000) * length
+    if sum(-(-(n - 1) // most) for n in lengths) < n_streams:
+        with pytest.raises(UserError, match="streams"):
+            packed_streams(lengths, n_streams, **how)
+        return
+    layout = packed_streams(lengths, n_streams, **how)
+    read: Counter[tuple[int, int]] = Counter()
+    for stream in range(n_streams):
+        steps = layout.epochs[stream]  # `length` epochs
+        last = None
+        for step in range(steps):
+            pieces = layout.pieces(stream, step)
+            assert sum(piece.size for piece in pieces) == length
+            for piece in pieces:
+                assert piece.start + piece.size + 1 <= lengths[piece.document]
+                if not piece.is_document_start:
+                    assert last == (piece.document, piece.start)
+                last = piece.document, piece.start + piece.size
+                for place in range(piece.start, piece.start + piece.size):
+                    read[piece.document, place] += 1
+    wanted = {(k, place): length for k, n in enumerate(lengths) for place in range(n - 1)}
+    assert read == wanted
+
+
+@pytest.mark.parametrize("most", [0, 12])
+def test_whole_documents_are_read_once_per_epoch(most: int) -> None:
+    """Rows hold whole documents, at most `most` tokens of them, and each document once."""
+    rng = random.Random(1)
+    sizes = np.array([rng.randrange(0, 13) for _ in range(200)])
+    layout = WholeDocuments(sizes, n_streams=3, most=most, seed=0)
+    for number in (0, 4):
+        read: list[int] = []
+        for stream in range(3):
+            size = layout.epochs[stream]
+            for step in range(number * size, (number + 1) * size):
+                pieces = layout.pieces(stream, step)
+                assert all(p.is_document_start and p.size == sizes[p.document] for p in pieces)
+                assert sum(p.size for p in pieces) <= (most or 12)
+                assert most or len(pieces) == 1
+                read += [piece.document for piece in pieces]
+        assert sorted(read) == np.flatnonzero(sizes).tolist()
+    if most:
+        # Next-fit leaves less than the next document free.
+        assert layout.documents < 2 * sizes.sum() / most + 1
+    with pytest.raises(UserError, match="rows"):
+        WholeDocuments(sizes, n_streams=10**4, most=most, seed=0)

@@ -9,7 +9,9 @@ import torch
 
 from longrnn.errors import UserError
 from longrnn.tasks import Text
+from longrnn.tasks.base import UNSCORED
 from longrnn.text import ByteTokenizer
+from tests.tasks.corpora import text_corpus
 from tests.tasks.drawings import drawing
 
 
@@ -66,3 +68,47 @@ def test_files_that_are_no_text(tmp_path: Path, content: bytes | None, reason: s
 def test_files_are_needed() -> None:
     with pytest.raises(UserError, match="set either files"):
         Text(files=[])
+
+
+def test_packed_rows_hold_whole_short_documents(tmp_path: Path) -> None:
+    """Packed rows hold documents of any length; no target is the start of another document."""
+    texts = ["ab", "x", "cdefg", "hi", "", "jklmnopqr"]
+    corpus = text_corpus(tmp_path / "c", texts)
+    task = Text(corpus=corpus, packing=True)
+    batch = task.sample(300, length=6, generator=torch.Generator().manual_seed(1))
+    follows = {text[k : k + 2] for text in texts for k in range(len(text) - 1)}
+    pairs = torch.stack([batch.tokens, batch.targets], 2).flatten(0, 1)
+    assert {bytes(pair).decode() for pair in pairs.tolist()} == follows
+    assert bool((batch.targets != UNSCORED).all())
+    assert batch.is_token is None
+    assert batch.begins.all()
+    # Inside a row, a document starts exactly where the input does not continue.
+    jumps = batch.tokens[:, 1:] != batch.targets[:, :-1]
+    assert torch.equal(batch.is_document_start[:, 1:], jumps)
+    places = sum(max(0, len(text) - 1) for text in texts)
+    with pytest.raises(UserError, match=f"at most {places}"):
+        task.sample(1, length=places + 1, generator=torch.Generator())
+    assert task.left_out(6) == ""
+    assert "left out: 4 documents shorter than a row, 10 tokens in all" in Text(
+        corpus=corpus
+    ).left_out(6)
+
+
+def test_a_folder_stands_for_its_text_files(tmp_path: Path) -> None:
+    """A folder among `files` stands for the text files in it and below, without hidden ones."""
+    (tmp_path / "in/.git").mkdir(parents=True)
+    for name, text in [("b.txt", "bbb"), ("in/a.md", "aaa"), ("in/.git/x.txt", "xxx"), ("c", "c")]:
+        (tmp_path / name).write_text(text)
+    task = Text(files=[str(tmp_path)])
+    assert [bytes(text.tolist()) for text in task.documents.texts] == [b"bbb", b"aaa"]  # type: ignore[attr-defined]
+    (tmp_path / "none").mkdir()
+    with pytest.raises(UserError, match="no text file in .*none"):
+        Text(files=[str(tmp_path / "none")])
+
+
+def test_data_that_is_not_tokenized(tmp_path: Path) -> None:
+    """The task itself reads a corpus; other data is tokenized by training."""
+    corpus = text_corpus(tmp_path / "c", ["some text"])
+    assert Text(data=corpus).packing
+    with pytest.raises(UserError, match="not a corpus.*longrnn data build"):
+        Text(data=str(tmp_path))

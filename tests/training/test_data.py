@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from longrnn.errors import UserError
-from longrnn.tasks import TASKS, Batch
+from longrnn.tasks import TASKS, Batch, Text
+from longrnn.tasks.base import joined
 from longrnn.training.config import TrainConfig
 from longrnn.training.data import Source
+from tests.tasks.corpora import instruct_corpus, text_corpus
 from tests.tasks.test_contract import assert_batches_equal
 from tests.training.runs import KINDS, TEXTS, tiny
 
@@ -27,27 +29,74 @@ def batch(source: Source, step: int, micro: int) -> Batch:
     return source.segments(step, micro)[0]
 
 
-def joined(parts: list[Batch]) -> Batch:
-    fields: list[Any] = [
-        torch.cat(values) if isinstance(values[0], torch.Tensor) else values[0]
-        for values in zip(*parts, strict=True)
-    ]
-    return Batch(*fields)
+@pytest.fixture
+def kinds(tmp_path: Path) -> dict[str, dict[str, Any]]:
+    """Changes of a tiny run by name: those of KINDS, and tasks on packed rows."""
+    words = ["lorem ipsum dolor"[: 2 + k % 15] * (1 + k % 7) for k in range(90)]
+    texts = text_corpus(tmp_path / "texts", words)
+    answers = instruct_corpus(tmp_path / "answers", [(word, word[::-1]) for word in words])
+    carry = {"initial_state": {"kind": "carry"}}
+    packed = {"task": {"kind": "text", "corpus": texts, "packing": True}}
+    instruct = {"task": {"kind": "instruct", "corpus": answers, "packing": False}}
+    return {
+        **{kind: {} for kind in KINDS},
+        "packed": packed,
+        "packed_streams": {**packed, **carry},
+        "instruct": {**instruct, "length": {"max": 250}},
+        "instruct_streams": {**instruct, **carry},
+    }
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
-def test_two_processes_share_the_rows_of_one(kind: str) -> None:
-    """Two processes together see the rows of one process with twice the batch."""
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    "kind", [*sorted(KINDS), "packed", "packed_streams", "instruct", "instruct_streams"]
+)
+def test_the_global_batch_does_not_depend_on_the_number_of_processes(
+    kind: str, world_size: int, kinds: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several processes together see the rows of one process, also of blocks that they share."""
+    monkeypatch.setattr("longrnn.tasks.base.BLOCK", 3)
     # batch_tokens is a bound for each process, and would change the number of rows.
-    whole = source(tiny(kind, NOWHERE, per_device_train_batch_size=6, batch_tokens=None))
-    half = tiny(kind, NOWHERE, per_device_train_batch_size=3, batch_tokens=None)
-    halves = [source(half, rank, 2) for rank in (0, 1)]
-    for step, micro in [(0, 0), (5, 0), (5, 1), (2, 0)]:
-        parts = [one.segments(step, micro) for one in halves]
+    how = {**kinds[kind], "batch_tokens": None}
+    base = kind if kind in KINDS else "fitted_noise"
+    if kind not in KINDS:
+        how = {"length": {"max": 64}, "initial_state": {"kind": "zero"}, **how}
+    whole = source(tiny(base, NOWHERE, per_device_train_batch_size=8, **how))
+    part = tiny(base, NOWHERE, per_device_train_batch_size=8 // world_size, **how)
+    processes = [source(part, rank, world_size) for rank in range(world_size)]
+    for step, micro in [(0, 0), (5, 0), (2, 0), *([(5, 1)] if whole.n_streams > 8 else [])]:
+        parts = [one.segments(step, micro) for one in processes]
         for pieces, wanted in zip(
             zip(*parts, strict=True), whole.segments(step, micro), strict=True
         ):
-            assert_batches_equal(joined(list(pieces)), wanted)
+            # Padding is marked only where there is some.
+            pieces = [with_padding(piece) for piece in pieces]
+            assert_batches_equal(joined(pieces), with_padding(wanted))
+
+
+def with_padding(batch: Batch) -> Batch:
+    mask = torch.ones_like(batch.is_document_start)
+    return batch if batch.is_token is not None else batch._replace(is_token=mask)
+
+
+def test_a_process_reads_only_its_own_rows(tmp_path: Path) -> None:
+    """A process among many reads as many documents as one with the same rows alone."""
+    config = tiny("fitted_noise", NOWHERE, length={"max": 64}, per_device_train_batch_size=2)
+    one = source(config, 300, 512)
+    assert isinstance(one.task, Text)
+    read: list[int] = []
+    documents = one.task.documents
+
+    class Watched:
+        lengths, sha256 = documents.lengths, documents.sha256
+
+        def read(self, document: int, start: int, stop: int) -> torch.Tensor:
+            read.append(document)
+            return documents.read(document, start, stop)
+
+    one.task.documents = Watched()
+    one.segments(0, 0)
+    assert len(read) == 2
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

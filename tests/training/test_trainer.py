@@ -111,7 +111,7 @@ def test_carried_states_reach_across_steps(tmp_path: Path) -> None:
     positions = [int(p) for state in states for p in state.position]
     assert all(position % 180 == 0 for position in positions)
     assert max(positions) > 180
-    starts = [trainer.source.segments(5, micro)[0].is_document_start for micro in (0, 1)]
+    starts = [trainer.source.segments(5, micro)[0].begins for micro in (0, 1)]
     is_document_start = [bool(flag) for flags in starts for flag in flags]
     for flag, position in zip(is_document_start, positions, strict=True):
         assert (position == 180) == flag

@@ -71,7 +71,7 @@ class InitialState(ABC):
         # The seed depends on the row's index in the global batch, not on the number of processes.
         first = self.context.rank * rows
         seeds = [mix(self.context.seed, step, micro, first + row) for row in range(rows)]
-        state = self._draw(zero, batch.is_document_start, seeds, micro)
+        state = self._draw(zero, batch.begins, seeds, micro)
         zeros = [random.Random(seed).random() < self.zero_share for seed in seeds]
         return reset(state, zero, torch.tensor(zeros).to(zero.position.device) | ~_finite(state))
 
@@ -91,7 +91,7 @@ class InitialState(ABC):
 
         Args:
             zero: the zero states of the rows.
-            starts: `(b,)` bool, rows that begin a document, see `Batch.is_document_start`.
+            starts: `(b,)` bool, rows that begin a document, see `Batch.begins`.
             seeds: one per row.
             micro: index of the micro-batch.
         """
