@@ -14,6 +14,7 @@ from longrnn.mixers.base import MIXERS, ScanningMixer
 from longrnn.mixers.edits import Edit, Steps
 from longrnn.mixers.init import initialise
 from longrnn.ops.conv import causal_conv
+from longrnn.ops.linear import Linear
 from longrnn.ops.norm import gated_rms_norm
 from longrnn.ops.ssd import BACKENDS, ScanInputs, resolve
 from longrnn.state import PyTree
@@ -122,7 +123,7 @@ class Mamba2(ScanningMixer):
         self.ssd = BACKENDS[self.backend]
 
         self.d_xBC = d_inner + 2 * n_groups * d_state
-        self.in_proj = nn.Linear(d_input, d_inner + self.d_xBC + self.n_heads, bias=bias)
+        self.in_proj = Linear(d_input, d_inner + self.d_xBC + self.n_heads, bias=bias)
         self.conv1d = nn.Conv1d(self.d_xBC, self.d_xBC, d_conv, groups=self.d_xBC, bias=conv_bias)
         log_dt = torch.empty(self.n_heads).uniform_(math.log(dt_min), math.log(dt_max))
         dt = log_dt.exp()
@@ -130,7 +131,7 @@ class Mamba2(ScanningMixer):
         self.A_log = nn.Parameter(torch.empty(self.n_heads).uniform_(*A_init).log())
         self.D = nn.Parameter(torch.ones(self.n_heads))
         self.norm = nn.RMSNorm(d_inner, eps=norm_eps)
-        self.out_proj = nn.Linear(d_inner, d_model, bias=bias)
+        self.out_proj = Linear(d_inner, d_model, bias=bias)
         initialise(self, init)
 
     @torch.no_grad()

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from longrnn.errors import UserError, nearest
 from longrnn.mixers import MIXERS, Edit, EditedState, Mixer
 from longrnn.models.base import LMOutput, check_state, check_tokens, fingerprint
+from longrnn.ops.linear import Linear, linear
 from longrnn.ops.norm import rms_norm
 from longrnn.positions import POSITIONS
 from longrnn.ranges import check_ranges, count, number
@@ -117,7 +117,7 @@ class RecurrentLM(nn.Module):
         # The residual stream has width d_model; a plain cell reads the wider vector directly.
         d_first = config.d_model if residual else self.position.d_output
         self.merge = (
-            nn.Linear(self.position.d_output, config.d_model, bias=False)
+            Linear(self.position.d_output, config.d_model, bias=False)
             if residual and self.position.d_output != config.d_model
             else nn.Identity()
         )
@@ -127,7 +127,7 @@ class RecurrentLM(nn.Module):
             block(MIXERS.build(config.mixer, width, config.d_model), config) for width in widths
         )
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps) if residual else None
-        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.head = Linear(config.d_model, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
         nn.init.normal_(self.head.weight, std=config.d_model**-0.5 if residual else 0.02)
@@ -176,7 +176,7 @@ class RecurrentLM(nn.Module):
                 state without the carries of the edits.
         """
         hidden, state = self.hidden(tokens, state, keep=keep, edits=edits)
-        return LMOutput(F.linear(hidden, self.head.weight), state)
+        return LMOutput(linear(hidden, self.head.weight), state)
 
     def hidden(
         self,
