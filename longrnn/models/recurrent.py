@@ -8,6 +8,7 @@ Notable choices:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from longrnn.errors import UserError, nearest
 from longrnn.mixers import MIXERS, Edit, EditedState, Mixer
 from longrnn.models.base import LMOutput, check_state, check_tokens, fingerprint
+from longrnn.models.recompute import GRANULARITIES, recomputed
 from longrnn.ops.linear import Linear, linear
 from longrnn.ops.norm import rms_norm
 from longrnn.positions import POSITIONS
@@ -57,7 +59,27 @@ class RecurrentConfig:
     residual_in_fp32: bool = False
 
 
-class ResidualBlock(nn.Module):
+class Block(nn.Module, ABC):
+    """One layer of the model.
+
+    Attributes:
+        recompute: whether the backward pass computes the layer again.
+    """
+
+    recompute = False
+
+    @abstractmethod
+    def run(self, x: Tensor, state: PyTree, edit: Edit | None) -> tuple[Tensor, PyTree]:
+        """Returns the output of the layer, and the state of its cell."""
+
+    def forward(self, x: Tensor, state: PyTree, edit: Edit | None) -> tuple[Tensor, PyTree]:
+        if self.recompute:
+            # Inside the module, so that its hooks (shards, DDP) run as without recomputation.
+            return recomputed(self.run, x, state, edit)
+        return self.run(x, state, edit)
+
+
+class ResidualBlock(Block):
     """x + mixer(rms_norm(x))."""
 
     def __init__(self, mixer: Mixer, config: RecurrentConfig) -> None:
@@ -67,7 +89,7 @@ class ResidualBlock(nn.Module):
         self.eps = config.norm_eps
         self.wide = config.residual_in_fp32
 
-    def forward(self, x: Tensor, state: PyTree, edit: Edit | None) -> tuple[Tensor, PyTree]:
+    def run(self, x: Tensor, state: PyTree, edit: Edit | None) -> tuple[Tensor, PyTree]:
         normed = rms_norm(x, self.norm.weight, self.eps)
         if self.wide:
             normed = normed.to(self.norm.weight.dtype)
@@ -75,14 +97,14 @@ class ResidualBlock(nn.Module):
         return x + y, state
 
 
-class PlainBlock(nn.Module):
+class PlainBlock(Block):
     """The cell without norm and residual connection."""
 
     def __init__(self, mixer: Mixer, config: RecurrentConfig) -> None:
         super().__init__()
         self.mixer = mixer
 
-    def forward(self, x: Tensor, state: PyTree, edit: Edit | None) -> tuple[Tensor, PyTree]:
+    def run(self, x: Tensor, state: PyTree, edit: Edit | None) -> tuple[Tensor, PyTree]:
         return self.mixer(x, state, edit)
 
 
@@ -111,6 +133,7 @@ class RecurrentLM(nn.Module):
         self.vocab_size = config.vocab_size
         residual = config.block == "residual"
         self._wide = residual and config.residual_in_fp32
+        self.gradient_checkpointing = "no"
 
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.position = POSITIONS.build(config.position, config.d_model)
@@ -131,6 +154,29 @@ class RecurrentLM(nn.Module):
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
         nn.init.normal_(self.head.weight, std=config.d_model**-0.5 if residual else 0.02)
+
+    def gradient_checkpointing_enable(self, every: str = "block") -> None:
+        """Computes activations again in the backward pass instead of keeping them.
+
+        Args:
+            every: `block` keeps the input of each block and its state at each segment; `segment`
+                keeps the states alone, and computes all blocks of a segment again at once; `no`
+                keeps everything.
+
+        Raises:
+            UserError: another word.
+        """
+        if every not in GRANULARITIES:
+            raise UserError(
+                f"unknown gradient_checkpointing {every!r}: {nearest(every, GRANULARITIES)}"
+            )
+        self.gradient_checkpointing = every
+        for block in self.blocks:
+            block.recompute = every == "block"  # type: ignore[assignment]
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keeps all activations, as by default."""
+        self.gradient_checkpointing_enable("no")
 
     @property
     def max_length(self) -> int | None:
@@ -208,7 +254,11 @@ class RecurrentLM(nn.Module):
         width = max(64, SEGMENT_TOKENS // max(1, len(tokens)))
         kept: list[Tensor] = []
         for start in range(0, time, width):
-            hidden, state = self._segment(tokens[:, start : start + width], state, edits)
+            segment = tokens[:, start : start + width]
+            if self.gradient_checkpointing == "segment":
+                hidden, state = recomputed(self._segment, segment, state, edits)
+            else:
+                hidden, state = self._segment(segment, state, edits)
             unwanted = max(0, time - keep - start)
             if unwanted < hidden.shape[1]:
                 kept.append(hidden[:, unwanted:])
