@@ -153,8 +153,8 @@ class Mamba2(ScanningMixer):
     ) -> tuple[Tensor, Mamba2State, PyTree]:
         z, xBC, dt = self.in_proj(x).split([self.d_inner, self.d_xBC, self.n_heads], dim=-1)
         weight = self.conv1d.weight[:, 0]
-        xBC, conv = causal_conv(xBC, weight, self.conv1d.bias, state.conv)
-        inner, B, C = self._split(F.silu(xBC))
+        xBC, conv = causal_conv(xBC, weight, self.conv1d.bias, state.conv, activation=True)
+        inner, B, C = self._split(xBC)
         steps = self._steps(inner, dt, state.ssm.dtype)
         y, ssm, carry = self.recur(steps, B, C, state.ssm, edit, carry)
         y = torch.addcmul(y, inner, self.D[:, None]).flatten(2)
