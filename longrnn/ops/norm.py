@@ -91,8 +91,7 @@ class _Norm(torch.autograd.Function):
         grad_weight = grad_weight.to(weight.dtype)
         if gate is None or silu is None:
             return grad_inner.to(ctx.dtype), None, grad_weight, None, None
-        grad_gate = torch.ops.aten.silu_backward(
-            wide.mul_(grad_inner) if wide is not x else wide * grad_inner, gate.to(scale.dtype)
-        )
+        grad_silu = torch.mul(wide, grad_inner, out=product)
+        grad_gate = torch.ops.aten.silu_backward(grad_silu, gate.to(scale.dtype))
         grad_x = grad_inner.mul_(silu).to(ctx.dtype)
         return grad_x, grad_gate.to(gate.dtype), grad_weight, None, None
