@@ -37,6 +37,11 @@ def matmul_nt(a: Tensor, b: Tensor) -> Tensor:
     return _Product.apply(a, b) if _suits(a, b) else a @ b.t()
 
 
+def batched_nt(a: Tensor, b: Tensor) -> Tensor:
+    """a bᵀ for each pair of a batch: `(k, n, m)` from `(k, n, …)` and `(k, m, …)`."""
+    return matmul_nt(a[0], b[0])[None] if len(a) == 1 else a @ b.mT
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`: x weightᵀ + bias.
 

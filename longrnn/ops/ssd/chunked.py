@@ -26,6 +26,7 @@ from einops import rearrange
 from torch import Tensor
 
 from longrnn.ops.again import gradients_of
+from longrnn.ops.linear import batched_nt
 from longrnn.ops.precision import own_precision
 from longrnn.ops.rows import all_finite, finite_rows, run_by_finiteness
 from longrnn.ops.ssd.base import ScanInputs
@@ -194,7 +195,7 @@ def _scan(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor
     for x_m, B_m, C_m, whole_m, rest_m in zip(
         *(tensor.unbind(1) for tensor in (x_to_end, B, C, whole, rest)), strict=True
     ):
-        carried.append(C_m @ rows.view(b, g, r * p, n).transpose(2, 3))  # b g i (r p)
+        carried.append(batched_nt(C_m.flatten(0, 1), rows).view(b, g, chunk, r * p))
         added = rest_m.reshape(b * g, r * p, 1) * rows
         added = added.baddbmm_(x_m.flatten(0, 1), B_m.flatten(0, 1))
         rows = torch.addcmul(added, whole_m.reshape(b * g, r * p, 1), rows)

@@ -19,13 +19,40 @@ Notable choices:
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from longrnn.ops.linear import matmul_nt
+from longrnn.ops.linear import batched_nt
 from longrnn.ops.ssd.base import ScanInputs
 from longrnn.ops.ssd.decays import decay_between, exp_in_place, running_sums, split_decay
+
+
+class _Chunk(NamedTuple):
+    """One chunk: inputs and gradients of outputs, decayed to its end or from its start.
+
+    Attributes:
+        x_to_end: `(b g, j, r p)`.
+        y_from_start: `(b g, i, r p)`, the gradient of y.
+        B: `(b g, j, n)`.
+        C: `(b g, i, n)`.
+        whole: `(b g, r p, 1)`, the first part of the chunk's decay.
+        rest: the second part.
+    """
+
+    x_to_end: Tensor
+    y_from_start: Tensor
+    B: Tensor
+    C: Tensor
+    whole: Tensor
+    rest: Tensor
+
+    def advance(self, rows: Tensor, weighted: Tensor, other: Tensor) -> Tensor:
+        """decay · rows + weightedᵀ other, as the forward pass computes a state."""
+        added = (self.rest * rows).baddbmm_(weighted.mT, other)
+        return torch.addcmul(added, self.whole, rows)
 
 
 def segment_gradient(
@@ -66,36 +93,37 @@ def segment_gradient(
     parts = split_decay(total[:, :, -1, :, None], dtype)
     whole, rest = (part.expand(b, m, h, p).reshape(b, m, g, -1, 1) for part in parts)
 
-    def advance(rows: Tensor, weighted: Tensor, other: Tensor, i: int) -> Tensor:
-        """decay · rows + weightedᵀ other, as the forward pass computes a state."""
-        added = (rest[:, i].flatten(0, 1) * rows).baddbmm_(
-            weighted[:, i].flatten(0, 1).mT, other[:, i].flatten(0, 1)
-        )
-        return torch.addcmul(added, whole[:, i].flatten(0, 1), rows)
-
+    parts = (part.unbind(1) for part in (x_to_end, y_from_start, B, C, whole, rest))
+    chunks = [
+        _Chunk(*(tensor.flatten(0, 1) for tensor in tensors))
+        for tensors in zip(*parts, strict=True)
+    ]
     starts = [state.reshape(b * g, -1, n)]  # of each chunk, (b g) (r p) n
-    for i in range(m - 1):
-        starts.append(advance(starts[-1], x_to_end, B, i))
+    for one in chunks[:-1]:
+        starts.append(one.advance(starts[-1], one.x_to_end, one.B))
     if grad_final is None:
         grad_final = torch.zeros_like(state)
     after = grad_final.reshape(b * g, -1, n).to(dtype)
-    for i in range(m - 1, -1, -1):
-        rows = starts.pop()
-        x_i, y_i, B_i, C_i = (part[:, i].flatten(0, 1) for part in (x_to_end, y_from_start, B, C))
-        from_end = _nt(B_i, after)  # (b g) j (r p)
-        grad_B[:, i] += _nt(x_i, after.mT).view(b, g, chunk, n)
-        grad_C[:, i] += _nt(y_i, rows.mT).view(b, g, chunk, n)
-        ending = _per_head(x_i * from_end, b, p)  # b j h
-        starting = _per_head(y_i * _nt(C_i, rows), b, p)
-        heads = (b * h, -1)
-        kept = after.reshape(*heads)[:, None] @ rows.reshape(*heads)[..., None]  # (b h) 1 1
-        decay = total[:, i, -1].exp()
-        grad_total[:, i] += starting - ending
-        grad_total[:, i, -1] += ending.sum(1) + kept.view(b, h).double() * decay
-        from_end = from_end.view(b, g, chunk, -1, p).transpose(1, 2).reshape(b, chunk, h, p)
-        grad_x[:, i].addcmul_(from_end, to_end[:, i])
-        if i or wants_state:
-            after = advance(after, y_from_start, C, i)
+    ending, starting, kept = [], [], []  # last chunk first
+    views = (part.unbind(1) for part in (grad_x, grad_B, grad_C, to_end))
+    for one, rows, (x_i, B_i, C_i, to_end_i) in zip(
+        reversed(chunks), reversed(starts), reversed([*zip(*views, strict=True)]), strict=True
+    ):
+        from_end = batched_nt(one.B, after)  # (b g) j (r p)
+        B_i += batched_nt(one.x_to_end, after.mT).view(b, g, chunk, n)
+        C_i += batched_nt(one.y_from_start, rows.mT).view(b, g, chunk, n)
+        kept.append((after * rows).view(b, h, -1).sum(2))
+        per_head = from_end.view(b, g, chunk, -1, p).transpose(1, 2).reshape(b, chunk, h, p)
+        x_i.addcmul_(per_head, to_end_i)
+        ending.append(_per_head(from_end.mul_(one.x_to_end), b, p))  # b j h
+        starting.append(_per_head(batched_nt(one.C, rows).mul_(one.y_from_start), b, p))
+        if wants_state or one is not chunks[0]:
+            after = one.advance(after, one.y_from_start, one.C)
+    last, first, whole_sums = (
+        torch.stack(found[::-1], dim=1).double() for found in (ending, starting, kept)
+    )
+    grad_total += first - last
+    grad_total[:, :, -1] += last.sum(2) + whole_sums * total[:, :, -1].exp()
     # The gradient of a log decay is the sum over all running sums that contain it.
     grad_log_decay = grad_total.flip(2).cumsum(2).flip(2).flatten(1, 2)
     return (
@@ -140,11 +168,6 @@ def _by_group(x: Tensor, groups: int) -> Tensor:
 
 
 def _per_head(products: Tensor, rows: int, width: int) -> Tensor:
-    """Sums over the channels of each head: `(b, j, h)` float64 from `(b g, j, r p)`."""
-    sums = products.unflatten(2, (-1, width)).sum(3).double()
+    """Sums over the channels of each head: `(b, j, h)` from `(b g, j, r p)`."""
+    sums = products.unflatten(2, (-1, width)).sum(3)
     return rearrange(sums, "(b g) j r -> b j (g r)", b=rows)
-
-
-def _nt(a: Tensor, b: Tensor) -> Tensor:
-    """a bᵀ for each pair of a batch, `(k, …, …)`."""
-    return matmul_nt(a[0], b[0])[None] if len(a) == 1 else a @ b.mT
