@@ -1,10 +1,12 @@
 """Training on the CPU: speed relative to transformers, cost of carried states, long runs.
 
-The model is a Mamba-2 of 12 layers × 512 with random weights, in float32, with batch size 1. Three
-questions:
+The model is a Mamba-2 of 12 layers × 512 with random weights, in float32, with batch size 1.
+Questions:
 - How many tokens per second does it train (forward, backward and optimizer step), compared with
   `Mamba2ForCausalLM` of transformers with the same weights, loss and optimizer?
 - How much time does it cost to start each step from the final state of the previous step?
+- How much time does activation checkpointing cost, and how much memory does it save?
+- Which part of the time is spent in matrix products?
 - Are time and memory per step constant over thousands of steps of the trainer?
 
 Example:
@@ -25,9 +27,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.live_bytes import LiveBytes
 from benchmarks.prefill_cpu import MIXER, mebibytes, transformers_twin
 from benchmarks.timing import add_threads, clock, interleaved, use_threads, write_json
 from longrnn.config import build_config
+from longrnn.models.recompute import GRANULARITIES
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 from longrnn.state import detach, reset
 from longrnn.tasks import Batch
@@ -35,6 +39,11 @@ from longrnn.training.config import TrainConfig
 from longrnn.training.objective import Objective
 from longrnn.training.optim import build_optimizer
 from longrnn.training.trainer import Trainer
+
+CARRIED = "longrnn, carried"
+# The operators of torch that multiply matrices.
+PRODUCTS = {"mkldnn::_linear_pointwise"}
+PRODUCTS |= {f"aten::{name}" for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_")}
 
 
 def arguments() -> argparse.Namespace:
@@ -47,6 +56,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=1024, help="length of the row")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2000, help="steps of the trainer; 0 skips it")
+    parser.add_argument("--memory", action="store_true", help="measure only the memory per token")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     add_threads(parser)
     args = parser.parse_args()
@@ -55,10 +65,12 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def build(args: argparse.Namespace, vocab: int) -> RecurrentLM:
+def build(args: argparse.Namespace, vocab: int, checkpointing: str = "no") -> RecurrentLM:
     """Returns a model with random weights that depend only on its shape."""
     torch.manual_seed(0)
-    return RecurrentLM(RecurrentConfig(vocab, args.d_model, args.layers, MIXER)).train()
+    model = RecurrentLM(RecurrentConfig(vocab, args.d_model, args.layers, MIXER)).train()
+    model.gradient_checkpointing_enable(checkpointing)
+    return model
 
 
 def draw(args: argparse.Namespace, vocab: int) -> Batch:
@@ -116,22 +128,74 @@ def throughput(args: argparse.Namespace, vocab: int) -> dict[str, float]:
     twin = transformers_twin(model).train()
     calls = {
         "longrnn": ours(model, batch),
-        "longrnn, carried": ours(build(args, vocab), batch, carry=True),
+        CARRIED: ours(build(args, vocab), batch, carry=True),
+        "longrnn, block": ours(build(args, vocab, "block"), batch),
+        "longrnn, segment": ours(build(args, vocab, "segment"), batch),
         "transformers": theirs(twin, batch),
     }
     losses = {name: [call() for _ in range(2)] for name, call in calls.items()}
     for name, values in losses.items():
         # The second loss is computed after one full step, so gradients and optimizer agree too.
         assert abs(values[0] - losses["longrnn"][0]) < 1e-3 * values[0], losses
-        assert name == "longrnn, carried" or abs(values[1] - losses["longrnn"][1]) < 1e-3, losses
-    seconds = interleaved(calls, args.repeats, warm=True)
+        assert name == CARRIED or abs(values[1] - losses["longrnn"][1]) < 1e-3, losses
+    rounds = [interleaved(calls, 1, warm=True) for _ in range(args.repeats)]
+    seconds = {name: median(one[name] for one in rounds) for name in calls}
+    speedups = sorted(one["transformers"] / one["longrnn"] for one in rounds)
     figures = {f"tokens_per_second_{n}": args.tokens / value for n, value in seconds.items()}
     figures["speedup"] = seconds["transformers"] / seconds["longrnn"]
-    figures["carry_cost"] = seconds["longrnn, carried"] / seconds["longrnn"] - 1
+    figures["speedup_least"], figures["speedup_most"] = speedups[0], speedups[-1]
+    figures["carry_cost"] = seconds[CARRIED] / seconds["longrnn"] - 1
+    figures["matrix_products"] = products(calls["longrnn"])
     print(f"vocabulary {vocab:,}")
     for name, value in seconds.items():
         print(f"  {name:18} {args.tokens / value:8.1f} tokens/s   {value:6.2f} s per step")
-    print(f"  speedup {figures['speedup']:.2f}, cost of carrying {figures['carry_cost']:+.1%}")
+    print(
+        f"  speedup {figures['speedup']:.2f} ({speedups[0]:.2f} to {speedups[-1]:.2f}), cost of "
+        f"carrying {figures['carry_cost']:+.1%}, {figures['matrix_products']:.0%} of the time in "
+        "matrix products"
+    )
+    for how in ("block", "segment"):
+        figures[f"time_{how}"] = seconds[f"longrnn, {how}"] / seconds["longrnn"]
+        print(f"  checkpointing per {how}: {figures[f'time_{how}']:.2f} of the time")
+    return figures
+
+
+def products(call: Callable[[], object]) -> float:
+    """Returns the share of a call that is spent in matrix products."""
+    with torch.profiler.profile() as profile:
+        call()
+    events = profile.key_averages()
+    inside = sum(event.self_cpu_time_total for event in events if event.key in PRODUCTS)
+    return inside / sum(event.self_cpu_time_total for event in events)
+
+
+def activation_memory(args: argparse.Namespace, vocab: int) -> dict[str, float]:
+    """Returns MiB per token, by precision and checkpointing: kept by the forward pass, and peak.
+
+    They are differences of two lengths, so that weights and the head are left out.
+    """
+    figures, lengths = {}, (args.tokens, 2 * args.tokens)
+    print("MiB per token: kept by the forward pass, peak of forward and backward pass")
+    for precision in ("float32", "bfloat16"):
+        for how in GRANULARITIES:
+            found = []
+            for length in lengths:
+                model = build(args, vocab, how)
+                batch = draw(argparse.Namespace(**{**vars(args), "tokens": length}), vocab)
+                objective, state, live = Objective(model), model.init_state(1), LiveBytes()
+                live.known(*model.parameters())
+                with live:
+                    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+                        output = objective([batch], state)
+                    kept = live.now
+                    output.loss.backward()
+                found.append((kept, live.peak))
+                del output
+            kept, peak = (
+                (two - one) / args.tokens / 2**20 for one, two in zip(*found, strict=True)
+            )
+            figures[f"{precision}_{how}_kept"], figures[f"{precision}_{how}_peak"] = kept, peak
+            print(f"  {precision:9} {how:8} {kept:.3f} {peak:.3f}")
     return figures
 
 
@@ -216,7 +280,9 @@ def main() -> None:
     figures: dict[str, Any] = {"shape": [args.layers, args.d_model], "tokens": args.tokens}
     if args.steps:
         figures["flatness"] = flatness(args)
-    for vocab in args.vocab:
+    if args.memory:
+        figures["memory"] = activation_memory(args, args.vocab[0])
+    for vocab in [] if args.memory else args.vocab:
         figures[f"vocabulary_{vocab}"] = throughput(args, vocab)
     if args.json:
         write_json(args.json, figures)

@@ -13,7 +13,7 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from longrnn.errors import UserError, nearest
-from longrnn.ranges import choices_of
+from longrnn.ranges import choices_of, meaning_of_true
 from longrnn.text import read_mapping, read_regular
 
 C = TypeVar("C")
@@ -170,7 +170,7 @@ def _given(hint: Any) -> Any:
 def _words(kind: Any, values: dict[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
     """`values` with the word that YAML 1.1 reads as a boolean where a key takes a text.
 
-    `no` comes back where it is a choice of the key.
+    `no` comes back where it is a choice of the key, and true where it means one of them.
 
     Raises:
         UserError: any other boolean for a text, whose spelling is lost.
@@ -185,6 +185,9 @@ def _words(kind: Any, values: dict[str, Any], source: str, prefix: str = "") -> 
             continue
         if value is False and "no" in choices_of(field):
             words[name] = "no"
+            continue
+        if value is True and (word := meaning_of_true(field)) is not None:
+            words[name] = word
             continue
         if takes_text(hint):
             refuse_booleans(value, f"{source}, key {prefix + name!r}")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from longrnn.errors import UserError, nearest
 
-RANGE, CHOICES, REMEDY = "range", "choices", "remedy"
+RANGE, CHOICES, TRUE, REMEDY = "range", "choices", "true", "remedy"
 # What sizes a tensor or counts steps: more cannot be allocated or numbered.
 LARGEST_SIZE = 2**31 - 1
 LARGEST_FLOAT32 = 3.4028234663852886e38
@@ -84,14 +84,19 @@ def count(default: int | None, *, at_least: int = 1, at_most: int = LARGEST_SIZE
     return number(default, at_least=at_least, at_most=at_most)
 
 
-def choice(default: str, choices: Sequence[str]) -> Any:
-    """A dataclass field with one of several words."""
-    return field(default=default, metadata={CHOICES: tuple(choices)})
+def choice(default: str, choices: Sequence[str], *, true: str | None = None) -> Any:
+    """A dataclass field with one of several words; `true` is the word that a boolean true means."""
+    return field(default=default, metadata={CHOICES: tuple(choices), TRUE: true})
 
 
 def choices_of(declared: Field[Any]) -> tuple[str, ...]:
     """The words that a field takes; none where it was not declared by `choice`."""
     return declared.metadata.get(CHOICES, ())
+
+
+def meaning_of_true(declared: Field[Any]) -> str | None:
+    """The word that a boolean true means for a field; None where it means nothing."""
+    return declared.metadata.get(TRUE)
 
 
 def check_ranges(config: Any, prefix: str = "") -> None:

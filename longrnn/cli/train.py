@@ -32,6 +32,13 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume from the newest checkpoint in output_dir.")
     ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Check the configuration and print the memory of a step; train nothing.",
+        ),
+    ] = False,
     quiet: Quiet = False,
     attended: Annotated[
         bool,
@@ -51,9 +58,15 @@ def train(
             threading.Thread(target=_terminate_at_end_of_input, daemon=True).start()
         from longrnn.config import load_config
         from longrnn.training.config import TrainConfig
-        from longrnn.training.trainer import Trainer
 
         settings = load_config(TrainConfig, config, overrides or [])
+        if dry_run:
+            from longrnn.training.memory import memory_of, report
+
+            typer.echo(report(memory_of(settings)))
+            return
+        from longrnn.training.trainer import Trainer
+
         trainer = Trainer(settings, resume=resume, quiet=quiet)
         trainer.train()
         if trainer.accelerator.is_main_process:

@@ -11,7 +11,7 @@ Notable choices:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +76,30 @@ class TransformerLM(nn.Module):
         """The output layer, which multiplies hidden states."""
         return self.model.get_output_embeddings()  # type: ignore[return-value]
 
+    def gradient_checkpointing_enable(self, every: str = "block") -> None:
+        """Compute activations again in the backward pass instead of keeping them.
+
+        Args:
+            every: `block`, each block of the model, or `no`.
+
+        Raises:
+            UserError: any other word, or a model that cannot do this.
+        """
+        if every == "no":
+            _checkpointing(self.model, "disable")()
+            return
+        if every != "block":
+            raise UserError(
+                f"gradient_checkpointing={every} is defined for the segments of a recurrent model: "
+                "set gradient_checkpointing=block for a transformer"
+            )
+        if not self.model.supports_gradient_checkpointing:
+            raise UserError(
+                f"transformers cannot compute the blocks of a {self.model.config.model_type} "
+                "again: set gradient_checkpointing=no"
+            )
+        _checkpointing(self.model, "enable")({"use_reentrant": False})
+
     def init_state(self, batch_size: int) -> LMState:
         """Return the state before the first token."""
         device = self.model.device
@@ -113,6 +137,14 @@ class TransformerLM(nn.Module):
             )
         output = self.model.base_model(input_ids=tokens, use_cache=False)
         return output.last_hidden_state, LMState(state.position + tokens.shape[1], ())
+
+
+def _checkpointing(model: PreTrainedModel, verb: str) -> Callable[..., None]:
+    """The method of transformers that enables or disables checkpointing of activations."""
+    # The first versions 5 of transformers have the second name only, and later ones deprecate it.
+    return getattr(model, f"activation_checkpointing_{verb}", None) or getattr(
+        model, f"gradient_checkpointing_{verb}"
+    )
 
 
 def build_transformer(options: Mapping[str, Any]) -> TransformerLM:

@@ -17,6 +17,7 @@ from longrnn.mixers.edits import Edit, Steps
 from longrnn.mixers.init import initialise
 from longrnn.ops import native as kernels
 from longrnn.ops.conv import causal_conv
+from longrnn.ops.linear import Linear
 from longrnn.ops.norm import gated_rms_norm
 from longrnn.ops.packed_rows import PackedRows
 from longrnn.ops.rows import all_finite
@@ -128,7 +129,7 @@ class Mamba2(ScanningMixer):
         self.ssd = BACKENDS[self.backend]
 
         self.d_xBC = d_inner + 2 * n_groups * d_state
-        self.in_proj = nn.Linear(d_input, d_inner + self.d_xBC + self.n_heads, bias=bias)
+        self.in_proj = Linear(d_input, d_inner + self.d_xBC + self.n_heads, bias=bias)
         self.conv1d = nn.Conv1d(self.d_xBC, self.d_xBC, d_conv, groups=self.d_xBC, bias=conv_bias)
         log_dt = torch.empty(self.n_heads).uniform_(math.log(dt_min), math.log(dt_max))
         dt = log_dt.exp()
@@ -136,7 +137,7 @@ class Mamba2(ScanningMixer):
         self.A_log = nn.Parameter(torch.empty(self.n_heads).uniform_(*A_init).log())
         self.D = nn.Parameter(torch.ones(self.n_heads))
         self.norm = nn.RMSNorm(d_inner, eps=norm_eps)
-        self.out_proj = nn.Linear(d_inner, d_model, bias=bias)
+        self.out_proj = Linear(d_inner, d_model, bias=bias)
         initialise(self, init)
 
     def watch_channels(self, observe: Callable[[Tensor], None]) -> RemovableHandle:
@@ -171,10 +172,12 @@ class Mamba2(ScanningMixer):
                 return self.out_proj(fused[0]), fused[1], carry
         z, xBC, dt = projected.split([self.d_inner, self.d_xBC, self.n_heads], dim=-1)
         weight = self.conv1d.weight[:, 0]
-        xBC, conv = causal_conv(xBC, weight, self.conv1d.bias, state.conv, rows=rows)
+        xBC, conv = causal_conv(
+            xBC, weight, self.conv1d.bias, state.conv, activation=True, rows=rows
+        )
         if rows is not None:
             xBC = rows.without_padding(xBC)
-        inner, B, C = self._split(F.silu(xBC))
+        inner, B, C = self._split(xBC)
         steps = self._steps(inner, dt, state.ssm.dtype)
         y, ssm, carry = self.recur(steps, B, C, state.ssm, edit, carry, rows)
         y = torch.addcmul(y, inner, self.D[:, None]).flatten(2)

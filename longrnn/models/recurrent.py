@@ -8,18 +8,20 @@ Notable choices:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from longrnn.errors import UserError, nearest
 from longrnn.mixers import MIXERS, Edit, EditedState, Mixer
 from longrnn.models.base import LMOutput, check_state, check_tokens, fingerprint
 from longrnn.models.packing import Arrangement
+from longrnn.models.recompute import GRANULARITIES, recomputed
+from longrnn.ops.linear import Linear, linear
 from longrnn.ops.norm import rms_norm
 from longrnn.ops.packed_rows import PackedRows
 from longrnn.positions import POSITIONS
@@ -59,7 +61,31 @@ class RecurrentConfig:
     residual_in_fp32: bool = False
 
 
-class ResidualBlock(nn.Module):
+class Block(nn.Module, ABC):
+    """One layer of the model.
+
+    Attributes:
+        recompute: whether the backward pass computes the layer again.
+    """
+
+    recompute = False
+
+    @abstractmethod
+    def run(
+        self, x: Tensor, state: PyTree, edit: Edit | None, rows: PackedRows | None
+    ) -> tuple[Tensor, PyTree]:
+        """Returns the output of the layer, and the state of its cell."""
+
+    def forward(
+        self, x: Tensor, state: PyTree, edit: Edit | None, rows: PackedRows | None = None
+    ) -> tuple[Tensor, PyTree]:
+        if self.recompute:
+            # Inside the module, so that its hooks (shards, DDP) run as without recomputation.
+            return recomputed(self.run, x, state, edit, rows)
+        return self.run(x, state, edit, rows)
+
+
+class ResidualBlock(Block):
     """x + mixer(rms_norm(x))."""
 
     def __init__(self, mixer: Mixer, config: RecurrentConfig) -> None:
@@ -69,8 +95,8 @@ class ResidualBlock(nn.Module):
         self.eps = config.norm_eps
         self.wide = config.residual_in_fp32
 
-    def forward(
-        self, x: Tensor, state: PyTree, edit: Edit | None, rows: PackedRows | None = None
+    def run(
+        self, x: Tensor, state: PyTree, edit: Edit | None, rows: PackedRows | None
     ) -> tuple[Tensor, PyTree]:
         normed = rms_norm(x, self.norm.weight, self.eps)
         if self.wide:
@@ -79,15 +105,15 @@ class ResidualBlock(nn.Module):
         return x + y, state
 
 
-class PlainBlock(nn.Module):
+class PlainBlock(Block):
     """The cell without norm and residual connection."""
 
     def __init__(self, mixer: Mixer, config: RecurrentConfig) -> None:
         super().__init__()
         self.mixer = mixer
 
-    def forward(
-        self, x: Tensor, state: PyTree, edit: Edit | None, rows: PackedRows | None = None
+    def run(
+        self, x: Tensor, state: PyTree, edit: Edit | None, rows: PackedRows | None
     ) -> tuple[Tensor, PyTree]:
         return self.mixer(x, state, edit, rows)
 
@@ -117,13 +143,14 @@ class RecurrentLM(nn.Module):
         self.vocab_size = config.vocab_size
         residual = config.block == "residual"
         self._wide = residual and config.residual_in_fp32
+        self.gradient_checkpointing = "no"
 
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.position = POSITIONS.build(config.position, config.d_model)
         # The residual stream has width d_model; a plain cell reads the wider vector directly.
         d_first = config.d_model if residual else self.position.d_output
         self.merge = (
-            nn.Linear(self.position.d_output, config.d_model, bias=False)
+            Linear(self.position.d_output, config.d_model, bias=False)
             if residual and self.position.d_output != config.d_model
             else nn.Identity()
         )
@@ -133,10 +160,33 @@ class RecurrentLM(nn.Module):
             block(MIXERS.build(config.mixer, width, config.d_model), config) for width in widths
         )
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps) if residual else None
-        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.head = Linear(config.d_model, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
         nn.init.normal_(self.head.weight, std=config.d_model**-0.5 if residual else 0.02)
+
+    def gradient_checkpointing_enable(self, every: str = "block") -> None:
+        """Computes activations again in the backward pass instead of keeping them.
+
+        Args:
+            every: `block` keeps the input of each block and its state at each segment; `segment`
+                keeps the states alone, and computes all blocks of a segment again at once; `no`
+                keeps everything.
+
+        Raises:
+            UserError: another word.
+        """
+        if every not in GRANULARITIES:
+            raise UserError(
+                f"unknown gradient_checkpointing {every!r}: {nearest(every, GRANULARITIES)}"
+            )
+        self.gradient_checkpointing = every
+        for block in self.blocks:
+            block.recompute = every == "block"  # type: ignore[assignment]
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keeps all activations, as by default."""
+        self.gradient_checkpointing_enable("no")
 
     @property
     def max_length(self) -> int | None:
@@ -198,7 +248,7 @@ class RecurrentLM(nn.Module):
             is_token=is_token,
             is_document_start=is_document_start,
         )
-        return LMOutput(F.linear(hidden, self.head.weight), state)
+        return LMOutput(linear(hidden, self.head.weight), state)
 
     def hidden(
         self,
@@ -236,7 +286,10 @@ class RecurrentLM(nn.Module):
         for start in range(0, tokens.shape[1], width):
             part = tokens[:, start : start + width]
             part_rows = rows.slice(start, start + width) if rows is not None else None
-            hidden, state = self._segment(part, state, edits, part_rows)
+            if self.gradient_checkpointing == "segment":
+                hidden, state = recomputed(self._segment, part, state, edits, part_rows)
+            else:
+                hidden, state = self._segment(part, state, edits, part_rows)
             unwanted = max(0, first - start)
             if unwanted < hidden.shape[1]:
                 kept.append(hidden[:, unwanted:])

@@ -17,8 +17,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longrnn.ops.linear import matmul_nt
+
 # Logits of one piece, over all its tokens.
 MAX_LOGITS = 2**23
+# Rows of the head's gradient that are computed at a time.
+PRODUCT_ROWS = 8192
 
 
 class HeadLoss(NamedTuple):
@@ -60,7 +64,14 @@ def _logits_in(dtype: torch.dtype, head: Tensor) -> Callable[[Tensor], Tensor]:
     if head.is_cuda and head.dtype != dtype == torch.float32 and torch.__version__ >= "2.8":
         return lambda x: torch.mm(x, head.t(), out_dtype=dtype)
     wide = head.to(dtype)
-    return lambda x: x.to(dtype) @ wide.t()
+    return lambda x: matmul_nt(x.to(dtype), wide)
+
+
+def _add_products(total: Tensor, gradient: Tensor, x: Tensor) -> None:
+    """Adds gradientᵀ x to `total`, some rows at a time, so that the product needs little memory."""
+    for start in range(0, len(total), PRODUCT_ROWS):
+        part = slice(start, start + PRODUCT_ROWS)
+        total[part] += matmul_nt(gradient[:, part].t(), x.t())
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -108,12 +119,10 @@ class _HeadLoss(torch.autograd.Function):
                 gradient.scatter_add_(1, index, torch.full_like(target_logits, -1.0))
                 gradient = gradient.to(dtype)
                 if grad_hidden is not None:
-                    grad_hidden[part] = (gradient @ narrow).to(wide) * weight * scale
+                    grad_hidden[part] = matmul_nt(gradient, narrow.t()).to(wide) * weight * scale
                 weighted = (x * weight).to(dtype)
-                if grad_head is not None and dtype == wide:
-                    grad_head.addmm_(gradient.t(), weighted)  # allocates no second such tensor
-                elif grad_head is not None:
-                    grad_head += gradient.t() @ weighted
+                if grad_head is not None:
+                    _add_products(grad_head, gradient, weighted)
         if grad_head is not None:
             grad_head = grad_head.mul_(scale).to(head.dtype)
         ctx.save_for_backward(grad_hidden, grad_head)

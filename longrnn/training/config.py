@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from longrnn.errors import UserError
+from longrnn.models.recompute import GRANULARITIES
 from longrnn.models.recurrent import RecurrentConfig
 from longrnn.ranges import LARGEST_FLOAT32, check_ranges, choice, count, number, within
 from longrnn.training.initial_states import uses_streams
@@ -82,6 +83,9 @@ class TrainConfig:
         nonfinite: what to do at a step whose loss or gradient is NaN or infinite: `stop`, or `skip`
             it, which leaves weights and optimizer unchanged.
         mixed_precision: `no`, `bf16` or `fp16`.
+        gradient_checkpointing: what the backward pass computes again instead of keeping it: `no`;
+            `block` (or true), each block of the model; or `segment`, all blocks of a segment of
+            tokens at once, which keeps only states. Gradients have the same bits in all three.
         save_steps: steps between checkpoints; the last step always saves.
         save_total_limit: number of checkpoints kept.
         logging_steps: steps between rows of metrics.jsonl.
@@ -125,6 +129,7 @@ class TrainConfig:
     max_grad_value: float | None = number(None, above=0, infinite=True)
     nonfinite: str = choice("stop", NONFINITE)
     mixed_precision: str = choice("no", PRECISIONS)
+    gradient_checkpointing: str = choice("no", GRANULARITIES, true="block")
     save_steps: int = count(500)
     save_total_limit: int = count(2)
     logging_steps: int = count(20)

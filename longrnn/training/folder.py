@@ -22,7 +22,7 @@ FILES = ("train.yaml", "metrics.jsonl", "config.json", "model.safetensors")
 FILES += ("tokenizer.json", "tokenizer_config.json", "checksums.json")
 # Keys that may change between the parts of one run without changing what it computes so far.
 HARMLESS = {"output_dir", "save_steps", "save_total_limit", "logging_steps", "num_processes"}
-HARMLESS |= {"report_to", "nonfinite"}
+HARMLESS |= {"report_to", "nonfinite", "gradient_checkpointing"}
 # Keys that may also change after a stop at a loss or gradient that is not finite.
 REMEDIES = {"learning_rate", "max_grad_norm", "max_grad_value", "mixed_precision"}
 

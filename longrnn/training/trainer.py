@@ -121,6 +121,7 @@ class Trainer:
         torch.manual_seed(self.config.seed)
         model = models.build(self.config, found, say=self._say)
         check_model(model, self.config, self.task)
+        model.gradient_checkpointing_enable(self.config.gradient_checkpointing)
         return model.to(self.accelerator.device).train()
 
     def _say(self, line: str) -> None:

@@ -12,27 +12,36 @@ Notable choices:
 - Decays below e^FLOOR are set to 0: smaller float32 numbers are denormal, which makes `exp` and the
   products up to 60 times slower on a CPU.
 - Rows with NaN or infinity are computed again, one token at a time: see `longrnn.ops.rows`.
+- The backward pass of a segment is `longrnn.ops.ssd.gradient`, which keeps only the inputs and the
+  first state of a segment.
 - CHUNK and SEGMENT were chosen by `benchmarks/ssd_chunk_cpu.py`.
 """
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
-from torch.nn import functional as F
 
+from longrnn.ops.again import gradients_of
+from longrnn.ops.linear import batched_nt
 from longrnn.ops.precision import own_precision
 from longrnn.ops.rows import all_finite, finite_rows, run_by_finiteness
 from longrnn.ops.ssd.base import ScanInputs, decayed
+from longrnn.ops.ssd.decays import (
+    decay_between,
+    exp_in_place,
+    running_sums,
+    split_decay,
+)
+from longrnn.ops.ssd.gradient import segment_gradient
 
 CHUNK = 64
 SEGMENT = 512
 # A remainder of at most this many tokens is processed sequentially, which is faster than a chunk.
 MAX_SEQUENTIAL = 2
-FLOOR = -80.0
 
 
 def ssd(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,7 +65,7 @@ def _chunkwise(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     outputs = []
     for start, stop, chunk in _segments(time):
         segment = inputs.slice(start, stop)
-        y, state = _scan(segment, state, chunk) if stop - start > 1 else _token(segment, state)
+        y, state = _segment(segment, state, chunk) if stop - start > 1 else _token(segment, state)
         outputs.append(y)
     return (torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]), state
 
@@ -95,7 +104,7 @@ def _advance(inputs: ScanInputs, state: Tensor) -> Tensor:
     g, n = inputs.B.shape[2:]
     x = inputs.x.to(state.dtype).reshape(b, g, h // g * p, 1)
     B = inputs.B.to(state.dtype).reshape(b, g, 1, n)
-    whole, rest = _split(inputs.log_decay.reshape(b, h, 1, 1), state.dtype)
+    whole, rest = split_decay(inputs.log_decay.reshape(b, h, 1, 1), state.dtype)
     added = (rest * state).reshape(b, g, -1, n).addcmul_(x, B)
     return torch.addcmul(added.view(b, h, p, n), whole, state)
 
@@ -108,6 +117,54 @@ def _read(inputs: ScanInputs, state: Tensor) -> Tensor:
     return (state.reshape(b, g, -1, n) @ C).view(b, 1, h, p)
 
 
+def _segment(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """`_scan`, with a backward pass that computes intermediate values again."""
+    if not torch.is_grad_enabled():
+        return _scan(inputs, state, chunk)
+    return _Scan.apply(*inputs, state, chunk)
+
+
+class _Scan(torch.autograd.Function):
+    """`_scan` with `segment_gradient` as its backward pass."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, state: Tensor, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        return _scan(ScanInputs(x, log_decay, B, C), state, chunk)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        x, log_decay, B, C, state, ctx.chunk = inputs
+        ctx.dtype = x.dtype
+        # Under autocast dt · x is float32, and B and C have the dtype of the projections: the
+        # digits that x has beyond theirs do not affect the digits of the gradients of B and C.
+        ctx.save_for_backward(x.to(B.dtype), log_decay, B, C, state)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_y: Tensor | None, grad_final: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        if grad_y is None and grad_final is None:
+            return (None,) * 6
+        with own_precision(tensors[-1]):
+            if not torch.is_grad_enabled():
+                inputs, state = ScanInputs(*tensors[:4]), tensors[4]
+                wants_state = ctx.needs_input_grad[4]
+                grad_x, *others = segment_gradient(
+                    inputs, state, grad_y, grad_final, ctx.chunk, wants_state=wants_state
+                )
+                return grad_x.to(ctx.dtype), *others, None
+
+            def run(x: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+                return _scan(ScanInputs(x.to(ctx.dtype), *others[:3]), others[3], ctx.chunk)
+
+            wants = ctx.needs_input_grad[:5]
+            return *gradients_of(run, tensors, wants, (grad_y, grad_final)), None
+
+
 def _scan(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
     """The recurrence for one segment of whole chunks."""
     b, time, h, p = inputs.x.shape
@@ -116,9 +173,7 @@ def _scan(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor
     x = inputs.x.to(dtype).unflatten(1, (m, chunk))
     B = rearrange(inputs.B.to(dtype), "b (m j) g n -> b m g j n", m=m)
     C = rearrange(inputs.C.to(dtype), "b (m i) g n -> b m g i n", m=m)
-    # Sums from the chunk's start; log_decay −∞ becomes a finite number whose exp is 0 too. It is
-    # not much below FLOOR, because later sums have only the digits that it leaves.
-    total = inputs.log_decay.double().clamp(min=2 * FLOOR).unflatten(1, (m, chunk)).cumsum(2)
+    total = running_sums(inputs.log_decay, m)
 
     # Within a chunk: attention-like products with the decay between j and i.
     scores = (C @ B.transpose(3, 4)).tril()  # b m g i j
@@ -127,71 +182,26 @@ def _scan(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor
 
     # Across chunks: the contribution of the state at a chunk's start, then the next state.
     # `unbind`, because the gradient of each of m selections would be a whole tensor of zeros.
-    to_end = _exp((total[:, :, -1:] - total).to(dtype))  # b m j h
+    to_end = exp_in_place((total[:, :, -1:] - total).to(dtype))  # b m j h
     x_to_end = rearrange(x * to_end[..., None], "b m j (g r) p -> b m g (r p) j", g=g)
     # Decay of a whole chunk, b m g (r p) 1: one number per row of the state. The state is reshaped
     # to rows too, so that no in-place change goes through a view, which autograd would copy.
     whole, rest = (
         part.expand(b, m, h, p).reshape(b, m, g, r * p, 1)
-        for part in _split(total[:, :, -1, :, None], dtype)
+        for part in split_decay(total[:, :, -1, :, None], dtype)
     )
     rows = state.reshape(b * g, r * p, n)
     carried = []
     for x_m, B_m, C_m, whole_m, rest_m in zip(
         *(tensor.unbind(1) for tensor in (x_to_end, B, C, whole, rest)), strict=True
     ):
-        carried.append(C_m @ rows.view(b, g, r * p, n).transpose(2, 3))  # b g i (r p)
+        carried.append(batched_nt(C_m.flatten(0, 1), rows).view(b, g, chunk, r * p))
         added = rest_m.reshape(b * g, r * p, 1) * rows
         added = added.baddbmm_(x_m.flatten(0, 1), B_m.flatten(0, 1))
         rows = torch.addcmul(added, whole_m.reshape(b * g, r * p, 1), rows)
     state = rows.view(b, h, p, n)
 
-    since_start = _exp(total.to(dtype, copy=True))[..., None]  # b m i h 1
+    since_start = exp_in_place(total.to(dtype, copy=True))[..., None]  # b m i h 1
     start = torch.stack(carried, dim=1).transpose(2, 3).reshape(b, m, chunk, h, p)
     # Not addcmul: its result would have the memory layout of `y` and be copied once more.
     return (start * since_start).add_(y.transpose(2, 3)).reshape(b, time, h, p), state
-
-
-def decay_between(total: Tensor, dtype: torch.dtype) -> Tensor:
-    """exp(Σ log_decay over (j, i]) as `(b, m, h, i, j)`: 0 below e^FLOOR, and 1 where j > i.
-
-    Args:
-        total: running sums of log_decay in a chunk, `(b, m, i, h)` float64.
-        dtype: of the result.
-    """
-    high, low = _halves(total.transpose(2, 3), dtype)
-    # Negating before broadcasting: the gradient of a difference would be as large as the result.
-    between = high[..., :, None] + (-high)[..., None, :]
-    between.add_(low[..., :, None]).sub_(low[..., None, :])
-    # Outside the graph, so that nothing is saved for the backward pass: below FLOOR the gradient
-    # is 0 to rounding like the decay itself, and only the unused entries with j > i exceed 0.
-    between.detach().clamp_(FLOOR, 0)
-    between.exp_()
-    # `exp` of −∞ would take twice the time. Through `data`, so that the backward pass sees the
-    # zeros too: the derivative of exp is its value.
-    F.threshold(between.data, 1.001 * math.exp(FLOOR), 0.0, inplace=True)
-    return between
-
-
-def _split(log_decay: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """exp(log_decay) as two numbers of `dtype` that add up to it: 0 or 1, and the rest.
-
-    The product of the first with a state is exact, and the second keeps all its digits, so a new
-    state is rounded only once, when the kept part and the new input are added.
-    """
-    log_decay = F.threshold(log_decay, FLOOR, -torch.inf)
-    slow = log_decay > -0.69  # above one half, where 1 is nearer than 0
-    rest = torch.where(slow, log_decay.expm1(), log_decay.exp())
-    return slow.to(dtype), rest.to(dtype)
-
-
-def _halves(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Two numbers of `dtype` that add up to `value`; the gradient flows through the first."""
-    high = value.to(dtype)
-    return high, (value - high).detach().to(dtype)
-
-
-def _exp(log_decay: Tensor) -> Tensor:
-    """exp, computed in place, and 0 below FLOOR; no other code may hold the argument."""
-    log_decay.detach().masked_fill_(log_decay < FLOOR, -torch.inf)
-    return log_decay.exp_()

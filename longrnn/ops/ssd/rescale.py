@@ -32,6 +32,7 @@ from torch import Tensor
 from longrnn.ops.precision import own_precision
 from longrnn.ops.ssd import chunked
 from longrnn.ops.ssd.base import SSD, ScanInputs, decayed
+from longrnn.ops.ssd.decays import decay_between
 
 CHUNK = 64
 SEGMENT = 512
@@ -221,7 +222,7 @@ def _decayed_products(inputs: ScanInputs, state: Tensor) -> Tensor:
     B = inputs.B.to(state.dtype).transpose(1, 2)  # b g t n
     groups = B.shape[1]
     total = inputs.log_decay.double().clamp(min=-1e4).cumsum(1)  # b t h
-    between = chunked.decay_between(total[:, None], state.dtype)[:, 0]  # b h t i
+    between = decay_between(total[:, None], state.dtype)[:, 0]  # b h t i
     alike = (B @ B.transpose(2, 3))[:, :, None]  # b g 1 t i
     among = ((x @ x.transpose(2, 3)) * between).unflatten(1, (groups, -1)) * alike
     rows = rearrange(state, "b (g r) p n -> b g (r p) n", g=groups)

@@ -35,8 +35,8 @@ from torch.nn import functional as F
 from longrnn.ops.precision import own_precision
 from longrnn.ops.rows import all_finite, finite_rows, run_by_finiteness, run_by_phase
 from longrnn.ops.ssd.base import ScanInputs
-from longrnn.ops.ssd.chunked import FLOOR
 from longrnn.ops.ssd.chunks import cut, fill, join, stack
+from longrnn.ops.ssd.decays import FLOOR
 from longrnn.ops.ssd.window_carry import WindowCarry, WindowShape, shape_of
 from longrnn.state import tree_map
 

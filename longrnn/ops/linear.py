@@ -1,0 +1,97 @@
+"""Matrix products and linear layers; in float32 on an x86 CPU they are computed by oneDNN.
+
+torch computes float32 products on a CPU with MKL, which reaches half of oneDNN's speed on the AMD
+processors of `benchmarks/results/training_cpu.md`, because it does not use AVX-512 there. Both sum
+in float32. Other dtypes, devices and small products use torch's own operators, and so does
+autocast, which casts them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+# Fewer rows than this are as fast with MKL; the gradient of the input would be slower.
+MIN_ROWS = 32
+# At least so many multiplications, since a call of oneDNN costs a few microseconds.
+MIN_PRODUCTS = 2**18
+
+
+def _available() -> bool:
+    capability = torch.backends.cpu.get_cpu_capability()
+    built = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return built and capability.startswith("AVX")
+
+
+AVAILABLE = _available()
+
+
+def matmul_nt(a: Tensor, b: Tensor) -> Tensor:
+    """a bᵀ, for `a` `(n, k)` and `b` `(m, k)` with any strides; differentiable any number of times.
+
+    Computed in the dtype of the two, under autocast in its dtype.
+    """
+    return _Product.apply(a, b) if _suits(a, b) else a @ b.t()
+
+
+def batched_nt(a: Tensor, b: Tensor) -> Tensor:
+    """a bᵀ for each pair of a batch: `(k, n, m)` from `(k, n, …)` and `(k, m, …)`."""
+    return matmul_nt(a[0], b[0])[None] if len(a) == 1 else a @ b.mT
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear`: x weightᵀ + bias.
+
+    Args:
+        x: `(…, k)`.
+        weight: `(m, k)`.
+        bias: `(m,)` or None.
+    """
+    rows = x.flatten(0, -2) if x.ndim > 1 else x
+    if x.ndim < 2 or not _suits(rows, weight):
+        return F.linear(x, weight, bias)
+    y = _Product.apply(rows, weight).view(*x.shape[:-1], len(weight))
+    return y if bias is None else y + bias
+
+
+class Linear(nn.Linear):
+    """`torch.nn.Linear`, computed by `linear`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
+
+
+def _suits(a: Tensor, b: Tensor) -> bool:
+    """Whether oneDNN computes a bᵀ."""
+    return (
+        AVAILABLE
+        and a.dtype == b.dtype == torch.float32
+        and a.device.type == b.device.type == "cpu"
+        and len(a) >= MIN_ROWS
+        and a.numel() * len(b) >= MIN_PRODUCTS
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+class _Product(torch.autograd.Function):
+    """a bᵀ by oneDNN."""
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+        a, b = ctx.saved_tensors
+        wants_a, wants_b = ctx.needs_input_grad
+        return (
+            matmul_nt(grad, b.t()) if wants_a else None,
+            matmul_nt(grad.t(), a.t()) if wants_b else None,
+        )

@@ -1,0 +1,160 @@
+"""The memory of a training step, computed from the shape of the model and the batch.
+
+Tensors that live at the same time at the start of the backward pass are counted: weights, gradients
+and optimizer, what the forward pass keeps, and the working memory of the largest operation. A test
+compares the sum with measured peaks. What an allocator adds, and torch itself, is not included.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from longrnn.errors import UserError
+from longrnn.mixers import Mamba2
+from longrnn.models import recurrent
+from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
+from longrnn.ops import cross_entropy
+from longrnn.ops.ssd import chunked
+from longrnn.training import models
+from longrnn.training.config import TrainConfig
+
+WIDE = 4  # bytes of float32: weights, optimizer, residual stream, decays and states
+BYTES = {"no": WIDE, "bf16": 2, "fp16": 2}
+# Tensors of chunk × chunk per head, and of the inner width, that the scan's backward pass holds.
+CHUNK_TENSORS, INNER_TENSORS = 4, 8
+# Tensors of logits that the loss holds of one piece.
+LOGITS_TENSORS = 4
+
+
+class TrainingMemory(NamedTuple):
+    """Bytes of a training step on one device.
+
+    Attributes:
+        weights: float32, and the copies that autocast makes of them.
+        gradients: float32.
+        optimizer: the two moments of AdamW.
+        activations: what the forward pass keeps for the backward pass, of all tokens.
+        working: of the largest operation; independent of the number of tokens once these exceed a
+            segment.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def training_memory(
+    config: RecurrentConfig,
+    *,
+    rows: int,
+    tokens: int,
+    mixed_precision: str = "no",
+    gradient_checkpointing: str = "no",
+    shards: int = 1,
+) -> TrainingMemory:
+    """The memory of one training step with AdamW.
+
+    Args:
+        config: the model, with `mamba2` cells in residual blocks.
+        rows: per process and micro-batch.
+        tokens: per row, in all segments through which one gradient flows.
+        mixed_precision: `no`, `bf16` or `fp16`.
+        gradient_checkpointing: `no`, `block` or `segment`.
+        shards: processes over which FSDP divides weights, gradients and optimizer.
+
+    Raises:
+        UserError: another kind of model.
+    """
+    if config.mixer["kind"] != "mamba2" or config.block != "residual":
+        raise UserError(
+            f"the memory of {config.mixer['kind']} cells in {config.block} blocks is not modelled: "
+            "measure a step of a small batch"
+        )
+    with torch.device("meta"):
+        model = RecurrentLM(config)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    narrow, layers, d = BYTES[mixed_precision], config.n_layers, config.d_model
+    mixer = model.mixers[0]
+    assert isinstance(mixer, Mamba2)
+    matrices = layers * (mixer.in_proj.weight.numel() + mixer.out_proj.weight.numel())
+    casts = matrices * narrow if narrow < WIDE else 0
+
+    whole = rows * tokens
+    width = max(64, recurrent.SEGMENT_TOKENS // rows)
+    segments = -(-tokens // width)
+    segment = rows * min(tokens, width)
+    state = rows * (
+        WIDE * mixer.n_heads * mixer.head_dim * mixer.d_state
+        + WIDE * (mixer.d_conv - 1) * mixer.d_xBC
+    )
+    stream, block = WIDE * d, _block(mixer, d, narrow)
+    # The input of the last norm, and the gradient of the head's input.
+    outside = whole * 2 * stream
+    states = (segments + 1) * layers * state  # before each segment, and the last one
+    if gradient_checkpointing == "segment":
+        kept, again = states, segment * layers * (block + stream)
+    elif gradient_checkpointing == "block":
+        kept, again = whole * layers * stream + states, segment * block
+    else:
+        kept, again = whole * layers * (block + stream) + states, 0
+    scan = segment * WIDE * mixer.n_heads * min(tokens, chunked.CHUNK) * CHUNK_TENSORS
+    scan += segment * WIDE * mixer.d_inner * INNER_TENSORS
+    pieces = min(whole * config.vocab_size, max(cross_entropy.MAX_LOGITS, config.vocab_size))
+    loss = WIDE * pieces * LOGITS_TENSORS
+    return TrainingMemory(
+        weights=(WIDE * parameters) // shards + casts,
+        gradients=(WIDE * parameters) // shards,
+        optimizer=2 * (WIDE * parameters) // shards,
+        activations=outside + kept,
+        working=max(again + scan, loss),
+    )
+
+
+def _block(mixer: Mamba2, d_model: int, narrow: int) -> int:
+    """Bytes per token that the backward pass of a block needs, but for the block's input."""
+    projected = mixer.d_inner + mixer.d_xBC + mixer.n_heads
+    # The normed input, the result of the first projection, that of the convolution, and the input
+    # of the scan, of the gated norm and of the second projection.
+    wide = d_model + projected + mixer.d_xBC + 3 * mixer.d_inner
+    # dt before and after softplus, and the log decay.
+    return narrow * wide + WIDE * 3 * mixer.n_heads
+
+
+def memory_of(config: TrainConfig) -> TrainingMemory:
+    """The memory of a step of a run, on each of its devices; copies of the model, not shards.
+
+    Raises:
+        UserError: the model is not a Mamba-2.
+    """
+    model = config.model
+    if config.init_from is not None or model is None:
+        trained = models.build(config)
+        if not isinstance(trained, RecurrentLM):
+            raise UserError(
+                "the memory of a transformer is not modelled: measure a step of a small batch"
+            )
+        model = trained.config
+    rows = config.per_device_train_batch_size
+    if config.batch_tokens is not None:
+        rows = max(1, min(rows, config.batch_tokens // config.length.max))
+    return training_memory(
+        model,
+        rows=rows,
+        tokens=config.length.max * config.segments_per_step,
+        mixed_precision=config.mixed_precision,
+        gradient_checkpointing=config.gradient_checkpointing,
+    )
+
+
+def report(memory: TrainingMemory) -> str:
+    """One line per part, in MiB."""
+    lines = [f"{name:<12}{value / 2**20:>12,.0f} MiB" for name, value in memory._asdict().items()]
+    return "\n".join([*lines, f"{'together':<12}{memory.total / 2**20:>12,.0f} MiB"])
