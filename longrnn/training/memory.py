@@ -7,6 +7,7 @@ compares the sum with measured peaks. What an allocator adds, and torch itself, 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -79,8 +80,10 @@ def training_memory(
             "measure a step of a small batch"
         )
     with torch.device("meta"):
-        model = RecurrentLM(config)
+        model = RecurrentLM(replace(config, n_layers=1))  # all layers have the same shape
+    per_layer = sum(parameter.numel() for parameter in model.blocks.parameters())
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters += (config.n_layers - 1) * per_layer
     narrow, layers, d = BYTES[mixed_precision], config.n_layers, config.d_model
     mixer = model.mixers[0]
     assert isinstance(mixer, Mamba2)
