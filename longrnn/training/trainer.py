@@ -15,7 +15,7 @@ import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ from torch import Tensor
 from longrnn.errors import Terminated, UserError
 from longrnn.locks import Lock
 from longrnn.progress import Progress
-from longrnn.state import LMState, reset
+from longrnn.state import LMState
 from longrnn.tasks import TASKS, Batch
-from longrnn.training import finite, models, replay, sharding
+from longrnn.training import failures, models, sharding
 from longrnn.training.checks import check_model, check_positions
 from longrnn.training.config import TrainConfig
 from longrnn.training.data import Source
@@ -46,8 +46,6 @@ from longrnn.training.saver import Saver, SaveSchedule
 
 # Attributes of a trainer that a checkpoint holds, beside weights, optimizer and carried states.
 COUNTERS = ("step", "tokens", "pending", "skipped", "skipped_in_a_row")
-# With `nonfinite: skip`, a run stops after this many skipped steps in a row.
-MOST_SKIPPED = 10
 
 
 class Trainer:
@@ -162,10 +160,9 @@ class Trainer:
                     if interrupts.received == signal.SIGINT:
                         raise KeyboardInterrupt
                     raise Terminated(f"{self.output_dir}: step {self.step} is done and saved")
-            model = self._model()
-            self.saver.write_final(model)
+            self.saver.write_final(self.model)
         self.accelerator.end_training()
-        return model
+        return self.model
 
     def _train_step(self, *, stop: bool) -> dict[str, float]:
         """Runs one optimizer step; returns its metrics, and `stop` above 0 to stop all processes.
@@ -177,7 +174,7 @@ class Trainer:
         sums = Sums(stop=torch.tensor([float(stop)]))
         ends: list[LMState] = []
         for micro in range(n_micro):
-            segments, start = self._micro_batch(micro)
+            segments, start = self.micro_batch(micro)
             # Gradients are reduced over processes once, after the last micro-batch.
             wait = micro < n_micro - 1
             sync = self.accelerator.no_sync(self.objective) if wait else nullcontext()
@@ -193,11 +190,11 @@ class Trainer:
         norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), config.max_grad_norm)
         if config.max_grad_value is not None:
             clip_values(self.objective.parameters(), config.max_grad_value)
-        was_nonfinite = self._nonfinite(norm, sums.pairs["loss"])
+        was_nonfinite = failures.is_nonfinite(self, norm, sums.pairs["loss"])
         sums.add({"nonfinite": torch.tensor([float(was_nonfinite)])})
         means = sums.means(lambda table: self._total(table.to(self.accelerator.device)))
         if means.pop("nonfinite") > 0:
-            self._handle_nonfinite()
+            failures.discard_step(self)
             return {"stop": means["stop"]}
         self.skipped_in_a_row = 0
         for micro, state in enumerate(ends):
@@ -206,67 +203,11 @@ class Trainer:
         self.optimizer.zero_grad()
         return means | {"grad_norm": float(norm if norm is not None else 0.0)}
 
-    def _micro_batch(self, micro: int) -> tuple[list[Batch], LMState]:
+    def micro_batch(self, micro: int) -> tuple[list[Batch], LMState]:
         """A micro-batch of this step, and its initial state."""
         device = self.accelerator.device
         segments = [batch.to(device) for batch in self.source.segments(self.step, micro)]
         return segments, self.starts.before(segments[0], self.step, micro)
-
-    def _nonfinite(self, norm: Tensor | None, loss: Tensor) -> bool:
-        # With fp16, gradients overflow regularly, and the scaler skips such steps itself.
-        checked = [loss] if norm is None or self.accelerator.scaler is not None else [loss, norm]
-        return not all(bool(value.isfinite().all()) for value in checked)
-
-    def _handle_nonfinite(self) -> None:
-        """Discards a step that was not finite; stops the run, or continues with the next step.
-
-        Streams that were not finite continue from zero, since their carried state may be the cause.
-        """
-        config = self.config
-        self.optimizer.zero_grad()
-        if self.accelerator.scaler is not None:
-            self.accelerator.scaler.update()
-        path, micros = self._nonfinite_file(), self._micro_batches()
-        objective = self.accelerator.unwrap_model(self.objective)
-        where, finite_rows = replay.save_failure(self.accelerator, objective, micros, path)
-        self.skipped += 1
-        self.skipped_in_a_row += 1
-        if config.nonfinite == "stop" or self.skipped_in_a_row == MOST_SKIPPED:
-            self._stop(path, where)
-        if self.accelerator.is_main_process:
-            print(f"warning: step {self.step + 1} is skipped: {where}; see {path}", file=sys.stderr)
-            for old in replay.files(self.output_dir)[: -config.save_total_limit]:
-                old.unlink()
-        if self.starts.streams:
-            for micro, ((_, start), rows) in enumerate(zip(micros, finite_rows, strict=True)):
-                failed = ~rows.to(self.accelerator.device)
-                zero = self._model().init_state(len(failed))
-                self.starts.after(reset(start, zero, failed), micro)
-
-    def _nonfinite_file(self) -> Path:
-        """Where the batch of the step after `self.step` is kept."""
-        return self.output_dir / f"nonfinite-{self.step + 1:08d}.pt"
-
-    def _micro_batches(self) -> list[tuple[list[Batch], LMState]]:
-        return [
-            self._micro_batch(micro) for micro in range(self.config.gradient_accumulation_steps)
-        ]
-
-    def _stop(self, path: Path, where: str) -> NoReturn:
-        """Stops the run at a step that was not finite.
-
-        If several batches failed in a row, the weights are the cause: a checkpoint of the same
-        weights is set aside, so that the run resumes from an earlier one.
-        """
-        config, many = self.config, self.skipped_in_a_row
-        done = self.step + 1 - many  # steps before the weights were last changed
-        aside: list[str] = []
-        if many == MOST_SKIPPED:
-            where += f", as in each of the {many} steps in a row that were skipped"
-            work = partial(finite.set_aside, self.output_dir, done)
-            aside = on_main(self.accelerator, work)
-        batch = config.nonfinite == "stop"
-        raise UserError(finite.advice(config, path, where, done=done, batch=batch, aside=aside))
 
     def _total(self, part: Tensor) -> Tensor:
         """The sum of `part` over processes."""
@@ -289,24 +230,27 @@ class Trainer:
         append_metrics(self.output_dir, row)
         self.accelerator.log({k: v for k, v in row.items() if k != "step"}, step=self.step)
 
-    def _model(self) -> Trained:
-        return self.accelerator.unwrap_model(self.objective).model
+    def whole_objective(self) -> Objective:
+        """The objective without its wrapper for several devices."""
+        return self.accelerator.unwrap_model(self.objective)
+
+    @property
+    def model(self) -> Trained:
+        """The model in training."""
+        return self.whole_objective().model
+
+    def init_state(self, rows: int) -> LMState:
+        """The zero state of `rows` rows."""
+        return self.model.init_state(rows)
 
     def _save(self) -> None:
-        model = self._model()
-        name = finite.unfit(self.accelerator, model, self.optimizer)
-        if name is not None:
-            path, micros = self._nonfinite_file(), self._micro_batches()
-            objective = self.accelerator.unwrap_model(self.objective)
-            where = f"after step {self.step}, {name} is not finite"
-            replay.save_failure(self.accelerator, objective, micros, path, where=where)
-            raise UserError(finite.advice(self.config, path, where, done=self.step, batch=False))
+        failures.check_weights(self)
         counters = {name: getattr(self, name) for name in COUNTERS}
         counters["data"] = self.task.data_sha256()
-        self.saver.save(counters, model, self.optimizer, self.starts.content())
+        self.saver.save(counters, self.model, self.optimizer, self.starts.content())
 
     def _restore(self, folder: Path) -> None:
-        counters, carried = self.saver.restore(folder, self._model(), self.optimizer)
+        counters, carried = self.saver.restore(folder, self.model, self.optimizer)
         if counters["data"] != self.task.data_sha256():
             raise UserError(
                 f"the texts that {folder} was trained on have changed: put them back, or start "
