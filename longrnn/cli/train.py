@@ -32,6 +32,15 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume from the newest checkpoint in output_dir.")
     ] = False,
+    extend_to: Annotated[
+        int | None,
+        typer.Option(
+            "--extend-to",
+            metavar="STEPS",
+            min=1,
+            help="Continue the run in output_dir, finished or not, up to this many steps.",
+        ),
+    ] = None,
     quiet: Quiet = False,
     attended: Annotated[
         bool,
@@ -51,10 +60,14 @@ def train(
             threading.Thread(target=_terminate_at_end_of_input, daemon=True).start()
         from longrnn.config import load_config
         from longrnn.training.config import TrainConfig
+        from longrnn.training.extension import extended
         from longrnn.training.trainer import Trainer
 
         settings = load_config(TrainConfig, config, overrides or [])
-        trainer = Trainer(settings, resume=resume, quiet=quiet)
+        extend = extend_to is not None
+        if extend_to is not None:
+            settings = extended(settings, extend_to)
+        trainer = Trainer(settings, resume=resume, quiet=quiet, extend=extend)
         trainer.train()
         if trainer.accelerator.is_main_process:
             typer.echo(f"{settings.output_dir}: trained for {trainer.step} steps")

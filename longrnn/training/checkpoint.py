@@ -12,6 +12,7 @@ import io
 import os
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +47,22 @@ def processes(folder: Path) -> int:
     return len(list(folder.glob("carry-*.pt")))
 
 
-def newest_whole(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
+def newest_whole(
+    output_dir: Path, at_most: int | None = None
+) -> tuple[Path | None, dict[Path, str]]:
     """The newest undamaged checkpoint (None without any), and the damage of each newer one.
+
+    Args:
+        output_dir: of the run.
+        at_most: leave out checkpoints of more steps.
 
     Raises:
         UserError: there are checkpoints, and all are damaged.
     """
     damaged: dict[Path, str] = {}
     for folder in reversed(checkpoints(output_dir)):
+        if at_most is not None and steps(folder) > at_most:
+            continue
         wrong = damage(folder)
         if wrong is None:
             return folder, damaged
@@ -94,9 +103,11 @@ def publish(output_dir: Path, step: int) -> None:
     sync_folder(output_dir)
 
 
-def prune(output_dir: Path, keep: int) -> None:
-    """Removes all checkpoints but the newest `keep`."""
+def prune(output_dir: Path, keep: int, pinned: Collection[int] = ()) -> None:
+    """Removes all checkpoints but the newest `keep` and those of `pinned` steps."""
     for old in checkpoints(output_dir)[:-keep]:
+        if steps(old) in pinned:
+            continue
         # Renamed first, so that a partly deleted folder does not count as a checkpoint.
         unnamed = partial(output_dir, steps(old))
         os.replace(old, unnamed)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from longrnn.errors import UserError
 from longrnn.models.recurrent import RecurrentConfig
 from longrnn.ranges import LARGEST_FLOAT32, check_ranges, choice, count, number, within
+from longrnn.training.config_checks import check_features
 from longrnn.training.initial_states import uses_streams
 
 SAMPLING = ("fixed", "log_uniform")
@@ -73,10 +74,18 @@ class TrainConfig:
         fill: values that parameters are set to before the first step, by pattern, such as
             `{"blocks.0.*.A_log": 3}`; the last match counts.
         freeze: patterns of parameter names that are not trained, such as `["embedding.*"]`.
-        lr_scheduler_type: `constant`, `cosine`, or `warmup_stable_decay`.
-        max_steps: optimizer steps; a resumed run may change it if the schedule is `constant`.
+        lr_scheduler_type: `constant`, `linear`, `cosine`, `cosine_with_min_lr`, or
+            `warmup_stable_decay`.
+        min_lr: of `cosine_with_min_lr`: the learning rate at the end.
+        min_lr_rate: instead of `min_lr`: its share of `learning_rate`.
+        max_steps: optimizer steps; a resumed run may change it if the schedule is `constant`, and
+            `longrnn train --extend-to` raises it with any schedule.
         warmup_steps: linear warm-up from 0; at most `max_steps`.
-        decay_steps: of `warmup_stable_decay`: linear decay to 0 at the end, after the warm-up.
+        decay_steps: of `warmup_stable_decay`: linear decay to 0 at the end, after the warm-up. The
+            checkpoint before the decay is kept beside `save_total_limit` others.
+        resume_from_checkpoint: a checkpoint of another run, from which this one continues in its
+            own `output_dir`, with weights, optimizer and streams. Only the schedule and what does
+            not change the model may differ from that run.
         max_grad_norm: gradients of a larger norm are scaled down to it; .inf for no limit.
         max_grad_value: if set, entries of the gradient are then clipped to ± this.
         nonfinite: what to do at a step whose loss or gradient is NaN or infinite: `stop`, or `skip`
@@ -121,6 +130,9 @@ class TrainConfig:
     lr_scheduler_type: str = "cosine"
     warmup_steps: int = count(100, at_least=0)
     decay_steps: int = count(0, at_least=0)
+    min_lr: float | None = number(None, at_least=0)
+    min_lr_rate: float | None = number(None, at_least=0, at_most=1)
+    resume_from_checkpoint: str | None = None
     max_grad_norm: float = number(1.0, above=0, infinite=True)
     max_grad_value: float | None = number(None, above=0, infinite=True)
     nonfinite: str = choice("stop", NONFINITE)
@@ -144,6 +156,7 @@ class TrainConfig:
                 "lower length.min, or raise length.max"
             )
         self._check_schedule()
+        check_features(self)
         self._check_streams()
         if self.batch_tokens is not None and self.batch_tokens < self.length.max:
             raise UserError(

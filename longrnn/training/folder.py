@@ -6,15 +6,17 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from longrnn.checksums import damage
 from longrnn.config import dump_config, flat, read_recorded
 from longrnn.errors import UserError
 from longrnn.files import leftovers, naming, write_atomic
 from longrnn.locks import FOLDER_LOCK, Lock
-from longrnn.training import checkpoint, replay
+from longrnn.training import checkpoint, extension, replay
 from longrnn.training.config import TrainConfig
 
 # What a run writes into its output folder itself.
@@ -25,6 +27,9 @@ HARMLESS = {"output_dir", "save_steps", "save_total_limit", "logging_steps", "nu
 HARMLESS |= {"report_to", "nonfinite"}
 # Keys that may also change after a stop at a loss or gradient that is not finite.
 REMEDIES = {"learning_rate", "max_grad_norm", "max_grad_value", "mixed_precision"}
+# Keys that may also change where a run continues from a checkpoint of another one.
+SCHEDULE = {"max_steps", "lr_scheduler_type", "learning_rate", "warmup_steps", "decay_steps"}
+SCHEDULE |= {"min_lr", "min_lr_rate", "resume_from_checkpoint"}
 
 
 class Found(NamedTuple):
@@ -33,13 +38,17 @@ class Found(NamedTuple):
     Attributes:
         checkpoint: the one to resume from; None for a new run.
         damaged: newer checkpoints, with the damage of each.
+        decayed: newer checkpoints of a decay that a longer run has later.
     """
 
     checkpoint: Path | None
     damaged: dict[Path, str]
+    decayed: Sequence[Path] = ()
 
 
-def find(config: TrainConfig, lock: Lock, *, resume: bool, processes: int) -> Found:
+def find(
+    config: TrainConfig, lock: Lock, *, resume: bool, processes: int, extend: bool = False
+) -> Found:
     """Locks the output folder of a run and finds its checkpoints, without changing them.
 
     Args:
@@ -47,6 +56,7 @@ def find(config: TrainConfig, lock: Lock, *, resume: bool, processes: int) -> Fo
         lock: of the output folder; held when this returns, released when it raises.
         resume: whether a run of the same configuration may be in the folder.
         processes: how many the run has.
+        extend: whether the run in the folder becomes longer.
 
     Raises:
         UserError: another process writes into the folder; or it holds another run, or this run
@@ -55,20 +65,24 @@ def find(config: TrainConfig, lock: Lock, *, resume: bool, processes: int) -> Fo
     """
     lock.acquire()
     try:
-        return _find(config, resume=resume, processes=processes)
+        return _find(config, resume=resume, processes=processes, extend=extend)
     except BaseException:
         lock.release()
         raise
 
 
-def _find(config: TrainConfig, *, resume: bool, processes: int) -> Found:
+def _find(config: TrainConfig, *, resume: bool, processes: int, extend: bool) -> Found:
     """`find`, in a folder that no other process writes into."""
     output_dir = Path(config.output_dir)
-    _check_owner(output_dir, config, resume=resume)
-    found, damaged = checkpoint.newest_whole(output_dir)
+    _check_owner(output_dir, config, resume=resume, extend=extend)
+    limit = extension.decay_start(output_dir, config) if extend else None
+    found, damaged = checkpoint.newest_whole(output_dir, limit)
     if found is not None:
         _check_fits(found, config, processes)
-    return Found(found, damaged)
+    elif config.resume_from_checkpoint is not None:
+        _check_origin(Path(config.resume_from_checkpoint), config, processes)
+    decayed = extension.later(output_dir, limit, found) if limit is not None else []
+    return Found(found, damaged, decayed)
 
 
 def claim(config: TrainConfig, found: Found) -> None:
@@ -81,8 +95,11 @@ def claim(config: TrainConfig, found: Found) -> None:
         found: the result of `find`.
     """
     output_dir = Path(config.output_dir)
-    newest, damaged = found
+    newest, damaged, decayed = found
     recorded = output_dir / "train.yaml"
+    # First, so that a kill leaves a run that can still be extended.
+    for path in decayed:
+        checkpoint.set_aside(path, "decayed")
     if newest is not None and differences(read_recorded(output_dir), config, HARMLESS):
         _keep_history(output_dir, checkpoint.steps(newest))
     write_atomic(recorded, dump_config(config))
@@ -97,11 +114,12 @@ def claim(config: TrainConfig, found: Found) -> None:
     _cut_metrics(output_dir, checkpoint.steps(newest) if newest is not None else 0)
 
 
-def _check_owner(output_dir: Path, config: TrainConfig, *, resume: bool) -> None:
+def _check_owner(output_dir: Path, config: TrainConfig, *, resume: bool, extend: bool) -> None:
     """Raises UserError for a folder that does not belong to this run."""
     recorded = output_dir / "train.yaml"
     if recorded.is_file():
         allowed = HARMLESS | (REMEDIES if _stopped(output_dir) else set())
+        allowed |= {"max_steps"} if extend else set()
         difference = differences(read_recorded(output_dir), config, allowed)
         if difference:
             raise UserError(
@@ -113,6 +131,8 @@ def _check_owner(output_dir: Path, config: TrainConfig, *, resume: bool) -> None
                 f"{output_dir} holds this run already: add --resume to continue it, or choose "
                 "another output_dir"
             )
+    elif extend:
+        raise UserError(f"{output_dir} holds no run to extend: train it first, without --extend-to")
     # A kill during the first write below leaves a partial file, which does not count.
     elif set(output_dir.iterdir()) - {*leftovers(recorded), output_dir / FOLDER_LOCK}:
         raise UserError(f"{output_dir} is not empty and holds no run: choose another output_dir")
@@ -132,6 +152,27 @@ def _check_fits(found: Path, config: TrainConfig, processes: int) -> None:
             f"{found} was written by {wrote} processes and this run has {processes}: launch as "
             "many as before"
         )
+
+
+def _check_origin(origin: Path, config: TrainConfig, processes: int) -> None:
+    """Raises UserError for a `resume_from_checkpoint` that this run cannot continue from."""
+    if not checkpoint.NAME.fullmatch(origin.name) or not (origin / "training.pt").is_file():
+        raise UserError(
+            f"resume_from_checkpoint={origin} is not a training checkpoint: give a folder such as "
+            "runs/mine/checkpoint-00000500, or set init_from to start from a model alone"
+        )
+    if (wrong := damage(origin)) is not None:
+        raise UserError(f"{origin} is damaged ({wrong}): give another checkpoint")
+    recorded = read_recorded(origin.parent)
+    if not recorded:
+        raise UserError(f"{origin} has no train.yaml in the folder above: put it back from a copy")
+    difference = differences(recorded, config, HARMLESS | SCHEDULE)
+    if difference:
+        raise UserError(
+            f"resume_from_checkpoint={origin} is of a run with another configuration "
+            f"({difference}): set these keys as there, or start from its model with init_from"
+        )
+    _check_fits(origin, config, processes)
 
 
 def _keep_history(output_dir: Path, step: int) -> None:

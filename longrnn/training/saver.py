@@ -30,11 +30,16 @@ class SaveSchedule:
     Args:
         saver: removes old checkpoints.
         save_steps: steps between checkpoints.
+        decay_start: a further step after which a checkpoint is due, which is kept; None for none.
         resumed: whether the run started from a checkpoint, whose predecessors may be left.
     """
 
-    def __init__(self, saver: Saver, save_steps: int, *, resumed: bool) -> None:
-        self.saver, self.save_steps = saver, save_steps
+    def __init__(
+        self, saver: Saver, save_steps: int, *, decay_start: int | None, resumed: bool
+    ) -> None:
+        self.saver, self.save_steps, self.decay_start = saver, save_steps, decay_start
+        if decay_start is not None:
+            saver.pinned["decay"] = decay_start
         self._is_due = False
         self._prune_due = resumed
 
@@ -53,7 +58,7 @@ class SaveSchedule:
         if was_finite and self._prune_due:
             self.saver.prune()
             self._prune_due = False
-        self._is_due = self._is_due or step % self.save_steps == 0
+        self._is_due = self._is_due or step % self.save_steps == 0 or step == self.decay_start
         if not at_once and not (self._is_due and was_finite):
             return
         save()
@@ -69,11 +74,15 @@ class Saver:
         config: the run; `output_dir` and `save_total_limit` are read.
         accelerator: its processes.
         tokenizer: is saved with the model.
+
+    Attributes:
+        pinned: steps whose checkpoints `prune` keeps, by the reason.
     """
 
     def __init__(self, config: TrainConfig, accelerator: Accelerator, tokenizer: Tokenizer) -> None:
         self.output_dir, self.keep = Path(config.output_dir), config.save_total_limit
         self.accelerator, self.tokenizer = accelerator, tokenizer
+        self.pinned: dict[str, int] = {}
 
     def save(
         self,
@@ -124,9 +133,9 @@ class Saver:
             raise
 
     def prune(self) -> None:
-        """Removes all but the newest `save_total_limit` checkpoints."""
+        """Removes all but the newest `save_total_limit` and the pinned checkpoints."""
         if self.accelerator.is_main_process:
-            checkpoint.prune(self.output_dir, self.keep)
+            checkpoint.prune(self.output_dir, self.keep, self.pinned.values())
 
     def write_final(self, model: Trained) -> None:
         """Writes the model into the output folder itself."""

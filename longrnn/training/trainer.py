@@ -29,6 +29,7 @@ from longrnn.training import failures, models, sharding
 from longrnn.training.checks import check_model, check_positions
 from longrnn.training.config import TrainConfig
 from longrnn.training.data import Source
+from longrnn.training.extension import start_of_decay
 from longrnn.training.folder import Found, append_metrics, claim, find
 from longrnn.training.initial_states import INITIAL_STATES, Context
 from longrnn.training.metrics import Sums
@@ -55,13 +56,21 @@ class Trainer:
         config: the run.
         resume: whether to continue from the newest checkpoint in `config.output_dir`.
         quiet: print no progress.
+        extend: whether the run in `config.output_dir` had fewer steps; it is resumed.
 
     Raises:
         UserError: the configuration is invalid, the output folder holds another run, or the number
             of processes is not that of the launch.
     """
 
-    def __init__(self, config: TrainConfig, *, resume: bool = False, quiet: bool = False) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        resume: bool = False,
+        quiet: bool = False,
+        extend: bool = False,
+    ) -> None:
         self.config = config
         self.output_dir = Path(config.output_dir)
         self.accelerator = build_accelerator(config)
@@ -69,8 +78,8 @@ class Trainer:
         world = self.accelerator.num_processes
         # Held until `train` ends by the main process, the only one that writes shared files.
         self.lock = Lock.of_folder(self.output_dir, instead="choose another output_dir")
-        look = partial(find, config, self.lock, resume=resume, processes=world)
-        found = on_main(self.accelerator, look)
+        how = {"resume": resume or extend, "extend": extend, "processes": world}
+        found = on_main(self.accelerator, partial(find, config, self.lock, **how))
         try:
             self._set_up(found)
         except BaseException:
@@ -81,10 +90,13 @@ class Trainer:
         """Builds what trains, refuses what does not fit, and only then writes into the folder."""
         config = self.config
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        config.tokenizer, self.tokenizer = models.tokenizer_of(config, found.checkpoint)
+        origin = found.checkpoint
+        if origin is None and config.resume_from_checkpoint is not None:
+            origin = Path(config.resume_from_checkpoint)
+        config.tokenizer, self.tokenizer = models.tokenizer_of(config, origin)
         self.task = TASKS.build(config.task, self.tokenizer)
         self.source = Source(self.task, config, rank, world)
-        model = self._build_model(found.checkpoint)
+        model = self._build_model(origin)
         context = Context(model.init_state, config.seed, rank, world, self._total)
         self.starts = INITIAL_STATES.build(config.initial_state, context)
         learning_rate(0, config)  # refuses an unknown schedule before anything is written
@@ -96,16 +108,20 @@ class Trainer:
         check_positions(model, self.source)
         on_main(self.accelerator, lambda: claim(config, found))
         self.saver = Saver(config, self.accelerator, self.tokenizer)
-        resumed = found.checkpoint is not None
-        self.schedule = SaveSchedule(self.saver, config.save_steps, resumed=resumed)
+        self.schedule = SaveSchedule(
+            self.saver,
+            config.save_steps,
+            decay_start=start_of_decay(config),
+            resumed=found.checkpoint is not None,
+        )
         keep_alive(self.accelerator, self.objective)
 
         self.step = 0
         self.tokens = 0
         self.skipped = self.skipped_in_a_row = 0  # steps skipped by `nonfinite: skip`
         self.pending: dict[str, list[float]] = {}  # values that the next row of metrics averages
-        if found.checkpoint is not None:
-            self._restore(found.checkpoint)
+        if origin is not None:
+            self._restore(origin)
         start_trackers(self.accelerator, config, self.step)
 
     def _build_model(self, found: Path | None) -> Trained:
