@@ -24,10 +24,10 @@ from longrnn.files import sync_folder, write_atomic
 
 NAME = re.compile(r"checkpoint-(\d{8})")
 # Version of the content of `training.pt`; the first version did not record it.
-FORMAT = 2
+FORMAT = 3
 # What `training.pt` must hold, whatever the run.
 NEEDED = ("step", "tokens", "pending", "skipped", "skipped_in_a_row", "data")
-NEEDED += ("optimizer", "random")
+NEEDED += ("optimizer", "random", "components")
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
@@ -40,6 +40,11 @@ def checkpoints(output_dir: Path) -> list[Path]:
 def steps(folder: Path) -> int:
     """How many steps a checkpoint has done, by its name."""
     return int(folder.name.removeprefix("checkpoint-"))
+
+
+def folder_of(output_dir: Path, step: int) -> Path:
+    """The checkpoint of a run after `step` steps, whether it exists or not."""
+    return output_dir / f"checkpoint-{step:08d}"
 
 
 def processes(folder: Path) -> int:
@@ -99,7 +104,7 @@ def publish(output_dir: Path, step: int) -> None:
     """Renames a written checkpoint into place; see `prune`."""
     beside = partial(output_dir, step)
     write_checksums(beside, ("*",), known=read_checksums(beside))
-    os.replace(beside, output_dir / f"checkpoint-{step:08d}")
+    os.replace(beside, folder_of(output_dir, step))
     sync_folder(output_dir)
 
 
@@ -129,6 +134,8 @@ def read_training(folder: Path) -> dict[str, Any]:
         )
     if version == 1:  # which did not count skipped steps
         content = {"skipped": 0, "skipped_in_a_row": 0, **content}
+    if version < 3:  # which had no components
+        content = {"components": {}, **content}
     missing = [name for name in NEEDED if name not in content]
     if missing:
         raise UserError(

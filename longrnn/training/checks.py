@@ -16,6 +16,7 @@ from longrnn.training.data import Source
 from longrnn.training.initial_states import INITIAL_STATES, Context
 from longrnn.training.models import Trained
 from longrnn.training.optim import build_optimizer, fill, freeze, learning_rate
+from longrnn.training.validation import Validation
 
 
 def check(config: TrainConfig) -> None:
@@ -46,6 +47,12 @@ def check(config: TrainConfig) -> None:
     fill(model, config.fill)
     freeze(model, config.freeze)
     build_optimizer(model, config)
+    if config.validation:
+        validation = Validation(config, model, task, tokenizer, 0, 1)
+        if model.vocab_size > 1:
+            check_vocabulary(model.vocab_size, config, validation.task)
+        elif config.model is not None:
+            check_vocabulary(config.model.vocab_size, config, validation.task)
     source.check()
     check_positions(model, source)
 

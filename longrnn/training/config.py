@@ -17,6 +17,7 @@ from longrnn.training.initial_states import uses_streams
 SAMPLING = ("fixed", "log_uniform")
 TRACKERS = ("none", "tensorboard")
 NONFINITE = ("stop", "skip")
+BEST = ("loss", "loss_inside", "loss_longest")
 PRECISIONS = ("no", "bf16", "fp16")
 # The names of checkpoints have eight digits.
 MOST_STEPS = 99_999_999
@@ -90,6 +91,18 @@ class TrainConfig:
         max_grad_value: if set, entries of the gradient are then clipped to ± this.
         nonfinite: what to do at a step whose loss or gradient is NaN or infinite: `stop`, or `skip`
             it, which leaves weights and optimizer unchanged.
+        validation: held-out data, as a task: `{"kind": "text", "files": […]}`. Its rows start from
+            the zero state. By default there is no validation.
+        eval_steps: steps between evaluations; there is one after the last step too.
+        eval_length: tokens of a validation row; by default 16 · `length.max`, or as many as the
+            model has positions.
+        eval_samples: number of validation rows.
+        per_device_eval_batch_size: validation rows per process at a time.
+        metric_for_best_model: `loss` (over all positions), `loss_inside` (those up to
+            `length.max`), or `loss_longest` (those of the last `eval_loss_to_N` in the metrics).
+        load_best_model_at_end: whether the final model is that of the best evaluation, which is
+            saved, and kept beside `save_total_limit` other checkpoints.
+        early_stopping_patience: if set, the run ends after so many evaluations without improvement.
         mixed_precision: `no`, `bf16` or `fp16`.
         save_steps: steps between checkpoints; the last step always saves.
         save_total_limit: number of checkpoints kept.
@@ -136,6 +149,14 @@ class TrainConfig:
     max_grad_norm: float = number(1.0, above=0, infinite=True)
     max_grad_value: float | None = number(None, above=0, infinite=True)
     nonfinite: str = choice("stop", NONFINITE)
+    validation: dict[str, Any] = field(default_factory=dict)
+    eval_steps: int = count(500)
+    eval_length: int | None = count(None)
+    eval_samples: int = count(16)
+    per_device_eval_batch_size: int = count(8)
+    metric_for_best_model: str = choice("loss", BEST)
+    load_best_model_at_end: bool = False
+    early_stopping_patience: int | None = count(None)
     mixed_precision: str = choice("no", PRECISIONS)
     save_steps: int = count(500)
     save_total_limit: int = count(2)

@@ -19,6 +19,7 @@ def check_features(config: TrainConfig) -> None:
         UserError: such keys.
     """
     _check_minimum(config)
+    _check_validation(config)
 
 
 def _check_minimum(config: TrainConfig) -> None:
@@ -45,3 +46,15 @@ def _check_minimum(config: TrainConfig) -> None:
         raise UserError(
             f"min_lr={config.min_lr} is above learning_rate={config.learning_rate}: lower it"
         )
+
+
+def _check_validation(config: TrainConfig) -> None:
+    """Refuses keys that need a validation, without one."""
+    if config.validation:
+        return
+    for name in ("load_best_model_at_end", "early_stopping_patience"):
+        if value := getattr(config, name):
+            raise UserError(
+                f"{name}={value} needs evaluations: set validation, such as "
+                "validation={kind: text, files: [held_out.txt]}"
+            )

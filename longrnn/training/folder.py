@@ -24,12 +24,14 @@ FILES = ("train.yaml", "metrics.jsonl", "config.json", "model.safetensors")
 FILES += ("tokenizer.json", "tokenizer_config.json", "checksums.json")
 # Keys that may change between the parts of one run without changing what it computes so far.
 HARMLESS = {"output_dir", "save_steps", "save_total_limit", "logging_steps", "num_processes"}
-HARMLESS |= {"report_to", "nonfinite"}
+HARMLESS |= {"report_to", "nonfinite", "per_device_eval_batch_size"}
 # Keys that may also change after a stop at a loss or gradient that is not finite.
 REMEDIES = {"learning_rate", "max_grad_norm", "max_grad_value", "mixed_precision"}
 # Keys that may also change where a run continues from a checkpoint of another one.
 SCHEDULE = {"max_steps", "lr_scheduler_type", "learning_rate", "warmup_steps", "decay_steps"}
 SCHEDULE |= {"min_lr", "min_lr_rate", "resume_from_checkpoint"}
+SCHEDULE |= {"eval_steps", "eval_length", "eval_samples", "metric_for_best_model"}
+SCHEDULE |= {"load_best_model_at_end", "early_stopping_patience"}
 
 
 class Found(NamedTuple):
@@ -166,7 +168,9 @@ def _check_origin(origin: Path, config: TrainConfig, processes: int) -> None:
     recorded = read_recorded(origin.parent)
     if not recorded:
         raise UserError(f"{origin} has no train.yaml in the folder above: put it back from a copy")
-    difference = differences(recorded, config, HARMLESS | SCHEDULE)
+    validation = {key for key in flat(asdict(config)) if key.split(".")[0] == "validation"}
+    validation |= {key for key in flat(recorded) if key.split(".")[0] == "validation"}
+    difference = differences(recorded, config, HARMLESS | SCHEDULE | validation)
     if difference:
         raise UserError(
             f"resume_from_checkpoint={origin} is of a run with another configuration "

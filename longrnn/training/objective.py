@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear
 
-from longrnn.ops.cross_entropy import weighted_cross_entropy
+from longrnn.ops.cross_entropy import MAX_LOGITS, weighted_cross_entropy
 from longrnn.state import LMState, reset
 from longrnn.tasks import Batch
+from longrnn.tasks.base import UNSCORED
 from longrnn.training.models import Trained
 from longrnn.training.repeat import read_repeatedly
 
@@ -64,6 +66,36 @@ class Objective(nn.Module):
             losses.append(loss)
             predictions.append(predicted)
         return StepOutput(torch.stack(losses).mean(), state, predictions)
+
+    def init_state(self, rows: int) -> LMState:
+        """The zero state of `rows` rows."""
+        return self.model.init_state(rows)
+
+    def token_losses(
+        self, tokens: Tensor, targets: Tensor, state: LMState
+    ) -> tuple[Tensor, Tensor, LMState]:
+        """The loss of each token, without gradients.
+
+        Args:
+            tokens: `(b, t)`.
+            targets: `(b, t)`; the loss is 0 where they are negative.
+            state: before the first token.
+
+        Returns:
+            Losses in nats, `(b, t)` float32 or wider; the most likely ids, `(b, t)`; and the state
+            after the last token.
+        """
+        hidden, state = self.model.hidden(tokens, state)
+        head = self.model.head.weight
+        rows = max(1, MAX_LOGITS // len(head))
+        losses, ids = [], []
+        pairs = zip(hidden.flatten(0, 1).split(rows), targets.flatten().split(rows), strict=True)
+        for x, target in pairs:
+            logits = linear(x, head)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            losses.append(cross_entropy(logits, target, ignore_index=UNSCORED, reduction="none"))
+            ids.append(logits.argmax(-1))
+        return torch.cat(losses).view_as(targets), torch.cat(ids).view_as(targets), state
 
     def _segment(self, batch: Batch, state: LMState) -> tuple[Tensor, LMState, Tensor]:
         """The loss from an initial state; see `Batch` for its weights and its query."""

@@ -143,6 +143,21 @@ class Saver:
         save = partial(models.save, model, self.output_dir, self.tokenizer, weights)
         on_main(self.accelerator, save)
 
+    def load_weights(self, folder: Path, model: Trained) -> None:
+        """Fills a model from a checkpoint.
+
+        Raises:
+            UserError: its weights are not finite.
+        """
+        weights = models.read(model, folder)
+        wrong = [name for name, tensor in weights.items() if not bool(tensor.isfinite().all())]
+        if wrong:
+            raise UserError(
+                f"{folder} holds weights that are not finite (the first is {wrong[0]}): take it "
+                "out of the folder, and resume from the one before"
+            )
+        model.load_state_dict(sharding.sharded_weights(weights, model.state_dict()))
+
     def restore(
         self, folder: Path, model: Trained, optimizer: torch.optim.Optimizer
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -161,17 +176,12 @@ class Saver:
                 are not finite.
         """
         content = checkpoint.read_training(folder)
-        weights = models.read(model, folder)
-        wrong = [name for name, tensor in weights.items() if not bool(tensor.isfinite().all())]
-        if wrong:
-            raise UserError(
-                f"{folder} holds weights that are not finite (the first is {wrong[0]}): take it "
-                "out of the folder, and resume from the one before"
-            )
         carried = checkpoint.read_tensors(folder / f"carry-{self.accelerator.process_index}.pt")
         try:
-            model.load_state_dict(sharding.sharded_weights(weights, model.state_dict()))
+            self.load_weights(folder, model)
             optimizer.load_state_dict(sharding.sharded_optimizer(content["optimizer"], optimizer))
+        except UserError:
+            raise
         except (KeyError, ValueError, RuntimeError, IndexError) as error:
             reason = " ".join(str(error).split())
             raise UserError(

@@ -25,8 +25,9 @@ from longrnn.locks import Lock
 from longrnn.progress import Progress
 from longrnn.state import LMState
 from longrnn.tasks import TASKS, Batch
-from longrnn.training import failures, models, sharding
-from longrnn.training.checks import check_model, check_positions
+from longrnn.training import best_model, failures, models, sharding
+from longrnn.training.checks import check_model, check_positions, check_vocabulary
+from longrnn.training.components import Component
 from longrnn.training.config import TrainConfig
 from longrnn.training.data import Source
 from longrnn.training.extension import start_of_decay
@@ -44,6 +45,7 @@ from longrnn.training.processes import (
     start_trackers,
 )
 from longrnn.training.saver import Saver, SaveSchedule
+from longrnn.training.validation import Validation
 
 # Attributes of a trainer that a checkpoint holds, beside weights, optimizer and carried states.
 COUNTERS = ("step", "tokens", "pending", "skipped", "skipped_in_a_row")
@@ -97,13 +99,18 @@ class Trainer:
         self.task = TASKS.build(config.task, self.tokenizer)
         self.source = Source(self.task, config, rank, world)
         model = self._build_model(origin)
-        context = Context(model.init_state, config.seed, rank, world, self._total)
+        context = Context(model.init_state, config.seed, rank, world, self.total)
         self.starts = INITIAL_STATES.build(config.initial_state, context)
         learning_rate(0, config)  # refuses an unknown schedule before anything is written
         fill(model, config.fill)
         freeze(model, config.freeze)
         objective = Objective(model)
         self.objective, self.optimizer = sharding.prepare(self.accelerator, objective, config)
+        self.validation: Validation | None = None
+        if config.validation:
+            self.validation = Validation(config, model, self.task, self.tokenizer, rank, world)
+            check_vocabulary(model.vocab_size, config, self.validation.task)
+        self.components: list[Component] = [self.validation] if self.validation else []
         self.source.check()  # likewise a length that the task cannot make
         check_positions(model, self.source)
         on_main(self.accelerator, lambda: claim(config, found))
@@ -121,16 +128,16 @@ class Trainer:
         self.skipped = self.skipped_in_a_row = 0  # steps skipped by `nonfinite: skip`
         self.pending: dict[str, list[float]] = {}  # values that the next row of metrics averages
         if origin is not None:
-            self._restore(origin)
+            self._restore(origin, branch=found.checkpoint is None)
         start_trackers(self.accelerator, config, self.step)
 
     def _build_model(self, found: Path | None) -> Trained:
         torch.manual_seed(self.config.seed)
-        model = models.build(self.config, found, say=self._say)
+        model = models.build(self.config, found, say=self.say)
         check_model(model, self.config, self.task)
         return model.to(self.accelerator.device).train()
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
         """Prints a line, unless quiet."""
         if not self.quiet:
             print(line, file=sys.stderr)
@@ -149,14 +156,14 @@ class Trainer:
 
     def _train(self) -> Trained:
         config = self.config
-        left = config.max_steps - self.step
+        left = 0 if self._ended() else config.max_steps - self.step
         if not self.quiet and (layout := self.source.layout()):
-            self._say(layout)
+            self.say(layout)
         with (
             Interrupts() as interrupts,
             Progress("training", left, unit="tokens", quiet=self.quiet) as progress,
         ):
-            while self.step < config.max_steps:
+            while not self._ended():
                 begun, before = time.monotonic(), self.tokens
                 values = self._train_step(stop=interrupts.received is not None)
                 stop = values.pop("stop") > 0
@@ -165,20 +172,30 @@ class Trainer:
                     self.pending.setdefault(name, []).append(value)
                 note = f"loss {values['loss']:.4f}" if "loss" in values else "skipped"
                 progress.advance(1, self.tokens - before, note)
-                last = self.step == config.max_steps
+                improved = best_model.evaluate(self)
+                last = self._ended()
                 if self.step % config.logging_steps == 0 or last:
                     self._log((self.tokens - before) / (time.monotonic() - begun))
-                finite_step = "loss" in values
                 self.schedule.after_step(
-                    self.step, self._save, was_finite=finite_step, at_once=last or stop, last=last
+                    self.step,
+                    self._save,
+                    was_finite="loss" in values,
+                    at_once=last or stop or improved,
+                    last=last,
                 )
                 if stop and not last:
                     if interrupts.received == signal.SIGINT:
                         raise KeyboardInterrupt
                     raise Terminated(f"{self.output_dir}: step {self.step} is done and saved")
+            best_model.load(self)
             self.saver.write_final(self.model)
         self.accelerator.end_training()
         return self.model
+
+    def _ended(self) -> bool:
+        """Whether no step comes after those that are done."""
+        early = self.validation is not None and self.validation.exhausted
+        return early or self.step >= self.config.max_steps
 
     def _train_step(self, *, stop: bool) -> dict[str, float]:
         """Runs one optimizer step; returns its metrics, and `stop` above 0 to stop all processes.
@@ -208,7 +225,7 @@ class Trainer:
             clip_values(self.objective.parameters(), config.max_grad_value)
         was_nonfinite = failures.is_nonfinite(self, norm, sums.pairs["loss"])
         sums.add({"nonfinite": torch.tensor([float(was_nonfinite)])})
-        means = sums.means(lambda table: self._total(table.to(self.accelerator.device)))
+        means = sums.means(lambda table: self.total(table.to(self.accelerator.device)))
         if means.pop("nonfinite") > 0:
             failures.discard_step(self)
             return {"stop": means["stop"]}
@@ -225,7 +242,7 @@ class Trainer:
         segments = [batch.to(device) for batch in self.source.segments(self.step, micro)]
         return segments, self.starts.before(segments[0], self.step, micro)
 
-    def _total(self, part: Tensor) -> Tensor:
+    def total(self, part: Tensor) -> Tensor:
         """The sum of `part` over processes."""
         return cast(Tensor, self.accelerator.reduce(part, "sum"))
 
@@ -234,15 +251,14 @@ class Trainer:
         self.pending = {}
         if self.config.nonfinite == "skip":
             means["skipped"] = self.skipped
+        means["learning_rate"] = learning_rate(self.step - 1, self.config)
+        self.record(means | {"tokens_per_second": rate})
+
+    def record(self, values: dict[str, float]) -> None:
+        """Adds a row to the metrics of the run."""
         if not self.accelerator.is_main_process:
             return
-        row = {
-            "step": self.step,
-            **means,
-            "learning_rate": learning_rate(self.step - 1, self.config),
-            "tokens": self.tokens,
-            "tokens_per_second": rate,
-        }
+        row = {"step": self.step, "tokens": self.tokens, **values}
         append_metrics(self.output_dir, row)
         self.accelerator.log({k: v for k, v in row.items() if k != "step"}, step=self.step)
 
@@ -263,9 +279,11 @@ class Trainer:
         failures.check_weights(self)
         counters = {name: getattr(self, name) for name in COUNTERS}
         counters["data"] = self.task.data_sha256()
+        counters["components"] = {part.name: part.content() for part in self.components}
         self.saver.save(counters, self.model, self.optimizer, self.starts.content())
 
-    def _restore(self, folder: Path) -> None:
+    def _restore(self, folder: Path, *, branch: bool = False) -> None:
+        """Continues from a checkpoint; `branch`: of another run, whose evaluations do not count."""
         counters, carried = self.saver.restore(folder, self.model, self.optimizer)
         if counters["data"] != self.task.data_sha256():
             raise UserError(
@@ -275,3 +293,7 @@ class Trainer:
         for name in COUNTERS:
             setattr(self, name, counters[name])
         self.starts.restore(carried)
+        for part in self.components:
+            if part is not self.validation or not branch:
+                part.restore(counters["components"].get(part.name, {}))
+        best_model.restore(self)
