@@ -17,6 +17,7 @@ from longrnn.training.initial_states import uses_streams
 SAMPLING = ("fixed", "log_uniform")
 TRACKERS = ("none", "tensorboard")
 NONFINITE = ("stop", "skip")
+ON_SPIKE = ("stop", "rollback", "ignore")
 BEST = ("loss", "loss_inside", "loss_longest")
 PRECISIONS = ("no", "bf16", "fp16")
 # The names of checkpoints have eight digits.
@@ -91,6 +92,10 @@ class TrainConfig:
         max_grad_value: if set, entries of the gradient are then clipped to ± this.
         nonfinite: what to do at a step whose loss or gradient is NaN or infinite: `stop`, or `skip`
             it, which leaves weights and optimizer unchanged.
+        on_spike: what to do at a step whose loss is more than `spike_threshold` times the lowest
+            running median of the run: `stop`; `rollback` to the newest checkpoint and leave out
+            the batches since then; or `ignore`. Such a step never reaches the weights.
+        spike_threshold: see `on_spike`; the median counts as at least 0.2 · ln(vocabulary).
         validation: held-out data, as a task: `{"kind": "text", "files": […]}`. Its rows start from
             the zero state. By default there is no validation.
         eval_steps: steps between evaluations; there is one after the last step too.
@@ -149,6 +154,8 @@ class TrainConfig:
     max_grad_norm: float = number(1.0, above=0, infinite=True)
     max_grad_value: float | None = number(None, above=0, infinite=True)
     nonfinite: str = choice("stop", NONFINITE)
+    on_spike: str = choice("stop", ON_SPIKE)
+    spike_threshold: float = number(10.0, above=1)
     validation: dict[str, Any] = field(default_factory=dict)
     eval_steps: int = count(500)
     eval_length: int | None = count(None)

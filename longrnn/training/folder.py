@@ -24,7 +24,7 @@ FILES = ("train.yaml", "metrics.jsonl", "config.json", "model.safetensors")
 FILES += ("tokenizer.json", "tokenizer_config.json", "checksums.json")
 # Keys that may change between the parts of one run without changing what it computes so far.
 HARMLESS = {"output_dir", "save_steps", "save_total_limit", "logging_steps", "num_processes"}
-HARMLESS |= {"report_to", "nonfinite", "per_device_eval_batch_size"}
+HARMLESS |= {"report_to", "nonfinite", "on_spike", "spike_threshold", "per_device_eval_batch_size"}
 # Keys that may also change after a stop at a loss or gradient that is not finite.
 REMEDIES = {"learning_rate", "max_grad_norm", "max_grad_value", "mixed_precision"}
 # Keys that may also change where a run continues from a checkpoint of another one.
@@ -113,7 +113,7 @@ def claim(config: TrainConfig, found: Found) -> None:
             f"continuing from {newest}",
             file=sys.stderr,
         )
-    _cut_metrics(output_dir, checkpoint.steps(newest) if newest is not None else 0)
+    cut_metrics(output_dir, checkpoint.steps(newest) if newest is not None else 0)
 
 
 def _check_owner(output_dir: Path, config: TrainConfig, *, resume: bool, extend: bool) -> None:
@@ -240,7 +240,7 @@ def append_metrics(output_dir: Path, row: dict[str, float]) -> None:
         os.fsync(file.fileno())
 
 
-def _cut_metrics(output_dir: Path, step: int) -> None:
+def cut_metrics(output_dir: Path, step: int) -> None:
     """Drops the rows of steps after `step`, which will be run again, and a torn last row."""
     path = output_dir / "metrics.jsonl"
     if not path.is_file():

@@ -23,7 +23,7 @@ from longrnn.training.objective import Objective
 from longrnn.training.processes import together
 
 FORMAT = "longrnn-nonfinite-1"
-NAME = re.compile(r"nonfinite-(\d{8})\.pt")
+NAME = re.compile(r"(?:nonfinite|spike)-(\d{8})\.pt")
 DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What is reported where the second computation of the step finds nothing.
 ALL_FINITE = (
@@ -122,9 +122,10 @@ def files(output_dir: Path) -> list[Path]:
     """The files that `save_failure` wrote into a folder, by step."""
     if not output_dir.is_dir():
         return []
-    return sorted(path for path in output_dir.iterdir() if NAME.fullmatch(path.name))
+    found = [path for path in output_dir.iterdir() if NAME.fullmatch(path.name)]
+    return sorted(found, key=steps)
 
 
 def steps(path: Path) -> int:
     """The step of a file, counted from 1 as in the metrics."""
-    return int(path.stem.removeprefix("nonfinite-"))
+    return int(path.stem.rpartition("-")[2])

@@ -15,7 +15,7 @@ import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from longrnn.locks import Lock
 from longrnn.progress import Progress
 from longrnn.state import LMState
 from longrnn.tasks import TASKS, Batch
-from longrnn.training import best_model, failures, models, sharding
+from longrnn.training import best_model, failures, models, sharding, spikes
 from longrnn.training.checks import check_model, check_positions, check_vocabulary
 from longrnn.training.components import Component
 from longrnn.training.config import TrainConfig
@@ -45,6 +45,7 @@ from longrnn.training.processes import (
     start_trackers,
 )
 from longrnn.training.saver import Saver, SaveSchedule
+from longrnn.training.spikes import SpikeGuard
 from longrnn.training.validation import Validation
 
 # Attributes of a trainer that a checkpoint holds, beside weights, optimizer and carried states.
@@ -110,7 +111,9 @@ class Trainer:
         if config.validation:
             self.validation = Validation(config, model, self.task, self.tokenizer, rank, world)
             check_vocabulary(model.vocab_size, config, self.validation.task)
-        self.components: list[Component] = [self.validation] if self.validation else []
+        self.spikes = SpikeGuard(config, model.vocab_size)
+        validations = [self.validation] if self.validation is not None else []
+        self.components: list[Component] = [self.spikes, *validations]
         self.source.check()  # likewise a length that the task cannot make
         check_positions(model, self.source)
         on_main(self.accelerator, lambda: claim(config, found))
@@ -128,7 +131,7 @@ class Trainer:
         self.skipped = self.skipped_in_a_row = 0  # steps skipped by `nonfinite: skip`
         self.pending: dict[str, list[float]] = {}  # values that the next row of metrics averages
         if origin is not None:
-            self._restore(origin, branch=found.checkpoint is None)
+            self.restore(origin, branch=found.checkpoint is None)
         start_trackers(self.accelerator, config, self.step)
 
     def _build_model(self, found: Path | None) -> Trained:
@@ -167,6 +170,10 @@ class Trainer:
                 begun, before = time.monotonic(), self.tokens
                 values = self._train_step(stop=interrupts.received is not None)
                 stop = values.pop("stop") > 0
+                if values.pop("rolled_back", 0.0):
+                    if stop:
+                        self._leave(interrupts)
+                    continue
                 self.step += 1
                 for name, value in values.items():
                     self.pending.setdefault(name, []).append(value)
@@ -184,13 +191,17 @@ class Trainer:
                     last=last,
                 )
                 if stop and not last:
-                    if interrupts.received == signal.SIGINT:
-                        raise KeyboardInterrupt
-                    raise Terminated(f"{self.output_dir}: step {self.step} is done and saved")
+                    self._leave(interrupts)
             best_model.load(self)
             self.saver.write_final(self.model)
         self.accelerator.end_training()
         return self.model
+
+    def _leave(self, interrupts: Interrupts) -> NoReturn:
+        """Ends the run after a signal; its last step is saved."""
+        if interrupts.received == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise Terminated(f"{self.output_dir}: step {self.step} is done and saved")
 
     def _ended(self) -> bool:
         """Whether no step comes after those that are done."""
@@ -200,7 +211,8 @@ class Trainer:
     def _train_step(self, *, stop: bool) -> dict[str, float]:
         """Runs one optimizer step; returns its metrics, and `stop` above 0 to stop all processes.
 
-        A skipped step returns `stop` alone.
+        A skipped step returns `stop` alone. After a rollback there is `rolled_back`, and `step` is
+        that of the checkpoint.
         """
         config, n_micro = self.config, self.config.gradient_accumulation_steps
         set_learning_rate(self.optimizer, self.step, config)
@@ -229,6 +241,10 @@ class Trainer:
         if means.pop("nonfinite") > 0:
             failures.discard_step(self)
             return {"stop": means["stop"]}
+        if self.spikes.is_spike(means["loss"]):
+            spikes.handle(self, means["loss"])
+            return {"stop": means["stop"], "rolled_back": 1.0}
+        self.spikes.record(means["loss"])
         self.skipped_in_a_row = 0
         for micro, state in enumerate(ends):
             self.starts.after(state, micro)
@@ -239,8 +255,13 @@ class Trainer:
     def micro_batch(self, micro: int) -> tuple[list[Batch], LMState]:
         """A micro-batch of this step, and its initial state."""
         device = self.accelerator.device
-        segments = [batch.to(device) for batch in self.source.segments(self.step, micro)]
-        return segments, self.starts.before(segments[0], self.step, micro)
+        segments = [batch.to(device) for batch in self.source.segments(self.data_step, micro)]
+        return segments, self.starts.before(segments[0], self.data_step, micro)
+
+    @property
+    def data_step(self) -> int:
+        """The step whose batches come next: rollbacks leave some out."""
+        return self.step + self.spikes.skipped_batches
 
     def total(self, part: Tensor) -> Tensor:
         """The sum of `part` over processes."""
@@ -251,6 +272,8 @@ class Trainer:
         self.pending = {}
         if self.config.nonfinite == "skip":
             means["skipped"] = self.skipped
+        if self.config.on_spike == "rollback":
+            means["skipped_batches"] = self.spikes.skipped_batches
         means["learning_rate"] = learning_rate(self.step - 1, self.config)
         self.record(means | {"tokens_per_second": rate})
 
@@ -282,7 +305,7 @@ class Trainer:
         counters["components"] = {part.name: part.content() for part in self.components}
         self.saver.save(counters, self.model, self.optimizer, self.starts.content())
 
-    def _restore(self, folder: Path, *, branch: bool = False) -> None:
+    def restore(self, folder: Path, *, branch: bool = False) -> None:
         """Continues from a checkpoint; `branch`: of another run, whose evaluations do not count."""
         counters, carried = self.saver.restore(folder, self.model, self.optimizer)
         if counters["data"] != self.task.data_sha256():

@@ -176,7 +176,7 @@ def test_the_scale_of_float16_is_kept(tmp_path: Path) -> None:
     trainer.step += 1
     trainer._save()
     scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0})
-    trainer._restore(last_checkpoint(tmp_path))
+    trainer.restore(last_checkpoint(tmp_path))
     assert scaler.get_scale() == 8.0
 
 
