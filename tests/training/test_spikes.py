@@ -17,6 +17,8 @@ from tests.cli.conftest import CLI, cli  # noqa: F401
 from tests.training.runs import assert_same_run, metrics, tiny, train, write_config
 from tests.training.test_trainer import crash
 
+DIVERGING: dict[str, Any] = {"learning_rate": 8.0, "lr_scheduler_type": "constant"}
+DIVERGING |= {"max_grad_norm": math.inf, "warmup_steps": 8, "max_steps": 10, "save_steps": 2}
 ROLLBACK: dict[str, Any] = {"on_spike": "rollback", "logging_steps": 1}
 
 
@@ -39,8 +41,7 @@ def scale_loss(monkeypatch: pytest.MonkeyPatch, wrong: set[int], factor: float =
 
 def test_a_finite_divergence_is_reported(cli: CLI, tmp_path: Path) -> None:  # noqa: F811
     """A run that diverges ends with a message that names the step and the checkpoint."""
-    changes = {"learning_rate": 50.0, "lr_scheduler_type": "constant", "max_grad_norm": math.inf}
-    config = tiny("passkey", Path("run"), warmup_steps=6, max_steps=60, save_steps=2, **changes)
+    config = tiny("reverse", Path("run"), **DIVERGING)
     write_config(config, tmp_path / "c.yaml")
     done = cli("train", "c.yaml", "--quiet")
     assert done.code == 2, done.out
@@ -48,7 +49,7 @@ def test_a_finite_divergence_is_reported(cli: CLI, tmp_path: Path) -> None:  # n
     (kept,) = replay.files(tmp_path / "run")
     last = checkpoint.checkpoints(tmp_path / "run")[-1]
     pieces = (f"error: step {replay.steps(kept)}: the loss is ", f"go on from {last.name} by")
-    for piece in (*pieces, "a lower learning_rate=25", "or with --resume on_spike=rollback"):
+    for piece in (*pieces, "a lower learning_rate=4", "or with --resume on_spike=rollback"):
         assert piece in line
     assert cli("replay", str(Path("run") / kept.name)).code == 0
     # The remedy is allowed: the run goes on with a lower rate.
@@ -58,8 +59,7 @@ def test_a_finite_divergence_is_reported(cli: CLI, tmp_path: Path) -> None:  # n
 
 def test_a_loss_that_is_ignored_ends_the_run_normally(tmp_path: Path) -> None:
     """With `on_spike: ignore` no loss stops a run."""
-    changes = {"learning_rate": 50.0, "max_grad_norm": math.inf, "on_spike": "ignore"}
-    train(tiny("passkey", tmp_path, max_steps=20, **changes))
+    train(tiny("reverse", tmp_path, on_spike="ignore", **DIVERGING))
     assert not replay.files(tmp_path)
 
 
@@ -123,7 +123,7 @@ def test_without_a_checkpoint_a_spike_stops_the_run(
 
 
 def test_the_reference_is_the_lowest_running_median(tmp_path: Path) -> None:
-    """A slow rise is a spike in the end; a solved task may have batches with many times its loss."""
+    """A slow rise is a spike in the end; a solved task may have a batch of many times its loss."""
     guard = SpikeGuard(tiny("passkey", tmp_path, spike_threshold=4.0), 256)
     assert not guard.is_spike(1e9), "nothing is known of the first step"
     for loss in (5.5, 3.0, 2.0, 2.0, 2.1):
