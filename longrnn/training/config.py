@@ -92,6 +92,9 @@ class TrainConfig:
         max_grad_value: if set, entries of the gradient are then clipped to ± this.
         nonfinite: what to do at a step whose loss or gradient is NaN or infinite: `stop`, or `skip`
             it, which leaves weights and optimizer unchanged.
+        mitigation: a mitigation under which the model is trained and validated: a text such as
+            `sliding_window(window=8192)`, a mapping with `kind`, or a list. Saved with the model,
+            whose evaluation as `CHECKPOINT+trained` applies it.
         on_spike: what to do at a step whose loss is more than `spike_threshold` times the lowest
             running median of the run: `stop`; `rollback` to the newest checkpoint and leave out
             the batches since then; or `ignore`. Such a step never reaches the weights.
@@ -154,6 +157,7 @@ class TrainConfig:
     max_grad_norm: float = number(1.0, above=0, infinite=True)
     max_grad_value: float | None = number(None, above=0, infinite=True)
     nonfinite: str = choice("stop", NONFINITE)
+    mitigation: Any = None
     on_spike: str = choice("stop", ON_SPIKE)
     spike_threshold: float = number(10.0, above=1)
     validation: dict[str, Any] = field(default_factory=dict)

@@ -181,15 +181,31 @@ def rebuild(described: Mapping[str, Any], source: str) -> Trained:
     return RecurrentLM(build_config(RecurrentConfig, described, source=source))
 
 
-def save(model: Trained, folder: Path, tokenizer: Tokenizer, weights: Mapping[str, Tensor]) -> None:
-    """Writes a model with its tokenizer, so that the folder can be moved."""
+def save(
+    model: Trained,
+    folder: Path,
+    tokenizer: Tokenizer,
+    weights: Mapping[str, Tensor],
+    mitigation: str | None = None,
+) -> None:
+    """Writes a model with its tokenizer, so that the folder can be moved.
+
+    Args:
+        model: the model.
+        folder: created if it does not exist.
+        tokenizer: of the model.
+        weights: the whole state dict.
+        mitigation: the one under which the model was trained.
+    """
     if isinstance(model, TransformerLM):
         save_transformer(model, folder, tokenizer, weights)
     elif isinstance(tokenizer, HFTokenizer):
         tokenizer.save(folder)
-        save_model(model, folder, tokenizer="tokenizer.json", weights=weights)
+        save_model(
+            model, folder, tokenizer="tokenizer.json", weights=weights, mitigation=mitigation
+        )
     else:
-        save_model(model, folder, weights=weights)
+        save_model(model, folder, weights=weights, mitigation=mitigation)
 
 
 def read(model: Trained, folder: Path) -> Mapping[str, Tensor]:

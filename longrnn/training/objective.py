@@ -9,10 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
+from longrnn.errors import UserError
+from longrnn.models import RecurrentLM
 from longrnn.ops.cross_entropy import MAX_LOGITS, weighted_cross_entropy
 from longrnn.state import LMState, reset
 from longrnn.tasks import Batch
 from longrnn.tasks.base import UNSCORED
+from longrnn.training.mitigated import Edits
 from longrnn.training.models import Trained
 from longrnn.training.repeat import read_repeatedly
 
@@ -39,11 +42,12 @@ class Objective(nn.Module):
 
     Args:
         model: the language model to train.
+        edits: the mitigation under which it is trained; None without one.
     """
 
-    def __init__(self, model: Trained) -> None:
+    def __init__(self, model: Trained, edits: Edits | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.edits = model, edits
 
     def forward(self, segments: Sequence[Batch], state: LMState) -> StepOutput:
         """The mean loss of consecutive segments, with one gradient through all of them.
@@ -59,7 +63,7 @@ class Objective(nn.Module):
             if losses:
                 state = reset(
                     state,
-                    self.model.init_state(len(batch.is_document_start)),
+                    self.init_state(len(batch.is_document_start)),
                     batch.is_document_start,
                 )
             loss, state, predicted = self._segment(batch, state)
@@ -68,8 +72,10 @@ class Objective(nn.Module):
         return StepOutput(torch.stack(losses).mean(), state, predictions)
 
     def init_state(self, rows: int) -> LMState:
-        """The zero state of `rows` rows."""
-        return self.model.init_state(rows)
+        """The zero state of `rows` rows, with the carries of the edits."""
+        if self.edits is None or not isinstance(self.model, RecurrentLM):
+            return self.model.init_state(rows)
+        return self.model.init_state(rows, self.edits.layers)
 
     def token_losses(
         self, tokens: Tensor, targets: Tensor, state: LMState
@@ -85,7 +91,7 @@ class Objective(nn.Module):
             Losses in nats, `(b, t)` float32 or wider; the most likely ids, `(b, t)`; and the state
             after the last token.
         """
-        hidden, state = self.model.hidden(tokens, state)
+        hidden, state = self._hidden(tokens, state)
         head = self.model.head.weight
         rows = max(1, MAX_LOGITS // len(head))
         losses, ids = [], []
@@ -97,12 +103,25 @@ class Objective(nn.Module):
             ids.append(logits.argmax(-1))
         return torch.cat(losses).view_as(targets), torch.cat(ids).view_as(targets), state
 
+    def _hidden(
+        self, tokens: Tensor, state: LMState, repeat: Tensor | None = None
+    ) -> tuple[Tensor, LMState]:
+        """The input of the head and the new state, under the edits."""
+        if self.edits is None or not isinstance(self.model, RecurrentLM):
+            return read_repeatedly(self.model, tokens, state, repeat)
+        if repeat is not None:
+            raise UserError(
+                "repeated segments and a mitigation cannot be combined: set max_repeat=1, or leave "
+                "mitigation out"
+            )
+        return self.model.hidden(tokens, state, edits=self.edits.layers)
+
     def _segment(self, batch: Batch, state: LMState) -> tuple[Tensor, LMState, Tensor]:
         """The loss from an initial state; see `Batch` for its weights and its query."""
         body = batch.tokens.shape[1] - batch.query_length
-        hidden, state = read_repeatedly(self.model, batch.tokens[:, :body], state, batch.repeat)
+        hidden, state = self._hidden(batch.tokens[:, :body], state, batch.repeat)
         if batch.query_length:
-            query, _ = self.model.hidden(batch.tokens[:, body:], state)
+            query, _ = self._hidden(batch.tokens[:, body:], state)
             hidden = torch.cat([hidden, query], dim=1)
         weights = batch.weights
         if weights is None:

@@ -74,15 +74,23 @@ class Saver:
         config: the run; `output_dir` and `save_total_limit` are read.
         accelerator: its processes.
         tokenizer: is saved with the model.
+        mitigation: under which the model is trained; saved with it.
 
     Attributes:
         pinned: steps whose checkpoints `prune` keeps, by the reason.
     """
 
-    def __init__(self, config: TrainConfig, accelerator: Accelerator, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        accelerator: Accelerator,
+        tokenizer: Tokenizer,
+        mitigation: str | None = None,
+    ) -> None:
         self.output_dir, self.keep = Path(config.output_dir), config.save_total_limit
         self.accelerator, self.tokenizer = accelerator, tokenizer
         self.pinned: dict[str, int] = {}
+        self.mitigation = mitigation
 
     def save(
         self,
@@ -112,7 +120,7 @@ class Saver:
             checkpoint.write_tensors(folder / f"carry-{rank}.pt", carried)
             if not self.accelerator.is_main_process:
                 return
-            models.save(model, folder, self.tokenizer, weights)
+            models.save(model, folder, self.tokenizer, weights, self.mitigation)
             content = {
                 "format": checkpoint.FORMAT,
                 **counters,
@@ -140,8 +148,8 @@ class Saver:
     def write_final(self, model: Trained) -> None:
         """Writes the model into the output folder itself."""
         weights = sharding.gathered(model.state_dict())
-        save = partial(models.save, model, self.output_dir, self.tokenizer, weights)
-        on_main(self.accelerator, save)
+        arguments = (self.output_dir, self.tokenizer, weights, self.mitigation)
+        on_main(self.accelerator, lambda: models.save(model, *arguments))
 
     def load_weights(self, folder: Path, model: Trained) -> None:
         """Fills a model from a checkpoint.

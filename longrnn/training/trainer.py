@@ -34,6 +34,7 @@ from longrnn.training.extension import start_of_decay
 from longrnn.training.folder import Found, append_metrics, claim, find
 from longrnn.training.initial_states import INITIAL_STATES, Context
 from longrnn.training.metrics import Sums
+from longrnn.training.mitigated import check_initial_state, edits_of
 from longrnn.training.models import Trained
 from longrnn.training.objective import Objective
 from longrnn.training.optim import clip_values, fill, freeze, learning_rate, set_learning_rate
@@ -100,12 +101,14 @@ class Trainer:
         self.task = TASKS.build(config.task, self.tokenizer)
         self.source = Source(self.task, config, rank, world)
         model = self._build_model(origin)
-        context = Context(model.init_state, config.seed, rank, world, self.total)
+        edits = edits_of(model, config.mitigation)
+        check_initial_state(model, edits, config.initial_state["kind"])
+        objective = Objective(model, edits)
+        context = Context(objective.init_state, config.seed, rank, world, self.total)
         self.starts = INITIAL_STATES.build(config.initial_state, context)
         learning_rate(0, config)  # refuses an unknown schedule before anything is written
         fill(model, config.fill)
         freeze(model, config.freeze)
-        objective = Objective(model)
         self.objective, self.optimizer = sharding.prepare(self.accelerator, objective, config)
         self.validation: Validation | None = None
         if config.validation:
@@ -117,7 +120,8 @@ class Trainer:
         self.source.check()  # likewise a length that the task cannot make
         check_positions(model, self.source)
         on_main(self.accelerator, lambda: claim(config, found))
-        self.saver = Saver(config, self.accelerator, self.tokenizer)
+        spec = None if edits is None else edits.spec
+        self.saver = Saver(config, self.accelerator, self.tokenizer, spec)
         self.schedule = SaveSchedule(
             self.saver,
             config.save_steps,
@@ -296,7 +300,7 @@ class Trainer:
 
     def init_state(self, rows: int) -> LMState:
         """The zero state of `rows` rows."""
-        return self.model.init_state(rows)
+        return self.whole_objective().init_state(rows)
 
     def _save(self) -> None:
         failures.check_weights(self)
