@@ -15,7 +15,7 @@ from longrnn.training.config_checks import check_features
 from longrnn.training.initial_states import uses_streams
 
 SAMPLING = ("fixed", "log_uniform")
-TRACKERS = ("none", "tensorboard")
+TRACKERS = ("none", "tensorboard", "wandb", "trackio")
 NONFINITE = ("stop", "skip")
 ON_SPIKE = ("stop", "rollback", "ignore")
 BEST = ("loss", "loss_inside", "loss_longest")
@@ -40,6 +40,26 @@ class LengthConfig:
     min: int = count(1)
     sampling: str = choice("fixed", SAMPLING)
     grow_steps: int = count(0, at_least=0)
+
+
+@dataclass
+class PeftConfig:
+    """Adapters (LoRA) that are trained instead of the weights of `init_from`.
+
+    Attributes:
+        r: rank.
+        alpha: adapters are scaled by alpha / r.
+        targets: last names of the linear modules that get one.
+        full: last names of parameters or modules that are trained as a whole, such as `A_log`,
+            `dt_bias` and `conv1d`; saved in the adapter.
+        merge: whether the merged model is written into `output_dir`/merged at the end.
+    """
+
+    r: int = count(8)
+    alpha: float = number(16.0, above=0)
+    targets: list[str] = field(default_factory=lambda: ["in_proj", "out_proj"])
+    full: list[str] = field(default_factory=list)
+    merge: bool = False
 
 
 @dataclass
@@ -95,6 +115,7 @@ class TrainConfig:
         mitigation: a mitigation under which the model is trained and validated: a text such as
             `sliding_window(window=8192)`, a mapping with `kind`, or a list. Saved with the model,
             whose evaluation as `CHECKPOINT+trained` applies it.
+        peft: trains adapters on `init_from` instead of its weights, see `PeftConfig`.
         on_spike: what to do at a step whose loss is more than `spike_threshold` times the lowest
             running median of the run: `stop`; `rollback` to the newest checkpoint and leave out
             the batches since then; or `ignore`. Such a step never reaches the weights.
@@ -115,7 +136,11 @@ class TrainConfig:
         save_steps: steps between checkpoints; the last step always saves.
         save_total_limit: number of checkpoints kept.
         logging_steps: steps between rows of metrics.jsonl.
-        report_to: `none`, or `tensorboard` to write the same rows to `output_dir`/tensorboard too.
+        report_to: `none`, or a tracker that gets the same rows: `tensorboard` (in
+            `output_dir`/tensorboard), `wandb` or `trackio`.
+        push_to_hub: whether the final model, its card and its metrics are uploaded at the end.
+        hub_model_id: where, `organisation/name`; by default the name of `output_dir`.
+        hub_private_repo: whether that repository is private, if it is new.
     """
 
     output_dir: str = "runs/train"
@@ -158,6 +183,7 @@ class TrainConfig:
     max_grad_value: float | None = number(None, above=0, infinite=True)
     nonfinite: str = choice("stop", NONFINITE)
     mitigation: Any = None
+    peft: PeftConfig | None = None
     on_spike: str = choice("stop", ON_SPIKE)
     spike_threshold: float = number(10.0, above=1)
     validation: dict[str, Any] = field(default_factory=dict)
@@ -173,6 +199,9 @@ class TrainConfig:
     save_total_limit: int = count(2)
     logging_steps: int = count(20)
     report_to: str = choice("none", TRACKERS)
+    push_to_hub: bool = False
+    hub_model_id: str | None = None
+    hub_private_repo: bool = False
 
     # Keys of earlier versions, and what to write for them.
     FORMER: ClassVar[dict[str, str]] = {

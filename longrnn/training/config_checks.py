@@ -20,6 +20,7 @@ def check_features(config: TrainConfig) -> None:
     """
     _check_minimum(config)
     _check_validation(config)
+    _check_peft(config)
 
 
 def _check_minimum(config: TrainConfig) -> None:
@@ -57,4 +58,20 @@ def _check_validation(config: TrainConfig) -> None:
             raise UserError(
                 f"{name}={value} needs evaluations: set validation, such as "
                 "validation={kind: text, files: [held_out.txt]}"
+            )
+
+
+def _check_peft(config: TrainConfig) -> None:
+    """Refuses adapters without a base, and keys that change or freeze the base."""
+    if config.peft is None:
+        return
+    if config.init_from is None:
+        raise UserError("peft trains an adapter of a checkpoint: set init_from to that checkpoint")
+    if not config.peft.targets:
+        raise UserError("peft.targets is empty: name modules such as [in_proj, out_proj]")
+    for name in ("fill", "freeze"):
+        if getattr(config, name):
+            raise UserError(
+                f"{name} changes or freezes weights that peft leaves alone: leave {name} out, and "
+                "name what is trained in peft.targets and peft.full"
             )

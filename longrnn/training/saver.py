@@ -13,6 +13,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from longrnn.errors import UserError
+from longrnn.hf import lora
+from longrnn.hf.convert import OURS, convert
 from longrnn.text import Tokenizer
 from longrnn.training import checkpoint, models, sharding
 from longrnn.training.config import TrainConfig
@@ -91,6 +93,8 @@ class Saver:
         self.accelerator, self.tokenizer = accelerator, tokenizer
         self.pinned: dict[str, int] = {}
         self.mitigation = mitigation
+        self.base = config.init_from
+        self.merge = config.peft is not None and config.peft.merge
 
     def save(
         self,
@@ -120,7 +124,7 @@ class Saver:
             checkpoint.write_tensors(folder / f"carry-{rank}.pt", carried)
             if not self.accelerator.is_main_process:
                 return
-            models.save(model, folder, self.tokenizer, weights, self.mitigation)
+            models.save(model, folder, self.tokenizer, weights, self.mitigation, self.base)
             content = {
                 "format": checkpoint.FORMAT,
                 **counters,
@@ -148,8 +152,15 @@ class Saver:
     def write_final(self, model: Trained) -> None:
         """Writes the model into the output folder itself."""
         weights = sharding.gathered(model.state_dict())
-        arguments = (self.output_dir, self.tokenizer, weights, self.mitigation)
+        arguments = (self.output_dir, self.tokenizer, weights, self.mitigation, self.base)
         on_main(self.accelerator, lambda: models.save(model, *arguments))
+        if self.merge:
+            on_main(self.accelerator, self._write_merged)
+
+    def _write_merged(self) -> None:
+        destination = self.output_dir / "merged"
+        shutil.rmtree(destination, ignore_errors=True)
+        convert(self.output_dir, destination, to=OURS, merge=True)
 
     def load_weights(self, folder: Path, model: Trained) -> None:
         """Fills a model from a checkpoint.
@@ -164,7 +175,9 @@ class Saver:
                 f"{folder} holds weights that are not finite (the first is {wrong[0]}): take it "
                 "out of the folder, and resume from the one before"
             )
-        model.load_state_dict(sharding.sharded_weights(weights, model.state_dict()))
+        # A checkpoint of adapters has the trained weights only.
+        ours = sharding.sharded_weights(weights, model.state_dict())
+        model.load_state_dict(ours, strict=lora.describe(model) is None)
 
     def restore(
         self, folder: Path, model: Trained, optimizer: torch.optim.Optimizer

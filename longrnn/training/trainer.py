@@ -12,7 +12,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, cast
@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import Terminated, UserError
+from longrnn.hf import lora
 from longrnn.locks import Lock
 from longrnn.progress import Progress
 from longrnn.state import LMState
 from longrnn.tasks import TASKS, Batch
-from longrnn.training import best_model, failures, models, sharding, spikes
+from longrnn.training import best_model, failures, models, publish, sharding, spikes
 from longrnn.training.checks import check_model, check_positions, check_vocabulary
 from longrnn.training.components import Component
 from longrnn.training.config import TrainConfig
@@ -130,6 +131,7 @@ class Trainer:
         )
         keep_alive(self.accelerator, self.objective)
 
+        self._adapters_checked = False
         self.step = 0
         self.tokens = 0
         self.skipped = self.skipped_in_a_row = 0  # steps skipped by `nonfinite: skip`
@@ -198,7 +200,11 @@ class Trainer:
                     self._leave(interrupts)
             best_model.load(self)
             self.saver.write_final(self.model)
-        self.accelerator.end_training()
+        on_main(self.accelerator, partial(publish.write_card, self))
+        with redirect_stdout(sys.stderr):  # trackers print there
+            self.accelerator.end_training()
+        if self.config.push_to_hub:
+            self.say(f"uploaded: {on_main(self.accelerator, partial(publish.push, self.config))}")
         return self.model
 
     def _leave(self, interrupts: Interrupts) -> NoReturn:
@@ -239,6 +245,8 @@ class Trainer:
         norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), config.max_grad_norm)
         if config.max_grad_value is not None:
             clip_values(self.objective.parameters(), config.max_grad_value)
+        if config.peft is not None and not self._adapters_checked:
+            self._check_adapters()
         was_nonfinite = failures.is_nonfinite(self, norm, sums.pairs["loss"])
         sums.add({"nonfinite": torch.tensor([float(was_nonfinite)])})
         means = sums.means(lambda table: self.total(table.to(self.accelerator.device)))
@@ -255,6 +263,13 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return means | {"grad_norm": float(norm if norm is not None else 0.0)}
+
+    def _check_adapters(self) -> None:
+        """Refuses adapters that the model does not use, at the first step."""
+        flags = lora.without_gradient(self.model)
+        reached = self.total(torch.stack([*flags.values()]).to(self.accelerator.device))
+        lora.check_reached([*flags], reached.tolist())
+        self._adapters_checked = True
 
     def micro_batch(self, micro: int) -> tuple[list[Batch], LMState]:
         """A micro-batch of this step, and its initial state."""
