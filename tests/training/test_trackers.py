@@ -113,7 +113,8 @@ def test_trackio_writes_into_its_folder(
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{tmp_path / 'run'}: trained for 10 steps\n"
+    # trackio itself prints another line when Python exits.
+    assert done.stdout.splitlines()[0] == f"{tmp_path / 'run'}: trained for 10 steps"
     import sqlite3
 
     (database,) = (tmp_path / "trackio").glob("longrnn*.db")
