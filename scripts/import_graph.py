@@ -42,6 +42,7 @@ SEPARATE_PACKAGES = {"mixers", "positions", "tasks"}
 HOMES = {
     "transformers": "longrnn.hf",
     "accelerate": "longrnn.training",
+    "peft": "longrnn.hf.lora",
     "datasets": "longrnn.training.origins",
     "triton": "longrnn.ops.ssd",
     "mamba_ssm": "longrnn.ops.ssd",

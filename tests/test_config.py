@@ -209,7 +209,7 @@ def test_numbers_out_of_range_are_one_sentence(key: str, value: str, tmp_path: P
     path = write(tmp_path, "max_steps: 500")
     negative_is_fine = key in ("seed", "fill")
     infinite_is_fine = key in ("max_grad_norm", "max_grad_value")
-    two_is_fine = key not in ("adam_beta1", "adam_beta2")
+    two_is_fine = key not in ("adam_beta1", "adam_beta2", "min_lr_rate")
     fine = (
         (value == "-1" and negative_is_fine)
         or (value in (".inf", "1e400") and infinite_is_fine)
@@ -220,6 +220,10 @@ def test_numbers_out_of_range_are_one_sentence(key: str, value: str, tmp_path: P
         overrides += ["warmup_steps=0", "length.max=2"]
     if value == "2" and key == "decay_steps":
         overrides += ["lr_scheduler_type=warmup_stable_decay"]
+    if value == "2" and key == "min_lr":
+        overrides += ["lr_scheduler_type=cosine_with_min_lr", "learning_rate=3"]
+    if value == "2" and key == "early_stopping_patience":
+        overrides += ["validation={kind: text, files: [held_out.txt]}"]
     if value == "2" and key == "segments_per_step":
         overrides += ["initial_state={kind: carry}"]
     if fine:

@@ -19,6 +19,7 @@ from longrnn.cli import (
     evaluate,
     generate,
     info,
+    launch,
     replay,
     report,
     sweep,
@@ -36,6 +37,7 @@ app = typer.Typer(
 )
 app.add_typer(data.app, name="data")
 app.command("train")(train.train)
+app.command("launch", context_settings=launch.SETTINGS)(launch.launch)
 app.command("sweep")(sweep.sweep)
 app.command("replay")(replay.replay)
 app.add_typer(evaluate.app, name="eval")
@@ -71,5 +73,7 @@ def _again() -> str:
     if arguments[:1] == ["train"]:
         arguments.append("--resume")
     # The options of `accelerate launch` itself are not visible from inside the process.
-    launch = "accelerate launch … -m longrnn.cli" if "WORLD_SIZE" in os.environ else "longrnn"
-    return f"{launch} {shlex.join(arguments)}"
+    start = "accelerate launch … -m longrnn.cli" if "WORLD_SIZE" in os.environ else "longrnn"
+    if "LONGRNN_LAUNCH" in os.environ:  # by `longrnn launch`
+        start = f"longrnn launch {os.environ['LONGRNN_LAUNCH']}".rstrip()
+    return f"{start} {shlex.join(arguments)}"

@@ -27,6 +27,9 @@ def convert(
             show_default=False,
         ),
     ],
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Merge an adapter (LoRA) into its base model first.")
+    ] = False,
 ) -> None:
     """Write a Mamba-2 checkpoint in another layout; the weights stay bit for bit the same.
 
@@ -34,5 +37,5 @@ def convert(
     """
     from longrnn.hf.convert import convert as write
 
-    write(source, destination, to=to)
+    write(source, destination, to=to, merge=merge)
     typer.echo(str(destination))

@@ -39,6 +39,15 @@ def train(
             help="Check the configuration and print the memory of a step; train nothing.",
         ),
     ] = False,
+    extend_to: Annotated[
+        int | None,
+        typer.Option(
+            "--extend-to",
+            metavar="STEPS",
+            min=1,
+            help="Continue the run in output_dir, finished or not, up to this many steps.",
+        ),
+    ] = None,
     quiet: Quiet = False,
     attended: Annotated[
         bool,
@@ -65,9 +74,13 @@ def train(
 
             typer.echo(report(memory_of(settings)))
             return
+        from longrnn.training.extension import extended
         from longrnn.training.trainer import Trainer
 
-        trainer = Trainer(settings, resume=resume, quiet=quiet)
+        extend = extend_to is not None
+        if extend_to is not None:
+            settings = extended(settings, extend_to)
+        trainer = Trainer(settings, resume=resume, quiet=quiet, extend=extend)
         trainer.train()
         if trainer.accelerator.is_main_process:
             typer.echo(f"{settings.output_dir}: trained for {trainer.step} steps")

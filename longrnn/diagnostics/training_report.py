@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ from longrnn.diagnostics.pages import Picture, write_page
 from longrnn.diagnostics.plots import new_figure, png
 from longrnn.training.metrics import COUNTS, Run
 
+# The loss of an evaluation between the previous position and this one.
+BY_POSITION = re.compile(r"eval_loss_to_(\d+)")
 # Metrics that every run logs; further metrics of its task follow.
 CAPTIONS = {
     "loss": "Mean loss of the steps since the previous row.",
+    "eval_loss": "Loss on the validation rows, over all their positions.",
     "grad_norm": "Norm of the gradient before clipping, on a logarithmic scale.",
     "learning_rate": "Learning rate of the step, before the factors of learning_rate_scale.",
     "tokens_per_second": "Tokens per second of the logged step, over all processes.",
@@ -27,8 +31,11 @@ def write_report(runs: Sequence[Run], folder: Path) -> list[Path]:
     """
     logged = {name for run in runs for row in run.rows for name in row}
     names = [name for name in CAPTIONS if name in logged]
-    names += sorted(logged - CAPTIONS.keys() - set(COUNTS))
+    by_position = {name for name in logged if BY_POSITION.fullmatch(name)}
+    names += sorted(logged - CAPTIONS.keys() - set(COUNTS) - by_position)
     pictures = [_picture(runs, name) for name in names]
+    if by_position:
+        pictures.append(_by_position(runs))
     values = {"runs": runs, "summary": summary(runs), "differences": differences(runs)}
     return write_page("training.html", folder, pictures, values)
 
@@ -66,5 +73,39 @@ def _picture(runs: Sequence[Run], name: str) -> Picture:
     panel.set(xlabel="step", ylabel=name.replace("_", " "))
     if len(runs) > 1:
         panel.legend(fontsize=8)
-    caption = CAPTIONS.get(name, "A score of the task, on its training batches.")
+    rows = "validation rows" if name.startswith("eval_") else "training batches"
+    caption = CAPTIONS.get(name, f"A score of the task, on its {rows}.")
     return Picture(name, caption, png(figure))
+
+
+def _by_position(runs: Sequence[Run]) -> Picture:
+    """The validation loss by position, at the first and the last evaluation of each run."""
+    figure = new_figure(8.6, 3.4)
+    panel = figure.subplots()
+    for run in runs:
+        curves = [(row["step"], _curve(row)) for row in run.rows if _curve(row)]
+        if not curves:
+            continue
+        color = None
+        for (step, curve), style in zip((curves[-1], curves[0]), ("-", ":"), strict=True):
+            label = f"{run.name}, step {step:,}"
+            drawn = panel.plot(*zip(*curve, strict=True), style, marker="o", color=color, ms=3)
+            drawn[0].set_label(label)
+            color = drawn[0].get_color()
+        trained = run.settings.get("length.max")
+        if isinstance(trained, int):
+            panel.axvline(trained, color="gray", linestyle=":", linewidth=1.0)
+    panel.set_xscale("log", base=2)
+    panel.set(xlabel="tokens read", ylabel="nats per token")
+    panel.legend(fontsize=8)
+    caption = (
+        "Validation loss by position at the last (solid) and first (dotted) evaluation; each point "
+        "is the mean since the one before. The vertical line is the training length."
+    )
+    return Picture("eval_loss_by_position", caption, png(figure))
+
+
+def _curve(row: dict[str, Any]) -> list[tuple[int, float]]:
+    """Position and loss of an evaluation; empty for another row."""
+    found = [(match, row[name]) for name in row if (match := BY_POSITION.fullmatch(name))]
+    return sorted((int(match[1]), value) for match, value in found)

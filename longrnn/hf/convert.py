@@ -10,6 +10,7 @@ from pathlib import Path
 from longrnn.checksums import write_checksums
 from longrnn.errors import UserError, nearest
 from longrnn.files import leftovers, naming, sync_folder, write_atomic
+from longrnn.hf import lora
 from longrnn.hf.layouts import LAYOUTS
 from longrnn.hf.loading import load_recurrent, read_config, resolve
 from longrnn.hf.tokenizer import TOKENIZER_FILES, byte_level
@@ -20,7 +21,7 @@ OURS = "ours"
 COPIED = (*TOKENIZER_FILES, "generation_config.json")
 
 
-def convert(source: str | Path, destination: Path, *, to: str) -> None:
+def convert(source: str | Path, destination: Path, *, to: str, merge: bool = False) -> None:
     """Write a checkpoint in another layout; every weight keeps its bits and its dtype.
 
     The files of the tokenizer are copied; bytes as tokens become an equivalent `tokenizer.json`.
@@ -29,6 +30,7 @@ def convert(source: str | Path, destination: Path, *, to: str) -> None:
         source: a checkpoint, as `load` takes it.
         destination: a folder that does not exist or is empty; it appears complete or not at all.
         to: `ours`, `native` (mamba-ssm) or `hf` (Mamba2ForCausalLM of transformers).
+        merge: whether `source` is an adapter, to be merged into its base model in float32.
 
     Raises:
         UserError: the checkpoint cannot be loaded or the layout does not support it; or the
@@ -40,7 +42,15 @@ def convert(source: str | Path, destination: Path, *, to: str) -> None:
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise UserError(f"{destination} exists already: give a new folder")
     folder = resolve(source)
+    if lora.is_adapter(folder) != merge:
+        raise UserError(
+            f"{source} is not an adapter: leave out --merge"
+            if merge
+            else f"{source} is an adapter and no whole model: add --merge to merge it into its base"
+        )
     model = load_recurrent(source)
+    if merge:
+        folder = resolve(lora.base_of(folder))  # which has the tokenizer
     # What the layout does not support is refused before anything is written.
     config = None if to == OURS else LAYOUTS[to].write(model)
 

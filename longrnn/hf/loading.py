@@ -14,7 +14,7 @@ import torch
 from longrnn.checksums import damage_of_model, refusal
 from longrnn.errors import UserError, nearest
 from longrnn.files import one_line, read_json
-from longrnn.hf import hub
+from longrnn.hf import hub, lora
 from longrnn.hf.embedded import embedded
 from longrnn.hf.layouts import LAYOUTS, Layout, rename
 from longrnn.hf.specs import mitigated, split_spec
@@ -126,6 +126,8 @@ def _open(
     folder: Path, backend: str, dtype: torch.dtype | None, beyond: bool
 ) -> RecurrentLM | HFLanguageModel:
     """Return the model in a folder, on the CPU, without verifying its checksums."""
+    if lora.is_adapter(folder):
+        return cast_weights(_load_adapter(folder, backend), dtype)
     config = read_config(folder)
     _check_layers(folder, config)
     layout = layout_of(config)
@@ -138,6 +140,17 @@ def _open(
     if backend != "auto":
         raise UserError(f"{folder} is computed by transformers and has no backend: leave it out")
     return _load_transformer(folder, config, dtype, beyond)
+
+
+def _load_adapter(folder: Path, backend: str) -> RecurrentLM:
+    """Return the base model of an adapter with the adapter merged in, in float32."""
+    base = load(lora.base_of(folder), backend=backend)
+    if not isinstance(base, RecurrentLM):
+        raise UserError(
+            f"{folder} is an adapter of a model that longrnn does not compute: load it with PEFT, "
+            "or give an adapter of an RNN, GRU, LSTM or Mamba-2 checkpoint"
+        )
+    return lora.merged(folder, base.float())
 
 
 def load_recurrent(

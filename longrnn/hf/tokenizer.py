@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from longrnn.checksums import remove_checksums, verify_folder
 from longrnn.errors import UserError
 from longrnn.files import one_line, write_atomic
+from longrnn.hf import lora
 from longrnn.hf.embedded import embedded
 from longrnn.hf.hub import is_hub_name
 from longrnn.hf.layouts import Native
@@ -135,6 +136,8 @@ def load_tokenizer(
         )
     if not os.path.exists(path):
         path = resolve(name)
+    if lora.is_adapter(path):
+        return load_tokenizer(lora.base_of(path), add_bos_token=add_bos_token)
     bos = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
     config = read_config(path) if (path / "config.json").is_file() else {}
     if config.get("model_type") == "longrnn" and not (path / "tokenizer.json").is_file():

@@ -30,6 +30,7 @@ def save_model(
     *,
     tokenizer: str = "bytes",
     weights: Mapping[str, Tensor] | None = None,
+    mitigation: str | None = None,
 ) -> None:
     """Writes a checkpoint folder that `load` reads.
 
@@ -38,6 +39,7 @@ def save_model(
         folder: created if it does not exist.
         tokenizer: `bytes`, or a path for `load_tokenizer`.
         weights: the full state dict, if the model itself holds only shards of it.
+        mitigation: the spec of the one under which the model was trained; by default the model's.
     """
     from safetensors.torch import save
 
@@ -51,6 +53,8 @@ def save_model(
         "tokenizer": tokenizer,
         "config": asdict(model.config),
     }
+    if mitigation or model.trained_under:
+        description["mitigation"] = mitigation or model.trained_under
     remove_checksums(folder)
     write_atomic(folder / "model.safetensors", save(tensors))
     write_atomic(folder / "config.json", json.dumps(description, indent=2) + "\n")
@@ -104,7 +108,8 @@ def load_model(
     )
     path = folder / "model.safetensors"
     if weights is not None:
-        return build_model(config, _own_names(weights), source=folder, backend=backend)
+        model = build_model(config, _own_names(weights), source=folder, backend=backend)
+        return _with_mitigation(model, description, folder)
     if not path.is_file():
         raise UserError(f"{folder} is incomplete (it has no model.safetensors): copy it again")
     try:
@@ -113,7 +118,20 @@ def load_model(
         raise UserError(
             f"{path} is truncated or damaged ({one_line(error)}): copy it again"
         ) from error
-    return build_model(config, _own_names(tensors), source=path, backend=backend)
+    return _with_mitigation(
+        build_model(config, _own_names(tensors), source=path, backend=backend), description, folder
+    )
+
+
+def _with_mitigation(
+    model: RecurrentLM, description: Mapping[str, Any], folder: Path
+) -> RecurrentLM:
+    """Notes the mitigation under which a model was trained."""
+    recorded = description.get("mitigation")
+    if not isinstance(recorded, str | None):
+        raise UserError(f"{folder} has a mitigation that is not a text: copy its config.json again")
+    model.trained_under = recorded
+    return model
 
 
 def _own_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

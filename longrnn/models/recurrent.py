@@ -130,6 +130,9 @@ class RecurrentLM(nn.Module):
     Args:
         config: see `RecurrentConfig`.
 
+    Attributes:
+        trained_under: the spec of the mitigation under which the model was trained; None without.
+
     Raises:
         UserError: unknown kinds or options, or sizes that do not fit together.
     """
@@ -141,6 +144,7 @@ class RecurrentLM(nn.Module):
             raise UserError(f"unknown block {config.block!r}: {nearest(config.block, BLOCKS)}")
         self.config = config
         self.vocab_size = config.vocab_size
+        self.trained_under: str | None = None
         residual = config.block == "residual"
         self._wide = residual and config.residual_in_fp32
         self.gradient_checkpointing = "no"

@@ -12,6 +12,7 @@ import io
 import os
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ from longrnn.files import sync_folder, write_atomic
 
 NAME = re.compile(r"checkpoint-(\d{8})")
 # Version of the content of `training.pt`; the first version did not record it.
-FORMAT = 2
+FORMAT = 3
 # What `training.pt` must hold, whatever the run.
 NEEDED = ("step", "tokens", "pending", "skipped", "skipped_in_a_row", "data")
-NEEDED += ("optimizer", "random")
+NEEDED += ("optimizer", "random", "components")
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
@@ -41,19 +42,32 @@ def steps(folder: Path) -> int:
     return int(folder.name.removeprefix("checkpoint-"))
 
 
+def folder_of(output_dir: Path, step: int) -> Path:
+    """The checkpoint of a run after `step` steps, whether it exists or not."""
+    return output_dir / f"checkpoint-{step:08d}"
+
+
 def processes(folder: Path) -> int:
     """How many processes wrote a checkpoint."""
     return len(list(folder.glob("carry-*.pt")))
 
 
-def newest_whole(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
+def newest_whole(
+    output_dir: Path, at_most: int | None = None
+) -> tuple[Path | None, dict[Path, str]]:
     """The newest undamaged checkpoint (None without any), and the damage of each newer one.
+
+    Args:
+        output_dir: of the run.
+        at_most: leave out checkpoints of more steps.
 
     Raises:
         UserError: there are checkpoints, and all are damaged.
     """
     damaged: dict[Path, str] = {}
     for folder in reversed(checkpoints(output_dir)):
+        if at_most is not None and steps(folder) > at_most:
+            continue
         wrong = damage(folder)
         if wrong is None:
             return folder, damaged
@@ -90,13 +104,15 @@ def publish(output_dir: Path, step: int) -> None:
     """Renames a written checkpoint into place; see `prune`."""
     beside = partial(output_dir, step)
     write_checksums(beside, ("*",), known=read_checksums(beside))
-    os.replace(beside, output_dir / f"checkpoint-{step:08d}")
+    os.replace(beside, folder_of(output_dir, step))
     sync_folder(output_dir)
 
 
-def prune(output_dir: Path, keep: int) -> None:
-    """Removes all checkpoints but the newest `keep`."""
+def prune(output_dir: Path, keep: int, pinned: Collection[int] = ()) -> None:
+    """Removes all checkpoints but the newest `keep` and those of `pinned` steps."""
     for old in checkpoints(output_dir)[:-keep]:
+        if steps(old) in pinned:
+            continue
         # Renamed first, so that a partly deleted folder does not count as a checkpoint.
         unnamed = partial(output_dir, steps(old))
         os.replace(old, unnamed)
@@ -118,6 +134,8 @@ def read_training(folder: Path) -> dict[str, Any]:
         )
     if version == 1:  # which did not count skipped steps
         content = {"skipped": 0, "skipped_in_a_row": 0, **content}
+    if version < 3:  # which had no components
+        content = {"components": {}, **content}
     missing = [name for name in NEEDED if name not in content]
     if missing:
         raise UserError(

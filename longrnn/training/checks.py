@@ -14,9 +14,11 @@ from longrnn.training import models, sharding
 from longrnn.training.config import TrainConfig
 from longrnn.training.data import Source
 from longrnn.training.initial_states import INITIAL_STATES, Context
+from longrnn.training.mitigated import check_initial_state, edits_of
 from longrnn.training.models import Trained
 from longrnn.training.optim import build_optimizer, fill, freeze, learning_rate
 from longrnn.training.sources import build_task
+from longrnn.training.validation import Validation
 
 
 def check(config: TrainConfig) -> None:
@@ -41,12 +43,21 @@ def check(config: TrainConfig) -> None:
         else:
             model = models.build(config)
             check_model(model, config, task)
+    edits = edits_of(model, config.mitigation)
     context = Context(model.init_state, config.seed, 0, 1, lambda part: part)
     INITIAL_STATES.build(config.initial_state, context)
+    check_initial_state(model, edits, config.initial_state["kind"])
     learning_rate(0, config)
     fill(model, config.fill)
     freeze(model, config.freeze)
     build_optimizer(model, config)
+    if config.validation:
+        held_out = build_task(config.validation, tokenizer, name=config.tokenizer or "")
+        validation = Validation(config, model, task, held_out, 0, 1)
+        if model.vocab_size > 1:
+            check_vocabulary(model.vocab_size, config, validation.task)
+        elif config.model is not None:
+            check_vocabulary(config.model.vocab_size, config, validation.task)
     source.check()
     check_positions(model, source)
 

@@ -12,11 +12,14 @@ from longrnn.errors import UserError
 from longrnn.models.recompute import GRANULARITIES
 from longrnn.models.recurrent import RecurrentConfig
 from longrnn.ranges import LARGEST_FLOAT32, check_ranges, choice, count, number, within
+from longrnn.training.config_checks import check_features
 from longrnn.training.initial_states import uses_streams
 
 SAMPLING = ("fixed", "log_uniform")
-TRACKERS = ("none", "tensorboard")
+TRACKERS = ("none", "tensorboard", "wandb", "trackio")
 NONFINITE = ("stop", "skip")
+ON_SPIKE = ("stop", "rollback", "ignore")
+BEST = ("loss", "loss_inside", "loss_longest")
 PRECISIONS = ("no", "bf16", "fp16")
 # The names of checkpoints have eight digits.
 MOST_STEPS = 99_999_999
@@ -38,6 +41,26 @@ class LengthConfig:
     min: int = count(1)
     sampling: str = choice("fixed", SAMPLING)
     grow_steps: int = count(0, at_least=0)
+
+
+@dataclass
+class PeftConfig:
+    """Adapters (LoRA) that are trained instead of the weights of `init_from`.
+
+    Attributes:
+        r: rank.
+        alpha: adapters are scaled by alpha / r.
+        targets: last names of the linear modules that get one.
+        full: last names of parameters or modules that are trained as a whole, such as `A_log`,
+            `dt_bias` and `conv1d`; saved in the adapter.
+        merge: whether the merged model is written into `output_dir`/merged at the end.
+    """
+
+    r: int = count(8)
+    alpha: float = number(16.0, above=0)
+    targets: list[str] = field(default_factory=lambda: ["in_proj", "out_proj"])
+    full: list[str] = field(default_factory=list)
+    merge: bool = False
 
 
 @dataclass
@@ -74,14 +97,42 @@ class TrainConfig:
         fill: values that parameters are set to before the first step, by pattern, such as
             `{"blocks.0.*.A_log": 3}`; the last match counts.
         freeze: patterns of parameter names that are not trained, such as `["embedding.*"]`.
-        lr_scheduler_type: `constant`, `cosine`, or `warmup_stable_decay`.
-        max_steps: optimizer steps; a resumed run may change it if the schedule is `constant`.
+        lr_scheduler_type: `constant`, `linear`, `cosine`, `cosine_with_min_lr`, or
+            `warmup_stable_decay`.
+        min_lr: of `cosine_with_min_lr`: the learning rate at the end.
+        min_lr_rate: instead of `min_lr`: its share of `learning_rate`.
+        max_steps: optimizer steps; a resumed run may change it if the schedule is `constant`, and
+            `longrnn train --extend-to` raises it with any schedule.
         warmup_steps: linear warm-up from 0; at most `max_steps`.
-        decay_steps: of `warmup_stable_decay`: linear decay to 0 at the end, after the warm-up.
+        decay_steps: of `warmup_stable_decay`: linear decay to 0 at the end, after the warm-up. The
+            checkpoint before the decay is kept beside `save_total_limit` others.
+        resume_from_checkpoint: a checkpoint of another run, from which this one continues in its
+            own `output_dir`, with weights, optimizer and streams. Only the schedule and what does
+            not change the model may differ from that run.
         max_grad_norm: gradients of a larger norm are scaled down to it; .inf for no limit.
         max_grad_value: if set, entries of the gradient are then clipped to ± this.
         nonfinite: what to do at a step whose loss or gradient is NaN or infinite: `stop`, or `skip`
             it, which leaves weights and optimizer unchanged.
+        mitigation: a mitigation under which the model is trained and validated: a text such as
+            `sliding_window(window=8192)`, a mapping with `kind`, or a list. Saved with the model,
+            whose evaluation as `CHECKPOINT+trained` applies it.
+        peft: trains adapters on `init_from` instead of its weights, see `PeftConfig`.
+        on_spike: what to do at a step whose loss is more than `spike_threshold` times the lowest
+            running median of the run: `stop`; `rollback` to the newest checkpoint and leave out
+            the batches since then; or `ignore`. Such a step never reaches the weights.
+        spike_threshold: see `on_spike`; the median counts as at least 0.2 · ln(vocabulary).
+        validation: held-out data, as a task: `{"kind": "text", "files": […]}`. Its rows start from
+            the zero state. By default there is no validation.
+        eval_steps: steps between evaluations; there is one after the last step too.
+        eval_length: tokens of a validation row; by default 16 · `length.max`, or as many as the
+            model has positions.
+        eval_samples: number of validation rows.
+        per_device_eval_batch_size: validation rows per process at a time.
+        metric_for_best_model: `loss` (over all positions), `loss_inside` (those up to
+            `length.max`), or `loss_longest` (those of the last `eval_loss_to_N` in the metrics).
+        load_best_model_at_end: whether the final model is that of the best evaluation, which is
+            saved, and kept beside `save_total_limit` other checkpoints.
+        early_stopping_patience: if set, the run ends after so many evaluations without improvement.
         mixed_precision: `no`, `bf16` or `fp16`.
         gradient_checkpointing: what the backward pass computes again instead of keeping it: `no`;
             `block` (or true), each block of the model; or `segment`, all blocks of a segment of
@@ -89,7 +140,11 @@ class TrainConfig:
         save_steps: steps between checkpoints; the last step always saves.
         save_total_limit: number of checkpoints kept.
         logging_steps: steps between rows of metrics.jsonl.
-        report_to: `none`, or `tensorboard` to write the same rows to `output_dir`/tensorboard too.
+        report_to: `none`, or a tracker that gets the same rows: `tensorboard` (in
+            `output_dir`/tensorboard), `wandb` or `trackio`.
+        push_to_hub: whether the final model, its card and its metrics are uploaded at the end.
+        hub_model_id: where, `organisation/name`; by default the name of `output_dir`.
+        hub_private_repo: whether that repository is private, if it is new.
     """
 
     output_dir: str = "runs/train"
@@ -125,15 +180,33 @@ class TrainConfig:
     lr_scheduler_type: str = "cosine"
     warmup_steps: int = count(100, at_least=0)
     decay_steps: int = count(0, at_least=0)
+    min_lr: float | None = number(None, at_least=0)
+    min_lr_rate: float | None = number(None, at_least=0, at_most=1)
+    resume_from_checkpoint: str | None = None
     max_grad_norm: float = number(1.0, above=0, infinite=True)
     max_grad_value: float | None = number(None, above=0, infinite=True)
     nonfinite: str = choice("stop", NONFINITE)
+    mitigation: Any = None
+    peft: PeftConfig | None = None
+    on_spike: str = choice("stop", ON_SPIKE)
+    spike_threshold: float = number(10.0, above=1)
+    validation: dict[str, Any] = field(default_factory=dict)
+    eval_steps: int = count(500)
+    eval_length: int | None = count(None)
+    eval_samples: int = count(16)
+    per_device_eval_batch_size: int = count(8)
+    metric_for_best_model: str = choice("loss", BEST)
+    load_best_model_at_end: bool = False
+    early_stopping_patience: int | None = count(None)
     mixed_precision: str = choice("no", PRECISIONS)
     gradient_checkpointing: str = choice("no", GRANULARITIES, true="block")
     save_steps: int = count(500)
     save_total_limit: int = count(2)
     logging_steps: int = count(20)
     report_to: str = choice("none", TRACKERS)
+    push_to_hub: bool = False
+    hub_model_id: str | None = None
+    hub_private_repo: bool = False
 
     # Keys of earlier versions, and what to write for them.
     FORMER: ClassVar[dict[str, str]] = {
@@ -149,6 +222,7 @@ class TrainConfig:
                 "lower length.min, or raise length.max"
             )
         self._check_schedule()
+        check_features(self)
         self._check_streams()
         if self.batch_tokens is not None and self.batch_tokens < self.length.max:
             raise UserError(

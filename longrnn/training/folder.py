@@ -6,25 +6,34 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from longrnn.checksums import damage
 from longrnn.config import dump_config, flat, read_recorded
 from longrnn.errors import UserError
 from longrnn.files import leftovers, naming, write_atomic
 from longrnn.locks import FOLDER_LOCK, Lock
-from longrnn.training import checkpoint, replay
+from longrnn.training import checkpoint, extension, replay
 from longrnn.training.config import TrainConfig
 
 # What a run writes into its output folder itself.
 FILES = ("train.yaml", "metrics.jsonl", "config.json", "model.safetensors")
+FILES += ("README.md", "tracker-id", "adapter_model.safetensors", "adapter_config.json")
 FILES += ("tokenizer.json", "tokenizer_config.json", "checksums.json")
 # Keys that may change between the parts of one run without changing what it computes so far.
 HARMLESS = {"output_dir", "save_steps", "save_total_limit", "logging_steps", "num_processes"}
-HARMLESS |= {"report_to", "nonfinite", "gradient_checkpointing"}
+HARMLESS |= {"gradient_checkpointing", "push_to_hub", "hub_model_id", "hub_private_repo"}
+HARMLESS |= {"report_to", "nonfinite", "on_spike", "spike_threshold", "per_device_eval_batch_size"}
 # Keys that may also change after a stop at a loss or gradient that is not finite.
 REMEDIES = {"learning_rate", "max_grad_norm", "max_grad_value", "mixed_precision"}
+# Keys that may also change where a run continues from a checkpoint of another one.
+SCHEDULE = {"max_steps", "lr_scheduler_type", "learning_rate", "warmup_steps", "decay_steps"}
+SCHEDULE |= {"min_lr", "min_lr_rate", "resume_from_checkpoint"}
+SCHEDULE |= {"eval_steps", "eval_length", "eval_samples", "metric_for_best_model"}
+SCHEDULE |= {"load_best_model_at_end", "early_stopping_patience"}
 
 
 class Found(NamedTuple):
@@ -33,13 +42,17 @@ class Found(NamedTuple):
     Attributes:
         checkpoint: the one to resume from; None for a new run.
         damaged: newer checkpoints, with the damage of each.
+        decayed: newer checkpoints of a decay that a longer run has later.
     """
 
     checkpoint: Path | None
     damaged: dict[Path, str]
+    decayed: Sequence[Path] = ()
 
 
-def find(config: TrainConfig, lock: Lock, *, resume: bool, processes: int) -> Found:
+def find(
+    config: TrainConfig, lock: Lock, *, resume: bool, processes: int, extend: bool = False
+) -> Found:
     """Locks the output folder of a run and finds its checkpoints, without changing them.
 
     Args:
@@ -47,6 +60,7 @@ def find(config: TrainConfig, lock: Lock, *, resume: bool, processes: int) -> Fo
         lock: of the output folder; held when this returns, released when it raises.
         resume: whether a run of the same configuration may be in the folder.
         processes: how many the run has.
+        extend: whether the run in the folder becomes longer.
 
     Raises:
         UserError: another process writes into the folder; or it holds another run, or this run
@@ -55,20 +69,24 @@ def find(config: TrainConfig, lock: Lock, *, resume: bool, processes: int) -> Fo
     """
     lock.acquire()
     try:
-        return _find(config, resume=resume, processes=processes)
+        return _find(config, resume=resume, processes=processes, extend=extend)
     except BaseException:
         lock.release()
         raise
 
 
-def _find(config: TrainConfig, *, resume: bool, processes: int) -> Found:
+def _find(config: TrainConfig, *, resume: bool, processes: int, extend: bool) -> Found:
     """`find`, in a folder that no other process writes into."""
     output_dir = Path(config.output_dir)
-    _check_owner(output_dir, config, resume=resume)
-    found, damaged = checkpoint.newest_whole(output_dir)
+    _check_owner(output_dir, config, resume=resume, extend=extend)
+    limit = extension.decay_start(output_dir, config) if extend else None
+    found, damaged = checkpoint.newest_whole(output_dir, limit)
     if found is not None:
         _check_fits(found, config, processes)
-    return Found(found, damaged)
+    elif config.resume_from_checkpoint is not None:
+        _check_origin(Path(config.resume_from_checkpoint), config, processes)
+    decayed = extension.later(output_dir, limit, found) if limit is not None else []
+    return Found(found, damaged, decayed)
 
 
 def claim(config: TrainConfig, found: Found) -> None:
@@ -81,8 +99,11 @@ def claim(config: TrainConfig, found: Found) -> None:
         found: the result of `find`.
     """
     output_dir = Path(config.output_dir)
-    newest, damaged = found
+    newest, damaged, decayed = found
     recorded = output_dir / "train.yaml"
+    # First, so that a kill leaves a run that can still be extended.
+    for path in decayed:
+        checkpoint.set_aside(path, "decayed")
     if newest is not None and differences(read_recorded(output_dir), config, HARMLESS):
         _keep_history(output_dir, checkpoint.steps(newest))
     write_atomic(recorded, dump_config(config))
@@ -94,14 +115,15 @@ def claim(config: TrainConfig, found: Found) -> None:
             f"continuing from {newest}",
             file=sys.stderr,
         )
-    _cut_metrics(output_dir, checkpoint.steps(newest) if newest is not None else 0)
+    cut_metrics(output_dir, checkpoint.steps(newest) if newest is not None else 0)
 
 
-def _check_owner(output_dir: Path, config: TrainConfig, *, resume: bool) -> None:
+def _check_owner(output_dir: Path, config: TrainConfig, *, resume: bool, extend: bool) -> None:
     """Raises UserError for a folder that does not belong to this run."""
     recorded = output_dir / "train.yaml"
     if recorded.is_file():
         allowed = HARMLESS | (REMEDIES if _stopped(output_dir) else set())
+        allowed |= {"max_steps"} if extend else set()
         difference = differences(read_recorded(output_dir), config, allowed)
         if difference:
             raise UserError(
@@ -113,6 +135,8 @@ def _check_owner(output_dir: Path, config: TrainConfig, *, resume: bool) -> None
                 f"{output_dir} holds this run already: add --resume to continue it, or choose "
                 "another output_dir"
             )
+    elif extend:
+        raise UserError(f"{output_dir} holds no run to extend: train it first, without --extend-to")
     # A kill during the first write below leaves a partial file, which does not count.
     elif set(output_dir.iterdir()) - {*leftovers(recorded), output_dir / FOLDER_LOCK}:
         raise UserError(f"{output_dir} is not empty and holds no run: choose another output_dir")
@@ -132,6 +156,29 @@ def _check_fits(found: Path, config: TrainConfig, processes: int) -> None:
             f"{found} was written by {wrote} processes and this run has {processes}: launch as "
             "many as before"
         )
+
+
+def _check_origin(origin: Path, config: TrainConfig, processes: int) -> None:
+    """Raises UserError for a `resume_from_checkpoint` that this run cannot continue from."""
+    if not checkpoint.NAME.fullmatch(origin.name) or not (origin / "training.pt").is_file():
+        raise UserError(
+            f"resume_from_checkpoint={origin} is not a training checkpoint: give a folder such as "
+            "runs/mine/checkpoint-00000500, or set init_from to start from a model alone"
+        )
+    if (wrong := damage(origin)) is not None:
+        raise UserError(f"{origin} is damaged ({wrong}): give another checkpoint")
+    recorded = read_recorded(origin.parent)
+    if not recorded:
+        raise UserError(f"{origin} has no train.yaml in the folder above: put it back from a copy")
+    validation = {key for key in flat(asdict(config)) if key.split(".")[0] == "validation"}
+    validation |= {key for key in flat(recorded) if key.split(".")[0] == "validation"}
+    difference = differences(recorded, config, HARMLESS | SCHEDULE | validation)
+    if difference:
+        raise UserError(
+            f"resume_from_checkpoint={origin} is of a run with another configuration "
+            f"({difference}): set these keys as there, or start from its model with init_from"
+        )
+    _check_fits(origin, config, processes)
 
 
 def _keep_history(output_dir: Path, step: int) -> None:
@@ -195,7 +242,7 @@ def append_metrics(output_dir: Path, row: dict[str, float]) -> None:
         os.fsync(file.fileno())
 
 
-def _cut_metrics(output_dir: Path, step: int) -> None:
+def cut_metrics(output_dir: Path, step: int) -> None:
     """Drops the rows of steps after `step`, which will be run again, and a torn last row."""
     path = output_dir / "metrics.jsonl"
     if not path.is_file():

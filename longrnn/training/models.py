@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from longrnn.config import build_config, flat
 from longrnn.errors import UserError
+from longrnn.hf import lora
 from longrnn.hf.loading import load, resolve
 from longrnn.hf.specs import split_spec
 from longrnn.hf.tokenizer import HFTokenizer, byte_level, load_tokenizer
@@ -25,7 +26,7 @@ from longrnn.mixers import MIXERS
 from longrnn.models.checkpoint import load_model, save_model
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 from longrnn.text import ByteTokenizer, Tokenizer
-from longrnn.training.config import TrainConfig
+from longrnn.training.config import PeftConfig, TrainConfig
 
 Trained: TypeAlias = RecurrentLM | TransformerLM
 
@@ -50,7 +51,8 @@ def build(
         UserError: the configuration or checkpoint does not fit, or weights are not finite.
     """
     if config.init_from is not None:
-        source = str(config.init_from if found is None else found)
+        # A checkpoint of adapters has no base.
+        source = str(config.init_from if found is None or config.peft is not None else found)
         loaded = load(source)
         if isinstance(loaded, Mitigated):
             raise UserError(
@@ -67,6 +69,8 @@ def build(
                 "checkpoint from before that"
             )
         config.model = model.config if isinstance(model, RecurrentLM) else None
+        if config.peft is not None:
+            _add_adapters(model, config.peft)
         return model
     if config.transformer:
         model = build_transformer(config.transformer)
@@ -74,6 +78,19 @@ def build(
         return model
     assert config.model is not None  # by `TrainConfig.__post_init__`
     return RecurrentLM(config.model)
+
+
+def _add_adapters(model: Trained, options: PeftConfig) -> None:
+    """Adds the adapters of a run to its base model."""
+    if not isinstance(model, RecurrentLM):
+        raise UserError(
+            "peft trains adapters of recurrent models: leave it out, or use PEFT and transformers "
+            "for this model"
+        )
+    given = asdict(options)
+    del given["merge"]
+    model.base_fingerprint = model.fingerprint()  # type: ignore[assignment]
+    lora.add_adapters(model, **given)
 
 
 def widen(model: Trained) -> list[str]:
@@ -113,7 +130,8 @@ def tokenizer_of(config: TrainConfig, found: Path | None = None) -> tuple[str, T
     if name is None:
         assert config.init_from is not None  # by `TrainConfig.__post_init__`
         # `build` refuses a mitigation in `init_from`, and says why.
-        source = resolve(split_spec(config.init_from)[0]) if found is None else found
+        own = found is None or config.peft is not None  # an adapter has no tokenizer beside it
+        source = resolve(split_spec(config.init_from)[0]) if own or found is None else found
         try:
             tokenizer = load_tokenizer(source)
         except UserError as error:
@@ -124,7 +142,7 @@ def tokenizer_of(config: TrainConfig, found: Path | None = None) -> tuple[str, T
         if tokenizer.fingerprint() in ("bytes", byte_level().fingerprint()):
             return "bytes", ByteTokenizer()
         return str(config.init_from), tokenizer
-    return name, load_tokenizer(name if found is None else found)
+    return name, load_tokenizer(name if found is None or config.peft is not None else found)
 
 
 def _check_given(config: TrainConfig, model: Trained) -> None:
@@ -171,29 +189,60 @@ def description(model: Trained) -> dict[str, Any]:
     if isinstance(model, TransformerLM):
         options = model.model.config.to_diff_dict()
         return {"transformer": {k: v for k, v in options.items() if k != "transformers_version"}}
-    return asdict(model.config)
+    adapters = lora.describe(model)
+    return asdict(model.config) | ({} if adapters is None else {"adapters": adapters})
 
 
 def rebuild(described: Mapping[str, Any], source: str) -> Trained:
     """A model of a `description`; `source` names it in errors."""
     if "transformer" in described:
         return build_transformer(described["transformer"])
-    return RecurrentLM(build_config(RecurrentConfig, described, source=source))
+    shape = {name: value for name, value in described.items() if name != "adapters"}
+    model = RecurrentLM(build_config(RecurrentConfig, shape, source=source))
+    if "adapters" in described:
+        lora.add_adapters(model, **described["adapters"])
+    return model
 
 
-def save(model: Trained, folder: Path, tokenizer: Tokenizer, weights: Mapping[str, Tensor]) -> None:
-    """Writes a model with its tokenizer, so that the folder can be moved."""
-    if isinstance(model, TransformerLM):
+def save(
+    model: Trained,
+    folder: Path,
+    tokenizer: Tokenizer,
+    weights: Mapping[str, Tensor],
+    mitigation: str | None = None,
+    base: str | None = None,
+) -> None:
+    """Writes a model with its tokenizer, so that the folder can be moved.
+
+    Args:
+        model: the model.
+        folder: created if it does not exist.
+        tokenizer: of the model.
+        weights: the whole state dict.
+        mitigation: the one under which the model was trained.
+        base: the checkpoint whose adapters are trained, if they are; only they are written.
+    """
+    if lora.describe(model) is not None:
+        assert base is not None
+        known = str(model.base_fingerprint)
+        lora.save_adapter(
+            model, folder, weights, base=base, base_fingerprint=known, mitigation=mitigation
+        )
+    elif isinstance(model, TransformerLM):
         save_transformer(model, folder, tokenizer, weights)
     elif isinstance(tokenizer, HFTokenizer):
         tokenizer.save(folder)
-        save_model(model, folder, tokenizer="tokenizer.json", weights=weights)
+        save_model(
+            model, folder, tokenizer="tokenizer.json", weights=weights, mitigation=mitigation
+        )
     else:
-        save_model(model, folder, weights=weights)
+        save_model(model, folder, weights=weights, mitigation=mitigation)
 
 
 def read(model: Trained, folder: Path) -> Mapping[str, Tensor]:
     """The weights that `save` wrote of such a model."""
+    if lora.describe(model) is not None:
+        return lora.read_weights(model, folder)
     if isinstance(model, TransformerLM):
         return read_transformer(folder, model)
     return load_model(folder).state_dict()

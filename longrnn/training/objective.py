@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear
 
-from longrnn.ops.cross_entropy import weighted_cross_entropy
+from longrnn.errors import UserError
+from longrnn.models import RecurrentLM
+from longrnn.ops.cross_entropy import MAX_LOGITS, weighted_cross_entropy
 from longrnn.state import LMState, reset
 from longrnn.tasks import Batch
+from longrnn.tasks.base import UNSCORED
+from longrnn.training.mitigated import Edits
 from longrnn.training.models import Trained
 from longrnn.training.repeat import read_repeatedly
 
@@ -29,6 +34,17 @@ class StepOutput(NamedTuple):
     predictions: list[Tensor]
 
 
+def packing_of(batch: Batch, columns: slice) -> dict[str, Tensor]:
+    """The masks of packed and padded rows as arguments of `hidden`; empty without any.
+
+    Args:
+        batch: of any task.
+        columns: the tokens that are read.
+    """
+    masks = {"is_document_start": batch.inner_starts(), "is_token": batch.is_token}
+    return {name: mask[:, columns] for name, mask in masks.items() if mask is not None}
+
+
 class Objective(nn.Module):
     """The loss of a batch: the mean over rows of the weighted sum over tokens.
 
@@ -37,11 +53,12 @@ class Objective(nn.Module):
 
     Args:
         model: the language model to train.
+        edits: the mitigation under which it is trained; None without one.
     """
 
-    def __init__(self, model: Trained) -> None:
+    def __init__(self, model: Trained, edits: Edits | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.edits = model, edits
 
     def forward(self, segments: Sequence[Batch], state: LMState) -> StepOutput:
         """The mean loss of consecutive segments, with one gradient through all of them.
@@ -57,7 +74,7 @@ class Objective(nn.Module):
             if losses:
                 state = reset(
                     state,
-                    self.model.init_state(len(batch.begins)),
+                    self.init_state(len(batch.begins)),
                     batch.begins,
                 )
             loss, state, predicted = self._segment(batch, state)
@@ -65,15 +82,74 @@ class Objective(nn.Module):
             predictions.append(predicted)
         return StepOutput(torch.stack(losses).mean(), state, predictions)
 
+    def init_state(self, rows: int) -> LMState:
+        """The zero state of `rows` rows, with the carries of the edits."""
+        if self.edits is None or not isinstance(self.model, RecurrentLM):
+            return self.model.init_state(rows)
+        return self.model.init_state(rows, self.edits.layers)
+
+    def token_losses(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        state: LMState,
+        packing: Mapping[str, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, LMState]:
+        """The loss of each token, without gradients.
+
+        Args:
+            tokens: `(b, t)`.
+            targets: `(b, t)`; the loss is 0 where they are negative.
+            state: before the first token.
+            packing: see `packing_of`.
+
+        Returns:
+            Losses in nats, `(b, t)` float32 or wider; the most likely ids, `(b, t)`; and the state
+            after the last token.
+        """
+        hidden, state = self._hidden(tokens, state, packing)
+        head = self.model.head.weight
+        rows = max(1, MAX_LOGITS // len(head))
+        losses, ids = [], []
+        pairs = zip(hidden.flatten(0, 1).split(rows), targets.flatten().split(rows), strict=True)
+        for x, target in pairs:
+            logits = linear(x, head)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            losses.append(cross_entropy(logits, target, ignore_index=UNSCORED, reduction="none"))
+            ids.append(logits.argmax(-1))
+        return torch.cat(losses).view_as(targets), torch.cat(ids).view_as(targets), state
+
+    def _hidden(
+        self,
+        tokens: Tensor,
+        state: LMState,
+        packing: Mapping[str, Tensor] | None = None,
+        repeat: Tensor | None = None,
+    ) -> tuple[Tensor, LMState]:
+        """The input of the head and the new state, under the edits."""
+        if self.edits is None or not isinstance(self.model, RecurrentLM):
+            return read_repeatedly(self.model, tokens, state, repeat, packing)
+        if repeat is not None:
+            raise UserError(
+                "repeated segments and a mitigation cannot be combined: set max_repeat=1, or leave "
+                "mitigation out"
+            )
+        masks = packing or {}
+        return self.model.hidden(
+            tokens,
+            state,
+            edits=self.edits.layers,
+            is_document_start=masks.get("is_document_start"),
+            is_token=masks.get("is_token"),
+        )
+
     def _segment(self, batch: Batch, state: LMState) -> tuple[Tensor, LMState, Tensor]:
         """The loss from an initial state; see `Batch` for its weights and its query."""
         body = batch.tokens.shape[1] - batch.query_length
-        tokens, query_tokens = batch.tokens[:, :body], batch.tokens[:, body:]
-        packing = {"is_document_start": batch.inner_starts(), "is_token": batch.is_token}
-        packing = {name: mask[:, :body] for name, mask in packing.items() if mask is not None}
-        hidden, state = read_repeatedly(self.model, tokens, state, batch.repeat, packing)
+        packing = packing_of(batch, slice(0, body))
+        hidden, state = self._hidden(batch.tokens[:, :body], state, packing, batch.repeat)
         if batch.query_length:
-            query, _ = self.model.hidden(query_tokens, state)
+            query, _ = self._hidden(batch.tokens[:, body:], state)
             hidden = torch.cat([hidden, query], dim=1)
         weights = batch.weights
         if weights is None:

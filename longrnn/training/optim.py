@@ -114,6 +114,19 @@ def cosine(step: int, config: TrainConfig) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - config.warmup_steps) / span)))
 
 
+def linear(step: int, config: TrainConfig) -> float:
+    """Linearly from 1 after the warm-up to 0 at the end."""
+    span = max(1, config.max_steps - config.warmup_steps)
+    return max(0.0, (config.max_steps - step) / span)
+
+
+def cosine_with_min_lr(step: int, config: TrainConfig) -> float:
+    """Half a cosine from 1 after the warm-up to `min_lr` at the end."""
+    rate = config.min_lr_rate
+    least = (config.min_lr or 0.0) / config.learning_rate if rate is None else rate
+    return least + (1 - least) * cosine(step, config)
+
+
 def warmup_stable_decay(step: int, config: TrainConfig) -> float:
     """1, then linearly to 0 over the last `decay_steps`."""
     return min(1.0, (config.max_steps - step) / max(1, config.decay_steps))
@@ -121,7 +134,9 @@ def warmup_stable_decay(step: int, config: TrainConfig) -> float:
 
 SCHEDULES: dict[str, Callable[[int, TrainConfig], float]] = {
     "constant": constant,
+    "linear": linear,
     "cosine": cosine,
+    "cosine_with_min_lr": cosine_with_min_lr,
     "warmup_stable_decay": warmup_stable_decay,
 }
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
+import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
@@ -13,11 +19,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list, gather_object
 
+from longrnn.config import flat
 from longrnn.errors import UserError
+from longrnn.files import write_atomic
 from longrnn.training.config import PRECISIONS, TrainConfig
 from longrnn.training.sharding import unseen_by_accelerate
 
 T = TypeVar("T")
+# The project of runs in wandb and trackio, and the file with the identity of a run there.
+PROJECT, TRACKER_ID = "longrnn", "tracker-id"
 
 LAUNCH = (
     "launch with `accelerate launch --config_file configs/accelerate/cpu2.yaml -m longrnn.cli "
@@ -45,7 +55,7 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
     if config.report_to != "none" and find_spec(config.report_to) is None:
         raise UserError(
             f"report_to={config.report_to} needs a package that is not installed: "
-            f"pip install {config.report_to}"
+            f"pip install longrnn[{EXTRAS.get(config.report_to, 'trackers')}]"
         )
     with unseen_by_accelerate():
         accelerator = Accelerator(
@@ -72,6 +82,8 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
     return accelerator
 
 
+# The extra of longrnn that has the package of a tracker, where it is not `trackers`.
+EXTRAS = {"tensorboard": "tensorboard"}
 # Settings of a launch configuration that the trainer does not support, by environment variable.
 UNSUPPORTED = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
@@ -168,7 +180,27 @@ def start_trackers(accelerator: Accelerator, config: TrainConfig, step: int) -> 
         step: finished steps; the tracker drops later ones, because they run again.
     """
     kind = config.report_to
-    accelerator.init_trackers(kind, init_kwargs={"tensorboard": {"purge_step": step + 1}})
+    if kind in ("none", "tensorboard"):
+        accelerator.init_trackers(kind, init_kwargs={"tensorboard": {"purge_step": step + 1}})
+        return
+    folder = Path(config.output_dir)
+    identity = on_main(accelerator, partial(_tracker_id, folder))
+    name = f"{folder.resolve().name}-{identity}"
+    options: dict[str, dict[str, Any]] = {
+        "wandb": {"dir": str(folder), "name": name, "id": identity, "resume": "allow"},
+        "trackio": {"name": name, "resume": "allow"},
+    }
+    values = {key: str(value) for key, value in flat(asdict(config)).items()}
+    with redirect_stdout(sys.stderr):  # standard output is that of the command
+        accelerator.init_trackers(PROJECT, config=values, init_kwargs=options)
+
+
+def _tracker_id(folder: Path) -> str:
+    """The name under which a tracker knows the run in a folder, also when it is resumed."""
+    path = folder / TRACKER_ID
+    if not path.is_file():
+        write_atomic(path, secrets.token_hex(4))
+    return path.read_text().strip()
 
 
 class Interrupts:

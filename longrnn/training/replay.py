@@ -18,12 +18,13 @@ from longrnn.state import LMState, leaves, unflatten
 from longrnn.tasks import Batch
 from longrnn.training import models, sharding
 from longrnn.training.checkpoint import read_tensors, write_tensors
+from longrnn.training.mitigated import edits_of
 from longrnn.training.nonfinite import Examination, examine
 from longrnn.training.objective import Objective
 from longrnn.training.processes import together
 
 FORMAT = "longrnn-nonfinite-1"
-NAME = re.compile(r"nonfinite-(\d{8})\.pt")
+NAME = re.compile(r"(?:nonfinite|spike)-(\d{8})\.pt")
 DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What is reported where the second computation of the step finds nothing.
 ALL_FINITE = (
@@ -83,6 +84,7 @@ def save_failure(
             "state": {name: leaf.detach().cpu() for name, leaf in leaves(state)},
             "config": models.description(objective.model),
             "model": {name: weight.cpu() for name, weight in weights.items()},
+            "mitigation": objective.edits.spec if objective.edits is not None else None,
             "mixed_precision": accelerator.mixed_precision,
         }
         write_tensors(path, content)
@@ -111,20 +113,23 @@ def replay(path: Path, device: str = "cpu") -> tuple[dict[str, Any], Examination
     model.load_state_dict(content["model"])
     model.to(device)
     segments = [Batch(**batch).to(torch.device(device)) for batch in content["segments"]]
-    like = model.init_state(len(segments[0].tokens))
+    edits = edits_of(model, content.get("mitigation"))
+    objective = Objective(model, edits).train()
+    like = objective.init_state(len(segments[0].tokens))
     state = unflatten(like, [content["state"][name].to(device) for name, _ in leaves(like)])
     dtype = DTYPES[content["mixed_precision"]]
     precision = torch.autocast(torch.device(device).type, dtype) if dtype else nullcontext()
-    return content, examine(Objective(model).train(), segments, state, precision)
+    return content, examine(objective, segments, state, precision)
 
 
 def files(output_dir: Path) -> list[Path]:
     """The files that `save_failure` wrote into a folder, by step."""
     if not output_dir.is_dir():
         return []
-    return sorted(path for path in output_dir.iterdir() if NAME.fullmatch(path.name))
+    found = [path for path in output_dir.iterdir() if NAME.fullmatch(path.name)]
+    return sorted(found, key=steps)
 
 
 def steps(path: Path) -> int:
     """The step of a file, counted from 1 as in the metrics."""
-    return int(path.stem.removeprefix("nonfinite-"))
+    return int(path.stem.rpartition("-")[2])

@@ -13,6 +13,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from longrnn.errors import UserError
+from longrnn.hf import lora
+from longrnn.hf.convert import OURS, convert
 from longrnn.text import Tokenizer
 from longrnn.training import checkpoint, models, sharding
 from longrnn.training.config import TrainConfig
@@ -30,11 +32,16 @@ class SaveSchedule:
     Args:
         saver: removes old checkpoints.
         save_steps: steps between checkpoints.
+        decay_start: a further step after which a checkpoint is due, which is kept; None for none.
         resumed: whether the run started from a checkpoint, whose predecessors may be left.
     """
 
-    def __init__(self, saver: Saver, save_steps: int, *, resumed: bool) -> None:
-        self.saver, self.save_steps = saver, save_steps
+    def __init__(
+        self, saver: Saver, save_steps: int, *, decay_start: int | None, resumed: bool
+    ) -> None:
+        self.saver, self.save_steps, self.decay_start = saver, save_steps, decay_start
+        if decay_start is not None:
+            saver.pinned["decay"] = decay_start
         self._is_due = False
         self._prune_due = resumed
 
@@ -53,7 +60,7 @@ class SaveSchedule:
         if was_finite and self._prune_due:
             self.saver.prune()
             self._prune_due = False
-        self._is_due = self._is_due or step % self.save_steps == 0
+        self._is_due = self._is_due or step % self.save_steps == 0 or step == self.decay_start
         if not at_once and not (self._is_due and was_finite):
             return
         save()
@@ -69,11 +76,25 @@ class Saver:
         config: the run; `output_dir` and `save_total_limit` are read.
         accelerator: its processes.
         tokenizer: is saved with the model.
+        mitigation: under which the model is trained; saved with it.
+
+    Attributes:
+        pinned: steps whose checkpoints `prune` keeps, by the reason.
     """
 
-    def __init__(self, config: TrainConfig, accelerator: Accelerator, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        accelerator: Accelerator,
+        tokenizer: Tokenizer,
+        mitigation: str | None = None,
+    ) -> None:
         self.output_dir, self.keep = Path(config.output_dir), config.save_total_limit
         self.accelerator, self.tokenizer = accelerator, tokenizer
+        self.pinned: dict[str, int] = {}
+        self.mitigation = mitigation
+        self.base = config.init_from
+        self.merge = config.peft is not None and config.peft.merge
 
     def save(
         self,
@@ -103,7 +124,7 @@ class Saver:
             checkpoint.write_tensors(folder / f"carry-{rank}.pt", carried)
             if not self.accelerator.is_main_process:
                 return
-            models.save(model, folder, self.tokenizer, weights)
+            models.save(model, folder, self.tokenizer, weights, self.mitigation, self.base)
             content = {
                 "format": checkpoint.FORMAT,
                 **counters,
@@ -124,15 +145,39 @@ class Saver:
             raise
 
     def prune(self) -> None:
-        """Removes all but the newest `save_total_limit` checkpoints."""
+        """Removes all but the newest `save_total_limit` and the pinned checkpoints."""
         if self.accelerator.is_main_process:
-            checkpoint.prune(self.output_dir, self.keep)
+            checkpoint.prune(self.output_dir, self.keep, self.pinned.values())
 
     def write_final(self, model: Trained) -> None:
         """Writes the model into the output folder itself."""
         weights = sharding.gathered(model.state_dict())
-        save = partial(models.save, model, self.output_dir, self.tokenizer, weights)
-        on_main(self.accelerator, save)
+        arguments = (self.output_dir, self.tokenizer, weights, self.mitigation, self.base)
+        on_main(self.accelerator, lambda: models.save(model, *arguments))
+        if self.merge:
+            on_main(self.accelerator, self._write_merged)
+
+    def _write_merged(self) -> None:
+        destination = self.output_dir / "merged"
+        shutil.rmtree(destination, ignore_errors=True)
+        convert(self.output_dir, destination, to=OURS, merge=True)
+
+    def load_weights(self, folder: Path, model: Trained) -> None:
+        """Fills a model from a checkpoint.
+
+        Raises:
+            UserError: its weights are not finite.
+        """
+        weights = models.read(model, folder)
+        wrong = [name for name, tensor in weights.items() if not bool(tensor.isfinite().all())]
+        if wrong:
+            raise UserError(
+                f"{folder} holds weights that are not finite (the first is {wrong[0]}): take it "
+                "out of the folder, and resume from the one before"
+            )
+        # A checkpoint of adapters has the trained weights only.
+        ours = sharding.sharded_weights(weights, model.state_dict())
+        model.load_state_dict(ours, strict=lora.describe(model) is None)
 
     def restore(
         self, folder: Path, model: Trained, optimizer: torch.optim.Optimizer
@@ -152,17 +197,12 @@ class Saver:
                 are not finite.
         """
         content = checkpoint.read_training(folder)
-        weights = models.read(model, folder)
-        wrong = [name for name, tensor in weights.items() if not bool(tensor.isfinite().all())]
-        if wrong:
-            raise UserError(
-                f"{folder} holds weights that are not finite (the first is {wrong[0]}): take it "
-                "out of the folder, and resume from the one before"
-            )
         carried = checkpoint.read_tensors(folder / f"carry-{self.accelerator.process_index}.pt")
         try:
-            model.load_state_dict(sharding.sharded_weights(weights, model.state_dict()))
+            self.load_weights(folder, model)
             optimizer.load_state_dict(sharding.sharded_optimizer(content["optimizer"], optimizer))
+        except UserError:
+            raise
         except (KeyError, ValueError, RuntimeError, IndexError) as error:
             reason = " ".join(str(error).split())
             raise UserError(

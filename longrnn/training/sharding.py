@@ -72,13 +72,14 @@ def prepare(accelerator: Accelerator, objective: Objective, config: TrainConfig)
         return accelerator.prepare(objective, build_optimizer(objective.model, config))
     check(accelerator)
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     assert isinstance(objective.model, RecurrentLM)  # the trainer has refused others
     for block in objective.model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(objective, mesh=mesh)
+    register_fsdp_forward_method(objective, "token_losses")
     return objective, accelerator.prepare(build_optimizer(objective.model, config))
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longrnn.corpus import HEADER
 from longrnn.errors import UserError
@@ -21,6 +22,10 @@ from longrnn.text import Tokenizer
 from longrnn.training.documents import Reader, TextReader, build_corpus, identity_of
 from longrnn.training.instructions import InstructReader
 from longrnn.training.origins import Selection, origins
+from longrnn.training.processes import on_main
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 # Options of tasks that say how their data is read, and do not apply to a corpus.
 READING = {"split", "subset", "revision", "text_column", "split_on", "append_eos", "max_tokens"}
@@ -43,6 +48,19 @@ def build_task(
         UserError: an invalid description, or data that cannot be read.
     """
     return TASKS.build(tokenized(spec, tokenizer, name=name, quiet=quiet), tokenizer)
+
+
+def build_task_together(
+    accelerator: Accelerator,
+    spec: Mapping[str, Any],
+    *,
+    tokenizer: Tokenizer | None,
+    name: str,
+    quiet: bool,
+) -> Task:
+    """`build_task` in every process of a run; the main one tokenizes first."""
+    look = partial(tokenized, spec, tokenizer, name=name, quiet=quiet)
+    return TASKS.build(on_main(accelerator, look), tokenizer)
 
 
 def tokenized(

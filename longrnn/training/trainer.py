@@ -12,7 +12,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, cast
@@ -21,17 +21,21 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import Terminated, UserError
+from longrnn.hf import lora
 from longrnn.locks import Lock
 from longrnn.progress import Progress
-from longrnn.state import LMState, reset
-from longrnn.tasks import TASKS, Batch
-from longrnn.training import finite, models, replay, sharding
-from longrnn.training.checks import check_model, check_positions
+from longrnn.state import LMState
+from longrnn.tasks import Batch
+from longrnn.training import best_model, failures, models, publish, sharding, spikes
+from longrnn.training.checks import check_model, check_positions, check_vocabulary
+from longrnn.training.components import Component
 from longrnn.training.config import TrainConfig
 from longrnn.training.data import Source
+from longrnn.training.extension import start_of_decay
 from longrnn.training.folder import Found, append_metrics, claim, find
 from longrnn.training.initial_states import INITIAL_STATES, Context
 from longrnn.training.metrics import Sums
+from longrnn.training.mitigated import check_initial_state, edits_of
 from longrnn.training.models import Trained
 from longrnn.training.objective import Objective
 from longrnn.training.optim import clip_values, fill, freeze, learning_rate, set_learning_rate
@@ -44,12 +48,12 @@ from longrnn.training.processes import (
     start_trackers,
 )
 from longrnn.training.saver import Saver, SaveSchedule
-from longrnn.training.sources import tokenized
+from longrnn.training.sources import build_task_together
+from longrnn.training.spikes import SpikeGuard
+from longrnn.training.validation import Validation
 
 # Attributes of a trainer that a checkpoint holds, beside weights, optimizer and carried states.
 COUNTERS = ("step", "tokens", "pending", "skipped", "skipped_in_a_row")
-# With `nonfinite: skip`, a run stops after this many skipped steps in a row.
-MOST_SKIPPED = 10
 
 
 class Trainer:
@@ -59,13 +63,21 @@ class Trainer:
         config: the run.
         resume: whether to continue from the newest checkpoint in `config.output_dir`.
         quiet: print no progress.
+        extend: whether the run in `config.output_dir` had fewer steps; it is resumed.
 
     Raises:
         UserError: the configuration is invalid, the output folder holds another run, or the number
             of processes is not that of the launch.
     """
 
-    def __init__(self, config: TrainConfig, *, resume: bool = False, quiet: bool = False) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        resume: bool = False,
+        quiet: bool = False,
+        extend: bool = False,
+    ) -> None:
         self.config = config
         self.output_dir = Path(config.output_dir)
         self.accelerator = build_accelerator(config)
@@ -73,8 +85,8 @@ class Trainer:
         world = self.accelerator.num_processes
         # Held until `train` ends by the main process, the only one that writes shared files.
         self.lock = Lock.of_folder(self.output_dir, instead="choose another output_dir")
-        look = partial(find, config, self.lock, resume=resume, processes=world)
-        found = on_main(self.accelerator, look)
+        how = {"resume": resume or extend, "extend": extend, "processes": world}
+        found = on_main(self.accelerator, partial(find, config, self.lock, **how))
         try:
             self._set_up(found)
         except BaseException:
@@ -85,46 +97,69 @@ class Trainer:
         """Builds what trains, refuses what does not fit, and only then writes into the folder."""
         config = self.config
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        config.tokenizer, self.tokenizer = models.tokenizer_of(config, found.checkpoint)
-        look = partial(tokenized, config.task, self.tokenizer, name=config.tokenizer)
-        self.task = TASKS.build(
-            on_main(self.accelerator, partial(look, quiet=self.quiet)), self.tokenizer
+        origin = found.checkpoint
+        if origin is None and config.resume_from_checkpoint is not None:
+            origin = Path(config.resume_from_checkpoint)
+        config.tokenizer, self.tokenizer = models.tokenizer_of(config, origin)
+        build = partial(
+            build_task_together,
+            self.accelerator,
+            tokenizer=self.tokenizer,
+            name=config.tokenizer or "",
+            quiet=self.quiet,
         )
+        self.task = build(config.task)
         self.source = Source(self.task, config, rank, world)
-        model = self._build_model(found.checkpoint)
-        context = Context(model.init_state, config.seed, rank, world, self._total)
+        model = self._build_model(origin)
+        edits = edits_of(model, config.mitigation)
+        objective = Objective(model, edits)
+        context = Context(objective.init_state, config.seed, rank, world, self.total)
         self.starts = INITIAL_STATES.build(config.initial_state, context)
+        check_initial_state(model, edits, config.initial_state["kind"])
         learning_rate(0, config)  # refuses an unknown schedule before anything is written
         fill(model, config.fill)
         freeze(model, config.freeze)
-        objective = Objective(model)
         self.objective, self.optimizer = sharding.prepare(self.accelerator, objective, config)
+        self.validation: Validation | None = None
+        if config.validation:
+            held_out = build(config.validation)
+            self.validation = Validation(config, model, self.task, held_out, rank, world)
+            check_vocabulary(model.vocab_size, config, self.validation.task)
+        self.spikes = SpikeGuard(config, model.vocab_size)
+        validations = [self.validation] if self.validation is not None else []
+        self.components: list[Component] = [self.spikes, *validations]
         self.source.check()  # likewise a length that the task cannot make
         check_positions(model, self.source)
         on_main(self.accelerator, lambda: claim(config, found))
-        self.saver = Saver(config, self.accelerator, self.tokenizer)
-        resumed = found.checkpoint is not None
-        self.schedule = SaveSchedule(self.saver, config.save_steps, resumed=resumed)
+        spec = None if edits is None else edits.spec
+        self.saver = Saver(config, self.accelerator, self.tokenizer, spec)
+        self.schedule = SaveSchedule(
+            self.saver,
+            config.save_steps,
+            decay_start=start_of_decay(config),
+            resumed=found.checkpoint is not None,
+        )
         keep_alive(self.accelerator, self.objective)
 
+        self._adapters_checked = False
         self.step = 0
         self.tokens = 0
         self.skipped = self.skipped_in_a_row = 0  # steps skipped by `nonfinite: skip`
         self.pending: dict[str, list[float]] = {}  # values that the next row of metrics averages
-        if found.checkpoint is not None:
-            self._restore(found.checkpoint)
+        if origin is not None:
+            self.restore(origin, branch=found.checkpoint is None)
         n_micro, device = config.gradient_accumulation_steps, self.accelerator.device
         self.batches = Prefetch(self.source.segments, n_micro, config.max_steps, device)
         start_trackers(self.accelerator, config, self.step)
 
     def _build_model(self, found: Path | None) -> Trained:
         torch.manual_seed(self.config.seed)
-        model = models.build(self.config, found, say=self._say)
+        model = models.build(self.config, found, say=self.say)
         check_model(model, self.config, self.task)
         model.gradient_checkpointing_enable(self.config.gradient_checkpointing)
         return model.to(self.accelerator.device).train()
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
         """Prints a line, unless quiet."""
         if not self.quiet:
             print(line, file=sys.stderr)
@@ -144,49 +179,71 @@ class Trainer:
 
     def _train(self) -> Trained:
         config = self.config
-        left = config.max_steps - self.step
+        left = 0 if self._ended() else config.max_steps - self.step
         if not self.quiet and (layout := self.source.layout()):
-            self._say(layout)
+            self.say(layout)
         with (
             Interrupts() as interrupts,
             Progress("training", left, unit="tokens", quiet=self.quiet) as progress,
         ):
-            while self.step < config.max_steps:
+            while not self._ended():
                 begun, before = time.monotonic(), self.tokens
                 values = self._train_step(stop=interrupts.received is not None)
                 stop = values.pop("stop") > 0
+                if values.pop("rolled_back", 0.0):
+                    if stop:
+                        self._leave(interrupts)
+                    continue
                 self.step += 1
                 for name, value in values.items():
                     self.pending.setdefault(name, []).append(value)
                 note = f"loss {values['loss']:.4f}" if "loss" in values else "skipped"
                 progress.advance(1, self.tokens - before, note)
-                last = self.step == config.max_steps
+                improved = best_model.evaluate(self)
+                last = self._ended()
                 if self.step % config.logging_steps == 0 or last:
                     self._log((self.tokens - before) / (time.monotonic() - begun))
-                finite_step = "loss" in values
                 self.schedule.after_step(
-                    self.step, self._save, was_finite=finite_step, at_once=last or stop, last=last
+                    self.step,
+                    self._save,
+                    was_finite="loss" in values,
+                    at_once=last or stop or improved,
+                    last=last,
                 )
                 if stop and not last:
-                    if interrupts.received == signal.SIGINT:
-                        raise KeyboardInterrupt
-                    raise Terminated(f"{self.output_dir}: step {self.step} is done and saved")
-            model = self._model()
-            self.saver.write_final(model)
-        self.accelerator.end_training()
-        return model
+                    self._leave(interrupts)
+            best_model.load(self)
+            self.saver.write_final(self.model)
+        on_main(self.accelerator, partial(publish.write_card, self))
+        with redirect_stdout(sys.stderr):  # trackers print there
+            self.accelerator.end_training()
+        if self.config.push_to_hub:
+            self.say(f"uploaded: {on_main(self.accelerator, partial(publish.push, self.config))}")
+        return self.model
+
+    def _leave(self, interrupts: Interrupts) -> NoReturn:
+        """Ends the run after a signal; its last step is saved."""
+        if interrupts.received == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise Terminated(f"{self.output_dir}: step {self.step} is done and saved")
+
+    def _ended(self) -> bool:
+        """Whether no step comes after those that are done."""
+        early = self.validation is not None and self.validation.exhausted
+        return early or self.step >= self.config.max_steps
 
     def _train_step(self, *, stop: bool) -> dict[str, float]:
         """Runs one optimizer step; returns its metrics, and `stop` above 0 to stop all processes.
 
-        A skipped step returns `stop` alone.
+        A skipped step returns `stop` alone. After a rollback there is `rolled_back`, and `step` is
+        that of the checkpoint.
         """
         config, n_micro = self.config, self.config.gradient_accumulation_steps
         set_learning_rate(self.optimizer, self.step, config)
         sums = Sums(stop=torch.tensor([float(stop)]))
         ends: list[LMState] = []
         for micro in range(n_micro):
-            segments, start = self._micro_batch(micro)
+            segments, start = self.micro_batch(micro)
             # Gradients are reduced over processes once, after the last micro-batch.
             wait = micro < n_micro - 1
             sync = self.accelerator.no_sync(self.objective) if wait else nullcontext()
@@ -202,12 +259,18 @@ class Trainer:
         norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), config.max_grad_norm)
         if config.max_grad_value is not None:
             clip_values(self.objective.parameters(), config.max_grad_value)
-        was_nonfinite = self._nonfinite(norm, sums.pairs["loss"])
+        if config.peft is not None and not self._adapters_checked:
+            self._check_adapters()
+        was_nonfinite = failures.is_nonfinite(self, norm, sums.pairs["loss"])
         sums.add({"nonfinite": torch.tensor([float(was_nonfinite)])})
-        means = sums.means(lambda table: self._total(table.to(self.accelerator.device)))
+        means = sums.means(lambda table: self.total(table.to(self.accelerator.device)))
         if means.pop("nonfinite") > 0:
-            self._handle_nonfinite()
+            failures.discard_step(self)
             return {"stop": means["stop"]}
+        if self.spikes.is_spike(means["loss"]):
+            spikes.handle(self, means["loss"])
+            return {"stop": means["stop"], "rolled_back": 1.0}
+        self.spikes.record(means["loss"])
         self.skipped_in_a_row = 0
         for micro, state in enumerate(ends):
             self.starts.after(state, micro)
@@ -215,68 +278,24 @@ class Trainer:
         self.optimizer.zero_grad()
         return means | {"grad_norm": float(norm if norm is not None else 0.0)}
 
-    def _micro_batch(self, micro: int) -> tuple[list[Batch], LMState]:
+    def _check_adapters(self) -> None:
+        """Refuses adapters that the model does not use, at the first step."""
+        flags = lora.without_gradient(self.model)
+        reached = self.total(torch.stack([*flags.values()]).to(self.accelerator.device))
+        lora.check_reached([*flags], reached.tolist())
+        self._adapters_checked = True
+
+    def micro_batch(self, micro: int) -> tuple[list[Batch], LMState]:
         """A micro-batch of this step, and its initial state."""
-        segments = self.batches.segments(self.step, micro)
-        return segments, self.starts.before(segments[0], self.step, micro)
+        segments = self.batches.segments(self.data_step, micro)
+        return segments, self.starts.before(segments[0], self.data_step, micro)
 
-    def _nonfinite(self, norm: Tensor | None, loss: Tensor) -> bool:
-        # With fp16, gradients overflow regularly, and the scaler skips such steps itself.
-        checked = [loss] if norm is None or self.accelerator.scaler is not None else [loss, norm]
-        return not all(bool(value.isfinite().all()) for value in checked)
+    @property
+    def data_step(self) -> int:
+        """The step whose batches come next: rollbacks leave some out."""
+        return self.step + self.spikes.skipped_batches
 
-    def _handle_nonfinite(self) -> None:
-        """Discards a step that was not finite; stops the run, or continues with the next step.
-
-        Streams that were not finite continue from zero, since their carried state may be the cause.
-        """
-        config = self.config
-        self.optimizer.zero_grad()
-        if self.accelerator.scaler is not None:
-            self.accelerator.scaler.update()
-        path, micros = self._nonfinite_file(), self._micro_batches()
-        objective = self.accelerator.unwrap_model(self.objective)
-        where, finite_rows = replay.save_failure(self.accelerator, objective, micros, path)
-        self.skipped += 1
-        self.skipped_in_a_row += 1
-        if config.nonfinite == "stop" or self.skipped_in_a_row == MOST_SKIPPED:
-            self._stop(path, where)
-        if self.accelerator.is_main_process:
-            print(f"warning: step {self.step + 1} is skipped: {where}; see {path}", file=sys.stderr)
-            for old in replay.files(self.output_dir)[: -config.save_total_limit]:
-                old.unlink()
-        if self.starts.streams:
-            for micro, ((_, start), rows) in enumerate(zip(micros, finite_rows, strict=True)):
-                failed = ~rows.to(self.accelerator.device)
-                zero = self._model().init_state(len(failed))
-                self.starts.after(reset(start, zero, failed), micro)
-
-    def _nonfinite_file(self) -> Path:
-        """Where the batch of the step after `self.step` is kept."""
-        return self.output_dir / f"nonfinite-{self.step + 1:08d}.pt"
-
-    def _micro_batches(self) -> list[tuple[list[Batch], LMState]]:
-        return [
-            self._micro_batch(micro) for micro in range(self.config.gradient_accumulation_steps)
-        ]
-
-    def _stop(self, path: Path, where: str) -> NoReturn:
-        """Stops the run at a step that was not finite.
-
-        If several batches failed in a row, the weights are the cause: a checkpoint of the same
-        weights is set aside, so that the run resumes from an earlier one.
-        """
-        config, many = self.config, self.skipped_in_a_row
-        done = self.step + 1 - many  # steps before the weights were last changed
-        aside: list[str] = []
-        if many == MOST_SKIPPED:
-            where += f", as in each of the {many} steps in a row that were skipped"
-            work = partial(finite.set_aside, self.output_dir, done)
-            aside = on_main(self.accelerator, work)
-        batch = config.nonfinite == "stop"
-        raise UserError(finite.advice(config, path, where, done=done, batch=batch, aside=aside))
-
-    def _total(self, part: Tensor) -> Tensor:
+    def total(self, part: Tensor) -> Tensor:
         """The sum of `part` over processes."""
         return cast(Tensor, self.accelerator.reduce(part, "sum"))
 
@@ -285,36 +304,42 @@ class Trainer:
         self.pending = {}
         if self.config.nonfinite == "skip":
             means["skipped"] = self.skipped
+        if self.config.on_spike == "rollback":
+            means["skipped_batches"] = self.spikes.skipped_batches
+        means["learning_rate"] = learning_rate(self.step - 1, self.config)
+        self.record(means | {"tokens_per_second": rate})
+
+    def record(self, values: dict[str, float]) -> None:
+        """Adds a row to the metrics of the run."""
         if not self.accelerator.is_main_process:
             return
-        row = {
-            "step": self.step,
-            **means,
-            "learning_rate": learning_rate(self.step - 1, self.config),
-            "tokens": self.tokens,
-            "tokens_per_second": rate,
-        }
+        row = {"step": self.step, "tokens": self.tokens, **values}
         append_metrics(self.output_dir, row)
         self.accelerator.log({k: v for k, v in row.items() if k != "step"}, step=self.step)
 
-    def _model(self) -> Trained:
-        return self.accelerator.unwrap_model(self.objective).model
+    def whole_objective(self) -> Objective:
+        """The objective without its wrapper for several devices."""
+        return self.accelerator.unwrap_model(self.objective)
+
+    @property
+    def model(self) -> Trained:
+        """The model in training."""
+        return self.whole_objective().model
+
+    def init_state(self, rows: int) -> LMState:
+        """The zero state of `rows` rows."""
+        return self.whole_objective().init_state(rows)
 
     def _save(self) -> None:
-        model = self._model()
-        name = finite.unfit(self.accelerator, model, self.optimizer)
-        if name is not None:
-            path, micros = self._nonfinite_file(), self._micro_batches()
-            objective = self.accelerator.unwrap_model(self.objective)
-            where = f"after step {self.step}, {name} is not finite"
-            replay.save_failure(self.accelerator, objective, micros, path, where=where)
-            raise UserError(finite.advice(self.config, path, where, done=self.step, batch=False))
+        failures.check_weights(self)
         counters = {name: getattr(self, name) for name in COUNTERS}
         counters["data"] = self.task.data_sha256()
-        self.saver.save(counters, model, self.optimizer, self.starts.content())
+        counters["components"] = {part.name: part.content() for part in self.components}
+        self.saver.save(counters, self.model, self.optimizer, self.starts.content())
 
-    def _restore(self, folder: Path) -> None:
-        counters, carried = self.saver.restore(folder, self._model(), self.optimizer)
+    def restore(self, folder: Path, *, branch: bool = False) -> None:
+        """Continues from a checkpoint; `branch`: of another run, whose evaluations do not count."""
+        counters, carried = self.saver.restore(folder, self.model, self.optimizer)
         if counters["data"] != self.task.data_sha256():
             raise UserError(
                 f"the texts that {folder} was trained on have changed: put them back, or start "
@@ -323,3 +348,7 @@ class Trainer:
         for name in COUNTERS:
             setattr(self, name, counters[name])
         self.starts.restore(carried)
+        for part in self.components:
+            if part is not self.validation or not branch:
+                part.restore(counters["components"].get(part.name, {}))
+        best_model.restore(self)

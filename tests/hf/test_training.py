@@ -70,7 +70,7 @@ def test_a_run_learns_writes_and_resumes(tied: bool, tmp_path: Path) -> None:
     trainer = train(config(tmp_path / "whole", **changes))
     rows = metrics(tmp_path / "whole")
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.2
-    inner = trainer._model()
+    inner = trainer.model
     assert isinstance(inner, TransformerLM)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     tokens = torch.arange(20)[None]
@@ -103,7 +103,7 @@ def test_fine_tuning_starts_from_the_weights_of_the_checkpoint(tmp_path: Path) -
     options = {"transformer": {}, "init_from": str(tmp_path / "first")}
     trainer = train(config(tmp_path / "second", **options, learning_rate=1e-12, max_steps=1))
     first = AutoModelForCausalLM.from_pretrained(tmp_path / "first").state_dict()
-    second = trainer._model().model.state_dict()  # type: ignore[union-attr]
+    second = trainer.model.model.state_dict()  # type: ignore[union-attr]
     for name, weight in first.items():
         torch.testing.assert_close(second[name], weight, atol=1e-9, rtol=0)
 

@@ -179,7 +179,7 @@ def test_along_checkpoints(tmp_path: Path) -> None:
     (condition,) = task.conditions()
     generator = torch.Generator().manual_seed(0)
     inputs = triplets(task, condition, 3, length=4, generator=generator)
-    model = trainer._model().eval()
+    model = trainer.model.eval()
     assert isinstance(model, RecurrentLM)
     last = stability(model, inputs)
     assert readings[-1].same_token.mean == pytest.approx(float(last.same_token.mean()), abs=1e-6)

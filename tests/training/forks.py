@@ -81,12 +81,13 @@ def _main(arguments: list[str], out: Path, err: Path, environment: dict[str, str
     run()
 
 
-def pair(*arguments: str | Path, folder: Path) -> list[Fork]:
+def pair(*arguments: str | Path, folder: Path, **environment: str) -> list[Fork]:
     """Two processes that gloo joins, as a launcher starts them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    world |= environment
     return [
         Fork(*arguments, folder=folder / str(rank), RANK=str(rank), LOCAL_RANK=str(rank), **world)
         for rank in (0, 1)

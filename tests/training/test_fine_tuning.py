@@ -94,7 +94,7 @@ def test_a_narrow_checkpoint_is_trained_in_float32(
     source = published(tmp_path / "narrow", layout, dtype, mixed=mixed)
     how = {"mixed_precision": precision, "initial_state": {"kind": start}}
     trainer = train(tuned(tmp_path / "a", source, **how))
-    model = trainer._model()
+    model = trainer.model
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     moments = [s["exp_avg_sq"] for s in trainer.optimizer.state_dict()["state"].values()]
     assert all(moment.dtype == torch.float32 for moment in moments)
@@ -130,7 +130,7 @@ def test_a_narrow_transformer_is_trained_and_saved_in_float32(
     """The saved configuration says float32 too: a reader would narrow the weights again."""
     source = with_bytes(causal("llama", dtype, vocab_size=256), tmp_path / "llama")
     trainer = train(tuned(tmp_path / "run", str(source)))
-    weights = trainer._model().state_dict()
+    weights = trainer.model.state_dict()
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
     again: Any = load(tmp_path / "run")
     for name, weight in again.model.state_dict().items():

@@ -23,7 +23,8 @@ from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from longrnn.training import checkpoint, replay
 from longrnn.training.config import TrainConfig
-from longrnn.training.trainer import MOST_SKIPPED, Trainer
+from longrnn.training.failures import MOST_SKIPPED
+from longrnn.training.trainer import Trainer
 from tests.cli.conftest import CLI, cli  # noqa: F401
 from tests.training.forks import pair
 from tests.training.runs import KINDS, MAMBA2, assert_equal, metrics, tiny, train, write_config
@@ -66,7 +67,7 @@ def with_token(config: TrainConfig, steps: int) -> list[int]:
 
 
 def snapshot(trainer: Trainer) -> Any:
-    model = {name: value.clone() for name, value in trainer._model().state_dict().items()}
+    model = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     return model, copy.deepcopy(trainer.optimizer.state_dict()["state"])
 
 
@@ -110,7 +111,7 @@ def test_a_run_stops_at_the_step_and_says_where(
     assert_equal(content["segments"][0]["tokens"], batch.tokens)
     # Nothing of the step has reached the weights.
     assert trainer.step == first - 1
-    assert_identical(content["model"], dict(trainer._model().state_dict()))
+    assert_identical(content["model"], dict(trainer.model.state_dict()))
 
 
 @pytest.mark.parametrize("kind", ["reverse", "carry"])
@@ -220,7 +221,7 @@ def test_replay_of_what_is_no_batch(cli: CLI, tmp_path: Path) -> None:  # noqa: 
 def test_replay_begins_from_the_carried_state(tmp_path: Path) -> None:
     """The replay starts from the carried state and gives the same loss."""
     trainer = train(tiny("carry", tmp_path, max_steps=3))
-    segments, state = trainer._micro_batch(0)
+    segments, state = trainer.micro_batch(0)
     objective = trainer.accelerator.unwrap_model(trainer.objective)
     path = tmp_path / "nonfinite-00000004.pt"
     replay.save_failure(trainer.accelerator, objective, [(segments, state)], path)
@@ -271,7 +272,7 @@ def spoilt_at(
 
 def failing(trainer: Trainer) -> None:
     """Sets finite weights that fail at every batch."""
-    trainer._model().head.weight.fill_(3e38)
+    trainer.model.head.weight.fill_(3e38)
 
 
 def healthy(folder: Path) -> bool:
@@ -315,9 +316,9 @@ def test_weights_that_are_not_finite_are_never_saved(
 
     def overflow(trainer: Trainer) -> None:
         if part == "weight":  # of a token that is in no batch
-            trainer._model().embedding.weight[TOKEN, 0] = math.inf  # type: ignore[union-attr]
+            trainer.model.embedding.weight[TOKEN, 0] = math.inf  # type: ignore[union-attr]
         else:
-            state = trainer.optimizer.state[trainer._model().head.weight]
+            state = trainer.optimizer.state[trainer.model.head.weight]
             state["exp_avg_sq"][0, 0] = math.inf
 
     changes = {"nonfinite": nonfinite_, "save_steps": 3, "length": {"max": 2}}

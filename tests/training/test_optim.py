@@ -47,6 +47,14 @@ def test_warm_up_is_linear_from_the_first_step(kind: str) -> None:
         ("cosine", 60, 0.5),
         ("cosine", 110, 0.0),
         ("cosine", 500, 0.0),
+        ("linear", 10, 1.0),
+        ("linear", 35, 0.75),
+        ("linear", 110, 0.0),
+        ("linear", 500, 0.0),
+        ("cosine_with_min_lr", 10, 1.0),
+        ("cosine_with_min_lr", 60, 0.55),
+        ("cosine_with_min_lr", 110, 0.1),
+        ("cosine_with_min_lr", 500, 0.1),
         ("warmup_stable_decay", 10, 1.0),
         ("warmup_stable_decay", 90, 1.0),
         ("warmup_stable_decay", 100, 0.5),
@@ -56,8 +64,45 @@ def test_warm_up_is_linear_from_the_first_step(kind: str) -> None:
 def test_schedules_at_known_steps(kind: str, step: int, factor: float) -> None:
     """Each schedule has its known value at known steps and ends at max_steps."""
     decay = 20 if kind == "warmup_stable_decay" else 0
-    rate = learning_rate(step, config(lr_scheduler_type=kind, decay_steps=decay))
+    least = {"min_lr_rate": 0.1} if kind == "cosine_with_min_lr" else {}
+    rate = learning_rate(step, config(lr_scheduler_type=kind, decay_steps=decay, **least))
     assert rate == pytest.approx(0.5 * factor)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("linear", {}), ("cosine", {}), ("cosine_with_min_lr", {"min_lr": 0.1})],
+)
+def test_schedules_are_those_of_hugging_face(kind: str, options: dict[str, float]) -> None:
+    """After the warm-up, every step has the rate of the schedule of this name in transformers."""
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    theirs: Any = get_scheduler(kind, optimizer, 10, 110, scheduler_specific_kwargs=options)
+    ours = config(lr_scheduler_type=kind, **options)
+    for step in range(110):
+        if step >= 10:  # theirs has a first step of rate 0
+            assert learning_rate(step, ours) == pytest.approx(theirs.get_last_lr()[0])
+        optimizer.step()
+        theirs.step()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"min_lr": 0.1}, "min_lr=0.1 does not apply to lr_scheduler_type=cosine: leave it out"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "neither is given: set one of them"),
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr", "min_lr": 0.1, "min_lr_rate": 0.1},
+            "both are given: set one",
+        ),
+        ({"lr_scheduler_type": "cosine_with_min_lr", "min_lr": 0.6}, "is above learning_rate=0.5"),
+    ],
+)
+def test_a_minimum_belongs_to_its_schedule(values: dict[str, Any], message: str) -> None:
+    """A minimum learning rate is given once, below the rate, and with its schedule."""
+    with pytest.raises(UserError, match=message):
+        config(**values)
 
 
 def test_no_warm_up_and_no_decay() -> None:

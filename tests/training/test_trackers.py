@@ -61,6 +61,62 @@ def test_what_cannot_track_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     real: Callable[..., Any] = importlib.util.find_spec
     missing = lambda name: None if name == "tensorboard" else real(name)  # noqa: E731
     monkeypatch.setattr(processes, "find_spec", missing)
-    with pytest.raises(UserError, match="pip install tensorboard"):
+    with pytest.raises(UserError, match=r"pip install longrnn\[tensorboard\]"):
         Trainer(tiny("reverse", tmp_path / "run", report_to="tensorboard"), quiet=True)
     assert not (tmp_path / "run").exists()
+
+
+def test_wandb_offline_writes_into_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """wandb in offline mode gets the rows, under one identity also after a resume."""
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    logged: list[tuple[int, float]] = []
+    whole = wandb.Run.log
+
+    def log(self: Any, data: dict[str, float], step: int | None = None, **options: Any) -> None:
+        logged.append((step or 0, data["loss"]))
+        whole(self, data, step=step, **options)
+
+    monkeypatch.setattr(wandb.Run, "log", log)
+    config = tiny("passkey", tmp_path / "run", report_to="wandb")
+    crash(config, 7, monkeypatch)
+    wandb.finish()
+    identity = (tmp_path / "run/tracker-id").read_text()
+    train(config, resume=True)
+    assert (tmp_path / "run/tracker-id").read_text() == identity
+    rows = [(row["step"], row["loss"]) for row in metrics(tmp_path / "run")]
+    assert logged == [*rows[:2], *rows[1:]]
+    kept = list((tmp_path / "run/wandb").glob(f"offline-run-*-{identity}/*.wandb"))
+    assert len(kept) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_trackio_writes_into_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """trackio gets the rows, in the folder that TRACKIO_DIR names, without a network."""
+    pytest.importorskip("trackio", reason="trackio is not installed")
+    import subprocess
+    import sys
+
+    from tests.training.runs import ENVIRONMENT, write_config
+
+    path = write_config(tiny("passkey", tmp_path / "run", report_to="trackio"), tmp_path / "c.yaml")
+    environment = {**ENVIRONMENT, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "longrnn.cli", "train", str(path), "--quiet"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    # trackio itself prints another line when Python exits.
+    assert done.stdout.splitlines()[0] == f"{tmp_path / 'run'}: trained for 10 steps"
+    import sqlite3
+
+    (database,) = (tmp_path / "trackio").glob("longrnn*.db")
+    (count,) = sqlite3.connect(database).execute("select count(*) from metrics").fetchone()
+    assert count == len(metrics(tmp_path / "run"))

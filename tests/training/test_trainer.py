@@ -176,7 +176,7 @@ def test_the_scale_of_float16_is_kept(tmp_path: Path) -> None:
     trainer.step += 1
     trainer._save()
     scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0})
-    trainer._restore(last_checkpoint(tmp_path))
+    trainer.restore(last_checkpoint(tmp_path))
     assert scaler.get_scale() == 8.0
 
 
@@ -323,7 +323,7 @@ def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
         ({"model": {**MAMBA2, "mixer": {"kind": "lstm", "d_state": 3}}}, "known: init"),
         ({"model": {**MAMBA2, "vocab_size": 200}}, "set model.vocab_size=256"),
         ({"optim": "sgd"}, "known: adam, adamw"),
-        ({"lr_scheduler_type": "linear"}, "lr_scheduler_type"),
+        ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type"),
         ({"length": {"max": 50}}, "at least 156 tokens"),
         (
             {"length": {"max": 9000, "min": 50, "sampling": "log_uniform"}},

@@ -73,11 +73,11 @@ def block_outputs(model: RecurrentLM, wanted: bool) -> Iterator[list[list[Tensor
     hooks = []
     if wanted:
         first = model.blocks[0]
-        hooks.append(first.register_forward_pre_hook(lambda _, args: seen[0].append(args[0])))
+        hooks.append(first.register_forward_pre_hook(lambda _, given: seen[0].append(given[0])))
         for number, block in enumerate(model.blocks, 1):
             hooks.append(
                 block.register_forward_hook(
-                    lambda _, __, output, number=number: seen[number].append(output[0])
+                    lambda _, __, found, into=seen[number]: into.append(found[0])  # pyright: ignore
                 )
             )
     try:

@@ -53,9 +53,12 @@ class InitialState(ABC):
 
     Attributes:
         streams: whether rows are streams: consecutive segments of documents.
+        whole_states: whether states are zero or reached by reading tokens, with all that a
+            mitigation remembers of them.
     """
 
     streams = False
+    whole_states = True
 
     def __init__(self, context: Context, *, zero_share: float = 0.1) -> None:
         if not 0 <= zero_share <= 1:

@@ -26,6 +26,8 @@ class FittedNoise(InitialState):
         momentum: weight of the past when a batch is added to the running moments.
     """
 
+    whole_states = False
+
     def __init__(
         self, context: Context, *, zero_share: float = 0.1, momentum: float = 0.99
     ) -> None:
@@ -81,6 +83,8 @@ class RandomNoise(InitialState):
         zero_share: share of rows that start from zero.
         std: the standard deviation.
     """
+
+    whole_states = False
 
     def __init__(self, context: Context, *, zero_share: float = 0.1, std: float = 0.1) -> None:
         super().__init__(context, zero_share=zero_share)

@@ -1,0 +1,218 @@
+"""LoRA adapters through PEFT: added to a model, saved as PEFT saves them, and merged.
+
+Notable choices:
+- Adapters replace the projections as modules, which the cells call as modules: no kernel can
+  bypass them. `without_gradient` finds targets that took no part in a step all the same.
+- Parameters that are trained as a whole stand in the adapter's file under their own names, where
+  PEFT loads them into the base model.
+- An adapter belongs to the weights it was trained on: `adapter.json` has their fingerprint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longrnn.checksums import remove_checksums, write_checksums
+from longrnn.errors import UserError, nearest
+from longrnn.files import read_json, write_atomic
+from longrnn.models.recurrent import RecurrentLM
+
+CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "adapter.json"
+PREFIX, NAME = "base_model.model.", ".default."
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter and no whole model."""
+    return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def add_adapters(
+    model: nn.Module, *, r: int, alpha: float, targets: Sequence[str], full: Sequence[str]
+) -> None:
+    """Adds adapters to a model, whose other parameters are frozen.
+
+    Args:
+        model: changed in place.
+        r: rank of the adapters.
+        alpha: they are scaled by alpha / r.
+        targets: last names of linear modules, such as `in_proj`.
+        full: last names of parameters, or of modules, that are trained as a whole.
+
+    Raises:
+        UserError: PEFT is not installed, or a name matches nothing.
+    """
+    _require_peft()
+    from peft import LoraConfig, inject_adapter_in_model
+
+    linear = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    for target in targets:
+        if target not in linear:
+            raise UserError(f"peft.targets: no linear module {target!r}: {nearest(target, linear)}")
+    parameters = dict(model.named_parameters())
+    known = {part for name in parameters for part in name.split(".") if not part.isdecimal()}
+    for name in full:
+        if name not in known:
+            raise UserError(f"peft.full: no parameter {name!r}: {nearest(name, known)}")
+        if name in targets:
+            raise UserError(f"peft.full and peft.targets both name {name}: leave one of them out")
+    options = LoraConfig(r=r, lora_alpha=alpha, target_modules=list(targets))  # type: ignore[arg-type]
+    inject_adapter_in_model(options, model)
+    for name, parameter in model.named_parameters():
+        if set(name.split(".")) & set(full):
+            parameter.requires_grad_(True)
+
+
+def describe(model: nn.Module) -> dict[str, Any] | None:
+    """The arguments of `add_adapters` for a model that has adapters; None for another one."""
+    found = getattr(model, "peft_config", None)
+    if found is None:
+        return None
+    config = found["default"]
+    whole = [n for n, p in model.named_parameters() if p.requires_grad and NAME not in n]
+    return {
+        "r": config.r,
+        "alpha": config.lora_alpha,
+        "targets": sorted(config.target_modules),
+        "full": sorted({_last(name) for name in whole}),
+    }
+
+
+def _last(name: str) -> str:
+    """The last name of a parameter, or of the module whose weight or bias it is."""
+    *path, last = name.split(".")
+    return path[-1] if last in ("weight", "bias") else last
+
+
+def without_gradient(model: nn.Module) -> dict[str, Tensor]:
+    """For each trained parameter that a first step must reach, 1 if its gradient is not zero.
+
+    The factor A of an adapter has a zero gradient in the first step, because B is zero there.
+    """
+    flags = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or ".lora_A." in name:
+            continue
+        gradient = parameter.grad
+        local = gradient if gradient is None else getattr(gradient, "_local_tensor", gradient)
+        flags[name] = torch.tensor(0.0 if local is None else float(bool((local != 0).any())))
+    return flags
+
+
+def check_reached(names: Sequence[str], reached: Sequence[float]) -> None:
+    """Raises UserError for parameters whose gradient was zero in every process.
+
+    Args:
+        names: of the trained parameters.
+        reached: the sum of `without_gradient` over processes, for each name.
+    """
+    missed = [name for name, count in zip(names, reached, strict=True) if count == 0]
+    if missed:
+        raise UserError(
+            f"peft: {len(missed)} of {len(names)} trained parameters got no gradient in the first "
+            f"step (the first is {missed[0]}), so the model computes without them: name other "
+            "modules in peft.targets and peft.full"
+        )
+
+
+def trained_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a state dict that are trained, under the names that PEFT gives them."""
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    return {PREFIX + n.replace(NAME, "."): weights[n].contiguous() for n in weights if n in trained}
+
+
+def read_weights(model: nn.Module, folder: Path) -> dict[str, Tensor]:
+    """What `save_adapter` wrote, under the names of the model's state dict."""
+    from safetensors.torch import load_file
+
+    ours = {PREFIX + name.replace(NAME, "."): name for name, p in model.named_parameters()}
+    return {ours[name]: tensor for name, tensor in load_file(folder / WEIGHTS).items()}
+
+
+def save_adapter(
+    model: nn.Module,
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    *,
+    base: str,
+    base_fingerprint: str,
+    mitigation: str | None,
+) -> None:
+    """Writes an adapter as PEFT writes it.
+
+    Args:
+        model: with adapters.
+        folder: created if it does not exist.
+        weights: the whole state dict of the model.
+        base: name or path of the base model.
+        base_fingerprint: of its weights in float32.
+        mitigation: under which the adapter was trained.
+    """
+    from safetensors.torch import save
+
+    config = getattr(model, "peft_config")["default"]  # noqa: B009
+    options = {
+        name: sorted(value) if isinstance(value, set) else value
+        for name, value in config.to_dict().items()
+    }
+    local = Path(base)
+    options["base_model_name_or_path"] = str(local.resolve()) if local.is_dir() else base
+    options["inference_mode"] = True
+    remove_checksums(folder)
+    known = {"fingerprint": base_fingerprint, "mitigation": mitigation}
+    write_atomic(folder / WEIGHTS, save(trained_weights(model, weights), metadata={"format": "pt"}))
+    write_atomic(folder / CONFIG, json.dumps(options, indent=2, default=str) + "\n")
+    write_atomic(folder / BASE, json.dumps(known, indent=2) + "\n")
+    write_checksums(folder)
+
+
+def base_of(folder: Path) -> str:
+    """Name or path of the base model of an adapter.
+
+    Raises:
+        UserError: the adapter does not name it.
+    """
+    base = read_json(folder / CONFIG).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise UserError(
+            f"{folder / CONFIG} names no base model: write it there as base_model_name_or_path"
+        )
+    return base
+
+
+def merged(folder: Path, base: RecurrentLM) -> RecurrentLM:
+    """The base model with an adapter merged into its weights.
+
+    Args:
+        folder: of the adapter.
+        base: in float32; changed in place.
+
+    Raises:
+        UserError: PEFT is not installed, or the adapter is damaged or of another model.
+    """
+    _require_peft()
+    from peft import PeftModel
+
+    known = read_json(folder / BASE) if (folder / BASE).is_file() else {}
+    if known.get("fingerprint") not in (None, base.fingerprint()):
+        raise UserError(
+            f"{folder} is an adapter of other weights than those of {base_of(folder)}: put back "
+            "the checkpoint that it was trained on"
+        )
+    if not (folder / WEIGHTS).is_file():
+        raise UserError(f"{folder} is incomplete (it has no {WEIGHTS}): copy it again")
+    model: Any = PeftModel.from_pretrained(base, folder)  # type: ignore[arg-type]
+    model = model.merge_and_unload()
+    model.trained_under = known.get("mitigation")
+    return model.eval().requires_grad_()
+
+
+def _require_peft() -> None:
+    if find_spec("peft") is None:
+        raise UserError("adapters need PEFT, which is not installed: pip install longrnn[lora]")

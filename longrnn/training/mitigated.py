@@ -1,0 +1,70 @@
+"""Training under a mitigation: the recurrence that runs at inference is the one that is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from longrnn.errors import UserError
+from longrnn.mitigations import Mitigated, mitigation
+from longrnn.mitigations.base import COLLAPSING, Chain
+from longrnn.mixers import Edit
+from longrnn.models import RecurrentLM
+from longrnn.state import leaves
+from longrnn.training.initial_states import INITIAL_STATES
+from longrnn.training.models import Trained
+
+
+class Edits(NamedTuple):
+    """The mitigation of a run.
+
+    Attributes:
+        spec: describes it without reference to files, so that it is defined for other weights.
+        layers: the edit of each layer.
+    """
+
+    spec: str
+    layers: Sequence[Edit]
+
+
+def edits_of(model: Trained, spec: Any) -> Edits | None:
+    """The edits of `mitigation` in a configuration; None without one.
+
+    Calibrated numbers and the heads of a diagnosis are those of the weights at the start, and stay.
+
+    Raises:
+        UserError: the mitigation is unknown, or not defined for the model.
+    """
+    if spec is None or spec == "none":
+        return None
+    if not isinstance(model, RecurrentLM):
+        raise UserError("a transformer has no recurrence to mitigate: leave mitigation out")
+    whole = Mitigated(model, mitigation(spec))
+    parts = [
+        replace(
+            part,
+            diagnosis=None,
+            heads=[[layer, int(h)] for layer, m in enumerate(heads) for h in m.nonzero()[:, 0]],
+        )
+        if part.heads == COLLAPSING
+        else part
+        for part, heads in zip(whole.parts, whole.heads, strict=True)
+    ]
+    return Edits(Chain(parts).describe(), whole.edits)
+
+
+def check_initial_state(model: Trained, edits: Edits | None, kind: str) -> None:
+    """Refuses noise as an initial state of a mitigation that remembers tokens.
+
+    Raises:
+        UserError: such a combination.
+    """
+    if edits is None or INITIAL_STATES[kind].whole_states:
+        return
+    assert isinstance(model, RecurrentLM)
+    if any(True for _ in leaves(model.init_carries(1, edits.layers))):
+        raise UserError(
+            f"initial_state={kind} draws states without the tokens that {edits.spec} remembers: "
+            "set initial_state={kind: pass} or {kind: zero}"
+        )

@@ -1,0 +1,118 @@
+"""Training under a mitigation: the recurrence of inference is trained, saved and named."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longrnn import Mitigated, load, mitigation
+from longrnn.errors import UserError
+from longrnn.hf.loading import load_recurrent
+from longrnn.hf.specs import mitigated
+from longrnn.training.trainer import Trainer
+from tests.training.forks import pair
+from tests.training.runs import assert_same_run, metrics, tiny, train, write_config
+from tests.training.test_trainer import crash
+from tests.training.test_validation import HELD_OUT
+
+WINDOW = "sliding_window(window=24)"
+VALIDATED: dict[str, Any] = {
+    "validation": {"kind": "text", "files": [HELD_OUT]},
+    "eval_length": 200,
+    "eval_samples": 2,
+}
+
+
+def test_the_loss_is_that_of_the_mitigated_model(tmp_path: Path) -> None:
+    """A step, and a validation, compute the recurrence that runs at inference."""
+    config = tiny("streams", tmp_path, mitigation=WINDOW, **VALIDATED)
+    trainer = train(config)
+    model = load(f"{tmp_path}+trained")
+    assert isinstance(model, Mitigated)
+    assert str(model.mitigation) == WINDOW
+    assert trainer.validation is not None
+    rows = trainer.validation.rows
+    with torch.no_grad():
+        logits = model(rows.tokens).logits
+        plain = load_recurrent(tmp_path)(rows.tokens).logits
+    wanted = torch.nn.functional.cross_entropy(logits.transpose(1, 2), rows.targets)
+    other = torch.nn.functional.cross_entropy(plain.transpose(1, 2), rows.targets)
+    found = metrics(tmp_path)[-2]["eval_loss"]
+    assert found == pytest.approx(float(wanted), rel=1e-5)
+    assert abs(float(other) - found) > 1e-5
+
+
+@pytest.mark.parametrize("kind", ["streams", "pass"])
+def test_a_resumed_run_carries_the_mitigation(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Carries of the mitigation are in checkpoints: the resumed run is the undisturbed one."""
+    spec = WINDOW if kind == "streams" else {"kind": "state_norm", "threshold": 0.5}
+    straight, broken = (tiny(kind, tmp_path / name, mitigation=spec) for name in ("a", "b"))
+    train(straight)
+    crash(broken, 6, monkeypatch)
+    train(broken, resume=True)
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+    train(tiny(kind, tmp_path / "plain"))
+    assert metrics(tmp_path / "plain")[-1]["loss"] != metrics(tmp_path / "a")[-1]["loss"]
+
+
+def test_two_processes_train_a_mitigation_like_one(tmp_path: Path) -> None:
+    """Two processes have the losses of one under a mitigation."""
+    changes = {"mitigation": WINDOW, "max_steps": 3, "logging_steps": 1}
+    train(tiny("streams", tmp_path / "one", per_device_train_batch_size=4, **changes))
+    two = tiny("streams", tmp_path / "two", num_processes=2, **changes)
+    path = write_config(two, tmp_path / "config.yaml")
+    both = pair("train", path, "--quiet", folder=tmp_path / "log")
+    assert [process.end() for process in both] == [0, 0], both[0].err + both[1].err
+    for one, other in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], abs=1e-5)
+
+
+def test_another_recurrence_than_the_trained_one_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Evaluation without the mitigation of the training, or with another one, warns."""
+    train(tiny("streams", tmp_path, mitigation=WINDOW, max_steps=1))
+    model = load_recurrent(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        mitigated(model, "trained")
+        mitigated(model, [WINDOW])
+        assert not caplog.records
+        mitigated(model, None)
+        mitigated(model, "forget_more")
+    first, second = (record.message for record in caplog.records)
+    assert f"was trained under {WINDOW} and is used without it: give the checkpoint as" in first
+    assert "is used under forget_more" in second
+    plain = train(tiny("streams", tmp_path / "plain", max_steps=1)).model
+    with pytest.raises(UserError, match="was trained without a mitigation: leave trained out"):
+        mitigated(plain, "trained")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("fitted_noise", {"mitigation": WINDOW}, "without the tokens that sliding_window"),
+        ("streams", {"mitigation": "sliding_windw"}, "did you mean 'sliding_window'"),
+        ("pass", {"mitigation": "scale_delta(scale=2)"}, "not defined for lstm"),
+    ],
+)
+def test_a_mitigation_that_does_not_fit_is_refused(
+    kind: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """A mitigation that is not defined for the run is refused before anything is written."""
+    with pytest.raises(UserError, match=message):
+        Trainer(tiny(kind, tmp_path / "run", **changes), quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_saved_spec_has_no_calibration(tmp_path: Path) -> None:
+    """The spec of a trained model applies to its new weights."""
+    spec = [{"kind": "state_norm", "threshold": 0.5}, "forget_more(decay_scale=0.999)"]
+    train(tiny("streams", tmp_path, mitigation=spec, max_steps=1))
+    recorded = load_recurrent(tmp_path).trained_under
+    assert recorded == mitigation(spec).describe()
