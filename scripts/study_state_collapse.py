@@ -34,14 +34,14 @@ from longrnn.files import write_atomic
 from longrnn.hf.loading import load_recurrent
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.hf.training_length import required_training_length
-from longrnn.intervals import Estimate
+from longrnn.mitigations import MITIGATIONS
 from longrnn.models import RecurrentLM
 from longrnn.programs import new_app, run_script
 from longrnn.results import Row, read_results
 from longrnn.studies.collapse import Calibrator, Variant, best, keyed_prompts, select, variants
 from longrnn.studies.collapse_tables import axes_table, books_table, stream_table
 from longrnn.studies.long_stream import read_stream
-from longrnn.studies.loss_inside import Losses, beginnings, evaluate
+from longrnn.studies.loss_inside import beginnings, evaluate
 from longrnn.tasks.passkey_prompts import FILLER
 from longrnn.text import read_text
 from longrnn.units import format_length, parse_length, parse_lengths
@@ -52,6 +52,7 @@ app = new_app()
 FEW = 0.2
 # Passkey prompts on which `state_norm` is calibrated, so that its thresholds allow for a key.
 KEYED = 64
+PLAIN = Variant("none", "none", {})
 
 Output = Annotated[Path, typer.Option(help="Folder for the results.")]
 TrainLength = Annotated[
@@ -84,6 +85,13 @@ def books(
     train_length: TrainLength = None,
     target: Target = "8k",
     variant: Names = None,
+    every_setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Mitigation to evaluate at every setting; of the others, only the chosen one.",
+            show_default="all",
+        ),
+    ] = None,
     output: Output = RESULTS,
     quiet: Quiet = False,
 ) -> None:
@@ -100,46 +108,42 @@ def books(
         )
     if min(windows, choice_windows) < 1:
         raise UserError("windows and choice-windows must be at least 1: give larger numbers")
-    wanted = select(variants(model, trained, parse_length(target)), variant or [])
+    # The plain model comes first, because the others are compared with it.
+    wanted = {"none": PLAIN} | select(variants(model, trained, parse_length(target)), variant or [])
     for_choice = beginnings(read_documents(choice, tokenizer, model), choice_windows * tokens)
     held_out = beginnings(read_documents(text, tokenizer, model), windows * tokens)
     given = read_documents(calibration, tokenizer, model)
     refuse_shared(given, for_choice, held_out)
     folder = output / "books" / format_length(tokens)
-    calibrator = Calibrator(
-        model,
-        given,
-        output / "calibrated",
-        trained=trained,
-        target=parse_length(target),
-        quiet=quiet,
-    )
-    chosen_on: dict[str, list[Row]] = {}
-    found: dict[str, Losses] = {}
-    # The plain model comes first, because the others are compared with it.
-    for name, one in {"none": Variant("none", "none", {}), **wanted}.items():
-        mitigated = built(model, calibrator, one)
-        if mitigated is None:
-            continue
-        chosen_on[name] = loss.evaluate(
-            mitigated,
-            for_choice,
-            length=tokens,
-            output=folder / "choice" / f"{name}.jsonl",
-            quiet=quiet,
+    how = {"trained": trained, "target": parse_length(target), "quiet": quiet}
+    calibrator = Calibrator(model, given, output / "calibrated", **how)
+    models = {name: built(model, calibrator, one) for name, one in wanted.items()}
+    mitigated = {name: one for name, one in models.items() if one is not None}
+    on_choice = {
+        name: loss.evaluate(
+            one, for_choice, length=tokens, output=folder / f"choice/{name}.jsonl", quiet=quiet
         )
-        found[name] = evaluate(
-            mitigated,
+        for name, one in mitigated.items()
+    }
+    chosen = best(on_choice, wanted)
+    write_atomic(folder / "chosen.json", json.dumps(chosen) + "\n")
+    whole = [MITIGATIONS[name].name for name in every_setting or MITIGATIONS]
+    found = {
+        name: evaluate(
+            one,
             held_out,
             train_length=trained,
             length=tokens,
             output=folder / f"{name}.jsonl",
             quiet=quiet,
         )
-    chosen = best(chosen_on, {"none": Variant("none", "none", {}), **wanted})
-    write_atomic(folder / "chosen.json", json.dumps(chosen) + "\n")
+        for name, one in mitigated.items()
+        if wanted[name].method in whole or name in chosen.values()
+    }
     columns = [stop for stop in (2**k for k in range(6, 40, 2)) if trained < stop < tokens]
-    publish(books_table(found, trained, [*columns, tokens], list(chosen.values())), folder)
+    publish(
+        books_table(found, on_choice, trained, [*columns, tokens], set(chosen.values())), folder
+    )
 
 
 @app.command()
@@ -168,14 +172,8 @@ def stream(
     document = tokenised("+".join(path.name for path in text), digest, whole, tokenizer)
     given = read_documents(calibration, tokenizer, model)
     refuse_shared(given, read_documents(text, tokenizer, model))
-    calibrator = Calibrator(
-        model,
-        given,
-        output / "calibrated",
-        trained=trained,
-        target=parse_length(target),
-        quiet=quiet,
-    )
+    how = {"trained": trained, "target": parse_length(target), "quiet": quiet}
+    calibrator = Calibrator(model, given, output / "calibrated", **how)
     stem = "+".join(path.stem for path in text)
     folder = output / "stream" / f"{stem}-{format_length(parse_length(length))}"
     found = {}
@@ -236,39 +234,32 @@ def passkey(
     keyed = Variant("state_norm-keyed", "state_norm", settings["state_norm-1x"].setting)
     by_chunk = Variant("chunk_select-4x", "none", {})
     wanted = select({**settings, keyed.name: keyed, by_chunk.name: by_chunk}, variant or [])
-    lengths_of = {"trained": trained, "target": tokens, "quiet": quiet}
-    plain = Calibrator(
-        model,
-        read_documents(calibration, tokenizer, model),
-        folder / "calibrated",
-        **lengths_of,
-    )
-    with_keys = Calibrator(
-        model,
-        [keyed_prompts(tokenizer, trained, KEYED)],
-        folder / "calibrated-keyed",
-        **lengths_of,
-    )
+    given = read_documents(calibration, tokenizer, model)
+    how = {"trained": trained, "target": tokens, "quiet": quiet}
+    plain = Calibrator(model, given, folder / "calibrated", **how)
+    calibrators = dict.fromkeys(wanted, plain)
+    if keyed.name in wanted:
+        prompts = [keyed_prompts(tokenizer, trained, KEYED)]
+        calibrators[keyed.name] = Calibrator(model, prompts, folder / "calibrated-keyed", **how)
     lines = [
         "| mitigation | " + " | ".join(format_length(c) for c in columns) + " |",
         "| --- " * (len(columns) + 1) + "|",
     ]
     for name, one in wanted.items():
-        mitigated = built(model, with_keys if one is keyed else plain, one)
+        mitigated = built(model, calibrators[name], one)
         if mitigated is None:
             continue
-        opened = OpenCheckpoint(name, mitigated, tokenizer)
         cells: list[str] = []
         for length in columns:
             rows = recall.evaluate(
-                [opened],
+                [OpenCheckpoint(name, mitigated, tokenizer)],
                 Grid([length], n, recall.evenly_spaced(5), filler=filler),
                 output=folder / f"{name}.jsonl",
                 chunk=4 * trained if one is by_chunk else None,
                 batch_size=batch_size,
                 quiet=quiet,
             )
-            share: Estimate = recall.summarise(rows)[length, None]
+            share = recall.summarise(rows)[length, None]
             cells.append(f"{share} ({share.n})")
             if share.mean < FEW:
                 break

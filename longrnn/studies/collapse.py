@@ -208,13 +208,13 @@ def keyed_prompts(tokenizer: Tokenizer, length: int, count: int, seed: int = 0) 
 
     Args:
         tokenizer: makes the ids.
-        length: tokens of a prompt, with its answer.
+        length: tokens of a prompt, without its answer.
         count: number of prompts.
         seed: seed of the keys.
     """
     task = Passkey(tokenizer)
     generator = torch.Generator().manual_seed(seed)
-    tokens = task.sample(count, length=length, generator=generator).tokens[:, -length:].flatten()
+    tokens = task.sample(count, length=length, generator=generator).tokens[:, :length].flatten()
     digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
     return Document("passkey prompts", digest, tokens, None, tokenizer.fingerprint())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from longrnn.evaluation import perplexity
 from longrnn.evaluation.forgetting import forgetting
@@ -39,34 +39,56 @@ def stream_table(found: Mapping[str, Stream]) -> list[str]:
 
 
 def books_table(
-    found: Mapping[str, Losses], trained: int, columns: Sequence[int], chosen: Sequence[str]
+    found: Mapping[str, Losses],
+    on_choice: Mapping[str, Sequence[Row]],
+    trained: int,
+    columns: Sequence[int],
+    chosen: Collection[str],
 ) -> list[str]:
     """Return one row per variant: losses in nats per token by position, and the verdict.
 
     Args:
         found: results by variant; that of `none` is what the others are compared with.
+        on_choice: rows of `perplexity.evaluate` by variant, on the text for choosing settings.
+            Variants that are only there get no other figures.
         trained: the training length.
         columns: ends of the ranges of positions to show; each begins at half of its end.
         chosen: the variants to mark.
     """
-    spans = [f"{format_length(stop // 2)} to {format_length(stop)}" for stop in columns]
-    lines = [
-        f"| mitigation | chosen | windows of {format_length(trained)}, difference from none "
-        f"| {' | '.join(spans)} | all, bits per byte | most beyond / inside | forgets robustly |",
-        "| --- " * (len(spans) + 6) + "|",
+    heads = [
+        "text for choosing",
+        f"windows of {format_length(trained)}, against none",
+        *(f"{format_length(stop // 2)} to {format_length(stop)}" for stop in columns),
+        "all, bits per byte",
+        "most beyond / inside",
+        "forgets robustly",
     ]
+    lines = [f"| mitigation | {' | '.join(heads)} |", "| --- " * (len(heads) + 1) + "|"]
     plain = _inside(found["none"])
-    for name, losses in found.items():
-        whole, buckets = perplexity.summarise(losses.long)
-        shown = [_shown(next(b for b in buckets if b.stop >= stop).nats) for stop in columns]
-        inside = paired_mean(_inside(losses), plain)
-        cells = [f"{mean(plain).mean:.3f}" if name == "none" else _shown(inside, signed=True)]
-        verdict = forgetting(losses.long, trained)
-        assert verdict is not None  # the windows are longer than the training length
-        cells += [*shown, "unknown" if whole.bits is None else _shown(whole.bits)]
-        cells += [f"{verdict.beyond / verdict.inside:.2f}", "yes" if verdict.robust else "no"]
-        lines.append(f"| {name} | {'x' if name in chosen else ''} | {' | '.join(cells)} |")
+    for name, rows in on_choice.items():
+        cells = ["–"] * (len(heads) - 1)
+        if name in found:
+            against = paired_mean(_inside(found[name]), plain)
+            inside = f"{mean(plain).mean:.3f}" if name == "none" else _shown(against, signed=True)
+            cells = [inside, *_cells(found[name].long, trained, columns)]
+        choice = f"{perplexity.summarise(rows)[0].nats.mean:.3f}"
+        title = f"**{name}**" if name in chosen else name
+        lines.append(f"| {title} | {choice} | {' | '.join(cells)} |")
     return lines
+
+
+def _cells(rows: Sequence[Row], trained: int, columns: Sequence[int]) -> list[str]:
+    """Losses by position, bits per byte, and the criterion of robust forgetting."""
+    whole, buckets = perplexity.summarise(rows)
+    shown = [_shown(next(b for b in buckets if b.stop >= stop).nats) for stop in columns]
+    verdict = forgetting(rows, trained)
+    assert verdict is not None  # the windows are longer than the training length
+    return [
+        *shown,
+        "unknown" if whole.bits is None else _shown(whole.bits),
+        f"{verdict.beyond / verdict.inside:.2f}",
+        "yes" if verdict.robust else "no",
+    ]
 
 
 def axes_table(
