@@ -29,7 +29,7 @@ from longrnn.errors import UserError
 from longrnn.evaluation import passkey as recall
 from longrnn.evaluation import perplexity as loss
 from longrnn.evaluation.passkey_grid import Grid
-from longrnn.evaluation.texts import Document, read_documents, tokenised
+from longrnn.evaluation.texts import read_documents, tokenised
 from longrnn.files import write_atomic
 from longrnn.hf.loading import load_recurrent
 from longrnn.hf.opened import OpenCheckpoint
@@ -37,9 +37,21 @@ from longrnn.hf.training_length import required_training_length
 from longrnn.mitigations import MITIGATIONS
 from longrnn.models import RecurrentLM
 from longrnn.programs import new_app, run_script
-from longrnn.results import Row, read_results
-from longrnn.studies.collapse import Calibrator, Variant, best, keyed_prompts, select, variants
-from longrnn.studies.collapse_tables import axes_table, books_table, stream_table
+from longrnn.studies.collapse import (
+    Calibrator,
+    Variant,
+    best,
+    keyed_prompts,
+    refuse_shared,
+    select,
+    variants,
+)
+from longrnn.studies.collapse_tables import (
+    axes_table,
+    books_table,
+    rows_by_variant,
+    stream_table,
+)
 from longrnn.studies.long_stream import read_stream
 from longrnn.studies.loss_inside import beginnings, evaluate
 from longrnn.tasks.passkey_prompts import FILLER
@@ -294,40 +306,10 @@ def built(model: RecurrentLM, calibrator: Calibrator, variant: Variant) -> Mitig
         return None
 
 
-def refuse_shared(*uses: Sequence[Document]) -> None:
-    """Refuses a text that is given for two purposes.
-
-    Raises:
-        UserError: names the text.
-    """
-    seen: dict[str, str] = {}
-    for documents in uses:
-        for one in documents:
-            if one.sha256 in seen:
-                raise UserError(
-                    f"{one.name} is the same text as {seen[one.sha256]}, and calibration, choice "
-                    "and evaluation must not share text: give three different texts"
-                )
-        seen |= {one.sha256: one.name for one in documents}
-
-
 def passkey_folder(output: Path, checkpoint: str, filler: Path | None) -> Path:
     """Returns the folder of the passkey results of a checkpoint."""
     what = [Path(checkpoint).resolve().name, *([filler.stem] if filler else [])]
     return output / "-".join(["passkey", *what])
-
-
-def rows_by_variant(folder: Path) -> dict[str, list[Row]]:
-    """Returns the rows of the results files of a folder, by variant.
-
-    Raises:
-        UserError: there is none.
-    """
-    paths = [path for path in folder.glob("*.jsonl") if not path.stem.endswith("-inside")]
-    if not paths:
-        raise UserError(f"{folder} has no results: run `books` and `passkey` first")
-    paths.sort(key=lambda path: path.stat().st_ctime)
-    return {path.stem: read_results(path)[1] for path in paths}
 
 
 def publish(lines: Sequence[str], folder: Path) -> None:

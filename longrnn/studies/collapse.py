@@ -80,7 +80,7 @@ def _token_filter(trained: int, target: int) -> Named:
 
 def _search(trained: int, target: int) -> Settings:
     # A search reads windows of the target length many times, so it gets fewer of them.
-    return Settings(trained, target, windows=2, steps=20)
+    return Settings(trained, target, windows=1, steps=20)
 
 
 def _scale_delta(trained: int, target: int) -> Named:
@@ -217,6 +217,23 @@ def keyed_prompts(tokenizer: Tokenizer, length: int, count: int, seed: int = 0) 
     tokens = task.sample(count, length=length, generator=generator).tokens[:, :length].flatten()
     digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
     return Document("passkey prompts", digest, tokens, None, tokenizer.fingerprint())
+
+
+def refuse_shared(*uses: Sequence[Document]) -> None:
+    """Refuse a text that is given for two purposes.
+
+    Raises:
+        UserError: names the text.
+    """
+    seen: dict[str, str] = {}
+    for documents in uses:
+        for one in documents:
+            if one.sha256 in seen:
+                raise UserError(
+                    f"{one.name} is the same text as {seen[one.sha256]}, and calibration, choice "
+                    "and evaluation must not share text: give three different texts"
+                )
+        seen |= {one.sha256: one.name for one in documents}
 
 
 def best(found: Mapping[str, Sequence[Row]], chosen_from: Mapping[str, Variant]) -> dict[str, str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
+from longrnn.errors import UserError
 from longrnn.evaluation import perplexity
 from longrnn.evaluation.forgetting import forgetting
 from longrnn.evaluation.passkey import summarise
 from longrnn.intervals import Estimate, mean, paired_mean
-from longrnn.results import Row
+from longrnn.results import Row, read_results
 from longrnn.studies.long_stream import Stream, late_against_fresh
 from longrnn.studies.loss_inside import Losses
 from longrnn.units import format_length
@@ -89,6 +91,19 @@ def _cells(rows: Sequence[Row], trained: int, columns: Sequence[int]) -> list[st
         f"{verdict.beyond / verdict.inside:.2f}",
         "yes" if verdict.robust else "no",
     ]
+
+
+def rows_by_variant(folder: Path) -> dict[str, list[Row]]:
+    """Return the rows of the results files of a folder, by variant.
+
+    Raises:
+        UserError: there is none.
+    """
+    paths = [path for path in folder.glob("*.jsonl") if not path.stem.endswith("-inside")]
+    if not paths:
+        raise UserError(f"{folder} has no results: run `books` and `passkey` first")
+    paths.sort(key=lambda path: path.stat().st_ctime)
+    return {path.stem: read_results(path)[1] for path in paths}
 
 
 def axes_table(

@@ -23,12 +23,13 @@ from longrnn.studies.collapse import (
     Variant,
     best,
     keyed_prompts,
+    refuse_shared,
     select,
     variants,
 )
 from longrnn.studies.collapse_tables import axes_table, books_table, stream_table
 from longrnn.studies.long_stream import Stream, late_against_fresh, read_stream
-from longrnn.studies.loss_inside import INSIDE_TOKENS, beginnings, evaluate
+from longrnn.studies.loss_inside import INSIDE_TOKENS, Losses, beginnings, evaluate
 from longrnn.tasks.passkey_documents import is_held_out
 from longrnn.text import ByteTokenizer
 
@@ -191,8 +192,6 @@ def test_a_stream_of_no_whole_octaves_is_refused(tmp_path: Path, length: int, bl
 
 def test_tables_show_what_was_not_measured_as_a_dash() -> None:
     """A variant that was evaluated for the choice only has no other figures."""
-    from longrnn.studies.loss_inside import Losses
-
     on_choice = {name: rows_of([loss]) for name, loss in (("none", 3.0), ("a", 1.0), ("b", 2.0))}
     found = {name: Losses(rows_of([v, v]), rows_of([v, v])) for name, v in (("none", 4), ("a", 1))}
     lines = books_table(found, on_choice, STRETCH, [2 * STRETCH], {"a"})
@@ -212,10 +211,9 @@ def test_tables_show_what_was_not_measured_as_a_dash() -> None:
 
 def test_one_text_for_two_purposes_is_refused() -> None:
     """Calibration, choice and evaluation never share a text."""
-    refuse = runpy.run_path(str(SCRIPTS / "study_state_collapse.py"))["refuse_shared"]
-    refuse([document(5)], [document(5, seed=1)])
+    refuse_shared([document(5)], [document(5, seed=1)])
     with pytest.raises(UserError, match="must not share text: give three different texts"):
-        refuse([document(5)], [document(5, seed=1)], [document(5)])
+        refuse_shared([document(5)], [document(5, seed=1)], [document(5)])
 
 
 def test_rows_that_do_not_fill_a_step_are_refused() -> None:
