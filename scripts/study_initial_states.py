@@ -7,10 +7,11 @@
 
 One model, the base, is trained on books from zero states (`configs/train/books_256.yaml`, or
 `--base`). Training then continues with each policy and seed on the same books, with the same
-numbers of steps and tokens; the others are compared with `zero`. All models are evaluated on
-held-out books, at positions up to 64 times the training length. Intervals are over the seeds of the
-continued training; the base has one seed, so they hold for this base only. The same command resumes
-an interrupted study and skips finished runs.
+numbers of steps and tokens, and with `--row-lengths` also from zero states on longer rows; the
+others are compared with `zero`. All models are evaluated on held-out books, at positions up to 64
+times the training length, and in windows of the training length. Intervals are over the seeds of
+the continued training; the base has one seed, so they hold for this base only. The same command
+resumes an interrupted study and skips finished runs.
 """
 
 from __future__ import annotations

@@ -11,9 +11,13 @@ import torch
 
 import longrnn
 from longrnn.errors import UserError
+from longrnn.evaluation import passkey
 from longrnn.evaluation.calibrate import Settings
+from longrnn.evaluation.passkey_grid import Grid
 from longrnn.evaluation.perplexity import STRETCH, edges
-from longrnn.evaluation.texts import Document
+from longrnn.evaluation.texts import Document, tokenised
+from longrnn.hf.loading import load_recurrent
+from longrnn.hf.opened import OpenCheckpoint
 from longrnn.mitigations import MITIGATIONS, Mitigated, mitigation
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.results import Row
@@ -31,6 +35,7 @@ from longrnn.studies.collapse_tables import axes_table, books_table, stream_tabl
 from longrnn.studies.long_stream import Stream, late_against_fresh, read_stream
 from longrnn.studies.loss_inside import INSIDE_TOKENS, Losses, beginnings, evaluate
 from longrnn.tasks.passkey_documents import is_held_out
+from longrnn.tasks.passkey_prompts import FILLER
 from longrnn.text import ByteTokenizer
 
 SCRIPTS = Path(longrnn.__file__).parents[1] / "scripts"
@@ -134,6 +139,25 @@ def test_keyed_prompts_hold_keys_of_training_only() -> None:
     assert len(set(keys)) == 5
     assert not any(is_held_out(key) for key in keys)
     assert all(text.endswith("The passkey is") for text in texts)
+
+
+@pytest.mark.slow
+def test_thresholds_from_prompts_with_keys_keep_keys(tmp_path: Path) -> None:
+    """`state_norm` erases a key if its thresholds come from text without keys."""
+    plain, tokenizer = load_recurrent("passkey-tiny"), ByteTokenizer()
+    text = FILLER * 200
+    without = tokenised("filler", "filler", text, tokenizer)
+    one = variants(plain, 256, 1024)["state_norm-1x"]
+    shares = {}
+    for name, given in (("keyed", keyed_prompts(tokenizer, 256, 16)), ("filler", without)):
+        how = {"trained": 256, "target": 1024, "quiet": True}
+        spec = Calibrator(plain, [given], tmp_path / name, **how).spec(one)
+        model = OpenCheckpoint(name, Mitigated(plain, mitigation(spec)), tokenizer)
+        rows = passkey.evaluate(
+            [model], Grid([1024], 2, (0.0, 0.5)), output=tmp_path / f"{name}.jsonl", quiet=True
+        )
+        shares[name] = passkey.summarise(rows)[1024, None].mean
+    assert shares == {"keyed": 1.0, "filler": 0.0}
 
 
 def test_the_loss_inside_is_that_of_windows_of_the_training_length(tmp_path: Path) -> None:
