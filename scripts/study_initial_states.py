@@ -47,9 +47,9 @@ HELD_OUT = ("moby_dick", "tom_sawyer")
 
 
 class Start(NamedTuple):
-    """What differs between the runs of one seed: the policy, and the length of a row."""
+    """What differs between the runs of one seed: the initial state, and the length of a row."""
 
-    policy: str
+    initial_state: dict[str, Any]
     row_length: int
 
 
@@ -85,7 +85,10 @@ def main(
     ] = 64,
     seeds: Annotated[int, typer.Option(help="Runs for each policy.")] = 3,
     policy: Annotated[
-        list[str] | None, typer.Option(help="Policies to run.", show_default="all")
+        list[str] | None,
+        typer.Option(
+            help="Policy to run; carry-0.1 starts 0.1 of the rows from zero.", show_default="all"
+        ),
     ] = None,
     row_lengths: Annotated[
         str | None,
@@ -106,9 +109,8 @@ def main(
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
 ) -> None:
     """Trains and evaluates the models, and prints a table in Markdown."""
-    kinds = policy or list(INITIAL_STATES)
-    for kind in kinds:
-        INITIAL_STATES[kind]  # refuses an unknown policy before the training begins
+    # Bad input is refused before the training begins.
+    policies = {name: initial_state(name) for name in policy or INITIAL_STATES}
     if min(base_steps, steps, seeds, windows, max_segments) < 1:
         raise UserError(
             "base-steps, steps, seeds, windows and max-segments must be at least 1: give larger"
@@ -117,7 +119,7 @@ def main(
     held_out = text or [Path(f"data/{book}.txt") for book in HELD_OUT]
     trained, reach = lengths(base, train_length, length)
     budget = Budget(steps, parse_length(step_tokens))
-    starts = variants(kinds, parse_lengths(row_lengths) if row_lengths else [], trained, budget)
+    starts = variants(policies, parse_lengths(row_lengths) if row_lengths else [], trained, budget)
     for path in (*books_to_read, *held_out):
         read_text(path)  # refuses a missing book before the training begins
     name = base or "bytes"
@@ -168,16 +170,34 @@ def lengths(base: str | None, train_length: str | None, length: str | None) -> t
     return trained, reach
 
 
+def initial_state(name: str) -> dict[str, Any]:
+    """Returns the setting of a policy, `NAME` or `NAME-SHARE` with the share of zero starts.
+
+    Raises:
+        UserError: the policy is unknown, or the share is not a number.
+    """
+    kind, dash, share = name.partition("-")
+    INITIAL_STATES[kind]  # refuses an unknown one
+    if not dash:
+        return {"kind": kind}
+    try:
+        return {"kind": kind, "zero_share": float(share)}
+    except ValueError:
+        raise UserError(
+            f"{share!r} is not a share of zero starts: write for example {kind}-0.1"
+        ) from None
+
+
 def variants(
-    kinds: list[str], row_lengths: list[int], trained: int, budget: Budget
+    policies: dict[str, dict[str, Any]], row_lengths: list[int], trained: int, budget: Budget
 ) -> dict[str, Start]:
     """Returns what to train, by name: every policy, and zero states on longer rows.
 
     Raises:
         UserError: a row does not fit into the tokens of a step.
     """
-    found = {kind: Start(kind, trained) for kind in kinds}
-    found |= {f"zero-{format_length(one)}": Start("zero", one) for one in row_lengths}
+    found = {name: Start(state, trained) for name, state in policies.items()}
+    found |= {f"zero-{format_length(one)}": Start({"kind": "zero"}, one) for one in row_lengths}
     for start in found.values():
         if budget.step_tokens % start.row_length:
             raise UserError(
@@ -221,7 +241,7 @@ def continued(
         "init_from": base,
         "tokenizer": tokenizer,
         "task": task,
-        "initial_state": {"kind": start.policy},
+        "initial_state": start.initial_state,
         "seed": seed,
         "length": {"max": start.row_length},
         "per_device_train_batch_size": budget.step_tokens // start.row_length,

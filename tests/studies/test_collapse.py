@@ -244,8 +244,12 @@ def test_rows_that_do_not_fill_a_step_are_refused() -> None:
     """Every run of the study of initial states has the same number of tokens."""
     script = runpy.run_path(str(SCRIPTS / "study_initial_states.py"))
     budget = script["Budget"](10, 2048)
-    found = script["variants"](["zero", "pass"], [256, 1024], 64, budget)
-    assert list(found) == ["zero", "pass", "zero-256", "zero-1k"]
-    assert found["zero-1k"] == ("zero", 1024)
+    policies = {name: script["initial_state"](name) for name in ("zero", "carry-0.1")}
+    found = script["variants"](policies, [256, 1024], 64, budget)
+    assert list(found) == ["zero", "carry-0.1", "zero-256", "zero-1k"]
+    assert found["carry-0.1"] == ({"kind": "carry", "zero_share": 0.1}, 64)
+    assert found["zero-1k"] == ({"kind": "zero"}, 1024)
+    with pytest.raises(UserError, match="'x' is not a share of zero starts"):
+        script["initial_state"]("carry-x")
     with pytest.raises(UserError, match="not a whole number of rows of 96"):
-        script["variants"](["zero"], [96], 64, budget)
+        script["variants"](policies, [96], 64, budget)
