@@ -18,12 +18,19 @@ from tests.training.runs import ENVIRONMENT
 
 SCRIPTS = Path(longrnn.__file__).parents[1] / "scripts"
 SCRIPT = SCRIPTS / "study_state_collapse.py"
-PASSKEY = ["passkey", "passkey-tiny-short", "--train-length", "64", "--target", "128", "--n", "1"]
+PASSKEY = ["passkey", "passkey-tiny-short", "--train-length", "160", "--target", "200", "--n", "1"]
 VARIANTS = [
-    "none", "forget_more-1.0", "forget_more-0.75", "forget_more-train", "sliding_window-1x",
-    "sliding_window-4x", "state_norm", "token_filter", "scale_delta", "scale_decay",
-    "power_decay", "scale_delta-selective", "state_norm-0.7", "chunk_select-4x",
+    "none", "state_norm-0.7x", "state_norm-1x", "state_norm-1.5x", "forget_more-1x",
+    "forget_more-4x", "forget_more-published-1.0", "forget_more-published-0.75",
+    "sliding_window-1x", "sliding_window-4x", "sliding_window-16x", "token_filter",
+    "token_filter-half", "token_filter-nine-tenths", "scale_delta-search", "scale_delta-selective",
+    "scale_delta-quarter", "scale_decay-search", "scale_decay-4", "scale_decay-16",
+    "power_decay-search", "power_decay-half", "power_decay-quarter",
 ]  # fmt: skip
+CALIBRATED = {
+    name for name in VARIANTS if (name.endswith(("x", "search", "selective"))
+    and name.startswith(("state_norm", "scale", "power"))) or name.startswith("token_filter")
+}  # fmt: skip
 
 
 def study(
@@ -47,15 +54,19 @@ def test_the_passkey_part_of_the_study(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert lines[0] == "| mitigation | 160 | 180 |"
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-    assert [row[0] for row in cells] == VARIANTS
+    assert [row[0] for row in cells] == [*VARIANTS, "state_norm-keyed", "chunk_select-4x"]
     assert cells[0][1:] == ["1.00 [0.57, 1.00] (5)"] * 2
     folder = tmp_path / "results/state_collapse/passkey-passkey-tiny-short"
+    assert (folder / "table.md").read_text() == done.stdout
     for name, *shares in cells:
         _, rows = read_results(folder / f"{name}.jsonl")
         assert {row["model"] for row in rows} == {name}
         assert len(rows) == 5 * sum(share != "–" for share in shares)
     files = {path.stem: mitigation(path) for path in (folder / "calibrated").glob("*.yaml")}
-    assert files.keys() == set(VARIANTS[6:-1])
+    assert files.keys() == CALIBRATED
+    assert [path.name for path in (folder / "calibrated-keyed").glob("*.yaml")] == [
+        "state_norm-keyed.yaml"
+    ]
     # What is there is neither calibrated nor asked again.
     before = {path: path.stat().st_mtime_ns for path in folder.glob("calibrated/*.yaml")}
     again = study(tmp_path, *PASSKEY, "--lengths", "160,180")
@@ -69,20 +80,55 @@ def test_the_passkey_part_of_the_study(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_books_part_of_the_study(tmp_path: Path) -> None:
-    """Every mitigation has a row with a verdict; a length without one is refused."""
-    (tmp_path / "a.txt").write_text("It was a dark and stormy night; the rain fell. " * 60)
-    (tmp_path / "b.txt").write_text("Call me Ishmael. Some years ago, never mind. " * 60)
-    command = ["books", "passkey-tiny-short", "--calibration", "a.txt", "--text", "b.txt"]
-    command += ["--train-length", "64", "--target", "128"]
-    done = study(tmp_path, *command, "--length", "1k")
+    """Every setting has a row, the best of each mitigation is marked, and streams follow."""
+    for name, sentence in (
+        ("a", "It was a dark and stormy night; the rain fell. "),
+        ("b", "Call me Ishmael. Some years ago, never mind. "),
+        ("c", "The quick brown fox jumps over it all day. "),
+    ):
+        (tmp_path / f"{name}.txt").write_text(sentence * 60)
+    shared = ["passkey-tiny-short", "--calibration", "a.txt", "--train-length", "64"]
+    shared += ["--target", "128", "--quiet"]
+    books = ["books", *shared, "--choice", "b.txt", "--text", "c.txt"]
+    done = study(tmp_path, *books, "--length", "1k", "--every-setting", "state_norm")
     assert done.returncode == 0, done.stderr
-    head, _, *rows = done.stdout.splitlines()
-    assert head == "| mitigation | ≤ 64 | ≤ 1k | forgets robustly |"
-    assert [row.split("|")[1].strip() for row in rows] == VARIANTS[:-1]
-    assert all(" ×)" in row for row in rows)
-    short = study(tmp_path, *command, "--length", "64")
+    head, _, *lines = done.stdout.splitlines()
+    assert head.startswith("| mitigation | text for choosing | windows of 64, against none |")
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [row[0].strip("*") for row in cells] == VARIANTS
+    chosen = [row[0].strip("*") for row in cells if row[0].startswith("*")]
+    assert len(chosen) == 8
+    assert {name.split("-")[0] for name in chosen} == {name.split("-")[0] for name in VARIANTS}
+    for name, *figures in cells:
+        measured = name.startswith(("*", "state_norm"))
+        assert (figures[-1] in ("yes", "no")) == measured
+    again = study(tmp_path, *books, "--length", "1k", "--every-setting", "state_norm")
+    assert again.stdout == done.stdout
+    short = study(tmp_path, *books, "--length", "64")
     assert (short.returncode, short.stdout) == (2, "")
     assert "give a longer --length" in short.stderr
+    same = study(tmp_path, "books", *shared, "--choice", "a.txt", "--text", "c.txt")
+    assert (same.returncode, same.stdout) == (2, "")
+    assert "must not share text" in same.stderr
+    stream = ["stream", *shared, "--text", "b.txt", "--text", "c.txt", "--length", "4k"]
+    done = study(tmp_path, *stream, "--block", "1k", "--variant", "sliding_window-1x")
+    assert done.returncode == 0, done.stderr
+    head, _, row = done.stdout.splitlines()
+    assert head.startswith("| mitigation | 512 to 1k | 1k to 2k | 2k to 4k |")
+    assert row.startswith("| sliding_window-1x |")
+    keys = ["--lengths", "160", "--variant", "none", "--variant", "sliding_window-4x", "--quiet"]
+    assert study(tmp_path, *PASSKEY, *keys).returncode == 0
+    done = study(tmp_path, "axes", "--passkey", "passkey-tiny-short", "--length", "1k")
+    assert done.returncode == 0, done.stderr
+    head, _, *lines = done.stdout.splitlines()
+    assert head == "| mitigation | loss, 512 to 1k | keys of passkey-tiny-short |"
+    names = {line.split("|")[1].strip() for line in lines}
+    assert names == {*chosen, "state_norm-0.7x", "state_norm-1x", "state_norm-1.5x"} | {
+        "sliding_window-4x"
+    }
+    missing = study(tmp_path, "axes", "--passkey", "passkey-tiny")
+    assert (missing.returncode, missing.stdout) == (2, "")
+    assert "has no results: run `books` and `passkey` first" in missing.stderr
 
 
 @pytest.mark.slow

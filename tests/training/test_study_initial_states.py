@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from longrnn.config import load_config
+from longrnn.training.config import TrainConfig
 from longrnn.training.initial_states import INITIAL_STATES
 from tests.training.runs import ENVIRONMENT
 
@@ -24,6 +26,7 @@ def test_a_tiny_study(tmp_path: Path) -> None:
     command = [sys.executable, REPOSITORY / "scripts/study_initial_states.py", "--quiet"]
     command += ["--train", "train.txt", "--text", "other.txt", "--output", "out"]
     command += ["--base-steps", "2", "--steps", "2", "--train-length", "32", "--length", "256"]
+    command += ["--row-lengths", "64", "--step-tokens", "1k", "--max-segments", "8"]
 
     def study(seeds: int) -> list[str]:
         done = subprocess.run(
@@ -39,10 +42,12 @@ def test_a_tiny_study(tmp_path: Path) -> None:
         return done.stdout.splitlines()
 
     lines = study(1)
-    assert "| 0 to 32 | 32 to 64 | 64 to 128 | 128 to 256 |" in lines[0]
-    kinds = ["base", *INITIAL_STATES]
-    others = [f"{kind} − zero" for kind in INITIAL_STATES if kind != "zero"]
+    assert "| windows of 32 | 0 to 32 | 32 to 64 | 64 to 128 | 128 to 256 |" in lines[0]
+    kinds = ["base", *INITIAL_STATES, "zero-64"]
+    others = [f"{kind} − zero" for kind in kinds[1:] if kind != "zero"]
     assert [line.split("|")[1].strip() for line in lines[2:]] == kinds + others
+    rows = load_config(TrainConfig, tmp_path / "out/zero-64/seed0/train.yaml")
+    assert (rows.length.max, rows.per_device_train_batch_size) == (64, 16)
     models = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("checkpoint-*")}
     assert len(study(2)) == len(lines)
     assert all(path.stat().st_mtime_ns == time for path, time in models.items())
