@@ -59,7 +59,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 @app.command()
 def forget(
     d_states: DStates = "2,6,16,48,128",
-    train_lengths: Trainings = "64,96,128,192,256,384,512",
+    train_lengths: Trainings = "64,96,128,192,256,384,512,768",
     all_lengths: Annotated[
         bool, typer.Option("--all-lengths", help="Train at every length, without bisection.")
     ] = False,
@@ -81,7 +81,8 @@ def forget(
 ) -> None:
     """Measures the training length from which on models of each state size forget robustly."""
     check(steps, seeds, windows)
-    reach, trainings = parse_length(length), equal_tokens("forget", train_lengths)
+    sizes, reach = parse_lengths(d_states), parse_length(length)
+    trainings = equal_tokens("forget", train_lengths)
     if reach <= trainings[-1]:
         raise UserError(
             f"windows of {reach} tokens do not go beyond the longest training length: give a "
@@ -109,7 +110,7 @@ def forget(
         return judged.robust
 
     for seed in range(seeds):
-        for d_state in parse_lengths(d_states):
+        for d_state in sizes:
             model_at = partial(robust, d_state=d_state, seed=seed)
             if all_lengths:
                 for trained in trainings:
@@ -137,11 +138,11 @@ def recall(
 ) -> None:
     """Measures the longest passkey prompt that models of each state size recall."""
     check(steps, more_steps, seeds, n)
-    trainings, grid = equal_tokens("recall", train_lengths), passkey.evenly_spaced(3)
-    prompts = Grid(parse_lengths(lengths), n, grid)
+    sizes, trainings = parse_lengths(d_states), equal_tokens("recall", train_lengths)
+    prompts = Grid(parse_lengths(lengths), n, passkey.evenly_spaced(3))
     family = []
     for seed in range(seeds):
-        for d_state in parse_lengths(d_states):
+        for d_state in sizes:
             start = output / "starts" / f"state{d_state}-seed{seed}"
             settings = common("recall", start, d_state, trainings[0], seed, steps)
             train("capacity.yaml", settings, quiet)
