@@ -153,6 +153,7 @@ def test_the_study_of_reverse_ordering(tmp_path: Path) -> None:
         "LSTM, V = 24",
         "LSTM, V = 16, half of it rare",
         "Gradient stability of the LSTM (2 triplets per condition and checkpoint)",
+        "Attribution of the gradient (1,024 sequences per checkpoint)",
     ]
     assert [part.count("\n| ") - 4 for part in parts[1:4]] == [3 + 2, 3 + 2, 3 + 2 * 4]
     assert all(part.count("**Verdict.**") == 1 for part in parts[1:4])
