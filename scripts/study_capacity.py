@@ -89,7 +89,6 @@ def forget(
             "longer --length"
         )
     heads = [head(Path(book), reach * windows + 1, output) for book in text]
-    family: list[str] = []
 
     def robust(trained: int, d_state: int, seed: int) -> bool:
         """Trains one model and returns whether it forgets robustly."""
@@ -104,7 +103,6 @@ def forget(
             output=output / "results" / run.name / "perplexity.jsonl",
             quiet=quiet,
         )
-        family.append(str(run))
         judged = forgetting(rows, trained)
         assert judged is not None  # `reach` is greater than every training length
         return judged.robust
@@ -117,7 +115,7 @@ def forget(
                     model_at(trained)
             else:
                 bisect_left(trainings, True, key=model_at)
-    finish(family, output)
+    finish(output)
 
 
 @app.command()
@@ -140,7 +138,6 @@ def recall(
     check(steps, more_steps, seeds, n)
     sizes, trainings = parse_lengths(d_states), equal_tokens("recall", train_lengths)
     prompts = Grid(parse_lengths(lengths), n, passkey.evenly_spaced(3))
-    family = []
     for seed in range(seeds):
         for d_state in sizes:
             start = output / "starts" / f"state{d_state}-seed{seed}"
@@ -156,8 +153,7 @@ def recall(
                     output=output / "results" / run.name / "passkey.jsonl",
                     quiet=quiet,
                 )
-                family.append(str(run))
-    finish(family, output)
+            finish(output)
 
 
 def check(*numbers: int) -> None:
@@ -229,8 +225,9 @@ def head(book: Path, n_bytes: int, output: Path) -> Path:
     return path
 
 
-def finish(family: list[str], output: Path) -> None:
-    """Prints and writes the capacity of the family."""
+def finish(output: Path) -> None:
+    """Prints and writes the capacity of all models that the folder has results of."""
+    family = [str(output / "runs" / one.name) for one in sorted((output / "results").iterdir())]
     typer.echo("\n".join(map(str, report(family, [output / "results"], output / "capacity"))))
 
 

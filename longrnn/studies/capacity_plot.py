@@ -9,7 +9,8 @@ from typing import Any
 
 from longrnn.diagnostics.plots import lengths_axis, new_figure, png
 from longrnn.files import write_atomic
-from longrnn.studies.capacity import FORMS, Bounded, Fit, Member, Size
+from longrnn.studies.capacity import Bounded, Member, Size
+from longrnn.studies.capacity_fits import FORMS, Fit
 from longrnn.units import format_length
 
 MARKERS = {"": "o", "≤": "v", "≥": "^", ">": "^"}

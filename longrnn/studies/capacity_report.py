@@ -12,8 +12,9 @@ from longrnn.errors import UserError
 from longrnn.hf.loading import load_recurrent
 from longrnn.hf.training_length import training_length
 from longrnn.locks import Lock
-from longrnn.studies import capacity
-from longrnn.studies.capacity import Fit, Member, Size
+from longrnn.studies import capacity, capacity_fits
+from longrnn.studies.capacity import Member, Size
+from longrnn.studies.capacity_fits import RATIO_PARAMETERS, Fit, conclusion
 from longrnn.studies.capacity_plot import write
 from longrnn.units import format_length
 
@@ -46,18 +47,30 @@ def report(checkpoints: Sequence[str], results: Sequence[Path], folder: Path) ->
     sizes = capacity.sizes(members)
     fits = {
         name: [
-            capacity.fit(form, [(size.state_size, getattr(size, name)) for size in sizes])
+            capacity_fits.fit(form, [(size.state_size, getattr(size, name)) for size in sizes])
             for form in forms
         ]
-        for name, forms in capacity.FITTED.items()
+        for name, forms in capacity_fits.FITTED.items()
     }
     Lock.of_folder(folder, instead="choose another --output").hold_until_exit()
     written = write(members, sizes, fits, folder)
     _print(members, sizes)
     for name, fitted in ((name, one) for name, all_ in fits.items() for one in all_):
         print(f"T_{name}: {fitted}")
-        if isinstance(fitted, Fit) and fitted.form in capacity.SLOPES:
-            print(f"  {capacity.conclusion(fitted)}")
+        slope = fitted.slope() if isinstance(fitted, Fit) else None
+        if isinstance(fitted, Fit) and slope is not None:
+            settled = conclusion(slope, len(fitted.parameters), "points (state sizes × seeds)")
+            print(f"  slope: {settled}")
+    ratio = capacity_fits.ratio_by_size_and_length(members)
+    if isinstance(ratio, str):
+        print(ratio)
+    else:
+        print(
+            f"log2 of loss beyond / inside: {ratio.by_state} per doubling of the state, "
+            f"{ratio.by_length} per doubling of the training length ({ratio.by_state.n} models)"
+        )
+        for name, slope in (("state", ratio.by_state), ("training length", ratio.by_length)):
+            print(f"  {name}: {conclusion(slope, RATIO_PARAMETERS, 'models')}")
     print("N: thousands of numbers in the state; intervals 95 %, Student-t")
     return written
 

@@ -12,18 +12,22 @@ import pytest
 from scipy import stats
 
 from longrnn.errors import UserError
+from longrnn.intervals import Estimate
 from longrnn.results import Row
 from longrnn.studies.capacity import (
     Bounded,
-    Fit,
     Member,
     Recorded,
-    conclusion,
-    fit,
     member,
-    points_to_settle,
     read_recorded,
     sizes,
+)
+from longrnn.studies.capacity_fits import (
+    Fit,
+    conclusion,
+    fit,
+    points_to_settle,
+    ratio_by_size_and_length,
 )
 
 
@@ -167,19 +171,20 @@ def test_the_power() -> None:
     assert "a · N^b" in str(found)
 
 
-def slope(parameter: float, error: float, n: int) -> Fit:
-    """Return a line whose slope has this standard error."""
+def slope(value: float, error: float, n: int) -> Estimate:
+    """Return the slope of a line through n points with this standard error."""
     half = float(stats.t.ppf(0.975, n - 2)) * error
-    return Fit("line", [parameter, 0.0], [(parameter - half, parameter + half), (0, 0)], 0.5, n)
+    return Estimate(value, value - half, value + half, n)
 
 
 def test_points_to_settle_a_slope() -> None:
     """The number of points is the one at which simulated fits exclude 0 in 80 % of cases."""
     few = slope(1.0, 0.8, 6)
-    needed = points_to_settle(few)
+    needed = points_to_settle(few, 2)
     assert needed is not None
-    assert "contains 0" in conclusion(few)
-    assert f"about {needed} points" in conclusion(few)
+    assert f"contains 0; with this slope and scatter, about {needed} points" in conclusion(
+        few, 2, "points"
+    )
     generator = np.random.default_rng(0)
     scatter = 0.8 * math.sqrt(6)  # of one point, where the sizes have a deviation of 1
     excluded = []
@@ -189,9 +194,32 @@ def test_points_to_settle_a_slope() -> None:
         found = cast(Any, stats.linregress(x, y))
         excluded.append(abs(found.slope) > stats.t.ppf(0.975, needed - 2) * found.stderr)
     assert np.mean(excluded) == pytest.approx(0.8, abs=0.03)
-    assert "excludes 0" in conclusion(slope(1.0, 0.1, 6))
-    assert points_to_settle(slope(0.0, 0.1, 6)) is None
-    assert "more than 100,000" in conclusion(slope(0.0, 0.1, 6))
+    assert conclusion(slope(1.0, 0.1, 6), 2, "points") == "the interval excludes 0"
+    assert points_to_settle(slope(0.0, 0.1, 6), 2) is None
+    assert "more than 100,000 models" in conclusion(slope(0.0, 0.1, 6), 2, "models")
+    line = fit("line", known({1000: 70, 2000: 90, 3000: 130}))
+    assert isinstance(line, Fit)
+    assert line.slope() == Estimate(line.parameters[0], *line.intervals[0], 3)
+
+
+def test_the_ratio_by_size_and_length() -> None:
+    """Both influences are recovered from models that follow them, with intervals around them."""
+    generator = np.random.default_rng(0)
+    members = []
+    for size in (512, 2048, 8192, 32768):
+        for length in (64, 128, 256):
+            exponent = 0.1 * math.log2(size) - 0.4 * math.log2(length) + 3
+            ratio = 2 ** (exponent + 0.02 * generator.standard_normal())
+            members.append(Member("m", "m", size, length, 0, ratio <= 2, ratio, None, None))
+    found = ratio_by_size_and_length(members)
+    assert not isinstance(found, str)
+    for estimate, value in ((found.by_state, 0.1), (found.by_length, -0.4)):
+        assert estimate.low < value < estimate.high
+        assert estimate.mean == pytest.approx(value, abs=0.02)
+        assert estimate.n == 12
+    assert "needs four models" in str(ratio_by_size_and_length(members[:3]))
+    # One length only: the two influences cannot be separated.
+    assert "needs four models" in str(ratio_by_size_and_length(members[::3]))
 
 
 def write(path: Path, header: Row, *rows: Row) -> None:

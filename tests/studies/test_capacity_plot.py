@@ -7,7 +7,8 @@ from pathlib import Path
 
 from matplotlib import image
 
-from longrnn.studies.capacity import Bounded, Fit, Member, Size, fit
+from longrnn.studies.capacity import Bounded, Member, Size
+from longrnn.studies.capacity_fits import Fit, fit
 from longrnn.studies.capacity_plot import write
 
 
