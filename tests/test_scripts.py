@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import runpy
 import subprocess
@@ -167,6 +168,31 @@ def test_the_study_of_reverse_ordering(tmp_path: Path) -> None:
     assert (bad.returncode, bad.stdout) == (2, "")
 
 
+@pytest.mark.slow
+def test_the_study_of_vocabularies(tmp_path: Path) -> None:
+    """Every combination has a score and a slope, and a second run trains nothing."""
+    command = ["--seeds", "2", "--steps", "2", "--rows", "4", "--width", "16", "--quiet"]
+    command += ["--encoding", "none", "--encoding", "duplicate", "--encoding", "learned"]
+    large = [*command, "--vocab-sizes", "8,16,64", "--output", "a", "--document", "a.md"]
+    done = study(tmp_path, *large, script="study_vocabulary")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "a.md").read_text() == done.stdout
+    _, rows = read_results(tmp_path / "a/results.jsonl")
+    assert len(rows) == 3 * 3 * 2
+    # Two steps teach nothing: the loss is that of chance, and grows as its logarithm.
+    assert all(row["loss"] == pytest.approx(math.log(row["vocab_size"]), rel=0.2) for row in rows)
+    lines = done.stdout.splitlines()
+    grown = [line for line in lines if re.match(r"\| \w+ \| 0\.[67]\d\d \[", line)]
+    assert [line.split("|")[1].strip() for line in grown] == ["none", "duplicate", "learned"]
+    assert not list((tmp_path / "a/runs").iterdir())
+    assert study(tmp_path, *large, script="study_vocabulary").stdout == done.stdout
+    cells = ["--cell", "lstm", "--cell", "gru", "--vocab-sizes", "8", "--lengths", "4,5"]
+    done = study(tmp_path, *command, *cells, "--output", "b", script="study_vocabulary")
+    assert done.returncode == 0, done.stderr
+    assert "\n## lstm, V 8\n" in done.stdout
+    assert "\n## gru, V 8\n" in done.stdout
+
+
 @pytest.mark.parametrize(
     "name", sorted(p.stem for p in SCRIPTS.glob("*.py") if "run_script(" in p.read_text())
 )
@@ -197,6 +223,10 @@ def test_help_has_an_example(
         ("study_capacity forget --train-lengths 100", "do not divide a step"),
         ("study_capacity forget --length 512", "give a longer --length"),
         ("study_capacity recall --d-states 4,x", "'x' is not a valid length"),
+        ("study_vocabulary --lengths 4,8", "give one of them a single value"),
+        ("study_vocabulary --cell lstmm", "did you mean 'lstm'"),
+        ("study_vocabulary --encoding non", "did you mean 'none'"),
+        ("study_vocabulary --seeds 1", "from 2 (for an interval) to 5"),
         ("compare_with_transformer --train no.txt", "no.txt"),
         ("demo --lengths x", "'x' is not a valid length"),
     ],
