@@ -7,25 +7,32 @@ import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from benchmarks.timing import cpu_model
-from longrnn import generate, load, load_tokenizer
+from longrnn import LanguageModel, generate
 from longrnn.diagnostics.gradients import LENGTHS, GradientRecord
 from longrnn.diagnostics.gradients_report import layers
 from longrnn.intervals import Estimate, mean
+from longrnn.text import ByteTokenizer
+from scripts.char_mlp import CONTEXT
 
 # Characters per training step, and characters of a text window in the evaluation.
 STEP_TOKENS, WINDOW_TOKENS = 2048, 1024
+# Kind of the baseline of scripts/char_mlp.py.
+MLP = "mlp"
 # Nats per character: a smaller gain does not count as help.
 MARGIN = 0.02
 PROMPT = "ROMEO:\n"
 
 
 class Setting(NamedTuple):
-    """One row of the table: a cell, and the characters that a gradient passes through."""
+    """One row of the table: a cell, and the characters that a gradient passes through.
+
+    For `mlp`, the characters that the model sees.
+    """
 
     kind: str
     window: int
@@ -38,6 +45,7 @@ class Setting(NamedTuple):
 SETTINGS = [
     *(Setting("rnn", window) for window in LENGTHS),
     *(Setting(kind, LENGTHS[-1]) for kind in ("gru", "lstm", "mamba2")),
+    Setting(MLP, CONTEXT),
 ]
 
 
@@ -46,26 +54,43 @@ class Study(NamedTuple):
 
     Attributes:
         losses: nats per character for each setting, one value per seed.
-        models: model configuration for each kind of cell.
+        widths: d_model, or units of the hidden layer of `mlp`, for each kind of cell.
         sizes: number of parameters for each kind of cell.
-        output: folder of the runs.
+        models: model of the first seed for each setting.
         head: file with the training text.
         tail: file with the held-out text.
         steps: training steps of each run.
     """
 
     losses: dict[str, list[float]]
-    models: dict[str, dict[str, Any]]
+    widths: dict[str, int]
     sizes: dict[str, int]
-    output: Path
+    models: dict[str, LanguageModel]
     head: Path
     tail: Path
     steps: int
 
 
 def verdict(losses: dict[str, list[float]]) -> list[str]:
-    """Returns the verdict on longer windows, and a comparison of each other cell with the RNN."""
-    short, long = (losses[Setting("rnn", window).name] for window in (LENGTHS[0], LENGTHS[-1]))
+    """Returns the verdict on longer windows, and a comparison of each other cell with the RNN.
+
+    What was not trained is not compared.
+    """
+    names = [Setting("rnn", window).name for window in (LENGTHS[0], LENGTHS[-1])]
+    lines = []
+    if all(name in losses for name in names):
+        lines.append(_windows(*(losses[name] for name in names)))
+    for setting in SETTINGS[len(LENGTHS) :]:
+        if setting.name not in losses or names[-1] not in losses:
+            continue
+        gain = difference(losses[names[-1]], losses[setting.name])
+        than = "better" if gain.low > 0 else "worse" if gain.high < 0 else "inconclusive"
+        lines.append(f"- {setting.name} compared with {names[-1]}: {nats(gain)} nats less, {than}.")
+    return lines
+
+
+def _windows(short: list[float], long: list[float]) -> str:
+    """Returns the verdict on windows of the shortest and of the longest length."""
     helped = difference(short, long)
     if len(short) == 1:
         judged = "**Not judged**: one seed gives no interval."
@@ -75,19 +100,12 @@ def verdict(losses: dict[str, list[float]]) -> list[str]:
         judged = "**Refuted**"
     else:
         judged = "**Inconclusive**"
-    lines = [
+    return (
         f"Longer windows do not help the vanilla RNN: {judged.rstrip('.')}. From windows of "
         f"{LENGTHS[0]} to {LENGTHS[-1]} its loss falls by {nats(helped)} nats per character "
         f"(paired by seed). Confirmed means that the interval lies below {MARGIN} (a perplexity "
         f"lower by {1 - math.exp(-MARGIN):.0%}), refuted that it lies above."
-    ]
-    for setting in SETTINGS[len(LENGTHS) :]:
-        gain = difference(long, losses[setting.name])
-        than = "better" if gain.low > 0 else "worse" if gain.high < 0 else "inconclusive"
-        lines.append(
-            f"- {setting.name} compared with rnn-{LENGTHS[-1]}: {nats(gain)} nats less, {than}."
-        )
-    return lines
+    )
 
 
 def difference(one: list[float], other: list[float]) -> Estimate:
@@ -102,7 +120,8 @@ def nats(estimate: Estimate) -> str:
 
 def report_lines(study: Study, record: GradientRecord) -> list[str]:
     """Returns the report in Markdown."""
-    losses, seeds = study.losses, len(study.losses[SETTINGS[0].name])
+    losses, seeds = study.losses, len(next(iter(study.losses.values())))
+    chosen = [setting for setting in SETTINGS if setting.name in losses]
     trained, measured = (path.stat().st_size for path in (study.head, study.tail))
     command = shlex.join(["python", "-m", "scripts.study_char_lm", *sys.argv[1:]])
     lines = [
@@ -111,28 +130,29 @@ def report_lines(study: Study, record: GradientRecord) -> list[str]:
         f"{datetime.now(UTC).date()}, {cpu_model()}, torch {torch.__version__}, float32, "
         f"{torch.get_num_threads()} thread(s). Trained on {trained:,} bytes, evaluated on the "
         f"{measured:,} that follow, in windows of {WINDOW_TOKENS:,}. {study.steps:,} steps of "
-        f"{STEP_TOKENS:,} characters, AdamW, gradient norm clipped at 1, state carried.",
+        f"{STEP_TOKENS:,} characters, AdamW, gradient norm clipped at 1; recurrent models carry "
+        f"their state, {MLP} sees the last {CONTEXT} characters.",
         "",
         f"```\n{command}\n```",
         "",
-        f"| | window | d_model | parameters | perplexity, {seeds} seed(s) [95 % t interval] |",
+        f"| | window | width | parameters | perplexity, {seeds} seed(s) [95 % t interval] |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for setting in SETTINGS:
-        d_model, size = study.models[setting.kind]["d_model"], study.sizes[setting.kind]
+    for setting in chosen:
+        width, size = study.widths[setting.kind], study.sizes[setting.kind]
         perplexity = mean([math.exp(loss) for loss in losses[setting.name]])
         lines.append(
-            f"| {setting.kind} | {setting.window} | {d_model} | {size:,} | "
+            f"| {setting.kind} | {setting.window} | {width} | {size:,} | "
             f"{perplexity if seeds > 1 else f'{perplexity.mean:.2f}'} |"
         )
     lines += ["", *verdict(losses), "", "## Gradients", "", *gradient_table(record)]
     lines += ["", "## Samples", "", f"Temperature 0.8 after {PROMPT!r}, seed 0.", ""]
-    for setting in SETTINGS:
+    for setting in chosen:
         lines += [
             f"{setting.name}:",
             "",
             "```",
-            sample(study.output / setting.name / "seed0"),
+            sample(study.models[setting.name]),
             "```",
             "",
         ]
@@ -162,9 +182,9 @@ def gradient_table(record: GradientRecord) -> list[str]:
     return lines
 
 
-def sample(run: Path) -> str:
+def sample(model: LanguageModel) -> str:
     """Returns a text that the model generates."""
-    model, tokenizer = load(run), load_tokenizer(run)
+    tokenizer = ByteTokenizer()
     generation = generate(
         model,
         torch.tensor([tokenizer.encode(PROMPT)]),

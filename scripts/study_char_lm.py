@@ -4,10 +4,12 @@
 
 A vanilla RNN is trained on the head of a text by truncated back-propagation through windows of 16,
 32 and 64 characters; a GRU, an LSTM and a Mamba-2 through 64. All carry their state from window to
-window, and have the same number of parameters (within TOLERANCE), the same steps, and the same
-characters per step. Perplexity is measured on the held-out tail of the text, with Student-t
-intervals over seeds. Gradients of the first seed's models explain the result. The same command
-resumes an interrupted study and skips finished runs.
+window. A perceptron that sees the last 8 characters is the baseline without recurrence. All have
+the same number of parameters (within TOLERANCE), the same steps, and the same characters per step.
+Perplexity is measured on the held-out tail of the text, with Student-t intervals over seeds.
+Gradients of the first seed's models explain the result, and the gradient of the recurrent weights
+is measured in the middle and at the end of every seed's training. The same command resumes an
+interrupted study and skips finished runs.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from longrnn import load, load_tokenizer
+from longrnn import LanguageModel, load
 from longrnn.config import build_config
 from longrnn.diagnostics.gradients import GradientRecord, Settings, Subject, diagnose
 from longrnn.diagnostics.gradients_report import write_report
-from longrnn.errors import UserError
+from longrnn.errors import UserError, nearest
 from longrnn.evaluation import perplexity as measure
 from longrnn.evaluation.texts import read_documents
 from longrnn.files import write_atomic
@@ -32,10 +34,13 @@ from longrnn.hf.loading import load_recurrent
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.programs import run_script
 from longrnn.tasks import TASKS
-from longrnn.text import read_text
+from longrnn.text import ByteTokenizer, read_text
 from longrnn.training.config import TrainConfig
 from longrnn.training.trainer import Trainer
+from scripts import char_mlp
+from scripts.char_gradients import along_training
 from scripts.report_char_lm import (
+    MLP,
     SETTINGS,
     STEP_TOKENS,
     WINDOW_TOKENS,
@@ -55,6 +60,13 @@ def main(
     width: Annotated[
         int, typer.Option(help="d_model of the RNN; the others get as many parameters.")
     ] = 256,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Train only this cell and window, such as rnn-64; may be given several times.",
+            show_default="all",
+        ),
+    ] = None,
     output: Annotated[Path, typer.Option(help="Folder for the runs.")] = Path("runs/char-lm"),
     report: Annotated[Path, typer.Option(help="Report to write.")] = Path(
         "benchmarks/results/char_lm_cpu.md"
@@ -64,20 +76,50 @@ def main(
     """Trains and evaluates the models, and writes the report."""
     if min(steps, seeds) < 1 or width < 16:
         raise UserError("steps and seeds must be at least 1 and width at least 16: give larger")
+    chosen = choose(setting)
     head, tail = split_text(text, output)
-    models = {kind: matched(kind, width) for kind in dict.fromkeys(s.kind for s in SETTINGS)}
-    losses: dict[str, list[float]] = {setting.name: [] for setting in SETTINGS}
-    for seed in range(seeds):  # seed by seed: a study that is stopped has whole comparisons
-        for setting in SETTINGS:
-            run = output / setting.name / f"seed{seed}"
-            config = training(setting, models[setting.kind], head, run, seed, steps)
-            Trainer(config, resume=True, quiet=quiet).train()
-            losses[setting.name].append(loss_of(run, tail, quiet))
+    models = {s.kind: matched(s.kind, width) for s in chosen if s.kind != MLP}
     sizes = {kind: parameters(model) for kind, model in models.items()}
-    study = Study(losses, models, sizes, output, head, tail, steps)
-    lines = report_lines(study, gradients(output, tail, quiet))
+    widths = {kind: int(model["d_model"]) for kind, model in models.items()}
+    widths[MLP] = char_mlp.matched(parameters(plain({"kind": "rnn"}, width)))
+    sizes[MLP] = char_mlp.parameters(widths[MLP])
+    trained: dict[str, list[LanguageModel]] = {one.name: [] for one in chosen}
+    losses: dict[str, list[float]] = {one.name: [] for one in chosen}
+    for seed in range(seeds):  # seed by seed: a study that is stopped has whole comparisons
+        for one in chosen:
+            run = output / one.name / f"seed{seed}"
+            config = training(one, models.get(one.kind), head, run, seed, steps)
+            if one.kind == MLP:
+                model: LanguageModel = char_mlp.train(config, widths[MLP])
+            else:
+                Trainer(config, resume=True, quiet=quiet).train()
+                model = load(run)
+            trained[one.name].append(model)
+            losses[one.name].append(loss_of(model, run, tail, quiet))
+    study = Study(
+        losses, widths, sizes, {name: found[0] for name, found in trained.items()}, head, tail,
+        steps,
+    )  # fmt: skip
+    lines = report_lines(study, gradients(chosen, output, tail, quiet))
+    lines += along_training(chosen, output, tail, seeds, report.with_suffix(".png"))
     write_atomic(report, "\n".join(lines) + "\n")
     typer.echo("\n".join(lines))
+
+
+def choose(names: list[str] | None) -> list[Setting]:
+    """Returns the settings of these names, in the order of SETTINGS.
+
+    Raises:
+        UserError: an unknown name, or no recurrent setting.
+    """
+    known = {one.name: one for one in SETTINGS}
+    for name in names or []:
+        if name not in known:
+            raise UserError(f"unknown setting {name!r}: {nearest(name, known)}")
+    chosen = [one for name, one in known.items() if names is None or name in names]
+    if all(one.kind == MLP for one in chosen):
+        raise UserError(f"{MLP} has no recurrent gradient: add a recurrent --setting")
+    return chosen
 
 
 def split_text(text: Path, output: Path) -> tuple[Path, Path]:
@@ -147,14 +189,14 @@ def parameters(model: dict[str, Any]) -> int:
 
 
 def training(
-    setting: Setting, model: dict[str, Any], head: Path, run: Path, seed: int, steps: int
+    setting: Setting, model: dict[str, Any] | None, head: Path, run: Path, seed: int, steps: int
 ) -> TrainConfig:
     """Returns the training configuration of a run; only model, window and seed differ."""
     rows = STEP_TOKENS // setting.window
     stream = head.stat().st_size // STEP_TOKENS  # windows per row in one pass over the text
     values = {
         "output_dir": str(run),
-        "model": model,
+        **({} if model is None else {"model": model}),
         "task": {"kind": "text", "files": [str(head)], "max_segments": stream - 1},
         "initial_state": {"kind": "carry"},
         "seed": seed,
@@ -163,17 +205,16 @@ def training(
         "max_steps": steps,
         "learning_rate": 2e-3,
         "warmup_steps": steps // 10,
-        "save_steps": max(1, steps // 3),
-        "save_total_limit": 1,
+        "save_steps": max(1, steps // 2),  # the middle of the training, and its end
+        "save_total_limit": 2,
         "logging_steps": 50,
     }
     return build_config(TrainConfig, values)
 
 
-def loss_of(run: Path, tail: Path, quiet: bool) -> float:
+def loss_of(model: LanguageModel, run: Path, tail: Path, quiet: bool) -> float:
     """Returns nats per character on the tail, in windows that start from the zero state."""
-    model = load(run)
-    documents = read_documents([tail], load_tokenizer(run), model)
+    documents = read_documents([tail], ByteTokenizer(), model)
     rows = measure.evaluate(
         model,
         documents,
@@ -185,9 +226,11 @@ def loss_of(run: Path, tail: Path, quiet: bool) -> float:
     return measure.summarise(rows)[0].nats.mean
 
 
-def gradients(output: Path, tail: Path, quiet: bool) -> GradientRecord:
+def gradients(chosen: list[Setting], output: Path, tail: Path, quiet: bool) -> GradientRecord:
     """Diagnoses the gradients of the first seed's models on the tail, and writes their report."""
-    subjects = [Subject(s.name, load_recurrent(output / s.name / "seed0")) for s in SETTINGS]
+    subjects = [
+        Subject(s.name, load_recurrent(output / s.name / "seed0")) for s in chosen if s.kind != MLP
+    ]
     task = TASKS.build({"kind": "text", "files": [str(tail)]})
     folder = output / "gradients"
     found = diagnose(

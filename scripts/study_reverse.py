@@ -31,6 +31,7 @@ from longrnn.intervals import Estimate, mean
 from longrnn.mixers import MIXERS
 from longrnn.programs import run_script
 from longrnn.results import Row
+from longrnn.studies import attribution
 from longrnn.studies.stability import along_checkpoints
 from longrnn.sweep.grid import Axes, expand
 from longrnn.sweep.runs import Sweep
@@ -115,7 +116,9 @@ def main(
         parts[name] = Part(title, base, axes, rows)
     stability = []
     if "dual" in parts:
-        stability = stability_lines(parts["dual"], output / "dual/runs", triplets, quiet)
+        runs = output / "dual/runs"
+        stability = stability_lines(parts["dual"], runs, triplets, quiet)
+        stability += attribution_lines(parts["dual"], runs, quiet)
     plot = document.with_suffix(".png")
     plotted = [found for name, found in parts.items() if name != "dual"]
     picture(plotted or list(parts.values()), plot)
@@ -223,11 +226,7 @@ def verdicts(part: Part, metrics: Sequence[str]) -> list[str]:
 
 def stability_lines(part: Part, folder: Path, n: int, quiet: bool) -> list[str]:
     """Returns the gradient stability of the LSTM by condition and checkpoint: means over seeds."""
-    options = {
-        "kind": part.axes["task.kind"][0], "vocab_size": int(part.axes["vocab_size"][0])
-    }  # fmt: skip
-    task = TASKS.build(part.base.task | options, None)
-    assert isinstance(task, Transduction)
+    task = dual_task(part)
     found: dict[tuple[str | None, str, int], list[tuple[float, ...]]] = {}
     for row in part.rows:
         measured = along_checkpoints(
@@ -262,6 +261,45 @@ def stability_lines(part: Part, folder: Path, n: int, quiet: bool) -> list[str]:
         "",
         f"**Verdict.** Of {len(verdicts_of)} comparisons of a positional encoding with the "
         f"{CONTROL} control, on inputs that share the first token: {counted}.",
+    ]
+
+
+def dual_task(part: Part) -> Transduction:
+    """Returns the task of the part with rare tokens."""
+    options = {
+        "kind": part.axes["task.kind"][0], "vocab_size": int(part.axes["vocab_size"][0])
+    }  # fmt: skip
+    task = TASKS.build(part.base.task | options, None)
+    assert isinstance(task, Transduction)
+    return task
+
+
+def attribution_lines(part: Part, folder: Path, quiet: bool) -> list[str]:
+    """Returns the share of rare tokens in the squared gradient at the embedding, by checkpoint."""
+    found: dict[tuple[str, int], list[tuple[float, ...]]] = {}
+    for row in part.rows:
+        measured = attribution.along_checkpoints(
+            folder / row["run"], dual_task(part), length=part.base.length.max, quiet=quiet
+        )
+        for one in measured:
+            ratio = one.per_rare_token.mean / one.per_frequent_token.mean
+            key = row["values"]["position.kind"], one.step
+            found.setdefault(key, []).append((one.rare_share.mean, ratio))
+    cells = []
+    for (encoding, step), runs in found.items():
+        share, ratio = (mean(values) for values in zip(*runs, strict=True))
+        less = mean([a[1] - b[1] for a, b in zip(runs, found[CONTROL, step], strict=True)])
+        against = ["–", "–"] if encoding == CONTROL else [short(less), verdict(less)]
+        cells.append([encoding, f"{step:,}", shown(share), short(ratio), *against])
+    head = ["encoding", "step", "share of rare tokens", "a rare row / a frequent row"]
+    return [
+        "",
+        f"## Attribution of the gradient ({attribution.SEQUENCES:,} sequences per checkpoint)",
+        "",
+        "Squared gradient at the rows of the embedding, as `longrnn diagnose attribution` measures "
+        "it. The third column is per token that a sequence has.",
+        "",
+        *table([*head, f"minus {CONTROL}", "verdict"], cells),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import runpy
 import subprocess
@@ -14,7 +15,7 @@ import longrnn
 from longrnn.mitigations import mitigation
 from longrnn.programs import run_script
 from longrnn.results import read_results
-from tests.training.runs import ENVIRONMENT
+from tests.training.runs import ENVIRONMENT, metrics
 
 SCRIPTS = Path(longrnn.__file__).parents[1] / "scripts"
 SCRIPT = SCRIPTS / "study_state_collapse.py"
@@ -155,22 +156,21 @@ def test_the_comparison_with_a_transformer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_study_of_capacity(tmp_path: Path) -> None:
-    """The family is trained and fitted, and a second run trains nothing."""
-    command = [
-        "--d-states",
-        "4,8,12",
-        "--train-lengths",
-        "160,192",
-        "--steps",
-        "2",
-        "--more-steps",
-        "2",
-    ]
-    command += ["--lengths", "160", "--n", "1", "--text-length", "512", "--quiet"]
+@pytest.mark.parametrize("part", ["forget", "recall"])
+def test_the_study_of_capacity(tmp_path: Path, part: str) -> None:
+    """Every family has equal tokens, is fitted, and a second run trains nothing."""
+    (tmp_path / "train.txt").write_text("It was a dark and stormy night; the rain fell. " * 60)
+    (tmp_path / "book.txt").write_text("Call me Ishmael. Some years ago, never mind. " * 60)
+    options = {
+        "forget": ["--train-lengths", "64,96", "--steps", "2", "--length", "512"]
+        + ["--windows", "2", "--files", "train.txt", "--text", "book.txt", "--all-lengths"],
+        "recall": ["--train-lengths", "192,256", "--steps", "2", "--more-steps", "1"]
+        + ["--lengths", "160", "--n", "1"],
+    }
+    command = [part, "--d-states", "4,8,12", "--quiet", "--output", "out", *options[part]]
     outputs = []
     for _ in range(2):
-        done = study(tmp_path, *command, "--output", "out", script="study_capacity")
+        done = study(tmp_path, *command, script="study_capacity")
         assert done.returncode == 0, done.stderr
         outputs.append(done.stdout)
         # The final model of a finished run is written again; what was trained is not.
@@ -178,8 +178,10 @@ def test_the_study_of_capacity(tmp_path: Path) -> None:
         times = [path.stat().st_mtime_ns for path in weights]
         outputs.append(str(times))
     assert outputs[:2] == outputs[2:]
-    assert "state12-length192" in outputs[0]
-    assert (tmp_path / "out/capacity/capacity.png").is_file()
+    runs = list((tmp_path / "out/runs").iterdir())
+    assert len(runs) == 2 * 3 * 2
+    tokens = {metrics(run)[-1]["tokens"] for run in runs}
+    assert len(tokens) == 1
     assert "out/capacity/capacity.jsonl" in outputs[0]
 
 
@@ -198,6 +200,7 @@ def test_the_study_of_reverse_ordering(tmp_path: Path) -> None:
         "LSTM, V = 24",
         "LSTM, V = 16, half of it rare",
         "Gradient stability of the LSTM (2 triplets per condition and checkpoint)",
+        "Attribution of the gradient (1,024 sequences per checkpoint)",
     ]
     assert [part.count("\n| ") - 4 for part in parts[1:4]] == [3 + 2, 3 + 2, 3 + 2 * 4]
     assert all(part.count("**Verdict.**") == 1 for part in parts[1:4])
@@ -209,6 +212,31 @@ def test_the_study_of_reverse_ordering(tmp_path: Path) -> None:
     assert again.stdout == done.stdout
     bad = study(tmp_path, "--seeds", "1", script="study_reverse")
     assert (bad.returncode, bad.stdout) == (2, "")
+
+
+@pytest.mark.slow
+def test_the_study_of_vocabularies(tmp_path: Path) -> None:
+    """Every combination has a score and a slope, and a second run trains nothing."""
+    command = ["--seeds", "2", "--steps", "2", "--rows", "4", "--width", "16", "--quiet"]
+    command += ["--encoding", "none", "--encoding", "duplicate", "--encoding", "learned"]
+    large = [*command, "--vocab-sizes", "8,16,64", "--output", "a", "--document", "a.md"]
+    done = study(tmp_path, *large, script="study_vocabulary")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "a.md").read_text() == done.stdout
+    _, rows = read_results(tmp_path / "a/results.jsonl")
+    assert len(rows) == 3 * 3 * 2
+    # Two steps teach nothing: the loss is that of chance, and grows as its logarithm.
+    assert all(row["loss"] == pytest.approx(math.log(row["vocab_size"]), rel=0.2) for row in rows)
+    lines = done.stdout.splitlines()
+    grown = [line for line in lines if re.match(r"\| \w+ \| 0\.[67]\d\d \[", line)]
+    assert [line.split("|")[1].strip() for line in grown] == ["none", "duplicate", "learned"]
+    assert not list((tmp_path / "a/runs").iterdir())
+    assert study(tmp_path, *large, script="study_vocabulary").stdout == done.stdout
+    cells = ["--cell", "lstm", "--cell", "gru", "--vocab-sizes", "8", "--lengths", "4,5"]
+    done = study(tmp_path, *command, *cells, "--output", "b", script="study_vocabulary")
+    assert done.returncode == 0, done.stderr
+    assert "\n## lstm, V 8\n" in done.stdout
+    assert "\n## gru, V 8\n" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -236,8 +264,15 @@ def test_help_has_an_example(
         ("study_initial_states --seeds 0", "must be at least 1"),
         ("study_initial_states --train no.txt", "no text file no.txt"),
         ("study_initial_states --length 256", "give --length 512 or more"),
-        ("study_capacity --d-states 4,x", "'x' is not a valid length"),
-        ("study_capacity --steps 0", "must be at least 1"),
+        ("study_capacity forget --text no.txt", "no text at no.txt"),
+        ("study_capacity forget --steps 0", "must be at least 1"),
+        ("study_capacity forget --train-lengths 100", "do not divide a step"),
+        ("study_capacity forget --length 512", "give a longer --length"),
+        ("study_capacity recall --d-states 4,x", "'x' is not a valid length"),
+        ("study_vocabulary --lengths 4,8", "give one of them a single value"),
+        ("study_vocabulary --cell lstmm", "did you mean 'lstm'"),
+        ("study_vocabulary --encoding non", "did you mean 'none'"),
+        ("study_vocabulary --seeds 1", "from 2 (for an interval) to 5"),
         ("compare_with_transformer --train no.txt", "no.txt"),
         ("demo --lengths x", "'x' is not a valid length"),
     ],

@@ -13,7 +13,7 @@ def capacity(
         list[str],
         typer.Argument(
             help="The family: folders of training runs, with at least three different state "
-            "sizes, each trained at one or several lengths.",
+            "sizes, each trained at one or several lengths and with one or several seeds.",
             show_default=False,
         ),
     ],
@@ -32,8 +32,9 @@ def capacity(
 
     T_forget is the smallest training length from which on the loss on long prompts stays below 2 ×
     its largest value inside the training length. T_recall is the longest prompt at which more than
-    95 % of the passkeys are recalled. Reads recorded results and measures nothing. Writes
-    capacity.jsonl and capacity.png.
+    95 % of the passkeys are recalled. Models of one seed are a family of their own, and
+    fits use one point for every state size and seed. Reads recorded results and measures nothing.
+    Writes capacity.jsonl and capacity.png.
 
     Example: longrnn diagnose capacity runs/capacity/* --results runs/capacity/results
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,13 +21,13 @@ from longrnn.cli.options import (
     warn_if_calibrated_on,
 )
 from longrnn.cli.results_folders import results_folder
+from longrnn.cli.token_gradients import attribution, stability
 from longrnn.console import print_table
 from longrnn.errors import UserError
 from longrnn.units import parse_length
 
 if TYPE_CHECKING:
     from longrnn.diagnostics.states import Diagnosis
-    from longrnn.studies.stability import StabilityRow
 
 app = typer.Typer(
     help="Look inside a model: states, memory, gradients.",
@@ -38,6 +37,8 @@ app = typer.Typer(
 app.command("memory")(memory)
 app.command("capacity")(capacity)
 app.command("gradients")(gradients)
+app.command("stability")(stability)
+app.command("attribution")(attribution)
 # At most this many rows are printed; the report has all of them.
 MAX_ROWS = 30
 
@@ -119,46 +120,6 @@ def states(
     typer.echo("\n".join(map(str, written)))
 
 
-@app.command()
-def stability(
-    run: Annotated[
-        Path, typer.Argument(help="output_dir of a training run on a reverse task or sort.")
-    ],
-    n: Annotated[
-        int, typer.Option("--n", help="Triplets of inputs for each condition and checkpoint.")
-    ] = 1024,
-    seed: Annotated[int, typer.Option(help="Random seed of the triplets.")] = 0,
-    device: Device = "auto",
-    quiet: Quiet = False,
-) -> None:
-    """Compare the gradients of inputs that share tokens, for every checkpoint of a run.
-
-    The gradient is the Jacobian of the last output with respect to the state after the first token.
-    It is compared between inputs that share the first token, and between inputs that share all
-    other tokens (arXiv 2402.00236): 1 for equal gradients, 0 for orthogonal ones. A run on
-    reverse_dual_frequency is measured with frequent and rare tokens separately. Keep more
-    checkpoints with save_steps and save_total_limit.
-
-    Example: longrnn diagnose stability runs/reverse-small --n 64
-    """
-    from longrnn.config import read_recorded
-    from longrnn.studies.stability import along_checkpoints
-    from longrnn.tasks import TASKS
-    from longrnn.tasks.sequence import Transduction
-
-    trained = read_recorded(run)
-    task = TASKS.build(trained["task"], None) if "task" in trained else None
-    length = trained.get("length", {}).get("max")
-    if not isinstance(task, Transduction) or length is None:
-        raise UserError(
-            f"{run} is not a run on a task such as reverse or sort: give the output_dir of one"
-        )
-    target = pick_device(device)
-    print_stability(
-        along_checkpoints(run, task, length=length, n=n, seed=seed, device=target, quiet=quiet), n
-    )
-
-
 def print_states(diagnosis: Diagnosis) -> None:
     """Prints one row for each prompt and head that collapses or is global."""
     from rich.table import Table
@@ -185,19 +146,3 @@ def print_states(diagnosis: Diagnosis) -> None:
     if len(chosen) > MAX_ROWS:
         table.caption = f"and {len(chosen) - MAX_ROWS} more rows in the report"
     print_table(table, 110)
-
-
-def print_stability(measured: Sequence[StabilityRow], n: int) -> None:
-    """Prints the stability of the gradients for every checkpoint and condition."""
-    from rich.table import Table
-
-    from longrnn.studies.stability import rows
-
-    title = f"gradient stability, {n:,} triplets per condition [95 % interval]"
-    table = Table(title=title, title_justify="left")
-    table.add_column("step", justify="right")
-    for name in ("condition", "same first token", "same suffix", "norm of J"):
-        table.add_column(name)
-    for cells in rows(measured):
-        table.add_row(*cells)
-    print_table(table, 120)

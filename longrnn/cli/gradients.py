@@ -153,12 +153,14 @@ def _untrained(source: str, inits: Sequence[str]) -> list[ModelEntry]:
     from longrnn.models import RecurrentLM
     from longrnn.seeds import check_seed
     from longrnn.training.config import TrainConfig
+    from longrnn.training.optim import fill
 
     config = load_config(TrainConfig, source)
     if config.init_from is not None:
         if inits:
             raise UserError(f"{source} starts from {config.init_from}: leave --init out")
         model = load_recurrent(config.init_from)
+        fill(model, config.fill)
         tokenizer = config.tokenizer or config.init_from
         return [ModelEntry(source, model, tokenizer, asdict(config))]
     if config.model is None:
@@ -171,6 +173,7 @@ def _untrained(source: str, inits: Sequence[str]) -> list[ModelEntry]:
             check_seed(config.seed)
             torch.manual_seed(config.seed)  # as training does
             model = RecurrentLM(replace(config.model, mixer=mixer))
+        fill(model, config.fill)
         name = source if init is None else f"{Path(source).stem}, {init}"
         found.append(ModelEntry(name, model, tokenizer, asdict(config)))
     return found

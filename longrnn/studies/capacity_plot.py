@@ -9,10 +9,12 @@ from typing import Any
 
 from longrnn.diagnostics.plots import lengths_axis, new_figure, png
 from longrnn.files import write_atomic
-from longrnn.studies.capacity import Bounded, Fit, Member, Size
+from longrnn.studies.capacity import Bounded, Member, Size
+from longrnn.studies.capacity_fits import FORMS, Fit
 from longrnn.units import format_length
 
 MARKERS = {"": "o", "≤": "v", "≥": "^", ">": "^"}
+LINES = {"line": "-", "power": "--", "exponential": "-"}
 TITLES = {
     "forget": "T_forget: training length from which on\na model forgets robustly",
     "recall": "T_recall: longest prompt\nwith more than 95 % recalled",
@@ -20,21 +22,25 @@ TITLES = {
 
 
 def write(
-    members: Sequence[Member], found: Sequence[Size], fits: Mapping[str, Fit | str], folder: Path
+    members: Sequence[Member],
+    found: Sequence[Size],
+    fits: Mapping[str, Sequence[Fit | str]],
+    folder: Path,
 ) -> list[Path]:
-    """Write `capacity.jsonl`, one row per model, state size and fit, and `capacity.png`."""
+    """Write `capacity.jsonl`, one row per model, point and fit, and `capacity.png`."""
     rows: list[dict[str, Any]] = [{"evaluation": "capacity"}]
     rows += [{"row": "model", **one._asdict()} for one in members]
     rows += [
         {
             "row": "size",
             "state_size": size.state_size,
+            "seed": size.seed,
             "forget": _bounded(size.forget),
             "recall": _bounded(size.recall),
         }
         for size in found
     ]
-    for name, fitted in fits.items():
+    for name, fitted in ((name, one) for name, all_ in fits.items() for one in all_):
         about = {"no_fit": fitted} if isinstance(fitted, str) else fitted._asdict()
         rows.append({"row": "fit", "of": name, **about})
     write_atomic(folder / "capacity.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
@@ -46,24 +52,28 @@ def _bounded(point: Bounded | None) -> dict[str, Any] | None:
     return None if point is None else point._asdict()
 
 
-def _picture(found: Sequence[Size], fits: Mapping[str, Fit | str]) -> bytes:
+def _picture(found: Sequence[Size], fits: Mapping[str, Sequence[Fit | str]]) -> bytes:
     figure = new_figure(9.6, 4.0)
     panels = figure.subplots(1, 2)
     for panel, (name, title) in zip(panels, TITLES.items(), strict=True):
-        points = {size.state_size: getattr(size, name) for size in found}
-        for state_size, point in points.items():
+        points = [(size.state_size, getattr(size, name)) for size in found]
+        for state_size, point in points:
             if point is not None:
                 filled = "tab:blue" if not point.bound else "none"
                 marker = MARKERS[point.bound]
                 panel.scatter(state_size, point.value, marker=marker, c=filled, ec="tab:blue", s=50)
-        fitted = fits[name]
-        if isinstance(fitted, Fit):
-            low, high = min(points), max(points)
-            across = [low + (high - low) * k / 100 for k in range(101)]
-            panel.plot(across, [fitted.at(n) for n in across], color="tab:red", lw=1.2)
-        lengths_axis(panel, max(points), least=min(points))
-        panel.set_xlim(min(points) / 1.3, max(points) * 1.3)
-        panel.set_xticks(sorted(points), [format_length(n) for n in sorted(points)])
+        all_sizes = sorted({state_size for state_size, _ in points})
+        low, high = all_sizes[0], all_sizes[-1]
+        for fitted in fits[name]:
+            if isinstance(fitted, Fit):
+                across = [low * (high / low) ** (k / 100) for k in range(101)]
+                line, label = LINES[fitted.form], FORMS[fitted.form]
+                curve = [fitted.at(n) for n in across]
+                panel.plot(across, curve, line, color="tab:red", lw=1.2, label=label)
+                panel.legend(fontsize=8)
+        lengths_axis(panel, high, least=low)
+        panel.set_xlim(low / 1.3, high * 1.3)
+        panel.set_xticks(all_sizes, [format_length(n) for n in all_sizes])
         panel.set(xlabel="entries of the state", ylabel="tokens", title=title, ylim=(0, None))
     figure.supxlabel("filled: measured; hollow: a bound, not used in the fit", fontsize=8)
     return png(figure)

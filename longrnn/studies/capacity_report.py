@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from longrnn.config import read_recorded
 from longrnn.console import print_table
 from longrnn.diagnostics.record import state_size
 from longrnn.errors import UserError
 from longrnn.hf.loading import load_recurrent
 from longrnn.hf.training_length import training_length
 from longrnn.locks import Lock
-from longrnn.studies import capacity
+from longrnn.studies import capacity, capacity_fits
 from longrnn.studies.capacity import Member, Size
+from longrnn.studies.capacity_fits import RATIO_PARAMETERS, Fit, conclusion
 from longrnn.studies.capacity_plot import write
 from longrnn.units import format_length
 
@@ -38,36 +40,62 @@ def report(checkpoints: Sequence[str], results: Sequence[Path], folder: Path) ->
         if trained is None:
             raise UserError(f"{name} has no train.yaml with its training length: give run folders")
         model = load_recurrent(name)
-        about = (model.fingerprint(), state_size(model), trained)
+        seed = int(read_recorded(Path(name)).get("seed", 0))
+        about = (model.fingerprint(), state_size(model), trained, seed)
         members.append(capacity.member(name, *about, recorded))
-    members.sort(key=lambda one: (one.state_size, one.train_length))
+    members.sort(key=lambda one: (one.state_size, one.seed, one.train_length))
     sizes = capacity.sizes(members)
     fits = {
-        "forget": capacity.fit("line", {size.state_size: size.forget for size in sizes}),
-        "recall": capacity.fit("exponential", {size.state_size: size.recall for size in sizes}),
+        name: [
+            capacity_fits.fit(form, [(size.state_size, getattr(size, name)) for size in sizes])
+            for form in forms
+        ]
+        for name, forms in capacity_fits.FITTED.items()
     }
     Lock.of_folder(folder, instead="choose another --output").hold_until_exit()
     written = write(members, sizes, fits, folder)
     _print(members, sizes)
-    for name, fitted in fits.items():
+    for name, fitted in ((name, one) for name, all_ in fits.items() for one in all_):
         print(f"T_{name}: {fitted}")
+        slope = fitted.slope() if isinstance(fitted, Fit) else None
+        if isinstance(fitted, Fit) and slope is not None:
+            settled = conclusion(slope, len(fitted.parameters), "points (state sizes × seeds)")
+            print(f"  slope: {settled}")
+    ratio = capacity_fits.ratio_by_size_and_length(members)
+    if isinstance(ratio, str):
+        print(ratio)
+    else:
+        print(
+            f"log2 of loss beyond / inside: {ratio.by_state} per doubling of the state, "
+            f"{ratio.by_length} per doubling of the training length ({ratio.by_state.n} models)"
+        )
+        for name, slope in (("state", ratio.by_state), ("training length", ratio.by_length)):
+            print(f"  {name}: {conclusion(slope, RATIO_PARAMETERS, 'models')}")
     print("N: thousands of numbers in the state; intervals 95 %, Student-t")
     return written
 
 
 def _print(members: Sequence[Member], sizes: Sequence[Size]) -> None:
-    """Prints one table of the models and one of the state sizes."""
+    """Prints one table of the models and one of the state sizes and seeds."""
     from rich.table import Table
 
-    width = 90 + max(len(one.name) for one in members)
+    width = 100 + max(len(one.name) for one in members)
     table = Table()
-    for name in ("model", "state", "trained on", "loss beyond / inside", "forgets robustly"):
+    for name in (
+        "model",
+        "state",
+        "seed",
+        "trained on",
+        "loss beyond / inside",
+        "forgets robustly",
+    ):
         table.add_column(name)
     table.add_column("recalls up to")
     for one in members:
         table.add_row(
             one.name,
             f"{one.state_size:,}",
+            str(one.seed),
             format_length(one.train_length),
             "–" if one.beyond is None else f"{one.beyond:.2f}",
             {None: "–", True: "yes", False: "no"}[one.robust],
@@ -75,11 +103,12 @@ def _print(members: Sequence[Member], sizes: Sequence[Size]) -> None:
         )
     print_table(table, width)
     table = Table()
-    for name in ("state", "T_forget", "T_recall"):
+    for name in ("state", "seed", "T_forget", "T_recall"):
         table.add_column(name)
     for size in sizes:
         table.add_row(
             f"{size.state_size:,}",
+            str(size.seed),
             *("–" if point is None else str(point) for point in (size.forget, size.recall)),
         )
     print_table(table, width)

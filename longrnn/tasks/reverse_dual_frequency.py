@@ -61,11 +61,11 @@ class ReverseDualFrequency(Reverse):
     def options(self) -> dict[str, int | float]:
         return super().options() | {"rare_share": self.rare_share}
 
+    def frequency_classes(self) -> dict[str, range]:
+        return {"frequent": range(self.half), "rare": range(self.half, self.n_tokens)}
+
     def conditions(self) -> list[Condition]:
-        classes = {
-            "frequent": range(self.half),
-            "rare": range(self.half, self.n_tokens),
-        }
+        classes = self.frequency_classes()
         return [
             Condition(f"{target} target, {others} disturbants", classes[target], classes[others])
             for target in classes

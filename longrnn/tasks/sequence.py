@@ -100,6 +100,10 @@ class SequenceTask(Task):
         """The conditions of the test; held-out sequences take them in turn."""
         return [Condition(None, range(self.n_tokens), range(self.n_tokens))]
 
+    def frequency_classes(self) -> dict[str, range]:
+        """Ids of the `frequent` and of the `rare` tokens; empty if all are equally frequent."""
+        return {}
+
     def condition(self, index: int) -> str | None:
         """Name of the condition of held-out sequence `index`; None where there is only one."""
         conditions = self.conditions()

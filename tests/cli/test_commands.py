@@ -16,7 +16,7 @@ from longrnn.sweep.grid import expand, parse_axes
 from longrnn.text import ByteTokenizer
 from longrnn.training.config import TrainConfig
 from tests.cli.conftest import CLI
-from tests.training.runs import metrics, tiny, write_config
+from tests.training.runs import metrics, tiny, train, write_config
 
 
 def test_version(cli: CLI) -> None:
@@ -230,6 +230,17 @@ def test_diagnose_stability(cli: CLI, models: Path) -> None:
     assert result.code == 0, result.err
     assert "gradient stability, 3 triplets per condition" in result.out
     assert re.search(r"│ +4 │ all tokens │ -?\d\.\d{3} \[.*│ -?\d\.\d{3} \[.*│ \d", result.out)
+
+
+def test_diagnose_attribution(cli: CLI, tmp_path: Path) -> None:
+    """`diagnose attribution` prints sums for rare and frequent tokens, one row per checkpoint."""
+    dual = {"kind": "reverse_dual_frequency", "vocab_size": 8, "held_out": 4}
+    train(tiny("reverse", tmp_path / "run", task=dual, save_total_limit=9))
+    result = cli("diagnose", "attribution", tmp_path / "run", "--n", "16", "--quiet")
+    assert result.code == 0, result.err
+    assert "squared gradient at the embedding rows, 16 sequences" in result.out
+    steps = re.findall(r"│ +(\d+) │(?: +\S+ \[\S+ \S+\] +│){5}", result.out)
+    assert steps == ["4", "8", "10"]
 
 
 def test_sweep(cli: CLI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

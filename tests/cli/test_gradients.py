@@ -73,6 +73,21 @@ def test_initialisations_of_a_configuration(cli: CLI, tmp_path: Path) -> None:
     assert {row["max_grad_value"] for row in rows if row.get("kind") == "clipping"} == {0.5}
 
 
+def test_fill_of_a_configuration(cli: CLI, tmp_path: Path) -> None:
+    """Weights that a configuration sets before training are set in its untrained model too."""
+    name = "blocks.0.mixer.cell.weight_hh_l0"
+    config = tiny("reverse", tmp_path / "run", fill={name: 0.05})
+    write_config(config, tmp_path / "c.yaml")
+    result = cli("diagnose", "gradients", "c.yaml", *SMALL, "--output", "out")
+    assert result.code == 0, result.err
+    torch.manual_seed(config.seed)
+    assert config.model is not None
+    expected = RecurrentLM(config.model)
+    with torch.no_grad():
+        expected.get_parameter(name).fill_(0.05)
+    assert head_of(tmp_path / "out")["subjects"] == {"c.yaml": expected.fingerprint()}
+
+
 @pytest.mark.parametrize(
     "options", [["--text", "a.txt"], ["--task", "{kind: text, files: [a.txt]}"]]
 )

@@ -55,6 +55,7 @@ SHORT = {
     ("diagnose", "memory"): ["--positions", "16", "--stretches", "1"],
     ("diagnose", "gradients"): ["--rows", "1", "--exponents", "1"],
     ("diagnose", "stability"): ["--n", "2"],
+    ("diagnose", "attribution"): ["--n", "2"],
     ("calibrate",): ["--train-length", "16", "--windows", "1"],
     ("generate",): ["--max-new-tokens", "1"],
     ("sweep",): ["--grid", "seed=1"],
@@ -255,6 +256,7 @@ def test_a_damaged_record_of_training_is_named(
     for arguments in (
         ["eval", "task", "run"],
         ["diagnose", "stability", "run"],
+        ["diagnose", "attribution", "run"],
         ["diagnose", "gradients", "run"],
         ["diagnose", "capacity", "run"],
         ["calibrate", "run", "--text", text, "--method", "state_norm"],

@@ -112,6 +112,14 @@ def test_diagnose_stability_options(cli: CLI, models: Path) -> None:
     refused(cli, *base, models / "backwards", "--n", "0", says=("at least 1",))
 
 
+def test_diagnose_attribution_options(cli: CLI, models: Path) -> None:
+    """A folder that is not a run, and a task without rare tokens, are refused."""
+    base = ["diagnose", "attribution"]
+    refused(cli, *base, models / "text", says=("has no train.yaml with its task",))
+    refused(cli, *base, models / "backwards", says=("draws all tokens equally often",))
+    refused(cli, *base, models / "backwards", "--n", "1", says=("at least 2, for an interval",))
+
+
 def test_eval_task_options(cli: CLI, models: Path) -> None:
     """A task that is not a sequence task, or whose sizes are not known, is refused."""
     base = ["eval", "task", models / "text", "--quiet"]

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from longrnn.errors import UserError
+from longrnn.intervals import Estimate
 from longrnn.results import Row
 from longrnn.studies.capacity import (
     Bounded,
-    Fit,
     Member,
     Recorded,
-    fit,
     member,
     read_recorded,
     sizes,
+)
+from longrnn.studies.capacity_fits import (
+    Fit,
+    conclusion,
+    fit,
+    points_to_settle,
+    ratio_by_size_and_length,
 )
 
 
@@ -38,19 +47,19 @@ def test_a_member() -> None:
         {"a": [losses(9.0), losses(1.0, 1.5, 1.9)], "b": [losses(1.0, 1.0, 2.1)]},
         {"a": [*answers(256, 20, 0), *answers(512, 39, 1), *answers(1024, 19, 1)]},
     )
-    one = member("one", "a", 100, 64, recorded)
-    assert one == Member("one", "a", 100, 64, True, 1.9, 512, 1024)
-    two = member("two", "b", 100, 64, recorded)
+    one = member("one", "a", 100, 64, 3, recorded)
+    assert one == Member("one", "a", 100, 64, 3, True, 1.9, 512, 1024)
+    two = member("two", "b", 100, 64, 0, recorded)
     assert (two.robust, two.recalled, two.asked) == (False, None, None)
     # Nothing beyond the training length: not judged.
-    assert member("two", "b", 100, 192, recorded).robust is None
+    assert member("two", "b", 100, 192, 0, recorded).robust is None
     with pytest.raises(UserError, match="no recorded evaluation of three"):
-        member("three", "c", 100, 64, recorded)
+        member("three", "c", 100, 64, 0, recorded)
 
 
-def family(*members: tuple[int, int, bool | None, int | None]) -> list[Member]:
+def family(*members: tuple[int, int, bool | None, int | None], seed: int = 0) -> list[Member]:
     return [
-        Member(f"{k}", f"{k}", size, trained, robust, 1.0, recalled, 4096)
+        Member(f"{k}", f"{k}", size, trained, seed, robust, 1.0, recalled, 4096)
         for k, (size, trained, robust, recalled) in enumerate(members)
     ]
 
@@ -68,10 +77,10 @@ def test_sizes() -> None:
         )
     )  # fmt: skip
     assert [size.state_size for size in found] == [10, 20, 30, 40, 50, 60]
-    assert found[0][1:] == (Bounded(512, ""), Bounded(1024, ""))
-    assert found[1][1:] == (Bounded(256, "≤"), Bounded(4096, "≥"))
-    assert found[2][1:] == (Bounded(512, ">"), None)
-    assert found[3][1:] == (None, None)
+    assert found[0][2:] == (Bounded(512, ""), Bounded(1024, ""))
+    assert found[1][2:] == (Bounded(256, "≤"), Bounded(4096, "≥"))
+    assert found[2][2:] == (Bounded(512, ">"), None)
+    assert found[3][2:] == (None, None)
     # A length that passes below one that fails; one of several models of a length that fails.
     assert [size.forget for size in found[4:]] == [Bounded(1024, ""), Bounded(512, "")]
     assert str(found[1].recall) == "≥ 4,096"
@@ -79,14 +88,24 @@ def test_sizes() -> None:
         sizes(family((10, 256, True, 1), (20, 256, True, 1)))
 
 
-def known(points: dict[int, float]) -> dict[int, Bounded | None]:
-    return {size: Bounded(round(value), "") for size, value in points.items()}
+def test_every_seed_has_a_point_of_its_own() -> None:
+    """Models of one state size and different seeds are not one family."""
+    first = family((10, 64, False, 1), (10, 128, True, 1), (20, 64, True, 1), (30, 64, True, 1))
+    other = family((10, 64, True, 1), (10, 128, True, 512), (20, 64, False, 1), seed=1)
+    found = sizes([*first, *other])
+    assert [(size.state_size, size.seed) for size in found] == [
+        (10, 0), (10, 1), (20, 0), (20, 1), (30, 0),
+    ]  # fmt: skip
+    assert [str(size.forget) for size in found[:2]] == ["128", "≤ 64"]
+    assert found[1].recall == Bounded(512, "")
+
+
+def known(points: dict[int, float]) -> list[tuple[int, Bounded | None]]:
+    return [(size, Bounded(round(value), "")) for size, value in points.items()]
 
 
 def test_the_line() -> None:
     """Fits recover known parameters, with the intervals of scipy."""
-    from scipy import stats
-
     points = {1000: 700.0, 2000: 1190.0, 3000: 1730.0, 5000: 2700.0}
     found = fit("line", known(points))
     assert isinstance(found, Fit)
@@ -97,7 +116,7 @@ def test_the_line() -> None:
     assert found.r_squared == pytest.approx(peer.rvalue**2)
     assert found.at(4000) == pytest.approx(4 * peer.slope + peer.intercept)
     assert str(found).startswith("a · N + b: a = ")
-    assert "4 sizes" in str(found)
+    assert "4 points" in str(found)
 
 
 @pytest.mark.parametrize("base", [1.365, 2.7, 1.02])
@@ -123,15 +142,84 @@ def test_the_exponential(base: float) -> None:
 )
 def test_too_few_points(form: str, points: dict[int, str], says: str) -> None:
     """Too few points give the reason why there is no fit."""
-    found = fit(form, {size: Bounded(size * 100, bound) for size, bound in points.items()})
+    found = fit(form, [(size, Bounded(size * 100, bound)) for size, bound in points.items()])
     assert isinstance(found, str)
     assert says in found
 
 
 def test_points_that_do_not_differ() -> None:
     """A constant length gives the reason why there is no fit."""
-    found = fit("line", {n: Bounded(256, "") for n in (1, 2, 3)})
+    found = fit("line", [(n, Bounded(256, "")) for n in (1, 2, 3)])
     assert found == "no fit: the length is 256 at every state size"
+
+
+def test_the_power() -> None:
+    """The power is the line through the logarithms, and recovers an exact power."""
+    exact = fit("power", [(1000 * n, Bounded(100 * n**3, "")) for n in (1, 2, 4, 8)])
+    assert isinstance(exact, Fit)
+    assert exact.parameters == pytest.approx([100, 3])
+    assert exact.at(3000) == pytest.approx(2700)
+    points = [(1000, 70), (1000, 90), (4000, 100), (16000, 90), (64000, 200)]
+    found = fit("power", [(size, Bounded(value, "")) for size, value in points])
+    assert isinstance(found, Fit)
+    x, y = (np.log([pair[k] / 1000 ** (1 - k) for pair in points]) for k in (0, 1))
+    peer = cast(Any, stats.linregress(x, y))
+    assert found.parameters == pytest.approx([math.exp(peer.intercept), peer.slope])
+    half = stats.t.ppf(0.975, 3) * peer.stderr
+    assert found.intervals[1] == pytest.approx((peer.slope - half, peer.slope + half), rel=1e-5)
+    assert found.r_squared == pytest.approx(peer.rvalue**2)
+    assert "a · N^b" in str(found)
+
+
+def slope(value: float, error: float, n: int) -> Estimate:
+    """Return the slope of a line through n points with this standard error."""
+    half = float(stats.t.ppf(0.975, n - 2)) * error
+    return Estimate(value, value - half, value + half, n)
+
+
+def test_points_to_settle_a_slope() -> None:
+    """The number of points is the one at which simulated fits exclude 0 in 80 % of cases."""
+    few = slope(1.0, 0.8, 6)
+    needed = points_to_settle(few, 2)
+    assert needed is not None
+    assert f"contains 0; with this slope and scatter, about {needed} points" in conclusion(
+        few, 2, "points"
+    )
+    generator = np.random.default_rng(0)
+    scatter = 0.8 * math.sqrt(6)  # of one point, where the sizes have a deviation of 1
+    excluded = []
+    for _ in range(4000):
+        x = np.tile([-1.0, 1.0], needed)[:needed]
+        y = 1.0 * x + scatter * generator.standard_normal(needed)
+        found = cast(Any, stats.linregress(x, y))
+        excluded.append(abs(found.slope) > stats.t.ppf(0.975, needed - 2) * found.stderr)
+    assert np.mean(excluded) == pytest.approx(0.8, abs=0.03)
+    assert conclusion(slope(1.0, 0.1, 6), 2, "points") == "the interval excludes 0"
+    assert points_to_settle(slope(0.0, 0.1, 6), 2) is None
+    assert "more than 100,000 models" in conclusion(slope(0.0, 0.1, 6), 2, "models")
+    line = fit("line", known({1000: 70, 2000: 90, 3000: 130}))
+    assert isinstance(line, Fit)
+    assert line.slope() == Estimate(line.parameters[0], *line.intervals[0], 3)
+
+
+def test_the_ratio_by_size_and_length() -> None:
+    """Both influences are recovered from models that follow them, with intervals around them."""
+    generator = np.random.default_rng(0)
+    members = []
+    for size in (512, 2048, 8192, 32768):
+        for length in (64, 128, 256):
+            exponent = 0.1 * math.log2(size) - 0.4 * math.log2(length) + 3
+            ratio = 2 ** (exponent + 0.02 * generator.standard_normal())
+            members.append(Member("m", "m", size, length, 0, ratio <= 2, ratio, None, None))
+    found = ratio_by_size_and_length(members)
+    assert not isinstance(found, str)
+    for estimate, value in ((found.by_state, 0.1), (found.by_length, -0.4)):
+        assert estimate.low < value < estimate.high
+        assert estimate.mean == pytest.approx(value, abs=0.02)
+        assert estimate.n == 12
+    assert "needs four models" in str(ratio_by_size_and_length(members[:3]))
+    # One length only: the two influences cannot be separated.
+    assert "needs four models" in str(ratio_by_size_and_length(members[::3]))
 
 
 def write(path: Path, header: Row, *rows: Row) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from longrnn import load
-from longrnn.config import build_config
+from longrnn.config import build_config, load_config
 from longrnn.errors import Terminated, UserError
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
@@ -360,3 +360,17 @@ def test_a_signal_while_steps_are_left_out_removes_no_checkpoint(
         train(config, resume=True)
     again = tiny("reverse", tmp_path / "run", **changes, learning_rate=1e-3)
     assert train(again, resume=True).step == 30
+
+
+def test_clipping_stops_an_explosion_that_ends_the_run_without_it(tmp_path: Path) -> None:
+    """`exploding_rnn.yaml` stops at a gradient that overflows, and with clipping it does not."""
+    path = Path(__file__).parents[2] / "configs/train/exploding_rnn.yaml"
+    run, clipped = (f"output_dir={tmp_path / name}" for name in ("run", "clipped"))
+    weight = "blocks.0.mixer.cell.weight_hh_l0"
+    with pytest.raises(UserError, match=f"the norm of the gradient overflows, most in {weight}"):
+        train(load_config(TrainConfig, path, [run, "max_steps=20"]))
+    (kept,) = replay.files(tmp_path / "run")
+    assert kept.name == "nonfinite-00000004.pt"
+    train(load_config(TrainConfig, path, [clipped, "max_steps=20", "max_grad_norm=1.0"]))
+    assert [row["step"] for row in metrics(tmp_path / "clipped")] == [20]
+    assert replay.files(tmp_path / "clipped") == []
