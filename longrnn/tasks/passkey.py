@@ -18,9 +18,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from longrnn.errors import UserError
+<<<<<<< HEAD
 from longrnn.tasks.base import TASKS, UNSCORED, Batch, Task, exact_match, row_starts
+=======
+from longrnn.tasks.base import TASKS, UNSCORED, Batch, Task
+>>>>>>> keys
 from longrnn.tasks.passkey_documents import (
     Document,
     Drawing,
@@ -51,7 +56,9 @@ class Passkey(PasskeyPrompts, Task):
         answer_weight: the loss is text_weight · (mean over the text) + answer_weight · (mean over
             the answer).
         text_weight: see answer_weight.
-        n_keys: number of keys in a text, one of which is queried; or a list to draw it from.
+        n_keys: number of keys in a text; or a list to draw it from.
+        n_queries: number of keys that training queries, one question with its answer after another
+            and no key twice; a text with fewer keys queries all of them.
         min_segments: length of the shortest document of `segment`, in segments.
         max_segments: length of the longest one; lengths are log-uniform.
         max_repeat: largest number of repetitions of a segment of filler, log-uniform. Above 1 only
@@ -75,6 +82,7 @@ class Passkey(PasskeyPrompts, Task):
         answer_weight: float = 1.0,
         text_weight: float = 1.0,
         n_keys: int | list[int] = 1,
+        n_queries: int = 1,
         min_segments: int = 1,
         max_segments: int = 64,
         max_repeat: int = 1,
@@ -92,6 +100,8 @@ class Passkey(PasskeyPrompts, Task):
             raise UserError(
                 f"n_keys must be from 1 to 9, not {n_keys}: set a number of keys, or a list of them"
             )
+        if n_queries < 1:
+            raise UserError(f"n_queries must be at least 1, not {n_queries}: set 1 or more")
         self.answer_weight, self.text_weight = answer_weight, text_weight
         files = [filler] if isinstance(filler, str) else filler
         text = FILLER if files is None else "".join(read_text(Path(file))[0] for file in files)
@@ -99,7 +109,13 @@ class Passkey(PasskeyPrompts, Task):
             text = with_numbers(text, numbers_every)
         super().__init__(tokenizer, text, max(self.n_keys))
         self.drawing = Drawing(
-            min_segments, max_segments, max_repeat, grow_steps, self.n_keys, self.n_filler
+            min_segments,
+            max_segments,
+            max_repeat,
+            grow_steps,
+            self.n_keys,
+            n_queries,
+            self.n_filler,
         )
         self.drawing.check()
         self.own_filler = files is not None
@@ -113,12 +129,19 @@ class Passkey(PasskeyPrompts, Task):
         prompts, chosen = [], []
         for _ in range(batch_size):
             needles = draw_needles(rng, rng.choice(self.n_keys))
-            asked = rng.randrange(len(needles))
+            asked = self.drawing.queried(rng, len(needles))
             start = rng.randrange(self.n_filler) if self.own_filler else 0
+<<<<<<< HEAD
             prompts.append(self.prompt_of(needles, asked, length=length, start=start))
             chosen.append(needles[asked])
         begins = torch.ones(batch_size, dtype=torch.bool)
         return self._batch(prompts, chosen, begins, asked=[True] * batch_size)
+=======
+            prompts.append(self.prompt_of(needles, asked[0], length=length, start=start))
+            chosen.append([needles[index] for index in asked])
+        is_document_start = torch.ones(batch_size, dtype=torch.bool)
+        return self._batch(prompts, chosen, is_document_start, asked=[True] * batch_size)
+>>>>>>> keys
 
     def segment(
         self, streams: Sequence[int], step: int, *, n_streams: int, length: int, seed: int
@@ -128,10 +151,18 @@ class Passkey(PasskeyPrompts, Task):
         for stream in streams:
             document = self._document(stream, step, seed)
             index = step - document.start
+<<<<<<< HEAD
             needle = document.needles[document.asked]
             bodies.append(torch.cat([self._body(document, index, length), self.question(needle)]))
             chosen.append(needle)
             begins.append(index == 0)
+=======
+            needles = [document.needles[which] for which in document.asked]
+            body = self._body(document, index, length)
+            bodies.append(torch.cat([body, self.question(needles[0])]))
+            chosen.append(needles)
+            is_document_start.append(index == 0)
+>>>>>>> keys
             asked.append(document.asks(index))
             repeat.append(document.repeats[index])
         batch = self._batch(bodies, chosen, torch.tensor(begins), asked, fork=length)
@@ -144,35 +175,48 @@ class Passkey(PasskeyPrompts, Task):
         return self._sha256
 
     def score(self, predictions: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """`accuracy`: whether the whole key is right. Rows without a question are left out."""
-        asked = batch.answers().any(dim=1)
-        return {"accuracy": exact_match(predictions, batch)[asked]}
+        """`accuracy`: the share of whole keys that are right, in rows with a question."""
+        answer = batch.answers()
+        begins = answer & ~F.pad(answer, (1, 0))[:, :-1]
+        # Places outside the answers belong to answer 0, which is left out.
+        which = begins.cumsum(1) * answer
+        n_answers = begins.sum(1)
+        right = torch.ones(len(answer), int(n_answers.max()) + 1)
+        right.scatter_reduce_(1, which, (predictions == batch.targets).float(), "amin")
+        counted = torch.arange(1, right.shape[1]) <= n_answers[:, None]
+        share = (right[:, 1:] * counted).sum(1) / n_answers
+        return {"accuracy": share[n_answers > 0]}
 
     def _batch(
         self,
         prompts: list[Tensor],
+<<<<<<< HEAD
         chosen: list[Needle],
         begins: Tensor,
+=======
+        chosen: list[list[Needle]],
+        is_document_start: Tensor,
+>>>>>>> keys
         asked: list[bool],
         *,
         fork: int | None = None,
     ) -> Batch:
         """Prompts followed by their answers; rows without a question have no target in the answer.
 
-        Tokens from index `fork` on run on a fork of the state.
+        A prompt ends with the question about the first of its chosen needles. Questions about the
+        others and their answers follow. Tokens from index `fork` on run on a fork of the state.
         """
-        answers = [self.answer(needle) for needle in chosen]
-        width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
-        ids = torch.zeros(len(prompts), width, dtype=torch.long)
-        targets = torch.full((len(prompts), width - 1), UNSCORED)
-        answer_mask = torch.zeros(len(prompts), width - 1, dtype=torch.bool)
-        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            start, stop = len(prompt), len(prompt) + len(answer)
-            ids[row, :start] = prompt
-            ids[row, start:stop] = answer
-            last = stop if asked[row] else start
-            targets[row, : last - 1] = ids[row, 1:last]
-            answer_mask[row, start - 1 : stop - 1] = asked[row]
+        rows = [self._queries(*row) for row in zip(prompts, chosen, strict=True)]
+        width = max(len(ids) for ids, _ in rows)
+        ids = torch.zeros(len(rows), width, dtype=torch.long)
+        targets = torch.full((len(rows), width - 1), UNSCORED)
+        answer_mask = torch.zeros(len(rows), width - 1, dtype=torch.bool)
+        for row, (own, answers) in enumerate(rows):
+            ids[row, : len(own)] = own
+            last = len(own) if asked[row] else len(prompts[row])
+            targets[row, : last - 1] = own[1:last]
+            for start, stop in answers:
+                answer_mask[row, start - 1 : stop - 1] = asked[row]
         if fork is not None:
             # The segment is followed by both the question and more filler: it has no target.
             targets[:, fork - 1] = UNSCORED
@@ -183,6 +227,19 @@ class Passkey(PasskeyPrompts, Task):
         query_length = 0 if fork is None else width - 1 - fork
         starts = row_starts(targets, begins)
         return Batch(ids[:, :-1], targets, starts, weights, answer_mask, query_length)
+
+    def _queries(
+        self, prompt: Tensor, needles: Sequence[Needle]
+    ) -> tuple[Tensor, list[tuple[int, int]]]:
+        """A prompt with all its queries, and the [start, stop) of each answer in it."""
+        ids, answers = prompt, []
+        for index, needle in enumerate(needles):
+            if index:
+                ids = torch.cat([ids, self.question(needle)])
+            start = len(ids)
+            ids = torch.cat([ids, self.answer(needle)])
+            answers.append((start, len(ids)))
+        return ids, answers
 
     # Documents that continue over segments
 

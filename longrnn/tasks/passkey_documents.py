@@ -91,7 +91,7 @@ class Document(NamedTuple):
     Attributes:
         start: the step of its first segment.
         needles: its keys, all in one segment.
-        asked: index of the needle that the question names.
+        asked: indices of the needles that the questions name, in their order.
         key_segment: index of the segment that holds them.
         repeats: repetitions of each segment.
         filler: index in the filler at which the document begins.
@@ -99,7 +99,7 @@ class Document(NamedTuple):
 
     start: int
     needles: list[Needle]
-    asked: int
+    asked: list[int]
     key_segment: int
     repeats: list[int]
     filler: int
@@ -124,6 +124,7 @@ class Drawing(NamedTuple):
         max_repeat: largest number of repetitions of a segment of filler, log-uniform.
         grow_steps: segments of a stream over which lengths and repeats grow to their full range.
         n_keys: numbers of keys to draw from.
+        n_queries: number of keys that are queried, where there are as many.
         n_filler: tokens of filler to begin at; 1 to begin at its start.
     """
 
@@ -132,6 +133,7 @@ class Drawing(NamedTuple):
     max_repeat: int
     grow_steps: int
     n_keys: Sequence[int]
+    n_queries: int
     n_filler: int
 
     def check(self) -> None:
@@ -143,6 +145,13 @@ class Drawing(NamedTuple):
             )
         if self.max_repeat < 1 or self.grow_steps < 0:
             raise UserError("max_repeat must be at least 1 and grow_steps at least 0: set them so")
+
+    def queried(self, rng: random.Random, count: int) -> list[int]:
+        """Indices of the keys that are queried in a text of `count` keys, in their order."""
+        # A sample of one would draw other numbers than the recorded runs with one query did.
+        if self.n_queries == 1:
+            return [rng.randrange(count)]
+        return rng.sample(range(count), min(self.n_queries, count))
 
     def document(self, start: int, rng: random.Random) -> Document:
         """The document that begins at step `start`."""
@@ -157,5 +166,5 @@ class Drawing(NamedTuple):
             1 if index in (0, key_segment) else int(self.max_repeat ** (grown * rng.random()))
             for index in range(segments)
         ]
-        asked = rng.randrange(len(needles))
+        asked = self.queried(rng, len(needles))
         return Document(start, needles, asked, key_segment, repeats, rng.randrange(self.n_filler))

@@ -79,7 +79,7 @@ def test_the_drawing_in_the_docstring() -> None:
     """The docstring's drawing is what the task makes."""
     task = Passkey(Signs())
     prompt = task.prompt("42719", length=14, depth=3 / 8)
-    batch = task._batch([prompt], [Needle("42719", 3 / 8)], torch.tensor([True]), [True])
+    batch = task._batch([prompt], [[Needle("42719", 3 / 8)]], torch.tensor([True]), [True])
     targets = [chr(i).replace(" ", "_") for i in batch.targets[0].tolist()]
     assert drawing(Passkey) == {
         "tokens": [chr(i) for i in batch.tokens[0].tolist()],
@@ -179,6 +179,36 @@ def test_targets_are_the_next_tokens_and_the_answer_is_the_key() -> None:
         assert text[:256].endswith(QUESTION)
 
 
+def queries_of(text: str) -> list[tuple[str, str]]:
+    """The (number, key) of each question with its answer, the last of which lacks a digit."""
+    return re.findall(r"What is passkey (\d)\? Passkey \1:(\d{4,5})", text)
+
+
+def test_several_queries_follow_one_another() -> None:
+    """A row queries `n_queries` different keys, or all of fewer keys, and scores each answer."""
+    task, counts = Passkey(n_keys=[2, 4], n_queries=3), set()
+    batch = task.sample(12, length=300, generator=torch.Generator().manual_seed(4))
+    for tokens, targets, answer in zip(batch.tokens, batch.targets, batch.answers(), strict=True):
+        text = task.tokenizer.decode(tokens.tolist())
+        lines = dict(re.findall(r"Passkey (\d):(\d{5})\. Remember", text))
+        asked = [number for number, _ in queries_of(text[300 - 40 :])]
+        counts.add((len(lines), len(set(asked))))
+        answers = "".join(lines[number] for number in asked)
+        assert task.tokenizer.decode(targets[answer].tolist()) == answers
+        assert text[:300].endswith(f"passkey {asked[0]}? Passkey {asked[0]}:")
+    assert counts == {(2, 2), (4, 3)}
+
+
+def test_accuracy_is_the_share_of_whole_keys() -> None:
+    """A key with one wrong digit counts as wrong, and only that key."""
+    task = Passkey(n_keys=4, n_queries=4)
+    batch = task.sample(2, length=300, generator=torch.Generator().manual_seed(5))
+    predictions = batch.targets.clone()
+    predictions[0, 301] += 1  # a digit of the first answer
+    predictions[1, :200] += 1  # text before the answers
+    assert task.score(predictions, batch)["accuracy"].tolist() == [0.75, 1.0]
+
+
 @pytest.mark.parametrize("weight", [0.0, 1.0, 3.5])
 def test_weights_sum_to_text_plus_answer(weight: float) -> None:
     """The weights of a row sum to text_weight + answer_weight, whatever its length."""
@@ -198,9 +228,10 @@ def test_options_out_of_range_are_refused() -> None:
         {"max_segments": 0},
         {"grow_steps": -1},
         {"answer_weight": -0.5},
+        {"n_queries": 0},
     ]
     for options in out_of_range:
-        with pytest.raises(UserError, match="max_segments|max_repeat|answer_weight"):
+        with pytest.raises(UserError, match="max_segments|grow_steps|answer_weight|n_queries"):
             Passkey(**options)
     with pytest.raises(UserError, match="numbers_every must be at least 1, not 0"):
         Passkey(numbers_every=0)

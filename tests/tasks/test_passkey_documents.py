@@ -233,3 +233,20 @@ def test_numbered_documents_hold_all_keys_in_one_segment() -> None:
             assert len(lines) in (0, 4)
             query = ByteTokenizer().decode(batch.tokens[row, 300:].tolist())
             assert re.fullmatch(r"\nWhat is passkey [1-4]\? Passkey [1-4]:\d{4}", query)
+
+
+def test_several_queries_run_on_the_fork() -> None:
+    """With `n_queries`, all questions are on the fork and each names another key of the segment."""
+    task = build(min_segments=1, max_segments=1, n_keys=[1, 4], n_queries=3)
+    batch = task.segment(range(8), 0, n_streams=8, length=300, seed=3)
+    counts = set()
+    for row in range(8):
+        lines = dict(re.findall(r"Passkey (\d):(\d{5})\. Remember", body(batch, row)))
+        query = ByteTokenizer().decode(batch.tokens[row, 300:].tolist())
+        asked = re.findall(r"What is passkey (\d)\?", query)
+        assert "What is" not in body(batch, row)
+        answer = ByteTokenizer().decode(batch.targets[row][batch.answers()[row]].tolist())
+        counts.add(len(set(asked)))
+        if asked:
+            assert answer == "".join(lines[number] for number in asked)
+    assert counts == {0, 3}
