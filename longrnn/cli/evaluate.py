@@ -20,7 +20,7 @@ from longrnn.cli.options import (
     pick_device,
     warn_if_calibrated_on,
 )
-from longrnn.cli.perplexity import PerplexityOptions, measure_all, measure_one
+from longrnn.cli.perplexity import PerplexityOptions, measure_all, measure_one, parse_overlap
 from longrnn.cli.results_folders import results_folder
 from longrnn.cli.sequences import evaluate_sequences
 from longrnn.errors import UserError
@@ -221,6 +221,20 @@ def perplexity(
     ],
     text: Texts,
     length: Annotated[str, typer.Option(help="Length of a window of text in tokens.")] = "64k",
+    context: Annotated[
+        str | None,
+        typer.Option(
+            help="With --stride: score in overlapping windows of this many tokens, each read from "
+            "an empty state, instead of carrying the state through the whole window.",
+        ),
+    ] = None,
+    stride: Annotated[
+        str | None,
+        typer.Option(
+            help="With --context: tokens between the starts of two overlapping windows, which are "
+            "scored in the later one."
+        ),
+    ] = None,
     by_position: Annotated[
         bool,
         typer.Option(
@@ -243,14 +257,17 @@ def perplexity(
     A text that is longer than --length is split into windows, each of which starts from a new
     state. The same command resumes an interrupted run; more texts or lengths add to the results.
     Several models are scored on the same bytes, whatever their tokenizers; the difference of each
-    model from the first has a bootstrap interval over texts.
+    model from the first has a bootstrap interval over texts. Transformers are usually scored in
+    overlapping windows (--context and --stride).
 
     Example: longrnn eval perplexity passkey-tiny --text book.txt --length 64k --by-position
     """
     variants = list(dict.fromkeys(checkpoints))
-    folder = lock_output(output or results_folder("perplexity", variants, mitigation))
+    overlap = parse_overlap(context, stride)
+    named = {} if overlap is None else {"overlap": f"{overlap.context}_{overlap.stride}"}
+    folder = lock_output(output or results_folder("perplexity", variants, mitigation, named))
     options = PerplexityOptions(
-        text, parse_length(length), by_position, train_length, batch_size, quiet
+        text, parse_length(length), by_position, train_length, batch_size, quiet, overlap
     )
     target = pick_device(device)
     if len(variants) == 1:

@@ -6,6 +6,8 @@ Notable choices:
   n tokens has (n − 1) // L disjoint windows.
 - Losses are summed piece by piece, so that neither logits nor losses of a whole window are in
   memory at once.
+- With an `Overlap`, a window is scored in overlapping windows of a fixed context instead, each read
+  from an empty state: the usual protocol for transformers.
 - Bits per byte divide by the bytes of the tokens whose loss is summed (see
   `longrnn.evaluation.bits`), in a window and in every bucket.
 """
@@ -25,6 +27,7 @@ from longrnn.evaluation import bits
 from longrnn.evaluation.bits import Scored
 from longrnn.evaluation.texts import Document, made_by
 from longrnn.evaluation.windows import Window, windows
+from longrnn.inference.overlapping import Overlap, overlapping_losses
 from longrnn.inference.scoring import token_losses
 from longrnn.intervals import Estimate, mean
 from longrnn.models import LanguageModel
@@ -58,6 +61,7 @@ def evaluate(
     *,
     length: int,
     output: Path,
+    overlap: Overlap | None = None,
     batch_size: int = 8,
     quiet: bool = False,
 ) -> list[Row]:
@@ -68,6 +72,7 @@ def evaluate(
         documents: the texts, each with as many windows as fit.
         length: tokens of a window; every window starts from an empty state.
         output: the results file, which is resumed; texts and lengths may be added.
+        overlap: if set, tokens are scored in overlapping windows of this context.
         batch_size: windows in one batch.
         quiet: show no progress.
 
@@ -78,7 +83,9 @@ def evaluate(
         UserError: a text is shorter than a window, or `output` has the results of another run.
     """
     wanted = [window for document in documents for window in windows(document, length)]
-    return evaluate_windows(model, wanted, output=output, batch_size=batch_size, quiet=quiet)
+    return evaluate_windows(
+        model, wanted, output=output, overlap=overlap, batch_size=batch_size, quiet=quiet
+    )
 
 
 def evaluate_windows(
@@ -86,6 +93,7 @@ def evaluate_windows(
     wanted: Sequence[Window],
     *,
     output: Path,
+    overlap: Overlap | None = None,
     batch_size: int = 8,
     quiet: bool = False,
 ) -> list[Row]:
@@ -105,6 +113,7 @@ def evaluate_windows(
         "evaluation": "perplexity",
         "model": model.fingerprint(),
         "tokenizer": made_by(window.document for window in wanted),
+        **(overlap._asdict() if overlap is not None else {}),
     }
     results = Results(output, header)
     requested = {_key(window): window for window in wanted}
@@ -117,7 +126,9 @@ def evaluate_windows(
             tokens = torch.stack([window.tokens() for window in batch])
             length = batch[0].length
             partitions = [edges(length), _stretch_edges(length)]
-            buckets, stretches = losses(model, tokens, partitions, progress)
+            buckets, stretches = losses(
+                model, tokens, partitions, progress, overlap=overlap, rows=batch_size
+            )
             results.append(
                 {
                     "text": window.document.name,
@@ -159,6 +170,9 @@ def losses(
     windows: Tensor,
     partitions: Sequence[Sequence[int] | Tensor],
     progress: Progress | None = None,
+    *,
+    overlap: Overlap | None = None,
+    rows: int = 1,
 ) -> list[Tensor]:
     """Return sums of the loss in nats over parts of windows, in one pass.
 
@@ -168,6 +182,8 @@ def losses(
         partitions: for each partition the edges of its `k` parts, from 0 to `length`: `(k + 1,)`,
             or `(b, k + 1)` with the edges of each row.
         progress: counts the tokens.
+        overlap: if set, tokens are scored in overlapping windows of this context.
+        rows: overlapping windows in one batch, of all windows together.
 
     Returns:
         For each partition the sums, `(b, k)` float64 on the CPU.
@@ -178,14 +194,29 @@ def losses(
     batch = len(windows)
     edges = [torch.as_tensor(one).expand(batch, -1).contiguous() for one in partitions]
     sums = [torch.zeros(batch, one.shape[1] - 1, dtype=torch.float64) for one in edges]
-    for start, nats in token_losses(model, windows):
+    for start, nats in _parts(model, windows, progress, overlap, rows):
         positions = torch.arange(start, start + nats.shape[1]).repeat(batch, 1)
         for total, bounds in zip(sums, edges, strict=True):
             part = torch.searchsorted(bounds, positions, right=True) - 1
             total.scatter_add_(1, part, nats)
+    return sums
+
+
+def _parts(
+    model: LanguageModel,
+    windows: Tensor,
+    progress: Progress | None,
+    overlap: Overlap | None,
+    rows: int,
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the losses of windows in parts, with the position where a part begins."""
+    if overlap is not None:
+        yield from overlapping_losses(model, windows, overlap, rows=rows, progress=progress)
+        return
+    for start, nats in token_losses(model, windows):
         if progress is not None:
             progress.advance(nats.numel(), nats.numel())
-    return sums
+        yield start, nats
 
 
 def scored(row: Row, bucket: int | None = None) -> Scored:

@@ -234,3 +234,45 @@ def test_results_of_another_model(cli: CLI, models: Path, texts: list[str]) -> N
     assert cli(*command).code == 0
     spec = ["--mitigation", "forget_more"]
     refused(cli, *command, *spec, says=("different model", "choose another"))
+
+
+OVERLAP = ["--context", "64", "--stride", "24"]
+
+
+def test_overlapping_windows(cli: CLI, models: Path, texts: list[str], tmp_path: Path) -> None:
+    """`--context` and `--stride` score in windows of a folder of their own, and print the cost."""
+    command = ["eval", "perplexity", models / "text", *texts, *LONG]
+    result = cli(*command, *OVERLAP, "--by-position", "--train-length", "64")
+    assert result.code == 0
+    # 64 tokens first, then 5 windows of 64, then one of the last 56 tokens.
+    assert "2,200 tokens are read to score 1,000, 2.20 per scored token" in result.out
+    assert "forgets robustly: not judged" in result.out
+    folder = tmp_path / "results/perplexity/text--overlap-64_24"
+    header, rows = read_results(folder / "results.jsonl")
+    assert (header["context"], header["stride"], len(rows)) == (64, 24, 5)
+    other = cli(*command, "--context", "64", "--stride", "32", "--output", folder)
+    assert (other.code, "different stride" in other.err) == (2, True)
+    carried = cli(*command, "--output", folder)
+    assert (carried.code, "different context, stride" in carried.err) == (2, True)
+    changed = "text+forget_more(decay_scale=0.9)"
+    paired = cli(*command[:2], models / "text", models / changed, *texts, *LONG, *OVERLAP)
+    assert paired.code == 0, paired.err
+    assert "2.20 per scored token" in paired.out
+    (written,) = tmp_path.glob("results/perplexity/*/paired.jsonl")
+    assert '"context": 64, "stride": 24' in written.read_text()
+    for file in written.parent.glob("text*.jsonl"):
+        assert read_results(file)[0]["stride"] == 24
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--stride", "8"], "give both --context and --stride, or neither"),
+        (["--context", "8", "--stride", "9"], "give a stride between 1 and the context"),
+    ],
+)
+def test_overlapping_windows_that_do_not_fit(
+    cli: CLI, models: Path, texts: list[str], options: list[str], reason: str
+) -> None:
+    """One of the two options alone, or a stride above the context, is refused."""
+    refused(cli, "eval", "perplexity", models / "text", *texts, *LONG, *options, says=(reason,))
