@@ -14,7 +14,7 @@ from longrnn.cli.options import (
     Device,
     Mitigation,
     Quiet,
-    Texts,
+    SomeTexts,
     TrainLength,
     lock_output,
     pick_device,
@@ -219,7 +219,14 @@ def perplexity(
             show_default=False,
         ),
     ],
-    text: Texts,
+    text: SomeTexts = None,
+    newlines: Annotated[
+        bool,
+        typer.Option(
+            "--newlines",
+            help="Also measure a text of newlines only, the simplest one.",
+        ),
+    ] = False,
     length: Annotated[str, typer.Option(help="Length of a window of text in tokens.")] = "64k",
     context: Annotated[
         str | None,
@@ -263,11 +270,20 @@ def perplexity(
     Example: longrnn eval perplexity passkey-tiny --text book.txt --length 64k --by-position
     """
     variants = list(dict.fromkeys(checkpoints))
+    if not text and not newlines:
+        raise UserError("there is nothing to measure: give --text FILE, --newlines, or both")
     overlap = parse_overlap(context, stride)
     named = {} if overlap is None else {"overlap": f"{overlap.context}_{overlap.stride}"}
     folder = lock_output(output or results_folder("perplexity", variants, mitigation, named))
     options = PerplexityOptions(
-        text, parse_length(length), by_position, train_length, batch_size, quiet, overlap
+        text or [],
+        parse_length(length),
+        by_position,
+        train_length,
+        batch_size,
+        quiet,
+        overlap,
+        newlines,
     )
     target = pick_device(device)
     if len(variants) == 1:

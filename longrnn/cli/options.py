@@ -36,6 +36,10 @@ Texts = Annotated[
     list[Path],
     typer.Option("--text", help="A text file; may be given several times.", show_default=False),
 ]
+SomeTexts = Annotated[
+    list[Path] | None,
+    typer.Option("--text", help="A text file; may be given several times.", show_default=False),
+]
 Checkpoints = Annotated[
     list[str],
     typer.Argument(

@@ -32,6 +32,7 @@ class PerplexityOptions(NamedTuple):
     batch_size: int
     quiet: bool
     overlap: Overlap | None = None
+    newlines: bool = False
 
     def longest(self, length: int) -> int:
         """The most tokens that a model reads from an empty state, for a window of `length`."""
@@ -152,11 +153,13 @@ def _open(
     variant: str, mitigation: str | None, device: str, options: PerplexityOptions
 ) -> tuple[OpenCheckpoint, list[Document]]:
     """A model, and the texts tokenized for it."""
-    from longrnn.evaluation.texts import read_documents
+    from longrnn.evaluation.texts import newlines, read_documents
     from longrnn.hf.opened import open_checkpoint
 
     model = open_checkpoint(variant, mitigation, device=device)
     documents = read_documents(options.texts, model.tokenizer, model.model)
+    if options.newlines:
+        documents.append(newlines(model.tokenizer, options.length + 1))
     warn_if_calibrated_on(model.model, documents)
     return model, documents
 

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from longrnn import load
 from longrnn.files import sha256
@@ -276,3 +277,23 @@ def test_overlapping_windows_that_do_not_fit(
 ) -> None:
     """One of the two options alone, or a stride above the context, is refused."""
     refused(cli, "eval", "perplexity", models / "text", *texts, *LONG, *options, says=(reason,))
+
+
+def test_newlines(cli: CLI, models: Path, texts: list[str], tmp_path: Path) -> None:
+    """`--newlines` measures one window of newlines, with or without a text beside it."""
+    command = ["eval", "perplexity", models / "text", *LONG, "--newlines"]
+    assert cli(*command, "--by-position").code == 0
+    path = tmp_path / "results/perplexity/text/results.jsonl"
+    (alone,) = read_results(path)[1]
+    model = load(models / "text")
+    tokens = torch.full((1, 200), ord("\n"))
+    with torch.no_grad():
+        nats = -model(tokens).logits[0].double().log_softmax(-1)[:, ord("\n")]
+    assert alone["text"] == "newlines"
+    assert alone["bytes"] == 200
+    assert alone["nats_per_token"] == pytest.approx(float(nats.mean()), rel=1e-5)
+    assert alone["buckets"][-1] == pytest.approx(float(nats[128:].mean()), rel=1e-5)
+    assert cli(*command, *texts).code == 0
+    assert [row["text"] for row in read_results(path)[1]].count("newlines") == 1
+    assert len(read_results(path)[1]) == 6
+    refused(cli, *command[:3], *LONG, says=("give --text FILE, --newlines, or both",))
