@@ -24,6 +24,7 @@ from longrnn.cli.perplexity import PerplexityOptions, measure_all, measure_one, 
 from longrnn.cli.results_folders import results_folder
 from longrnn.cli.sequences import evaluate_sequences
 from longrnn.errors import UserError
+from longrnn.processes import is_main, start
 from longrnn.units import parse_length, parse_lengths
 
 app = typer.Typer(
@@ -32,6 +33,11 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 app.command(context_settings=SETTINGS)(harness)
+
+
+@app.callback()
+def processes_of_the_launch() -> None:
+    start()
 
 
 @app.command()
@@ -133,6 +139,8 @@ def passkey(
         batch_size=batch_size,
         quiet=quiet,
     )
+    if not is_main():
+        return
     picture = folder / ("positions.png" if inserted else "heatmap.png")
     draw, show = (
         (passkey_by_position, print_passkey_inserted)
@@ -290,7 +298,8 @@ def perplexity(
         written = measure_one(variants[0], mitigation, target, options, folder)
     else:
         written = measure_all(variants, mitigation, target, options, folder)
-    typer.echo("\n".join(map(str, written)))
+    if written:
+        typer.echo("\n".join(map(str, written)))
 
 
 def _places(

@@ -13,6 +13,7 @@ from longrnn.cli.options import warn_if_calibrated_on
 from longrnn.cli.results_folders import models_name
 from longrnn.errors import UserError
 from longrnn.files import file_name, plain_name
+from longrnn.processes import is_main
 from longrnn.units import format_length, parse_length
 
 if TYPE_CHECKING:
@@ -62,7 +63,10 @@ def parse_overlap(context: str | None, stride: str | None) -> Overlap | None:
 def measure_one(
     variant: str, mitigation: str | None, device: str, options: PerplexityOptions, folder: Path
 ) -> list[Path]:
-    """Evaluates one model, prints the result and returns the files that were written."""
+    """Evaluates one model, prints the result and returns the files that were written.
+
+    Only the main process prints and writes; the others return no files.
+    """
     from longrnn.diagnostics.plots import loss_by_position
     from longrnn.evaluation.perplexity import evaluate
     from longrnn.evaluation.tables import print_forgetting, print_overlap, print_perplexity
@@ -82,6 +86,8 @@ def measure_one(
         batch_size=options.batch_size,
         quiet=options.quiet,
     )
+    if not is_main():
+        return []
     print_perplexity(rows, options.by_position)
     print_overlap(options.overlap, rows)
     written = [folder / "results.jsonl"]
@@ -99,7 +105,7 @@ def measure_all(
     options: PerplexityOptions,
     folder: Path,
 ) -> list[Path]:
-    """Evaluates models on the same bytes, and compares each with the first one."""
+    """Evaluates models on the same bytes, and compares each with the first one; see `measure_one`."""
     from longrnn.diagnostics.loss_curves import losses_by_position
     from longrnn.evaluation import paired
     from longrnn.evaluation.perplexity import evaluate_windows
@@ -131,6 +137,8 @@ def measure_all(
         )
         for model, own, file in zip(models, windows, files, strict=True)
     ]
+    if not is_main():
+        return []
     differences = [paired.bits_per_byte(measured[0], rows) for rows in measured[1:]]
     positions = [
         paired.by_position(measured[0], rows) if options.by_position else []

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longrnn import processes
 from longrnn.errors import UserError
 from longrnn.evaluation import bits
 from longrnn.evaluation.bits import Scored
@@ -120,9 +121,10 @@ def evaluate_windows(
     # Rows of the first versions have no bytes and are measured again.
     done = {_identity(row) for row in results.rows if "bytes" in row}
     todo = [window for key, window in requested.items() if key not in done]
-    total = sum(window.length for window in todo)
+    most = processes.batch_size(len(todo), batch_size)
+    total = sum(window.length for window in todo) // processes.size()
     with Progress("perplexity", total, unit="tokens", quiet=quiet) as progress:
-        for batch in _batches(todo, batch_size):
+        for batch in processes.share(list(_batches(todo, most))):
             tokens = torch.stack([window.tokens() for window in batch])
             length = batch[0].length
             partitions = [edges(length), _stretch_edges(length)]
@@ -144,6 +146,7 @@ def evaluate_windows(
                 }
                 for window, by_bucket, by_stretch in zip(batch, buckets, stretches, strict=True)
             )
+    results.collect()
     rows = {_identity(row): row for row in results.rows if "bytes" in row}
     # Earlier versions did not record the bytes of the buckets, which follow from the text.
     return [

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from longrnn import processes
 from longrnn.comparison.suites.base import (
     EVALUATIONS,
     Evaluation,
@@ -185,10 +186,10 @@ class BitsPerByte(Evaluation):
         parts = {part.identity(columns): part for part in self._parts[model.name]}
         done = {_identity(row) for row in results.rows if "cuts" in row}
         todo = [part for key, part in parts.items() if key not in done]
-        total = sum(part.length(columns) for part in todo)
+        total = sum(part.length(columns) for part in todo) // processes.size()
         title = f"{self.title} {model.name}"
         with Progress(title, total, unit="tokens", quiet=quiet) as progress:
-            for batch in self._batches(todo, columns):
+            for batch in processes.share(list(self._batches(todo, columns))):
                 tokens = torch.stack([part.tokens(columns) for part in batch])
                 edges = torch.tensor([part.places[: columns + 1] for part in batch])
                 (nats,) = losses(
@@ -200,15 +201,17 @@ class BitsPerByte(Evaluation):
                     rows=self.batch_size,
                 )
                 results.append(map(_row, batch, nats.tolist()))
+        results.collect()
         rows = {_identity(row): row for row in results.rows if "cuts" in row}
         return [rows[key] for key in parts]
 
     def _batches(self, parts: Sequence[Part], columns: int) -> Iterator[list[Part]]:
         """Yield batches of parts of equal length."""
+        most = processes.batch_size(len(parts), self.batch_size)
         for length in dict.fromkeys(part.length(columns) for part in parts):
             same = [part for part in parts if part.length(columns) == length]
-            for start in range(0, len(same), self.batch_size):
-                yield same[start : start + self.batch_size]
+            for start in range(0, len(same), most):
+                yield same[start : start + most]
 
     def _pieces(self) -> Iterator[tuple[Path, str, int, str]]:
         """Yield the parts of all texts: file, its SHA-256, index of the part, characters."""

@@ -20,6 +20,7 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable, make_table, setup_logging
 
+from longrnn import processes
 from longrnn.bundled import bundled
 from longrnn.errors import UserError, nearest
 from longrnn.evaluation.harness.lm import LongRNN
@@ -83,6 +84,8 @@ def run(checkpoint: str, arguments: Sequence[str], options: dict[str, Any]) -> N
         raise KeyboardInterrupt(
             "nothing was kept: give --use_cache FILE, and the same command resumes where it stopped"
         ) from error
+    if not processes.is_main():
+        return
     samples = results.pop("samples", None)
     tracker.save_results_aggregated(results=results, samples=samples)
     for task in samples or {}:
@@ -117,7 +120,8 @@ def scores(
 
     Returns:
         For each metric with one number per document, under `TASK, METRIC` (`TASK, FILTER, METRIC`
-        for a task with filters): these numbers by document.
+        for a task with filters): these numbers by document. Nothing in processes other than the
+        main one.
 
     Raises:
         UserError: a task or folder does not exist.
@@ -137,7 +141,7 @@ def scores(
         bootstrap_iters=0,
     )
     found: dict[str, dict[str, float]] = {}
-    for task, samples in results["samples"].items():
+    for task, samples in (results or {"samples": {}})["samples"].items():
         for sample in samples:
             which = [task] if sample["filter"] == "none" else [task, sample["filter"]]
             for metric in sample["metrics"]:

@@ -11,7 +11,6 @@ Notable choices:
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import has_bos_prefix, postprocess_generated_text
 
 from longrnn.errors import UserError
+from longrnn.evaluation.harness.divided import Divided
 from longrnn.evaluation.harness.limit import Limit
 from longrnn.evaluation.harness.options import build_model, parse_batch_size, parse_generation
 from longrnn.hf.tokenizer import HFTokenizer, load_tokenizer
@@ -41,7 +41,7 @@ FINGERPRINT = "longrnn fingerprint"
 
 
 @register_model("longrnn")
-class LongRNN(TemplateLM):
+class LongRNN(Divided, TemplateLM):
     """Any `LanguageModel` as an lm-eval model.
 
     Args:
@@ -82,8 +82,7 @@ class LongRNN(TemplateLM):
         quiet: bool = False,
     ) -> None:
         super().__init__()
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise UserError("lm-eval with longrnn runs in one process: start it without a launcher")
+        self.join_processes()
         if tokenizer is None and not isinstance(pretrained, (str, Path)):
             raise UserError("a loaded model needs its tokenizer: give tokenizer=…")
         source: Any = pretrained if tokenizer is None else tokenizer
@@ -252,17 +251,22 @@ class LongRNN(TemplateLM):
 
     # Records and cache
 
+    def own_counts(self) -> Counter[str]:
+        """Return the tokens computed and what was truncated in this process."""
+        return Counter(tokens_computed=self.tokens_computed, **self.limit.truncated)
+
     def get_model_info(self) -> dict[str, Any]:
         """Return what lm-eval records with the results."""
         from longrnn import __version__
 
+        counts = self.counts()
         return {
             "longrnn_version": __version__,
             "model_fingerprint": self.model.fingerprint(),
             "tokenizer_fingerprint": self._tokenizer.fingerprint(),
-            "tokens_computed": self.tokens_computed,
+            "tokens_computed": counts["tokens_computed"],
             "max_length": self.limit.max_length,
-            "truncated": dict(self.limit.truncated),
+            "truncated": {name: counts[name] for name in self.limit.truncated},
         }
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
