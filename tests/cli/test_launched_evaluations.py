@@ -15,7 +15,7 @@ import pytest
 
 from longrnn.lock_owner import read_owner
 from longrnn.results import Row, read_results
-from tests.launched import launched
+from tests.launched import launch, launched
 from tests.training.runs import run
 
 
@@ -72,7 +72,8 @@ def test_rows_of_a_killed_process_are_kept(models: Path, tmp_path: Path) -> None
     part, lock = out / ".results.jsonl.part-1", out / "..results.jsonl.part-1.lock"
     deadline = time.monotonic() + 200
     while not (part.exists() and part.read_bytes().count(b"\n") > 9):
-        assert process.poll() is None and time.monotonic() < deadline, "no part was written"
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     with open(lock) as file:
         owner = read_owner(file.fileno())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from longrnn.errors import UserError
-from longrnn.results import Results, line_of, read_results
+from longrnn.results import Results, Row, line_of, read_results
 
 HEADER = {"evaluation": "passkey", "model": "größer"}
 ROWS: list[dict[str, Any]] = [
