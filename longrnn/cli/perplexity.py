@@ -105,7 +105,7 @@ def measure_all(
     options: PerplexityOptions,
     folder: Path,
 ) -> list[Path]:
-    """Evaluates models on the same bytes, and compares each with the first one; see `measure_one`."""
+    """Does what `measure_one` does for several models, and compares each with the first one."""
     from longrnn.diagnostics.loss_curves import losses_by_position
     from longrnn.evaluation import paired
     from longrnn.evaluation.perplexity import evaluate_windows

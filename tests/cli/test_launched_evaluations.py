@@ -95,6 +95,59 @@ def test_rows_of_a_killed_process_are_kept(models: Path, tmp_path: Path) -> None
     assert len(lines) == 2 * 5 * 40
 
 
+def test_two_processes_share_a_comparison(models: Path, text: Path, tmp_path: Path) -> None:
+    """Two processes give the table of one, for every kind of evaluation with samples."""
+    suite = tmp_path / "mine.yaml"
+    passkey = "{kind: passkey, lengths: [160], depths: [0, 1], n: 3}"
+    perplexity = f"{{kind: perplexity, texts: [{text}], lengths: [64, 128], windows: 3}}"
+    harness = "{kind: harness, tasks: [longrnn_reverse], limit: 3, metadata: {n: 3, n_items: 4}}"
+    lines = [passkey, perplexity, harness, "{kind: cost, lengths: [32], decode: 1}"]
+    suite.write_text("evaluations:\n" + "".join(f"  - {line}\n" for line in lines))
+    command = ["compare", models / "text", models / "text+forget_more", "--suite", suite]
+    one, two = tmp_path / "one", tmp_path / "two"
+    alone = run(*command, "--quiet", "--output", one)
+    assert alone.returncode == 0, alone.stderr
+    both = launched(*command, "--quiet", "--output", two)
+    assert (two / "report.html").is_file(), both.stderr
+    found, expected = (
+        [json.loads(line) for line in (folder / "comparison.jsonl").read_text().splitlines()]
+        for folder in (two, one)
+    )
+    assert len(found) == len(expected)
+    for row, wanted in zip(found, expected, strict=True):
+        timed = "/s" in row["metric"] or "memory" in row["metric"]
+        assert row["metric"] == wanted["metric"]
+        assert (row["estimate"] is None) == (wanted["estimate"] is None)
+        if not timed and row["estimate"] is not None:
+            assert row["estimate"] == pytest.approx(wanted["estimate"], rel=1e-5), row["metric"]
+    for path in one.glob("mine/*/*.jsonl"):
+        assert len(rows(two / path.relative_to(one))) == len(rows(path))
+    assert not list(two.rglob("*.part-*"))
+
+
+def test_two_processes_share_the_documents_of_a_task(models: Path, tmp_path: Path) -> None:
+    """lm-eval gets the scores and samples of both processes, and tokens are counted in both."""
+    found, samples = [], []
+    metadata = json.dumps({"max_seq_lengths": [300], "n": 5})
+    for how, name in ((run, "one"), (launched, "two")):
+        command = ["eval", "harness", models / "text", "--tasks", "longrnn_passkey,longrnn_reverse"]
+        command += ["--metadata", metadata, "--limit", "5", "--quiet", "--log_samples"]
+        done = how(*command, "--output_path", tmp_path / name)
+        files = list((tmp_path / name).rglob("results_*.json"))
+        assert len(files) == 1, done.stderr
+        found.append(json.loads(files[0].read_text()))
+        lines = [path.read_text().splitlines() for path in (tmp_path / name).rglob("samples_*")]
+        rows = [json.loads(line) for own in lines for line in own]
+        samples.append(sorted((r["target_hash"], r["doc_id"], str(r["resps"])) for r in rows))
+        assert done.stdout.count("longrnn_passkey") == 1
+    assert samples[0] == samples[1]
+    assert len(samples[0]) == 10
+    for task, scores in found[0]["results"].items():
+        assert found[1]["results"][task] == pytest.approx(scores, nan_ok=True), task
+    alone, both = (one["config"]["tokens_computed"] for one in found)
+    assert both >= alone > 0
+
+
 def test_processes_that_cannot_find_each_other_are_refused(models: Path, tmp_path: Path) -> None:
     """A launch that names two processes without a rank is refused, and writes nothing."""
     command = ["eval", "passkey", models / "text", "--lengths", "160", "--output", tmp_path / "out"]

@@ -26,7 +26,7 @@ class Divided(ABC):
         """Join the processes of the launch, if there are several."""
         processes.start()
         self._rank, self._world_size = processes.rank(), processes.size()
-        self.device = torch.device("cpu")  # of the numbers that lm-eval exchanges
+        self._device = torch.device("cpu")  # of the numbers that lm-eval exchanges
         self._everywhere: Counter[str] = Counter()
 
     def all_gather(self, tensor: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ class LongRNN(Divided, TemplateLM):
         self.limit = Limit(self.model.max_length if max_length is None else max_length)
         self.custom_prefix_token_id, self.add_bos_token = prefix_token_id, add_bos_token
         self.quiet = quiet
-        self.tokens_computed = 0
+        self.tokens_computed = self.tokens_requested = 0
 
     # Texts and ids
 
@@ -224,10 +224,17 @@ class LongRNN(Divided, TemplateLM):
         with Progress("generate_until", len(requests), unit="tokens", quiet=quiet) as progress:
             for indices in kinds.values():
                 settings = parse_generation(options[indices[0]], eos)
-                prompts = [self._encode_prompt(texts[i]) or [self.prefix_token_id] for i in indices]
+                prompts = [
+                    self.limit.fit(
+                        self._encode_prompt(texts[i]) or [self.prefix_token_id],
+                        settings.max_new_tokens,
+                    )
+                    for i in indices
+                ]
+                self.tokens_requested += sum(map(len, prompts))
                 for place, text in complete(
                     self.model,
-                    [self.limit.fit(prompt, settings.max_new_tokens) for prompt in prompts],
+                    prompts,
                     decode=self.tok_decode,
                     eos=self.eot_token_id,
                     batch_size=self.batch_size,
@@ -245,6 +252,8 @@ class LongRNN(Divided, TemplateLM):
 
     def _scores(self, title: str, pairs: list[Pair], quiet: bool) -> Iterator[tuple[int, Score]]:
         quiet = quiet or self.quiet
+        # A continuation's last token is only predicted.
+        self.tokens_requested += sum(len(a) + len(b) - 1 for a, b in pairs)
         with Progress(title, len(pairs), unit="tokens", quiet=quiet) as progress:
             yield from score(self.model, pairs, batch_size=self.batch_size, progress=progress)
         self.tokens_computed += progress.units
@@ -253,7 +262,10 @@ class LongRNN(Divided, TemplateLM):
 
     def own_counts(self) -> Counter[str]:
         """Return the tokens computed and what was truncated in this process."""
-        return Counter(tokens_computed=self.tokens_computed, **self.limit.truncated)
+        tokens = {"requested": self.tokens_requested, "computed": self.tokens_computed}
+        return Counter(
+            {f"tokens_{name}": count for name, count in tokens.items()} | self.limit.truncated
+        )
 
     def get_model_info(self) -> dict[str, Any]:
         """Return what lm-eval records with the results."""
@@ -264,6 +276,7 @@ class LongRNN(Divided, TemplateLM):
             "longrnn_version": __version__,
             "model_fingerprint": self.model.fingerprint(),
             "tokenizer_fingerprint": self._tokenizer.fingerprint(),
+            "tokens_requested": counts["tokens_requested"],
             "tokens_computed": counts["tokens_computed"],
             "max_length": self.limit.max_length,
             "truncated": {name: counts[name] for name in self.limit.truncated},
