@@ -7,6 +7,8 @@ import time
 from types import TracebackType
 from typing import Self
 
+from longrnn.processes import is_main
+
 
 class Progress:
     """Counts up to `total`; a context manager that writes to standard error.
@@ -23,12 +25,12 @@ class Progress:
         self, title: str, total: int | None, *, unit: str, quiet: bool = False, every: float = 10.0
     ) -> None:
         self.title, self.total, self.unit, self.every = title, total, unit, every
-        self.quiet = quiet
+        self.quiet = quiet or not is_main()
         self.done = 0
         self.units = 0
         self._first = self._last = time.monotonic()
         self._bar = None
-        if not quiet and sys.stderr.isatty():
+        if not self.quiet and sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar

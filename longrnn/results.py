@@ -2,6 +2,10 @@
 
 Rows are on disk before the next batch begins; a killed evaluation goes on where it stopped, and a
 torn last line is dropped. Every line carries a checksum, so that a damaged one is named.
+
+Several processes (see `longrnn.processes`) write one file: the main process writes into it, and
+every other one into a part beside it. `collect` merges the parts; those of processes that were
+killed are merged when the file is opened the next time, by any number of processes.
 """
 
 from __future__ import annotations
@@ -10,10 +14,13 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from glob import escape
 from pathlib import Path
 from typing import Any
 
+from longrnn import processes
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
 from longrnn.locks import Lock
@@ -25,43 +32,103 @@ CHECKSUM = re.compile(rb',? ?"sha256": "([0-9a-f]{8})"\}$')
 
 
 class Results:
-    """The rows of one evaluation. While this object lives, no other process writes the file.
+    """The rows of one evaluation. While this object lives, no other command writes the file.
+
+    Where several processes share an evaluation, all of them must create this object and call
+    `collect`.
 
     Args:
         path: the file; its folder is made where it is missing.
         header: what makes two evaluations the same; lengths and counts do not belong in it, so
             that a file can grow.
 
+    Attributes:
+        rows: the rows of the file; until `collect`, without those that other processes added.
+
     Raises:
-        UserError: the file holds the results of something else, or another process writes it.
+        UserError: the file holds the results of something else, or another command writes it.
     """
 
     def __init__(self, path: Path, header: Row) -> None:
         self.path = path
-        self.rows: list[Row] = []
-        self._lock = Lock.of_file(path, instead="choose another output folder")
-        self._lock.acquire()
-        if not path.is_file():
-            write_atomic(path, line_of(header))
-            return
-        found, rows = read_results(path)
-        if found != header:
-            names = [n for n in {**found, **header} if found.get(n) != header.get(n)]
-            raise UserError(
-                f"{path} holds the results of another run (different {', '.join(names)}): "
-                "choose another output folder"
-            )
-        self.rows = rows
-        write_atomic(path, "".join(map(line_of, [header, *rows])))
+        self._header = header
+        self._target = path if processes.is_main() else _part(path, processes.rank())
+        self._lock = Lock.of_file(self._target, instead="choose another output folder")
+        self.rows: list[Row] = processes.on_main(self._open)
 
     def append(self, rows: Iterable[Row]) -> None:
         """Adds rows and makes them durable."""
         new = list(rows)
-        with open(self.path, "a") as file:
-            file.write("".join(map(line_of, new)))
+        if not new:
+            return
+        lines = list(map(line_of, new))
+        if not processes.is_main():
+            self._lock.acquire()
+            if not self._target.is_file():
+                lines = [line_of(self._header), *lines]
+        with open(self._target, "a") as file:
+            file.write("".join(lines))
             file.flush()
             os.fsync(file.fileno())
         self.rows.extend(new)
+
+    def collect(self) -> None:
+        """Waits for all processes and merges what they added; then all of them have all rows."""
+        if processes.size() == 1:
+            return
+        if not processes.is_main():
+            self._lock.release()
+        processes.wait()
+        self.rows = processes.on_main(lambda: self._merge(self.rows))
+
+    def _open(self) -> list[Row]:
+        """Locks and reads the file, or begins it, and merges parts of killed processes."""
+        self._lock.acquire()
+        if not self.path.is_file():
+            write_atomic(self.path, line_of(self._header))
+            rows = []
+        else:
+            rows = self._read(self.path)
+            write_atomic(self.path, "".join(map(line_of, [self._header, *rows])))
+        return self._merge(rows)
+
+    def _merge(self, rows: Sequence[Row]) -> list[Row]:
+        """Adds the rows of all parts to the file, which has `rows`, and removes the parts."""
+        with ExitStack() as locks:
+            parts = sorted(self.path.parent.glob(f"{escape(_part(self.path, '').name)}*"))
+            for part in parts:
+                locks.enter_context(Lock.of_file(part, instead="choose another output folder"))
+            lines = dict.fromkeys(map(line_of, rows))
+            for part in parts:
+                # A process that was killed before its first line end leaves nothing to keep.
+                found = self._read(part) if b"\n" in part.read_bytes() else []
+                # Of a merge that was killed, a row is in the file and still in its part.
+                lines.update(dict.fromkeys(map(line_of, found)))
+            if parts:
+                write_atomic(self.path, "".join([line_of(self._header), *lines]))
+            for part in parts:
+                part.unlink()
+        return read_results(self.path)[1] if parts else list(rows)
+
+    def _read(self, path: Path) -> list[Row]:
+        """Rows of the file, or of a part of it, which must have the header of this evaluation."""
+        found, rows = read_results(path)
+        if found != self._header:
+            names = [
+                name
+                for name in {**found, **self._header}
+                if found.get(name) != self._header.get(name)
+            ]
+            raise UserError(
+                f"{path} holds the results of another run (different {', '.join(names)}): "
+                "choose another output folder"
+            )
+        return rows
+
+
+def _part(path: Path, rank: int | str) -> Path:
+    """The file of the rows that a process other than the main one adds."""
+    return path.with_name(f".{path.name}.part-{rank}")
 
 
 def line_of(row: Row) -> str:

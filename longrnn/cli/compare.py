@@ -17,6 +17,7 @@ from longrnn.cli.options import (
 )
 from longrnn.cli.results_folders import results_folder
 from longrnn.errors import UserError
+from longrnn.processes import is_main, start
 from longrnn.units import format_length
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def compare(
     from longrnn.diagnostics.comparison import write_report
     from longrnn.hf.opened import open_checkpoint
 
+    start()
     # A shell expands `--suite eval/suites/*.yaml`; the files after the first become arguments.
     files = [name for name in checkpoints if _is_suite(name)]
     variants = list(dict.fromkeys(name for name in checkpoints if name not in files))
@@ -90,6 +92,8 @@ def compare(
     cells = measure.compare(
         models, suites, output=folder, trust_task_code=trust_task_code, quiet=quiet
     )
+    if not is_main():
+        return
     report, *_ = write_report(
         cells,
         folder,

@@ -14,16 +14,17 @@ from longrnn.cli.options import (
     Device,
     Mitigation,
     Quiet,
-    Texts,
+    SomeTexts,
     TrainLength,
     lock_output,
     pick_device,
     warn_if_calibrated_on,
 )
-from longrnn.cli.perplexity import PerplexityOptions, measure_all, measure_one
+from longrnn.cli.perplexity import PerplexityOptions, measure_all, measure_one, parse_overlap
 from longrnn.cli.results_folders import results_folder
 from longrnn.cli.sequences import evaluate_sequences
 from longrnn.errors import UserError
+from longrnn.processes import is_main, start
 from longrnn.units import parse_length, parse_lengths
 
 app = typer.Typer(
@@ -32,6 +33,11 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 app.command(context_settings=SETTINGS)(harness)
+
+
+@app.callback()
+def processes_of_the_launch() -> None:
+    start()
 
 
 @app.command()
@@ -133,6 +139,8 @@ def passkey(
         batch_size=batch_size,
         quiet=quiet,
     )
+    if not is_main():
+        return
     picture = folder / ("positions.png" if inserted else "heatmap.png")
     draw, show = (
         (passkey_by_position, print_passkey_inserted)
@@ -219,8 +227,29 @@ def perplexity(
             show_default=False,
         ),
     ],
-    text: Texts,
+    text: SomeTexts = None,
+    newlines: Annotated[
+        bool,
+        typer.Option(
+            "--newlines",
+            help="Also measure a text of newlines only, the simplest one.",
+        ),
+    ] = False,
     length: Annotated[str, typer.Option(help="Length of a window of text in tokens.")] = "64k",
+    context: Annotated[
+        str | None,
+        typer.Option(
+            help="With --stride: score in overlapping windows of this many tokens, each read from "
+            "an empty state, instead of carrying the state through the whole window.",
+        ),
+    ] = None,
+    stride: Annotated[
+        str | None,
+        typer.Option(
+            help="With --context: tokens between the starts of two overlapping windows, which are "
+            "scored in the later one."
+        ),
+    ] = None,
     by_position: Annotated[
         bool,
         typer.Option(
@@ -243,21 +272,34 @@ def perplexity(
     A text that is longer than --length is split into windows, each of which starts from a new
     state. The same command resumes an interrupted run; more texts or lengths add to the results.
     Several models are scored on the same bytes, whatever their tokenizers; the difference of each
-    model from the first has a bootstrap interval over texts.
+    model from the first has a bootstrap interval over texts. Transformers are usually scored in
+    overlapping windows (--context and --stride).
 
     Example: longrnn eval perplexity passkey-tiny --text book.txt --length 64k --by-position
     """
     variants = list(dict.fromkeys(checkpoints))
-    folder = lock_output(output or results_folder("perplexity", variants, mitigation))
+    if not text and not newlines:
+        raise UserError("there is nothing to measure: give --text FILE, --newlines, or both")
+    overlap = parse_overlap(context, stride)
+    named = {} if overlap is None else {"overlap": f"{overlap.context}_{overlap.stride}"}
+    folder = lock_output(output or results_folder("perplexity", variants, mitigation, named))
     options = PerplexityOptions(
-        text, parse_length(length), by_position, train_length, batch_size, quiet
+        text or [],
+        parse_length(length),
+        by_position,
+        train_length,
+        batch_size,
+        quiet,
+        overlap,
+        newlines,
     )
     target = pick_device(device)
     if len(variants) == 1:
         written = measure_one(variants[0], mitigation, target, options, folder)
     else:
         written = measure_all(variants, mitigation, target, options, folder)
-    typer.echo("\n".join(map(str, written)))
+    if written:
+        typer.echo("\n".join(map(str, written)))
 
 
 def _places(

@@ -36,6 +36,10 @@ Texts = Annotated[
     list[Path],
     typer.Option("--text", help="A text file; may be given several times.", show_default=False),
 ]
+SomeTexts = Annotated[
+    list[Path] | None,
+    typer.Option("--text", help="A text file; may be given several times.", show_default=False),
+]
 Checkpoints = Annotated[
     list[str],
     typer.Argument(
@@ -56,15 +60,21 @@ TrainLength = Annotated[
 def pick_device(device: str) -> str:
     """Returns the device to use: `auto` becomes cuda if it is available, else cpu.
 
+    Of several processes on one machine, each gets its own GPU.
+
     Raises:
         UserError: torch cannot use the device.
     """
     import torch
 
+    from longrnn import processes
     from longrnn.errors import UserError
 
     if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        if not torch.cuda.is_available():
+            return "cpu"
+        own = processes.local_rank() % torch.cuda.device_count()
+        return "cuda" if processes.size() == 1 else f"cuda:{own}"
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -75,11 +85,12 @@ def pick_device(device: str) -> str:
 def warn_if_calibrated_on(model: LanguageModel, documents: Iterable[Document]) -> None:
     """Prints a warning for every document that the model's mitigation was calibrated on."""
     from longrnn.mitigations import Mitigated
+    from longrnn.processes import is_main
 
     parts = model.parts if isinstance(model, Mitigated) else ()
     used = {digest for part in parts if part.calibration for digest in part.calibration.text_sha256}
     for document in documents:
-        if document.sha256 in used:
+        if is_main() and document.sha256 in used:
             typer.echo(
                 f"warning: the mitigation was calibrated on {document.name}: "
                 "measure it on another text",
@@ -94,6 +105,7 @@ def lock_output(folder: Path) -> Path:
         UserError: another process is writing there.
     """
     from longrnn.locks import Lock
+    from longrnn.processes import on_main
 
-    Lock.of_folder(folder, instead="choose another --output").hold_until_exit()
+    on_main(Lock.of_folder(folder, instead="choose another --output").hold_until_exit)
     return folder

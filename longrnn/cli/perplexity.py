@@ -13,12 +13,14 @@ from longrnn.cli.options import warn_if_calibrated_on
 from longrnn.cli.results_folders import models_name
 from longrnn.errors import UserError
 from longrnn.files import file_name, plain_name
-from longrnn.units import format_length
+from longrnn.processes import is_main
+from longrnn.units import format_length, parse_length
 
 if TYPE_CHECKING:
     from longrnn.evaluation.paired import Difference
     from longrnn.evaluation.texts import Document
     from longrnn.hf.opened import OpenCheckpoint
+    from longrnn.inference.overlapping import Overlap
 
 
 class PerplexityOptions(NamedTuple):
@@ -30,34 +32,67 @@ class PerplexityOptions(NamedTuple):
     train_length: str | None
     batch_size: int
     quiet: bool
+    overlap: Overlap | None = None
+    newlines: bool = False
+
+    def longest(self, length: int) -> int:
+        """The most tokens that a model reads from an empty state, for a window of `length`."""
+        return length if self.overlap is None else min(length, self.overlap.context)
+
+
+def parse_overlap(context: str | None, stride: str | None) -> Overlap | None:
+    """The overlapping windows of `--context` and `--stride`; None if neither is given.
+
+    Raises:
+        UserError: one of them is missing, or they do not fit each other.
+    """
+    from longrnn.inference.overlapping import Overlap
+
+    if context is None and stride is None:
+        return None
+    if context is None or stride is None:
+        raise UserError(
+            "overlapping windows need their length and their distance: give both --context and "
+            "--stride, or neither"
+        )
+    overlap = Overlap(parse_length(context), parse_length(stride))
+    overlap.check()
+    return overlap
 
 
 def measure_one(
     variant: str, mitigation: str | None, device: str, options: PerplexityOptions, folder: Path
 ) -> list[Path]:
-    """Evaluates one model, prints the result and returns the files that were written."""
+    """Evaluates one model, prints the result and returns the files that were written.
+
+    Only the main process prints and writes; the others return no files.
+    """
     from longrnn.diagnostics.plots import loss_by_position
     from longrnn.evaluation.perplexity import evaluate
-    from longrnn.evaluation.tables import print_forgetting, print_perplexity
+    from longrnn.evaluation.tables import print_forgetting, print_overlap, print_perplexity
     from longrnn.hf.training_length import training_length
     from longrnn.inference.length_limit import refuse_long
 
     # Bad input is refused before a long evaluation begins.
     model, documents = _open(variant, mitigation, device, options)
-    refuse_long(model.model, options.length)
+    refuse_long(model.model, options.longest(options.length))
     trained = training_length(model.source, options.train_length)
     rows = evaluate(
         model.model,
         documents,
         length=options.length,
         output=folder / "results.jsonl",
+        overlap=options.overlap,
         batch_size=options.batch_size,
         quiet=options.quiet,
     )
+    if not is_main():
+        return []
     print_perplexity(rows, options.by_position)
+    print_overlap(options.overlap, rows)
     written = [folder / "results.jsonl"]
     if options.by_position:
-        print_forgetting(rows, trained, model.model.vocab_size)
+        print_forgetting(rows, trained, model.model.vocab_size, options.overlap)
         written.append(_picture(options, folder))
         loss_by_position(rows, written[-1], trained)
     return written
@@ -70,11 +105,11 @@ def measure_all(
     options: PerplexityOptions,
     folder: Path,
 ) -> list[Path]:
-    """Evaluates models on the same bytes, and compares each with the first one."""
+    """Does what `measure_one` does for several models, and compares each with the first one."""
     from longrnn.diagnostics.loss_curves import losses_by_position
     from longrnn.evaluation import paired
     from longrnn.evaluation.perplexity import evaluate_windows
-    from longrnn.evaluation.tables import print_forgetting, print_paired
+    from longrnn.evaluation.tables import print_forgetting, print_overlap, print_paired
     from longrnn.evaluation.windows import read_alike, shared_windows
     from longrnn.hf.training_length import training_length
     from longrnn.inference.length_limit import refuse_long
@@ -84,7 +119,7 @@ def measure_all(
     trained = [training_length(model.source, options.train_length) for model in models]
     windows = shared_windows(documents, options.length)
     for model, own in zip(models, windows, strict=True):
-        refuse_long(model.model, max(window.length for window in own))
+        refuse_long(model.model, options.longest(max(window.length for window in own)))
     if options.by_position and not read_alike(documents):
         raise UserError(
             "positions count tokens, and the tokenizers of these models differ: leave out "
@@ -93,10 +128,17 @@ def measure_all(
     files = _files(models, folder)
     measured = [
         evaluate_windows(
-            model.model, own, output=file, batch_size=options.batch_size, quiet=options.quiet
+            model.model,
+            own,
+            output=file,
+            overlap=options.overlap,
+            batch_size=options.batch_size,
+            quiet=options.quiet,
         )
         for model, own, file in zip(models, windows, files, strict=True)
     ]
+    if not is_main():
+        return []
     differences = [paired.bits_per_byte(measured[0], rows) for rows in measured[1:]]
     positions = [
         paired.by_position(measured[0], rows) if options.by_position else []
@@ -104,11 +146,12 @@ def measure_all(
     ]
     names = [model.name for model in models]
     print_paired(names, measured, differences, positions)
-    written = [*files, _write(folder, models, options.length, differences, positions)]
+    print_overlap(options.overlap, measured[0])
+    written = [*files, _write(folder, models, options, differences, positions)]
     if options.by_position:
         for model, rows, length in zip(models, measured, trained, strict=True):
             typer.echo(model.name)
-            print_forgetting(rows, length, model.model.vocab_size)
+            print_forgetting(rows, length, model.model.vocab_size, options.overlap)
         written.append(_picture(options, folder))
         losses_by_position(dict(zip(names, measured, strict=True)), written[-1], trained)
     return written
@@ -118,11 +161,13 @@ def _open(
     variant: str, mitigation: str | None, device: str, options: PerplexityOptions
 ) -> tuple[OpenCheckpoint, list[Document]]:
     """A model, and the texts tokenized for it."""
-    from longrnn.evaluation.texts import read_documents
+    from longrnn.evaluation.texts import newlines, read_documents
     from longrnn.hf.opened import open_checkpoint
 
     model = open_checkpoint(variant, mitigation, device=device)
     documents = read_documents(options.texts, model.tokenizer, model.model)
+    if options.newlines:
+        documents.append(newlines(model.tokenizer, options.length + 1))
     warn_if_calibrated_on(model.model, documents)
     return model, documents
 
@@ -164,7 +209,7 @@ def _earlier_name(model: str) -> str:
 def _write(
     folder: Path,
     models: Sequence[OpenCheckpoint],
-    length: int,
+    options: PerplexityOptions,
     differences: Sequence[Difference],
     positions: Sequence[Sequence[Difference]],
 ) -> Path:
@@ -176,13 +221,14 @@ def _write(
     header = {
         "evaluation": "perplexity_paired",
         "models": {model.name: model.model.fingerprint() for model in models},
-        "length": length,
+        "length": options.length,
+        **(options.overlap._asdict() if options.overlap is not None else {}),
     }
     lines = [header]
     for model, whole, buckets in zip(others, differences, positions, strict=True):
         about = {"first": first.name, "second": model.name}
         lines.append({**about, "unit": "bits per byte", **_numbers(whole)})
-        starts = edges(length)
+        starts = edges(options.length)
         lines += [
             {**about, "unit": "nats per token", "start": a, "stop": b, **_numbers(bucket)}
             for a, b, bucket in zip(starts, starts[1:], buckets, strict=False)

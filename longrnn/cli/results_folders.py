@@ -36,7 +36,7 @@ LONGEST = 72
 EXACT = re.compile(r"[a-z0-9_][a-z0-9._]*(?:-[a-z0-9._]+)*")
 DIGEST = re.compile(r"[0-9a-f]{8}")
 # Options that occur in names.
-OPTIONS = ("chunk_select", "init", "suite")
+OPTIONS = ("chunk_select", "init", "overlap", "suite")
 
 
 class Item(NamedTuple):

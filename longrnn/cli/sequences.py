@@ -10,6 +10,7 @@ from longrnn.cli.options import lock_output, pick_device
 from longrnn.cli.results_folders import results_folder
 from longrnn.config import read_recorded
 from longrnn.errors import UserError, nearest
+from longrnn.processes import is_main
 
 
 def evaluate_sequences(
@@ -71,6 +72,8 @@ def evaluate_sequences(
     rows = measure.evaluate(
         model, task, length=length, n=n, output=folder / "results.jsonl", quiet=quiet
     )
+    if not is_main():
+        return
     found = measure.summarise(rows)
     width = max(16, *(len(name) + 2 for name in found))
     for name, estimate in found.items():

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from longrnn import processes
 from longrnn.comparison.suites import Evaluation, Measurement, Suite
 from longrnn.comparison.suites.base import CELLS, RECORD
 from longrnn.errors import UserError
@@ -106,15 +107,17 @@ def compare(
         )
     for evaluation in evaluations:
         evaluation.prepare(models)
-    records = [_record(output / suite.name, suite) for suite in suites]
+    records = processes.on_main(lambda: [_record(output / suite.name, suite) for suite in suites])
     cells = []
     for suite, record in zip(suites, records, strict=True):
-        write_atomic(output / suite.name / RECORD, record)
+        if processes.is_main():
+            write_atomic(output / suite.name / RECORD, record)
         for evaluation in suite.evaluations:
             folder = output / suite.name / file_name(evaluation.title)
             cells += _cells(suite.name, evaluation, models, folder, quiet)
     lines = [json.dumps(_plain(cell)) + "\n" for cell in cells]
-    write_atomic(output / CELLS, "".join(lines))
+    if processes.is_main():
+        write_atomic(output / CELLS, "".join(lines))
     return cells
 
 

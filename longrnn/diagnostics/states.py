@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from longrnn.diagnostics.collapse import CRITERION, GLOBAL, CollapseDetector, Fi
 from longrnn.diagnostics.record import Measurement, check, read
 from longrnn.diagnostics.states_files import channel_rows, rows, tables, yaml_of
 from longrnn.errors import UserError
+from longrnn.evaluation import texts
 from longrnn.evaluation.texts import Document
 from longrnn.files import replacing, write_atomic
 from longrnn.mitigations import Mitigated
@@ -188,12 +188,8 @@ def newlines(tokenizer: Tokenizer, length: int) -> Prompt:
     Raises:
         UserError: the tokenizer has no newline.
     """
-    ids = tokenizer.encode("\n")
-    if not ids:
-        raise UserError("the tokenizer has no newline: give a text and --no-newlines")
-    count = -(-length // len(ids))
-    tokens = torch.tensor(ids, dtype=torch.long).repeat(count)[:length]
-    return Prompt("newlines", hashlib.sha256(b"\n" * count).hexdigest(), tokens)
+    document = texts.newlines(tokenizer, length)
+    return Prompt(document.name, document.sha256, document.tokens[:length])
 
 
 def _named(prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from longrnn import processes
 from longrnn.errors import UserError
 from longrnn.evaluation.passkey_grid import Grid, Inserted, Question, Sample, prompts, sample_of
 from longrnn.hf.opened import OpenCheckpoint
@@ -81,7 +82,12 @@ def evaluate(
     for model in models:
         task = tasks[model.name]
         done = {sample_of(row) for row in results.rows if row["model"] == model.name}
-        todo = [sample for sample in wanted if sample not in done]
+        todo = processes.share(
+            [sample for sample in wanted if sample not in done],
+            # Prompts with the same index begin at the same place and share keys.
+            lambda sample: sample.index,
+            lambda sample: (sample.index, sample.place),
+        )
         questions = [sample.question(task, grid.seed, grid.n_keys) for sample in todo]
         title = f"passkey {model.name}"
         with Progress(title, len(todo), unit="tokens", quiet=quiet) as progress:
@@ -103,6 +109,7 @@ def evaluate(
                 )
                 lengths_done = {format_length(todo[index].length) for index, _ in batch}
                 progress.advance(len(batch), 0, f"at {', '.join(lengths_done)}")
+    results.collect()
     rows = {(row["model"], sample_of(row)): row for row in results.rows}
     return [rows[model.name, sample] for model in models for sample in wanted]
 

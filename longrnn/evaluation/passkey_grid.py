@@ -55,6 +55,11 @@ class Sample:
     depth: float
     index: int
 
+    @property
+    def place(self) -> float:
+        """Where the key is."""
+        return self.depth
+
     def question(self, task: Passkey, seed: int, n_keys: int) -> Question:
         """Return the prompt's keys, all held out from training; the queried one is at `depth`."""
         start = _start(seed, self.index)
@@ -83,6 +88,11 @@ class Inserted:
     length: int
     insert_at: int
     index: int
+
+    @property
+    def place(self) -> int:
+        """Where the key is."""
+        return self.insert_at
 
     def question(self, task: Passkey, seed: int, n_keys: int) -> Question:
         """Return the prompt's only key, held out from training."""

@@ -6,6 +6,8 @@ Notable choices:
   n tokens has (n − 1) // L disjoint windows.
 - Losses are summed piece by piece, so that neither logits nor losses of a whole window are in
   memory at once.
+- With an `Overlap`, a window is scored in overlapping windows of a fixed context instead, each read
+  from an empty state: the usual protocol for transformers.
 - Bits per byte divide by the bytes of the tokens whose loss is summed (see
   `longrnn.evaluation.bits`), in a window and in every bucket.
 """
@@ -20,11 +22,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longrnn import processes
 from longrnn.errors import UserError
 from longrnn.evaluation import bits
 from longrnn.evaluation.bits import Scored
 from longrnn.evaluation.texts import Document, made_by
 from longrnn.evaluation.windows import Window, windows
+from longrnn.inference.overlapping import Overlap, overlapping_losses
 from longrnn.inference.scoring import token_losses
 from longrnn.intervals import Estimate, mean
 from longrnn.models import LanguageModel
@@ -58,6 +62,7 @@ def evaluate(
     *,
     length: int,
     output: Path,
+    overlap: Overlap | None = None,
     batch_size: int = 8,
     quiet: bool = False,
 ) -> list[Row]:
@@ -68,6 +73,7 @@ def evaluate(
         documents: the texts, each with as many windows as fit.
         length: tokens of a window; every window starts from an empty state.
         output: the results file, which is resumed; texts and lengths may be added.
+        overlap: if set, tokens are scored in overlapping windows of this context.
         batch_size: windows in one batch.
         quiet: show no progress.
 
@@ -78,7 +84,9 @@ def evaluate(
         UserError: a text is shorter than a window, or `output` has the results of another run.
     """
     wanted = [window for document in documents for window in windows(document, length)]
-    return evaluate_windows(model, wanted, output=output, batch_size=batch_size, quiet=quiet)
+    return evaluate_windows(
+        model, wanted, output=output, overlap=overlap, batch_size=batch_size, quiet=quiet
+    )
 
 
 def evaluate_windows(
@@ -86,6 +94,7 @@ def evaluate_windows(
     wanted: Sequence[Window],
     *,
     output: Path,
+    overlap: Overlap | None = None,
     batch_size: int = 8,
     quiet: bool = False,
 ) -> list[Row]:
@@ -105,19 +114,23 @@ def evaluate_windows(
         "evaluation": "perplexity",
         "model": model.fingerprint(),
         "tokenizer": made_by(window.document for window in wanted),
+        **(overlap._asdict() if overlap is not None else {}),
     }
     results = Results(output, header)
     requested = {_key(window): window for window in wanted}
     # Rows of the first versions have no bytes and are measured again.
     done = {_identity(row) for row in results.rows if "bytes" in row}
     todo = [window for key, window in requested.items() if key not in done]
-    total = sum(window.length for window in todo)
+    most = processes.batch_size(len(todo), batch_size)
+    total = sum(window.length for window in todo) // processes.size()
     with Progress("perplexity", total, unit="tokens", quiet=quiet) as progress:
-        for batch in _batches(todo, batch_size):
+        for batch in processes.share(list(_batches(todo, most))):
             tokens = torch.stack([window.tokens() for window in batch])
             length = batch[0].length
             partitions = [edges(length), _stretch_edges(length)]
-            buckets, stretches = losses(model, tokens, partitions, progress)
+            buckets, stretches = losses(
+                model, tokens, partitions, progress, overlap=overlap, rows=batch_size
+            )
             results.append(
                 {
                     "text": window.document.name,
@@ -133,6 +146,7 @@ def evaluate_windows(
                 }
                 for window, by_bucket, by_stretch in zip(batch, buckets, stretches, strict=True)
             )
+    results.collect()
     rows = {_identity(row): row for row in results.rows if "bytes" in row}
     # Earlier versions did not record the bytes of the buckets, which follow from the text.
     return [
@@ -159,6 +173,9 @@ def losses(
     windows: Tensor,
     partitions: Sequence[Sequence[int] | Tensor],
     progress: Progress | None = None,
+    *,
+    overlap: Overlap | None = None,
+    rows: int = 1,
 ) -> list[Tensor]:
     """Return sums of the loss in nats over parts of windows, in one pass.
 
@@ -168,6 +185,8 @@ def losses(
         partitions: for each partition the edges of its `k` parts, from 0 to `length`: `(k + 1,)`,
             or `(b, k + 1)` with the edges of each row.
         progress: counts the tokens.
+        overlap: if set, tokens are scored in overlapping windows of this context.
+        rows: overlapping windows in one batch, of all windows together.
 
     Returns:
         For each partition the sums, `(b, k)` float64 on the CPU.
@@ -178,14 +197,29 @@ def losses(
     batch = len(windows)
     edges = [torch.as_tensor(one).expand(batch, -1).contiguous() for one in partitions]
     sums = [torch.zeros(batch, one.shape[1] - 1, dtype=torch.float64) for one in edges]
-    for start, nats in token_losses(model, windows):
+    for start, nats in _parts(model, windows, progress, overlap, rows):
         positions = torch.arange(start, start + nats.shape[1]).repeat(batch, 1)
         for total, bounds in zip(sums, edges, strict=True):
             part = torch.searchsorted(bounds, positions, right=True) - 1
             total.scatter_add_(1, part, nats)
+    return sums
+
+
+def _parts(
+    model: LanguageModel,
+    windows: Tensor,
+    progress: Progress | None,
+    overlap: Overlap | None,
+    rows: int,
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the losses of windows in parts, with the position where a part begins."""
+    if overlap is not None:
+        yield from overlapping_losses(model, windows, overlap, rows=rows, progress=progress)
+        return
+    for start, nats in token_losses(model, windows):
         if progress is not None:
             progress.advance(nats.numel(), nats.numel())
-    return sums
+        yield start, nats
 
 
 def scored(row: Row, bucket: int | None = None) -> Scored:

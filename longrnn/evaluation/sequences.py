@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from longrnn import processes
 from longrnn.errors import UserError
 from longrnn.intervals import Estimate, mean, proportion
 from longrnn.models import LanguageModel
@@ -69,8 +70,11 @@ def evaluate(
     results = Results(output, header)
     done = {row["index"] for row in results.rows}
     todo = [index for index in range(n) if index not in done]
-    with Progress(kind, len(todo), unit="tokens", quiet=quiet) as progress:
-        for start, stop in _runs(todo, batch_size):
+    most = processes.batch_size(len(todo), batch_size)
+    own = processes.share(list(_runs(todo, most)))
+    total = sum(stop - start for start, stop in own)
+    with Progress(kind, total, unit="tokens", quiet=quiet) as progress:
+        for start, stop in own:
             batch = task.evaluation_batch(start, stop, length=length)
             state = model.init_state(stop - start)
             tokens = batch.tokens.to(state.position.device)
@@ -87,6 +91,7 @@ def evaluate(
                 for i in range(stop - start)
             )
             progress.advance(stop - start, tokens.numel())
+    results.collect()
     rows = {row["index"]: row for row in results.rows}
     return [rows[index] for index in range(n)]
 

@@ -10,6 +10,7 @@ from longrnn.units import format_length
 
 if TYPE_CHECKING:
     from longrnn.evaluation.paired import Difference
+    from longrnn.inference.overlapping import Overlap
     from longrnn.inference.prefix import Cost
     from longrnn.intervals import Estimate
     from longrnn.results import Row
@@ -98,12 +99,33 @@ def _signed(difference: Difference) -> str:
     return f"{estimate.mean:+.4f}{interval}"
 
 
-def print_forgetting(rows: Sequence[Row], trained: int | None, vocab_size: int) -> None:
+def print_overlap(overlap: Overlap | None, rows: Sequence[Row]) -> None:
+    """Prints what overlapping windows cost; nothing for a state that is carried through a text."""
+    if overlap is None:
+        return
+    scored = sum(row["length"] for row in rows)
+    read = sum(overlap.tokens_read(row["length"]) for row in rows)
+    print(
+        f"Overlapping windows of {format_length(overlap.context)} tokens, one every "
+        f"{format_length(overlap.stride)}, each from an empty state: {read:,} tokens are read to "
+        f"score {scored:,}, {read / scored:.2f} per scored token (1 with a carried state)."
+    )
+
+
+def print_forgetting(
+    rows: Sequence[Row], trained: int | None, vocab_size: int, overlap: Overlap | None = None
+) -> None:
     """Prints whether the model forgets robustly, and the numbers that this criterion compares."""
     from math import log
 
     from longrnn.evaluation.forgetting import FACTOR, forgetting
 
+    if overlap is not None:
+        print(
+            "forgets robustly: not judged, because no state is carried further than the "
+            f"{format_length(overlap.context)} tokens of an overlapping window"
+        )
+        return
     if trained is None:
         print("forgets robustly: not judged without a training length: give --train-length")
         return

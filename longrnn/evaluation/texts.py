@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -67,6 +68,25 @@ def tokenised(name: str, sha256: str, text: str, tokenizer: Tokenizer) -> Docume
     tokens, ends = _integers(tokenizer.encode(text)), tokenizer.byte_ends(text)
     ends = None if ends is None else _integers(ends)
     return Document(name, sha256, tokens, ends, tokenizer.fingerprint())
+
+
+def newlines(tokenizer: Tokenizer, count: int) -> Document:
+    """Return a text of `count` newlines, each of which is tokenized by itself.
+
+    A tokenizer may have tokens for several newlines; they do not occur here, so that the model
+    reads the same token over and over.
+
+    Raises:
+        UserError: the tokenizer has no newline.
+    """
+    ids = tokenizer.encode("\n")
+    if not ids:
+        raise UserError("the tokenizer has no newline: give a text (--text) and no newlines")
+    tokens, ends = _integers(ids).repeat(count), tokenizer.byte_ends("\n")
+    if ends is not None:
+        ends = (torch.arange(count)[:, None] + _integers(ends)).flatten()
+    digest = hashlib.sha256(b"\n" * count).hexdigest()
+    return Document("newlines", digest, tokens, ends, tokenizer.fingerprint())
 
 
 def made_by(documents: Iterable[Document]) -> str:

@@ -36,12 +36,15 @@ class Score(NamedTuple):
 
 
 @torch.no_grad()
-def token_losses(model: LanguageModel, windows: Tensor) -> Iterator[tuple[int, Tensor]]:
+def token_losses(
+    model: LanguageModel, windows: Tensor, state: LMState | None = None
+) -> Iterator[tuple[int, Tensor]]:
     """Computes the loss of every token after the first, in parts.
 
     Args:
-        model: reads the windows from the initial state.
+        model: reads the windows.
         windows: `(b, t + 1)` token ids; the last one is only predicted.
+        state: before the windows; the initial state if None.
 
     Yields:
         The position where a part begins, and its losses in nats, `(b, t)` float64 on the CPU: the
@@ -51,7 +54,7 @@ def token_losses(model: LanguageModel, windows: Tensor) -> Iterator[tuple[int, T
         UserError: logits that are not finite.
     """
     batch, length = len(windows), windows.shape[1] - 1
-    state = model.init_state(batch)
+    before = state = model.init_state(batch) if state is None else state
     width = scored_tokens(batch, model.vocab_size)
     for start in range(0, length, width):
         part = windows[:, start : start + width + 1].to(state.position.device)
@@ -60,7 +63,7 @@ def token_losses(model: LanguageModel, windows: Tensor) -> Iterator[tuple[int, T
         nats = F.cross_entropy(wide.flatten(0, 1), part[:, 1:].flatten(), reduction="none")
         nats = nats.view(batch, -1).double().cpu()
         if not bool(nats.isfinite().all()):
-            explain_nonfinite(model, windows[:, : start + part.shape[1] - 1])
+            explain_nonfinite(model, windows[:, : start + part.shape[1] - 1], before)
         yield start, nats
 
 

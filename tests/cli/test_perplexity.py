@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from longrnn import load
 from longrnn.files import sha256
@@ -234,3 +235,65 @@ def test_results_of_another_model(cli: CLI, models: Path, texts: list[str]) -> N
     assert cli(*command).code == 0
     spec = ["--mitigation", "forget_more"]
     refused(cli, *command, *spec, says=("different model", "choose another"))
+
+
+OVERLAP = ["--context", "64", "--stride", "24"]
+
+
+def test_overlapping_windows(cli: CLI, models: Path, texts: list[str], tmp_path: Path) -> None:
+    """`--context` and `--stride` score in windows of a folder of their own, and print the cost."""
+    command = ["eval", "perplexity", models / "text", *texts, *LONG]
+    result = cli(*command, *OVERLAP, "--by-position", "--train-length", "64")
+    assert result.code == 0
+    # 64 tokens first, then 5 windows of 64, then one of the last 56 tokens.
+    assert "2,200 tokens are read to score 1,000, 2.20 per scored token" in result.out
+    assert "forgets robustly: not judged" in result.out
+    folder = tmp_path / "results/perplexity/text--overlap-64_24"
+    header, rows = read_results(folder / "results.jsonl")
+    assert (header["context"], header["stride"], len(rows)) == (64, 24, 5)
+    other = cli(*command, "--context", "64", "--stride", "32", "--output", folder)
+    assert (other.code, "different stride" in other.err) == (2, True)
+    carried = cli(*command, "--output", folder)
+    assert (carried.code, "different context, stride" in carried.err) == (2, True)
+    changed = "text+forget_more(decay_scale=0.9)"
+    paired = cli(*command[:2], models / "text", models / changed, *texts, *LONG, *OVERLAP)
+    assert paired.code == 0, paired.err
+    assert "2.20 per scored token" in paired.out
+    (written,) = tmp_path.glob("results/perplexity/*/paired.jsonl")
+    assert '"context": 64, "stride": 24' in written.read_text()
+    for file in written.parent.glob("text*.jsonl"):
+        assert read_results(file)[0]["stride"] == 24
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--stride", "8"], "give both --context and --stride, or neither"),
+        (["--context", "8", "--stride", "9"], "give a stride between 1 and the context"),
+    ],
+)
+def test_overlapping_windows_that_do_not_fit(
+    cli: CLI, models: Path, texts: list[str], options: list[str], reason: str
+) -> None:
+    """One of the two options alone, or a stride above the context, is refused."""
+    refused(cli, "eval", "perplexity", models / "text", *texts, *LONG, *options, says=(reason,))
+
+
+def test_newlines(cli: CLI, models: Path, texts: list[str], tmp_path: Path) -> None:
+    """`--newlines` measures one window of newlines, with or without a text beside it."""
+    command = ["eval", "perplexity", models / "text", *LONG, "--newlines"]
+    assert cli(*command, "--by-position").code == 0
+    path = tmp_path / "results/perplexity/text/results.jsonl"
+    (alone,) = read_results(path)[1]
+    model = load(models / "text")
+    tokens = torch.full((1, 200), ord("\n"))
+    with torch.no_grad():
+        nats = -model(tokens).logits[0].double().log_softmax(-1)[:, ord("\n")]
+    assert alone["text"] == "newlines"
+    assert alone["bytes"] == 200
+    assert alone["nats_per_token"] == pytest.approx(float(nats.mean()), rel=1e-5)
+    assert alone["buckets"][-1] == pytest.approx(float(nats[128:].mean()), rel=1e-5)
+    assert cli(*command, *texts).code == 0
+    assert [row["text"] for row in read_results(path)[1]].count("newlines") == 1
+    assert len(read_results(path)[1]) == 6
+    refused(cli, *command[:3], *LONG, says=("give --text FILE, --newlines, or both",))

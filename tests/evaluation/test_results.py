@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from longrnn.errors import UserError
-from longrnn.results import Results, line_of, read_results
+from longrnn.results import Results, Row, line_of, read_results
 
 HEADER = {"evaluation": "passkey", "model": "größer"}
 ROWS: list[dict[str, Any]] = [
@@ -95,3 +95,45 @@ def test_files_without_checksums_are_read_and_get_them(path: Path) -> None:
     path.write_text("".join(old))
     with pytest.raises(UserError, match="line 3 is damaged .*remove this line"):
         read_results(path)
+
+
+def part_of(path: Path, rows: list[Row], *, torn: bytes = b"") -> Path:
+    """The part that a second process left, with a torn last line."""
+    part = path.with_name(f".{path.name}.part-1")
+    lines = "".join(map(line_of, [HEADER_OF_PARTS, *rows]))
+    part.write_bytes(lines.encode() + torn)
+    return part
+
+
+HEADER_OF_PARTS: Row = {"evaluation": "parts"}
+
+
+def test_parts_of_killed_processes_are_merged_once(tmp_path: Path) -> None:
+    """Rows of a part join the file; those of a merge that was killed are not doubled."""
+    path = tmp_path / "r[1].jsonl"
+    Results(path, HEADER_OF_PARTS).append([{"a": 0}, {"a": 1}])
+    part = part_of(path, [{"a": 1}, {"a": 2}], torn=b'{"a": 3, "sh')
+    results = Results(path, HEADER_OF_PARTS)
+    assert results.rows == [{"a": 0}, {"a": 1}, {"a": 2}]
+    assert read_results(path) == (HEADER_OF_PARTS, results.rows)
+    assert not part.exists()
+    results.append([{"a": 4}])
+    assert read_results(path)[1][-1] == {"a": 4}
+
+
+def test_a_part_without_a_whole_line_is_dropped(tmp_path: Path) -> None:
+    """A process that was killed while it wrote its first line leaves nothing behind."""
+    path = tmp_path / "r.jsonl"
+    part = path.with_name(f".{path.name}.part-1")
+    part.write_bytes(b'{"evalu')
+    assert Results(path, HEADER_OF_PARTS).rows == []
+    assert not part.exists()
+
+
+def test_a_part_of_another_run_is_refused(tmp_path: Path) -> None:
+    """A part with another header is not merged, and stays as it is."""
+    path = tmp_path / "r.jsonl"
+    part = part_of(path, [{"a": 1}])
+    with pytest.raises(UserError, match=r"part-1 holds the results of another run"):
+        Results(path, {"evaluation": "other"})
+    assert part.exists()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 
+from longrnn import processes
 from longrnn.comparison import cost
 from longrnn.comparison.suites.base import (
     EVALUATIONS,
@@ -21,7 +23,7 @@ from longrnn.inference.length_limit import out_of_reach
 from longrnn.intervals import figure
 from longrnn.models.finite import refuse_nonfinite
 from longrnn.progress import Progress
-from longrnn.results import Results
+from longrnn.results import Results, Row
 
 # Columns, by the keys of `cost.measure`.
 METRICS = {
@@ -70,6 +72,26 @@ class Cost(Evaluation):
         found = {row["length"]: row for row in results.rows}
         reasons = {n: out_of_reach(model.model, n + self.decode) for n in self.lengths}
         todo = [n for n, reason in reasons.items() if reason is None and n not in found]
+        # One process measures, while the others wait: they would slow it down.
+        found, reasons = processes.on_main(
+            lambda: self._missing(model, results, todo, found, reasons, quiet)
+        )
+        return [
+            Measurement(metric, n, {"": found[n][name]} if reasons[n] is None else {}, reasons[n])
+            for n in self.lengths
+            for name, metric in METRICS.items()
+        ]
+
+    def _missing(
+        self,
+        model: OpenCheckpoint,
+        results: Results,
+        todo: Sequence[int],
+        found: dict[int, Row],
+        reasons: dict[int, str | None],
+        quiet: bool,
+    ) -> tuple[dict[int, Row], dict[int, str | None]]:
+        """Measure `todo`; return all rows by length, and the reasons for missing ones."""
         if todo:
             # Otherwise the process would report it as the reason of one length only.
             tokens = torch.arange(8)[None] % model.model.vocab_size
@@ -94,8 +116,4 @@ class Cost(Evaluation):
                     found[length] = {"length": length, **measured}
                     results.append([found[length]])
                 progress.advance(1, length)
-        return [
-            Measurement(metric, n, {"": found[n][name]} if reasons[n] is None else {}, reasons[n])
-            for n in self.lengths
-            for name, metric in METRICS.items()
-        ]
+        return found, reasons

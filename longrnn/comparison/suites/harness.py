@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
+from longrnn import processes
 from longrnn.comparison.suites.base import EVALUATIONS, Evaluation, Measurement, Metric
 from longrnn.errors import UserError
 from longrnn.hf.opened import OpenCheckpoint
@@ -88,7 +89,10 @@ class Harness(Evaluation):
         done = {row["task"] for row in results.rows}
         for task in self.tasks:
             if task not in done:
-                results.append([self._row(model, task, quiet)])
+                # lm-eval divides the documents among processes; the main one has all scores.
+                row = self._row(model, task, quiet)
+                results.append([row] if processes.is_main() else [])
+        results.collect()
         rows = {row["task"]: row for row in results.rows}
         return [one for task in self.tasks for one in self._measurements(rows[task])]
 
@@ -107,7 +111,7 @@ class Harness(Evaluation):
             metadata={"tokenizer": model.checkpoint, **(self.metadata or {})},
             seed=self.seed,
         )
-        truncated = wrapped.limit.truncated
+        truncated = wrapped.counts()
         cut = {
             "requests": truncated["requests"] + truncated["split_documents"],
             "reads": wrapped.limit.max_length,

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from longrnn import processes
 from longrnn.comparison.suites.base import (
     EVALUATIONS,
     Evaluation,
@@ -25,10 +26,12 @@ from longrnn.evaluation.texts import Document, tokenised
 from longrnn.evaluation.windows import shared_places
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.length_limit import out_of_reach
+from longrnn.inference.overlapping import Overlap
+from longrnn.intervals import figure
 from longrnn.progress import Progress
 from longrnn.results import Results, Row
 from longrnn.text import read_text
-from longrnn.units import format_length
+from longrnn.units import format_length, parse_length
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +83,9 @@ class BitsPerByte(Evaluation):
         lengths: tokens of the first model, such as `[256, 4k]`.
         windows: parts of each text.
         batch_size: parts in one batch.
+        context: with `stride`, tokens are scored in overlapping windows of this many tokens, each
+            read from an empty state; a further column has the tokens read per scored token.
+        stride: tokens between the starts of two overlapping windows.
     """
 
     GROWING: ClassVar[tuple[str, ...]] = ("lengths", "texts", "batch_size")
@@ -93,13 +99,25 @@ class BitsPerByte(Evaluation):
         lengths: list[str],
         windows: int = 4,
         batch_size: int = 4,
+        context: str | int | None = None,
+        stride: str | int | None = None,
     ) -> None:
         super().__init__(title, seed)
         self.texts = [Path(text) for text in dict.fromkeys(texts)]
         self.lengths = sorted_lengths(lengths)
         self.windows, self.batch_size = windows, batch_size
         self.metric = Metric(f"{title}, bits per byte", bits.estimate, bits.difference, ".3f")
+        self.read = Metric(f"{title}, tokens read per token", figure, form=".2f")
+        self.overlap: Overlap | None = None
         self._parts: dict[str, list[Part]] = {}  # by model
+        if context is not None and stride is not None:
+            self.overlap = Overlap(parse_length(str(context)), parse_length(str(stride)))
+            self.overlap.check()
+        elif context is not None or stride is not None:
+            raise UserError(
+                "overlapping windows need their length and their distance: set both context and "
+                "stride, or neither"
+            )
         if not texts or windows < 1 or batch_size < 1:
             raise UserError(
                 "perplexity needs texts, and windows and batch_size of at least 1: set all three"
@@ -130,7 +148,7 @@ class BitsPerByte(Evaluation):
     def measure(self, model: OpenCheckpoint, output: Path, *, quiet: bool) -> list[Measurement]:
         parts = self._parts[model.name]
         reasons = [
-            out_of_reach(model.model, max(part.length(column) for part in parts))
+            out_of_reach(model.model, self._longest(max(part.length(column) for part in parts)))
             for column in range(1, len(self.lengths) + 1)
         ]
         columns = sum(reason is None for reason in reasons)
@@ -139,7 +157,16 @@ class BitsPerByte(Evaluation):
         for column, (length, reason) in enumerate(zip(self.lengths, reasons, strict=True)):
             samples = {_key(row): _scored(row, column) for row in rows if reason is None}
             measurements.append(Measurement(self.metric, length, samples, reason))
+            if self.overlap is not None:
+                lengths = [part.length(column + 1) for part in parts]
+                share = sum(map(self.overlap.tokens_read, lengths)) / sum(lengths)
+                cost = {"": share} if reason is None else {}
+                measurements.append(Measurement(self.read, length, cost, reason))
         return measurements
+
+    def _longest(self, length: int) -> int:
+        """Return the most tokens that a model reads from an empty state to score `length`."""
+        return length if self.overlap is None else min(length, self.overlap.context)
 
     def _rows(self, model: OpenCheckpoint, columns: int, output: Path, quiet: bool) -> list[Row]:
         """Measure the first columns; return one row per part, new and earlier ones."""
@@ -148,6 +175,7 @@ class BitsPerByte(Evaluation):
             "model": model.model.fingerprint(),
             "tokenizer": model.tokenizer.fingerprint(),
             "windows": self.windows,
+            **(self.overlap._asdict() if self.overlap is not None else {}),
         }
         results = Results(output, header)
         if any("cuts" not in row for row in results.rows):
@@ -158,23 +186,32 @@ class BitsPerByte(Evaluation):
         parts = {part.identity(columns): part for part in self._parts[model.name]}
         done = {_identity(row) for row in results.rows if "cuts" in row}
         todo = [part for key, part in parts.items() if key not in done]
-        total = sum(part.length(columns) for part in todo)
+        total = sum(part.length(columns) for part in todo) // processes.size()
         title = f"{self.title} {model.name}"
         with Progress(title, total, unit="tokens", quiet=quiet) as progress:
-            for batch in self._batches(todo, columns):
+            for batch in processes.share(list(self._batches(todo, columns))):
                 tokens = torch.stack([part.tokens(columns) for part in batch])
                 edges = torch.tensor([part.places[: columns + 1] for part in batch])
-                (nats,) = losses(model.model, tokens, [edges - edges[:, :1]], progress)
+                (nats,) = losses(
+                    model.model,
+                    tokens,
+                    [edges - edges[:, :1]],
+                    progress,
+                    overlap=self.overlap,
+                    rows=self.batch_size,
+                )
                 results.append(map(_row, batch, nats.tolist()))
+        results.collect()
         rows = {_identity(row): row for row in results.rows if "cuts" in row}
         return [rows[key] for key in parts]
 
     def _batches(self, parts: Sequence[Part], columns: int) -> Iterator[list[Part]]:
         """Yield batches of parts of equal length."""
+        most = processes.batch_size(len(parts), self.batch_size)
         for length in dict.fromkeys(part.length(columns) for part in parts):
             same = [part for part in parts if part.length(columns) == length]
-            for start in range(0, len(same), self.batch_size):
-                yield same[start : start + self.batch_size]
+            for start in range(0, len(same), most):
+                yield same[start : start + most]
 
     def _pieces(self) -> Iterator[tuple[Path, str, int, str]]:
         """Yield the parts of all texts: file, its SHA-256, index of the part, characters."""

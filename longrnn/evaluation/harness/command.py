@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable, make_table, setup_logging
 
+from longrnn import processes
 from longrnn.bundled import bundled
 from longrnn.errors import UserError, nearest
 from longrnn.evaluation.harness.lm import LongRNN
@@ -68,6 +69,8 @@ def run(checkpoint: str, arguments: Sequence[str], options: dict[str, Any]) -> N
         ) from error
     except (UserError, RuntimeError, MemoryError):
         raise
+    except ImportError as error:
+        raise UserError(missing_package(error)) from error
     except Exception as error:  # a task's template, file or function can raise any error
         unexpected = not isinstance(error, FileNotFoundError) and isinstance(error, OSError)
         if unexpected or "LMEVAL_LOG_LEVEL" in os.environ:
@@ -83,6 +86,8 @@ def run(checkpoint: str, arguments: Sequence[str], options: dict[str, Any]) -> N
         raise KeyboardInterrupt(
             "nothing was kept: give --use_cache FILE, and the same command resumes where it stopped"
         ) from error
+    if not processes.is_main():
+        return
     samples = results.pop("samples", None)
     tracker.save_results_aggregated(results=results, samples=samples)
     for task in samples or {}:
@@ -92,6 +97,18 @@ def run(checkpoint: str, arguments: Sequence[str], options: dict[str, Any]) -> N
     print(make_table(results))
     if "groups" in results:
         print(make_table(results, "groups"))
+    _print_cost(results["config"])
+
+
+def _print_cost(config: Mapping[str, Any]) -> None:
+    """Print how many tokens were computed, and how many the prompts have one by one."""
+    requested, computed = config["tokens_requested"], config["tokens_computed"]
+    if computed:  # no tokens are computed if all answers are in the cache
+        print(
+            f"Sharing prefixes, {computed:,} tokens were computed (with those that were "
+            f"generated); request by request the prompts and choices have {requested:,}, "
+            f"{requested / computed:.1f} × as many."
+        )
 
 
 def scores(
@@ -117,7 +134,8 @@ def scores(
 
     Returns:
         For each metric with one number per document, under `TASK, METRIC` (`TASK, FILTER, METRIC`
-        for a task with filters): these numbers by document.
+        for a task with filters): these numbers by document. Nothing in processes other than the
+        main one.
 
     Raises:
         UserError: a task or folder does not exist.
@@ -137,7 +155,7 @@ def scores(
         bootstrap_iters=0,
     )
     found: dict[str, dict[str, float]] = {}
-    for task, samples in results["samples"].items():
+    for task, samples in (results or {"samples": {}})["samples"].items():
         for sample in samples:
             which = [task] if sample["filter"] == "none" else [task, sample["filter"]]
             for metric in sample["metrics"]:
@@ -146,6 +164,15 @@ def scores(
                     column = found.setdefault(", ".join([*which, metric]), {})
                     column[str(sample["doc_id"])] = float(value)
     return found
+
+
+def missing_package(error: ImportError) -> str:
+    """Return what to install for a task that cannot import a package."""
+    reason = " ".join(str(error).split())
+    return (
+        f"a task needs a package that is not installed ({reason}): pip install "
+        "'longrnn[longcontext]'"
+    )
 
 
 def _useful(record: logging.LogRecord) -> bool:

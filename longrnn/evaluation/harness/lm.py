@@ -11,7 +11,6 @@ Notable choices:
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import has_bos_prefix, postprocess_generated_text
 
 from longrnn.errors import UserError
+from longrnn.evaluation.harness.divided import Divided
 from longrnn.evaluation.harness.limit import Limit
 from longrnn.evaluation.harness.options import build_model, parse_batch_size, parse_generation
 from longrnn.hf.tokenizer import HFTokenizer, load_tokenizer
@@ -41,7 +41,7 @@ FINGERPRINT = "longrnn fingerprint"
 
 
 @register_model("longrnn")
-class LongRNN(TemplateLM):
+class LongRNN(Divided, TemplateLM):
     """Any `LanguageModel` as an lm-eval model.
 
     Args:
@@ -82,8 +82,7 @@ class LongRNN(TemplateLM):
         quiet: bool = False,
     ) -> None:
         super().__init__()
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise UserError("lm-eval with longrnn runs in one process: start it without a launcher")
+        self.join_processes()
         if tokenizer is None and not isinstance(pretrained, (str, Path)):
             raise UserError("a loaded model needs its tokenizer: give tokenizer=…")
         source: Any = pretrained if tokenizer is None else tokenizer
@@ -107,7 +106,7 @@ class LongRNN(TemplateLM):
         self.limit = Limit(self.model.max_length if max_length is None else max_length)
         self.custom_prefix_token_id, self.add_bos_token = prefix_token_id, add_bos_token
         self.quiet = quiet
-        self.tokens_computed = 0
+        self.tokens_computed = self.tokens_requested = 0
 
     # Texts and ids
 
@@ -225,10 +224,17 @@ class LongRNN(TemplateLM):
         with Progress("generate_until", len(requests), unit="tokens", quiet=quiet) as progress:
             for indices in kinds.values():
                 settings = parse_generation(options[indices[0]], eos)
-                prompts = [self._encode_prompt(texts[i]) or [self.prefix_token_id] for i in indices]
+                prompts = [
+                    self.limit.fit(
+                        self._encode_prompt(texts[i]) or [self.prefix_token_id],
+                        settings.max_new_tokens,
+                    )
+                    for i in indices
+                ]
+                self.tokens_requested += sum(map(len, prompts))
                 for place, text in complete(
                     self.model,
-                    [self.limit.fit(prompt, settings.max_new_tokens) for prompt in prompts],
+                    prompts,
                     decode=self.tok_decode,
                     eos=self.eot_token_id,
                     batch_size=self.batch_size,
@@ -246,23 +252,34 @@ class LongRNN(TemplateLM):
 
     def _scores(self, title: str, pairs: list[Pair], quiet: bool) -> Iterator[tuple[int, Score]]:
         quiet = quiet or self.quiet
+        # A continuation's last token is only predicted.
+        self.tokens_requested += sum(len(a) + len(b) - 1 for a, b in pairs)
         with Progress(title, len(pairs), unit="tokens", quiet=quiet) as progress:
             yield from score(self.model, pairs, batch_size=self.batch_size, progress=progress)
         self.tokens_computed += progress.units
 
     # Records and cache
 
+    def own_counts(self) -> Counter[str]:
+        """Return the tokens computed and what was truncated in this process."""
+        tokens = {"requested": self.tokens_requested, "computed": self.tokens_computed}
+        return Counter(
+            {f"tokens_{name}": count for name, count in tokens.items()} | self.limit.truncated
+        )
+
     def get_model_info(self) -> dict[str, Any]:
         """Return what lm-eval records with the results."""
         from longrnn import __version__
 
+        counts = self.counts()
         return {
             "longrnn_version": __version__,
             "model_fingerprint": self.model.fingerprint(),
             "tokenizer_fingerprint": self._tokenizer.fingerprint(),
-            "tokens_computed": self.tokens_computed,
+            "tokens_requested": counts["tokens_requested"],
+            "tokens_computed": counts["tokens_computed"],
             "max_length": self.limit.max_length,
-            "truncated": dict(self.limit.truncated),
+            "truncated": {name: counts[name] for name in self.limit.truncated},
         }
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:

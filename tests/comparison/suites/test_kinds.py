@@ -172,6 +172,27 @@ def test_perplexity_beyond_the_model(tmp_path: Path) -> None:
     assert {len(row["nats"]) for row in read_results(tmp_path / "short.jsonl")[1]} == {2}
 
 
+def test_overlapping_windows_reach_beyond_the_model(tmp_path: Path) -> None:
+    """Windows of 200 tokens score a text of 512 with a maximum of 300, and their cost is shown."""
+    short = small_model("short", position=SHORT)
+    evaluation = perplexity(tmp_path, context="200", stride=100)
+    found = points(evaluation, short, tmp_path / "short.jsonl")
+    losses, costs = found[::2], found[1::2]
+    assert [len(point.samples) for point in losses] == [6, 6, 6]
+    # 64; then 200 and 156; then 200 four times, the last one with 112 tokens.
+    reads = [64 / 64, (200 + 156) / 256, (3 * 200 + 200 + 112) / 512]
+    assert [point.samples[""] for point in costs] == pytest.approx(reads)
+    assert [point.metric.name for point in costs] == ["books, tokens read per token"] * 3
+    carried = points(perplexity(tmp_path), short, tmp_path / "carried.jsonl")
+    key = next(iter(carried[0].samples))
+    # The first 64 tokens are read from the empty state by both.
+    assert losses[0].samples[key].nats == pytest.approx(carried[0].samples[key].nats, rel=1e-6)
+    with pytest.raises(UserError, match="different context, stride"):
+        points(perplexity(tmp_path), short, tmp_path / "short.jsonl")
+    with pytest.raises(UserError, match="set both context and stride, or neither"):
+        perplexity(tmp_path, stride=100)
+
+
 def test_perplexity_goes_on(tmp_path: Path) -> None:
     """Adding a length measures the parts again; nothing else does."""
     one, output = small_model("one"), tmp_path / "one.jsonl"

@@ -1,0 +1,122 @@
+"""Losses per token in overlapping windows: the usual protocol for models without a carried state.
+
+A text is read in windows of `context` tokens, each `stride` tokens after the one before it and each
+from the initial state. The first window scores all of its tokens and every later one its last
+`stride`, so that each token is scored once, with at least `context - stride` tokens before it. The
+last window is shorter where the text ends inside it. This is the protocol of the guide "Perplexity
+of fixed-length models" of Hugging Face transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longrnn.errors import UserError
+from longrnn.inference.prefill import prefill
+from longrnn.inference.scoring import token_losses
+from longrnn.models import LanguageModel
+from longrnn.progress import Progress
+
+
+class Overlap(NamedTuple):
+    """Overlapping windows.
+
+    Attributes:
+        context: tokens that a window reads.
+        stride: tokens between the starts of two windows.
+    """
+
+    context: int
+    stride: int
+
+    def check(self) -> None:
+        """Refuse windows that would leave tokens out.
+
+        Raises:
+            UserError: the stride is not between 1 and the context.
+        """
+        if not 1 <= self.stride <= self.context:
+            raise UserError(
+                f"a stride of {self.stride} does not fit windows of {self.context} tokens, which "
+                "would leave tokens out: give a stride between 1 and the context"
+            )
+
+    def windows(self, length: int) -> int:
+        """Return the number of windows in a text of `length` scored tokens."""
+        return 1 + max(0, -(-(length - self.context) // self.stride))
+
+    def tokens_read(self, length: int) -> int:
+        """Return the number of tokens that are read to score the first `length` tokens."""
+        last = self.windows(length) - 1
+        return last * self.context + min(length - last * self.stride, self.context)
+
+
+@torch.no_grad()
+def overlapping_losses(
+    model: LanguageModel,
+    tokens: Tensor,
+    overlap: Overlap,
+    *,
+    rows: int = 1,
+    progress: Progress | None = None,
+) -> Iterator[tuple[int, Tensor]]:
+    """Computes the loss of every token after the first in overlapping windows, in parts.
+
+    Args:
+        model: reads every window from the initial state.
+        tokens: `(b, t + 1)` token ids; the last one is only predicted.
+        overlap: the windows.
+        rows: windows in one batch, of all texts together; at least one window of each text.
+        progress: counts the scored tokens as steps, and the tokens that are read as units.
+
+    Yields:
+        The position where a part begins, and its losses in nats, `(b, t)` float64 on the CPU: the
+        loss at position i is that of token i + 1.
+
+    Raises:
+        UserError: the windows would leave tokens out, or logits are not finite.
+    """
+    overlap.check()
+    counter = progress or Progress("", 0, unit="tokens", quiet=True)
+    texts, length = len(tokens), tokens.shape[1] - 1
+    context, stride = overlap
+    first = min(context, length)
+    for start, nats in token_losses(model, tokens[:, : first + 1]):
+        counter.advance(nats.numel(), nats.numel())
+        yield start, nats
+    # Windows after the first that end inside the text; they are equally long.
+    whole = max(0, (length - context) // stride)
+    together = max(1, rows // texts)
+    for number in range(0, whole, together):
+        count = min(together, whole - number)
+        begin = (number + 1) * stride
+        part = tokens[:, begin : begin + (count - 1) * stride + context + 1]
+        windows = part.unfold(1, context + 1, stride).flatten(0, 1)
+        position = begin + context - stride
+        for start, nats in _last_losses(model, windows, stride, counter):
+            by_text = nats.view(texts, count, -1)
+            for which in range(count):
+                yield position + which * stride + start, by_text[:, which]
+    done = context + whole * stride
+    if done < length:
+        windows = tokens[:, (whole + 1) * stride :]
+        for start, nats in _last_losses(model, windows, length - done, counter):
+            yield done + start, nats
+
+
+def _last_losses(
+    model: LanguageModel, windows: Tensor, count: int, progress: Progress
+) -> Iterator[tuple[int, Tensor]]:
+    """Yields the losses of the last `count` tokens of windows, counted from the first of these."""
+    before = windows.shape[1] - 1 - count
+    _, state = prefill(
+        model, lambda a, b: windows[:, a:b], 0, before, model.init_state(len(windows)), progress,
+        keep=0,
+    )  # fmt: skip
+    for start, nats in token_losses(model, windows[:, before:], state):
+        progress.advance(nats.numel(), nats.numel())
+        yield start, nats

@@ -1,0 +1,156 @@
+"""The processes of an evaluation that a launcher (accelerate, torchrun) started.
+
+The processes only exchange small Python objects: each has its own model and items. So they are
+joined by gloo on any device, with torch's own rendezvous; the settings of a launch configuration
+that concern training (mixed precision, CPU or GPU) have no effect here.
+
+Without `start`, or with one process, everything here does what a single process needs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+from longrnn.errors import UserError
+
+T = TypeVar("T")
+
+LAUNCH = (
+    "launch with `accelerate launch --config_file configs/accelerate/cpu2.yaml -m longrnn.cli "
+    "eval …`, and see configs/accelerate/"
+)
+# A process waits this long for the others, which may evaluate longer texts.
+PATIENCE = timedelta(days=14)
+# The exit code of the processes that only learn that the main process has refused.
+REFUSED = 2
+
+
+class _Group(NamedTuple):
+    rank: int
+    size: int
+
+
+_group = _Group(0, 1)
+
+
+def start() -> None:
+    """Joins the processes of the launch; does nothing without a launcher, or if it was called.
+
+    Some launch commands start processes that do not find each other; every one of them would
+    evaluate everything.
+
+    Raises:
+        UserError: the environment names several processes which cannot be joined.
+    """
+    global _group
+    launched = _number("WORLD_SIZE", 1)
+    if launched == 1 or _group.size > 1:
+        return
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise UserError(
+            f"{launched} processes were requested (WORLD_SIZE) and this one has no "
+            f"{', '.join(missing)}: {LAUNCH}"
+        )
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=PATIENCE)
+    if dist.get_world_size() != launched:
+        raise UserError(
+            f"{launched} processes were requested and this one sees {dist.get_world_size()}: "
+            f"{LAUNCH}"
+        )
+    _group = _Group(dist.get_rank(), launched)
+
+
+def rank() -> int:
+    """Index of this process; 0 for the main process, which writes results and prints."""
+    return _group.rank
+
+
+def size() -> int:
+    """Number of processes that share the evaluation."""
+    return _group.size
+
+
+def is_main() -> bool:
+    """Whether this process writes results and prints."""
+    return _group.rank == 0
+
+
+def local_rank() -> int:
+    """Index of this process on its machine, which selects its GPU."""
+    return _number("LOCAL_RANK", 0) if _group.size > 1 else 0
+
+
+def share(items: Sequence[T], *keys: Callable[[T], object]) -> list[T]:
+    """Return the items of this process; every item belongs to exactly one process.
+
+    Args:
+        items: the same in every process.
+        keys: items with equal keys stay together, so that they can share work. The first key with
+            at least as many values as there are processes is used; without one, every item counts
+            by itself.
+    """
+    if _group.size == 1:
+        return list(items)
+    for key in keys:
+        groups = {value: place for place, value in enumerate(dict.fromkeys(map(key, items)))}
+        if len(groups) >= _group.size:
+            return [one for one in items if groups[key(one)] % _group.size == _group.rank]
+    return list(items[_group.rank :: _group.size])
+
+
+def batch_size(items: int, most: int) -> int:
+    """Return a batch size of at most `most` with which every process gets work, if possible."""
+    return max(1, min(most, -(-items // _group.size)))
+
+
+def wait() -> None:
+    """Wait for all processes."""
+    gather(None)
+
+
+def gather(value: T) -> list[T]:
+    """Return the values of all processes, by rank; every process must call this."""
+    if _group.size == 1:
+        return [value]
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * _group.size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def on_main(work: Callable[[], T]) -> T:
+    """Run `work` in the main process and return its result in all processes.
+
+    Raises:
+        SystemExit: in the other processes, if `work` raises an error in the main process, which
+            reports it.
+    """
+    if _group.size == 1:
+        return work()
+    import torch.distributed as dist
+
+    outcome: list[Any] = [None, True]
+    try:
+        if is_main():
+            outcome = [work(), False]
+    finally:
+        dist.broadcast_object_list(outcome, src=0)
+    result, failed = outcome
+    if failed:
+        raise SystemExit(REFUSED)
+    return result
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise UserError(f"the environment variable {name} is {text!r}, not a number: {LAUNCH}")
+    return int(text)

@@ -1,0 +1,157 @@
+"""Evaluations under `accelerate launch`: the rows of one process, in one file.
+
+Judged by what was written: gloo aborts about one run in ten at its very end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from longrnn.lock_owner import read_owner
+from longrnn.results import Row, read_results
+from tests.launched import launch, launched
+from tests.training.runs import run
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A text of 9 windows of 100 tokens."""
+    path = tmp_path / "a.txt"
+    path.write_text("".join(f"It was dark and stormy, night {i}. " for i in range(28))[:903])
+    return path
+
+
+def rows(path: Path) -> list[Row]:
+    """The rows of a file, in an order that does not depend on who wrote them."""
+    return sorted(read_results(path)[1], key=lambda row: json.dumps(row, sort_keys=True))
+
+
+COMMANDS: dict[str, list[str]] = {
+    "passkey": ["eval", "passkey", "{m}/text", "{m}/text+forget_more", "--lengths", "160,256",
+                "--n", "3", "--batch-size", "4"],
+    "perplexity": ["eval", "perplexity", "{m}/text", "--text", "{t}", "--length", "100",
+                   "--batch-size", "2"],
+    "overlapping": ["eval", "perplexity", "{m}/text", "{m}/text+forget_more", "--text", "{t}",
+                    "--length", "300", "--context", "64", "--stride", "32", "--batch-size", "1"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_two_processes_write_what_one_writes(
+    name: str, models: Path, text: Path, tmp_path: Path
+) -> None:
+    """Two processes write the same files with the same rows as one, and print the same once."""
+    command = [part.format(m=models, t=text) for part in COMMANDS[name]]
+    command += ["--quiet", "--output"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    alone = run(*command, one)
+    assert alone.returncode == 0, alone.stderr
+    both = launched(*command, two)
+    assert sorted(path.name for path in two.iterdir()) == sorted(
+        path.name for path in one.iterdir()
+    ), both.stderr
+    for path in one.glob("*.jsonl"):
+        if path.name != "paired.jsonl":
+            assert rows(two / path.name) == rows(path)
+            assert read_results(two / path.name)[0] == read_results(path)[0]
+    assert both.stdout.replace(str(two), str(one)) == alone.stdout
+
+
+def test_rows_of_a_killed_process_are_kept(models: Path, tmp_path: Path) -> None:
+    """After the kill of one of two processes, the same command continues with the rows of both."""
+    out = tmp_path / "out"
+    command = ["eval", "passkey", models / "text", "--lengths", "160,256", "--n", "40"]
+    command += ["--batch-size", "2", "--output", out, "--quiet"]
+    process = launch(*command)
+    part, lock = out / ".results.jsonl.part-1", out / "..results.jsonl.part-1.lock"
+    deadline = time.monotonic() + 200
+    while not (part.exists() and part.read_bytes().count(b"\n") > 9):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with open(lock) as file:
+        owner = read_owner(file.fileno())
+    assert owner is not None
+    os.kill(owner.pid, signal.SIGKILL)
+    process.communicate(timeout=200)
+    assert process.returncode != 0
+    written = [read_results(path)[1] for path in (part, out / "results.jsonl")]
+    kept = {json.dumps(row) for rows in written for row in rows}
+    assert 10 <= len(kept) < 400
+    done = run(*command)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in out.iterdir()) == ["heatmap.png", "results.jsonl"]
+    lines = [json.dumps(row) for row in read_results(out / "results.jsonl")[1]]
+    assert kept <= set(lines)
+    assert len({(row["length"], row["depth"], row["index"]) for row in map(json.loads, lines)}) == (
+        len(lines)
+    )
+    assert len(lines) == 2 * 5 * 40
+
+
+def test_two_processes_share_a_comparison(models: Path, text: Path, tmp_path: Path) -> None:
+    """Two processes give the table of one, for every kind of evaluation with samples."""
+    suite = tmp_path / "mine.yaml"
+    passkey = "{kind: passkey, lengths: [160], depths: [0, 1], n: 3}"
+    perplexity = f"{{kind: perplexity, texts: [{text}], lengths: [64, 128], windows: 3}}"
+    harness = "{kind: harness, tasks: [longrnn_reverse], limit: 3, metadata: {n: 3, n_items: 4}}"
+    lines = [passkey, perplexity, harness, "{kind: cost, lengths: [32], decode: 1}"]
+    suite.write_text("evaluations:\n" + "".join(f"  - {line}\n" for line in lines))
+    command = ["compare", models / "text", models / "text+forget_more", "--suite", suite]
+    one, two = tmp_path / "one", tmp_path / "two"
+    alone = run(*command, "--quiet", "--output", one)
+    assert alone.returncode == 0, alone.stderr
+    both = launched(*command, "--quiet", "--output", two)
+    assert (two / "report.html").is_file(), both.stderr
+    found, expected = (
+        [json.loads(line) for line in (folder / "comparison.jsonl").read_text().splitlines()]
+        for folder in (two, one)
+    )
+    assert len(found) == len(expected)
+    for row, wanted in zip(found, expected, strict=True):
+        timed = "/s" in row["metric"] or "memory" in row["metric"]
+        assert row["metric"] == wanted["metric"]
+        assert (row["estimate"] is None) == (wanted["estimate"] is None)
+        if not timed and row["estimate"] is not None:
+            assert row["estimate"] == pytest.approx(wanted["estimate"], rel=1e-5), row["metric"]
+    for path in one.glob("mine/*/*.jsonl"):
+        assert len(rows(two / path.relative_to(one))) == len(rows(path))
+    assert not list(two.rglob("*.part-*"))
+
+
+def test_two_processes_share_the_documents_of_a_task(models: Path, tmp_path: Path) -> None:
+    """lm-eval gets the scores and samples of both processes, and tokens are counted in both."""
+    found, samples = [], []
+    metadata = json.dumps({"max_seq_lengths": [300], "n": 5})
+    for how, name in ((run, "one"), (launched, "two")):
+        command = ["eval", "harness", models / "text", "--tasks", "longrnn_passkey,longrnn_reverse"]
+        command += ["--metadata", metadata, "--limit", "5", "--quiet", "--log_samples"]
+        done = how(*command, "--output_path", tmp_path / name)
+        files = list((tmp_path / name).rglob("results_*.json"))
+        assert len(files) == 1, done.stderr
+        found.append(json.loads(files[0].read_text()))
+        lines = [path.read_text().splitlines() for path in (tmp_path / name).rglob("samples_*")]
+        rows = [json.loads(line) for own in lines for line in own]
+        samples.append(sorted((r["target_hash"], r["doc_id"], str(r["resps"])) for r in rows))
+        assert done.stdout.count("longrnn_passkey") == 1
+    assert samples[0] == samples[1]
+    assert len(samples[0]) == 10
+    for task, scores in found[0]["results"].items():
+        assert found[1]["results"][task] == pytest.approx(scores, nan_ok=True), task
+    alone, both = (one["config"]["tokens_computed"] for one in found)
+    assert both >= alone > 0
+
+
+def test_processes_that_cannot_find_each_other_are_refused(models: Path, tmp_path: Path) -> None:
+    """A launch that names two processes without a rank is refused, and writes nothing."""
+    command = ["eval", "passkey", models / "text", "--lengths", "160", "--output", tmp_path / "out"]
+    done = run(*command, WORLD_SIZE="2")
+    assert done.returncode == 2
+    assert "2 processes were requested (WORLD_SIZE) and this one has no RANK" in done.stderr
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,103 @@
+"""Losses in overlapping windows equal a loop that reads every window by itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longrnn.errors import UserError
+from longrnn.inference import prefill
+from longrnn.inference.overlapping import Overlap, overlapping_losses
+from longrnn.inference.scoring import token_losses
+from longrnn.mixers import MIXERS
+from longrnn.models import LanguageModel
+from longrnn.progress import Progress
+from tests.contracts.builders import build_model, random_tokens
+
+# Length, context and stride: equal ones, partial last windows, a stride of one token, one window.
+SHAPES = [
+    (40, 16, 8),
+    (41, 16, 8),
+    (47, 16, 5),
+    (23, 7, 7),
+    (24, 7, 7),
+    (12, 5, 1),
+    (16, 16, 3),
+    (9, 16, 4),
+    (17, 16, 16),
+]
+
+
+def one_by_one(model: LanguageModel, tokens: Tensor, overlap: Overlap) -> tuple[Tensor, int]:
+    """Return the losses of one text and the tokens that were read, with a loop over its windows."""
+    length, scored, read = len(tokens) - 1, 0, 0
+    losses = torch.full((length,), float("nan"), dtype=torch.float64)
+    for begin in range(0, length, overlap.stride):
+        end = min(begin + overlap.context, length)
+        logits = model(tokens[None, begin:end]).logits[0].double()
+        nats = F.cross_entropy(logits, tokens[begin + 1 : end + 1], reduction="none")
+        losses[scored:end] = nats[scored - begin :]
+        scored, read = end, read + end - begin
+        if end == length:
+            break
+    return losses, read
+
+
+def together(
+    model: LanguageModel, tokens: Tensor, overlap: Overlap, **options: int
+) -> tuple[Tensor, int]:
+    """Return the losses of `overlapping_losses`, each exactly once, and the tokens read."""
+    losses = torch.full((len(tokens), tokens.shape[1] - 1), float("nan"), dtype=torch.float64)
+    with Progress("", 0, unit="tokens", quiet=True) as progress:
+        for start, nats in overlapping_losses(model, tokens, overlap, progress=progress, **options):
+            part = losses[:, start : start + nats.shape[1]]
+            assert part.shape == nats.shape
+            assert bool(part.isnan().all()), "a token was scored twice"
+            part.copy_(nats)
+    assert progress.done == losses.numel()
+    return losses, progress.units
+
+
+@pytest.mark.parametrize("mixer", list(MIXERS))
+@pytest.mark.parametrize(("length", "context", "stride"), SHAPES)
+def test_windows_equal_a_loop(mixer: str, length: int, context: int, stride: int) -> None:
+    """Every token is scored once, with the loss of a loop, for any batch of texts and windows."""
+    model = build_model(mixer, position="sinusoidal")
+    tokens, overlap = random_tokens(3, length + 1, 1), Overlap(context, stride)
+    with torch.no_grad():
+        expected = [one_by_one(model, row, overlap) for row in tokens]
+    for rows in (1, 7, 100):
+        found, read = together(model, tokens, overlap, rows=rows)
+        torch.testing.assert_close(
+            found, torch.stack([losses for losses, _ in expected]), rtol=1e-5, atol=1e-6
+        )
+        assert read == sum(count for _, count in expected)
+        assert read == 3 * overlap.tokens_read(length)
+
+
+def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows are read in pieces of any length with the same losses."""
+    model, tokens, overlap = build_model("lstm"), random_tokens(2, 60, 2), Overlap(21, 9)
+    expected, _ = together(model, tokens, overlap, rows=4)
+    monkeypatch.setattr(prefill, "SCORED_TOKENS", 4)
+    monkeypatch.setattr(prefill, "PREFILL_TOKENS", 5)
+    found, _ = together(model, tokens, overlap, rows=4)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_one_window_is_the_carried_state() -> None:
+    """A context as long as the text gives the losses of a carried state."""
+    model, tokens = build_model("mamba2"), random_tokens(2, 30, 3)
+    expected = torch.cat([nats for _, nats in token_losses(model, tokens)], dim=1)
+    found, read = together(model, tokens, Overlap(29, 4))
+    assert torch.equal(found, expected)
+    assert read == 58
+
+
+@pytest.mark.parametrize(("context", "stride"), [(8, 9), (8, 0)])
+def test_a_stride_that_leaves_tokens_out_is_refused(context: int, stride: int) -> None:
+    """A stride above the context, or of zero, is refused."""
+    with pytest.raises(UserError, match=r"give a stride between 1 and the context"):
+        list(overlapping_losses(build_model("rnn"), random_tokens(1, 9), Overlap(context, stride)))
