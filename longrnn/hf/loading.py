@@ -207,7 +207,7 @@ def _load_transformer(
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from longrnn.hf.adapter import HFLanguageModel
+    from longrnn.hf.hybrid.model import open_hugging_face
 
     kind = config.get("model_type")
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -251,7 +251,7 @@ def _load_transformer(
             f"{folder} has {len(unused)} weights that a Hugging Face {kind} does not use, the "
             f"first {unused[0]}: check that its config.json belongs to this checkpoint"
         )
-    return HFLanguageModel(model, beyond=beyond)
+    return open_hugging_face(model, beyond=beyond)
 
 
 def _check_sizes(folder: Path) -> None:
