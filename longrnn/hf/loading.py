@@ -20,11 +20,13 @@ from longrnn.hf.layouts import LAYOUTS, Layout, rename
 from longrnn.hf.specs import mitigated, split_spec
 from longrnn.hf.weights import READERS, read_weights
 from longrnn.mitigations import Mitigated
+from longrnn.models.base import EditableModel
 from longrnn.models.checkpoint import DTYPES, build_model, cast_weights, load_model
 from longrnn.models.recurrent import RecurrentLM
 
 if TYPE_CHECKING:
     from longrnn.hf.adapter import HFLanguageModel
+    from longrnn.hf.hybrid.model import HybridLM
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +92,8 @@ def load(
 
     Returns:
         A `RecurrentLM` (which supports all mitigations), a `Mitigated` if the name has a
-        mitigation, or an `HFLanguageModel`.
+        mitigation, or an `HFLanguageModel`: a `HybridLM`, which supports all mitigations, if it has
+        Mamba-2 layers that longrnn can compute.
 
     Raises:
         UserError: an unknown name, or a folder that is incomplete, damaged or not a checkpoint.
@@ -140,10 +143,10 @@ def _open(
     return _load_transformer(folder, config, dtype, beyond)
 
 
-def load_recurrent(
+def load_editable(
     name_or_path: str | Path, *, device: str | torch.device | None = None
-) -> RecurrentLM:
-    """Load a `RecurrentLM`, for code that needs access to the recurrence.
+) -> RecurrentLM | HybridLM:
+    """Load a model whose recurrent layers can be edited and read, without a mitigation.
 
     Raises:
         UserError: as `load`, and for any other model.
@@ -154,10 +157,28 @@ def load_recurrent(
             f"{name_or_path} names a mitigation, and this needs the model alone: leave out the "
             "plus and what follows it"
         )
-    if not isinstance(model, RecurrentLM):
+    if not isinstance(model, EditableModel):
         raise UserError(
             f"{name_or_path} is a Hugging Face {model.kind}, whose recurrence (if it has one) "
-            "longrnn cannot reach: give an RNN, GRU, LSTM or Mamba-2 checkpoint"
+            "longrnn cannot reach: give an RNN, GRU, LSTM or Mamba-2 checkpoint, or a hybrid with "
+            "Mamba-2 layers"
+        )
+    return model
+
+
+def load_recurrent(
+    name_or_path: str | Path, *, device: str | torch.device | None = None
+) -> RecurrentLM:
+    """Load a `RecurrentLM`, for code that needs all of its layers.
+
+    Raises:
+        UserError: as `load_editable`, and for a hybrid.
+    """
+    model = load_editable(name_or_path, device=device)
+    if not isinstance(model, RecurrentLM):
+        raise UserError(
+            f"{name_or_path} is a Hugging Face {model.kind}, whose other layers longrnn does not "
+            "compute: give an RNN, GRU, LSTM or Mamba-2 checkpoint"
         )
     return model
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from longrnn.errors import UserError
 from longrnn.hf.embedded import embedded
 from longrnn.mitigations import Mitigated, mitigation
-from longrnn.models.recurrent import RecurrentLM
+from longrnn.mitigations.spec import split
+from longrnn.models import EditableModel, RecurrentLM
 
 if TYPE_CHECKING:
     from longrnn.hf.adapter import HFLanguageModel
+
+EditableModelT = TypeVar("EditableModelT", bound=EditableModel)
 
 # In place of a mitigation: lifts the maximum length of a Hugging Face model.
 BEYOND = "beyond"
@@ -35,7 +38,9 @@ def split_spec(text: str) -> tuple[str, str | None]:
 
 
 @overload
-def mitigated(model: RecurrentLM, spec: str | Sequence[str] | None) -> RecurrentLM | Mitigated: ...
+def mitigated(
+    model: EditableModelT, spec: str | Sequence[str] | None
+) -> EditableModelT | Mitigated: ...
 
 
 @overload
@@ -44,12 +49,11 @@ def mitigated(
 ) -> RecurrentLM | Mitigated | HFLanguageModel: ...
 
 
-def mitigated(
-    model: RecurrentLM | HFLanguageModel, spec: str | Sequence[str] | None
-) -> RecurrentLM | Mitigated | HFLanguageModel:
+def mitigated(model: Any, spec: str | Sequence[str] | None) -> Any:
     """Return the model with the mitigation that `spec` describes; the model itself for None.
 
-    For a Hugging Face model, the only valid `spec` is `beyond`, which lifts its maximum length.
+    For a Hugging Face model, `beyond` is valid too and lifts its maximum length; it is the only
+    valid one if the model has no recurrent layers that longrnn computes.
 
     Raises:
         UserError: an unknown mitigation, or one that is not defined for the model.
@@ -58,12 +62,14 @@ def mitigated(
         return model
     if isinstance(model, RecurrentLM):
         return Mitigated(model, mitigation(spec))
-    for one in [spec] if isinstance(spec, str) else spec:
-        if one != BEYOND:
-            raise UserError(
-                f"{one} changes a recurrence that longrnn computes, and this {model.kind} is "
-                f"computed by transformers: leave it out ('{BEYOND}', which lifts the maximum "
-                "length, and --chunk-select work for any model)"
-            )
-    model.go_beyond()
-    return model
+    parts = [part for one in ([spec] if isinstance(spec, str) else spec) for part in split(one)]
+    others = [part for part in parts if part != BEYOND]
+    if others and not isinstance(model, EditableModel):
+        raise UserError(
+            f"{others[0]} changes a recurrence that longrnn computes, and this {model.kind} is "
+            f"computed by transformers: leave it out ('{BEYOND}', which lifts the maximum "
+            "length, and --chunk-select work for any model)"
+        )
+    if BEYOND in parts:
+        model.go_beyond()
+    return Mitigated(model, mitigation(others)) if others else model

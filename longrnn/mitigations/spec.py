@@ -48,13 +48,18 @@ def mitigation(
         return MITIGATIONS.build(spec)
     if isinstance(spec, Sequence) and not isinstance(spec, str):
         return Chain([mitigation(item) for item in spec])
-    text = str(spec).strip()
-    # A file name may contain a +. `os.path.isfile`, because `Path.is_file` raises for long texts.
-    texts = [text] if os.path.isfile(text) else [one.strip() for one in _split(text, "+")]
+    text = str(spec)
     members = [
-        _read(Path(one)) if one.endswith((".yaml", ".yml")) else _parse(one) for one in texts
+        _read(Path(one)) if one.endswith((".yaml", ".yml")) else _parse(one) for one in split(text)
     ]
     return members[0] if len(members) == 1 else Chain(members)
+
+
+def split(text: str) -> list[str]:
+    """The parts of a specification that are joined by `+`."""
+    text = text.strip()
+    # A file name may contain a +. `os.path.isfile`, because `Path.is_file` raises for long texts.
+    return [text] if os.path.isfile(text) else [one.strip() for one in _split(text, "+")]
 
 
 def write_calibration(path: Path, members: Sequence[Mapping[str, Any]], known: Calibration) -> None:
