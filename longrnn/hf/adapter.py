@@ -65,7 +65,7 @@ class HFLanguageModel(nn.Module):
         self.model = model.eval()
         self.config: Any = model.config.get_text_config(decoder=True)
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
-        self.accepted = inspect.signature(model.forward).parameters
+        self.accepted = frozenset(inspect.signature(model.forward).parameters)
         scaling = scaling_by_length(self.config)
         if scaling is not None:
             raise self._refusal(
@@ -240,6 +240,7 @@ class HFLanguageModel(nn.Module):
         carrier = carrier or self._carrier
         cache = carrier.restore(layers, position) if position else carrier.start()
         arguments: dict[str, Any] = {carrier.name: cache, "use_cache": True}
+        arguments |= carrier.arguments(tokens, position)
         if "logits_to_keep" in self.accepted:
             arguments["logits_to_keep"] = keep
         if self.gives_positions:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from longrnn.errors import UserError
 from longrnn.hf.embedded import embedded
 from longrnn.mitigations import Mitigated, mitigation
-from longrnn.mitigations.spec import split
+from longrnn.mitigations.spec import parse, split
 from longrnn.models import EditableModel, RecurrentLM
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ EditableModelT = TypeVar("EditableModelT", bound=EditableModel)
 
 # In place of a mitigation: lifts the maximum length of a Hugging Face model.
 BEYOND = "beyond"
+# Likewise: limits the attention layers of a hybrid.
+WINDOW = "attention_window"
 
 
 def split_spec(text: str) -> tuple[str, str | None]:
@@ -52,8 +54,8 @@ def mitigated(
 def mitigated(model: Any, spec: str | Sequence[str] | None) -> Any:
     """Return the model with the mitigation that `spec` describes; the model itself for None.
 
-    For a Hugging Face model, `beyond` is valid too and lifts its maximum length; it is the only
-    valid one if the model has no recurrent layers that longrnn computes.
+    Two more are valid for Hugging Face models: `beyond` lifts the maximum length of any, and
+    `attention_window(window=…)` limits the attention layers of a hybrid.
 
     Raises:
         UserError: an unknown mitigation, or one that is not defined for the model.
@@ -63,13 +65,19 @@ def mitigated(model: Any, spec: str | Sequence[str] | None) -> Any:
     if isinstance(model, RecurrentLM):
         return Mitigated(model, mitigation(spec))
     parts = [part for one in ([spec] if isinstance(spec, str) else spec) for part in split(one)]
-    others = [part for part in parts if part != BEYOND]
-    if others and not isinstance(model, EditableModel):
+    windows = [part for part in parts if part.partition("(")[0].strip() == WINDOW]
+    others = [part for part in parts if part != BEYOND and part not in windows]
+    if (windows or others) and not isinstance(model, EditableModel):
         raise UserError(
-            f"{others[0]} changes a recurrence that longrnn computes, and this {model.kind} is "
-            f"computed by transformers: leave it out ('{BEYOND}', which lifts the maximum "
-            "length, and --chunk-select work for any model)"
+            f"{[*windows, *others][0]} changes a recurrence that longrnn computes, and this "
+            f"{model.kind} is computed by transformers: leave it out ('{BEYOND}', which lifts the "
+            "maximum length, and --chunk-select work for any model)"
         )
+    for part in windows:
+        _, options = parse(part)
+        if options.keys() != {"window"}:
+            raise UserError(f"{part} needs one option, window: write {WINDOW}(window=4096)")
+        model.window_attention(options["window"])
     if BEYOND in parts:
         model.go_beyond()
     return Mitigated(model, mitigation(others)) if others else model

@@ -8,12 +8,19 @@ Notable choices:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 
 from longrnn.hf.cache import LayerCache, NotForkableError, fill_cache, keep_cache
 from longrnn.hf.carriers import Carrier
@@ -34,19 +41,32 @@ class HybridLayer(NamedTuple):
     cell: PyTree = ()
 
 
+# Layers of a cache whose keys grow, and the same with a sliding window.
+WINDOWED: Mapping[type, Callable[[int], Any]] = {
+    DynamicLayer: DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer: LinearAttentionAndSlidingWindowAttentionLayer,
+}
+
+
 class HybridCache(DynamicCache):
     """A `DynamicCache` that holds the states of the Mamba-2 cells too.
 
     Args:
         config: of the model.
         edits: by layer.
+        window: of attention, in tokens; None for no limit.
 
     Attributes:
         cells: the states, by layer; empty before the first token.
     """
 
-    def __init__(self, config: Any, edits: Mapping[int, Edit]) -> None:
+    def __init__(self, config: Any, edits: Mapping[int, Edit], window: int | None = None) -> None:
         super().__init__(config=config)
+        if window is not None:
+            self.layers = [
+                WINDOWED[type(layer)](window) if type(layer) in WINDOWED else layer
+                for layer in self.layers
+            ]
         self.edits = edits
         self.cells: dict[int, PyTree] = {}
 
@@ -90,18 +110,37 @@ class HybridCarrier(Carrier):
     Args:
         model: the model.
         edits: of the cells, by layer.
+        window: how many tokens attention reads, the current one included; None for all.
     """
 
-    def __init__(self, model: PreTrainedModel, edits: Mapping[int, Edit] | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        edits: Mapping[int, Edit] | None = None,
+        window: int | None = None,
+    ) -> None:
         super().__init__(model, "past_key_values")
-        self.edits = edits or {}
+        self.edits, self.window = edits or {}, window
 
     def with_edits(self, edits: Mapping[int, Edit]) -> HybridCarrier:
-        """Return a carrier for the same model with edits."""
-        return HybridCarrier(self.model, edits)
+        """Return a carrier for the same model and window, with edits."""
+        return HybridCarrier(self.model, edits, self.window)
 
     def start(self) -> HybridCache:
-        return HybridCache(self.config, self.edits)
+        return HybridCache(self.config, self.edits, self.window)
+
+    def arguments(self, tokens: Tensor, position: int) -> dict[str, Any]:
+        if self.window is None:
+            return {}
+        steps = torch.arange(position, position + tokens.shape[1], device=tokens.device)
+        first = max(0, position - self.window + 1)
+        keys = torch.arange(first, position + tokens.shape[1], device=tokens.device)
+        distance = steps[:, None] - keys
+        hidden = (distance < 0) | (distance >= self.window)
+        mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=tokens.device)
+        mask = mask.masked_fill(hidden, torch.finfo(mask.dtype).min)[None, None]
+        masks = {"full_attention": mask, "linear_attention": None}
+        return {"attention_mask": masks, "position_ids": steps.expand(len(tokens), -1)}
 
     def restore(self, layers: tuple[HybridLayer, ...], position: int) -> HybridCache:
         cache = self.start()

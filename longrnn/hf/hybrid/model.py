@@ -20,9 +20,10 @@ from longrnn.hf.adapter import HFLanguageModel
 from longrnn.hf.hybrid.cache import HybridCarrier, HybridForward, HybridLayer
 from longrnn.hf.hybrid.cell import SharedMamba2
 from longrnn.hf.hybrid.families import FAMILIES, CannotReplaceError
+from longrnn.hf.positions import longest
 from longrnn.mixers import Edit, EditedState, Mixer
-from longrnn.models.base import LMOutput, check_state, check_tokens
-from longrnn.state import LMState, PyTree
+from longrnn.models.base import LMOutput, check_state, check_tokens, fingerprint
+from longrnn.state import LMState, PyTree, histories
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,49 @@ class HybridLM(HFLanguageModel):
         self.layer_numbers = list(cells)
         # A list, because the weights are already in `model`.
         self.mixers: list[Mixer] = list(cells.values())
+
+    def window_attention(self, window: int) -> None:
+        """Make every attention layer read the last `window` tokens only, the current one included.
+
+        A position relative to these tokens is below `window`, so that `max_length` is lifted.
+        States of the model without this window are not valid any more.
+
+        Raises:
+            UserError: a window below 2, above the length in the configuration, or for a model
+                without attention or with an implementation of attention that takes no mask.
+        """
+        trained = longest(self.config)
+        if not histories(self.like):
+            raise UserError(f"this {self.kind} has no attention layers: leave attention_window out")
+        if not isinstance(window, int) or window < 2 or (trained and window > trained):
+            most = (
+                f"from 2 to the {trained:,} positions of this {self.kind}"
+                if trained
+                else "2 or more"
+            )
+            raise UserError(
+                f"attention_window must be {most}, not {window!r}: give such a number of tokens"
+            )
+        implementation = self.model.config._attn_implementation
+        if implementation not in ("eager", "sdpa"):
+            raise UserError(
+                f"attention_window needs masks, which {implementation} does not take: load the "
+                "model with the attention implementation sdpa"
+            )
+        self._carrier = HybridCarrier(self.model, window=window)
+        self.max_length = None
+
+    @property
+    def attention_window(self) -> int | None:
+        """How many tokens attention reads; None for all."""
+        return self._carrier.window
+
+    def fingerprint(self) -> str:
+        """Return 16 hexadecimal digits of the SHA-256 of configuration, weights and window."""
+        weights = super().fingerprint()
+        if self.attention_window is None:
+            return weights
+        return fingerprint({"model": weights, "attention_window": self.attention_window}, {})
 
     @property
     def mixer_kind(self) -> str:

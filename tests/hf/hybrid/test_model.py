@@ -108,7 +108,7 @@ def test_the_cells_share_the_weights_of_the_model() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     """Recurrent states are float32 or wider, and pieces agree in every dtype."""
-    theirs, text = architecture("granitemoehybrid").to(dtype), tokens(2, 20) % 60
+    theirs, text = architecture("bamba").to(dtype), tokens(2, 20) % 60
     model = open_hugging_face(theirs)
     assert isinstance(model, HybridLM)
     state = model.init_state(2)
