@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,7 +11,6 @@ from longrnn.cli.verify import print_verified
 
 if TYPE_CHECKING:
     from longrnn.hf.adapter import HFLanguageModel
-    from longrnn.mitigations import Mitigated
     from longrnn.models import RecurrentLM
 
 
@@ -48,7 +47,7 @@ def info(
         typer.echo(f"{name:<12}{value}")
 
 
-def _description(model: RecurrentLM | Mitigated | HFLanguageModel) -> dict[str, str]:
+def _description(model: Any) -> dict[str, str]:
     from longrnn.mitigations import Mitigated
     from longrnn.models import RecurrentLM
 

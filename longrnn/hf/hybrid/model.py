@@ -189,7 +189,7 @@ def mamba2_layers(model: PreTrainedModel) -> Mapping[int, Any]:
     family = FAMILIES.get(model.config.model_type)
     if family is None:
         return {}
-    found = [one for one in model.modules() if type(one).__name__ == family.layer]
+    found: list[Any] = [one for one in model.modules() if type(one).__name__ == family.layer]
     return {layer.layer_idx: layer for layer in found}
 
 
