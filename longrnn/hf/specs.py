@@ -67,7 +67,8 @@ def mitigated(model: Any, spec: str | Sequence[str] | None) -> Any:
     parts = [part for one in ([spec] if isinstance(spec, str) else spec) for part in split(one)]
     windows = [part for part in parts if part.partition("(")[0].strip() == WINDOW]
     others = [part for part in parts if part != BEYOND and part not in windows]
-    if (windows or others) and not isinstance(model, EditableModel):
+    editable = bool(isinstance(model, EditableModel))
+    if (windows or others) and not editable:
         raise UserError(
             f"{[*windows, *others][0]} changes a recurrence that longrnn computes, and this "
             f"{model.kind} is computed by transformers: leave it out ('{BEYOND}', which lifts the "

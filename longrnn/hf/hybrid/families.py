@@ -19,7 +19,7 @@ from longrnn.ops.norm import gated_rms_norm
 
 
 class CannotReplaceError(Exception):
-    """A Mamba-2 layer computes something that the `Mamba2` mixer does not; the message says what."""
+    """A Mamba-2 layer computes something that the `Mamba2` mixer cannot; the message says what."""
 
 
 class Gate(ABC):

@@ -69,7 +69,7 @@ def test_it_goes_with_a_mitigation_beyond_the_configured_length(tmp_path: Path) 
 def test_a_window_out_of_range_is_refused(window: Any) -> None:
     model = open_hugging_face(architecture("bamba"))
     assert isinstance(model, HybridLM)
-    with pytest.raises(UserError, match="from 2 to the 128 positions"):
+    with pytest.raises(UserError, match="at least 2 and at most 128, the positions"):
         model.window_attention(window)
 
 
