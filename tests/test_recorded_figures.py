@@ -104,18 +104,9 @@ def test_sizes_of_models(document: str, name: str) -> None:
     else:
         expected = size_of(next(folder for folder in EMBEDDED if folder.name == name))
     written = re.findall(r"(?<!about )([\d.,]+[KM]?) parameters", (ROOT / document).read_text())
-<<<<<<< HEAD
     # These documents name several embedded checkpoints.
-    several = document.endswith(("README.md", "state_collapse.md"))
+    several = document.endswith(("README.md", "state_collapse.md", "recall_tiny.md"))
     known = {f"{size_of(folder):,}" for folder in EMBEDDED} if several else set()
-=======
-    # A document may name several embedded checkpoints.
-    known = (
-        {f"{size_of(folder):,}" for folder in EMBEDDED}
-        if document.endswith(("README.md", "recall_tiny.md"))
-        else set()
-    )
->>>>>>> keys
     assert f"{expected:,}" in written
     assert set(written) <= known | {f"{expected:,}"}
 

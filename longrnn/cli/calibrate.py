@@ -77,7 +77,7 @@ def calibrate(
     from longrnn.evaluation.calibrate import Settings
     from longrnn.evaluation.calibrate import calibrate as measure
     from longrnn.evaluation.texts import read_documents
-    from longrnn.hf.loading import load_recurrent
+    from longrnn.hf.loading import load_editable
     from longrnn.hf.tokenizer import load_tokenizer
     from longrnn.hf.training_length import required_training_length
     from longrnn.locks import Lock
@@ -103,7 +103,7 @@ def calibrate(
         seed=seed,
     )
     Lock.of_file(path, instead="choose another --output").hold_until_exit()
-    model = load_recurrent(checkpoint, device=pick_device(device))
+    model = load_editable(checkpoint, device=pick_device(device))
     documents = read_documents(text, load_tokenizer(checkpoint), model)
     member = measure(model, documents, method, settings, quiet=quiet)
     record = Calibration(

@@ -84,7 +84,7 @@ def states(
     from longrnn.diagnostics.states_report import write_report
     from longrnn.diagnostics.states_summary import summary
     from longrnn.evaluation.texts import read_documents
-    from longrnn.hf.loading import load_recurrent
+    from longrnn.hf.loading import load_editable
     from longrnn.hf.specs import mitigated, split_spec
     from longrnn.hf.tokenizer import load_tokenizer
     from longrnn.hf.training_length import required_training_length
@@ -94,7 +94,7 @@ def states(
     tokens, trained = parse_length(length), required_training_length(checkpoint, train_length)
     name, own = split_spec(checkpoint)
     specs = [spec for spec in (own, mitigation) if spec is not None]
-    model = mitigated(load_recurrent(name, device=pick_device(device)), specs or None)
+    model = mitigated(load_editable(name, device=pick_device(device)), specs or None)
     tokenizer = load_tokenizer(name)
     documents = read_documents(text or [], tokenizer, model)
     warn_if_calibrated_on(model, documents)

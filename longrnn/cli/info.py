@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,7 +11,6 @@ from longrnn.cli.verify import print_verified
 
 if TYPE_CHECKING:
     from longrnn.hf.adapter import HFLanguageModel
-    from longrnn.mitigations import Mitigated
     from longrnn.models import RecurrentLM
 
 
@@ -48,12 +47,12 @@ def info(
         typer.echo(f"{name:<12}{value}")
 
 
-def _description(model: RecurrentLM | Mitigated | HFLanguageModel) -> dict[str, str]:
+def _description(model: Any) -> dict[str, str]:
     from longrnn.mitigations import Mitigated
     from longrnn.models import RecurrentLM
 
     if isinstance(model, Mitigated):
-        return {**_recurrent(model.model), "mitigation": str(model.mitigation)}
+        return {**_description(model.model), "mitigation": str(model.mitigation)}
     return _recurrent(model) if isinstance(model, RecurrentLM) else _hugging_face(model)
 
 
@@ -75,6 +74,7 @@ def _hugging_face(model: HFLanguageModel) -> dict[str, str]:
     import torch
 
     from longrnn import state
+    from longrnn.models import EditableModel
 
     config = model.config
     limit = "no limit" if model.max_length is None else f"at most {model.max_length:,} tokens"
@@ -88,8 +88,11 @@ def _hugging_face(model: HFLanguageModel) -> dict[str, str]:
         state.nbytes(model(torch.zeros(1, size, dtype=torch.long), keep=0).state) for size in (1, 2)
     )
     grows = f", and {two - one:,} more for each further token" if two > one else ", at any length"
+    layers = f"{config.num_hidden_layers} × {model.kind}, run by transformers"
+    if isinstance(model, EditableModel):
+        layers += f"; {len(model.mixers)} × {model.mixer_kind} of them by longrnn"
     return {
-        "layers": f"{config.num_hidden_layers} × {model.kind}, run by transformers",
+        "layers": layers,
         "d_model": str(config.hidden_size),
         "length": limit,
         "processed": ", ".join(processed) or "rows and tokens together",

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.inference.prefill import scored_tokens
 from longrnn.mixers import Edit, Mixer, Update
 from longrnn.ops.ssd import ScanInputs
 from longrnn.state import PyTree
@@ -85,15 +84,12 @@ class MeanLoss:
     def __init__(self, batch: int) -> None:
         self.sum, self.count = torch.zeros(batch, dtype=torch.float64), 0
 
-    def add(self, hidden: Tensor, head: Tensor, targets: Tensor) -> None:
-        """Add predictions; the head's inputs `(b, t, d)` may be more than the targets `(b, t')`."""
-        hidden = hidden[:, : targets.shape[1]]
-        width = scored_tokens(len(hidden), len(head))
-        for part, wanted in zip(hidden.split(width, 1), targets.split(width, 1), strict=True):
-            logits = F.linear(part, head)
-            wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).transpose(1, 2)
-            nats = F.cross_entropy(wide, wanted, reduction="none")
-            self.sum = self.sum + nats.double().sum(1).cpu()
+    def add(self, logits: Tensor, targets: Tensor) -> None:
+        """Add predictions; the logits `(b, t, v)` may be of more tokens than the targets."""
+        logits = logits[:, : targets.shape[1]]
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).transpose(1, 2)
+        nats = F.cross_entropy(wide, targets, reduction="none")
+        self.sum = self.sum + nats.double().sum(1).cpu()
         self.count += targets.shape[1]
 
     def take(self) -> Tensor:

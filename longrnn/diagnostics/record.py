@@ -17,9 +17,10 @@ from torch import Tensor
 
 from longrnn.diagnostics.observers import DecayRecorder, Decays, MeanLoss, OutputMeans
 from longrnn.errors import UserError
+from longrnn.inference.prefill import scored_tokens
 from longrnn.mitigations import Mitigated
 from longrnn.mixers import Composed, Edit, Mixer, ScanningMixer, StepwiseMixer
-from longrnn.models import RecurrentLM
+from longrnn.models import EditableModel
 from longrnn.progress import Progress
 from longrnn.state import LMState
 
@@ -90,7 +91,7 @@ class Measurement(NamedTuple):
 
 @torch.no_grad()
 def read(
-    model: RecurrentLM | Mitigated,
+    model: EditableModel | Mitigated,
     tokens: Tensor,
     stops: Sequence[int],
     *,
@@ -121,17 +122,19 @@ def read(
             if cut > max(stops):
                 break
             piece = tokens[:, position:cut].to(device)
-            hidden, state = plain.hidden(piece, state, edits=edits)
             targets = tokens[:, position + 1 : cut + 1].to(device)
-            loss.add(hidden, plain.head.weight, targets)
+            for part in piece.split(scored_tokens(len(piece), plain.vocab_size), dim=1):
+                logits, state = plain(part, state, edits=edits)
+                loss.add(logits, targets[:, : part.shape[1]])
+                targets = targets[:, part.shape[1] :]
             position = cut
             if progress is not None:
                 progress.advance(piece.numel(), piece.numel())
             if cut == first:
-                contributions = _memories(model.mixers, state)
+                contributions = _memories(plain, state)
                 state = _forget_recent(state) if watching else state
             if cut in wanted:
-                memories = _memories(model.mixers, state)
+                memories = _memories(plain, state)
                 heads, channels = [], []
                 for layer, (memory, output) in enumerate(zip(memories, outputs, strict=True)):
                     norm, energy = output.take()
@@ -144,17 +147,18 @@ def read(
 
 def check(model: object) -> None:
     """Raise a UserError if the states of a model are not accessible."""
-    if not isinstance(model, RecurrentLM | Mitigated):
+    if not isinstance(model, EditableModel | Mitigated):
         raise UserError(
-            f"the states of a {type(model).__name__} cannot be read: give a RecurrentLM, with or "
-            "without a mitigation"
+            f"the states of a {type(model).__name__} cannot be read: give an RNN, GRU, LSTM or "
+            "Mamba-2 model, or a hybrid with Mamba-2 layers, with or without a mitigation"
         )
 
 
-def state_size(model: RecurrentLM | Mitigated) -> int:
+def state_size(model: EditableModel | Mitigated) -> int:
     """Return the number of entries in the recurrent states of one row, over all layers."""
     check(model)
-    return sum(memory.numel() for memory in _memories(model.mixers, model.init_state(1)))
+    plain = model.model if isinstance(model, Mitigated) else model
+    return sum(memory.numel() for memory in _memories(plain, plain.init_state(1)))
 
 
 def _by_head(
@@ -187,8 +191,8 @@ def _by_channel(memory: Tensor, energy: Tensor) -> ChannelStatistics:
 
 
 def _watched(
-    model: RecurrentLM | Mitigated,
-) -> tuple[RecurrentLM, Sequence[Composed] | None, bool]:
+    model: EditableModel | Mitigated,
+) -> tuple[EditableModel, Sequence[Composed] | None, bool]:
     """Return the plain model, its edits, and whether each layer has a `DecayRecorder`.
 
     If decays are not defined there is none, so that a plain cell can use its fused kernel.
@@ -215,10 +219,10 @@ def _forget_recent(state: LMState) -> LMState:
     return state._replace(extra=extra)
 
 
-def _memories(mixers: Sequence[Mixer], state: LMState) -> list[Tensor]:
+def _memories(model: EditableModel, state: LMState) -> list[Tensor]:
     """Return the recurrent state of every layer, `(b, h, p, n)`; n is 1 in a stepwise cell."""
     found = []
-    for mixer, layer in zip(mixers, state.layers, strict=True):
+    for mixer, layer in zip(model.mixers, model.mixer_states(state), strict=True):
         assert isinstance(mixer, ScanningMixer | StepwiseMixer)
         memory = mixer.memory(layer)
         found.append(memory if memory.dim() == 4 else memory[:, None, :, None])

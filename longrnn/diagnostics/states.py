@@ -19,7 +19,7 @@ from longrnn.evaluation import texts
 from longrnn.evaluation.texts import Document
 from longrnn.files import replacing, write_atomic
 from longrnn.mitigations import Mitigated
-from longrnn.models import RecurrentLM
+from longrnn.models import EditableModel
 from longrnn.models.finite import refuse_nonfinite
 from longrnn.progress import Progress
 from longrnn.text import Tokenizer
@@ -81,7 +81,7 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(
-    model: RecurrentLM | Mitigated,
+    model: EditableModel | Mitigated,
     prompts: Sequence[Prompt],
     *,
     train_length: int,

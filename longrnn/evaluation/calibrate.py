@@ -23,7 +23,7 @@ from longrnn.evaluation.perplexity import losses
 from longrnn.evaluation.texts import Document
 from longrnn.mitigations import MITIGATIONS, Mitigated, mitigation
 from longrnn.mitigations.mitigated import check_defined
-from longrnn.models import RecurrentLM
+from longrnn.models import EditableModel
 from longrnn.progress import Progress
 from longrnn.seeds import check_seed, seeded
 from longrnn.units import format_length
@@ -92,7 +92,7 @@ class Settings:
 
 
 def calibrate(
-    model: RecurrentLM,
+    model: EditableModel,
     documents: Sequence[Document],
     method: str,
     settings: Settings,
@@ -102,7 +102,7 @@ def calibrate(
     """Calibrate one method.
 
     Args:
-        model: a recurrent model.
+        model: a model with recurrent layers.
         documents: texts that are not used for evaluation.
         method: a key of `METHODS`.
         settings: see `Settings`.
@@ -120,7 +120,7 @@ def calibrate(
 
 
 def _state_norm(
-    model: RecurrentLM, documents: Sequence[Document], settings: Settings, quiet: bool
+    model: EditableModel, documents: Sequence[Document], settings: Settings, quiet: bool
 ) -> dict[str, Any]:
     """Return as threshold the largest state norm of each head, times the margin."""
     found = statistics(model, _windows(documents, settings.train_length, settings.windows), quiet)
@@ -134,7 +134,7 @@ def _state_norm(
 
 
 def _token_filter(
-    model: RecurrentLM, documents: Sequence[Document], settings: Settings, quiet: bool
+    model: EditableModel, documents: Sequence[Document], settings: Settings, quiet: bool
 ) -> dict[str, Any]:
     """Return as threshold of the global heads a quantile of their step sizes; None for others."""
     _refuse_undefined(model, "token_filter")
@@ -162,7 +162,7 @@ def _token_filter(
 
 
 def _scale_delta(
-    model: RecurrentLM, documents: Sequence[Document], settings: Settings, quiet: bool
+    model: EditableModel, documents: Sequence[Document], settings: Settings, quiet: bool
 ) -> dict[str, Any]:
     """Return one factor per layer by search; with `share`, one for the far-reaching heads."""
     _refuse_undefined(model, "scale_delta")
@@ -183,14 +183,14 @@ def _scale_delta(
 
 
 def _scale_decay(
-    model: RecurrentLM, documents: Sequence[Document], settings: Settings, quiet: bool
+    model: EditableModel, documents: Sequence[Document], settings: Settings, quiet: bool
 ) -> dict[str, Any]:
     """Return one factor per layer by search."""
     return _search("scale_decay", model, documents, settings, quiet)
 
 
 def _power_decay(
-    model: RecurrentLM, documents: Sequence[Document], settings: Settings, quiet: bool
+    model: EditableModel, documents: Sequence[Document], settings: Settings, quiet: bool
 ) -> dict[str, Any]:
     """Return one exponent per layer by search."""
     return _search("power_decay", model, documents, settings, quiet)
@@ -206,7 +206,7 @@ METHODS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def _search(
-    kind: str, model: RecurrentLM, documents: Sequence[Document], settings: Settings, quiet: bool
+    kind: str, model: EditableModel, documents: Sequence[Document], settings: Settings, quiet: bool
 ) -> dict[str, Any]:
     """Search log factors, one per layer, by simultaneous perturbation stochastic approximation.
 
@@ -246,7 +246,7 @@ def _search(
     return {"kind": kind, "scale": [round(value, 6) for value in best.exp().tolist()]}
 
 
-def _refuse_undefined(model: RecurrentLM, kind: str) -> None:
+def _refuse_undefined(model: EditableModel, kind: str) -> None:
     """Raise a UserError with the reason if a method is not defined for the model's cells."""
     check_defined(MITIGATIONS[kind], model)
 

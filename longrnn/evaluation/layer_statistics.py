@@ -1,4 +1,4 @@
-"""Statistics of the layers of a recurrent model on text: state norms, decays and step sizes."""
+"""Statistics of the recurrent layers of a model on text: state norms, decays and step sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longrnn.mixers import Edit, ScanningMixer, Steps, StepwiseMixer
-from longrnn.models import RecurrentLM
+from longrnn.models import EditableModel
 from longrnn.models.finite import explain_nonfinite
 from longrnn.progress import Progress
 from longrnn.state import PyTree
@@ -32,11 +32,11 @@ class LayerStatistics(NamedTuple):
 
 
 @torch.no_grad()
-def statistics(model: RecurrentLM, windows: Tensor, quiet: bool = True) -> list[LayerStatistics]:
+def statistics(model: EditableModel, windows: Tensor, quiet: bool = True) -> list[LayerStatistics]:
     """Return the statistics of every layer on windows of text.
 
     Args:
-        model: a recurrent model.
+        model: a model with recurrent layers.
         windows: `(w, t)` tokens; each row starts from an empty state.
         quiet: show no progress.
 
@@ -49,7 +49,8 @@ def statistics(model: RecurrentLM, windows: Tensor, quiet: bool = True) -> list[
     with Progress("calibration", windows.numel(), unit="tokens", quiet=quiet) as progress:
         for piece in windows.to(state.position.device).split(EVERY, dim=1):
             state = model(piece, state, keep=0, edits=recorders).state
-            for seen, mixer, layer in zip(norms, model.mixers, state.layers, strict=True):
+            layers = model.mixer_states(state)
+            for seen, mixer, layer in zip(norms, model.mixers, layers, strict=True):
                 assert isinstance(mixer, ScanningMixer | StepwiseMixer)
                 memory = mixer.memory(layer).double()
                 seen.append(memory.unflatten(1, (mixer.n_heads, -1)).flatten(2).norm(dim=-1))

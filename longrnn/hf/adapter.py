@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longrnn.errors import UserError
-from longrnn.hf.cache import LayerCache, NotForkableError
-from longrnn.hf.carriers import find_carrier
+from longrnn.hf.cache import NotForkableError
+from longrnn.hf.carriers import Carrier, find_carrier
 from longrnn.hf.positions import longest, scaling_by_length, table_of_positions
 from longrnn.hf.probe import find_reading
 from longrnn.models.base import LMOutput, check_state, check_tokens, fingerprint
-from longrnn.state import LMState, PyTree, join, map_histories, take, tree_map
+from longrnn.state import LMState, PyTree, histories, join, map_histories, take, tree_map
 
 # Tokens of one piece, over all rows.
 SEGMENT_TOKENS = 1024
@@ -40,6 +40,7 @@ class HFLanguageModel(nn.Module):
     Args:
         model: any causal language model.
         beyond: whether it may read more tokens than its configuration allows.
+        carrier: converts its cache to a state and back; None for that of its architecture.
 
     Attributes:
         max_length: the maximum length of a sequence in tokens; None for no limit.
@@ -57,19 +58,21 @@ class HFLanguageModel(nn.Module):
 
     model: Any  # its attributes depend on the architecture
 
-    def __init__(self, model: PreTrainedModel, *, beyond: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, beyond: bool = False, carrier: Carrier | None = None
+    ) -> None:
         super().__init__()
         self.model = model.eval()
         self.config: Any = model.config.get_text_config(decoder=True)
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
-        self.accepted = inspect.signature(model.forward).parameters
+        self.accepted = frozenset(inspect.signature(model.forward).parameters)
         scaling = scaling_by_length(self.config)
         if scaling is not None:
             raise self._refusal(
                 f"its rotary positions are scaled by the length of the text, {scaling}, which "
                 "would change cached keys"
             )
-        carrier = find_carrier(model, self.accepted)
+        carrier = carrier or find_carrier(model, self.accepted)
         if carrier is None:
             raise self._refusal("it takes no cache")
         self._carrier = carrier
@@ -78,8 +81,7 @@ class HFLanguageModel(nn.Module):
         reason = find_reading(self)
         if reason is not None:
             raise self._refusal(reason)
-        attends = any(isinstance(layer, LayerCache) and layer.keys for layer in self.like)
-        self.max_length = longest(self.config) if attends else None
+        self.max_length = longest(self.config) if histories(self.like) else None
         self._table = table_of_positions(model)
         self._fingerprint: str | None = None
         if beyond:
@@ -139,15 +141,24 @@ class HFLanguageModel(nn.Module):
             UserError: ids outside the vocabulary, a state of another model or batch size, more
                 tokens than `max_length`, or padded or packed rows.
         """
+        self._refuse_masks(is_token, is_document_start)
+        tokens = check_tokens(tokens, self.vocab_size)
+        if state is None:
+            state = self.init_state(len(tokens))
+        check_state(state, self.like, len(tokens))
+        return self._forward(tokens, state, keep, self._carrier)
+
+    def _refuse_masks(self, is_token: Tensor | None, is_document_start: Tensor | None) -> None:
         if is_token is not None or is_document_start is not None:
             raise UserError(
                 f"this {self.kind} is run through transformers, where padding and packed documents "
                 "would enter its cache: give rows of one document and of one length"
             )
-        tokens = check_tokens(tokens, self.vocab_size)
-        if state is None:
-            state = self.init_state(len(tokens))
-        check_state(state, self.like, len(tokens))
+
+    def _forward(
+        self, tokens: Tensor, state: LMState, keep: int | None, carrier: Carrier
+    ) -> LMOutput:
+        """`forward` with checked tokens and a checked state, and with a given carrier."""
         time = tokens.shape[1]
         keep = time if keep is None else min(keep, time)
         if keep < 0:
@@ -164,16 +175,24 @@ class HFLanguageModel(nn.Module):
         if not self.rows_together:
             groups = [[row] for row in range(len(positions))]
         if len(groups) == 1:
-            return self.read(tokens, state, positions[0], keep)
+            return self.read(tokens, state, positions[0], keep, carrier)
         outputs = [
-            self.read(tokens[rows], take(state, rows), positions[rows[0]], keep) for rows in groups
+            self.read(tokens[rows], take(state, rows), positions[rows[0]], keep, carrier)
+            for rows in groups
         ]
         order = torch.tensor([row for rows in groups for row in rows]).argsort()
         logits = torch.cat([output.logits for output in outputs])
         after = take(join([output.state for output in outputs]), order)
         return LMOutput(logits[order.to(logits.device)], after)
 
-    def read(self, tokens: Tensor, state: LMState, position: int, keep: int) -> LMOutput:
+    def read(
+        self,
+        tokens: Tensor,
+        state: LMState,
+        position: int,
+        keep: int,
+        carrier: Carrier | None = None,
+    ) -> LMOutput:
         """Process rows that have all read `position` tokens, in pieces; see `forward`."""
 
         def last(entries: Tensor) -> Tensor:
@@ -188,7 +207,7 @@ class HFLanguageModel(nn.Module):
             width = 1 if apart else max(16, SEGMENT_TOKENS // len(tokens))
             piece = tokens[:, start : start + width]
             wanted = min(piece.shape[1], max(0, keep - (time - start - piece.shape[1])))
-            logits, layers = self.call(piece, layers, position + start, max(1, wanted))
+            logits, layers = self.call(piece, layers, position + start, max(1, wanted), carrier)
             start += piece.shape[1]
             if wanted:
                 kept.append(logits[:, -wanted:])
@@ -196,7 +215,12 @@ class HFLanguageModel(nn.Module):
         return LMOutput(logits, LMState(state.position + time, layers, state.extra))
 
     def call(
-        self, tokens: Tensor, layers: PyTree, position: int, keep: int
+        self,
+        tokens: Tensor,
+        layers: PyTree,
+        position: int,
+        keep: int,
+        carrier: Carrier | None = None,
     ) -> tuple[Tensor, tuple[PyTree, ...]]:
         """Call the model once.
 
@@ -205,6 +229,7 @@ class HFLanguageModel(nn.Module):
             layers: of the state after `position` tokens; ignored if that is 0.
             position: number of tokens that every row has read.
             keep: at least 1.
+            carrier: converts the cache; None for that of the model.
 
         Returns:
             Logits of at least the last `keep` tokens, and the layers after all tokens.
@@ -212,18 +237,20 @@ class HFLanguageModel(nn.Module):
         Raises:
             NotForkableError: the model returned no cache, or one of an unknown kind.
         """
-        cache = self._carrier.restore(layers, position) if position else self._carrier.start()
-        arguments: dict[str, Any] = {self._carrier.name: cache, "use_cache": True}
+        carrier = carrier or self._carrier
+        cache = carrier.restore(layers, position) if position else carrier.start()
+        arguments: dict[str, Any] = {carrier.name: cache, "use_cache": True}
+        arguments |= carrier.arguments(tokens, position)
         if "logits_to_keep" in self.accepted:
             arguments["logits_to_keep"] = keep
         if self.gives_positions:
             steps = torch.arange(position, position + tokens.shape[1], device=tokens.device)
             arguments["position_ids"] = steps.expand(len(tokens), -1)
         output = self.model(input_ids=tokens, return_dict=True, **arguments)
-        cache = self._carrier.after(output, cache)
+        cache = carrier.after(output, cache)
         if cache is None:
             raise NotForkableError("it returns no cache")
-        return output.logits, self._carrier.keep(cache)
+        return output.logits, carrier.keep(cache)
 
     def _no_logits(self, batch_size: int) -> Tensor:
         weight = self.model.get_input_embeddings().weight

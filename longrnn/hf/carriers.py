@@ -47,6 +47,10 @@ class Carrier(ABC):
         Every row has read `position` tokens.
         """
 
+    def arguments(self, tokens: Tensor, position: int) -> dict[str, Any]:
+        """Return further arguments of a call with `tokens` `(b, t)` after `position` tokens."""
+        return {}
+
     def after(self, output: Any, given: Any) -> Any:
         """Return the cache after a call that was given the cache `given`; None if there is none."""
         return output.get(self.name)

@@ -20,11 +20,13 @@ from longrnn.hf.layouts import LAYOUTS, Layout, rename
 from longrnn.hf.specs import mitigated, split_spec
 from longrnn.hf.weights import READERS, read_weights
 from longrnn.mitigations import Mitigated
+from longrnn.models.base import EditableModel
 from longrnn.models.checkpoint import DTYPES, build_model, cast_weights, load_model
 from longrnn.models.recurrent import RecurrentLM
 
 if TYPE_CHECKING:
     from longrnn.hf.adapter import HFLanguageModel
+    from longrnn.hf.hybrid.model import HybridLM
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +92,8 @@ def load(
 
     Returns:
         A `RecurrentLM` (which supports all mitigations), a `Mitigated` if the name has a
-        mitigation, or an `HFLanguageModel`.
+        mitigation, or an `HFLanguageModel`: a `HybridLM`, which supports all mitigations, if it has
+        Mamba-2 layers that longrnn can compute.
 
     Raises:
         UserError: an unknown name, or a folder that is incomplete, damaged or not a checkpoint.
@@ -153,10 +156,10 @@ def _load_adapter(folder: Path, backend: str) -> RecurrentLM:
     return lora.merged(folder, base.float())
 
 
-def load_recurrent(
+def load_editable(
     name_or_path: str | Path, *, device: str | torch.device | None = None
-) -> RecurrentLM:
-    """Load a `RecurrentLM`, for code that needs access to the recurrence.
+) -> RecurrentLM | HybridLM:
+    """Load a model whose recurrent layers can be edited and read, without a mitigation.
 
     Raises:
         UserError: as `load`, and for any other model.
@@ -167,10 +170,28 @@ def load_recurrent(
             f"{name_or_path} names a mitigation, and this needs the model alone: leave out the "
             "plus and what follows it"
         )
-    if not isinstance(model, RecurrentLM):
+    if not isinstance(model, EditableModel):
         raise UserError(
             f"{name_or_path} is a Hugging Face {model.kind}, whose recurrence (if it has one) "
-            "longrnn cannot reach: give an RNN, GRU, LSTM or Mamba-2 checkpoint"
+            "longrnn cannot reach: give an RNN, GRU, LSTM or Mamba-2 checkpoint, or a hybrid with "
+            "Mamba-2 layers"
+        )
+    return model
+
+
+def load_recurrent(
+    name_or_path: str | Path, *, device: str | torch.device | None = None
+) -> RecurrentLM:
+    """Load a `RecurrentLM`, for code that needs all of its layers.
+
+    Raises:
+        UserError: as `load_editable`, and for a hybrid.
+    """
+    model = load_editable(name_or_path, device=device)
+    if not isinstance(model, RecurrentLM):
+        raise UserError(
+            f"{name_or_path} is a Hugging Face {model.kind}, whose other layers longrnn does not "
+            "compute: give an RNN, GRU, LSTM or Mamba-2 checkpoint"
         )
     return model
 
@@ -220,7 +241,7 @@ def _load_transformer(
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from longrnn.hf.adapter import HFLanguageModel
+    from longrnn.hf.hybrid.model import open_hugging_face
 
     kind = config.get("model_type")
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -264,7 +285,7 @@ def _load_transformer(
             f"{folder} has {len(unused)} weights that a Hugging Face {kind} does not use, the "
             f"first {unused[0]}: check that its config.json belongs to this checkpoint"
         )
-    return HFLanguageModel(model, beyond=beyond)
+    return open_hugging_face(model, beyond=beyond)
 
 
 def _check_sizes(folder: Path) -> None:

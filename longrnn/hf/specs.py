@@ -5,22 +5,27 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from longrnn.errors import UserError
 from longrnn.hf.embedded import embedded
 from longrnn.mitigations import Mitigated, mitigation
-from longrnn.models.recurrent import RecurrentLM
+from longrnn.mitigations.spec import parse, split
+from longrnn.models import EditableModel, RecurrentLM
 
 if TYPE_CHECKING:
     from longrnn.hf.adapter import HFLanguageModel
 
 logger = logging.getLogger(__name__)
 
+EditableModelT = TypeVar("EditableModelT", bound=EditableModel)
+
 # The mitigation under which a model was trained.
 TRAINED = "trained"
 # In place of a mitigation: lifts the maximum length of a Hugging Face model.
 BEYOND = "beyond"
+# Likewise: limits the attention layers of a hybrid.
+WINDOW = "attention_window"
 
 
 def split_spec(text: str) -> tuple[str, str | None]:
@@ -40,7 +45,9 @@ def split_spec(text: str) -> tuple[str, str | None]:
 
 
 @overload
-def mitigated(model: RecurrentLM, spec: str | Sequence[str] | None) -> RecurrentLM | Mitigated: ...
+def mitigated(
+    model: EditableModelT, spec: str | Sequence[str] | None
+) -> EditableModelT | Mitigated: ...
 
 
 @overload
@@ -49,14 +56,13 @@ def mitigated(
 ) -> RecurrentLM | Mitigated | HFLanguageModel: ...
 
 
-def mitigated(
-    model: RecurrentLM | HFLanguageModel, spec: str | Sequence[str] | None
-) -> RecurrentLM | Mitigated | HFLanguageModel:
+def mitigated(model: Any, spec: str | Sequence[str] | None) -> Any:
     """Return the model with the mitigation that `spec` describes; the model itself for None.
 
     `trained` is the mitigation under which the model was trained; a model that was trained under
-    one and is used without it, or with another one, is reported by a warning. For a Hugging Face
-    model, the only valid `spec` is `beyond`, which lifts its maximum length.
+    one and is used without it, or with another one, is reported by a warning. Two more are valid
+    for Hugging Face models: `beyond` lifts the maximum length of any, and
+    `attention_window(window=…)` limits the attention layers of a hybrid.
 
     Raises:
         UserError: an unknown mitigation, or one that is not defined for the model.
@@ -65,15 +71,24 @@ def mitigated(
         return _mitigated(model, spec)
     if spec is None:
         return model
-    for one in [spec] if isinstance(spec, str) else spec:
-        if one != BEYOND:
-            raise UserError(
-                f"{one} changes a recurrence that longrnn computes, and this {model.kind} is "
-                f"computed by transformers: leave it out ('{BEYOND}', which lifts the maximum "
-                "length, and --chunk-select work for any model)"
-            )
-    model.go_beyond()
-    return model
+    parts = [part for one in ([spec] if isinstance(spec, str) else spec) for part in split(one)]
+    windows = [part for part in parts if part.partition("(")[0].strip() == WINDOW]
+    others = [part for part in parts if part != BEYOND and part not in windows]
+    editable = bool(isinstance(model, EditableModel))
+    if (windows or others) and not editable:
+        raise UserError(
+            f"{[*windows, *others][0]} changes a recurrence that longrnn computes, and this "
+            f"{model.kind} is computed by transformers: leave it out ('{BEYOND}', which lifts the "
+            "maximum length, and --chunk-select work for any model)"
+        )
+    for part in windows:
+        _, options = parse(part)
+        if options.keys() != {"window"}:
+            raise UserError(f"{part} needs one option, window: write {WINDOW}(window=4096)")
+        model.window_attention(options["window"])
+    if BEYOND in parts:
+        model.go_beyond()
+    return Mitigated(model, mitigation(others)) if others else model
 
 
 def _mitigated(model: RecurrentLM, spec: str | Sequence[str] | None) -> RecurrentLM | Mitigated:

@@ -1,11 +1,11 @@
-"""`Mitigated`: a recurrent language model with a mitigation."""
+"""`Mitigated`: a language model whose recurrent layers have a mitigation."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,7 @@ from longrnn.mitigations.selection import select
 from longrnn.mitigations.values import check_sizes
 from longrnn.mitigations.weights import CachedValue
 from longrnn.mixers import Composed, Mixer
-from longrnn.models.base import LanguageModel, LMOutput, check_tokens
-from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
+from longrnn.models.base import EditableModel, LanguageModel, LMOutput, check_tokens
 from longrnn.state import LMState, PyTree, leaves
 
 
@@ -42,7 +41,7 @@ class Mitigated(nn.Module):
     SHA-256 once.
 
     Args:
-        model: a `RecurrentLM`.
+        model: a `RecurrentLM`, or a hybrid with Mamba-2 layers.
         mitigation: one or several, which are combined as in `Chain`.
 
     Attributes:
@@ -61,10 +60,11 @@ class Mitigated(nn.Module):
         mitigation: Mitigation | Chain | Sequence[Mitigation | Chain],
     ) -> None:
         super().__init__()
-        if not isinstance(model, RecurrentLM):
+        if not isinstance(model, EditableModel):
             raise UserError(
-                f"a mitigation changes the recurrence of a RecurrentLM, and {type(model).__name__} "
-                "is not one: give an RNN, GRU, LSTM or Mamba-2 model"
+                "a mitigation changes a recurrence that longrnn computes, and that of a "
+                f"{type(model).__name__} it does not: give an RNN, GRU, LSTM or Mamba-2 model, or "
+                "a hybrid with Mamba-2 layers"
             )
         members = [mitigation] if isinstance(mitigation, Mitigation | Chain) else mitigation
         self.mitigation = Chain(members)
@@ -95,9 +95,9 @@ class Mitigated(nn.Module):
         return self.model.max_length
 
     @property
-    def config(self) -> RecurrentConfig:
+    def config(self) -> Any:
         """The configuration of the unmitigated model."""
-        return self.model.config
+        return self.model.config  # type: ignore[attr-defined]
 
     @property
     def mixers(self) -> list[Mixer]:
@@ -211,7 +211,7 @@ class Mitigated(nn.Module):
         return f"mitigation={self.mitigation}"
 
 
-def _check(part: Mitigation, model: RecurrentLM) -> None:
+def _check(part: Mitigation, model: EditableModel) -> None:
     """Refuses a mitigation that is not defined for a model or was calibrated for another one."""
     known = part.calibration
     if known is not None and known.fingerprint != model.fingerprint():
@@ -224,9 +224,8 @@ def _check(part: Mitigation, model: RecurrentLM) -> None:
         check_sizes(option, getattr(part, option), [mixer.n_heads for mixer in model.mixers])
 
 
-def check_defined(part: type[Mitigation] | Mitigation, model: RecurrentLM) -> None:
+def check_defined(part: type[Mitigation] | Mitigation, model: EditableModel) -> None:
     """Raises a `UserError` if a mitigation is not defined for the cells of a model."""
     reason = part.undefined(type(model.mixers[0]))
     if reason is not None:
-        kind = model.config.mixer["kind"]
-        raise UserError(f"{part.name} is not defined for {kind}: {reason}")
+        raise UserError(f"{part.name} is not defined for {model.mixer_kind}: {reason}")

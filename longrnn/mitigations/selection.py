@@ -11,10 +11,10 @@ from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.mitigations.base import COLLAPSING, Mitigation, is_indices, is_pairs
-from longrnn.models.recurrent import RecurrentLM
+from longrnn.models.base import EditableModel
 
 
-def select(part: Mitigation, model: RecurrentLM) -> list[Tensor]:
+def select(part: Mitigation, model: EditableModel) -> list[Tensor]:
     """The heads that a mitigation changes, per layer, `(h,)` bool.
 
     Raises:
@@ -43,7 +43,7 @@ def select(part: Mitigation, model: RecurrentLM) -> list[Tensor]:
     return masks
 
 
-def _collapsing(part: Mitigation, model: RecurrentLM) -> list[list[int]]:
+def _collapsing(part: Mitigation, model: EditableModel) -> list[list[int]]:
     """The pairs [layer, head] that the diagnosis lists."""
     path = Path(str(part.diagnosis))
     if not path.is_file():

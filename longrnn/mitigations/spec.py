@@ -25,7 +25,9 @@ FORMAT = "longrnn-mitigation-1"
 # Methods against state collapse that are not mitigations, and how to use them.
 ELSEWHERE = {
     "chunk_select": "it selects among states and changes no recurrence; give --chunk-select to "
-    "eval passkey, or call longrnn.inference.chunk_select.select"
+    "eval passkey, or call longrnn.inference.chunk_select.select",
+    "attention_window": "it changes attention layers; give it after a hybrid checkpoint that has "
+    "such layers",
 }
 
 
@@ -48,13 +50,18 @@ def mitigation(
         return MITIGATIONS.build(spec)
     if isinstance(spec, Sequence) and not isinstance(spec, str):
         return Chain([mitigation(item) for item in spec])
-    text = str(spec).strip()
-    # A file name may contain a +. `os.path.isfile`, because `Path.is_file` raises for long texts.
-    texts = [text] if os.path.isfile(text) else [one.strip() for one in _split(text, "+")]
+    text = str(spec)
     members = [
-        _read(Path(one)) if one.endswith((".yaml", ".yml")) else _parse(one) for one in texts
+        _read(Path(one)) if one.endswith((".yaml", ".yml")) else _build(one) for one in split(text)
     ]
     return members[0] if len(members) == 1 else Chain(members)
+
+
+def split(text: str) -> list[str]:
+    """The parts of a specification that are joined by `+`."""
+    text = text.strip()
+    # A file name may contain a +. `os.path.isfile`, because `Path.is_file` raises for long texts.
+    return [text] if os.path.isfile(text) else [one.strip() for one in _split(text, "+")]
 
 
 def write_calibration(path: Path, members: Sequence[Mapping[str, Any]], known: Calibration) -> None:
@@ -99,16 +106,18 @@ def _read(path: Path) -> Mitigation | Chain:
     return members[0] if len(members) == 1 else Chain(members)
 
 
-def _parse(text: str) -> Mitigation:
-    """Parses one `name(option=value, …)`."""
+def parse(text: str) -> tuple[str, dict[str, Any]]:
+    """Parses one `name(option=value, …)`.
+
+    Raises:
+        UserError: a text of another form.
+    """
     match = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", text)
     if match is None:
         raise UserError(
             f"{text.strip()!r} is not a valid mitigation: write name(option=value), "
             "for example sliding_window(window=8192)"
         )
-    if match[1] in ELSEWHERE:
-        raise UserError(f"{match[1]} is not a mitigation: {ELSEWHERE[match[1]]}")
     options: dict[str, Any] = {}
     for item in _split(match[2] or "", ","):
         name, equals, value = item.partition("=")
@@ -126,7 +135,15 @@ def _parse(text: str) -> Mitigation:
                 f"{value.strip()!r} is not a valid value of {name}: write a number, or "
                 "a list as [1, 2]"
             ) from error
-    return MITIGATIONS.build({"kind": match[1], **options})
+    return match[1], options
+
+
+def _build(text: str) -> Mitigation:
+    """Builds one `name(option=value, …)`."""
+    name, options = parse(text)
+    if name in ELSEWHERE:
+        raise UserError(f"{name} is not a mitigation: {ELSEWHERE[name]}")
+    return MITIGATIONS.build({"kind": name, **options})
 
 
 def _split(text: str, separator: str) -> list[str]:

@@ -181,8 +181,11 @@ class Mamba2(ScanningMixer):
         steps = self._steps(inner, dt, state.ssm.dtype)
         y, ssm, carry = self.recur(steps, B, C, state.ssm, edit, carry, rows)
         y = torch.addcmul(y, inner, self.D[:, None]).flatten(2)
-        y = gated_rms_norm(y, z, self.norm.weight, self.norm_eps, self.n_groups)
-        return self.out_proj(y), Mamba2State(conv, ssm), carry
+        return self.out_proj(self.gated(y, z)), Mamba2State(conv, ssm), carry
+
+    def gated(self, y: Tensor, z: Tensor) -> Tensor:
+        """The input of the output projection: y gated by z, both `(b, t, d_inner)`."""
+        return gated_rms_norm(y, z, self.norm.weight, self.norm_eps, self.n_groups)
 
     def _fused(self, projected: Tensor, state: Mamba2State) -> tuple[Tensor, Mamba2State] | None:
         """Computes everything between the projections in C++; None if that is not possible.

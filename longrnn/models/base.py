@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longrnn.errors import UserError
+from longrnn.mixers import Edit, Mixer
 from longrnn.state import LMState, PyTree, histories, leaves, same_row
 
 # Dtypes of token ids.
@@ -62,6 +63,58 @@ class LanguageModel(Protocol):
 
     def fingerprint(self) -> str:
         """A short hash of configuration and weights; equal hashes mean equal models."""
+        ...
+
+
+@runtime_checkable
+class EditableModel(LanguageModel, Protocol):
+    """A `LanguageModel` whose recurrent layers can be edited and read.
+
+    `RecurrentLM` is one, and so is a Hugging Face model whose Mamba-2 layers run on the cells of
+    longrnn. "Layer" means a recurrent layer here; others, such as attention, are not counted.
+    """
+
+    @property
+    def mixers(self) -> list[Mixer]:
+        """The cell of each layer, first layer first."""
+        ...
+
+    @property
+    def mixer_kind(self) -> str:
+        """The kind of the cells in the registry of mixers."""
+        ...
+
+    def mixer_states(self, state: LMState) -> list[PyTree]:
+        """The state of the cell of each layer."""
+        ...
+
+    def init_carries(self, batch_size: int, edits: Sequence[Edit] | None) -> tuple[PyTree, ...]:
+        """The carry of each layer's edit before the first token; () without edits."""
+        ...
+
+    def init_state(self, batch_size: int, edits: Sequence[Edit] | None = None) -> LMState:
+        """The state before the first token; with edits, `extra` holds one carry per layer."""
+        ...
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        state: LMState | None = None,
+        *,
+        keep: int | None = None,
+        edits: Sequence[Edit] | None = None,
+        is_token: Tensor | None = None,
+        is_document_start: Tensor | None = None,
+    ) -> LMOutput:
+        """`LanguageModel.__call__` with one edit per layer; see `RecurrentLM.forward`."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The weights."""
+        ...
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Tensors that belong to the model and are not trained."""
         ...
 
 

@@ -202,6 +202,15 @@ class RecurrentLM(nn.Module):
         """The cells, first layer first."""
         return [block.mixer for block in self.blocks]  # type: ignore[misc]
 
+    @property
+    def mixer_kind(self) -> str:
+        """The kind of the cells in the registry of mixers."""
+        return self.config.mixer["kind"]
+
+    def mixer_states(self, state: LMState) -> list[PyTree]:
+        """The state of the cell of each layer."""
+        return list(state.layers)
+
     def init_state(self, batch_size: int, edits: Sequence[Edit] | None = None) -> LMState:
         """The zero state of `batch_size` rows; with edits, `extra` holds one carry per layer."""
         device = self.embedding.weight.device

@@ -21,11 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.errors import UserError
-<<<<<<< HEAD
-from longrnn.tasks.base import TASKS, UNSCORED, Batch, Task, exact_match, row_starts
-=======
-from longrnn.tasks.base import TASKS, UNSCORED, Batch, Task
->>>>>>> keys
+from longrnn.tasks.base import TASKS, UNSCORED, Batch, Task, row_starts
 from longrnn.tasks.passkey_documents import (
     Document,
     Drawing,
@@ -131,17 +127,10 @@ class Passkey(PasskeyPrompts, Task):
             needles = draw_needles(rng, rng.choice(self.n_keys))
             asked = self.drawing.queried(rng, len(needles))
             start = rng.randrange(self.n_filler) if self.own_filler else 0
-<<<<<<< HEAD
-            prompts.append(self.prompt_of(needles, asked, length=length, start=start))
-            chosen.append(needles[asked])
-        begins = torch.ones(batch_size, dtype=torch.bool)
-        return self._batch(prompts, chosen, begins, asked=[True] * batch_size)
-=======
             prompts.append(self.prompt_of(needles, asked[0], length=length, start=start))
             chosen.append([needles[index] for index in asked])
-        is_document_start = torch.ones(batch_size, dtype=torch.bool)
-        return self._batch(prompts, chosen, is_document_start, asked=[True] * batch_size)
->>>>>>> keys
+        begins = torch.ones(batch_size, dtype=torch.bool)
+        return self._batch(prompts, chosen, begins, asked=[True] * batch_size)
 
     def segment(
         self, streams: Sequence[int], step: int, *, n_streams: int, length: int, seed: int
@@ -151,18 +140,11 @@ class Passkey(PasskeyPrompts, Task):
         for stream in streams:
             document = self._document(stream, step, seed)
             index = step - document.start
-<<<<<<< HEAD
-            needle = document.needles[document.asked]
-            bodies.append(torch.cat([self._body(document, index, length), self.question(needle)]))
-            chosen.append(needle)
-            begins.append(index == 0)
-=======
             needles = [document.needles[which] for which in document.asked]
             body = self._body(document, index, length)
             bodies.append(torch.cat([body, self.question(needles[0])]))
             chosen.append(needles)
-            is_document_start.append(index == 0)
->>>>>>> keys
+            begins.append(index == 0)
             asked.append(document.asks(index))
             repeat.append(document.repeats[index])
         batch = self._batch(bodies, chosen, torch.tensor(begins), asked, fork=length)
@@ -190,13 +172,8 @@ class Passkey(PasskeyPrompts, Task):
     def _batch(
         self,
         prompts: list[Tensor],
-<<<<<<< HEAD
-        chosen: list[Needle],
-        begins: Tensor,
-=======
         chosen: list[list[Needle]],
-        is_document_start: Tensor,
->>>>>>> keys
+        begins: Tensor,
         asked: list[bool],
         *,
         fork: int | None = None,

@@ -12,7 +12,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from longrnn.diagnostics import observers, states
+from longrnn.diagnostics import record, states
 from longrnn.diagnostics.record import HeadStatistics, read
 from longrnn.diagnostics.states import Diagnosis, Prompt, diagnose, newlines, text_prompt
 from longrnn.errors import UserError
@@ -141,7 +141,7 @@ def test_the_first_share_is_what_the_first_tokens_left() -> None:
 
 
 def test_pieces_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long prompts are read in bounded pieces, and logits are computed in parts of them."""
+    """Long prompts are read in pieces whose logits are bounded."""
     model, tokens, calls = build_model("mamba2", dtype=torch.float32), random_tokens(1, 500), []
     stops = list(range(50, 501, 50))
     expected = [m.loss for m in read(model, tokens, stops, first=FIRST)]
@@ -152,9 +152,9 @@ def test_pieces_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
         return hidden(self, tokens, *rest, **options)
 
     monkeypatch.setattr(RecurrentLM, "hidden", noting)
-    monkeypatch.setattr(observers, "scored_tokens", lambda rows, vocab_size: 7)
+    monkeypatch.setattr(record, "scored_tokens", lambda rows, vocab_size: 20)
     found = [m.loss for m in read(model, tokens, stops, first=FIRST)]
-    assert calls == [20, 30, *[50] * 9]
+    assert calls == [20, 20, 10, *[20, 20, 10] * 9]
     assert_near(torch.stack(found), torch.stack(expected), 1e-6)
 
 

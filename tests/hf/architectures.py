@@ -70,6 +70,20 @@ MORE: dict[str, dict[str, Any]] = {
     "minimax": {"block_size": 16},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "xlstm": {"hidden_size": 128, "num_heads": 2, "num_blocks": 2},
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layer_types": ["mamba", "hybrid", "mamba", "hybrid"],
+        "hybrid_layer_ids": [1, 3],
+        "n_mamba_heads": 4,
+        "mamba_headdim": 16,
+        "mamba_ngroups": 2,
+        "num_mem_blocks": 1,
+        "num_key_value_heads": 4,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "adapter_rank": 4,
+        "chunk_size": 16,
+    },
     **{kind: {"is_decoder": True} for kind in DECODERS},
 }
 
@@ -97,13 +111,18 @@ MANY = names(
     mixtral mpt mvp nanochat nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt pegasus
     persimmon phi phi3 phimoe plbart qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text
     qwen3_moe qwen3_next roc_bert roformer seed_oss smollm3 solar_open stablelm starcoder2 trocr
-    vaultgemma whisper xglm youtu
+    vaultgemma whisper xglm youtu zamba2
     """
 )
 
 
-def architecture(kind: str) -> Any:
-    """Return a model with a few thousand nontrivial weights and layers of all its types."""
+def architecture(kind: str, **more: Any) -> Any:
+    """Return a model with a few thousand nontrivial weights and layers of all its types.
+
+    Args:
+        kind: its `model_type`.
+        more: options of its configuration.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -118,7 +137,7 @@ def architecture(kind: str) -> Any:
         types = list(dict.fromkeys(known["layer_types"]))
         options["num_hidden_layers"] = max(2, len(types))
         options["layer_types"] = (2 * types)[: options["num_hidden_layers"]]
-    options |= MORE.get(kind, {})
+    options |= MORE.get(kind, {}) | more
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**options))

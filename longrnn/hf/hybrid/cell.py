@@ -1,0 +1,62 @@
+"""`SharedMamba2`: the `Mamba2` mixer on the weights of a Hugging Face layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from longrnn.hf.hybrid.families import CannotReplaceError, Family
+from longrnn.mixers import Mamba2, ScanningMixer
+from longrnn.mixers.mamba2 import Mamba2State
+from longrnn.ops.ssd import BACKENDS, resolve
+
+
+class SharedMamba2(Mamba2):
+    """A `Mamba2` mixer whose modules and parameters are those of a Hugging Face layer.
+
+    Nothing is copied: a change of the weights of one changes the other.
+
+    Args:
+        theirs: the layer.
+        family: its architecture.
+
+    Raises:
+        CannotReplaceError: the layer computes something else.
+    """
+
+    norm: nn.Module
+
+    def __init__(self, theirs: Any, family: Family) -> None:
+        # Not the constructor of Mamba2, which would create weights.
+        ScanningMixer.__init__(self, theirs.hidden_size, theirs.hidden_size)
+        if theirs.activation not in ("silu", "swish"):
+            raise CannotReplaceError(f"its convolution has the activation {theirs.activation}")
+        for name in ("in_proj", "out_proj"):
+            if not getattr(theirs, name).weight.is_floating_point():
+                raise CannotReplaceError(f"the weights of its {name} are quantised")
+        self.n_heads, self.head_dim = theirs.num_heads, theirs.head_dim
+        self.d_inner, self.d_state = theirs.intermediate_size, theirs.ssm_state_size
+        self.n_groups, self.d_conv = theirs.n_groups, theirs.conv_kernel_size
+        if self.d_inner != self.n_heads * self.head_dim:
+            raise CannotReplaceError(
+                f"its inner width {self.d_inner} is not {self.n_heads} heads × {self.head_dim}"
+            )
+        self.d_xBC = self.d_inner + 2 * self.n_groups * self.d_state
+        self.dt_limit = [float(end) for end in theirs.time_step_limit]
+        self.backend = resolve("auto")
+        self.ssd = BACKENDS[self.backend]
+        self.in_proj: Any = family.projection(theirs)
+        self.conv1d, self.out_proj = theirs.conv1d, theirs.out_proj
+        self.A_log, self.dt_bias, self.D = theirs.A_log, theirs.dt_bias, theirs.D
+        self.norm, self._gate = theirs.norm, family.gate(theirs)
+        self.norm_eps = getattr(theirs.norm, "variance_epsilon", 0.0)
+        # The kernel has one number of groups for B, C and the norm.
+        groups = getattr(self._gate, "groups", 0)
+        self._fits_kernel = self._gate.fused and groups == self.n_groups
+
+    def gated(self, y: Tensor, z: Tensor) -> Tensor:
+        return self._gate(y, z)
+
+    def _fused(self, projected: Tensor, state: Mamba2State) -> tuple[Tensor, Mamba2State] | None:
+        return super()._fused(projected, state) if self._fits_kernel else None

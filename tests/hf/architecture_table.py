@@ -1,0 +1,125 @@
+"""The table of architectures in docs/checkpoints.md: what was measured on a tiny model of each.
+
+Example:
+    python -m tests.hf.architecture_table    # measures all architectures and writes the table
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from longrnn import load, mitigation
+from longrnn.diagnostics.record import read
+from longrnn.errors import UserError
+from longrnn.hf.hybrid.model import open_hugging_face
+from longrnn.mitigations import Mitigated
+from longrnn.models import EditableModel
+from longrnn.state import expand
+from tests.hf.architectures import FEW, MANY, architecture
+from tests.hf.foreign import tokens
+
+DOCUMENT = Path(__file__).parents[2] / "docs/checkpoints.md"
+REFUSED = ["deepseek_v4", "moshi", "openai-gpt"]
+KINDS = sorted({*FEW, *MANY, *REFUSED})
+BEGIN = "<!-- architectures: python -m tests.hf.architecture_table -->\n"
+END = "<!-- end of architectures -->\n"
+COLUMNS = "loads", "pieces", "forks", "padding", "mitigations", "diagnosis", "reason"
+NOT_OURS = "no Mamba-2 layers of the families below"
+
+
+class Support(NamedTuple):
+    """What works with an architecture, in the words of the table; the fields are its columns."""
+
+    loads: str
+    pieces: str = "–"
+    forks: str = "–"
+    padding: str = "–"
+    mitigations: str = "–"
+    diagnosis: str = "–"
+    reason: str = ""
+
+
+def measure(kind: str) -> Support:
+    """Returns what works with a tiny random model."""
+    theirs, text = architecture(kind), tokens(2, 24, seed=3) % 60
+    with torch.no_grad():
+        whole = theirs(input_ids=text, use_cache=False).logits
+    try:
+        model = opened(kind, theirs)
+    except UserError as error:
+        found = re.search(
+            r"cannot be evaluated here \((.*?)(?: by [\d.e+-]+ of .*)?\):", str(error)
+        )
+        assert found, error  # noqa: PT017
+        return Support("no", reason=found[1])
+    first = model(text[:, :9])
+    second = model(text[:, 9:], first.state)
+    scale = 1e-5 * whole.abs().max()
+    pieces = bool(((torch.cat([first.logits, second.logits], 1) - whole).abs() <= scale).all())
+    fork = model(text[:1, 9:].expand(2, -1), expand(model(text[:1, :9]).state, 2)).logits
+    forks = bool(((fork - whole[:1, 9:]).abs() <= scale).all())
+    how = [
+        *(() if getattr(model, "rows_together", True) else ("one row at a time",)),
+        *(() if getattr(model, "tokens_together", True) else ("one token at a time",)),
+    ]
+    return Support(
+        "yes",
+        ", ".join(how) or "yes" if pieces else "no",
+        "yes" if forks else "no",
+        works(lambda: model(text, is_token=torch.ones_like(text, dtype=torch.bool))),
+        works(lambda: Mitigated(model, mitigation("state_norm(threshold=1)"))(text)),
+        works(lambda: list(read(model, text, [20], first=8))),
+        "" if isinstance(model, EditableModel) else NOT_OURS,
+    )
+
+
+def opened(kind: str, theirs: Any) -> Any:
+    """Opens a model as `load` does."""
+    if kind != "mamba2":
+        return open_hugging_face(theirs)
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        return load(folder)
+
+
+def works(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except UserError:
+        return "no"
+    return "yes"
+
+
+def rows(text: str) -> dict[str, Support]:
+    """The entries of the table in a document, by architecture."""
+    table = text.split(BEGIN)[1].split(END)[0]
+    found: dict[str, Support] = {}
+    for line in table.splitlines()[2:]:
+        kinds, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        for kind in kinds.replace("`", "").split(", "):
+            assert kind not in found, kind
+            found[kind] = Support(*cells)
+    return found
+
+
+def written(found: dict[str, Support]) -> str:
+    """The table, with one row for all architectures of one result."""
+    lines = [f"| architecture | {' | '.join(COLUMNS)} |", "| --- " * (len(COLUMNS) + 1) + "|"]
+    best_first = sorted(set(found.values()), key=lambda one: (one.count("yes"), one), reverse=True)
+    for support in best_first:
+        kinds = ", ".join(f"`{kind}`" for kind, own in sorted(found.items()) if own == support)
+        lines.append(f"| {kinds} | {' | '.join(support)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    content = DOCUMENT.read_text()
+    before, rest = content.split(BEGIN)
+    table = written({kind: measure(kind) for kind in KINDS})
+    DOCUMENT.write_text(before + BEGIN + table + END + rest.split(END)[1])

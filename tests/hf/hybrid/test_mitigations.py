@@ -1,0 +1,151 @@
+"""Mitigations, calibration and diagnosis on the Mamba-2 layers of a hybrid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from longrnn.cli.app import app
+from longrnn.diagnostics.record import read
+from longrnn.errors import UserError
+from longrnn.hf.hybrid.families import FAMILIES
+from longrnn.hf.hybrid.model import HybridLM, open_hugging_face
+from longrnn.mitigations import MITIGATIONS, Mitigated, mitigation
+from longrnn.mixers import Edit
+from longrnn.ops.ssd import SSD, ScanInputs
+from longrnn.state import PyTree, join, leaves
+from tests.contracts.builders import assert_near, mitigation_spec
+from tests.hf.architectures import architecture
+from tests.hf.foreign import causal, tokens, with_bytes
+
+LIMIT = 0.01
+
+
+def hybrid(kind: str) -> HybridLM:
+    theirs = architecture(kind).double()
+    # The fast implementation of experts has no float64.
+    theirs.config._experts_implementation = "eager"
+    model = open_hugging_face(theirs)
+    assert isinstance(model, HybridLM)
+    return model
+
+
+class TokenByToken(Edit):
+    """The definition of `state_norm`, one token at a time."""
+
+    def scan(
+        self, inputs: ScanInputs, state: Tensor, carry: PyTree, ssd: SSD
+    ) -> tuple[Tensor, Tensor, PyTree]:
+        group = state.shape[1] // inputs.B.shape[2]
+        outputs = []
+        for t in range(inputs.x.shape[1]):
+            B = inputs.B[:, t].repeat_interleave(group, 1).to(state.dtype)
+            C = inputs.C[:, t].repeat_interleave(group, 1).to(state.dtype)
+            decay = inputs.log_decay[:, t].exp()[..., None, None]
+            state = decay * state + inputs.x[:, t, :, :, None] * B[:, :, None]
+            norm = state.flatten(2).norm(dim=-1)[..., None, None]
+            state = state * (LIMIT / norm).clamp(max=1)
+            outputs.append((state * C[:, :, None]).sum(-1))
+        return torch.stack(outputs, 1), state, carry
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_state_norm_equals_its_definition_token_by_token(kind: str) -> None:
+    """In float64, and different from the plain model."""
+    model, text = hybrid(kind), tokens(2, 24, seed=2) % 60
+    mitigated = Mitigated(model, mitigation(f"state_norm(threshold={LIMIT})"))
+    expected, after = model(text, edits=[TokenByToken()] * len(model.mixers))
+    logits, state = mitigated(text)
+    assert_near(logits, expected, 1e-10)
+    for found, wanted in zip(model.mixer_states(state), model.mixer_states(after), strict=True):
+        assert_near(found.ssm, wanted.ssm, 1e-10)
+    assert not torch.allclose(logits, model(text).logits)
+
+
+@pytest.mark.parametrize("name", sorted(MITIGATIONS.keys()))
+def test_mitigated_pieces_and_forks_equal_one_call(name: str) -> None:
+    """Every mitigation is exact at every split, for rows of different lengths and from forks."""
+    mitigated = Mitigated(hybrid("falcon_h1"), mitigation(mitigation_spec(name)))
+    text = tokens(2, 30, seed=4) % 60
+    expected, state, rows = mitigated(text).logits, None, []
+    for piece in text.split([3, 1, 11, 15], dim=1):
+        logits, state = mitigated(piece, state)
+        rows.append(logits)
+    assert_near(torch.cat(rows, 1), expected, 1e-9)
+    both = join([mitigated(text[:1, :9]).state, mitigated(text[1:, :20]).state])
+    before = {name: leaf.clone() for name, leaf in leaves(both)}
+    follow = torch.stack([text[0, 9:19], text[1, 20:]])
+    for _ in range(2):
+        logits, _ = mitigated(follow, both)
+        assert_near(logits[0], expected[0, 9:19], 1e-9)
+        assert_near(logits[1], expected[1, 20:], 1e-9)
+    assert all(torch.equal(leaf, before[name]) for name, leaf in leaves(both))
+
+
+def test_layers_count_the_mamba_2_layers() -> None:
+    """Layer 1 of a Bamba with attention in the middle is its third layer."""
+    model, text = hybrid("bamba"), tokens(1, 20)
+    assert model.layer_numbers == [0, 2]
+    state = model(text).state
+    limited = Mitigated(model, mitigation(f"state_norm(threshold={LIMIT}, layers=[1])"))
+    changed = limited(text).state
+    first, second = (
+        torch.equal(state.layers[number].cell.ssm, changed.layers[number].cell.ssm)
+        for number in model.layer_numbers
+    )
+    assert (first, second) == (True, False)
+    assert torch.equal(state.layers[1].attention.keys[0], changed.layers[1].attention.keys[0])
+    with pytest.raises(UserError, match="no layer 2: use 0 to 1"):
+        Mitigated(model, mitigation(f"state_norm(threshold={LIMIT}, layers=[2])"))
+
+
+def test_a_state_of_another_mitigation_is_refused() -> None:
+    model, text = hybrid("bamba"), tokens(1, 5)
+    one, other = (Mitigated(model, mitigation(f"state_norm(threshold={n})")) for n in (1, 2))
+    with pytest.raises(UserError, match="another model or mitigation"):
+        other(text, one(text).state)
+    with pytest.raises(UserError, match="carries a mitigation"):
+        model(text, one(text).state)
+
+
+def test_states_are_measured_as_they_are() -> None:
+    """The norms of a diagnosis are those of the states, and the loss is that of the logits."""
+    model, text = hybrid("granitemoehybrid"), tokens(2, 33, seed=6) % 60
+    (measured,) = read(model, text, [32], first=8)
+    states = model.mixer_states(model(text[:, :32]).state)
+    for found, state in zip(measured.heads, states, strict=True):
+        assert_near(found.norm, state.ssm.flatten(2).norm(dim=-1), 1e-9)
+        assert found.retention is not None
+    logits = model(text[:, :32]).logits.transpose(1, 2)
+    losses = torch.nn.functional.cross_entropy(logits, text[:, 1:], reduction="none")
+    assert_near(measured.loss, losses.mean(1), 1e-9)
+
+
+def run(*arguments: Any) -> str:
+    result = CliRunner().invoke(app, [str(one) for one in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_commands(tmp_path: Path) -> None:
+    """Info, calibration, diagnosis, perplexity, passkey and comparison run on a hybrid."""
+    theirs = causal("falcon_h1", vocab_size=256, max_position_embeddings=2048)
+    folder, text = with_bytes(theirs, tmp_path / "hybrid"), tmp_path / "book.txt"
+    text.write_text("The grass is green. The sky is blue. The sun is yellow. Here we go. " * 12)
+    assert "2 × mamba2 of them by longrnn" in run("info", folder)
+    calibrated, common = tmp_path / "norm.yaml", ["--text", text, "--quiet"]
+    run("calibrate", folder, *common, "--train-length", 64, "--method", "state_norm",
+        "--output", calibrated)  # fmt: skip
+    out = tmp_path / "states"
+    run("diagnose", "states", folder, *common, "--no-newlines", "--train-length", 64, "--length",
+        256, "--every", 32, "--first", 16, "--output", out)  # fmt: skip
+    assert "collapsing" in (out / "diagnosis.yaml").read_text()
+    run("eval", "perplexity", folder, *common, "--length", 128, "--mitigation", calibrated,
+        "--output", tmp_path / "ppl")  # fmt: skip
+    run("eval", "passkey", f"{folder}+sliding_window(window=32)", "--lengths", 256, "--n", 1,
+        "--depths", 1, "--quiet", "--output", tmp_path / "passkey")  # fmt: skip

@@ -1,0 +1,171 @@
+"""A hybrid computes with our Mamba-2 cells what transformers computes with its own layers."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longrnn import load
+from longrnn import state as states
+from longrnn.errors import UserError
+from longrnn.hf.adapter import HFLanguageModel
+from longrnn.hf.hybrid.families import FAMILIES
+from longrnn.hf.hybrid.model import HybridLM, open_hugging_face
+from longrnn.mitigations import Mitigated
+from longrnn.state import leaves
+from tests.contracts.builders import assert_near
+from tests.hf.architectures import architecture
+from tests.hf.foreign import causal, tokens, with_bytes
+
+TOLERANCE = 1e-5
+MULTIPLIERS = {"ssm_in_multiplier": 0.7, "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 0.9]}
+LIMIT = {"time_step_limit": (0.2, 0.9)}
+# Options that an architecture's layers have beside the tiny defaults.
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((kind, {}) for kind in sorted(FAMILIES)),
+    ("bamba", {"mamba_n_groups": 2, "mamba_proj_bias": True, "mamba_conv_bias": False}),
+    ("bamba", LIMIT),
+    ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": True, "mamba_n_groups": 2}),
+    ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 2}),
+    ("falcon_h1", {"mamba_d_ssm": 48, "mamba_n_heads": 6, **MULTIPLIERS}),
+    ("granitemoehybrid", {"mamba_n_groups": 2, "num_local_experts": 0}),
+    ("nemotron_h", {"mamba_num_heads": 6, "n_groups": 2, "time_step_min": 0.3}),
+]
+
+
+def hybrid(kind: str, **options: Any) -> HybridLM:
+    model = open_hugging_face(architecture(kind, **options))
+    assert isinstance(model, HybridLM)
+    return model
+
+
+def whole(theirs: Any, text: Tensor) -> Tensor:
+    with torch.no_grad():
+        return theirs(input_ids=text, use_cache=False).logits
+
+
+@pytest.mark.parametrize(("kind", "options"), VARIANTS)
+def test_pieces_and_forks_equal_one_call_of_transformers(
+    kind: str, options: dict[str, Any]
+) -> None:
+    """Calls of any length, reused forks and rows of different lengths give the logits of
+    transformers, and no call changes a state."""
+    theirs, text = architecture(kind, **options), tokens(2, 40, seed=3) % 60
+    expected, model = whole(theirs, text), open_hugging_face(theirs)
+    assert isinstance(model, HybridLM)
+    state, rows = None, []
+    for piece in text.split([7, 1, 15, 17], dim=1):
+        logits, state = model(piece, state)
+        rows.append(logits)
+    assert_near(torch.cat(rows, 1), expected, TOLERANCE)
+
+    short, long = model(text[:1, :9], keep=0).state, model(text[1:, :30], keep=0).state
+    both = states.join([short, long])
+    before = {name: leaf.clone() for name, leaf in leaves(both)}
+    follow = torch.stack([text[0, 9:19], text[1, 30:]])
+    for _ in range(2):
+        logits, _ = model(follow, both)
+        assert_near(logits[0], expected[0, 9:19], TOLERANCE)
+        assert_near(logits[1], expected[1, 30:], TOLERANCE)
+    for name, leaf in leaves(both):
+        assert torch.equal(leaf, before[name]), name
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_the_model_stays_as_it_was_for_transformers(kind: str) -> None:
+    """Names and values of weights, and what transformers computes with its own cache, stay."""
+    plain, theirs, text = architecture(kind), architecture(kind), tokens(2, 12) % 60
+    model = open_hugging_face(theirs)
+    assert list(theirs.state_dict()) == list(plain.state_dict())
+    assert model.fingerprint() == HFLanguageModel(plain).fingerprint()
+    with torch.no_grad():
+        one, other = (each(input_ids=text, use_cache=True) for each in (plain, theirs))
+    assert torch.equal(one.logits, other.logits)
+    assert type(one.past_key_values) is type(other.past_key_values)
+
+
+def test_the_cells_share_the_weights_of_the_model() -> None:
+    """A change of a weight of the model changes the cell, also after a copy of both."""
+    model, text = hybrid("bamba"), tokens(1, 9)
+    twin = copy.deepcopy(model)
+    before = model(text).logits
+    layer = twin.model.model.layers[0].mamba
+    with torch.no_grad():
+        layer.dt_bias.add_(1.0)
+    assert twin.mixers[0].get_parameter("dt_bias") is layer.dt_bias
+    assert torch.equal(model(text).logits, before)
+    assert not torch.allclose(twin(text).logits, before)
+    owned = {id(weight) for weight in model.model.parameters()}
+    assert {id(weight) for cell in model.mixers for weight in cell.parameters()} <= owned
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    """Recurrent states are float32 or wider, and pieces agree in every dtype."""
+    theirs, text = architecture("bamba").to(dtype), tokens(2, 20) % 60
+    model = open_hugging_face(theirs)
+    assert isinstance(model, HybridLM)
+    state = model.init_state(2)
+    assert model.mixer_states(state)[0].ssm.dtype == torch.promote_types(dtype, torch.float32)
+    one = model(text).logits
+    first, state = model(text[:, :8], state)
+    second, _ = model(text[:, 8:], state)
+    near = 0.05 if dtype == torch.bfloat16 else 1e-9
+    assert_near(torch.cat([first, second], 1).double(), one.double(), near)
+
+
+def test_a_layer_that_our_cell_cannot_compute_runs_on_transformers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The plain adapter is used, and one warning names the reason."""
+    theirs = architecture("bamba", hidden_act="relu")
+    with caplog.at_level(logging.WARNING):
+        model = open_hugging_face(theirs)
+    assert type(model) is HFLanguageModel
+    (message,) = [record.getMessage() for record in caplog.records if "longrnn" in record.name]
+    assert "activation relu" in message
+    assert "without mitigations" in message
+
+
+def test_a_layer_that_differs_from_the_table_is_found(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If our cells gave other logits than transformers, transformers would compute the model."""
+    family = FAMILIES["bamba"]
+    wrong = family._replace(gate=lambda theirs: FAMILIES["falcon_h1"].gate(_without_norm(theirs)))
+    monkeypatch.setitem(FAMILIES, "bamba", wrong)
+    with caplog.at_level(logging.WARNING):
+        model = open_hugging_face(architecture("bamba"))
+    assert type(model) is HFLanguageModel
+    assert "logits differ" in caplog.text
+
+
+def _without_norm(theirs: Any) -> Any:
+    theirs.mamba_rms_norm = False
+    return theirs
+
+
+def test_a_folder_with_a_hybrid_loads_with_a_mitigation(tmp_path: Path) -> None:
+    """A mitigation and `beyond` may follow the name of the folder."""
+    folder = with_bytes(causal("falcon_h1", vocab_size=256), tmp_path / "hybrid")
+    model = load(folder)
+    assert isinstance(model, HybridLM)
+    mitigated = load(f"{folder}+sliding_window(window=8)")
+    assert isinstance(mitigated, Mitigated)
+    assert mitigated.max_length == model.max_length == 128
+    both = load(f"{folder}+beyond+state_norm(threshold=2)")
+    assert isinstance(both, Mitigated)
+    assert both.max_length is None
+    assert both(tokens(1, 140), keep=1).logits.isfinite().all()
+
+
+def test_padding_is_refused() -> None:
+    model, text = hybrid("bamba"), tokens(1, 4)
+    with pytest.raises(UserError, match="padding and packed documents"):
+        model(text, is_token=torch.ones_like(text, dtype=torch.bool))
