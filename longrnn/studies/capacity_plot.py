@@ -53,9 +53,11 @@ def _bounded(point: Bounded | None) -> dict[str, Any] | None:
 
 
 def _picture(found: Sequence[Size], fits: Mapping[str, Sequence[Fit | str]]) -> bytes:
-    figure = new_figure(9.6, 4.0)
-    panels = figure.subplots(1, 2)
-    for panel, (name, title) in zip(panels, TITLES.items(), strict=True):
+    # A length without results has no panel.
+    drawn = [name for name in TITLES if any(getattr(size, name) for size in found)] or list(TITLES)
+    figure = new_figure(4.8 * len(drawn), 4.0)
+    panels = figure.subplots(1, len(drawn), squeeze=False)[0]
+    for panel, name in zip(panels, drawn, strict=True):
         points = [(size.state_size, getattr(size, name)) for size in found]
         for state_size, point in points:
             if point is not None:
@@ -74,6 +76,8 @@ def _picture(found: Sequence[Size], fits: Mapping[str, Sequence[Fit | str]]) -> 
         lengths_axis(panel, high, least=low)
         panel.set_xlim(low / 1.3, high * 1.3)
         panel.set_xticks(all_sizes, [format_length(n) for n in all_sizes])
-        panel.set(xlabel="entries of the state", ylabel="tokens", title=title, ylim=(0, None))
+        panel.set(
+            xlabel="entries of the state", ylabel="tokens", title=TITLES[name], ylim=(0, None)
+        )
     figure.supxlabel("filled: measured; hollow: a bound, not used in the fit", fontsize=8)
     return png(figure)
