@@ -35,6 +35,10 @@ def test_tokens(name: str) -> None:
 
 PROGRAMS = {
     "head_cpu": (["--vocab", "256", "--rows", "2", "--tokens", "4", "--d-model", "16"], "2^23"),
+    "hybrid_prefill_cpu": (
+        ["--kinds", "bamba", "--d-model", "64", "--tokens", "64", "--repeats", "1"],
+        "bamba longrnn",
+    ),
     "mitigations_cpu": (
         ["--layers", "1", "--d-model", "64", "--tokens", "64", "--loop-tokens", "4"]
         + ["--stream", "0"],

@@ -32,6 +32,8 @@ class SharedMamba2(Mamba2):
         ScanningMixer.__init__(self, theirs.hidden_size, theirs.hidden_size)
         if theirs.activation not in ("silu", "swish"):
             raise CannotReplaceError(f"its convolution has the activation {theirs.activation}")
+        if hasattr(theirs, "_hf_hook"):
+            raise CannotReplaceError("its weights are moved between devices by accelerate")
         for name in ("in_proj", "out_proj"):
             if not getattr(theirs, name).weight.is_floating_point():
                 raise CannotReplaceError(f"the weights of its {name} are quantised")

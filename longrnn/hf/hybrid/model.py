@@ -74,10 +74,9 @@ class HybridLM(HFLanguageModel):
         if not histories(self.like):
             raise UserError(f"this {self.kind} has no attention layers: leave attention_window out")
         if not isinstance(window, int) or window < 2 or (trained and window > trained):
-            most = f"and at most {trained:,}, the positions of this {self.kind}" if trained else ""
+            most = f" and at most {trained:,}, the positions of this {self.kind}" if trained else ""
             raise UserError(
-                f"attention_window must be at least 2 {most}, not {window!r}: give such a number of "
-                "tokens"
+                f"attention_window must be at least 2{most}, not {window!r}: give such a number"
             )
         implementation = self.model.config._attn_implementation
         if implementation not in ("eager", "sdpa"):
