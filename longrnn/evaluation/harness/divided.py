@@ -30,8 +30,12 @@ class Divided(ABC):
         self._everywhere: Counter[str] = Counter()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return the values of all processes, by rank."""
-        return torch.stack(processes.gather(tensor))
+        """Return this process's value once per process.
+
+        lm-eval compares the numbers of requests in order to repeat requests in processes that have
+        fewer. Ours do not wait for each other in a request, and repeated ones would be recorded.
+        """
+        return torch.stack([tensor] * processes.size())
 
     def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
         """Return what lm-eval measured in all processes, by rank, in the main process.
