@@ -88,6 +88,11 @@ class Validation(Component):
         self.length = _length(config, model)
         self.piece = PIECE if isinstance(model, RecurrentLM) else self.length
         self.rows = self._draw()
+        if not isinstance(model, RecurrentLM) and self.rows.inner_starts() is not None:
+            raise UserError(
+                "a transformer attends to all documents of a row, which share no state here: set "
+                "validation.packing=false"
+            )
         trained = min(config.length.max, self.length)
         doubled = (trained * 2**k for k in range(self.length.bit_length()))
         self.edges = [0, *(edge for edge in doubled if edge < self.rows.tokens.shape[1])]

@@ -193,6 +193,17 @@ def test_positions_are_those_in_documents(tmp_path: Path) -> None:
     assert values["eval_loss_to_64"] == values["eval_loss"]
 
 
+def test_a_transformer_is_not_validated_on_packed_rows(tmp_path: Path) -> None:
+    """The run is refused before it starts, and not at its first evaluation."""
+    data = {"corpus": text_corpus(tmp_path / "c", ["some words " * 5] * 9), "packing": True}
+    llama = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "vocab_size": 256}
+    llama |= {"num_hidden_layers": 1, "num_attention_heads": 1}
+    changes = {**VALIDATED, "validation": {"kind": "text", **data}, "transformer": llama}
+    changes |= {"initial_state": {"kind": "zero"}, "model": None}
+    with pytest.raises(UserError, match=r"set validation\.packing=false"):
+        Trainer(tiny("fitted_noise", tmp_path / "run", **changes), quiet=True)
+
+
 def test_splits_of_a_dataset_are_different_texts(tmp_path: Path) -> None:
     """A dataset may be trained and validated on, with another split each."""
     splits = [["some words to train on " * 9] * 4, ["other words " * 40]]

@@ -214,6 +214,8 @@ def test_replicas_of_data_parallel_compute_with_their_own_weights(
     replication = importlib.import_module("torch.nn.parallel.replicate")
     monkeypatch.setattr(replication, "_broadcast_coalesced_reshape", copies)
     _, replica = replication.replicate(model, [0, 1])
+    # Several GPUs would refuse weights of the first one.
+    assert getattr(replica.language_model, "model", replica.model) is replica.model
     loss = replica(tokens, labels=tokens).loss
     loss.backward()
     torch.testing.assert_close(loss, expected)
