@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -151,7 +152,8 @@ class Mixer(nn.Module, ABC):
 
     def init_state(self, batch_size: int) -> PyTree:
         """The zero state of `batch_size` rows, on the parameters' device."""
-        device = next(self.parameters()).device
+        # By name, because a replica of DataParallel has no parameters, only attributes.
+        device = attrgetter(self.recurrent_weights[0])(self).device
 
         def zeros(leaf: Tensor) -> Tensor:
             return torch.zeros(batch_size, *leaf.shape, dtype=leaf.dtype, device=device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import torch
+from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.tasks import Batch, Task
@@ -45,6 +46,14 @@ class Source:
             return [self._sample(step, micro)]
         count = self.config.segments_per_step
         return [self._segment(step * count + index, micro) for index in range(count)]
+
+    def begins(self, steps: range, micro: int) -> Tensor:
+        """`(b,)` bool: rows of this process in which a document begins during these steps."""
+        rows = torch.zeros(self.config.per_device_train_batch_size, dtype=torch.bool)
+        for step in steps:
+            for batch in self.segments(step, micro):
+                rows |= batch.is_document_start.view(len(rows), -1).any(1)
+        return rows
 
     def check(self) -> None:
         """Raises UserError for lengths that the task cannot make."""

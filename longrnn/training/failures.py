@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.state import LMState, reset
+from longrnn.state import LMState
 from longrnn.tasks import Batch
 from longrnn.training import finite, replay
 from longrnn.training.processes import on_main
@@ -39,9 +39,7 @@ def discard_step(trainer: Trainer) -> None:
         UserError: `nonfinite` is `stop`, or too many steps in a row were skipped.
     """
     config, accelerator = trainer.config, trainer.accelerator
-    trainer.optimizer.zero_grad()
-    if accelerator.scaler is not None:
-        accelerator.scaler.update()
+    discard_gradients(trainer)
     path, micros = batch_file(trainer, "nonfinite"), micro_batches(trainer)
     where, finite_rows = replay.save_failure(accelerator, trainer.whole_objective(), micros, path)
     trainer.skipped += 1
@@ -52,11 +50,31 @@ def discard_step(trainer: Trainer) -> None:
         print(f"warning: step {trainer.step + 1} is skipped: {where}; see {path}", file=sys.stderr)
         for old in replay.files(trainer.output_dir)[: -config.save_total_limit]:
             old.unlink()
-    if trainer.starts.streams:
-        for micro, ((_, start), rows) in enumerate(zip(micros, finite_rows, strict=True)):
-            failed = ~rows.to(accelerator.device)
-            zero = trainer.init_state(len(failed))
-            trainer.starts.after(reset(start, zero, failed), micro)
+    for micro, rows in enumerate(finite_rows):
+        trainer.starts.restart(~rows, micro)
+    leave_out(trainer, range(trainer.data_step, trainer.data_step + 1))
+
+
+def discard_gradients(trainer: Trainer) -> None:
+    """Discards the gradients of a step that does not reach the weights."""
+    trainer.optimizer.zero_grad()
+    if trainer.accelerator.scaler is not None:
+        # Its record of the step: without this it refuses to unscale the next gradients.
+        trainer.accelerator.scaler.update()
+
+
+def leave_out(trainer: Trainer, steps: range) -> None:
+    """Restarts streams in which a document begins in batches that are left out.
+
+    Their carried state is that of another document than the one that they continue with.
+
+    Args:
+        trainer: has the carried states from before these batches.
+        steps: of the batches, as `data_step` counts them.
+    """
+    if trainer.source.streams:
+        for micro in range(trainer.config.gradient_accumulation_steps):
+            trainer.starts.restart(trainer.source.begins(steps, micro), micro)
 
 
 def check_weights(trainer: Trainer) -> None:

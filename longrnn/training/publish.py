@@ -73,7 +73,8 @@ def _validity(config: TrainConfig, rows: list[dict[str, Any]], step: int) -> lis
     edges = sorted(int(name.removeprefix(BY_POSITION)) for name in found[-1] if BY_POSITION in name)
     data = json.dumps(config.validation, sort_keys=True)
     lines = [
-        f"Loss on {config.eval_samples} held-out rows ({data}) that start from the zero state:",
+        f"Loss on {config.eval_samples} held-out rows ({data}) by position in the document, "
+        "from the zero state:",
         "",
         "| positions | nats per token | |",
         "| --- | --- | --- |",

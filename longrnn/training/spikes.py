@@ -98,7 +98,7 @@ def handle(trainer: Trainer, loss: float) -> None:
             too often.
     """
     guard, accelerator = trainer.spikes, trainer.accelerator
-    trainer.optimizer.zero_grad()
+    failures.discard_gradients(trainer)
     step, offset = trainer.step, trainer.data_step
     where = (
         f"the loss is {loss:.4g}, more than {guard.limit:.4g} (spike_threshold="
@@ -110,9 +110,11 @@ def handle(trainer: Trainer, loss: float) -> None:
     if guard.config.on_spike == "stop" or found is None:
         raise UserError(_advice(trainer, where, path, found))
     trainer.restore(found)
+    first = trainer.data_step
     if guard.rolled_back(found, offset + 1 - trainer.step) > MOST_ROLLBACKS:
         where += f", after {MOST_ROLLBACKS} rollbacks to {found.name}"
         raise UserError(_advice(trainer, where, path, found))
+    failures.leave_out(trainer, range(first, offset + 1))
     on_main(accelerator, partial(cut_metrics, trainer.output_dir, trainer.step))
     if accelerator.is_main_process:
         print(

@@ -3,6 +3,8 @@
 Notable choices:
 - Rows are drawn once, from a seed that is not that of the run: runs with different seeds are
   compared on the same rows. Every row starts from the zero state.
+- A position is that of a token in its document: packed rows hold several documents, each of which
+  starts from the zero state.
 - Losses are summed by position and over processes, so every process sees the same numbers and
   makes the same decisions; one process and two agree to rounding.
 - Rows are read in pieces, and logits are computed for at most `MAX_LOGITS` numbers at a time:
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from longrnn.corpus import HEADER
 from longrnn.errors import UserError
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.tasks import Batch, SequenceTask, Task
@@ -27,6 +30,7 @@ from longrnn.tasks.base import UNSCORED
 from longrnn.training.components import Component
 from longrnn.training.config import TrainConfig
 from longrnn.training.objective import Objective, packing_of
+from longrnn.training.origins import Selection
 from longrnn.training.seeds import mix
 
 if TYPE_CHECKING:
@@ -84,12 +88,20 @@ class Validation(Component):
         self.length = _length(config, model)
         self.piece = PIECE if isinstance(model, RecurrentLM) else self.length
         self.rows = self._draw()
+        if not isinstance(model, RecurrentLM) and self.rows.inner_starts() is not None:
+            raise UserError(
+                "a transformer attends to all documents of a row, which share no state here: set "
+                "validation.packing=false"
+            )
         trained = min(config.length.max, self.length)
         doubled = (trained * 2**k for k in range(self.length.bit_length()))
         self.edges = [0, *(edge for edge in doubled if edge < self.rows.tokens.shape[1])]
         self.edges.append(self.rows.tokens.shape[1])
         self.best: Best | None = None
         self.stale = 0
+        # Between which edges each token lies, `(rows, t)`.
+        ends = torch.tensor(self.edges[1:])
+        self._parts = torch.bucketize(_positions(self.rows).contiguous(), ends, right=True)
         self._check_metric()
 
     def due(self, step: int) -> bool:
@@ -167,12 +179,8 @@ class Validation(Component):
         return rows
 
     def _check_metric(self) -> None:
-        scored = (self.rows.targets != UNSCORED).any(0)
-        known = {"eval_loss"} | {
-            f"eval_loss_to_{stop}"
-            for start, stop in zip(self.edges, self.edges[1:], strict=False)
-            if scored[start:stop].any()
-        }
+        scored = self._parts[self.rows.targets != UNSCORED]
+        known = {"eval_loss"} | {f"eval_loss_to_{self.edges[k + 1]}" for k in scored.tolist()}
         if self.metric not in known:
             raise UserError(
                 f"metric_for_best_model={self.config.metric_for_best_model} has no scored token in "
@@ -197,12 +205,11 @@ class Validation(Component):
             kept = slice(0, len(chosen))
             rows = _take(self.rows, padded[kept])
             places = (rows.targets != UNSCORED).double()
-            by_place = torch.stack([(nats[kept] * places).sum(0), places.sum(0)])
-            for part in range(n_parts):
-                sums[:, part] += by_place[:, self.edges[part] : self.edges[part + 1]].sum(1)
+            values = torch.stack([nats[kept] * places, places]).flatten(1)
+            sums.index_add_(1, self._parts[chosen].flatten(), values)
             if chosen:
-                for name, values in self.task.score(predictions[kept], rows).items():
-                    scores[name] = scores.get(name, 0.0) + float(values.double().sum())
+                for name, found in self.task.score(predictions[kept], rows).items():
+                    scores[name] = scores.get(name, 0.0) + float(found.double().sum())
                 n_rows += len(chosen)
         names = sorted(self._score_names())
         parts = [sums.flatten(), torch.tensor([n_rows, *(scores.get(n, 0.0) for n in names)])]
@@ -234,6 +241,13 @@ class Validation(Component):
     def _score_names(self) -> list[str]:
         one = _take(self.rows, [0])
         return list(self.task.score(one.targets, one))
+
+
+def _positions(rows: Batch) -> Tensor:
+    """The position of each token in its document, as far as its row holds it; `(b, t)` int64."""
+    time = torch.arange(rows.tokens.shape[1]).expand(rows.tokens.shape)
+    starts = rows.inner_starts()
+    return time if starts is None else time - time.where(starts, 0).cummax(1).values
 
 
 def _take(batch: Batch, rows: list[int]) -> Batch:
@@ -269,7 +283,16 @@ def _refuse_overlap(config: TrainConfig, training: Task, validation: Task) -> No
 
 
 def _named(spec: Mapping[str, Any]) -> set[str]:
-    """The files, folders and datasets that a task reads, as absolute paths."""
+    """The files, folders and splits of datasets that a task reads."""
     data = spec.get("data") or []
     listed = [*(spec.get("files") or []), *([data] if isinstance(data, str) else data)]
-    return {str(Path(one).resolve()) for one in listed}
+    selection = Selection(*(spec.get(f, d) for f, d in Selection._field_defaults.items()))
+    return {_one_named(Path(one).expanduser(), selection) for one in map(str, listed)}
+
+
+def _one_named(path: Path, selection: Selection) -> str:
+    """A file or folder as an absolute path; a dataset with what is read of it."""
+    if path.is_file() or (path / HEADER).is_file():
+        return str(path.resolve())
+    where = path.resolve() if path.exists() else path
+    return " ".join([str(where), *(str(part) for part in selection if part is not None)])

@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
 
 from longrnn.errors import UserError
 from longrnn.tasks import Batch
 from longrnn.training import checkpoint, replay
 from longrnn.training.data import Source
 from longrnn.training.spikes import MOST_ROLLBACKS, SpikeGuard
+from longrnn.training.trainer import Trainer
 from tests.cli.conftest import CLI, cli  # noqa: F401
+from tests.tasks.corpora import text_corpus
 from tests.training.runs import assert_same_run, metrics, tiny, train, write_config
 from tests.training.test_trainer import crash
 
@@ -76,8 +80,20 @@ def test_a_rollback_leaves_out_the_batches_since_the_checkpoint(
         rolled = train(tiny(kind, tmp_path / "rolled", **changes))
     assert (rolled.step, rolled.spikes.skipped_batches) == (10, 3)
     whole = Source.segments
+
     # The checkpoint of step 4 is the newest one: the batches of steps 4, 5 and 6 are left out.
-    shifted = lambda self, step, micro: whole(self, step + 3 * (step >= 4), micro)  # noqa: E731
+    def shifted(self: Source, step: int, micro: int) -> list[Batch]:
+        first, *others = whole(self, step + 3 * (step >= 4), micro)
+        if step == 4 and self.streams:
+            # Streams whose document began in these batches restart.
+            begun = [
+                batch.begins for left_out in (4, 5, 6) for batch in whole(self, left_out, micro)
+            ]
+            starts = first.is_document_start.clone()
+            starts[:, 0] |= torch.stack(begun).any(0)
+            first = first._replace(is_document_start=starts)
+        return [first, *others]
+
     monkeypatch.setattr(Source, "segments", shifted)
     train(tiny(kind, tmp_path / "planned", **{**changes, "on_spike": "stop"}))
     names = ("model.safetensors", "checkpoint-00000010/carry-0.pt")
@@ -101,6 +117,58 @@ def test_a_run_that_rolled_back_resumes_exactly(
     crash(broken, 9, monkeypatch, resume=True)
     train(broken, resume=True)
     assert_same_run(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_rollback_with_float16_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of a spike are discarded with the record that the loss scaler has of them."""
+    scale_loss(monkeypatch, {6})
+    trainer = Trainer(tiny("passkey", tmp_path, **ROLLBACK), quiet=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    inner = trainer.optimizer.optimizer
+    trainer.optimizer = AcceleratedOptimizer(inner, device_placement=False, scaler=scaler)
+    trainer.accelerator.scaler = scaler
+    # As accelerate does where the precision is fp16, which it refuses on a CPU.
+    clip = trainer.accelerator.clip_grad_norm_
+
+    def unscale_and_clip(*arguments: Any) -> Any:
+        scaler.unscale_(inner)
+        return clip(*arguments)
+
+    monkeypatch.setattr(trainer.accelerator, "clip_grad_norm_", unscale_and_clip)
+    trainer.train()
+    assert (trainer.step, trainer.spikes.skipped_batches) == (10, 3)
+
+
+def packed_stream(tmp_path: Path, **changes: Any) -> Trainer:
+    """A run on two streams of documents of 5 to 40 tokens, in segments of 16 tokens."""
+    texts = ["abcdefghij"[: 5 + k % 6] * (1 + k % 4) for k in range(60)]
+    task = {"kind": "text", "corpus": text_corpus(tmp_path / "c", texts), "packing": True}
+    how = {"task": task, "length": {"max": 16}, "initial_state": {"kind": "carry"}}
+    return Trainer(tiny("passkey", tmp_path / "run", **how, **changes), quiet=True)
+
+
+@pytest.mark.parametrize("why", ["spike", "nonfinite"])
+def test_no_state_is_carried_into_another_document(
+    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream in which a document begins in batches that are left out continues from zero."""
+    factor, changes = (1e4, ROLLBACK) if why == "spike" else (math.inf, {"nonfinite": "skip"})
+    scale_loss(monkeypatch, {6}, factor)
+    trainer = packed_stream(tmp_path, save_steps=4, **changes)
+    begun: list[torch.Tensor] = []
+    before = trainer.starts.before
+
+    def recorded(batch: Batch, step: int, micro: int) -> Any:
+        state = before(batch, step, micro)
+        begun[step:] = [state.position]
+        return state
+
+    monkeypatch.setattr(trainer.starts, "before", recorded)
+    trainer.train()
+    left_out = range(4, 7) if why == "spike" else range(6, 7)
+    begins = trainer.source.begins(left_out, 0)
+    assert begins.any()
+    assert not begun[7][begins].any()
 
 
 def test_a_checkpoint_that_always_leads_to_a_spike_stops_the_run(

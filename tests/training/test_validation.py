@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -17,6 +18,7 @@ from longrnn.training import checkpoint
 from longrnn.training.trainer import Trainer
 from longrnn.training.validation import Best, Validation
 from tests.cli.conftest import CLI, cli  # noqa: F401
+from tests.tasks.corpora import text_corpus
 from tests.training.forks import pair
 from tests.training.runs import (
     TEXTS,
@@ -178,6 +180,42 @@ def test_two_processes_evaluate_like_one(environment: dict[str, str], tmp_path: 
         assert found == pytest.approx(wanted, rel=1e-5)
     content = checkpoint.read_training(last_checkpoint(tmp_path / "two"))["components"]
     assert content["validation"]["best"][0] == 4
+
+
+def test_positions_are_those_in_documents(tmp_path: Path) -> None:
+    """In packed rows, losses are averaged by the position in the document, which starts from zero:
+    documents of at most the training length say nothing about greater lengths."""
+    texts = [chr(97 + k) * 50 for k in range(20)]
+    data = {"corpus": text_corpus(tmp_path / "c", texts), "packing": True}
+    changes = {**VALIDATED, "validation": {"kind": "text", **data}, "max_steps": 2}
+    values = metrics(train(tiny("fitted_noise", tmp_path / "run", **changes)).output_dir)[0]
+    assert [name for name in values if "loss_to" in name] == ["eval_loss_to_64"]
+    assert values["eval_loss_to_64"] == values["eval_loss"]
+
+
+def test_a_transformer_is_not_validated_on_packed_rows(tmp_path: Path) -> None:
+    """The run is refused before it starts, and not at its first evaluation."""
+    data = {"corpus": text_corpus(tmp_path / "c", ["some words " * 5] * 9), "packing": True}
+    llama = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "vocab_size": 256}
+    llama |= {"num_hidden_layers": 1, "num_attention_heads": 1}
+    changes = {**VALIDATED, "validation": {"kind": "text", **data}, "transformer": llama}
+    changes |= {"initial_state": {"kind": "zero"}, "model": None}
+    with pytest.raises(UserError, match=r"set validation\.packing=false"):
+        Trainer(tiny("fitted_noise", tmp_path / "run", **changes), quiet=True)
+
+
+def test_splits_of_a_dataset_are_different_texts(tmp_path: Path) -> None:
+    """A dataset may be trained and validated on, with another split each."""
+    splits = [["some words to train on " * 9] * 4, ["other words " * 40]]
+    tables = [datasets.Dataset.from_dict({"text": texts}) for texts in splits]
+    names = ("train", "test")
+    datasets.DatasetDict(dict(zip(names, tables, strict=True))).save_to_disk(tmp_path / "saved")
+    data = {"kind": "text", "data": str(tmp_path / "saved")}
+    changes = {**VALIDATED, "task": data, "validation": {**data, "split": "test"}, "max_steps": 2}
+    train(tiny("fitted_noise", tmp_path / "run", **changes))
+    changes["validation"] = {**data, "split": "train"}
+    with pytest.raises(UserError, match="validation reads .*saved train, which the run trains on"):
+        train(tiny("fitted_noise", tmp_path / "same", **changes))
 
 
 PLAIN: dict[str, Any] = {"task": {"kind": "text", "files": TEXTS[:4]}, "length": {"max": 64}}

@@ -33,6 +33,7 @@ from longrnn.hf.auto.config import LongRNNConfig
 from longrnn.hf.auto.masks import padding, starts
 from longrnn.hf.tokenizer import TOKENIZER_FILES, byte_level
 from longrnn.mitigations import Mitigated, mitigation
+from longrnn.models.packing import Arrangement
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.ops.norm import rms_norm
 from longrnn.state import LMState
@@ -104,7 +105,8 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
         """The `longrnn` model that computes: `model`, under `config.mitigation` if there is one."""
         if self.config.mitigation is None:
             return self.model
-        if self._mitigated is None:
+        # A replica of DataParallel has the attributes of the model that it was copied from.
+        if self._mitigated is None or self._mitigated[0].model is not self.model:
             self._mitigated = (Mitigated(self.model, mitigation(self.config.mitigation)),)
         return self._mitigated[0]
 
@@ -185,13 +187,21 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
             loss=loss,
             logits=logits,  # type: ignore[arg-type]
             past_key_values=cache if use_cache else None,
-            hidden_states=self._hidden_states(seen, pending) if wanted else None,
+            hidden_states=self._hidden_states(seen, tokens, is_token, own) if wanted else None,
         )
         return output.to_tuple() if return_dict is False else output
 
-    def _hidden_states(self, seen: list[list[Tensor]], pending: int) -> tuple[Tensor, ...]:
-        """Outputs of the embedding and of each block; the last one is the input of the head."""
-        whole = [torch.cat(parts, 1)[:, pending:] for parts in seen]
+    def _hidden_states(
+        self, seen: list[list[Tensor]], tokens: Tensor, is_token: Tensor | None, own: int
+    ) -> tuple[Tensor, ...]:
+        """Outputs of the embedding and of each block at the last `own` tokens, 0 at padding.
+
+        The last one is the input of the head.
+        """
+        # The blocks have read rows whose tokens were moved to the left.
+        arranged = Arrangement(tokens, is_token, None)
+        first = arranged.first_kept(own)
+        whole = [arranged.restore(torch.cat(parts, 1)[:, first:], own) for parts in seen]
         if self.model.norm is not None:
             whole[-1] = rms_norm(whole[-1], self.model.norm.weight, self.model.config.norm_eps)
         return tuple(whole)

@@ -81,6 +81,14 @@ class InitialState(ABC):
     def after(self, state: LMState, micro: int) -> None:  # noqa: B027 (most remember nothing)
         """Receives the states after the last tokens of a micro-batch."""
 
+    def restart(self, rows: Tensor, micro: int) -> None:  # noqa: B027
+        """Makes streams continue from zero.
+
+        Args:
+            rows: `(b,)` bool, which ones.
+            micro: index of their micro-batch.
+        """
+
     def content(self) -> dict[str, Tensor]:
         """The remembered tensors, on the CPU; `restore` reads them back."""
         return {}

@@ -52,6 +52,11 @@ class Carry(Remembering):
     def _draw(self, zero: LMState, starts: Tensor, seeds: Sequence[int], micro: int) -> LMState:
         return reset(self.states.get(micro, zero), zero, starts)
 
+    def restart(self, rows: Tensor, micro: int) -> None:
+        if micro in self.states:
+            zero = self.context.init_state(len(rows))
+            self.states[micro] = reset(self.states[micro], zero, rows.to(zero.position.device))
+
 
 @INITIAL_STATES.register("pass")
 class Pass(Remembering):

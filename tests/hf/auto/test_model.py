@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from longrnn.state import LMState, leaves
 from tests.contracts.builders import (
     DEFINED,
     build_model,
+    mitigation_spec,
     position_spec,
     random_state,
     random_tokens,
@@ -178,6 +180,47 @@ def test_hidden_states_are_those_that_the_head_multiplies() -> None:
             model.get_output_embeddings()(output.hidden_states[-1]), output.logits
         )
         assert model(tokens).hidden_states is None
+
+
+@pytest.mark.parametrize("mixer", sorted(MIXERS))
+def test_padding_moves_no_hidden_state(mixer: str) -> None:
+    """Hidden states stand where their tokens do, wherever the padding is, and are 0 at padding."""
+    model, tokens = build_auto(mixer), random_tokens(2, 7)
+    mask = torch.tensor([[1, 1, 0, 1, 0, 1, 1], [0, 0, 0, 1, 1, 1, 0]])
+    found = model(tokens, attention_mask=mask, output_hidden_states=True).hidden_states
+    for row, is_token in enumerate(mask.bool()):
+        wanted = model(tokens[row, is_token][None], output_hidden_states=True).hidden_states
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one[row, is_token], other[0])
+            assert not one[row, ~is_token].any()
+
+
+@pytest.mark.parametrize("spec", [None, mitigation_spec("state_norm")], ids=["plain", "mitigated"])
+@pytest.mark.parametrize("mixer", sorted(MIXERS))
+def test_replicas_of_data_parallel_compute_with_their_own_weights(
+    mixer: str, spec: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica, which has attributes in place of parameters, has the loss and gradients of its
+    model; `transformers.Trainer` makes replicas where it finds several GPUs."""
+    model, tokens = build_auto(mixer, auto={"mitigation": spec}).train(), random_tokens(2, 7)
+    expected = model(tokens, labels=tokens).loss
+    expected.backward()
+    wanted = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+    model.zero_grad()
+
+    def copies(tensors: list[torch.Tensor], devices: Any, detach: bool = False) -> Any:
+        return [[tensor * 1.0 for tensor in tensors] for _ in devices]
+
+    replication = importlib.import_module("torch.nn.parallel.replicate")
+    monkeypatch.setattr(replication, "_broadcast_coalesced_reshape", copies)
+    _, replica = replication.replicate(model, [0, 1])
+    # Several GPUs would refuse weights of the first one.
+    assert getattr(replica.language_model, "model", replica.model) is replica.model
+    loss = replica(tokens, labels=tokens).loss
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.grad, wanted[name])
 
 
 def test_some_logits_can_be_kept() -> None:
