@@ -48,6 +48,7 @@ PROGRAMS = {
         ["--layers", "1", "--d-model", "64", "--tokens", "64", "--vocab", "64", "--lengths", "9"],
         "packed documents",
     ),
+    "peers_cpu": (["--quick"], "passkey-tiny, prefill of 1,024"),
     "prefill_cpu": (
         ["--layers", "1", "--d-model", "64", "--vocab", "64", "--tokens", "64", "--long", "256"],
         "cost per token",

@@ -20,7 +20,6 @@ from longrnn.ops.conv import causal_conv
 from longrnn.ops.linear import Linear
 from longrnn.ops.norm import gated_rms_norm
 from longrnn.ops.packed_rows import PackedRows
-from longrnn.ops.rows import all_finite
 from longrnn.ops.ssd import BACKENDS, ScanInputs, resolve
 from longrnn.state import PyTree
 
@@ -195,28 +194,27 @@ class Mamba2(ScanningMixer):
         """
         if projected.requires_grad or torch.is_autocast_enabled(projected.device.type):
             return None
-        dtype = state.ssm.dtype
-        given = (self.conv1d.bias, self.dt_bias, self.rates(), self.D, self.norm.weight)
         weights = kernels.Weights(
-            self.conv1d.weight[:, 0].t().to(dtype).contiguous(),
-            *(None if one is None else one.to(dtype).contiguous() for one in given),  # type: ignore[arg-type]
+            self.conv1d.weight,
+            self.conv1d.bias,
+            self.dt_bias,
+            self.A_log,
+            self.D,
+            self.norm.weight,
         )
-        wide, conv = projected.to(dtype), state.conv.to(dtype)
-        if not kernels.suits(wide, conv, state.ssm, *weights) or self.d_conv > kernels.MOST_TAPS:
+        if not kernels.cell_suits(projected, weights, state.conv, state.ssm):
             return None
         least, largest = (0.0, math.inf) if self.dt_limit is None else self.dt_limit
-        y, conv, ssm = kernels.cell(
-            wide,
+        found = kernels.cell(
+            projected,
             weights,
-            conv,
+            state.conv,
             state.ssm,
             groups=self.n_groups,
             norm_eps=self.norm_eps,
             dt_limit=(least, largest),
         )
-        if not all_finite(y):
-            return None
-        return y.to(projected.dtype), Mamba2State(conv.to(state.conv.dtype), ssm)
+        return None if found is None else (found[0], Mamba2State(*found[1:]))
 
     def _split(self, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The inner x `(b, t, h, p)`, B and C `(b, t, g, n)`."""

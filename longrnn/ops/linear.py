@@ -1,9 +1,11 @@
-"""Matrix products and linear layers; in float32 on an x86 CPU they are computed by oneDNN.
+"""Matrix products and linear layers, with a faster implementation on a CPU where there is one.
 
-torch computes float32 products on a CPU with MKL, which reaches half of oneDNN's speed on the AMD
-processors of `benchmarks/results/training_cpu.md`, because it does not use AVX-512 there. Both sum
-in float32. Other dtypes, devices and small products use torch's own operators, and so does
-autocast, which casts them.
+On an x86 CPU, float32 products are computed by oneDNN. torch computes them with MKL, which reaches
+half of oneDNN's speed on the AMD processors of `benchmarks/results/training_cpu.md`, because it
+does not use AVX-512 there. Both sum in float32. Without gradients, products of at most
+`native.FEW_ROWS` rows, as in decoding, are computed by a C++ kernel where it was compiled: it takes
+about half of torch's time (`benchmarks/results/peers_cpu.md`). Other dtypes, devices and small
+products use torch's own operators, and so does autocast, which casts them.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from longrnn.ops import native
 
 # Fewer rows than this are as fast with MKL; the gradient of the input would be slower.
 MIN_ROWS = 32
@@ -50,6 +54,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         weight: `(m, k)`.
         bias: `(m,)` or None.
     """
+    if native.few_rows_suits(x, weight, bias):
+        return native.few_rows(x, weight, bias)
     rows = x.flatten(0, -2) if x.ndim > 1 else x
     if x.ndim < 2 or not _suits(rows, weight):
         return F.linear(x, weight, bias)

@@ -7,7 +7,9 @@ best library for this machine is loaded on first use; `missing()` says why there
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,18 +56,19 @@ def missing() -> str | None:
 def suits(*tensors: Tensor | None) -> bool:
     """Whether the kernels take these tensors: one dtype that they know, on the CPU, no gradient."""
     given = [tensor for tensor in tensors if tensor is not None]
+    dtype = given[0].dtype
+    return dtype in KINDS and all(one.dtype == dtype for one in given) and _readable(given)
+
+
+def _readable(given: Sequence[Tensor]) -> bool:
+    """Whether the kernels may read the memory of tensors, and no gradient is needed."""
     tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
     return (
         not tracked
-        and given[0].dtype in KINDS
-        and all(
-            tensor.dtype == given[0].dtype
-            and tensor.device.type == "cpu"
-            and type(tensor) in (Tensor, Parameter)
-            for tensor in given
-        )
+        and all(one.device.type == "cpu" and type(one) in (Tensor, Parameter) for one in given)
         # Tensors that torch.func transforms have no memory to read.
         and maybe_current_level() is None
+        and not torch.compiler.is_compiling()
     )
 
 
@@ -111,13 +114,16 @@ def scan(
 
 
 class Weights(NamedTuple):
-    """The parameters of a Mamba-2 between its projections, all in one dtype and contiguous.
+    """The parameters of a Mamba-2 between its projections, as the model keeps them.
+
+    The kernel reads them in the dtype of the state or in bfloat16, so that nothing is prepared that
+    could become stale; other dtypes are cast in each call.
 
     Attributes:
-        conv_weight: `(k, c)`.
+        conv_weight: `(c, 1, k)`.
         conv_bias: `(c,)` or None.
         dt_bias: `(h,)`.
-        A: `(h,)`, below 0.
+        A_log: `(h,)`, A = −exp(A_log).
         D: `(h,)`.
         norm_weight: `(h p,)`.
     """
@@ -125,9 +131,15 @@ class Weights(NamedTuple):
     conv_weight: Tensor
     conv_bias: Tensor | None
     dt_bias: Tensor
-    A: Tensor
+    A_log: Tensor
     D: Tensor
     norm_weight: Tensor
+
+
+def cell_suits(projected: Tensor, weights: Weights, conv: Tensor, state: Tensor) -> bool:
+    """Whether `cell` takes these tensors."""
+    given = (projected, conv, *(weight for weight in weights if weight is not None))
+    return suits(state) and _readable(given) and weights.conv_weight.shape[-1] <= MOST_TAPS
 
 
 def cell(
@@ -139,7 +151,7 @@ def cell(
     groups: int,
     norm_eps: float,
     dt_limit: tuple[float, float],
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor] | None:
     """Everything between the two projections of a Mamba-2.
 
     Args:
@@ -152,30 +164,84 @@ def cell(
         dt_limit: least and largest dt.
 
     Returns:
-        y `(b, t, h p)`, and both states after the last token.
+        y `(b, t, h p)`, and both states after the last token, each in the dtype that it was given
+        in; None if y is not finite.
     """
     b, h, p, n = state.shape
     t = projected.shape[1]
-    projected, conv, state = projected.contiguous(), conv.contiguous(), state.contiguous()
-    y = projected.new_empty(b, t, h * p)
-    conv_after, state_after = torch.empty_like(conv), torch.empty_like(state)
+    state = state.contiguous()
+    given = [_mixed(one, state.dtype) for one in (projected, *weights, conv)]
+    y = torch.empty((b, t, h * p), dtype=projected.dtype)
+    after = [torch.empty(one.shape, dtype=one.dtype) for one in (conv, state)]
+    written = [_mixed(one, state.dtype) for one in (after[0], y)]
     kind, real = KINDS[state.dtype]
     arguments = _cell_type(real)(
-        b, t, h, p, groups, n, len(weights.conv_weight), groups,
-        projected.data_ptr(),
-        *(None if part is None else part.data_ptr() for part in weights),
+        b, t, h, p, groups, n, weights.conv_weight.shape[-1], groups,
         norm_eps, *dt_limit,
-        conv.data_ptr(), state.data_ptr(),
-        y.data_ptr(), conv_after.data_ptr(), state_after.data_ptr(),
+        state.data_ptr(), after[1].data_ptr(),
+        *chain.from_iterable(
+            (None, 0) if one is None else (one.data_ptr(), one.dtype == torch.bfloat16)
+            for one in (*given, *written)
+        ),
     )  # fmt: skip
-    _call(f"longrnn_cell_{kind}", arguments)
-    return y, conv_after, state_after
+    if not _call(f"longrnn_cell_{kind}", arguments):
+        return None
+    for mine, own in zip((after[0], y), written, strict=True):
+        if mine is not own:
+            mine.copy_(own)
+    return y, after[0], after[1]
 
 
-def _call(name: str, arguments: ctypes.Structure) -> None:
+def _mixed(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A tensor as the kernel of `cell` reads it: contiguous, in `dtype` or in bfloat16."""
+    if tensor is None:
+        return None
+    narrow = tensor.dtype == torch.bfloat16 and dtype == torch.float32
+    return (tensor if narrow or tensor.dtype == dtype else tensor.to(dtype)).contiguous()
+
+
+# At most so many rows: the kernel of `few_rows` reads each weight once for all of them.
+FEW_ROWS = 4
+FEW_WEIGHTS = 2**13  # Below it the call takes longer than torch's product.
+FEW_KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}  # as in kernels.cpp
+
+
+def few_rows_suits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether `few_rows` takes these tensors, and is the right choice for them."""
+    return (
+        weight.dtype in FEW_KINDS
+        and x.dtype == weight.dtype
+        and x.shape[-1] == weight.shape[1]
+        and 0 < x.numel() <= FEW_ROWS * weight.shape[1]
+        and weight.numel() >= FEW_WEIGHTS
+        and weight.is_contiguous()
+        and _readable((x, weight) if bias is None else (x, weight, bias))
+        and not torch.is_autocast_enabled("cpu")
+        and available()
+    )
+
+
+def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x weightᵀ + bias for at most FEW_ROWS rows, summed in float32.
+
+    Args:
+        x: `(…, k)`.
+        weight: `(m, k)`.
+        bias: `(m,)` or None.
+    """
+    m, k = weight.shape
+    wide = x.to(torch.float32).contiguous()
+    y = wide.new_empty(*x.shape[:-1], m)
+    kind = FEW_KINDS[weight.dtype]
+    arguments = (x.numel() // k, m, k, kind, weight.data_ptr(), wide.data_ptr(), y.data_ptr())
+    _call("longrnn_few", _Few(*arguments))
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
+def _call(name: str, arguments: ctypes.Structure) -> int:
     kernels = library()
     assert kernels is not None, missing()
-    getattr(kernels, name)(ctypes.byref(arguments))
+    return getattr(kernels, name)(ctypes.byref(arguments))
 
 
 class _Scan(ctypes.Structure):
@@ -189,14 +255,21 @@ class _Scan(ctypes.Structure):
     ]  # fmt: skip
 
 
+class _Few(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_long) for name in ("rows", "m", "k", "kind")),
+        *((name, ctypes.c_void_p) for name in ("weight", "x", "y")),
+    ]
+
+
 @cache
 def _cell_type(real: Any) -> type[ctypes.Structure]:
-    names = ("projected", "conv_weight", "conv_bias", "dt_bias", "A", "D", "norm_weight")
-    after = ("conv", "state", "y", "conv_after", "state_after")
+    mixed = ("projected", *Weights._fields, "conv", "conv_after", "y")
     fields = [
         *((name, ctypes.c_long) for name in (*"bthpgnk", "norm_groups")),
-        *((name, ctypes.c_void_p) for name in names),
         *((name, real) for name in ("norm_eps", "dt_least", "dt_largest")),
-        *((name, ctypes.c_void_p) for name in after),
+        *((name, ctypes.c_void_p) for name in ("state", "state_after")),
     ]
+    for name in mixed:
+        fields += [(name, ctypes.c_void_p), (f"{name}_is_bfloat16", ctypes.c_long)]
     return type("_Cell", (ctypes.Structure,), {"_fields_": fields})

@@ -333,13 +333,71 @@ template <class T> void scan(const Scan<T> &s) {
 
 // ---- convolution and norm -----------------------------------------------------------------------
 
+// A tensor in the dtype of the state, or in bfloat16.
+struct Mixed {
+  void *data;
+  long is_bfloat16;
+};
+
+inline void widen(const uint16_t *from, long n, float *to) {
+  for (long i = 0; i < n; i++) {
+    const uint32_t bits = uint32_t(from[i]) << 16;
+    std::memcpy(to + i, &bits, sizeof bits);
+  }
+}
+inline void narrow(const float *from, long n, uint16_t *to) {  // rounds to nearest, ties to even
+  for (long i = 0; i < n; i++) {
+    uint32_t bits;
+    std::memcpy(&bits, from + i, sizeof bits);
+    to[i] = uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  }
+}
+// Only float states meet bfloat16.
+inline void widen(const uint16_t *, long, double *) { std::abort(); }
+inline void narrow(const double *, long, uint16_t *) { std::abort(); }
+
+template <class T> struct Wide {  // reads a Mixed tensor
+  Buffer<T> copy;
+  const T *data;
+  Wide(const Mixed &of, long n) : copy(of.is_bfloat16 ? n : 0), data(static_cast<const T *>(of.data)) {
+    if (!of.is_bfloat16) return;
+    widen(static_cast<const uint16_t *>(of.data), n, copy.data);
+    data = copy.data;
+  }
+  operator const T *() const { return data; }
+};
+
+template <class T> struct Narrowed {  // writes a Mixed tensor when it is destroyed
+  const Mixed &to;
+  long n;
+  Buffer<T> copy;
+  Narrowed(const Mixed &to, long n) : to(to), n(n), copy(to.is_bfloat16 ? n : 0) {}
+  ~Narrowed() {
+    if (to.is_bfloat16) narrow(copy.data, n, static_cast<uint16_t *>(to.data));
+  }
+  operator T *() { return to.is_bfloat16 ? copy.data : static_cast<T *>(to.data); }
+};
+
+template <class T> struct Given {  // the arguments of a cell
+  long b, t, h, p, g, n, k, norm_groups;
+  T norm_eps, dt_least, dt_largest;
+  const T *state;                   // (b, h, p, n)
+  T *state_after;
+  Mixed projected;                  // (b, t, z | x B C | dt)
+  Mixed conv_weight, conv_bias;     // (c, k), (c,) or null
+  Mixed dt_bias, A_log, D;          // (h,)
+  Mixed norm_weight;                // (h p,)
+  Mixed conv, conv_after;           // (b, k - 1, c)
+  Mixed y;                          // (b, t, h p)
+};
+
 template <class T> struct Cell {
   long b, t, h, p, g, n, k, norm_groups;
+  T norm_eps, dt_least, dt_largest;
   const T *projected;               // (b, t, z | x B C | dt)
   const T *conv_weight, *conv_bias; // (k, c), (c,) or null
   const T *dt_bias, *A, *D;         // (h,)
   const T *norm_weight;             // (h p,)
-  T norm_eps, dt_least, dt_largest;
   const T *conv, *state;            // (b, k - 1, c), (b, h, p, n)
   T *y, *conv_after, *state_after;  // (b, t, h p), …
 };
@@ -410,7 +468,7 @@ template <class T> void gate(const Cell<T> &s, long c, long width, const T *mixe
   }
 }
 
-template <class T> void cell(const Cell<T> &s) {
+template <class T> void cell_between(const Cell<T> &s) {
   const long d = s.h * s.p, c = d + 2 * s.g * s.n, width = d + c + s.h, tokens = s.b * s.t;
   const int threads = threads_for(double(tokens) * d * 32);
   Buffer<T> mixed(tokens * c), dt(tokens * s.h), log_decay(tokens * s.h);
@@ -428,11 +486,149 @@ template <class T> void cell(const Cell<T> &s) {
   gate<T>(s, c, width, mixed, threads);
 }
 
+template <class T> bool all_finite(const T *from, long n) {  // 0 times what is not finite is NaN
+  constexpr int W = Lane<T>::W;
+  Vec<T> sums{};
+  T sum = 0;
+  long i = 0;
+  for (; i + W <= n; i += W) sums += load<T>(from + i) * T(0);
+  for (; i < n; i++) sum += from[i] * T(0);
+  for (int k = 0; k < W; k++) sum += sums[k];
+  return sum == T(0);
+}
+
+// Returns whether every entry of y is finite.
+template <class T> int cell(const Given<T> &s) {
+  const long d = s.h * s.p, c = d + 2 * s.g * s.n, tokens = s.b * s.t, kept = s.b * (s.k - 1) * c;
+  const Wide<T> projected(s.projected, tokens * (d + c + s.h)), conv(s.conv, kept);
+  const Wide<T> weight(s.conv_weight, c * s.k), conv_bias(s.conv_bias, c), norm_weight(s.norm_weight, d);
+  const Wide<T> dt_bias(s.dt_bias, s.h), A_log(s.A_log, s.h), D(s.D, s.h);
+  Narrowed<T> y(s.y, tokens * d), conv_after(s.conv_after, kept);
+  Buffer<T> taps(s.k * c), A(s.h);
+  for (long i = 0; i < c; i++)
+    for (long tap = 0; tap < s.k; tap++) taps[tap * c + i] = weight[i * s.k + tap];
+  for (long head = 0; head < s.h; head++) A[head] = -std::exp(A_log[head]);
+  cell_between<T>({s.b, s.t, s.h, s.p, s.g, s.n, s.k, s.norm_groups, s.norm_eps, s.dt_least, s.dt_largest, projected,
+                   taps, conv_bias, dt_bias, A, D, norm_weight, conv, s.state, y, conv_after, s.state_after});
+  return all_finite<T>(y, tokens * d);
+}
+
+// ---- products of few rows -----------------------------------------------------------------------
+
+enum Kind : long { FLOAT16, BFLOAT16, FLOAT32 };
+
+// y (rows, m) = x (rows, k) weightᵀ, for a weight (m, k), which is read once.
+struct Few {
+  long rows, m, k;
+  Kind kind;
+  const void *weight;
+  const float *x;
+  float *y;
+};
+
+typedef uint32_t Words __attribute__((vector_size(BYTES), aligned(2), may_alias));
+
+// Numbers of 16 bits, in the low half of each word, as float.
+template <Kind K> inline Vec<float> widened(Words half) {
+  Words bits = K == BFLOAT16 ? half << 16 : (half & 0x7fff) << 13;
+  Vec<float> value;
+  std::memcpy(&value, &bits, sizeof value);
+  if (K == BFLOAT16) return value;
+  // float16: exponent and mantissa were moved. The exponent is corrected by a product, which also suits
+  // denormal numbers, and that of infinity and NaN is set.
+  value *= 0x1p112f;
+  std::memcpy(&bits, &value, sizeof bits);
+  bits |= (half & 0x8000) << 16;
+  bits |= (half & 0x7c00) == 0x7c00 ? Words{} + 0x7f800000 : Words{};
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+template <Kind K> inline Vec<float> even(Words pairs) {
+  return widened<K>(K == BFLOAT16 ? pairs : pairs & 0xffff);
+}
+template <Kind K> inline Vec<float> odd(Words pairs) {
+  if (K == FLOAT16) return widened<K>(pairs >> 16);
+  const Words bits = pairs & 0xffff0000;
+  Vec<float> value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline float total(Vec<float> v) {
+  constexpr int W = Lane<float>::W;
+  for (int w = W / 2; w; w /= 2)
+    for (int i = 0; i < w; i++) v[i] += v[i + w];
+  return v[0];
+}
+
+// The weights of one step: as many as fit two vectors of float32.
+template <Kind K> inline void two_vectors(const void *weight, long at, Vec<float> &first, Vec<float> &second) {
+  if constexpr (K == FLOAT32) {
+    const float *from = static_cast<const float *>(weight) + at;
+    first = load<float>(from), second = load<float>(from + Lane<float>::W);
+  } else {  // two neighbours are read as one word, whose halves are split by masks
+    const Words pairs = *reinterpret_cast<const Words *>(static_cast<const uint16_t *>(weight) + at);
+    first = even<K>(pairs), second = odd<K>(pairs);
+  }
+}
+template <Kind K> inline float one_weight(const void *weight, long at) {
+  if constexpr (K == FLOAT32) return static_cast<const float *>(weight)[at];
+  else return widened<K>(Words{static_cast<const uint16_t *>(weight)[at]})[0];
+}
+
+// One row of the weight times R rows of x, which is in the order of `two_vectors`. Several rows at once
+// would save reads of x, and take up to twice as long: processors prefetch one stream best.
+template <Kind K, int R> inline void one_output(const Few &s, const float *x, long row) {
+  constexpr int W = Lane<float>::W;
+  const long begin = row * s.k;
+  Vec<float> sums[R] = {};
+  long j = 0;
+  for (; j + 2 * W <= s.k; j += 2 * W) {
+    Vec<float> first, second;
+    two_vectors<K>(s.weight, begin + j, first, second);
+    for (int r = 0; r < R; r++) {
+      sums[r] += first * load<float>(x + r * s.k + j);
+      sums[r] += second * load<float>(x + r * s.k + j + W);
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    float sum = total(sums[r]);
+    for (long at = j; at < s.k; at++) sum += one_weight<K>(s.weight, begin + at) * s.x[r * s.k + at];
+    s.y[r * s.m + row] = sum;
+  }
+}
+
+template <Kind K, int R> void few_rows(const Few &s) {
+  constexpr int W = Lane<float>::W;
+  Buffer<float> ordered(K == FLOAT32 ? 0 : R * s.k);
+  for (long at = 0; K != FLOAT32 && at < R * s.k; at += s.k)
+    for (long j = at; j + 2 * W <= at + s.k; j += 2 * W)
+      for (int i = 0; i < W; i++) {
+        ordered[j + i] = s.x[j + 2 * i];
+        ordered[j + W + i] = s.x[j + 2 * i + 1];
+      }
+  const float *x = K == FLOAT32 ? s.x : ordered;
+#pragma omp parallel for schedule(static) num_threads(threads_for(double(s.m) * s.k))
+  for (long row = 0; row < s.m; row++) one_output<K, R>(s, x, row);
+}
+
+template <Kind K> void few(const Few &s) {
+  switch (s.rows) {
+    case 1: return few_rows<K, 1>(s);
+    case 2: return few_rows<K, 2>(s);
+    case 3: return few_rows<K, 3>(s);
+    default: return few_rows<K, 4>(s);
+  }
+}
+
 }  // namespace
 
 extern "C" {
 void longrnn_scan_f32(const Scan<float> *s) { scan<float>(*s); }
 void longrnn_scan_f64(const Scan<double> *s) { scan<double>(*s); }
-void longrnn_cell_f32(const Cell<float> *s) { cell<float>(*s); }
-void longrnn_cell_f64(const Cell<double> *s) { cell<double>(*s); }
+int longrnn_cell_f32(const Given<float> *s) { return cell<float>(*s); }
+int longrnn_cell_f64(const Given<double> *s) { return cell<double>(*s); }
+void longrnn_few(const Few *s) {
+  s->kind == FLOAT32 ? few<FLOAT32>(*s) : s->kind == BFLOAT16 ? few<BFLOAT16>(*s) : few<FLOAT16>(*s);
+}
 }
