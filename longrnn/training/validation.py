@@ -24,6 +24,7 @@ from longrnn.errors import UserError
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.tasks import Batch, SequenceTask, Task
 from longrnn.tasks.base import UNSCORED
+from longrnn.tasks.held_out import HELD_OUT, TRAINING
 from longrnn.training.components import Component
 from longrnn.training.config import TrainConfig
 from longrnn.training.objective import Objective, packing_of
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 # Tokens of a row that are read at a time.
 PIECE = 4096
+# Options of tasks by which documents are laid out in rows.
+LAYOUT = ("packing", "max_segments", "truncate")
 # By default, validation rows are this many times as long as the longest training row.
 BEYOND = 16
 
@@ -258,6 +261,8 @@ def _length(config: TrainConfig, model: Trained) -> int:
 
 def _refuse_overlap(config: TrainConfig, training: Task, validation: Task) -> None:
     """Refuses text that the run trains on."""
+    if _divided(config.task, config.validation):
+        return
     same = training.data_sha256() and training.data_sha256() == validation.data_sha256()
     names = [_named(spec) for spec in (config.task, config.validation)]
     common = sorted(names[0] & names[1])
@@ -266,6 +271,18 @@ def _refuse_overlap(config: TrainConfig, training: Task, validation: Task) -> No
         raise UserError(
             f"validation reads {what}, which the run trains on: give it text of its own"
         )
+
+
+def _divided(task: Mapping[str, Any], validation: Mapping[str, Any]) -> bool:
+    """Whether the two read the two parts of the same data."""
+    specs = [
+        {key: value for key, value in spec.items() if key not in ("part", *LAYOUT)}
+        for spec in (task, validation)
+    ]
+    return specs[0] == specs[1] and (task.get("part"), validation.get("part")) == (
+        TRAINING,
+        HELD_OUT,
+    )
 
 
 def _named(spec: Mapping[str, Any]) -> set[str]:
