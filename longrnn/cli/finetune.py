@@ -89,7 +89,7 @@ def finetune(
     from longrnn.training.finetuning import finetuning
 
     if not data:
-        raise UserError("there is no text to train on: give a file, folder or dataset as --data")
+        raise UserError("nothing to train on is given: add --data with a file, folder or dataset")
     longest = None if evaluate_to is None else parse_length(evaluate_to)
     settings = finetuning(
         checkpoint,
@@ -146,6 +146,6 @@ def _evaluate(trainer: Trainer, longest: int | None, quiet: bool) -> None:
     device = pick_device("auto")
     models = [
         open_checkpoint(config.init_from, name="before", device=device),
-        open_checkpoint(after, name=f"step {step}", device=device),
+        open_checkpoint(after, name=f"step-{step}", device=device),
     ]
     compare_and_report(models, [suite], folder, quiet=quiet)

@@ -35,6 +35,18 @@ SETTINGS: dict[str, Any] = {
     "load_best_model_at_end": True,
     "logging_steps": 10,
 }
+# Overrides that contradict an argument or option of the command, and which one.
+CONTRADICTING = {
+    "task": "--data",
+    "task.part": "--data",
+    "task.data": "--data",
+    "init_from": "CHECKPOINT",
+    "initial_state": "--initial-state",
+    "initial_state.kind": "--initial-state",
+    "length": "--length",
+    "length.max": "--length",
+    "output_dir": "--output",
+}
 # With a carried state: segments through which the gradient of a step flows.
 SEGMENTS = 4
 
@@ -63,6 +75,13 @@ def finetuning(
     Raises:
         UserError: an invalid value.
     """
+    keys = [override.partition("=")[0] for override in overrides]
+    for key in keys:
+        if key in CONTRADICTING:
+            raise UserError(
+                f"{key} is set by {CONTRADICTING[key]}: give its value there, or use `longrnn "
+                "train` with a configuration"
+            )
     on_gpu = torch.cuda.is_available()
     steps = _steps(overrides)
     often = min(SETTINGS["eval_steps"], max(1, steps // 5))
@@ -81,6 +100,8 @@ def finetuning(
         "mixed_precision": "bf16" if on_gpu else "no",
         "gradient_checkpointing": "block" if on_gpu else "no",
     }
+    if {"lr_scheduler_type", "min_lr"} & set(keys):
+        del values["min_lr_rate"]  # which applies to the default schedule alone
     if uses_streams(values["initial_state"]):
         values["segments_per_step"] = SEGMENTS
     held_out = _held_out(task, validation, overrides)
@@ -100,12 +121,6 @@ def _held_out(
     task: dict[str, Any], validation: Sequence[str], overrides: Sequence[str]
 ) -> dict[str, Any] | None:
     """Returns the validation data of a run, and leaves it out of `task`; None if it is given."""
-    for one in overrides:
-        if one.startswith(("task=", "task.part=", "task.data=")):
-            raise UserError(
-                f"{one} contradicts --data, which says what is trained on: leave it out, or use "
-                "`longrnn train` with a configuration"
-            )
     if any(one.startswith(("validation=", "validation.")) for one in overrides):
         return None
     if validation:
