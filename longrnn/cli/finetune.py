@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from longrnn.cli.options import Checkpoint, Quiet, pick_device
+from longrnn.cli.options import Checkpoint, Quiet, lock_output, pick_device
 from longrnn.cli.train import terminable
 from longrnn.units import parse_length
 
@@ -130,7 +130,7 @@ def _evaluate(trainer: Trainer, longest: int | None, quiet: bool) -> None:
     from longrnn.comparison.before_after import write_suite
     from longrnn.hf.opened import open_checkpoint
 
-    config, folder = trainer.config, trainer.output_dir / EVALUATION
+    config, folder = trainer.config, lock_output(trainer.output_dir / EVALUATION)
     assert trainer.validation is not None
     assert config.init_from is not None
     suite = write_suite(

@@ -11,6 +11,7 @@ Notable choices:
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from longrnn.training.components import Component
 from longrnn.training.config import TrainConfig
 from longrnn.training.objective import Objective, packing_of
 from longrnn.training.seeds import mix
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from longrnn.training.models import Trained
@@ -85,8 +88,8 @@ class Validation(Component):
         self.task = task
         _refuse_overlap(config, training_task, self.task)
         self.length = _length(config, model)
+        self.rows = self._draw_longest()
         self.piece = PIECE if isinstance(model, RecurrentLM) else self.length
-        self.rows = self._draw()
         trained = min(config.length.max, self.length)
         doubled = (trained * 2**k for k in range(self.length.bit_length()))
         self.edges = [0, *(edge for edge in doubled if edge < self.rows.tokens.shape[1])]
@@ -152,6 +155,24 @@ class Validation(Component):
         best = content.get("best")
         self.best = None if best is None else Best(*best)
         self.stale = content.get("stale", 0)
+
+    def _draw_longest(self) -> Batch:
+        """The rows; by default they are shorter where the held-out data has too few tokens."""
+        wanted = self.length
+        while True:
+            try:
+                rows = self._draw()
+                break
+            except UserError:
+                if self.config.eval_length is not None or self.length // 2 < self.config.length.max:
+                    raise
+                self.length //= 2
+        if self.length < wanted and self.rank == 0:
+            logger.warning(
+                f"the validation data has no row of {wanted:,} tokens: the loss is measured on "
+                f"rows of {self.length:,}"
+            )
+        return rows
 
     def _draw(self) -> Batch:
         """The rows of all processes."""
