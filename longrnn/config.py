@@ -17,6 +17,8 @@ from longrnn.ranges import choices_of, meaning_of_true
 from longrnn.text import read_mapping, read_regular
 
 C = TypeVar("C")
+# The value of a key that the user must give.
+OPEN = "???"
 
 # Where a run records its configuration, and what its commands read there.
 RECORDED = "train.yaml"
@@ -82,6 +84,7 @@ def build_config(
         dotted: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
         _check_keys(kind, values, source)
         _check_keys(kind, dotted, "override")
+        _refuse_open(values, dotted, source)
         merged = OmegaConf.structured(kind)
         for given in (_words(kind, values, source), _words(kind, dotted, "override")):
             for key in _emptied(kind, given):
@@ -104,6 +107,14 @@ def build_config(
     except YAMLError as error:
         reason = " ".join(str(error).split())
         raise UserError(f"an override is not YAML ({reason}): write its value in quotes") from error
+
+
+def _refuse_open(values: dict[str, Any], dotted: dict[str, Any], source: str) -> None:
+    """Refuses a key whose value is `???` unless an override gives it one."""
+    given = flat(dotted)
+    for key, value in flat(values).items():
+        if value == OPEN and not any(key == one or key.startswith(f"{one}.") for one in given):
+            raise UserError(f"{source} leaves {key} open, as {OPEN}: give it a value, {key}=VALUE")
 
 
 def dump_config(config: Any) -> str:

@@ -160,6 +160,11 @@ class Corpus:
         first = self._first(document)
         return torch.from_numpy(self._scored.read(first + start, first + stop) == 1)
 
+    @property
+    def scored_tokens(self) -> int:
+        """Tokens of answers; 0 for texts without prompts and answers."""
+        return self.header.scored_tokens or 0
+
     def _first(self, document: int) -> int:
         """The index of the first token of a document in the corpus."""
         return int(self._ends[document - 1]) if document else 0

@@ -17,6 +17,7 @@ from longrnn.cli import (
     diagnose,
     doctor,
     evaluate,
+    finetune,
     generate,
     info,
     launch,
@@ -37,6 +38,7 @@ app = typer.Typer(
 )
 app.add_typer(data.app, name="data")
 app.command("train")(train.train)
+app.command("finetune")(finetune.finetune)
 app.command("launch", context_settings=launch.SETTINGS)(launch.launch)
 app.command("sweep")(sweep.sweep)
 app.command("replay")(replay.replay)
@@ -70,7 +72,7 @@ def run() -> NoReturn:
 def _again() -> str:
     """The command that continues this one after an interruption."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--resume"]
-    if arguments[:1] == ["train"]:
+    if arguments[:1] in (["train"], ["finetune"]):
         arguments.append("--resume")
     # The options of `accelerate launch` itself are not visible from inside the process.
     start = "accelerate launch … -m longrnn.cli" if "WORLD_SIZE" in os.environ else "longrnn"

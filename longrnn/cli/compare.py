@@ -22,6 +22,7 @@ from longrnn.units import format_length
 
 if TYPE_CHECKING:
     from longrnn.comparison.compare import Table
+    from longrnn.comparison.suites import Suite
     from longrnn.hf.opened import OpenCheckpoint
 
 # A longer text in a cell is broken into lines of this many characters.
@@ -66,9 +67,7 @@ def compare(
 
     Example: longrnn compare passkey-tiny 'passkey-tiny-short+forget_more' --suite quick
     """
-    from longrnn.comparison import compare as measure
     from longrnn.comparison.suites import read_suite
-    from longrnn.diagnostics.comparison import write_report
     from longrnn.hf.opened import open_checkpoint
 
     start()
@@ -89,6 +88,21 @@ def compare(
     )
     options = {"suite": "+".join(one.name for one in suites)}
     folder = lock_output(output or results_folder("compare", variants, options=options))
+    compare_and_report(models, suites, folder, trust_task_code=trust_task_code, quiet=quiet)
+
+
+def compare_and_report(
+    models: Sequence[OpenCheckpoint],
+    suites: Sequence[Suite],
+    folder: Path,
+    *,
+    trust_task_code: bool = False,
+    quiet: bool = False,
+) -> None:
+    """Compares models, prints the tables, and writes the report; resumes what is in the folder."""
+    from longrnn.comparison import compare as measure
+    from longrnn.diagnostics.comparison import write_report
+
     cells = measure.compare(
         models, suites, output=folder, trust_task_code=trust_task_code, quiet=quiet
     )

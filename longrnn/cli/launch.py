@@ -6,6 +6,8 @@ import typer
 
 from longrnn.errors import UserError
 
+# The commands that several processes run together.
+COMMANDS = ("train", "finetune")
 # Pass everything on, also `--help` behind the command.
 SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -21,10 +23,11 @@ def launch(context: typer.Context) -> None:
     from longrnn.training.launch import launch as start
 
     arguments = context.args
-    if "train" not in arguments:
+    places = [arguments.index(name) for name in COMMANDS if name in arguments]
+    if not places:
         raise UserError(
-            "launch takes the options of accelerate and then the command train: write `longrnn "
-            "launch --config_file FILE train CONFIG`"
+            "launch takes the options of accelerate and then the command train or finetune: write "
+            "`longrnn launch --config_file FILE train CONFIG`"
         )
-    first = arguments.index("train")
+    first = min(places)
     raise typer.Exit(start(arguments[:first], arguments[first:]))

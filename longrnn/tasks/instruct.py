@@ -12,6 +12,7 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.tasks.base import TASKS, Batch, Task
 from longrnn.tasks.documents import packed
+from longrnn.tasks.held_out import part_of
 from longrnn.tasks.packed_streams import PackedStreams, Piece, WholeDocuments
 from longrnn.tasks.text import open_corpus
 from longrnn.text import ByteTokenizer, Tokenizer
@@ -41,6 +42,8 @@ class Instruct(Task):
         data: tables or datasets whose rows have `prompt` and `completion`, or `messages`
             (`longrnn.training.instructions`), or a corpus of them.
         corpus: a folder that `longrnn data build --instruct` wrote.
+        part: `all` documents; or `training` and `held_out`, which divide them
+            (`longrnn.tasks.held_out`).
         packing: whether documents share rows; otherwise each has one of its own.
         truncate: whether documents longer than a row lose their ends; otherwise they are refused.
         split: of datasets: the split to train on.
@@ -60,6 +63,7 @@ class Instruct(Task):
         *,
         data: Any = None,
         corpus: str | None = None,
+        part: str = "all",
         packing: bool = True,
         truncate: bool = False,
         split: str = "train",
@@ -75,8 +79,10 @@ class Instruct(Task):
             )
         tokenizer = tokenizer or ByteTokenizer()
         self.vocab_size, self.packing, self.truncate = tokenizer.vocab_size, packing, truncate
-        self.documents = open_corpus(corpus, data, tokenizer)
-        self.documents.read_scored(0, 0, 1)  # refuses a corpus without answers
+        whole = open_corpus(corpus, data, tokenizer)
+        whole.read_scored(0, 0, 1)  # refuses a corpus without answers
+        self.documents = part_of(whole, part)
+        self._scored_tokens = int(self.documents.scored_tokens)
         self._whole: dict[tuple[int, int, int], WholeDocuments] = {}
         self._streams: dict[tuple[int, int, int], PackedStreams] = {}
         self._cut: tuple[int, np.ndarray, int] | None = None
@@ -101,7 +107,7 @@ class Instruct(Task):
     ) -> Batch:
         layout = self._laid_out(n_streams, length, seed)
         pieces = [layout.pieces(stream, step) for stream in streams]
-        scored = self.documents.header.scored_tokens or 1
+        scored = self._scored_tokens or 1
         return self._batch(pieces, length, scored * length / sum(layout.epochs))
 
     def whole_layout(self, n_streams: int, *, length: int, seed: int) -> str:
@@ -161,7 +167,7 @@ class Instruct(Task):
                     "segments with initial_state={kind: carry}, or cut them with "
                     "task.truncate=true"
                 )
-            sizes, scored = np.minimum(sizes, length), self.documents.header.scored_tokens or 0
+            sizes, scored = np.minimum(sizes, length), self._scored_tokens
             for which in long.tolist():
                 whole = self.documents.read_scored(which, 0, int(self.documents.lengths[which]))
                 kept = int(whole[1 : length + 1].sum())

@@ -15,6 +15,7 @@ from longrnn.corpus import HEADER, Corpus
 from longrnn.errors import UserError
 from longrnn.tasks.base import TASKS, Batch, Task, row_starts
 from longrnn.tasks.documents import Documents, Rows, Texts, packed
+from longrnn.tasks.held_out import part_of
 from longrnn.tasks.packed_streams import PackedStreams
 from longrnn.tasks.streams import Streams
 from longrnn.text import ByteTokenizer, Tokenizer
@@ -44,6 +45,8 @@ class Text(Task):
         files: UTF-8 text files to train on, one document each, tokenized in memory when training
             starts. A folder stands for the text files in it.
         corpus: a folder that `longrnn data build` wrote.
+        part: `all` documents; or `training` and `held_out`, which divide them
+            (`longrnn.tasks.held_out`).
         packing: whether documents share rows; by default they do with `data` only.
         max_segments: the largest number of segments of a document; longer ones are cut. No limit
             by default.
@@ -65,6 +68,7 @@ class Text(Task):
         data: Any = None,
         files: list[str] | None = None,
         corpus: str | None = None,
+        part: str = "all",
         packing: bool | None = None,
         max_segments: int | None = None,
         text_column: str = "text",
@@ -88,11 +92,8 @@ class Text(Task):
         tokenizer = tokenizer or ByteTokenizer()
         self.vocab_size, self.max_segments = tokenizer.vocab_size, max_segments
         self.packing = data is not None if packing is None else packing
-        self.documents: Documents
-        if files:
-            self.documents = Texts(files, tokenizer)
-        else:
-            self.documents = open_corpus(corpus, data, tokenizer)
+        whole = Texts(files, tokenizer) if files else open_corpus(corpus, data, tokenizer)
+        self.documents: Documents = part_of(whole, part)
         self._rows: Rows | None = None  # of packed rows, made when the first one is drawn
         self._starts: tuple[int, NDArray[np.int64], NDArray[np.int64]] | None = None
         self._streams: dict[tuple[int, int, int], Streams | PackedStreams] = {}

@@ -13,6 +13,7 @@ Notable choices:
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,17 +28,22 @@ from longrnn.errors import UserError
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.tasks import Batch, SequenceTask, Task
 from longrnn.tasks.base import UNSCORED
+from longrnn.tasks.held_out import HELD_OUT, TRAINING
 from longrnn.training.components import Component
 from longrnn.training.config import TrainConfig
 from longrnn.training.objective import Objective, packing_of
 from longrnn.training.origins import Selection
 from longrnn.training.seeds import mix
 
+logger = logging.getLogger(__name__)
+
 if TYPE_CHECKING:
     from longrnn.training.models import Trained
 
 # Tokens of a row that are read at a time.
 PIECE = 4096
+# Options of tasks by which documents are laid out in rows.
+LAYOUT = ("packing", "max_segments", "truncate")
 # By default, validation rows are this many times as long as the longest training row.
 BEYOND = 16
 
@@ -86,8 +92,8 @@ class Validation(Component):
         self.task = task
         _refuse_overlap(config, training_task, self.task)
         self.length = _length(config, model)
+        self.rows = self._draw_longest()
         self.piece = PIECE if isinstance(model, RecurrentLM) else self.length
-        self.rows = self._draw()
         if not isinstance(model, RecurrentLM) and self.rows.inner_starts() is not None:
             raise UserError(
                 "a transformer attends to all documents of a row, which share no state here: set "
@@ -161,6 +167,24 @@ class Validation(Component):
         best = content.get("best")
         self.best = None if best is None else Best(*best)
         self.stale = content.get("stale", 0)
+
+    def _draw_longest(self) -> Batch:
+        """The rows; by default they are shorter where the held-out data has too few tokens."""
+        wanted = self.length
+        while True:
+            try:
+                rows = self._draw()
+                break
+            except UserError:
+                if self.config.eval_length is not None or self.length // 2 < self.config.length.max:
+                    raise
+                self.length //= 2
+        if self.length < wanted and self.rank == 0:
+            logger.warning(
+                f"the validation data has no row of {wanted:,} tokens: the loss is measured on "
+                f"rows of {self.length:,}"
+            )
+        return rows
 
     def _draw(self) -> Batch:
         """The rows of all processes."""
@@ -272,6 +296,8 @@ def _length(config: TrainConfig, model: Trained) -> int:
 
 def _refuse_overlap(config: TrainConfig, training: Task, validation: Task) -> None:
     """Refuses text that the run trains on."""
+    if _divided(config.task, config.validation):
+        return
     same = training.data_sha256() and training.data_sha256() == validation.data_sha256()
     names = [_named(spec) for spec in (config.task, config.validation)]
     common = sorted(names[0] & names[1])
@@ -280,6 +306,18 @@ def _refuse_overlap(config: TrainConfig, training: Task, validation: Task) -> No
         raise UserError(
             f"validation reads {what}, which the run trains on: give it text of its own"
         )
+
+
+def _divided(task: Mapping[str, Any], validation: Mapping[str, Any]) -> bool:
+    """Whether the two read the two parts of the same data."""
+    specs = [
+        {key: value for key, value in spec.items() if key not in ("part", *LAYOUT)}
+        for spec in (task, validation)
+    ]
+    return specs[0] == specs[1] and (task.get("part"), validation.get("part")) == (
+        TRAINING,
+        HELD_OUT,
+    )
 
 
 def _named(spec: Mapping[str, Any]) -> set[str]:

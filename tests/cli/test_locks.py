@@ -34,6 +34,8 @@ FOLDERS = {
     "sweep": ["{config}", "seed=1", *OUTPUT, *QUIET],
     "train": ["{config}", "output_dir=out", *QUIET],
 }
+SHORT = ["--length", "16", "--no-evaluate", "max_steps=1", "per_device_train_batch_size=1"]
+FOLDERS["finetune"] = ["{model}", "--data", "a.txt", *SHORT, *OUTPUT, *QUIET]
 METHOD = ["--method", "state_norm", "--output", "out.yaml"]
 FILES = {
     "calibrate": ["{model}", *TEXT, *METHOD, *TRAINED, *QUIET],

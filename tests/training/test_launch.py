@@ -74,4 +74,4 @@ def test_a_launch_without_a_command_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "longrnn.cli", "launch", "--config_file", str(CPU2)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "and then the command train: write `longrnn launch" in done.stderr
+    assert "and then the command train or finetune: write `longrnn launch" in done.stderr

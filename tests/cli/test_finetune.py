@@ -1,0 +1,138 @@
+"""`longrnn finetune`: from a published checkpoint to a model that transformers loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longrnn import load, load_tokenizer
+from longrnn.comparison.suites import perplexity
+from longrnn.config import load_config
+from longrnn.errors import UserError
+from longrnn.training import finetuning
+from longrnn.training.config import TrainConfig
+from tests.cli.conftest import CLI, refused
+from tests.training.journeys import IDS, PADDED_IDS, documents, published_mamba2
+from tests.training.runs import last_checkpoint, metrics
+
+SMALL = ["max_steps=4", "eval_steps=2", "save_steps=2", "logging_steps=1", "warmup_steps=1"]
+SMALL += ["learning_rate=0.01", "eval_length=64", "eval_samples=1", "segments_per_step=2"]
+SMALL += ["per_device_train_batch_size=2", "--length", "32", "--evaluate-to", "64", "--quiet"]
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A published checkpoint `base` and documents `docs`."""
+    root = tmp_path_factory.mktemp("finetune")
+    published_mamba2(root / "base", d_model=8)
+    documents(root / "docs")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, shelf: Path) -> None:
+    monkeypatch.setenv("LONGRNN_CACHE", str(shelf / "cache"))
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(60)[None]).logits
+
+
+def test_a_published_checkpoint_is_fine_tuned_and_converted(shelf: Path, cli: CLI) -> None:
+    """The loss falls, the best checkpoint is kept, and transformers computes the same logits."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base = load(shelf / "base")
+    assert base.vocab_size == PADDED_IDS
+    assert {p.dtype for p in base.parameters()} == {torch.float16, torch.float32}
+    done = cli("finetune", shelf / "base", "--data", shelf / "docs", "--output", "run", *SMALL)
+    assert done.code == 0, done.err
+    rows = metrics(Path("run"))
+    evaluated = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
+    assert evaluated.keys() == {2, 4}
+    assert evaluated[4] < evaluated[2]
+    tuned = load("run")
+    assert tuned.fingerprint() == load(last_checkpoint(Path("run"))).fingerprint()
+    report = Path("run/evaluation/report.html").read_text()
+    assert "before" in report
+    assert "step-4" in report
+    lines = Path("run/evaluation/comparison.jsonl").read_text().splitlines()
+    cells = [json.loads(line) for line in lines]
+    loss = {(c["model"], c["at"]): c["estimate"]["mean"] for c in cells if "bits" in c["metric"]}
+    assert loss.keys() == {(model, at) for model in ("before", "step-4") for at in (32, 64)}
+    assert all(loss["step-4", at] < loss["before", at] for at in (32, 64))
+    assert "suite before_after" in done.out
+    assert cli("convert", "run", "hf", "--to", "hf").code == 0
+    theirs = AutoModelForCausalLM.from_pretrained("hf")
+    assert theirs.config.model_type == "mamba2"
+    torch.testing.assert_close(logits(theirs), logits(tuned), atol=1e-4, rtol=1e-4)
+    assert load_tokenizer("run").vocab_size == IDS == len(AutoTokenizer.from_pretrained("hf"))
+
+
+@pytest.mark.slow
+def test_the_evaluation_is_resumed_and_the_configuration_repeats_the_run(
+    shelf: Path, cli: CLI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--resume` of a finished run measures nothing twice; `longrnn train` reads train.yaml."""
+    command = ["finetune", shelf / "base", "--data", shelf / "docs", "--output", "run", *SMALL]
+    assert cli(*command, "--no-evaluate").code == 0
+    assert not Path("run/evaluation").exists()
+    assert cli(*command, "--resume").code == 0
+    report = Path("run/evaluation/report.html").read_bytes()
+
+    def measured(*arguments: Any) -> None:
+        raise AssertionError("it was measured before")
+
+    monkeypatch.setattr(perplexity, "losses", measured)
+    assert cli(*command, "--resume").code == 0
+    assert Path("run/evaluation/report.html").read_bytes() == report
+    assert cli("train", "run/train.yaml", "output_dir=again", "--quiet").code == 0
+    assert load("again").fingerprint() == load("run").fingerprint()
+
+
+def test_the_configuration_file_has_the_settings_of_the_command() -> None:
+    """`configs/train/finetune_mamba2.yaml` and `longrnn finetune` train alike."""
+    path = Path(__file__).parents[2] / "configs/train/finetune_mamba2.yaml"
+    written = load_config(TrainConfig, path, ["init_from=base", "task.data=docs"])
+    made = finetuning.finetuning("base", ["docs"], length=4096, output_dir=written.output_dir)
+    made.mixed_precision = made.gradient_checkpointing = "no"  # which depend on the device
+    assert made == written
+
+
+def test_overrides_go_before_the_settings() -> None:
+    """A schedule, an instruction task and validation data of one's own need no further keys."""
+
+    def made(*overrides: str, **options: Any) -> TrainConfig:
+        return finetuning.finetuning(
+            "base", ["docs"], length=64, overrides=list(overrides), **options
+        )
+
+    decayed = made("lr_scheduler_type=warmup_stable_decay", "decay_steps=100")
+    assert decayed.min_lr_rate is None
+    short = made("max_steps=20")
+    assert (short.warmup_steps, short.eval_steps, short.save_steps) == (2, 4, 4)
+    answers = made("task.kind=instruct", initial_state="zero")
+    assert answers.task == {"kind": "instruct", "data": "docs", "part": "training"}
+    assert answers.validation == {"kind": "instruct", "data": "docs", "part": "held_out"}
+    assert (answers.eval_length, answers.segments_per_step) == (64, 1)
+    given = made(validation=["a.txt", "b.txt"])
+    assert given.task == {"kind": "text", "data": "docs"}
+    assert given.validation == {"kind": "text", "data": ["a.txt", "b.txt"]}
+    with pytest.raises(UserError, match=r"length.max is set by --length: give its value there"):
+        made("length.max=3")
+
+
+def test_bad_input_is_refused(shelf: Path, cli: CLI) -> None:
+    """Without data, or without anything to evaluate on, nothing is written."""
+    base = shelf / "base"
+    refused(cli, "finetune", base, says=("nothing to train on is given: add --data",))
+    command = ["finetune", base, "--data", shelf / "docs", "--output", "run", *SMALL]
+    nothing = ["validation={}", "load_best_model_at_end=false"]
+    refused(cli, *command, *nothing, says=("give --validation, or add --no-evaluate",))
+    assert cli(*command, "--dry-run").code == 0
+    assert not Path("run").exists()
