@@ -55,8 +55,9 @@ def demo(
     output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("demo"),
 ) -> None:
     """Shows state collapse and its cures, and passkeys under a model that holds."""
-    collapse(parse_length(window), output)
-    passkeys(lengths, n, output)
+    asked, width = parse_lengths(lengths), parse_length(window)  # refused before anything runs
+    collapse(width, output)
+    passkeys(asked, n, output)
 
 
 def collapse(length: int, output: Path) -> None:
@@ -119,9 +120,8 @@ def speed(model: LanguageModel) -> float:
     return TIMED / min(seconds)
 
 
-def passkeys(lengths: str, n: int, output: Path) -> None:
+def passkeys(asked: list[int], n: int, output: Path) -> None:
     """Keys recalled by a model that forgets, the same repaired, and one that holds."""
-    asked = parse_lengths(lengths)
     first, last = asked[0], asked[-1]
     broken, tokenizer = load_recurrent(BROKEN), load_tokenizer(BROKEN)
 
