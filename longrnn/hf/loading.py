@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +16,9 @@ from longrnn.files import one_line, read_json
 from longrnn.hf import hub, lora
 from longrnn.hf.embedded import embedded
 from longrnn.hf.layouts import LAYOUTS, Layout, rename
+from longrnn.hf.sizes import check_sizes, quietly, stored_bytes
 from longrnn.hf.specs import mitigated, split_spec
-from longrnn.hf.weights import READERS, read_weights
+from longrnn.hf.weights import read_weights
 from longrnn.mitigations import Mitigated
 from longrnn.models.base import EditableModel
 from longrnn.models.checkpoint import DTYPES, build_model, cast_weights, load_model
@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-# Sizes in a Hugging Face configuration that are dimensions of weights.
-WIDTHS = ("hidden_size", "head_dim", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
 def resolve(name_or_path: str | Path, revision: str | None = None) -> Path:
@@ -252,9 +250,9 @@ def _load_transformer(
             f"{folder} holds a model of type {kind!r}, which is not a causal language model that "
             f"the installed transformers knows: {remedy}"
         )
-    _check_sizes(folder)
+    check_sizes(folder)
     try:
-        with _quietly():
+        with quietly():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype="auto" if dtype is None else dtype,
@@ -288,44 +286,12 @@ def _load_transformer(
     return open_hugging_face(model, beyond=beyond)
 
 
-def _check_sizes(folder: Path) -> None:
-    """Refuse a `config.json` that describes a model too large for the weights in the folder.
-
-    transformers would allocate the model before comparing. At least one bit per weight is assumed.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    stored = _stored_bytes(folder)
-    try:
-        with _quietly():
-            config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
-        text = config.get_text_config(decoder=True)
-        layers = getattr(text, "num_hidden_layers", 1)
-        if layers < 1:
-            raise ValueError(f"num_hidden_layers is {layers}")
-        # A layer takes at least 64 bytes for named weights; a width has at least as many weights.
-        fits = layers <= stored // 64 and all(
-            (getattr(text, name, 0) or 0) <= 8 * stored for name in WIDTHS
-        )
-        if fits:
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config)
-            fits = sum(weight.numel() for weight in model.parameters()) <= 8 * stored
-    except Exception as error:  # transformers raises many kinds of errors for invalid values
-        raise UserError(f"{folder} cannot be loaded ({one_line(error)}): copy it again") from error
-    if not fits:
-        raise UserError(
-            f"{folder} cannot be loaded (its config.json describes a model that needs more than "
-            f"the {stored:,} bytes of weights in the folder): copy it again"
-        )
-
-
 def _check_layers(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuses more layers than the weights in a folder can have, before anything lists them.
 
     The configuration classes of transformers hold one entry per layer.
     """
-    stored = _stored_bytes(folder)
+    stored = stored_bytes(folder)
     for name in LAYERS:
         layers = config.get(name)
         if isinstance(layers, int) and layers > max(stored // 64, 1000):
@@ -333,25 +299,3 @@ def _check_layers(folder: Path, config: Mapping[str, Any]) -> None:
                 f"{folder} cannot be loaded (its config.json has {name} {layers}, more layers than "
                 f"fit into the {stored:,} bytes of weights in the folder): copy it again"
             )
-
-
-def _stored_bytes(folder: Path) -> int:
-    """Bytes of the weight files in a folder."""
-    suffixes = {Path(name).suffix for name in READERS}
-    return sum(path.stat().st_size for path in folder.iterdir() if path.suffix in suffixes)
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Silence the progress bars and reports of transformers: the caller checks what they report."""
-    from transformers.utils import logging
-
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
