@@ -133,32 +133,6 @@ def test_a_task_that_fails(cli: CLI, tmp_path: Path, line: str, message: str) ->
     assert "LMEVAL_LOG_LEVEL" in last
 
 
-def test_a_long_context_suite_reads_a_local_folder(
-    cli: CLI, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """babilong reads a data set from a folder with its name on the Hub, without a network."""
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    folder = tmp_path / "RMT-team" / "babilong-1k-samples"
-    folder.mkdir(parents=True)
-    configs = [{"config_name": "0k", "data_files": [{"split": "qa1", "path": "qa1.jsonl"}]}]
-    (folder / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
-    facts = "The grass is green. " * 60 + "John went to the garden."
-    rows = [
-        {"input": facts, "question": f"Where is John now, {i}?", "target": "garden"}
-        for i in range(3)
-    ]
-    (folder / "qa1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = ["--metadata", '{"max_seq_lengths": "0k"}', "--output_path", tmp_path / "out"]
-    result = cli("eval", "harness", models / "text", "--tasks", "babilong_qa1", *options, "--quiet")
-    assert result.code == 0, result.err
-    assert "babilong_qa1" in result.out
-    assert "request by request the prompts and choices have" in result.out
-    (file,) = (tmp_path / "out").rglob("results_*.json")
-    config = json.loads(file.read_text())["config"]
-    # The instruction, the examples and the facts are read once for the three questions.
-    assert 2 * config["tokens_computed"] < config["tokens_requested"]
-
-
 def test_a_missing_package_names_the_extra(cli: CLI, tmp_path: Path) -> None:
     """A task whose code cannot import a package says which extra to install."""
     (tmp_path / "code.py").write_text("import wonderwords_that_nobody_has\n\ndef rows(**_): ...\n")
@@ -177,7 +151,7 @@ def test_the_command_of_lm_eval_knows_the_model_type(tmp_path: Path) -> None:
     """`python -m longrnn.evaluation.harness` is lm-eval's command with the type `longrnn`."""
     command = [sys.executable, "-m", "longrnn.evaluation.harness", "--model", "longrnn"]
     command += ["--model_args", "pretrained=passkey-tiny,quiet=True", "--tasks", "longrnn_reverse"]
-    command += ["--include_path", str(bundled() / "tasks"), "--limit", "1"]
+    command += ["--include_path", str(bundled() / "tasks"), "--limit", "1", "--device", "cpu"]
     command += ["--metadata", '{"n_items": 2, "n": 1}', "--gen_kwargs", "max_gen_toks=2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert "|longrnn_reverse|" in done.stdout, done.stderr

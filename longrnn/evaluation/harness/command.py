@@ -170,7 +170,7 @@ def missing_package(error: ImportError) -> str:
     """Return what to install for a task that cannot import a package."""
     reason = " ".join(str(error).split())
     return (
-        f"a task needs a package that is not installed ({reason}): pip install "
+        f"the code of a task could not import what it needs ({reason}): pip install "
         "'longrnn[longcontext]'"
     )
 
