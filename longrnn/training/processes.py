@@ -13,14 +13,14 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list, gather_object
 
 from longrnn.config import flat
-from longrnn.errors import UserError
+from longrnn.errors import Terminated, UserError
 from longrnn.files import write_atomic
 from longrnn.training.config import PRECISIONS, TrainConfig
 from longrnn.training.sharding import unseen_by_accelerate
@@ -217,6 +217,15 @@ class Interrupts:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number
+
+    def leave(self, done: str) -> NoReturn:
+        """Ends a run that was asked to stop: raises KeyboardInterrupt, or Terminated with `done`.
+
+        Terminated is raised after SIGTERM, and where another process received the signal.
+        """
+        if self.received == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise Terminated(done)
 
     def __enter__(self) -> Self:
         self._before: Any = [signal.signal(number, self._note) for number in self.SIGNALS]

@@ -9,18 +9,17 @@ Notable choices:
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from longrnn.errors import Terminated, UserError
+from longrnn.errors import UserError
 from longrnn.hf import lora
 from longrnn.locks import Lock
 from longrnn.progress import Progress
@@ -192,7 +191,7 @@ class Trainer:
                 stop = values.pop("stop") > 0
                 if values.pop("rolled_back", 0.0):
                     if stop:
-                        self._leave(interrupts)
+                        interrupts.leave(f"{self.output_dir}: step {self.step} is done and saved")
                     continue
                 self.step += 1
                 for name, value in values.items():
@@ -211,7 +210,7 @@ class Trainer:
                     last=last,
                 )
                 if stop and not last:
-                    self._leave(interrupts)
+                    interrupts.leave(f"{self.output_dir}: step {self.step} is done and saved")
             best_model.load(self)
             self.saver.write_final(self.model)
         on_main(self.accelerator, partial(publish.write_card, self))
@@ -220,12 +219,6 @@ class Trainer:
         if self.config.push_to_hub:
             self.say(f"uploaded: {on_main(self.accelerator, partial(publish.push, self.config))}")
         return self.model
-
-    def _leave(self, interrupts: Interrupts) -> NoReturn:
-        """Ends the run after a signal; its last step is saved."""
-        if interrupts.received == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise Terminated(f"{self.output_dir}: step {self.step} is done and saved")
 
     def _ended(self) -> bool:
         """Whether no step comes after those that are done."""
