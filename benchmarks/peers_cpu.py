@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.prefill_cpu import MIXER, draw, transformers_twin
 from benchmarks.timing import interleaved, write_json
@@ -149,9 +148,7 @@ def decode(args: argparse.Namespace, models: dict[str, RecurrentLM], twin: Any) 
     weights = [weight.detach().view(-1) for weight in models[backends()[0]].parameters()]
     # Sums in bfloat16 are slow: pairs are read as one float32.
     whole = [one[: len(one) // 2 * 2].view(torch.float32) for one in weights]
-    calls["reading the weights"] = lambda: [
-        one.sum() for _ in range(args.steps) for one in whole
-    ]
+    calls["reading the weights"] = lambda: [one.sum() for _ in range(args.steps) for one in whole]
     return calls
 
 
