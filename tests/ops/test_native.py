@@ -21,6 +21,7 @@ from longrnn.errors import UserError
 from longrnn.mixers import MIXERS
 from longrnn.mixers.mamba2 import Mamba2, Mamba2State
 from longrnn.ops import native
+from longrnn.ops.linear import linear
 from longrnn.ops.ssd import BACKENDS, ScanInputs, chunked, resolve
 from tests.contracts.builders import assert_near, build_mixer, generator, random_tree
 
@@ -132,6 +133,102 @@ def test_what_the_kernels_cannot_compute_is_left_to_torch() -> None:
     assert ours[1].isfinite().all()
 
 
+def draw_few(
+    rows: int, m: int, k: int, dtype: torch.dtype, *, bias: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x, weight and bias of a product of few rows."""
+    randomness = generator(3)
+    shapes = ((rows, k), (m, k), (m,))
+    x, weight, added = (torch.randn(shape, generator=randomness).to(dtype) for shape in shapes)
+    return x, weight, added if bias else None
+
+
+# The width of one step of the kernel, less, more, and with a remainder.
+FEW = [(1, 9, 1), (2, 7, 31), (3, 5, 32), (4, 130, 65), (1, 64, 200)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", FEW, ids=str)
+def test_products_of_few_rows_are_summed_in_float32(
+    library: ctypes.CDLL, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """The result is that of float64, rounded once to the dtype of x."""
+    x, weight, bias = draw_few(*shape, dtype, bias=True)
+    assert bias is not None
+    y = native.few_rows(x, weight, bias)
+    wanted = x.double() @ weight.double().t() + bias.double()
+    assert y.dtype == dtype
+    assert_near(y.double(), wanted, 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 2)
+    torch.testing.assert_close(y.double(), wanted, rtol=torch.finfo(dtype).eps, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_number_of_16_bits_is_read_exactly(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    """Denormal numbers, zeros, infinities and NaN included, in both halves of a word."""
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    for place in (0, 1, 64):  # the last is a remainder
+        weight = torch.zeros(len(numbers), 65, dtype=dtype)
+        weight[:, place] = numbers
+        x = torch.ones(1, 65, dtype=dtype)
+        y = native.few_rows(x, weight, None)[0]
+        assert torch.equal(y.isnan(), numbers.isnan())
+        known = ~numbers.isnan()
+        assert torch.equal(y[known], numbers[known])
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_linear_reads_few_rows_with_the_kernel_unless_a_gradient_is_needed(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    original = native.few_rows
+    monkeypatch.setattr(native, "few_rows", lambda *a: calls.append(a) or original(*a))
+    x, weight, bias = draw_few(4, 256, 64, dtype, bias=True)
+    y = linear(x[None], weight, bias)
+    assert len(calls) == 1
+    assert y.shape == (1, 4, 256)
+    tracked = linear(x, weight.clone().requires_grad_(), bias)
+    assert tracked.requires_grad
+    linear(x.repeat(2, 1), weight, bias)
+    with torch.autocast("cpu", torch.bfloat16):
+        linear(x, weight, bias)
+    mapped = torch.vmap(lambda row: linear(row[None], weight, bias))(x)
+    assert len(calls) == 1, "only few rows without gradients, autocast and transforms"
+    tolerance = 4 * torch.finfo(dtype).eps
+    assert_near(mapped[:, 0].double(), y[0].double(), tolerance)
+    with pytest.raises(RuntimeError, match="shapes"):
+        linear(x[:, :-1], weight, bias)
+
+
+@needs_kernels
+@pytest.mark.parametrize("time", [1, 70])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_fused_cell_reads_narrow_weights_as_they_are_now(dtype: torch.dtype, time: int) -> None:
+    """It equals the cell in float32 with the same weights, after a change in place too."""
+    options = {"kind": "mamba2", "backend": "native", "d_state": 8, "head_dim": 8, "n_groups": 2}
+    narrow = build_mixer(options).to(dtype)
+    assert isinstance(narrow, Mamba2)
+    state: Mamba2State = random_tree(narrow.init_state(2), 2)
+    # Wider than needed, so that a slice of it is not contiguous.
+    wide_x = torch.randn(2, time, 2 * narrow.in_proj.out_features, generator=generator(1))
+    projected = wide_x.to(dtype)[..., ::2]
+    for factor in (1.0, 0.5):
+        with torch.no_grad():
+            for weight in (narrow.conv1d.weight, narrow.A_log, narrow.norm.weight):
+                weight.data.mul_(factor)  # a write that torch does not count
+            wide = build_mixer(options).float()
+            wide.load_state_dict(narrow.state_dict())
+            found = narrow._fused(projected, state)
+            wanted = wide._fused(projected.float(), state._replace(conv=state.conv.float()))
+        assert found is not None
+        assert wanted is not None
+        assert found[0].dtype == found[1].conv.dtype == dtype
+        assert_near(found[0].double(), wanted[0].double(), torch.finfo(dtype).eps)
+        assert torch.equal(found[1].ssm, wanted[1].ssm)
+        assert torch.equal(found[1].conv, wanted[1].conv.to(dtype))
+
+
 def test_without_kernels_auto_is_chunked_and_native_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -147,7 +244,7 @@ import ctypes, sys, torch
 from longrnn.ops import native
 loaded = ctypes.CDLL(sys.argv[1])
 native.library = lambda: loaded
-from tests.ops.test_native import SHAPES, draw, build_mixer, generator, random_tree
+from tests.ops.test_native import FEW, SHAPES, draw, draw_few, build_mixer, generator, random_tree
 for shape in [*SHAPES, (1, 1, 2, 5, 1, 3), (2, 3, 2, 5, 1, 3), (1, 129, 3, 7, 3, 9)]:
     for dtype in (torch.float32, torch.float64):
         inputs, state = draw(*shape)
@@ -159,6 +256,12 @@ for options in shapes:
         x = torch.randn(2, time, mixer.d_input, generator=generator(1), dtype=torch.float64)
         with torch.no_grad():
             assert mixer._fused(mixer.in_proj(x), random_tree(mixer.init_state(2), 2)) is not None
+            mixer.bfloat16()
+            state = random_tree(mixer.init_state(2), 2)
+            assert mixer._fused(mixer.in_proj(x.bfloat16()), state) is not None
+for shape in FEW:
+    for dtype in native.FEW_KINDS:
+        native.few_rows(*draw_few(*shape, dtype))
 print("done")
 """
 
