@@ -76,12 +76,7 @@ def finetuning(
         UserError: an invalid value.
     """
     keys = [override.partition("=")[0] for override in overrides]
-    for key in keys:
-        if key in CONTRADICTING:
-            raise UserError(
-                f"{key} is set by {CONTRADICTING[key]}: give its value there, or use `longrnn "
-                "train` with a configuration"
-            )
+    _refuse_contradicting(keys)
     on_gpu = torch.cuda.is_available()
     steps = _steps(overrides)
     often = min(SETTINGS["eval_steps"], max(1, steps // 5))
@@ -115,6 +110,16 @@ def finetuning(
         # A row holds one conversation, and what follows it is padding.
         config.eval_length = config.length.max
     return config
+
+
+def _refuse_contradicting(keys: Sequence[str]) -> None:
+    """Refuses overrides of what the command has an option for."""
+    for key in keys:
+        if key in CONTRADICTING:
+            raise UserError(
+                f"{key} is set by {CONTRADICTING[key]}: give its value there, or use `longrnn "
+                "train` with a configuration"
+            )
 
 
 def _held_out(

@@ -153,6 +153,12 @@ def build_mitigated(
     return Mitigated(build_model(mixer, **model), [mitigation(spec) for spec in specs])
 
 
+def recurrent(model: Mitigated) -> RecurrentLM:
+    """The recurrent model under a mitigation."""
+    assert isinstance(model.model, RecurrentLM)
+    return model.model
+
+
 def random_tokens(batch: int, time: int, seed: int = 0) -> Tensor:
     return torch.randint(VOCAB, (batch, time), generator=generator(seed))
 

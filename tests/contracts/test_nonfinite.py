@@ -34,6 +34,7 @@ from tests.contracts.builders import (
     generator,
     random_start,
     random_tokens,
+    recurrent,
     small_chunks,
     spec_id,
 )
@@ -297,7 +298,7 @@ def test_every_model(spec: dict[str, Any], mixer: dict[str, Any]) -> None:
             tie_embeddings=False,
         )
         with torch.no_grad():
-            model.model.embedding.weight[VOCAB - 1, 3:5] = (NAN, INF, -INF)[number % 3]
+            recurrent(model).embedding.weight[VOCAB - 1, 3:5] = (NAN, INF, -INF)[number % 3]
         tokens = random_tokens(2, 15).clamp(max=VOCAB - 2)
         broken = tokens.clone()
         broken[0, 5] = VOCAB - 1

@@ -31,6 +31,7 @@ from tests.contracts.builders import (
     parameters,
     random_state,
     random_tokens,
+    recurrent,
     real_leaves,
     small_chunks,
     spec_id,
@@ -80,14 +81,14 @@ def assert_as_defined(
 ) -> Reference:
     """Checks a model in pieces against the loop over all tokens, from non-zero memories."""
     ours = build_mitigated(specs, mixer, seed=seed, **config)
-    theirs = Reference(ours.model, specs)
-    tokens, start = random_tokens(batch, sum(sizes), seed), random_state(ours.model, batch, seed)
+    theirs = Reference(recurrent(ours), specs)
+    tokens, start = random_tokens(batch, sum(sizes), seed), random_state(recurrent(ours), batch, seed)
     whole = [sum(sizes)] if cut is None else [sum(sizes[:cut]), sum(sizes[cut:])]
     expected = outcome(
-        ours.model, theirs, tokens.split(whole, 1), start, None if cut is None else 1
+        recurrent(ours), theirs, tokens.split(whole, 1), start, None if cut is None else 1
     )
     begin = start._replace(extra=ours.init_state(batch).extra)
-    actual = outcome(ours.model, ours, tokens.split(list(sizes), 1), begin, cut)
+    actual = outcome(recurrent(ours), ours, tokens.split(list(sizes), 1), begin, cut)
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert_near(actual[name], tensor, TOLERANCE, name, scale=1e-9)
@@ -321,7 +322,7 @@ def test_the_comparison_detects_a_difference() -> None:
     spec = {"kind": "forget_more", "decay_scale": 0.9, "input_scale": 1.0}
     ours = build_mitigated([spec])
     assert isinstance(ours, Mitigated)
-    theirs = Reference(ours.model, [spec | {"decay_scale": 0.9001}])
+    theirs = Reference(recurrent(ours), [spec | {"decay_scale": 0.9001}])
     tokens = random_tokens(1, 20)
     logits, _ = theirs(tokens, ours.model.init_state(1))
     assert (ours(tokens).logits - logits).abs().max() > 1e-8

@@ -32,6 +32,7 @@ from tests.contracts.builders import (
     parameters,
     random_start,
     random_tokens,
+    recurrent,
     random_tree,
     spec_id,
 )
@@ -48,22 +49,22 @@ def weights_of(model: RecurrentLM) -> dict[str, Tensor]:
 
 def copied(ours: Mitigated, weights: dict[str, Tensor]) -> None:
     with torch.no_grad():
-        for name, parameter in ours.model.named_parameters():
+        for name, parameter in recurrent(ours).named_parameters():
             parameter.copy_(weights[name])
 
 
 def through_data(ours: Mitigated, weights: dict[str, Tensor]) -> None:
-    for name, parameter in ours.model.named_parameters():
+    for name, parameter in recurrent(ours).named_parameters():
         parameter.data.copy_(weights[name])
 
 
 def replaced(ours: Mitigated, weights: dict[str, Tensor]) -> None:
-    for name, parameter in ours.model.named_parameters():
+    for name, parameter in recurrent(ours).named_parameters():
         parameter.data = weights[name].clone()
 
 
 def loaded(ours: Mitigated, weights: dict[str, Tensor]) -> None:
-    ours.model.load_state_dict(weights, strict=False)
+    recurrent(ours).load_state_dict(weights, strict=False)
 
 
 CHANGES = [copied, through_data, replaced, loaded]
@@ -84,7 +85,7 @@ def test_weights_changed_in_place_are_used(
     """Outputs, states, tag and fingerprint equal those of a model built with the weights."""
     ours, rebuilt = build_mitigated([spec], mixer), build_mitigated([spec], mixer, seed=7)
     before, stale = run(ours), ours.init_state(2)
-    change(ours, weights_of(rebuilt.model))
+    change(ours, weights_of(recurrent(rebuilt)))
     expected = run(rebuilt)
     assert not torch.equal(before.logits, expected.logits)
     assert_trees_equal(run(ours), expected)
@@ -101,7 +102,7 @@ def test_weights_of_functional_call_are_used(spec: Spec, mixer: Spec) -> None:
     """`functional_call` uses the given weights and leaves the module unchanged."""
     ours, rebuilt = build_mitigated([spec], mixer), build_mitigated([spec], mixer, seed=7)
     before, expected = run(ours), run(rebuilt)
-    weights = {f"model.{name}": value for name, value in weights_of(rebuilt.model).items()}
+    weights = {f"model.{name}": value for name, value in weights_of(recurrent(rebuilt)).items()}
 
     def given(*arguments: Any) -> LMOutput:
         return torch.func.functional_call(ours, weights, arguments)
@@ -190,7 +191,7 @@ def test_power_decay_gradient_has_the_factor() -> None:
     with torch.no_grad():
         for mixer in direct.mixers:
             mixer.A_log.mul_(scale)  # type: ignore[union-attr]
-    found = gradients(ours(TOKENS).logits, parameters(ours.model))
+    found = gradients(ours(TOKENS).logits, parameters(recurrent(ours)))
     expected = gradients(direct(TOKENS).logits, parameters(direct))
     for name, gradient in expected.items():
         factor = scale if name.endswith("A_log") else 1.0
@@ -257,11 +258,11 @@ def test_a_small_change_of_weights_is_detected(part: str) -> None:
     state, cell = ours.init_state(2), ours.mixers[1]
     with torch.no_grad():
         if part == "one entry":
-            ours.model.embedding.weight[217, 3] += 1e-9
+            recurrent(ours).embedding.weight[217, 3] += 1e-9
         elif part == "a rate through data":
             cell.A_log.data[2] += 1e-9  # type: ignore[operator]
         else:
-            square = ours.model.get_parameter("blocks.0.mixer.out_proj.weight")
+            square = recurrent(ours).get_parameter("blocks.0.mixer.out_proj.weight")
             square.data = square.data.t().contiguous().t()
             state = state._replace(position=state.position)
     if part == "another layout":
@@ -274,7 +275,7 @@ def test_a_small_change_of_weights_is_detected(part: str) -> None:
 def test_a_weight_at_a_reused_address_is_detected() -> None:
     """New weights in memory that was freed are not mistaken for the old ones."""
     ours = build_mitigated([WINDOW])
-    parameter = ours.model.embedding.weight
+    parameter = recurrent(ours).embedding.weight
     for _ in range(20):
         state = ours.init_state(2)
         parameter.data = torch.randn_like(parameter)
@@ -289,7 +290,7 @@ def test_a_copy_is_independent() -> None:
     other = copy.deepcopy(ours)
     assert_trees_equal(other(TOKENS, state), ours(TOKENS, state))
     with torch.no_grad():
-        other.model.embedding.weight.add_(1)
+        recurrent(other).embedding.weight.add_(1)
     ours(TOKENS, state)
     with pytest.raises(UserError, match="weights that were changed since"):
         other(TOKENS, state)

@@ -86,8 +86,8 @@ def test_a_run_validates_on_the_part_that_it_does_not_train_on(
     for parts in ((TRAINING, TRAINING), ("all", HELD_OUT), (HELD_OUT, "all")):
         with pytest.raises(UserError, match="which the run trains on"):
             trainer(*parts)
+    with pytest.raises(UserError, match="part='test' is not a part of the data: "):
+        trainer("test", HELD_OUT)
     trainer(TRAINING, HELD_OUT).train()
     warning = "the validation data has no row of 512 tokens: the loss is measured on rows of 256"
     assert warning in caplog.text
-    with pytest.raises(UserError, match="part='test' is not a part of the data: "):
-        trainer("test", HELD_OUT)
