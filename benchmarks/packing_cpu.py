@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ def main() -> None:
     is_token = torch.ones_like(tokens, dtype=torch.bool)
     is_token[0, : args.tokens // 10] = False
 
-    def step(**masks: Tensor) -> None:
+    def step(**masks: Any) -> None:
         model.zero_grad()
         hidden, _ = model.hidden(tokens, **masks)
         hidden.square().mean().backward()

@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.prefill_cpu import MIXER, draw, transformers_twin
 from benchmarks.timing import interleaved, write_json
-from longrnn.hf.opened import open_checkpoint
+from longrnn.hf.loading import load_recurrent
 from longrnn.mixers import Mamba2
 from longrnn.models import recurrent
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
@@ -185,7 +185,7 @@ def long(args: argparse.Namespace) -> Calls:
     """`passkey-tiny` reads a long text."""
     calls: Calls = {}
     for name in backends():
-        model = open_checkpoint("passkey-tiny").model
+        model = load_recurrent("passkey-tiny")
         for mixer in model.mixers:
             mixer.backend, mixer.ssd = name, BACKENDS[name]
         tokens = draw(argparse.Namespace(vocab=model.vocab_size), args.long)

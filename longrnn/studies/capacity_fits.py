@@ -188,7 +188,7 @@ def ratio_by_size_and_length(members: Sequence[Member]) -> Ratio | str:
     degrees = len(known) - RATIO_PARAMETERS
     if degrees < 1 or np.linalg.matrix_rank(design) < RATIO_PARAMETERS:
         return "no fit of the ratio: it needs four models of different state sizes and lengths"
-    y = np.log2([one.beyond for one in known])
+    y = np.log2([one.beyond or math.nan for one in known])
     best, *_ = np.linalg.lstsq(design, y, rcond=None)
     variance = ((y - design @ best) ** 2).sum() / degrees
     errors = np.sqrt(np.diag(np.linalg.inv(design.T @ design)) * variance)

@@ -38,11 +38,10 @@ def config(folder: Path, **changes: Any) -> Any:
 
 def test_packed_rows_are_refused() -> None:
     """A transformer would attend across documents."""
-    mask = torch.ones(1, 4, dtype=torch.bool)
+    starts = torch.ones(1, 4, dtype=torch.bool)
     model = build_transformer(LLAMA)
-    for name in ("is_token", "is_document_start"):
-        with pytest.raises(UserError, match="rows of one document"):
-            model.hidden(torch.zeros(1, 4, dtype=torch.long), **{name: mask})
+    with pytest.raises(UserError, match="attends to all documents"):
+        model.hidden(torch.zeros(1, 4, dtype=torch.long), is_document_start=starts)
 
 
 @pytest.mark.parametrize("tied", [True, False])

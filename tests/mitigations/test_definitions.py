@@ -31,8 +31,8 @@ from tests.contracts.builders import (
     parameters,
     random_state,
     random_tokens,
-    recurrent,
     real_leaves,
+    recurrent,
     small_chunks,
     spec_id,
     splits,
@@ -82,7 +82,10 @@ def assert_as_defined(
     """Checks a model in pieces against the loop over all tokens, from non-zero memories."""
     ours = build_mitigated(specs, mixer, seed=seed, **config)
     theirs = Reference(recurrent(ours), specs)
-    tokens, start = random_tokens(batch, sum(sizes), seed), random_state(recurrent(ours), batch, seed)
+    tokens, start = (
+        random_tokens(batch, sum(sizes), seed),
+        random_state(recurrent(ours), batch, seed),
+    )
     whole = [sum(sizes)] if cut is None else [sum(sizes[:cut]), sum(sizes[cut:])]
     expected = outcome(
         recurrent(ours), theirs, tokens.split(whole, 1), start, None if cut is None else 1

@@ -32,8 +32,8 @@ from tests.contracts.builders import (
     parameters,
     random_start,
     random_tokens,
-    recurrent,
     random_tree,
+    recurrent,
     spec_id,
 )
 

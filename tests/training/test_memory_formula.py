@@ -57,7 +57,10 @@ def test_the_formula_equals_measured_peaks(
     rows: int, tokens: int, mixed_precision: str, gradient_checkpointing: str
 ) -> None:
     """What is kept to 5 %, and the peak to a quarter, on the safe side."""
-    how = {"mixed_precision": mixed_precision, "gradient_checkpointing": gradient_checkpointing}
+    how: dict[str, Any] = {
+        "mixed_precision": mixed_precision,
+        "gradient_checkpointing": gradient_checkpointing,
+    }
     kept, peak = measure(MODEL, rows, tokens, **how)
     computed = training_memory(MODEL, rows=rows, tokens=tokens, **how)
     parameters = computed.gradients

@@ -41,7 +41,7 @@ FINGERPRINT = "longrnn fingerprint"
 
 
 @register_model("longrnn")
-class LongRNN(Divided, TemplateLM):
+class LongRNN(Divided, TemplateLM):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Any `LanguageModel` as an lm-eval model.
 
     Args:

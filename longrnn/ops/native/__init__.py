@@ -187,7 +187,7 @@ def cell(
     if not _call(f"longrnn_cell_{kind}", arguments):
         return None
     for mine, own in zip((after[0], y), written, strict=True):
-        if mine is not own:
+        if own is not None and mine is not own:
             mine.copy_(own)
     return y, after[0], after[1]
 

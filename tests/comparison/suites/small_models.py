@@ -23,6 +23,7 @@ class PairTokenizer:
     """One id for two bytes, so that a text has half as many tokens; many pairs share an id."""
 
     vocab_size = 997
+    eos_id: int | None = None
 
     def encode(self, text: str) -> list[int]:
         data = text.encode()

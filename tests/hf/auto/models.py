@@ -11,7 +11,7 @@ from longrnn.hf.auto import LongRNNConfig, LongRNNForCausalLM
 from tests.contracts.builders import build_model
 
 
-def build_auto(mixer: str | dict[str, Any] = "mamba2", *, seed: int = 0, **options: Any):
+def build_auto(mixer: str | dict[str, Any] = "mamba2", *, seed: int = 0, **options: Any) -> Any:
     """A model with the weights of `build_model`; `config` options of `LongRNNConfig` in `auto`."""
     auto = options.pop("auto", {})
     own = build_model(mixer, dtype=options.pop("dtype", torch.float32), seed=seed, **options)
