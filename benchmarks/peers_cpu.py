@@ -187,6 +187,7 @@ def long(args: argparse.Namespace) -> Calls:
     for name in backends():
         model = load_recurrent("passkey-tiny")
         for mixer in model.mixers:
+            assert isinstance(mixer, Mamba2)
             mixer.backend, mixer.ssd = name, BACKENDS[name]
         tokens = draw(argparse.Namespace(vocab=model.vocab_size), args.long)
         calls[name] = lambda model=model, tokens=tokens: model(tokens, keep=1)

@@ -17,6 +17,7 @@ from longrnn.mitigations import Mitigated
 from longrnn.models import RecurrentLM, recurrent
 from longrnn.models.recompute import GRANULARITIES
 from longrnn.state import LMState
+from tests.contracts import builders
 from tests.contracts.builders import (
     BLOCK_KINDS,
     DEFINED,
@@ -45,7 +46,7 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 def assert_same_bits(model: RecurrentLM | Mitigated, state: LMState, every: str) -> None:
     """Values, final state and gradients with and without recomputation, state carried over."""
     tokens, sizes = random_tokens(2, TIME), [90, 60]
-    inner = recurrent(model) if isinstance(model, Mitigated) else model
+    inner = builders.recurrent(model) if isinstance(model, Mitigated) else model
     expected = model_outcome(model, tokens, state, sizes)
     runs = count_calls(inner, model, tokens, state)
     inner.gradient_checkpointing_enable(every)

@@ -220,6 +220,7 @@ def test_the_fused_cell_reads_narrow_weights_as_they_are_now(dtype: torch.dtype,
             wide = build_mixer(options).float()
             wide.load_state_dict(narrow.state_dict())
             found = narrow._fused(projected, state)
+            assert isinstance(wide, Mamba2)
             wanted = wide._fused(projected.float(), state._replace(conv=state.conv.float()))
         assert found is not None
         assert wanted is not None

@@ -77,7 +77,7 @@ def test_aims_at_twelve_layers() -> None:
     """At 12 × 512: at most 0.12 MiB per token with blocks, and 0.6 times as much in bfloat16."""
     config = RecurrentConfig(8192, 512, 12, {"kind": "mamba2", "d_state": 128, "head_dim": 64})
 
-    def per_token(**how: str) -> float:
+    def per_token(**how: Any) -> float:
         sizes = [training_memory(config, rows=1, tokens=t, **how).activations for t in (8192, 4096)]
         return (sizes[0] - sizes[1]) / 4096 / 2**20
 

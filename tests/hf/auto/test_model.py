@@ -126,7 +126,9 @@ def test_weights_that_a_checkpoint_lacks_are_initialised(tmp_path: Path) -> None
 
 def test_a_new_model_is_initialised_as_a_recurrent_model() -> None:
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(LongRNNConfig(vocab_size=11, d_model=32, n_layers=2))
+    model = AutoModelForCausalLM.from_config(
+        LongRNNConfig(config={"vocab_size": 11, "d_model": 32, "n_layers": 2})
+    )
     assert isinstance(model, LongRNNForCausalLM)
     torch.manual_seed(3)
     own = type(model.model)(model.config.recurrent)
@@ -134,7 +136,8 @@ def test_a_new_model_is_initialised_as_a_recurrent_model() -> None:
 
 
 def test_options_are_given_by_their_own_or_by_hugging_face_names(tmp_path: Path) -> None:
-    config = LongRNNConfig(
+    build: Any = LongRNNConfig
+    config = build(
         vocab_size=300, hidden_size=16, num_hidden_layers=3, mixer={"kind": "gru"},
         position=position_spec("learned"), tie_word_embeddings=False, eos_token_id=7,
     )  # fmt: skip
@@ -274,7 +277,7 @@ def test_the_model_is_a_hugging_face_model_of_one_device() -> None:
 def test_a_loaded_model_becomes_a_hugging_face_model_with_the_same_weights() -> None:
     plain = build_model("mamba2", dtype=torch.float32).eval()
     tokens = random_tokens(2, 9)
-    model = LongRNNForCausalLM.of(plain)
+    model: Any = LongRNNForCausalLM.of(plain)
     assert torch.equal(model(tokens).logits, plain(tokens).logits)
     assert model.get_input_embeddings() is plain.embedding
     mitigated = Mitigated(plain, mitigation("sliding_window(window=3)"))

@@ -56,6 +56,7 @@ def test_trainer_takes_the_steps_of_a_plain_loop(kind: str, tmp_path: Path) -> N
         loss.backward()
         with torch.no_grad():
             for weight in own.parameters():
+                assert weight.grad is not None
                 weight -= RATE * weight.grad
     for (name, weight), other in zip(own.named_parameters(), model.model.parameters(), strict=True):
         torch.testing.assert_close(other, weight, msg=name)
@@ -97,7 +98,8 @@ def test_a_padded_batch_has_the_loss_states_and_gradients_of_its_rows(kind: str,
     alone = build_auto(kind, seed=3, dtype=torch.float64)
     outputs = [alone(row[None], labels=row[None]) for row in rows]
     count = sum(len(row) - 1 for row in rows)
-    loss = sum(out.loss * (len(row) - 1) for out, row in zip(outputs, rows, strict=True)) / count
+    parts = [out.loss * (len(row) - 1) for out, row in zip(outputs, rows, strict=True)]
+    loss = torch.stack(parts).sum() / count
     loss.backward()
     torch.testing.assert_close(output.loss, loss)
     states = [dict(leaves(out.past_key_values.state)) for out in outputs]
@@ -118,7 +120,7 @@ def test_adapters_of_peft_train_and_are_loaded_again(tmp_path: Path) -> None:
     Trainer(model, TrainingArguments(**arguments(tmp_path)), train_dataset=data).train()
     moved = [name for name, weight in model.named_parameters() if "lora_B" in name and weight.any()]
     assert len(moved) == 4  # two projections in each of two layers
-    model.save_pretrained(tmp_path / "adapter")
+    model.save_pretrained(str(tmp_path / "adapter"))
     again = PeftModel.from_pretrained(build_auto(), tmp_path / "adapter")
     tokens = random_tokens(2, 7)
     model.eval()
@@ -129,7 +131,8 @@ def test_adapters_of_peft_train_and_are_loaded_again(tmp_path: Path) -> None:
 
 def test_supervised_fine_tuning_of_trl_trains(tmp_path: Path) -> None:
     """Prompt and completion pairs; the loss of its first step is ours over the completions."""
-    from trl import SFTConfig, SFTTrainer
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
 
     tokenizer = byte_level().tokenizer
     tokenizer.add_special_tokens({"eos_token": "<eos>", "pad_token": "<pad>"})
