@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import maybe_current_level  # pyright: ignore[reportMissingImports]
 from torch.nn import functional as F
 
 from longrnn.ops.again import gradients_of
@@ -38,7 +39,8 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: 
 
 
 def _normed(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, groups: int) -> Tensor:
-    if torch.is_grad_enabled():
+    # torch.func transforms differentiable operations only.
+    if torch.is_grad_enabled() and maybe_current_level() is None:
         return _Norm.apply(x, gate, weight, eps, groups)
     return _compute(x, gate, weight, eps, groups)[0]
 

@@ -40,6 +40,7 @@ class Prefetch:
         self._device, self._ahead = device, ahead
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="longrnn-batches")
         self._made: dict[Key, Future[list[Batch]]] = {}
+        self._closed = False
 
     def segments(self, step: int, micro: int) -> list[Batch]:
         """The segments of a micro-batch, on the device.
@@ -47,6 +48,8 @@ class Prefetch:
         Raises:
             UserError: what making them raises.
         """
+        if self._closed:
+            return [batch.to(self._device) for batch in self._make_on_host(step, micro)]
         wanted = self._following(step, micro)
         for key in [key for key in self._made if key not in wanted]:
             self._made.pop(key).cancel()
@@ -56,7 +59,8 @@ class Prefetch:
         return [batch.to(self._device) for batch in self._made.pop((step, micro)).result()]
 
     def close(self) -> None:
-        """Ends the thread; a batch that is being made is finished first."""
+        """Ends the thread, after the batch that is being made; later ones are made when wanted."""
+        self._closed = True
         self._thread.shutdown(cancel_futures=True)
 
     def _following(self, step: int, micro: int) -> list[Key]:

@@ -37,6 +37,7 @@ GOOD = {
     "runs": "{models}/backwards",
     "text": "{models}/good.txt",
     "files": "{models}/good.txt",
+    "data": "{models}/good.txt",
     "config": "{models}/good.yaml",
     "method": "state_norm",
     "to": "hf",

@@ -64,6 +64,7 @@ def test_two_processes_write_what_one_writes(
     assert both.stdout.replace(str(two), str(one)) == alone.stdout
 
 
+@pytest.mark.slow
 def test_rows_of_a_killed_process_are_kept(models: Path, tmp_path: Path) -> None:
     """After the kill of one of two processes, the same command continues with the rows of both."""
     out = tmp_path / "out"
@@ -96,6 +97,7 @@ def test_rows_of_a_killed_process_are_kept(models: Path, tmp_path: Path) -> None
     assert len(lines) == 2 * 5 * 40
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_comparison(
     cli: CLI, models: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -131,6 +133,7 @@ def test_two_processes_share_a_comparison(
     assert not list(two.rglob("*.part-*"))
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_documents_of_a_task(models: Path, tmp_path: Path) -> None:
     """lm-eval gets the scores and samples of both processes, and tokens are counted in both."""
     found, samples = [], []

@@ -98,6 +98,7 @@ def test_weights_changed_in_place_are_used(
 
 
 @every_pair
+@torch.no_grad()
 def test_weights_of_functional_call_are_used(spec: Spec, mixer: Spec) -> None:
     """`functional_call` uses the given weights and leaves the module unchanged."""
     ours, rebuilt = build_mitigated([spec], mixer), build_mitigated([spec], mixer, seed=7)

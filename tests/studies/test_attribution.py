@@ -117,7 +117,7 @@ def test_along_checkpoints(tmp_path: Path) -> None:
     measured = along_checkpoints(tmp_path / "run", task, length=4, n=40, quiet=True)
     assert [one.step for one in measured] == [4, 8, 10]
     batch = task.sample(40, length=4, generator=torch.Generator().manual_seed(0))
-    model = trainer.model()
+    model = trainer.model
     assert isinstance(model, RecurrentLM)
     rare, frequent = attribution(model, batch, classes_of(task, batch.tokens)).squares
     last = measured[-1]

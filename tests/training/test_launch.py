@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,9 @@ def test_sigterm_saves_and_ends_the_launcher(
     path = config(tmp_path, processes, max_steps=4000, save_steps=4000)
     process = start(path, "--quiet", processes=processes)
     if whole_group:  # as batch systems do
-        signal_after(process, tmp_path / "run/metrics.jsonl", signal.Signals(0))
+        while not (tmp_path / "run/metrics.jsonl").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
         os.killpg(process.pid, signal.SIGTERM)
     else:
         signal_after(process, tmp_path / "run/metrics.jsonl", signal.SIGTERM)

@@ -90,7 +90,7 @@ def test_two_steps_on_a_cpu(name: str, position: str, tmp_path: Path) -> None:
     [run] = expand(config_of(name, *SMALL), axes, tmp_path)
     trainer = Trainer(run.config, quiet=True)
     assert isinstance(trainer.task, SequenceTask)
-    before = {key: value.clone() for key, value in trainer.model().state_dict().items()}
+    before = {key: value.clone() for key, value in trainer.model.state_dict().items()}
     after = trainer.train().state_dict()
     losses = [row["loss"] for row in metrics(tmp_path / run.name)]
     chance = torch.tensor(float(trainer.task.n_tokens)).log()

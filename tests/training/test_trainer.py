@@ -123,6 +123,7 @@ def test_checkpoints_are_kept_to_the_limit_and_load(tmp_path: Path) -> None:
     train(tiny("passkey", tmp_path, save_steps=2, save_total_limit=3))
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [
+        "README.md",
         *(f"checkpoint-{step:08d}" for step in (6, 8, 10)),
         "checksums.json",
         "config.json",

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from longrnn.errors import UserError, nearest
 from longrnn.hf.auto.cache import StateCache
@@ -17,6 +18,27 @@ from longrnn.state import LMState
 # Arguments of the loss, and what collators add for kernels of attention.
 LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")
 UNUSED = ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "output_attentions")
+
+
+class Backbone:
+    """Calls a `LongRNNForCausalLM` for what its head multiplies; other attributes are its model's.
+
+    Args:
+        whole: the model with its head.
+    """
+
+    def __init__(self, whole: Any) -> None:
+        self._whole = whole
+
+    def __call__(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+        """See `LongRNNForCausalLM.forward`; the result has `last_hidden_state`, `(b, t, d)`."""
+        found = self._whole(*args, **kwargs, output_hidden_states=True, logits_to_keep=1)
+        return BaseModelOutputWithPast(
+            last_hidden_state=found.hidden_states[-1], past_key_values=found.past_key_values
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole.model, name)
 
 
 def check_arguments(kwargs: dict[str, Any], inputs_embeds: Tensor | None) -> None:

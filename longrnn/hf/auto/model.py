@@ -22,6 +22,7 @@ from longrnn.checksums import remove_checksums, write_checksums
 from longrnn.errors import UserError
 from longrnn.hf.auto.arguments import (
     LOSS,
+    Backbone,
     after_padding,
     block_outputs,
     cache_of,
@@ -70,6 +71,11 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
         # A tuple, because a module would be registered and repeat every weight.
         self._mitigated: tuple[Mitigated] | None = None
         self.post_init()
+
+    @property
+    def base_model(self) -> Any:
+        """The model without its head, as libraries call it that compute the loss themselves."""
+        return Backbone(self)
 
     @classmethod
     def of(

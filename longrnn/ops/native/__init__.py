@@ -171,8 +171,9 @@ def cell(
     t = projected.shape[1]
     state = state.contiguous()
     given = [_mixed(one, state.dtype) for one in (projected, *weights, conv)]
-    y = torch.empty((b, t, h * p), dtype=projected.dtype)
-    after = [torch.empty(one.shape, dtype=one.dtype) for one in (conv, state)]
+    # Not on torch's default device, which may be another one.
+    y = projected.new_empty((b, t, h * p))
+    after = [one.new_empty(one.shape) for one in (conv, state)]
     written = [_mixed(one, state.dtype) for one in (after[0], y)]
     kind, real = KINDS[state.dtype]
     arguments = _cell_type(real)(

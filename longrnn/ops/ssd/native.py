@@ -22,7 +22,7 @@ def ssd(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
         UserError: the kernels were not compiled.
     """
     if (why := kernels.missing()) is not None:
-        raise UserError(why)
+        raise UserError(f"{why}; or use the backend chunked")
     # A cast may need memory, and drops nothing: chunked computes in the dtype of the state too.
     wide = ScanInputs(*(tensor.to(state.dtype) for tensor in inputs))
     if not kernels.suits(*wide, state):
