@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
+from longrnn.inference import context as inference
 from longrnn.mitigations import Mitigated
 from longrnn.mixers import context
 from longrnn.models import RecurrentLM
@@ -214,3 +215,29 @@ def joined(outcomes: Sequence[Outcome]) -> Outcome:
                 assert torch.equal(one, other), f"{name} differs between processes"
             found[name] = parts[0]
     return found
+
+
+def read_together(
+    group: ContextGroup, description: dict[str, Any], tokens: Tensor, width: int
+) -> Outcome:
+    """Logits after all tokens but the last, the state there, and the losses of all tokens.
+
+    Args:
+        group: of this process.
+        description: see `built`.
+        tokens: `(b, t + 1)`.
+        width: most tokens per process in one call.
+    """
+    model = built(description)
+
+    def read(start: int, stop: int) -> Tensor:
+        return tokens[:, start:stop]
+
+    with (
+        patch.object(inference, "PREFILL_TOKENS", width),
+        patch.object(inference, "scored_tokens", lambda rows, vocab_size: width),
+    ):
+        logits, state = inference.prefill_together(model, read, tokens.shape[1] - 1, group)
+        nats = list(inference.token_losses_together(model, tokens, group))
+    found = {"logits": logits, "nats": torch.cat([part for _, part in nats], 1)}
+    return found | {name: leaf for name, leaf in leaves(state) if "tag" not in name}

@@ -29,7 +29,7 @@ from longrnn.state import LMState
 if TYPE_CHECKING:
     from longrnn.models.recurrent import RecurrentLM
 
-__all__ = ["ContextGroup", "check_divisible", "hidden_of_share", "share_of"]
+__all__ = ["ContextGroup", "check_divisible", "from_shares", "hidden_of_share", "share_of"]
 
 
 def check_divisible(model: object) -> None:
@@ -51,6 +51,19 @@ def share_of(length: int, group: ContextGroup) -> slice:
     """The tokens of this process in rows of `length` tokens: shares differ by one at most."""
     first, last = (length * rank // group.size for rank in (group.rank, group.rank + 1))
     return slice(first, last)
+
+
+def from_shares(group: ContextGroup, own: Tensor, columns: Tensor, length: int) -> Tensor:
+    """The values of all shares, `(b, length)`, in all processes; without gradients.
+
+    Args:
+        group: all its processes call this.
+        own: `(b, t)`, values of the share of this process.
+        columns: `(t,)` int64, where they belong; those of all processes differ.
+        length: values of a row.
+    """
+    whole = torch.zeros(len(own), length, dtype=own.dtype, device=own.device)
+    return group.gather(whole.index_copy(1, columns, own)).sum(0)
 
 
 def hidden_of_share(

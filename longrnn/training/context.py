@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from accelerate import Accelerator
 from torch import Tensor
 
@@ -68,16 +67,3 @@ def mesh_of(accelerator: Accelerator, size: int) -> Mesh:
 
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
     return Mesh(rank // size, world // size, ContextGroup.of(groups[rank // size]))
-
-
-def predictions_of_all(group: ContextGroup, own: Tensor, columns: Tensor, length: int) -> Tensor:
-    """The predictions of all shares, `(b, length)` int64.
-
-    Args:
-        group: all its processes call this.
-        own: `(b, t)` int64, those of this process.
-        columns: `(t,)` int64, where they belong.
-        length: tokens of a row.
-    """
-    whole = torch.zeros(len(own), length, dtype=own.dtype, device=own.device)
-    return group.gather(whole.index_copy(1, columns, own)).sum(0)

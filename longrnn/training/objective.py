@@ -11,12 +11,11 @@ from torch.nn.functional import cross_entropy, linear
 
 from longrnn.errors import UserError
 from longrnn.models import RecurrentLM
-from longrnn.models.context import ContextGroup, share_of
+from longrnn.models.context import ContextGroup, from_shares, share_of
 from longrnn.ops.cross_entropy import MAX_LOGITS, weighted_cross_entropy
 from longrnn.state import LMState, reset
 from longrnn.tasks import Batch
 from longrnn.tasks.base import UNSCORED
-from longrnn.training.context import predictions_of_all
 from longrnn.training.mitigated import Edits
 from longrnn.training.models import Trained
 from longrnn.training.repeat import read_repeatedly
@@ -194,5 +193,5 @@ class Objective(nn.Module):
         if self.context is not None:
             columns = torch.cat([torch.arange(part.start, part.stop) for part in read])
             columns = columns.to(predictions.device)
-            predictions = predictions_of_all(self.context, predictions, columns, time)
+            predictions = from_shares(self.context, predictions, columns, time)
         return loss, state, predictions

@@ -13,13 +13,22 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
+from longrnn.inference.scoring import token_losses
 from longrnn.mitigations import Mitigated
 from longrnn.mixers import MIXERS
 from longrnn.models import RecurrentLM
 from longrnn.models.context import ContextGroup
 from longrnn.positions import POSITIONS
-from longrnn.state import detach, reset, tree_map
-from tests.context import Pool, built, joined, share_outcome, whole_outcome, without_turns
+from longrnn.state import detach, leaves, reset, tree_map
+from tests.context import (
+    Pool,
+    built,
+    joined,
+    read_together,
+    share_outcome,
+    whole_outcome,
+    without_turns,
+)
 from tests.contracts.builders import (
     DEFINED,
     MITIGATION_OPTIONS,
@@ -192,3 +201,39 @@ class _Other(torch.nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.whole, name)
+
+
+def check_prefill(
+    pool: Pool, description: dict[str, Any], length: int, rows: int, width: int
+) -> None:
+    """Compares logits, state and losses of a text that four processes read with those of one."""
+    tokens = random_tokens(rows, length)
+    found = pool.run(read_together, 4, description, tokens, width)
+    model = built(description)
+    with torch.no_grad():
+        (logits, state), nats = model(tokens[:, :-1], keep=1), list(token_losses(model, tokens))
+    whole = {"logits": logits[:, 0], "nats": torch.cat([part for _, part in nats], 1)}
+    whole |= {name: leaf for name, leaf in leaves(state) if "tag" not in name}
+    for outcome in found:
+        assert_same(outcome, whole, torch.float64)
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        {"mixer": "mamba2"},
+        {"mixer": "gru", "position": "sinusoidal"},
+        {"mixer": "mamba2", "mitigations": [{"kind": "sliding_window", "window": 5}]},
+        {"mixer": "mamba2", "mitigations": [{"kind": "state_norm", "threshold": 0.5}]},
+    ],
+    ids=["mamba2", "gru", "window", "norm"],
+)
+def test_a_text_is_read_in_pieces_by_all_processes(description: dict[str, Any], pool: Pool) -> None:
+    """Also where the last piece has fewer tokens than there are processes."""
+    check_prefill(pool, description, 32 * 4 * 2 + 3, 2, 32)
+
+
+@pytest.mark.slow
+def test_a_text_of_262144_tokens(pool: Pool) -> None:
+    """Four processes and one compute the same of a long text."""
+    check_prefill(pool, {"mixer": "mamba2"}, 2**18 + 1, 1, 2**14)
