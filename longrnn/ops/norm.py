@@ -15,6 +15,7 @@ from torch._C._functorch import maybe_current_level  # pyright: ignore[reportMis
 from torch.nn import functional as F
 
 from longrnn.ops.again import gradients_of
+from longrnn.ops.precision import own_precision
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -85,7 +86,8 @@ class _Norm(torch.autograd.Function):
         product = grad * inner
         by_group = product.unflatten(-1, (ctx.groups, -1))
         # One product of a matrix and a vector per group: Σ over tokens of grad · inner / rms.
-        grad_weight = torch.einsum("...gk,...gi->gk", by_group, scale).flatten()
+        with own_precision(product):
+            grad_weight = torch.einsum("...gk,...gi->gk", by_group, scale).flatten()
         cross = (by_group * weight.view(ctx.groups, -1)).sum(-1, keepdim=True)
         cross = cross * scale.pow(3) / -by_group.shape[-1]
         grad_inner = (grad * weight).unflatten(-1, (ctx.groups, -1)).mul_(scale)
