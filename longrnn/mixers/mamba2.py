@@ -20,6 +20,7 @@ from longrnn.ops.conv import causal_conv
 from longrnn.ops.linear import Linear
 from longrnn.ops.norm import gated_rms_norm
 from longrnn.ops.packed_rows import PackedRows
+from longrnn.ops.precision import autocasts
 from longrnn.ops.ssd import BACKENDS, ScanInputs, resolve
 from longrnn.state import PyTree
 
@@ -192,7 +193,7 @@ class Mamba2(ScanningMixer):
         It is not for calls that need gradients, under autocast, on other devices, and if the result
         is not finite: then the parts that do not depend on NaN must be told from those that do.
         """
-        if projected.requires_grad or torch.is_autocast_enabled(projected.device.type):
+        if projected.requires_grad or autocasts(projected):
             return None
         weights = kernels.Weights(
             self.conv1d.weight,

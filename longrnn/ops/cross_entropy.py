@@ -5,7 +5,8 @@ Notable choices:
   gradients of a piece from its logits and then drops the logits. Nothing is computed twice, because
   the weight of each token's loss is known beforehand. Only the gradients are kept for the backward
   pass; they are as large as the hidden states and the head.
-- MAX_LOGITS was chosen with `benchmarks/head_cpu.py`. With a small vocabulary one piece suffices.
+- MAX_LOGITS was chosen with `benchmarks/head_cpu.py` for a CPU. With a small vocabulary one piece
+  suffices. Other devices take larger pieces, as a product of 166 rows leaves most of a GPU idle.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from longrnn.ops.linear import matmul_nt
+from longrnn.ops.precision import autocasts
 
-# Logits of one piece, over all its tokens.
+# Logits of one piece, over all its tokens, on a CPU and on other devices.
 MAX_LOGITS = 2**23
+MAX_DEVICE_LOGITS = 2**27
 # Rows of the head's gradient that are computed at a time.
 PRODUCT_ROWS = 8192
 
@@ -32,8 +36,18 @@ class HeadLoss(NamedTuple):
     predictions: Tensor
 
 
+def most_logits(device: torch.device) -> int:
+    """How many logits of one piece may exist at a time on a device."""
+    return MAX_LOGITS if device.type == "cpu" else MAX_DEVICE_LOGITS
+
+
 def weighted_cross_entropy(
-    hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, *, max_logits: int = MAX_LOGITS
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    *,
+    max_logits: int | None = None,
 ) -> HeadLoss:
     """Σ weights · (−log softmax(hidden headᵀ)[targets]), and the argmax of the logits.
 
@@ -47,16 +61,57 @@ def weighted_cross_entropy(
         head: `(v, d)`.
         targets: `(…,)` int64; negative where a token is not scored.
         weights: `(…,)`, one per token; they get no gradient.
-        max_logits: how many logits may exist at a time.
+        max_logits: how many logits may exist at a time; None for `most_logits`.
     """
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     weights = weights.detach() * (targets >= 0)
-    rows = max(1, max_logits // len(head))
+    rows, dtype = _rows(hidden, head, max_logits), _factors(hidden)
     loss, predictions = _HeadLoss.apply(
         hidden.flatten(0, -2), head, targets.flatten(), weights.flatten(), rows, dtype
     )
     return HeadLoss(loss, predictions.view_as(targets))
+
+
+@torch.no_grad()
+def token_cross_entropy(
+    hidden: Tensor, head: Tensor, targets: Tensor, *, max_logits: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The loss of each token without a tensor of all logits, and without gradients.
+
+    Logits are float32 or wider, as in `weighted_cross_entropy`.
+
+    Args:
+        hidden: `(…, d)`.
+        head: `(v, d)`.
+        targets: `(…,)` int64; the loss is 0 where they are negative.
+        max_logits: how many logits may exist at a time; None for `most_logits`.
+
+    Returns:
+        −log softmax(hidden headᵀ)[targets] in nats, and the most likely ids, both `(…,)`.
+    """
+    rows, dtype = _rows(hidden, head, max_logits), _factors(hidden)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    pairs = zip(hidden.flatten(0, -2).split(rows), targets.flatten().split(rows), strict=True)
+    losses = [hidden.new_empty(0, dtype=wide)]
+    predictions = [targets.new_empty(0)]
+    with torch.autocast(hidden.device.type, enabled=False):
+        logits_of = _logits_in(wide, head.to(dtype))
+        for x, target in pairs:
+            logits = logits_of(x.to(dtype))
+            found = F.cross_entropy(logits, target.clamp(min=0), reduction="none")
+            losses.append(found.masked_fill(target < 0, 0))
+            predictions.append(logits.argmax(-1))
+    return torch.cat(losses).view_as(targets), torch.cat(predictions).view_as(targets)
+
+
+def _factors(hidden: Tensor) -> torch.dtype:
+    """The dtype of the factors of products: that of autocast, if it is enabled."""
+    return torch.get_autocast_dtype(hidden.device.type) if autocasts(hidden) else hidden.dtype
+
+
+def _rows(hidden: Tensor, head: Tensor, max_logits: int | None) -> int:
+    """Tokens of one piece."""
+    most = most_logits(hidden.device) if max_logits is None else max_logits
+    return max(1, most // len(head))
 
 
 def _logits_in(dtype: torch.dtype, head: Tensor) -> Callable[[Tensor], Tensor]:
