@@ -16,6 +16,7 @@ from longrnn.mixers.base import MIXERS, ScanningMixer
 from longrnn.mixers.edits import Edit, Steps
 from longrnn.mixers.init import initialise
 from longrnn.ops import native as kernels
+from longrnn.ops import triton as gpu_kernels
 from longrnn.ops.conv import causal_conv
 from longrnn.ops.linear import Linear
 from longrnn.ops.norm import gated_rms_norm
@@ -166,14 +167,19 @@ class Mamba2(ScanningMixer):
         rows: PackedRows | None = None,
     ) -> tuple[Tensor, Mamba2State, PyTree]:
         projected = self.in_proj(x)
+        fused = self._runs_on_gpu(projected)
+        if fused and edit is None and rows is None and (found := self._token(projected, state)):
+            y, after = found
+            z = projected[..., : self.d_inner]
+            return self.out_proj(self.gated(y, z, fused=True)), after, carry
         if self.backend == "native" and edit is None and rows is None:
-            fused = self._fused(projected, state)
-            if fused is not None:
-                return self.out_proj(fused[0]), fused[1], carry
+            found = self._fused(projected, state)
+            if found is not None:
+                return self.out_proj(found[0]), found[1], carry
         z, xBC, dt = projected.split([self.d_inner, self.d_xBC, self.n_heads], dim=-1)
         weight = self.conv1d.weight[:, 0]
         xBC, conv = causal_conv(
-            xBC, weight, self.conv1d.bias, state.conv, activation=True, rows=rows
+            xBC, weight, self.conv1d.bias, state.conv, activation=True, rows=rows, fused=fused
         )
         if rows is not None:
             xBC = rows.without_padding(xBC)
@@ -181,11 +187,47 @@ class Mamba2(ScanningMixer):
         steps = self._steps(inner, dt, state.ssm.dtype)
         y, ssm, carry = self.recur(steps, B, C, state.ssm, edit, carry, rows)
         y = torch.addcmul(y, inner, self.D[:, None]).flatten(2)
-        return self.out_proj(self.gated(y, z)), Mamba2State(conv, ssm), carry
+        return self.out_proj(self.gated(y, z, fused=fused)), Mamba2State(conv, ssm), carry
 
-    def gated(self, y: Tensor, z: Tensor) -> Tensor:
+    def gated(self, y: Tensor, z: Tensor, *, fused: bool = False) -> Tensor:
         """The input of the output projection: y gated by z, both `(b, t, d_inner)`."""
-        return gated_rms_norm(y, z, self.norm.weight, self.norm_eps, self.n_groups)
+        return gated_rms_norm(y, z, self.norm.weight, self.norm_eps, self.n_groups, fused=fused)
+
+    def _runs_on_gpu(self, projected: Tensor) -> bool:
+        """Whether the parts around the recurrence are Triton kernels too."""
+        return self.backend == "triton"
+
+    def _token(self, projected: Tensor, state: Mamba2State) -> tuple[Tensor, Mamba2State] | None:
+        """One token up to the gated norm in a Triton kernel; None if that is not possible.
+
+        Returns:
+            y + D x, `(b, 1, d_inner)`, and the state.
+        """
+        weights = (
+            *(self.conv1d.weight, self.conv1d.bias, self.dt_bias, self.A_log, self.D),
+            *(state.conv, state.ssm),
+        )
+        tracked = torch.is_grad_enabled() and any(
+            one is not None and one.requires_grad for one in (projected, *weights)
+        )
+        if projected.shape[1] != 1 or tracked or not gpu_kernels.runs(True, projected, *weights):
+            return None
+        from longrnn.ops.triton import token
+
+        y, conv, ssm = token.step(
+            projected,
+            token.Weights(self.conv1d.weight[:, 0], *weights[1:5]),
+            state.conv,
+            state.ssm,
+            groups=self.n_groups,
+            dt_limit=self._dt_range(),
+        )
+        return y, Mamba2State(conv, ssm)
+
+    def _dt_range(self) -> tuple[float, float]:
+        """Least and largest dt."""
+        least, largest = (0.0, math.inf) if self.dt_limit is None else self.dt_limit
+        return least, largest
 
     def _fused(self, projected: Tensor, state: Mamba2State) -> tuple[Tensor, Mamba2State] | None:
         """Computes everything between the projections in C++; None if that is not possible.
@@ -205,7 +247,6 @@ class Mamba2(ScanningMixer):
         )
         if not kernels.cell_suits(projected, weights, state.conv, state.ssm):
             return None
-        least, largest = (0.0, math.inf) if self.dt_limit is None else self.dt_limit
         found = kernels.cell(
             projected,
             weights,
@@ -213,7 +254,7 @@ class Mamba2(ScanningMixer):
             state.ssm,
             groups=self.n_groups,
             norm_eps=self.norm_eps,
-            dt_limit=(least, largest),
+            dt_limit=self._dt_range(),
         )
         return None if found is None else (found[0], Mamba2State(*found[1:]))
 

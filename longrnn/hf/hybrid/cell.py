@@ -57,7 +57,7 @@ class SharedMamba2(Mamba2):
         groups = getattr(self._gate, "groups", 0)
         self._fits_kernel = self._gate.fused and groups == self.n_groups
 
-    def gated(self, y: Tensor, z: Tensor) -> Tensor:
+    def gated(self, y: Tensor, z: Tensor, *, fused: bool = False) -> Tensor:
         return self._gate(y, z)
 
     def _fused(self, projected: Tensor, state: Mamba2State) -> tuple[Tensor, Mamba2State] | None:
