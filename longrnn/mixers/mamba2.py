@@ -20,7 +20,7 @@ from longrnn.ops.conv import causal_conv
 from longrnn.ops.linear import Linear
 from longrnn.ops.norm import gated_rms_norm
 from longrnn.ops.packed_rows import PackedRows
-from longrnn.ops.ssd import BACKENDS, ScanInputs, resolve
+from longrnn.ops.ssd import ScanInputs, resolve, select
 from longrnn.state import PyTree
 
 
@@ -71,8 +71,8 @@ class Mamba2(ScanningMixer):
         norm_eps: added to the mean square in the gated norm.
         bias: whether the two projections have a bias.
         conv_bias: whether the convolution has a bias.
-        backend: implementation of the recurrence: `auto`, `native`, `chunked` or
-            `reference`.
+        backend: implementation of the recurrence: `native`, `triton`, `chunked` or `reference`;
+            `auto` selects the fastest one for the device of each call.
         init: see `longrnn.mixers.init`: `default` or `long_memory`.
     """
 
@@ -124,8 +124,7 @@ class Mamba2(ScanningMixer):
         self.d_inner, self.d_state, self.head_dim = d_inner, d_state, head_dim
         self.n_groups, self.d_conv, self.norm_eps = n_groups, d_conv, norm_eps
         self.dt_limit = dt_limit
-        self.backend = resolve(backend)
-        self.ssd = BACKENDS[self.backend]
+        self.backend, self.ssd = backend, select(backend)
 
         self.d_xBC = d_inner + 2 * n_groups * d_state
         self.in_proj = Linear(d_input, d_inner + self.d_xBC + self.n_heads, bias=bias)
@@ -138,6 +137,10 @@ class Mamba2(ScanningMixer):
         self.norm = nn.RMSNorm(d_inner, eps=norm_eps)
         self.out_proj = Linear(d_inner, d_model, bias=bias)
         initialise(self, init)
+
+    def backend_on(self, device: torch.device) -> str:
+        """The name of the backend that computes the recurrence on a device."""
+        return resolve(self.backend, device.type)
 
     def watch_channels(self, observe: Callable[[Tensor], None]) -> RemovableHandle:
         return self.out_proj.register_forward_pre_hook(lambda module, args: observe(args[0]))
@@ -165,7 +168,7 @@ class Mamba2(ScanningMixer):
         rows: PackedRows | None = None,
     ) -> tuple[Tensor, Mamba2State, PyTree]:
         projected = self.in_proj(x)
-        if self.backend == "native" and edit is None and rows is None:
+        if self.backend_on(projected.device) == "native" and edit is None and rows is None:
             fused = self._fused(projected, state)
             if fused is not None:
                 return self.out_proj(fused[0]), fused[1], carry
@@ -252,4 +255,5 @@ class Mamba2(ScanningMixer):
         )
 
     def extra_repr(self) -> str:
-        return f"n_heads={self.n_heads}, d_state={self.d_state}, backend={self.backend}"
+        backend = self.backend_on(self.A_log.device)
+        return f"n_heads={self.n_heads}, d_state={self.d_state}, backend={backend}"
