@@ -22,7 +22,7 @@ from longrnn.ops.linear import Linear
 from longrnn.ops.norm import gated_rms_norm
 from longrnn.ops.packed_rows import PackedRows
 from longrnn.ops.precision import autocasts
-from longrnn.ops.ssd import BACKENDS, ScanInputs, resolve
+from longrnn.ops.ssd import ScanInputs, resolve, select
 from longrnn.state import PyTree
 
 
@@ -73,8 +73,8 @@ class Mamba2(ScanningMixer):
         norm_eps: added to the mean square in the gated norm.
         bias: whether the two projections have a bias.
         conv_bias: whether the convolution has a bias.
-        backend: implementation of the recurrence: `auto`, `native`, `chunked` or
-            `reference`.
+        backend: implementation of the recurrence: `native`, `triton`, `chunked` or `reference`;
+            `auto` selects the fastest one for the device of each call.
         init: see `longrnn.mixers.init`: `default` or `long_memory`.
     """
 
@@ -126,8 +126,7 @@ class Mamba2(ScanningMixer):
         self.d_inner, self.d_state, self.head_dim = d_inner, d_state, head_dim
         self.n_groups, self.d_conv, self.norm_eps = n_groups, d_conv, norm_eps
         self.dt_limit = dt_limit
-        self.backend = resolve(backend)
-        self.ssd = BACKENDS[self.backend]
+        self.backend, self.ssd = backend, select(backend)
 
         self.d_xBC = d_inner + 2 * n_groups * d_state
         self.in_proj = Linear(d_input, d_inner + self.d_xBC + self.n_heads, bias=bias)
@@ -140,6 +139,10 @@ class Mamba2(ScanningMixer):
         self.norm = nn.RMSNorm(d_inner, eps=norm_eps)
         self.out_proj = Linear(d_inner, d_model, bias=bias)
         initialise(self, init)
+
+    def backend_on(self, device: torch.device) -> str:
+        """The name of the backend that computes the recurrence on a device."""
+        return resolve(self.backend, device.type)
 
     def watch_channels(self, observe: Callable[[Tensor], None]) -> RemovableHandle:
         return self.out_proj.register_forward_pre_hook(lambda module, args: observe(args[0]))
@@ -167,15 +170,13 @@ class Mamba2(ScanningMixer):
         rows: PackedRows | None = None,
     ) -> tuple[Tensor, Mamba2State, PyTree]:
         projected = self.in_proj(x)
-        fused = self._runs_on_gpu(projected)
-        if fused and edit is None and rows is None and (found := self._token(projected, state)):
-            y, after = found
-            z = projected[..., : self.d_inner]
-            return self.out_proj(self.gated(y, z, fused=True)), after, carry
-        if self.backend == "native" and edit is None and rows is None:
-            found = self._fused(projected, state)
+        backend = self.backend_on(projected.device)
+        at_once = {"native": self._fused, "triton": self._token}.get(backend)
+        if at_once is not None and edit is None and rows is None:
+            found = at_once(projected, state)
             if found is not None:
                 return self.out_proj(found[0]), found[1], carry
+        fused = backend == "triton"
         z, xBC, dt = projected.split([self.d_inner, self.d_xBC, self.n_heads], dim=-1)
         weight = self.conv1d.weight[:, 0]
         xBC, conv = causal_conv(
@@ -193,15 +194,10 @@ class Mamba2(ScanningMixer):
         """The input of the output projection: y gated by z, both `(b, t, d_inner)`."""
         return gated_rms_norm(y, z, self.norm.weight, self.norm_eps, self.n_groups, fused=fused)
 
-    def _runs_on_gpu(self, projected: Tensor) -> bool:
-        """Whether the parts around the recurrence are Triton kernels too."""
-        return self.backend == "triton"
-
     def _token(self, projected: Tensor, state: Mamba2State) -> tuple[Tensor, Mamba2State] | None:
-        """One token up to the gated norm in a Triton kernel; None if that is not possible.
+        """Computes one token between the projections in two Triton kernels; None for other calls.
 
-        Returns:
-            y + D x, `(b, 1, d_inner)`, and the state.
+        It is not for calls that need gradients.
         """
         weights = (
             *(self.conv1d.weight, self.conv1d.bias, self.dt_bias, self.A_log, self.D),
@@ -222,7 +218,8 @@ class Mamba2(ScanningMixer):
             groups=self.n_groups,
             dt_limit=self._dt_range(),
         )
-        return y, Mamba2State(conv, ssm)
+        z = projected[..., : self.d_inner]
+        return self.gated(y, z, fused=True), Mamba2State(conv, ssm)
 
     def _dt_range(self) -> tuple[float, float]:
         """Least and largest dt."""
@@ -294,4 +291,5 @@ class Mamba2(ScanningMixer):
         )
 
     def extra_repr(self) -> str:
-        return f"n_heads={self.n_heads}, d_state={self.d_state}, backend={self.backend}"
+        backend = self.backend_on(self.A_log.device)
+        return f"n_heads={self.n_heads}, d_state={self.d_state}, backend={backend}"

@@ -17,8 +17,8 @@ import torch
 import triton
 from torch import Tensor
 
-from longrnn.ops.triton import on_device, readable
-from longrnn.ops.triton.device import IEEE, ONE, TWO, tile
+from longrnn.ops.triton import interpreting, on_device, readable
+from longrnn.ops.triton.device import FULL, ONE, TWO, tile
 from longrnn.ops.triton.scan import by_token, passing, scan, walk
 from longrnn.ops.triton.scan_gradient import grad_bc, grad_x
 
@@ -26,6 +26,8 @@ from longrnn.ops.triton.scan_gradient import grad_bc, grad_x
 MAX_SEQUENTIAL = 2
 # Entries of a state that a program of `passing` carries.
 PASSING_BLOCK = 1024
+# Larger chunks would need more registers and shared memory than a GPU has.
+LARGEST_CHUNK = {torch.bfloat16: 64, torch.float32: 16, torch.float64: 16}
 # Heads of a group that a program of `grad_bc` adds up, at most.
 HEADS_AT_ONCE = 16
 
@@ -105,8 +107,10 @@ def plan(given: Operands, chunk: int, segment: int, *, rounded: bool) -> Plan:
         rounded: whether operands that are computed may be rounded to bfloat16.
     """
     time = given.x.shape[1]
-    mode = IEEE if given.x.dtype == given.state.dtype else ONE if rounded else TWO
+    mode = FULL if given.x.dtype == given.state.dtype else ONE if rounded else TWO
     chunk = min(tile(chunk), tile(time))
+    if not interpreting():
+        chunk = min(chunk, LARGEST_CHUNK[given.x.dtype])
     segment = triton.cdiv(segment, chunk) * chunk
     return Plan(mode.value, chunk, segment, triton.cdiv(time, segment))
 
@@ -294,7 +298,7 @@ def _chunk_gradients(
     dB, dC = (state.new_empty((b, time, h // at_once, n)) for _ in range(2))
     args = (*given[:5], grad_y, at_starts, at_ends)
     numbers = (time, given.heads, *_strides(given.x, given.B, given.C, grad_y))
-    sizes: dict[str, Any] = _sizes(given) | {"BP": tile(p), "L": how.chunk, "MODE": how.mode}
+    sizes: dict[str, Any] = _sizes(given) | {"L": how.chunk, "MODE": how.mode}
     grad_x[(chunks * given.heads,)](*args, dx, dgain, dlog_decay, *numbers, **sizes, num_warps=8)
     grad_bc[(chunks * b * (h // at_once),)](
         *args, dB, dC, *numbers, **sizes, AT_ONCE=at_once, num_warps=8

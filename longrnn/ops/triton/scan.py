@@ -143,7 +143,7 @@ def scan(
     p = tl.program_id(1) * BP + tl.arange(0, BP)
     offsets, exists = state_offsets(n, p, P, N)
     state = tl.load(first + program * (P * N) + offsets, mask=exists, other=0.0)
-    # 0 while everything is finite: NaN − NaN and ∞ − ∞ are NaN.
+    # 0 while everything is finite: 0 · NaN and 0 · ∞ are NaN.
     zero = tl.zeros((L, BP), ACC)
     begin = number * segment
     count = tl.cdiv(tl.minimum(time - begin, segment), L).to(tl.int32)
@@ -153,7 +153,6 @@ def scan(
         row = (b * time + start) * H + h
         log_decays = tl.load(log_decay + row + j * H, mask=j < left, other=0.0)
         gains = tl.load(gain + row + j * H, mask=j < left, other=0.0).to(ACC)
-        xs = load_tile(x, b, start, h * P, x_row, x_token, j, p, left, P)
         Bs = load_tile(B, b, start, h // R * N, B_row, B_token, j, n, left, N)
         Cs = load_tile(C, b, start, h // R * N, C_row, C_token, j, n, left, N)
         high, low, total = running_sums(log_decays, ACC)
@@ -162,8 +161,9 @@ def scan(
         # Not a product with a decay of 0: the gain or B of a later token may be NaN.
         scores = tl.where(j[:, None] >= j[None, :], scores * decay_between(high, low, j), 0.0)
         out = product(Cs, state, ACC, Bs.dtype, MODE) * tl.exp(high)[:, None]
+        xs = load_tile(x, b, start, h * P, x_row, x_token, j, p, left, P)
         out += product(scores, xs, ACC, Bs.dtype, MODE)
-        zero += out - out
+        zero += 0.0 * out
         inside = (j < left)[:, None] & (p < P)[None, :]
         at = y + row * P + (j[:, None] * (H * P) + p[None, :])
         tl.store(at, out.to(y.dtype.element_ty), mask=inside)
@@ -200,10 +200,10 @@ def by_token(
     b, h = head // H, head % H
     number = tl.zeros((), tl.int32)
     if not ALWAYS:
-        at = tl.arange(0, BLOCK)
-        some = at < segments * TILES
-        bad = tl.load(trouble + head * segments * TILES + at, mask=some, other=0)
-        number = tl.min(tl.where(bad != 0, at // TILES, segments), 0)
+        entry = tl.arange(0, BLOCK)
+        some = entry < segments * TILES
+        bad = tl.load(trouble + head * segments * TILES + entry, mask=some, other=0)
+        number = tl.min(tl.where(bad != 0, entry // TILES, segments), 0)
     if number < segments:
         n, p = tl.arange(0, BN), tl.program_id(1) * BP + tl.arange(0, BP)
         offsets, exists = state_offsets(n, p, P, N)
@@ -213,12 +213,12 @@ def by_token(
             row = (b * time + t) * H + h
             g = tl.load(gain + row).to(ACC)
             log_of_decay = tl.load(log_decay + row).to(tl.float64)
-            at = b * x_row + t * x_token + h * P + p
-            x_t = tl.load(x + at, mask=p < P, other=0.0).to(ACC) * g
-            at = b * B_row + t * B_token + h // R * N + n
-            B_t = tl.load(B + at, mask=n < N, other=0.0).to(ACC)
-            at = b * C_row + t * C_token + h // R * N + n
-            C_t = tl.load(C + at, mask=n < N, other=0.0).to(ACC)
+            x_at = x + b * x_row + t * x_token + h * P
+            B_at = B + b * B_row + t * B_token + h // R * N
+            C_at = C + b * C_row + t * C_token + h // R * N
+            x_t = tl.load(x_at + p, mask=p < P, other=0.0).to(ACC) * g
+            B_t = tl.load(B_at + n, mask=n < N, other=0.0).to(ACC)
+            C_t = tl.load(C_at + n, mask=n < N, other=0.0).to(ACC)
             added = x_t[None, :] * B_t[:, None]
             new = decayed(state, added, log_of_decay, ACC)
             # The two parts of a decay have opposite signs: their products with ∞ would be NaN.

@@ -52,43 +52,47 @@ def grad_x(
     program = tl.program_id(0).to(tl.int64)
     head, start = program % heads, program // heads * L
     b, h = head // H, head % H
-    j, n, p = tl.arange(0, L), tl.arange(0, BN), tl.arange(0, BP)
+    j, n = tl.arange(0, L), tl.arange(0, BN)
     left = tl.minimum(time - start, L).to(tl.int32)
-    offsets, exists = state_offsets(n, p, P, N)
     row = (b * time + start) * H + h
     log_decays = tl.load(log_decay + row + j * H, mask=j < left, other=0.0)
     gains = tl.load(gain + row + j * H, mask=j < left, other=0.0).to(ACC)
     high, low, total = running_sums(log_decays, ACC)
-
-    at = program * (P * N) + offsets
-    D = tl.load(after + at, mask=exists, other=0.0).to(ACC)
-    S = tl.load(before + at, mask=exists, other=0.0).to(ACC)
-    through = tl.exp(total).to(ACC) * tl.sum(tl.sum(S * D, 1), 0)
     Bs = load_tile(B, b, start, h // R * N, B_row, B_token, j, n, left, N)
     Cs = load_tile(C, b, start, h // R * N, C_row, C_token, j, n, left, N)
-    du = product(Bs, D, ACC, Bs.dtype, MODE) * decay_to_end(high, low, total, ACC)[:, None]
-    carried = product(Cs, S, ACC, Bs.dtype, MODE) * tl.exp(high)[:, None]
-
-    xs = load_tile(x, b, start, h * P, x_row, x_token, j, p, left, P)
-    dys = load_tile(grad_y, b, start, h * P, y_row, y_token, j, p, left, P)
-    from_start = tl.sum(carried * dys.to(ACC), 1)
-    to_end = tl.sum(du * xs.to(ACC), 1) * gains
     weights = product(Cs, tl.trans(Bs), ACC, Bs.dtype, MODE) * decay_between(high, low, j)
-    terms = product(dys, tl.trans(xs), ACC, Bs.dtype, MODE) * weights * gains[None, :]
-    terms = tl.where(j[:, None] > j[None, :], terms, 0.0)
-    # Terms with j < t ≤ i: those that begin before t, less those that end before it.
-    crossing = from_start.to(tl.float64) + tl.sum(terms, 1) - tl.sum(terms, 0)
-    crossing = tl.cumsum(crossing, 0, reverse=True)
-    ending = to_end.to(tl.float64)
-    ending = tl.cumsum(ending, 0) - ending
-    found = crossing + ending + through
-    tl.store(dlog_decay + row + j * H, found.to(dlog_decay.dtype.element_ty), mask=j < left)
 
-    du += product(tl.trans(weights), dys, ACC, Bs.dtype, MODE)
-    tl.store(dgain + row + j * H, tl.sum(du * xs.to(ACC), 1), mask=j < left)
-    at = dx + row * P + (j[:, None] * (H * P) + p[None, :])
-    inside = (j < left)[:, None] & (p < P)[None, :]
-    tl.store(at, (du * gains[:, None]).to(dx.dtype.element_ty), mask=inside)
+    # Sums over the channels: dy_i · x_j, and what the gradients of the decays and gains need.
+    alike = tl.zeros((L, L), ACC)
+    from_start, to_end, inner = tl.zeros((L,), ACC), tl.zeros((L,), ACC), tl.zeros((L,), ACC)
+    through = tl.zeros((), ACC)
+    for k in range(0, tl.cdiv(P, BP)):
+        p = k * BP + tl.arange(0, BP)
+        offsets, exists = state_offsets(n, p, P, N)
+        offsets += program * (P * N)
+        xs = load_tile(x, b, start, h * P, x_row, x_token, j, p, left, P)
+        dys = load_tile(grad_y, b, start, h * P, y_row, y_token, j, p, left, P)
+        alike += product(dys, tl.trans(xs), ACC, Bs.dtype, MODE)
+        S = tl.load(before + offsets, mask=exists, other=0.0).to(ACC)
+        from_start += tl.sum(product(Cs, S, ACC, Bs.dtype, MODE) * dys.to(ACC), 1)
+        D = tl.load(after + offsets, mask=exists, other=0.0).to(ACC)
+        through += tl.sum(tl.sum(S * D, 1), 0)
+        du = product(Bs, D, ACC, Bs.dtype, MODE) * decay_to_end(high, low, total, ACC)[:, None]
+        to_end += tl.sum(du * xs.to(ACC), 1)
+        du += product(tl.trans(weights), dys, ACC, Bs.dtype, MODE)
+        inner += tl.sum(du * xs.to(ACC), 1)
+        at = dx + row * P + (j[:, None] * (H * P) + p[None, :])
+        inside = (j < left)[:, None] & (p < P)[None, :]
+        tl.store(at, (du * gains[:, None]).to(dx.dtype.element_ty), mask=inside)
+    tl.store(dgain + row + j * H, inner, mask=j < left)
+
+    terms = tl.where(j[:, None] > j[None, :], alike * weights * gains[None, :], 0.0)
+    # Terms with j < t ≤ i: those that end at t or later, less those that begin there.
+    crossing = (from_start * tl.exp(high)).to(tl.float64) + tl.sum(terms, 1) - tl.sum(terms, 0)
+    ending = (to_end * gains).to(tl.float64)
+    found = tl.cumsum(crossing, 0, reverse=True) + (tl.cumsum(ending, 0) - ending)
+    found += tl.exp(total) * through
+    tl.store(dlog_decay + row + j * H, found.to(dlog_decay.dtype.element_ty), mask=j < left)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -114,10 +118,8 @@ def grad_bc(
     rows = heads // H
     b, chunk = program % rows, program // rows
     start = chunk * L
-    j, n, p = tl.arange(0, L), tl.arange(0, BN), tl.arange(0, BP)
+    j, n = tl.arange(0, L), tl.arange(0, BN)
     left = tl.minimum(time - start, L).to(tl.int32)
-    offsets = p[:, None] * N + n[None, :]
-    exists = (p < P)[:, None] & (n < N)[None, :]
     grad_weights = tl.zeros((L, L), ACC)
     sum_B, sum_C = tl.zeros((L, BN), ACC), tl.zeros((L, BN), ACC)
     for k in range(0, AT_ONCE):
@@ -126,16 +128,21 @@ def grad_bc(
         log_decays = tl.load(log_decay + row + j * H, mask=j < left, other=0.0)
         gains = tl.load(gain + row + j * H, mask=j < left, other=0.0).to(ACC)
         high, low, total = running_sums(log_decays, ACC)
-        xs = load_tile(x, b, start, h * P, x_row, x_token, j, p, left, P)
-        dys = load_tile(grad_y, b, start, h * P, y_row, y_token, j, p, left, P)
-        terms = product(dys, tl.trans(xs), ACC, xs.dtype, MODE) * gains[None, :]
-        grad_weights += terms * decay_between(high, low, j)
-        at = (chunk * heads + b * H + h) * (P * N) + offsets
-        S = tl.load(before + at, mask=exists, other=0.0).to(ACC)
-        sum_C += product(dys, S, ACC, xs.dtype, MODE) * tl.exp(high)[:, None]
-        D = tl.load(after + at, mask=exists, other=0.0).to(ACC)
-        weight = decay_to_end(high, low, total, ACC) * gains
-        sum_B += product(xs, D, ACC, xs.dtype, MODE) * weight[:, None]
+        since_start = tl.exp(high)[:, None]
+        until_end = (decay_to_end(high, low, total, ACC) * gains)[:, None]
+        alike = tl.zeros((L, L), ACC)
+        for tile in range(0, tl.cdiv(P, BP)):
+            p = tile * BP + tl.arange(0, BP)
+            offsets = (chunk * heads + b * H + h) * (P * N) + (p[:, None] * N + n[None, :])
+            exists = (p < P)[:, None] & (n < N)[None, :]
+            xs = load_tile(x, b, start, h * P, x_row, x_token, j, p, left, P)
+            dys = load_tile(grad_y, b, start, h * P, y_row, y_token, j, p, left, P)
+            alike += product(dys, tl.trans(xs), ACC, xs.dtype, MODE)
+            S = tl.load(before + offsets, mask=exists, other=0.0).to(ACC)
+            sum_C += product(dys, S, ACC, xs.dtype, MODE) * since_start
+            D = tl.load(after + offsets, mask=exists, other=0.0).to(ACC)
+            sum_B += product(xs, D, ACC, xs.dtype, MODE) * until_end
+        grad_weights += alike * decay_between(high, low, j) * gains[None, :]
     group = part * AT_ONCE // R
     Bs = load_tile(B, b, start, group * N, B_row, B_token, j, n, left, N)
     Cs = load_tile(C, b, start, group * N, C_row, C_token, j, n, left, N)
