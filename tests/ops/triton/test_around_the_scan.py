@@ -57,10 +57,10 @@ def assert_fused(run: Any, tensors: Sequence[Tensor | None], dtype: torch.dtype)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         real = [one for one in outputs if one.is_floating_point()]
         factors = [torch.linspace(-1, 1, one.numel(), dtype=torch.float64) for one in real]
-        total = sum(
-            (one.double() * factor.view_as(one)).sum()
-            for one, factor in zip(real, factors, strict=True)
-        )
+        pairs = zip(real, factors, strict=True)
+        total = torch.stack(
+            [(one.double().flatten() * factor).sum() for one, factor in pairs]
+        ).sum()
         return [*outputs, *torch.autograd.grad(total, leaves, materialize_grads=True)]
 
     found, wanted = outcome(True, dtype), outcome(False, torch.float64)
