@@ -25,13 +25,11 @@ class Multiply(Edit):
     def __init__(self, decay: Tensor, scale: Tensor) -> None:
         self.log_decay, self.scale = Constant(decay.log()), Constant(scale)
         self._numbers = decay.tolist(), scale.tolist()
-        self._is_unscaled = bool((scale == 1).all())
 
     def edit_inputs(self, inputs: ScanInputs, carry: PyTree) -> tuple[ScanInputs, PyTree]:
         log_decay = inputs.log_decay + self.log_decay.like(inputs.log_decay)
-        # Scales x and not B, which heads share; only their product enters the recurrence.
-        x = inputs.x if self._is_unscaled else inputs.x * self.scale.like(inputs.x)[:, None]
-        return inputs._replace(x=x, log_decay=log_decay), carry
+        gain = inputs.gain * self.scale.like(inputs.gain)
+        return inputs._replace(gain=gain, log_decay=log_decay), carry
 
     def edit_update(self, update: Update, carry: PyTree) -> tuple[Update, PyTree]:
         assert update.keep is not None
