@@ -17,6 +17,7 @@ from longrnn.mitigations.values import check_sizes
 from longrnn.mitigations.weights import CachedValue
 from longrnn.mixers import Composed, Mixer
 from longrnn.models.base import EditableModel, LanguageModel, LMOutput, check_tokens
+from longrnn.models.context import ContextGroup, check_divisible
 from longrnn.state import LMState, PyTree, leaves
 
 
@@ -117,6 +118,7 @@ class Mitigated(nn.Module):
         keep: int | None = None,
         is_token: Tensor | None = None,
         is_document_start: Tensor | None = None,
+        context: ContextGroup | None = None,
     ) -> LMOutput:
         """Consumes tokens; see `LanguageModel`.
 
@@ -126,6 +128,7 @@ class Mitigated(nn.Module):
             keep: return logits for the last `keep` tokens only; None for all.
             is_token: `(b, t)` bool, false at padding; see `RecurrentLM.forward`.
             is_document_start: `(b, t)` bool; the carries of the mitigation restart too.
+            context: the processes that hold the rows together; see `RecurrentLM.forward`.
 
         Raises:
             UserError: invalid tokens or masks, or a state of the plain model, of other weights or
@@ -136,6 +139,10 @@ class Mitigated(nn.Module):
             state = self.init_state(len(tokens))
         extra = self._check_extra(state)
         given = state._replace(extra=extra.carry)
+        shared: dict[str, Any] = {}
+        if context is not None:
+            check_divisible(self.model)
+            shared["context"] = context
         logits, after = self.model(
             tokens,
             given,
@@ -143,6 +150,7 @@ class Mitigated(nn.Module):
             edits=self.edits,
             is_token=is_token,
             is_document_start=is_document_start,
+            **shared,
         )
         return LMOutput(logits, after._replace(extra=MitigatedState(extra.tag, after.extra)))
 

@@ -8,7 +8,6 @@ Notable choices:
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -19,6 +18,8 @@ from torch import Tensor, nn
 from longrnn.errors import UserError, nearest
 from longrnn.mixers import MIXERS, Edit, EditedState, Mixer
 from longrnn.models.base import LMOutput, check_state, check_tokens, fingerprint
+from longrnn.models.blocks import BLOCKS
+from longrnn.models.context import ContextGroup, hidden_of_share
 from longrnn.models.packing import Arrangement
 from longrnn.models.recompute import GRANULARITIES, recomputed
 from longrnn.ops.linear import Linear, linear
@@ -59,69 +60,6 @@ class RecurrentConfig:
     tie_embeddings: bool = True
     norm_eps: float = number(1e-5, at_least=0)
     residual_in_fp32: bool = False
-
-
-class Block(nn.Module, ABC):
-    """One layer of the model.
-
-    Attributes:
-        recompute: whether the backward pass computes the layer again.
-    """
-
-    recompute = False
-
-    @abstractmethod
-    def run(
-        self, x: Tensor, state: PyTree, edit: Edit | None, rows: PackedRows | None
-    ) -> tuple[Tensor, PyTree]:
-        """Returns the output of the layer, and the state of its cell."""
-
-    def forward(
-        self, x: Tensor, state: PyTree, edit: Edit | None, rows: PackedRows | None = None
-    ) -> tuple[Tensor, PyTree]:
-        if self.recompute:
-            # Inside the module, so that its hooks (shards, DDP) run as without recomputation.
-            return recomputed(self.run, x, state, edit, rows)
-        return self.run(x, state, edit, rows)
-
-
-class ResidualBlock(Block):
-    """x + mixer(rms_norm(x))."""
-
-    def __init__(self, mixer: Mixer, config: RecurrentConfig) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
-        self.mixer = mixer
-        self.eps = config.norm_eps
-        self.wide = config.residual_in_fp32
-
-    def run(
-        self, x: Tensor, state: PyTree, edit: Edit | None, rows: PackedRows | None
-    ) -> tuple[Tensor, PyTree]:
-        normed = rms_norm(x, self.norm.weight, self.eps)
-        if self.wide:
-            normed = normed.to(self.norm.weight.dtype)
-        y, state = self.mixer(normed, state, edit, rows)
-        return x + y, state
-
-
-class PlainBlock(Block):
-    """The cell without norm and residual connection."""
-
-    def __init__(self, mixer: Mixer, config: RecurrentConfig) -> None:
-        super().__init__()
-        self.mixer = mixer
-
-    def run(
-        self, x: Tensor, state: PyTree, edit: Edit | None, rows: PackedRows | None
-    ) -> tuple[Tensor, PyTree]:
-        return self.mixer(x, state, edit, rows)
-
-
-BLOCKS: dict[str, type[ResidualBlock] | type[PlainBlock]] = {
-    "residual": ResidualBlock,
-    "plain": PlainBlock,
-}
 
 
 class RecurrentLM(nn.Module):
@@ -232,6 +170,7 @@ class RecurrentLM(nn.Module):
         edits: Sequence[Edit] | None = None,
         is_token: Tensor | None = None,
         is_document_start: Tensor | None = None,
+        context: ContextGroup | None = None,
     ) -> LMOutput:
         """Consumes tokens; see `LanguageModel`.
 
@@ -247,6 +186,9 @@ class RecurrentLM(nn.Module):
             is_document_start: `(b, t)` bool. Before such a token the state of the row, carries and
                 position included, is that of `init_state`, whatever it was, NaN included. A row
                 whose first token is not a start continues the given state. None for no start.
+            context: the processes that hold the rows together. `tokens`, masks, `keep` and logits
+                are then those of the share of this process; the states are those before and after
+                all shares, the same in all processes. See `longrnn.models.context`.
 
         Raises:
             UserError: ids outside the vocabulary, the state of another model or batch size, a
@@ -260,6 +202,7 @@ class RecurrentLM(nn.Module):
             edits=edits,
             is_token=is_token,
             is_document_start=is_document_start,
+            context=context,
         )
         return LMOutput(linear(hidden, self.head.weight), state)
 
@@ -272,6 +215,7 @@ class RecurrentLM(nn.Module):
         edits: Sequence[Edit] | None = None,
         is_token: Tensor | None = None,
         is_document_start: Tensor | None = None,
+        context: ContextGroup | None = None,
     ) -> tuple[Tensor, LMState]:
         """`forward` without the head: returns the head's input, `(b, t, d)`, and the state.
 
@@ -294,6 +238,9 @@ class RecurrentLM(nn.Module):
 
         arranged = Arrangement(tokens, is_token, is_document_start)
         tokens, rows, first = arranged.tokens, arranged.rows, arranged.first_kept(keep)
+        if context is not None:
+            hidden, state = hidden_of_share(self, tokens, rows, state, edits, context)
+            return self._output(hidden[:, first:], arranged, keep), state
         width = max(64, SEGMENT_TOKENS // max(1, len(tokens)))
         kept: list[Tensor] = []
         for start in range(0, tokens.shape[1], width):
@@ -309,10 +256,35 @@ class RecurrentLM(nn.Module):
         if not kept:
             return self.embedding.weight.new_zeros(len(tokens), keep, self.config.d_model), state
         hidden = torch.cat(kept, 1) if len(kept) > 1 else kept[0]
+        return self._output(hidden, arranged, keep), state
+
+    def _output(self, hidden: Tensor, arranged: Arrangement, keep: int) -> Tensor:
+        """The input of the head, `(b, keep, d)`, from the output of the last block."""
         if self.norm is not None:
             hidden = rms_norm(hidden, self.norm.weight, self.config.norm_eps)
         hidden = arranged.restore(hidden, keep)
-        return hidden.to(self.embedding.weight.dtype) if self._wide else hidden, state
+        return hidden.to(self.embedding.weight.dtype) if self._wide else hidden
+
+    def embed(
+        self, tokens: Tensor, position: Tensor, rows: PackedRows | None
+    ) -> tuple[Tensor, Tensor]:
+        """The input of the first block, and the positions after the tokens.
+
+        Args:
+            tokens: `(b, t)` int64.
+            position: `(b,)` int64, that of the first token.
+            rows: where documents and padding begin; None without any.
+        """
+        if rows is None:
+            time = tokens.shape[1]
+            positions = position[:, None] + torch.arange(time, device=tokens.device)
+            after = position + time
+        else:
+            positions, after = rows.positions(position)
+        x = self.merge(self.position(self.embedding(tokens), positions))
+        if rows is not None:
+            x = rows.without_padding(x)
+        return x.to(torch.promote_types(x.dtype, torch.float32)) if self._wide else x, after
 
     def _segment(
         self,
@@ -322,17 +294,7 @@ class RecurrentLM(nn.Module):
         rows: PackedRows | None,
     ) -> tuple[Tensor, LMState]:
         """`hidden` of one segment, before the last norm."""
-        if rows is None:
-            time = tokens.shape[1]
-            positions = state.position[:, None] + torch.arange(time, device=tokens.device)
-            position = state.position + time
-        else:
-            positions, position = rows.positions(state.position)
-        x = self.merge(self.position(self.embedding(tokens), positions))
-        if rows is not None:
-            x = rows.without_padding(x)
-        if self._wide:
-            x = x.to(torch.promote_types(x.dtype, torch.float32))
+        x, position = self.embed(tokens, state.position, rows)
         layers, carries = [], []
         for index, (block, layer) in enumerate(zip(self.blocks, state.layers, strict=True)):
             if edits is None:
