@@ -1,3 +1,4 @@
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
 """Kernels of the gradient of the recurrence, one chunk per program.
 
 With W_ij = (C_i · B_j) exp(Σ log_decay over (j, i]) inside a chunk, S the state before it, D the
