@@ -45,25 +45,25 @@ def _convolution(dtype: torch.dtype, *, back: bool) -> Callable[[Any], object]:
 def _gated_norm(dtype: torch.dtype, *, back: bool) -> Callable[[Any], object]:
     def run(host: Any) -> None:
         gate, weight = _projected(T, dtype)[..., : H * P], _empty(H * P, dtype=dtype)
+        sum_of = {"skip": _empty(1, T, C, dtype=dtype)[..., : H * P], "D": _empty(H, dtype=FP32)}
         if back:
             x, scale = _empty(1, T, H * P, dtype=dtype), _empty(T, 1, dtype=FP32)
-            host.backward(x, weight, scale, x, gate=gate, dtype=FP32)
+            host.backward(x, weight, scale, x, gate=gate, **sum_of, is_total=True, dtype=FP32)
         else:
             x = _empty(1, T, H * P, dtype=FP32)
-            host.forward(x, weight, 1e-5, gate=gate, dtype=dtype)
+            host.forward(x, weight, 1e-5, gate=gate, **sum_of, dtype=dtype, keep=True)
 
     return run
 
 
-def _norm(dtype: torch.dtype, *, back: bool, residual: bool) -> Callable[[Any], object]:
+def _norm(dtype: torch.dtype, *, back: bool) -> Callable[[Any], object]:
     def run(host: Any) -> None:
         x, weight = _empty(1, T, H * P // 2, dtype=dtype), _empty(H * P // 2, dtype=dtype)
-        other = x if residual else None
         if back:
             scale = _empty(T, 1, dtype=FP32)
-            host.backward(x, weight, scale, x, grad_total=other, dtype=dtype)
+            host.backward(x, weight, scale, x, dtype=dtype)
         else:
-            host.forward(x, weight, 1e-5, residual=other, dtype=dtype)
+            host.forward(x, weight, 1e-5, dtype=dtype)
 
     return run
 
@@ -93,9 +93,8 @@ CASES: dict[str, tuple[str, Callable[[Any], object]]] = {
     "convolution-backward-float32": (MODULES + "convolution", _convolution(FP32, back=True)),
     "gated-norm": (MODULES + "norm", _gated_norm(BF16, back=False)),
     "gated-norm-backward": (MODULES + "norm", _gated_norm(BF16, back=True)),
-    "norm": (MODULES + "norm", _norm(BF16, back=False, residual=False)),
-    "residual-norm": (MODULES + "norm", _norm(BF16, back=False, residual=True)),
-    "residual-norm-backward": (MODULES + "norm", _norm(BF16, back=True, residual=True)),
+    "norm": (MODULES + "norm", _norm(BF16, back=False)),
+    "norm-backward": (MODULES + "norm", _norm(BF16, back=True)),
     "token": (MODULES + "token", _token(BF16)),
     "token-float32": (MODULES + "token", _token(FP32)),
     "loss": (MODULES + "loss", _loss(None)),

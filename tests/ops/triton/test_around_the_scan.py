@@ -88,6 +88,35 @@ def test_convolution(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> No
     assert_fused(run, [normal(b, t, c + 3), normal(b, k - 1, c), normal(c, k), bias], dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=spec_id)
+def test_gated_norm_of_a_sum(dtype: torch.dtype) -> None:
+    """D x is added first, where x is a view of the output of the convolution."""
+
+    def run(
+        y: Tensor, gate: Tensor, wide: Tensor, D: Tensor, weight: Tensor, *, fused: bool
+    ) -> Any:
+        inner = wide[..., :12].unflatten(2, (3, 4))
+        return gated_rms_norm(y, gate, weight, 1e-5, 2, skip=(inner, D), fused=fused)
+
+    shape = (2, 5, 12)
+    tensors = [normal(*shape), normal(*shape, seed=1), normal(2, 5, 20), normal(3), normal(12)]
+    assert_fused(run, tensors, dtype)
+
+
+def test_second_derivatives_of_a_fused_norm() -> None:
+    """They are those of torch's operators."""
+
+    def run(
+        y: Tensor, gate: Tensor, inner: Tensor, D: Tensor, weight: Tensor, *, fused: bool
+    ) -> Any:
+        found = gated_rms_norm(y, gate, weight, 1e-5, 1, skip=(inner, D), fused=fused)
+        given = [y, gate, inner, D, weight]
+        return torch.autograd.grad(found.square().sum(), given, create_graph=True)
+
+    tensors = [normal(1, 2, 4), normal(1, 2, 4, seed=1), normal(1, 2, 2, 2), normal(2), normal(4)]
+    assert_fused(run, tensors, torch.float64)
+
+
 def test_a_long_span_of_the_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs of the backward pass meet at the border of their spans."""
     from longrnn.ops.triton import convolution
