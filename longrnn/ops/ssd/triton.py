@@ -43,14 +43,14 @@ def ssd(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
         return _Recurrence.apply(CHUNK, SEGMENT, *tensors)[:2]
     from longrnn.ops.triton import recurrence
 
-    given = recurrence.operands(*_gained(tensors))
+    given = recurrence.operands(*tensors)
     how = recurrence.plan(given, CHUNK, SEGMENT, rounded=False)
     sequential = inputs.x.shape[1] <= recurrence.MAX_SEQUENTIAL
     return recurrence.forward(given, how, sequential=sequential)[:2]
 
 
 class _Recurrence(torch.autograd.Function):
-    """`recurrence.forward` with `recurrence.backward` as its backward pass."""
+    """`recurrence.forward` with `recurrence_gradient.backward` as its backward pass."""
 
     @staticmethod
     def forward(
@@ -58,7 +58,7 @@ class _Recurrence(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         from longrnn.ops.triton import recurrence
 
-        given = recurrence.operands(*_gained(tensors))
+        given = recurrence.operands(*tensors)
         how = recurrence.plan(given, chunk, segment, rounded=True)
         return recurrence.forward(given, how)
 
@@ -115,11 +115,11 @@ def _fused_gradients(
     sizes: tuple[int, int], tensors: Sequence[Tensor], before: Tensor | None, grads: Grads
 ) -> list[Tensor]:
     from longrnn.ops.triton import recurrence
+    from longrnn.ops.triton.recurrence_gradient import backward
 
-    given = recurrence.operands(*_gained(tensors))
+    given = recurrence.operands(*tensors)
     how = recurrence.plan(given, *sizes, rounded=True)
-    found = recurrence.backward(given, how, before, *grads)
-    found = [found.x, *found[2:]]  # TEMPORARY
+    found = backward(given, how, before, *grads)
     return [grad.to(tensor.dtype) for grad, tensor in zip(found, tensors, strict=True)]
 
 
@@ -129,11 +129,6 @@ def _sequential_gradients(tensors: Sequence[Tensor], grads: Any) -> list[Tensor]
     with torch.enable_grad():
         outputs = chunked.sequential(ScanInputs(*leaves[:-1]), leaves[-1])
     return list(torch.autograd.grad(outputs, leaves, grads, materialize_grads=True))
-
-
-def _gained(tensors):  # TEMPORARY
-    x, *others = tensors
-    return x, x.new_ones(x.shape[:3]), *others
 
 
 class _FiniteRows:

@@ -1,3 +1,4 @@
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
 """Device functions of one chunk of the recurrence: tiles, decays, and the state after it.
 
 Notable choices:

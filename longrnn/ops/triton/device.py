@@ -1,3 +1,4 @@
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
 """Device functions and tile sizes that the Triton kernels share.
 
 Notable choices:

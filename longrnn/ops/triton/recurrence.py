@@ -1,12 +1,13 @@
-"""The recurrence and its gradient as calls of the kernels in `scan` and `scan_gradient`.
+# pyright: reportArgumentType=false, reportCallIssue=false
+"""The recurrence as calls of the kernels in `longrnn.ops.triton.scan`.
 
 Notable choices:
 - Nothing here waits for the GPU. `scan` marks the heads whose output is not finite, and `by_token`
   computes those again, one token at a time; for other heads it ends at once.
 - x, B and C may be views of a wider tensor, such as the output of the convolution: their rows and
   tokens may lie at any distance.
-- The forward pass keeps the states between segments, and the backward pass computes those between
-  chunks again.
+- The forward pass keeps the states between segments; the backward pass, `recurrence_gradient`,
+  computes those between chunks again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from torch import Tensor
 from longrnn.ops.triton import interpreting, on_device, readable
 from longrnn.ops.triton.device import FULL, ONE, TWO, tile
 from longrnn.ops.triton.scan import by_token, passing, scan, walk
-from longrnn.ops.triton.scan_gradient import grad_bc, grad_x
 
 # `by_token` computes at most this many tokens, if no gradient is needed.
 MAX_SEQUENTIAL = 2
@@ -28,8 +28,6 @@ MAX_SEQUENTIAL = 2
 PASSING_BLOCK = 1024
 # Larger chunks would need more registers and shared memory than a GPU has.
 LARGEST_CHUNK = {torch.bfloat16: 64, torch.float32: 16, torch.float64: 16}
-# Heads of a group that a program of `grad_bc` adds up, at most.
-HEADS_AT_ONCE = 16
 
 
 class Operands(NamedTuple):
@@ -131,10 +129,9 @@ def forward(
         `by_token` computes it again.
     """
     x, state = given.x, given.state
-    b, time, h, p = x.shape
-    n = state.shape[3]
+    time, p = x.shape[1], x.shape[3]
     y, final = state.new_empty(x.shape), torch.empty_like(state)
-    sizes = _sizes(given)
+    sizes = sizes_of(given)
     tiles = triton.cdiv(p, sizes["BP"])
     trouble = state.new_empty((given.heads, how.segments * tiles), dtype=torch.int32)
     before = None
@@ -145,11 +142,11 @@ def forward(
         args = (*given[:5], first, final, y, trouble, time, how.segment, given.heads)
         if not sequential:
             scan[how.segments * given.heads, tiles](
-                *args, *_strides(x, given.B, given.C),
+                *args, *strides_of(x, given.B, given.C),
                 **sizes, L=how.chunk, MODE=how.mode, FINAL=before is None, num_warps=8,
             )  # fmt: skip
         by_token[given.heads, tiles](
-            *args, how.segments, *_strides(x, given.B, given.C),
+            *args, how.segments, *strides_of(x, given.B, given.C),
             **sizes, TILES=tiles, BLOCK=triton.next_power_of_2(trouble.shape[1]),
             ALWAYS=sequential, num_warps=4,
         )  # fmt: skip
@@ -158,12 +155,12 @@ def forward(
 
 def segment_states(given: Operands, how: Plan, final: Tensor) -> Tensor:
     """The state before each segment, `(segments, b, h, p, n)`; writes the state after the last."""
-    return _segment_states(
+    return states_between(
         (given.x, given.gain, given.log_decay, given.B), given.state, given, how, final
     )
 
 
-def _segment_states(
+def states_between(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor],
     state: Tensor,
     given: Operands,
@@ -185,7 +182,7 @@ def _segment_states(
     b, h, p, n = state.shape
     added = state.new_empty((how.segments, b, h, p, n))
     total = state.new_empty((how.segments, b, h), dtype=torch.float64)
-    _walk(tensors, None, None, added, total, given, how, reverse=reverse)
+    start_walk(tensors, None, None, added, total, given, how, reverse=reverse)
     grid = (given.heads, triton.cdiv(p * n, PASSING_BLOCK))
     passing[grid](
         added, total, state, final, how.segments, given.heads,
@@ -194,7 +191,7 @@ def _segment_states(
     return added
 
 
-def _walk(
+def start_walk(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor],
     first: Tensor | None,
     every: Tensor | None,
@@ -206,7 +203,7 @@ def _walk(
     reverse: bool,
 ) -> None:
     """Starts the kernel `walk`; tensors that are None are neither read nor written."""
-    sizes = _sizes(given)
+    sizes = sizes_of(given)
     x, _, _, B = tensors
     any_state = given.state
     walk[how.segments * given.heads, triton.cdiv(given.x.shape[3], sizes["BP"])](
@@ -215,100 +212,13 @@ def _walk(
         any_state if every is None else every,
         any_state if last is None else last,
         any_state if total is None else total,
-        given.x.shape[1], how.segment, given.heads, *_strides(x, B),
+        given.x.shape[1], how.segment, given.heads, *strides_of(x, B),
         **sizes, L=how.chunk, MODE=how.mode, REVERSE=reverse,
         FROM_ZERO=first is None, EVERY=every is not None, LAST=last is not None, num_warps=4,
     )  # fmt: skip
 
 
-class Gradients(NamedTuple):
-    """Gradients in the dtype of the state, except that of x, which has the dtype of `Operands.x`.
-
-    Shapes are those of the tensors.
-    """
-
-    x: Tensor
-    gain: Tensor
-    log_decay: Tensor
-    B: Tensor
-    C: Tensor
-    state: Tensor
-
-
-def backward(
-    given: Operands,
-    how: Plan,
-    before: Tensor | None,
-    grad_y: Tensor | None,
-    grad_final: Tensor | None,
-) -> Gradients:
-    """The gradients of all tensors.
-
-    Args:
-        given: the tensors.
-        how: as in the forward pass.
-        before: the states before segments, from the forward pass; None to compute them again.
-        grad_y: `(b, t, h, p)`; None for 0.
-        grad_final: `(b, h, p, n)`; None for 0.
-    """
-    state = given.state
-    b, time, h, p = given.x.shape
-    grad_final = torch.zeros_like(state) if grad_final is None else grad_final.contiguous()
-    if grad_y is None:
-        grad_y = state.new_zeros(1, 1, h, p).expand(given.x.shape)
-    grad_y = packed(grad_y)
-    chunks = triton.cdiv(time, how.chunk)
-    narrow = given.x.dtype if how.mode == ONE.value else state.dtype
-    at_starts, at_ends = (
-        state.new_empty((chunks, *state.shape), dtype=narrow) for _ in range(2)
-    )
-    grad_state = torch.empty_like(state)
-    ahead = (given.x, given.gain, given.log_decay, given.B)
-    back = (grad_y, given.gain, given.log_decay, given.C)
-    with on_device(state):
-        if how.segments == 1:
-            total = state.new_empty((b, h), dtype=torch.float64)
-            _walk(ahead, state, at_starts, None, None, given, how, reverse=False)
-            _walk(back, grad_final, at_ends, grad_state, total, given, how, reverse=True)
-        else:
-            if before is None:
-                before = segment_states(given, how, torch.empty_like(state))
-            _walk(ahead, before, at_starts, None, None, given, how, reverse=False)
-            after = _segment_states(back, grad_final, given, how, grad_state, reverse=True)
-            _walk(back, after, at_ends, None, None, given, how, reverse=True)
-        return _chunk_gradients(given, how, grad_y, at_starts, at_ends, grad_state)
-
-
-def _chunk_gradients(
-    given: Operands,
-    how: Plan,
-    grad_y: Tensor,
-    at_starts: Tensor,
-    at_ends: Tensor,
-    grad_state: Tensor,
-) -> Gradients:
-    """`Gradients` from the states before all chunks and the gradients of those after them."""
-    state = given.state
-    b, time, h, p = given.x.shape
-    g, n = given.B.shape[2:]
-    chunks = len(at_starts)
-    dx = given.x.new_empty(given.x.shape)
-    dgain, dlog_decay = (state.new_empty((b, time, h)) for _ in range(2))
-    at_once = max(k for k in range(1, HEADS_AT_ONCE + 1) if h // g % k == 0)
-    dB, dC = (state.new_empty((b, time, h // at_once, n)) for _ in range(2))
-    args = (*given[:5], grad_y, at_starts, at_ends)
-    numbers = (time, given.heads, *_strides(given.x, given.B, given.C, grad_y))
-    sizes: dict[str, Any] = _sizes(given) | {"L": how.chunk, "MODE": how.mode}
-    grad_x[(chunks * given.heads,)](*args, dx, dgain, dlog_decay, *numbers, **sizes, num_warps=8)
-    grad_bc[(chunks * b * (h // at_once),)](
-        *args, dB, dC, *numbers, **sizes, AT_ONCE=at_once, num_warps=8
-    )
-    if at_once < h // g:
-        dB, dC = (part.unflatten(2, (g, -1)).sum(3) for part in (dB, dC))
-    return Gradients(dx, dgain, dlog_decay, dB, dC, grad_state)
-
-
-def _sizes(given: Operands) -> dict[str, Any]:
+def sizes_of(given: Operands) -> dict[str, Any]:
     h, p, n = given.state.shape[1:]
     return {
         "H": h,
@@ -320,6 +230,6 @@ def _sizes(given: Operands) -> dict[str, Any]:
     }
 
 
-def _strides(*tensors: Tensor) -> list[int]:
+def strides_of(*tensors: Tensor) -> list[int]:
     """Distances of rows and of tokens."""
     return [stride for tensor in tensors for stride in tensor.stride()[:2]]

@@ -1,3 +1,4 @@
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
 """Kernels of the recurrence h_t = exp(log_decay_t) h_{t−1} + gain_t x_t B_tᵀ, y_t = h_t C_t.
 
 Time is cut into segments and segments into chunks of L tokens:
@@ -70,7 +71,7 @@ def walk(
     whole = tl.zeros((), tl.float64)
     begin = number * segment
     count = tl.cdiv(tl.minimum(time - begin, segment), L).to(tl.int32)
-    for k in range(0, count):
+    for k in range(count):
         start = begin + (count - 1 - k if REVERSE else k) * L
         left = tl.minimum(time - start, L).to(tl.int32)
         if EVERY:
@@ -112,7 +113,7 @@ def passing(
     entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = entry < M
     now = tl.load(state + head * M + entry, mask=exists, other=0.0)
-    for k in range(0, segments):
+    for k in range(segments):
         at = (segments - 1 - k if REVERSE else k) * heads.to(tl.int64) + head
         new = tl.load(added + at * M + entry, mask=exists, other=0.0)
         tl.store(added + at * M + entry, now, mask=exists)
@@ -147,7 +148,7 @@ def scan(
     zero = tl.zeros((L, BP), ACC)
     begin = number * segment
     count = tl.cdiv(tl.minimum(time - begin, segment), L).to(tl.int32)
-    for k in range(0, count):
+    for k in range(count):
         start = begin + k * L
         left = tl.minimum(time - start, L).to(tl.int32)
         row = (b * time + start) * H + h

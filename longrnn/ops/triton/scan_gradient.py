@@ -1,3 +1,4 @@
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
 """Kernels of the gradient of the recurrence, one chunk per program.
 
 With W_ij = (C_i · B_j) exp(Σ log_decay over (j, i]) inside a chunk, S the state before it, D the
@@ -66,7 +67,7 @@ def grad_x(
     alike = tl.zeros((L, L), ACC)
     from_start, to_end, inner = tl.zeros((L,), ACC), tl.zeros((L,), ACC), tl.zeros((L,), ACC)
     through = tl.zeros((), ACC)
-    for k in range(0, tl.cdiv(P, BP)):
+    for k in range(tl.cdiv(P, BP)):
         p = k * BP + tl.arange(0, BP)
         offsets, exists = state_offsets(n, p, P, N)
         offsets += program * (P * N)
@@ -122,7 +123,7 @@ def grad_bc(
     left = tl.minimum(time - start, L).to(tl.int32)
     grad_weights = tl.zeros((L, L), ACC)
     sum_B, sum_C = tl.zeros((L, BN), ACC), tl.zeros((L, BN), ACC)
-    for k in range(0, AT_ONCE):
+    for k in range(AT_ONCE):
         h = part * AT_ONCE + k
         row = (b * time + start) * H + h
         log_decays = tl.load(log_decay + row + j * H, mask=j < left, other=0.0)
@@ -131,7 +132,7 @@ def grad_bc(
         since_start = tl.exp(high)[:, None]
         until_end = (decay_to_end(high, low, total, ACC) * gains)[:, None]
         alike = tl.zeros((L, L), ACC)
-        for tile in range(0, tl.cdiv(P, BP)):
+        for tile in range(tl.cdiv(P, BP)):
             p = tile * BP + tl.arange(0, BP)
             offsets = (chunk * heads + b * H + h) * (P * N) + (p[:, None] * N + n[None, :])
             exists = (p < P)[:, None] & (n < N)[None, :]

@@ -9,15 +9,16 @@ are recorded instead of started, so that exactly what a GPU would run is compile
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import triton
@@ -25,6 +26,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+
+from longrnn.ops.triton import recurrence, recurrence_gradient
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {
@@ -46,6 +49,9 @@ class Launch(NamedTuple):
     options: dict[str, int]
 
 
+Case = Callable[[], list[Launch]]
+
+
 class Recorder:
     """Stands for a kernel, and records launches instead of starting them."""
 
@@ -61,17 +67,16 @@ class Recorder:
         return record
 
 
-def launches_of(module: str, run: Callable[[Any], object]) -> list[Launch]:
-    """The launches of `run(module)`, whose kernels are names of that module."""
-    host, found = importlib.import_module(module), []
-    kernels = {name: one for name, one in vars(host).items() if isinstance(one, JITFunction)}
-    for name, kernel in kernels.items():
-        setattr(host, name, Recorder(kernel, found))
-    try:
-        run(host)
-    finally:
-        for name, kernel in kernels.items():
-            setattr(host, name, kernel)
+def launches_of(run: Callable[[], object], *modules: Any) -> list[Launch]:
+    """The launches of `run()`, of kernels that are names in modules of host code."""
+    found: list[Launch] = []
+    with ExitStack() as stack:
+        for module in modules:
+            for name, kernel in vars(module).items():
+                if isinstance(kernel, JITFunction):
+                    recorder = Recorder(kernel, found)
+                    stack.enter_context(mock.patch.object(module, name, recorder))
+        run()
     return found
 
 
@@ -114,45 +119,54 @@ def compiled(launch: Launch, architecture: int) -> dict[str, Any]:
     }
 
 
-def _recurrence(dtype: torch.dtype, wide: torch.dtype, *, rounded: bool, back: bool) -> Any:
-    """A case: the recurrence on views of the output of the convolution."""
+def _recurrence(dtype: torch.dtype, wide: torch.dtype, part: str, *, rounded: bool = True) -> Case:
+    """A case: the recurrence on views of the output of the convolution.
 
-    def run(host: Any) -> None:
+    Args:
+        dtype: of x, B and C.
+        wide: of the state.
+        part: `forward`, `backward`, or `walk` for the states between segments alone.
+        rounded: see `longrnn.ops.triton.recurrence.plan`.
+    """
+
+    def run() -> None:
         time, h, p, n = 65_536, 80, 64, 128
         convolved = torch.empty(1, time, h * p + 2 * n, dtype=dtype, device="meta")
         x, B, C = convolved.split([h * p, n, n], dim=-1)
         gain = torch.empty(1, time, h, dtype=wide, device="meta")
         state = torch.empty(1, h, p, n, dtype=wide, device="meta")
-        given = host.operands(
+        given = recurrence.operands(
             x.unflatten(2, (h, p)), gain, gain, B[:, :, None], C[:, :, None], state
         )
-        how = host.plan(given, 64, 2048, rounded=rounded)
-        if back:
+        how = recurrence.plan(given, 64, 2048, rounded=rounded)
+        if part == "walk":
+            recurrence.segment_states(given, how, state)
+        elif part == "backward":
             y = torch.empty(1, time, h, p, dtype=wide, device="meta")
-            host.backward(given, how, None, y, state)
+            recurrence_gradient.backward(given, how, None, y, state)
         else:
-            host.forward(given, how)
+            recurrence.forward(given, how)
 
-    return "longrnn.ops.triton.recurrence", run
+    return lambda: launches_of(run, recurrence, recurrence_gradient)
 
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
-CASES: dict[str, tuple[str, Callable[[Any], object]]] = {
-    "forward-two": _recurrence(BF16, FP32, rounded=False, back=False),
-    "forward-one": _recurrence(BF16, FP32, rounded=True, back=False),
-    "forward-float32": _recurrence(FP32, FP32, rounded=False, back=False),
-    "forward-float64": _recurrence(FP64, FP64, rounded=False, back=False),
-    "backward-one": _recurrence(BF16, FP32, rounded=True, back=True),
-    "backward-float32": _recurrence(FP32, FP32, rounded=True, back=True),
-    "backward-float64": _recurrence(FP64, FP64, rounded=True, back=True),
+CASES: dict[str, Case] = {
+    "walk-one": _recurrence(BF16, FP32, "walk"),
+    "forward-one": _recurrence(BF16, FP32, "forward"),
+    "forward-two": _recurrence(BF16, FP32, "forward", rounded=False),
+    "forward-float32": _recurrence(FP32, FP32, "forward"),
+    "forward-float64": _recurrence(FP64, FP64, "forward"),
+    "backward-one": _recurrence(BF16, FP32, "backward"),
+    "backward-float32": _recurrence(FP32, FP32, "backward"),
+    "backward-float64": _recurrence(FP64, FP64, "backward"),
 }
 
 
 def main(architecture: str, *names: str) -> None:
     for name in names:
-        module, run = CASES[name]
         distinct: dict[str, Launch] = {}
-        for launch in launches_of(module, run):
+        for launch in CASES[name]():
             fixed = {k: v for k, v in launch.arguments.items() if not isinstance(v, Tensor)}
             distinct.setdefault(f"{launch.kernel.__name__} {fixed}", launch)
         for launch in distinct.values():
