@@ -44,13 +44,13 @@ def _convolution(dtype: torch.dtype, *, back: bool) -> Case:
 def _gated_norm(dtype: torch.dtype, *, back: bool) -> Case:
     def run() -> None:
         gate, weight = _projected(T, dtype)[..., : H * P], _empty(H * P, dtype=dtype)
-        sum_of = {"skip": _empty(1, T, C, dtype=dtype)[..., : H * P], "D": _empty(H, dtype=FP32)}
+        skip, D = _empty(1, T, C, dtype=dtype)[..., : H * P], _empty(H, dtype=FP32)
         if back:
             x, scale = _empty(1, T, H * P, dtype=dtype), _empty(T, 1, dtype=FP32)
-            norm.backward(x, weight, scale, x, gate=gate, **sum_of, is_total=True, dtype=FP32)
+            norm.backward(x, weight, scale, x, gate=gate, skip=skip, D=D, is_total=True, dtype=FP32)
         else:
             x = _empty(1, T, H * P, dtype=FP32)
-            norm.forward(x, weight, 1e-5, gate=gate, **sum_of, dtype=dtype, keep=True)
+            norm.forward(x, weight, 1e-5, gate=gate, skip=skip, D=D, dtype=dtype, keep=True)
 
     return lambda: launches_of(run, norm)
 
