@@ -187,12 +187,21 @@ class Mamba2(ScanningMixer):
         inner, B, C = self._split(xBC)
         steps = self._steps(inner, dt, state.ssm.dtype)
         y, ssm, carry = self.recur(steps, B, C, state.ssm, edit, carry, rows)
-        y = torch.addcmul(y, inner, self.D[:, None]).flatten(2)
-        return self.out_proj(self.gated(y, z, fused=fused)), Mamba2State(conv, ssm), carry
+        gated = self.gated(y.flatten(2), z, inner, fused=fused)
+        return self.out_proj(gated), Mamba2State(conv, ssm), carry
 
-    def gated(self, y: Tensor, z: Tensor, *, fused: bool = False) -> Tensor:
-        """The input of the output projection: y gated by z, both `(b, t, d_inner)`."""
-        return gated_rms_norm(y, z, self.norm.weight, self.norm_eps, self.n_groups, fused=fused)
+    def gated(self, y: Tensor, z: Tensor, inner: Tensor | None, *, fused: bool) -> Tensor:
+        """The input of the output projection: y + D x, gated by z and normalised.
+
+        Args:
+            y: `(b, t, d_inner)`.
+            z: `(b, t, d_inner)`.
+            inner: x `(b, t, h, p)`; None if y contains D x.
+            fused: whether Triton kernels compute it.
+        """
+        skip = None if inner is None else (inner, self.D)
+        weight, eps = self.norm.weight, self.norm_eps
+        return gated_rms_norm(y, z, weight, eps, self.n_groups, skip=skip, fused=fused)
 
     def _token(self, projected: Tensor, state: Mamba2State) -> tuple[Tensor, Mamba2State] | None:
         """Computes one token between the projections in two Triton kernels; None for other calls.
@@ -219,7 +228,7 @@ class Mamba2(ScanningMixer):
             dt_limit=self._dt_range(),
         )
         z = projected[..., : self.d_inner]
-        return self.gated(y, z, fused=True), Mamba2State(conv, ssm)
+        return self.gated(y, z, None, fused=True), Mamba2State(conv, ssm)
 
     def _dt_range(self) -> tuple[float, float]:
         """Least and largest dt."""

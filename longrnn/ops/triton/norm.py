@@ -1,4 +1,6 @@
-"""RMSNorm of rows, plain, gated and with a residual added, forward and backward.
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false, reportOperatorIssue=false
+"""RMSNorm of rows, plain and gated, and D x added before it, forward and backward.
 
 A program computes one group of channels of some rows. Gradients of the weight are added up by each
 program over its rows, and then over programs by torch, so that two runs give the same bits.
@@ -6,7 +8,7 @@ program over its rows, and then over programs by torch, so that two runs give th
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,29 +27,42 @@ class Normed(NamedTuple):
     """What `forward` returns.
 
     Attributes:
-        y: the result.
+        y: the result, `(…, d)`.
         scale: 1 / rms per row and group, in float32 or wider.
-        total: x plus the residual, in the dtype of x; x itself without one.
+        total: what was normalised or gated, in the dtype of the result; None if not wanted.
     """
 
     y: Tensor
     scale: Tensor
-    total: Tensor
+    total: Tensor | None
+
+
+class Gradients(NamedTuple):
+    """Gradients, of what was given."""
+
+    x: Tensor
+    gate: Tensor | None
+    weight: Tensor
+    skip: Tensor | None
+    D: Tensor | None
 
 
 @triton.jit
-def normalise(x, other, weight, y, scales, total, x_row, other_row, eps,
-              G: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
-              GATED: tl.constexpr, ADDED: tl.constexpr):  # fmt: skip
+def normalise(x, gate, skip, D, weight, y, scales, total, x_row, gate_row, skip_row, eps,
+              G: tl.constexpr, W: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
+              ACC: tl.constexpr, GATED: tl.constexpr, SKIP: tl.constexpr,
+              TOTAL: tl.constexpr):  # fmt: skip
     """y of one group of one row. Grid: rows × groups.
 
     Args:
         x: `(rows, G W)`.
-        other: GATED: the gate; ADDED: the residual; `(rows, G W)`.
+        gate: GATED: `(rows, G W)`.
+        skip: SKIP: `(rows, G W)`, added to x times the number of its head.
+        D: SKIP: `(heads,)`, for HEAD channels each.
         weight: `(G W,)`.
         y: `(rows, G W)`, contiguous.
         scales: `(rows, G)`.
-        total: ADDED: x + other, contiguous.
+        total: TOTAL: x + D skip, `(rows, G W)`, contiguous.
     """
     program = tl.program_id(0).to(tl.int64)
     row, group = program // G, program % G
@@ -55,14 +70,15 @@ def normalise(x, other, weight, y, scales, total, x_row, other_row, eps,
     exists = column < W
     at = group * W + column
     value = tl.load(x + row * x_row + at, mask=exists, other=0.0).to(ACC)
+    if SKIP:
+        more = tl.load(skip + row * skip_row + at, mask=exists, other=0.0).to(ACC)
+        value += tl.load(D + at // HEAD, mask=exists, other=0.0).to(ACC) * more
+    if TOTAL:
+        of_total = total + row * (G * W) + at
+        tl.store(of_total, value.to(total.dtype.element_ty), mask=exists)
     if GATED:
-        gate = tl.load(other + row * other_row + at, mask=exists, other=0.0).to(ACC)
-        value *= gate / (1.0 + tl.exp(-gate))
-    if ADDED:
-        value += tl.load(other + row * other_row + at, mask=exists, other=0.0).to(ACC)
-        rounded = value.to(total.dtype.element_ty)
-        tl.store(total + row * (G * W) + at, rounded, mask=exists)
-        value = rounded.to(ACC)  # what the next layer reads
+        raw = tl.load(gate + row * gate_row + at, mask=exists, other=0.0).to(ACC)
+        value *= raw / (1.0 + tl.exp(-raw))
     scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / W + eps)
     factor = tl.load(weight + at, mask=exists, other=0.0).to(ACC)
     tl.store(y + row * (G * W) + at, (value * scale * factor).to(y.dtype.element_ty), mask=exists)
@@ -71,23 +87,26 @@ def normalise(x, other, weight, y, scales, total, x_row, other_row, eps,
 
 @triton.jit(do_not_specialize=("rows",))
 def normalise_backward(
-    x, gate, weight, scales, grad, more, grad_x, grad_gate, grad_weight,
-    x_row, gate_row, grad_row, more_row, rows,
-    G: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
-    GATED: tl.constexpr, ADDED: tl.constexpr,
+    total, gate, skip, D, weight, scales, grad, grad_x, grad_gate, grad_skip, grad_weight, grad_D,
+    total_row, gate_row, skip_row, grad_row, rows,
+    G: tl.constexpr, W: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
+    ACC: tl.constexpr, GATED: tl.constexpr, SKIP: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one group of every PROGRAMS-th row. Grid: programs, groups.
+    """Gradients of one group of some rows. Grid: programs, groups.
 
     Args:
-        x: `(rows, G W)`; with a residual, the sum.
+        total: TOTAL: x + D skip, otherwise x, `(rows, G W)`.
         gate: GATED: `(rows, G W)`.
+        skip: SKIP: `(rows, G W)`.
+        D: SKIP: `(heads,)`.
         weight: `(G W,)`.
         scales: `(rows, G)`.
         grad: of y, `(rows, G W)`.
-        more: ADDED: the gradient of the sum, `(rows, G W)`.
-        grad_x: `(rows, G W)`, contiguous.
-        grad_gate: GATED: `(rows, G W)`, contiguous.
+        grad_x: `(rows, G W)`, contiguous, as the next two.
+        grad_gate: GATED.
+        grad_skip: SKIP.
         grad_weight: `(programs, G W)` in `ACC`.
+        grad_D: SKIP: likewise, per channel.
     """
     first, group = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -95,8 +114,14 @@ def normalise_backward(
     at = group * W + column
     factor = tl.load(weight + at, mask=exists, other=0.0).to(ACC)
     of_weight = tl.zeros((BLOCK,), ACC)
+    of_D = tl.zeros((BLOCK,), ACC)
     for row in range(first, rows, tl.num_programs(0)):
-        value = tl.load(x + row * x_row + at, mask=exists, other=0.0).to(ACC)
+        value = tl.load(total + row * total_row + at, mask=exists, other=0.0).to(ACC)
+        if SKIP:
+            more = tl.load(skip + row * skip_row + at, mask=exists, other=0.0).to(ACC)
+            by_head = tl.load(D + at // HEAD, mask=exists, other=0.0).to(ACC)
+            if not TOTAL:
+                value += by_head * more
         inner = value
         if GATED:
             raw = tl.load(gate + row * gate_row + at, mask=exists, other=0.0).to(ACC)
@@ -108,21 +133,25 @@ def normalise_backward(
         own *= factor
         cross = tl.sum(own * inner, 0) / W * scale * scale
         own = (own - inner * cross) * scale
-        if ADDED:
-            own += tl.load(more + row * more_row + at, mask=exists, other=0.0).to(ACC)
+        here = row * (G * W) + at
         if GATED:
             slope = sigmoid * (1.0 + raw * (1.0 - sigmoid))
             of_gate = own * value * slope
-            tl.store(grad_gate + row * (G * W) + at, of_gate.to(grad_gate.dtype.element_ty),
-                     mask=exists)  # fmt: skip
+            tl.store(grad_gate + here, of_gate.to(grad_gate.dtype.element_ty), mask=exists)
             own *= raw * sigmoid
-        tl.store(grad_x + row * (G * W) + at, own.to(grad_x.dtype.element_ty), mask=exists)
+        tl.store(grad_x + here, own.to(grad_x.dtype.element_ty), mask=exists)
+        if SKIP:
+            of_D += own * more
+            of_skip = own * by_head
+            tl.store(grad_skip + here, of_skip.to(grad_skip.dtype.element_ty), mask=exists)
     tl.store(grad_weight + first * (G * W) + at, of_weight, mask=exists)
+    if SKIP:
+        tl.store(grad_D + first * (G * W) + at, of_D, mask=exists)
 
 
 def suits(x: Tensor, groups: int) -> bool:
-    """Whether a group of channels fits into a program."""
-    return 0 < x.shape[-1] // groups <= WIDEST and x.numel() > 0
+    """Whether there is anything to compute, and a group of channels fits into a program."""
+    return x.numel() > 0 and x.shape[-1] // groups <= WIDEST
 
 
 def forward(
@@ -132,8 +161,10 @@ def forward(
     groups: int = 1,
     *,
     gate: Tensor | None = None,
-    residual: Tensor | None = None,
+    skip: Tensor | None = None,
+    D: Tensor | None = None,
     dtype: torch.dtype,
+    keep: bool = False,
 ) -> Normed:
     """The norm of `longrnn.ops.norm`.
 
@@ -142,76 +173,108 @@ def forward(
         weight: `(d,)`.
         eps: added to the mean square.
         groups: a divisor of d.
-        gate: `(…, d)` to multiply x with silu of it, or None.
-        residual: `(…, d)` to add to x, or None; not both.
+        gate: `(…, d)` to multiply by silu of it, or None.
+        skip: `(…, d)`, added to x times D; None for nothing.
+        D: `(h,)`, a divisor of d.
         dtype: of the result.
+        keep: whether `total` is wanted.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    rows, d = x.numel() // x.shape[-1], x.shape[-1]
+    d = x.shape[-1]
+    rows = x.numel() // d
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     scale = torch.empty(rows, groups, dtype=wide, device=x.device)
-    values, weight = _rows(x), readable(weight.contiguous())
-    given = gate if gate is not None else residual
-    other = values if given is None else _rows(given)
-    written = readable(y)
-    total = values
-    if residual is not None:
-        total = torch.empty(rows, d, dtype=values.dtype, device=x.device)
+    values, written = _rows(x), readable(y)
+    gates, skips, factors = _others(values, gate, skip, D)
+    total = torch.empty(rows, d, dtype=written.dtype, device=x.device) if keep else values
     with on_device(x):
         normalise[(rows * groups,)](
-            values, other, weight, written, scale, total, values.stride(0), other.stride(0), eps,
-            G=groups, W=d // groups, BLOCK=triton.next_power_of_2(d // groups), ACC=_acc(wide),
-            GATED=gate is not None, ADDED=residual is not None, num_warps=_warps(d // groups),
+            values, gates, skips, factors, readable(weight.contiguous()), written, scale, total,
+            values.stride(0), gates.stride(0), skips.stride(0), eps,
+            **_sizes(d, groups, D, wide), GATED=gate is not None, TOTAL=keep,
         )  # fmt: skip
     if written is not y:
         y.copy_(written)
-    return Normed(y, scale, x if residual is None else total.to(x.dtype).view(x.shape))
+    return Normed(y, scale, total.to(dtype).view(x.shape) if keep else None)
 
 
 def backward(
-    x: Tensor,
+    total: Tensor,
     weight: Tensor,
     scale: Tensor,
     grad: Tensor,
     groups: int = 1,
     *,
     gate: Tensor | None = None,
-    grad_total: Tensor | None = None,
+    skip: Tensor | None = None,
+    D: Tensor | None = None,
+    is_total: bool = False,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The gradients of x in `dtype`, of the gate, and of the weight.
+) -> Gradients:
+    """The gradients of x in `dtype`, and of the other tensors in their own.
 
     Args:
-        x: `(…, d)`; with a residual, the sum, whose gradient is that of both.
+        total: x, or x + D skip, `(…, d)`.
         weight: `(d,)`.
         scale: from `forward`.
         grad: of the result, `(…, d)`.
-        groups: as in `forward`.
-        gate: likewise.
-        grad_total: of the sum with the residual; None for 0.
+        groups: as in `forward`, like the next three.
+        gate: see above.
+        skip: see above.
+        D: see above.
+        is_total: whether `total` contains D skip.
         dtype: of the gradient of x.
     """
-    rows, d = x.numel() // x.shape[-1], x.shape[-1]
-    programs = min(rows, PROGRAMS)
-    values, own = _rows(x), _rows(grad)
-    gates = values if gate is None else _rows(gate)
-    more = own if grad_total is None else _rows(grad_total)
-    grad_x = torch.empty(rows, d, dtype=_stored(dtype), device=x.device)
-    grad_gate = (
-        torch.empty(rows, d, dtype=gates.dtype, device=x.device) if gate is not None else own
-    )
-    grad_weight = torch.empty(programs, d, dtype=scale.dtype, device=x.device)
-    with on_device(x):
-        normalise_backward[programs, groups](
-            values, gates, readable(weight.contiguous()), scale, own, more,
-            grad_x, grad_gate, grad_weight,
-            values.stride(0), gates.stride(0), own.stride(0), more.stride(0), rows,
-            G=groups, W=d // groups, BLOCK=triton.next_power_of_2(d // groups),
-            ACC=_acc(scale.dtype), GATED=gate is not None, ADDED=grad_total is not None,
-            num_warps=_warps(d // groups),
+    d = total.shape[-1]
+    rows = total.numel() // d
+    values, own = _rows(total), _rows(grad)
+    gates, skips, factors = _others(values, gate, skip, D)
+
+    def like(one: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return own if one is None else torch.empty(rows, d, dtype=dtype, device=own.device)
+
+    grad_x, grad_gate = like(total, _stored(dtype)), like(gate, gates.dtype)
+    grad_skip = like(skip, skips.dtype)
+    sums = torch.empty(2, min(rows, PROGRAMS), d, dtype=scale.dtype, device=own.device)
+    with on_device(total):
+        normalise_backward[min(rows, PROGRAMS), groups](
+            values, gates, skips, factors, readable(weight.contiguous()), scale, own,
+            grad_x, grad_gate, grad_skip, sums[0], sums[1],
+            values.stride(0), gates.stride(0), skips.stride(0), own.stride(0), rows,
+            **_sizes(d, groups, D, scale.dtype), GATED=gate is not None, TOTAL=is_total,
         )  # fmt: skip
-    of_gate = None if gate is None else grad_gate.to(gate.dtype).view(gate.shape)
-    return grad_x.to(dtype).view(x.shape), of_gate, grad_weight.sum(0).to(weight.dtype)
+    return Gradients(
+        grad_x.to(dtype).view(total.shape),
+        None if gate is None else grad_gate.to(gate.dtype).view(gate.shape),
+        sums[0].sum(0).to(weight.dtype),
+        None if skip is None else grad_skip.to(skip.dtype).view(skip.shape),
+        None if D is None else sums[1].sum(0).view(len(D), -1).sum(1).to(D.dtype),
+    )
+
+
+def _others(
+    values: Tensor, gate: Tensor | None, skip: Tensor | None, D: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gate, skip and D as kernels read them; any tensor in place of those that are None."""
+    return (
+        values if gate is None else _rows(gate),
+        values if skip is None else _rows(skip),
+        values if D is None else readable(D.contiguous()),
+    )
+
+
+def _sizes(d: int, groups: int, D: Tensor | None, dtype: torch.dtype) -> dict[str, Any]:
+    width = d // groups
+    return {
+        "G": groups,
+        "W": width,
+        "HEAD": 1 if D is None else d // len(D),
+        "BLOCK": triton.next_power_of_2(width),
+        "ACC": tl.float64 if dtype == torch.float64 else tl.float32,
+        "SKIP": D is not None,
+        # 32 threads hold at most 32 entries each.
+        "num_warps": min(16, max(1, triton.next_power_of_2(width) // 1024)),
+    }
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -222,12 +285,3 @@ def _rows(tensor: Tensor) -> Tensor:
 
 def _stored(dtype: torch.dtype) -> torch.dtype:
     return readable(torch.empty(0, dtype=dtype)).dtype
-
-
-def _acc(dtype: torch.dtype) -> tl.dtype:
-    return tl.float64 if dtype == torch.float64 else tl.float32
-
-
-def _warps(width: int) -> int:
-    """32 threads hold at most 32 entries each."""
-    return min(16, max(1, triton.next_power_of_2(width) // 1024))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from longrnn.mixers import Mamba2
+from longrnn.ops import triton as kernels
 from longrnn.ops.conv import causal_conv
 from longrnn.ops.cross_entropy import token_cross_entropy, weighted_cross_entropy
 from longrnn.ops.norm import gated_rms_norm, rms_norm
@@ -38,6 +39,9 @@ from tests.contracts.builders import (
 )
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    not kernels.interpreting(), reason="kernels run on the GPU here: see tests/cuda"
+)
 MAMBA2 = [mixer_spec("mamba2"), *(one for one in MORE_MIXERS if one["kind"] == "mamba2")]
 MAMBA2 = [{**spec, "backend": "triton"} for spec in MAMBA2]
 
@@ -86,6 +90,35 @@ def test_convolution(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> No
 
     bias = normal(c, seed=1) if t % 2 else None
     assert_fused(run, [normal(b, t, c + 3), normal(b, k - 1, c), normal(c, k), bias], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=spec_id)
+def test_gated_norm_of_a_sum(dtype: torch.dtype) -> None:
+    """D x is added first, where x is a view of the output of the convolution."""
+
+    def run(
+        y: Tensor, gate: Tensor, wide: Tensor, D: Tensor, weight: Tensor, *, fused: bool
+    ) -> Any:
+        inner = wide[..., :12].unflatten(2, (3, 4))
+        return gated_rms_norm(y, gate, weight, 1e-5, 2, skip=(inner, D), fused=fused)
+
+    shape = (2, 5, 12)
+    tensors = [normal(*shape), normal(*shape, seed=1), normal(2, 5, 20), normal(3), normal(12)]
+    assert_fused(run, tensors, dtype)
+
+
+def test_second_derivatives_of_a_fused_norm() -> None:
+    """They are those of torch's operators."""
+
+    def run(
+        y: Tensor, gate: Tensor, inner: Tensor, D: Tensor, weight: Tensor, *, fused: bool
+    ) -> Any:
+        found = gated_rms_norm(y, gate, weight, 1e-5, 1, skip=(inner, D), fused=fused)
+        given = [y, gate, inner, D, weight]
+        return torch.autograd.grad(found.square().sum(), given, create_graph=True)
+
+    tensors = [normal(1, 2, 4), normal(1, 2, 4, seed=1), normal(1, 2, 2, 2), normal(2), normal(4)]
+    assert_fused(run, tensors, torch.float64)
 
 
 def test_a_long_span_of_the_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,8 +260,6 @@ def test_a_model_with_the_kernels(spec: str) -> None:
 
 def test_nothing_runs_in_the_interpreter_by_itself() -> None:
     """A model on a CPU with any other backend uses torch's operators."""
-    from longrnn.ops import triton as kernels
-
     assert not kernels.runs(None, torch.zeros(1))
     assert kernels.runs(True, torch.zeros(1))
     assert build_model("mamba2").mixers[0].backend_on(torch.device("cpu")) != "triton"  # type: ignore[operator]
