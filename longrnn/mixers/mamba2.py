@@ -148,7 +148,8 @@ class Mamba2(ScanningMixer):
         return True
 
     def state_like(self) -> Mamba2State:
-        dtype = self.in_proj.weight.dtype
+        # Shards of a model may be gathered in a narrower dtype, but for those of the convolution.
+        dtype = self.conv1d.weight.dtype
         wide = torch.promote_types(dtype, torch.float32)
         ssm = (self.n_heads, self.head_dim, self.d_state)
         return Mamba2State(
@@ -239,7 +240,7 @@ class Mamba2(ScanningMixer):
         return -self.A_log.to(wide).exp()
 
     def inputs_like(self) -> ScanInputs:
-        narrow, wide = self.in_proj.weight.dtype, self.state_like().ssm.dtype
+        narrow, wide = self.conv1d.weight.dtype, self.state_like().ssm.dtype
 
         def meta(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(1, *shape, dtype=dtype, device="meta")
