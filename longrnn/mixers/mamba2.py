@@ -20,7 +20,7 @@ from longrnn.ops.conv import causal_conv
 from longrnn.ops.linear import Linear
 from longrnn.ops.norm import gated_rms_norm
 from longrnn.ops.packed_rows import PackedRows
-from longrnn.ops.ssd import BACKENDS, ScanInputs, resolve
+from longrnn.ops.ssd import ScanInputs, resolve, select
 from longrnn.state import PyTree
 
 
@@ -71,8 +71,8 @@ class Mamba2(ScanningMixer):
         norm_eps: added to the mean square in the gated norm.
         bias: whether the two projections have a bias.
         conv_bias: whether the convolution has a bias.
-        backend: implementation of the recurrence: `auto`, `native`, `chunked` or
-            `reference`.
+        backend: implementation of the recurrence: `auto`, `native`, `chunked`, `reference` or
+            `mamba_ssm`.
         init: see `longrnn.mixers.init`: `default` or `long_memory`.
     """
 
@@ -125,7 +125,7 @@ class Mamba2(ScanningMixer):
         self.n_groups, self.d_conv, self.norm_eps = n_groups, d_conv, norm_eps
         self.dt_limit = dt_limit
         self.backend = resolve(backend)
-        self.ssd = BACKENDS[self.backend]
+        self.ssd = select(self.backend)
 
         self.d_xBC = d_inner + 2 * n_groups * d_state
         self.in_proj = Linear(d_input, d_inner + self.d_xBC + self.n_heads, bias=bias)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from longrnn.hf.hybrid.families import CannotReplaceError, Family
 from longrnn.mixers import Mamba2, ScanningMixer
 from longrnn.mixers.mamba2 import Mamba2State
-from longrnn.ops.ssd import BACKENDS, resolve
+from longrnn.ops.ssd import resolve, select
 
 
 class SharedMamba2(Mamba2):
@@ -47,7 +47,7 @@ class SharedMamba2(Mamba2):
         self.d_xBC = self.d_inner + 2 * self.n_groups * self.d_state
         self.dt_limit = [float(end) for end in theirs.time_step_limit]
         self.backend = resolve("auto")
-        self.ssd = BACKENDS[self.backend]
+        self.ssd = select(self.backend)
         self.in_proj: Any = family.projection(theirs)
         self.conv1d, self.out_proj = theirs.conv1d, theirs.out_proj
         self.A_log, self.dt_bias, self.D = theirs.A_log, theirs.dt_bias, theirs.D
