@@ -37,7 +37,6 @@ DEVICES = ("cuda",)
 OFFSETS = 2**31
 # log_decay is a rounded product, and A a rounded quotient.
 ROUNDING = 4 * torch.finfo(torch.float32).eps / 2
-INSTEAD = 'use backend="triton" or backend="chunked"'
 
 
 def ssd(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,7 +78,7 @@ def combined() -> Callable[..., Any]:
     except ImportError as error:
         raise UserError(
             f"the backend mamba_ssm needs the package mamba-ssm, which cannot be imported "
-            f"({error}): pip install mamba-ssm, or {INSTEAD}"
+            f'({error}): pip install mamba-ssm, or use backend="triton" or backend="chunked"'
         ) from error
     return mamba_chunk_scan_combined
 
@@ -106,17 +105,19 @@ def _check_tensors(inputs: ScanInputs, state: Tensor) -> None:
     if state.device.type not in DEVICES:
         raise UserError(
             f"the backend mamba_ssm runs on a GPU and the tensors are on the {state.device.type}: "
-            f"move model and tokens to a GPU, or {INSTEAD}"
+            'move model and tokens to a GPU, or use backend="chunked"'
         )
     if torch.float64 in (state.dtype, inputs.x.dtype, inputs.log_decay.dtype):
         raise UserError(
-            f"the backend mamba_ssm computes in float32 and was given float64: {INSTEAD}"
+            "the backend mamba_ssm computes in float32 and was given float64: use float32 weights, "
+            'or backend="chunked"'
         )
     tokens, (longest, name) = inputs.x.shape[1], longest_call(inputs, state)
     if tokens > longest:
         raise UserError(
             f"a call of {tokens:,} tokens is too long for mamba_ssm, which has 32-bit offsets into "
-            f"{name}: give at most {longest:,} tokens per call, or {INSTEAD}"
+            f'{name}: give at most {longest:,} tokens per call, or use backend="triton" or '
+            'backend="chunked"'
         )
 
 
@@ -138,13 +139,13 @@ def _rates(inputs: ScanInputs) -> Tensor:
     if begins:
         raise UserError(
             "the backend mamba_ssm cannot begin a document within a row (a log decay of −∞): "
-            f"give one document per row, or {INSTEAD}"
+            'give one document per row, or use backend="triton" or backend="chunked"'
         )
     if not valid:
         raise UserError(
             "the backend mamba_ssm takes decays that are the step times one negative number per "
             "head, and these are not, as under a mitigation that changes them per token or at "
-            f"padding: leave these out, or {INSTEAD}"
+            'padding: leave these out, or use backend="triton" or backend="chunked"'
         )
     return rates
 

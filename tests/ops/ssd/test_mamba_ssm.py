@@ -148,7 +148,7 @@ def test_documents_within_a_row_are_refused() -> None:
 @pytest.mark.usefixtures("loop")
 def test_float64_is_refused() -> None:
     inputs, state = plain()
-    with pytest.raises(UserError, match="was given float64: use backend"):
+    with pytest.raises(UserError, match="was given float64: use float32 weights"):
         mamba_ssm.ssd(inputs, state.double())
 
 
