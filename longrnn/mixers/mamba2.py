@@ -73,8 +73,8 @@ class Mamba2(ScanningMixer):
         norm_eps: added to the mean square in the gated norm.
         bias: whether the two projections have a bias.
         conv_bias: whether the convolution has a bias.
-        backend: implementation of the recurrence: `native`, `triton`, `chunked` or `reference`;
-            `auto` selects the fastest one for the device of each call.
+        backend: implementation of the recurrence: `native`, `triton`, `mamba_ssm`, `chunked` or
+            `reference`; `auto` selects the fastest one for the device of each call.
         init: see `longrnn.mixers.init`: `default` or `long_memory`.
     """
 
@@ -153,7 +153,8 @@ class Mamba2(ScanningMixer):
         return True
 
     def state_like(self) -> Mamba2State:
-        dtype = self.in_proj.weight.dtype
+        # Shards of a model may be gathered in a narrower dtype, but for those of the convolution.
+        dtype = self.conv1d.weight.dtype
         wide = torch.promote_types(dtype, torch.float32)
         ssm = (self.n_heads, self.head_dim, self.d_state)
         return Mamba2State(
@@ -299,7 +300,7 @@ class Mamba2(ScanningMixer):
         return -self.A_log.to(wide).exp()
 
     def inputs_like(self) -> ScanInputs:
-        narrow, wide = self.in_proj.weight.dtype, self.state_like().ssm.dtype
+        narrow, wide = self.conv1d.weight.dtype, self.state_like().ssm.dtype
 
         def meta(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(1, *shape, dtype=dtype, device="meta")

@@ -11,9 +11,9 @@ Notable choices:
 - With v_t = ‖ĥ_t‖² and ⟨ĥ_t, u_t⟩ from the Gram matrix of a chunk, v_t = a_t² min(limit², v_{t−1})
   + 2 a_t ⟨h_{t−1}, u_t⟩ + ‖u_t‖². Given the cross terms these are maps v → min(c, a v + b), whose
   composition has the same form: one associative scan finds all of them.
-- The cross terms depend on the scales of earlier tokens. Starting from scales of 1, a sweep computes
-  cross terms and then scales, until no scale changes. A scale depends on earlier ones alone, so L
-  sweeps are always enough; a few are usual, and one where no state reaches its limit.
+- The cross terms depend on the scales of earlier tokens. Starting from scales of 1, a sweep
+  computes cross terms and then scales, until no scale changes. A scale depends on earlier ones
+  alone, so L sweeps are always enough; a few are usual, and one where no state reaches its limit.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def limit(
     most = largest * largest
     segments = tl.cdiv(time, segment)
     wrong = segments
-    for k in range(0, tl.cdiv(time, L)):
+    for k in range(tl.cdiv(time, L)):
         start = k.to(tl.int64) * L
         number = start // segment
         if start % segment == 0:

@@ -17,9 +17,7 @@ from longrnn.ops.triton.scan import scan
 TOLERANCE = {torch.float32: 3e-7, torch.float64: 1e-14}
 
 
-def forward(
-    given: Operands, how: Plan, limits: Tensor, unlimited: float
-) -> tuple[Tensor, Tensor]:
+def forward(given: Operands, how: Plan, limits: Tensor, unlimited: float) -> tuple[Tensor, Tensor]:
     """y `(b, t, h, p)` and the final state.
 
     Args:
