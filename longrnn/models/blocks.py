@@ -1,21 +1,19 @@
-"""The layers of a `RecurrentLM`: a cell with what surrounds it."""
+"""The layers of a `RecurrentLM`: a cell, with or without a norm and a residual connection."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from longrnn.mixers import Edit, Mixer
 from longrnn.mixers.context import Share, run_share
+from longrnn.models.config import RecurrentConfig
 from longrnn.models.recompute import recomputed
 from longrnn.ops.norm import rms_norm
 from longrnn.ops.packed_rows import PackedRows
 from longrnn.state import PyTree
-
-if TYPE_CHECKING:
-    from longrnn.models.recurrent import RecurrentConfig
 
 
 class Block(nn.Module, ABC):
