@@ -47,11 +47,13 @@ class Pool:
     """`SIZE` processes, the first n of which form the context group of a check of n shares."""
 
     def __init__(self, folder: Path) -> None:
-        spawn = multiprocessing.get_context("spawn")
+        # A server imports everything once, and forks.
+        server = multiprocessing.get_context("forkserver")
+        server.set_forkserver_preload([__name__, "torch._dynamo"])
         self._pipes, self._processes, self.broken = [], [], False
         for rank in range(SIZE):
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(
+            ours, theirs = server.Pipe()
+            process = server.Process(
                 target=_serve, args=(theirs, rank, str(folder / "rendezvous")), daemon=True
             )
             process.start()

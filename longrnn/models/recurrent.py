@@ -184,9 +184,8 @@ class RecurrentLM(nn.Module):
             is_document_start: `(b, t)` bool. Before such a token the state of the row, carries and
                 position included, is that of `init_state`, whatever it was, NaN included. A row
                 whose first token is not a start continues the given state. None for no start.
-            context: the processes that hold the rows together. `tokens`, masks, `keep` and logits
-                are then those of the share of this process; the states are those before and after
-                all shares, the same in all processes. See `longrnn.models.context`.
+            context: the processes that hold the rows together. Tokens, masks, `keep` and logits are
+                then of the share of this process, states of all: see `longrnn.models.context`.
             checked: whether ids and state are known to be valid, as those of generated tokens are.
                 Comparing ids with the vocabulary would wait for the device.
 
