@@ -21,6 +21,10 @@ class Limit(Edit):
     def __init__(self, limit: Tensor) -> None:
         self.limit = Constant(limit)
 
+    @property
+    def redefines_recurrence(self) -> bool:
+        return bool((self.limit.value < UNLIMITED).any())
+
     def scan(
         self, inputs: ScanInputs, state: Tensor, carry: PyTree, ssd: SSD
     ) -> tuple[Tensor, Tensor, PyTree]:

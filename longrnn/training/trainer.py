@@ -29,6 +29,7 @@ from longrnn.training import best_model, failures, models, publish, sharding, sp
 from longrnn.training.checks import check_model, check_positions, check_vocabulary
 from longrnn.training.components import Component
 from longrnn.training.config import TrainConfig
+from longrnn.training.context import mesh_of
 from longrnn.training.data import Source
 from longrnn.training.extension import start_of_decay
 from longrnn.training.folder import Found, append_metrics, claim, find
@@ -81,10 +82,10 @@ class Trainer:
         self.output_dir = Path(config.output_dir)
         self.accelerator = build_accelerator(config)
         self.quiet = quiet or not self.accelerator.is_main_process
-        world = self.accelerator.num_processes
+        self.mesh = mesh_of(self.accelerator, config.context_parallel_size)
         # Held until `train` ends by the main process, the only one that writes shared files.
         self.lock = Lock.of_folder(self.output_dir, instead="choose another output_dir")
-        how = {"resume": resume or extend, "extend": extend, "processes": world}
+        how = {"resume": resume or extend, "extend": extend, "processes": self.mesh.size}
         found = on_main(self.accelerator, partial(find, config, self.lock, **how))
         try:
             self._set_up(found)
@@ -95,7 +96,7 @@ class Trainer:
     def _set_up(self, found: Found) -> None:
         """Builds what trains, refuses what does not fit, and only then writes into the folder."""
         config = self.config
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        mesh = self.mesh
         origin = found.checkpoint
         if origin is None and config.resume_from_checkpoint is not None:
             origin = Path(config.resume_from_checkpoint)
@@ -108,11 +109,12 @@ class Trainer:
             quiet=self.quiet,
         )
         self.task = build(config.task)
-        self.source = Source(self.task, config, rank, world)
+        self.source = Source(self.task, config, mesh.rank, mesh.size)
         model = self._build_model(origin)
         edits = edits_of(model, config.mitigation)
-        objective = Objective(model, edits)
-        context = Context(objective.init_state, config.seed, rank, world, self.total)
+        objective = Objective(model, edits, mesh.group)
+        total = mesh.total_of_rows(self.total)
+        context = Context(objective.init_state, config.seed, mesh.rank, mesh.size, total)
         self.starts = INITIAL_STATES.build(config.initial_state, context)
         check_initial_state(model, edits, config.initial_state["kind"])
         learning_rate(0, config)  # refuses an unknown schedule before anything is written
@@ -122,6 +124,7 @@ class Trainer:
         self.validation: Validation | None = None
         if config.validation:
             held_out = build(config.validation)
+            rank, world = self.accelerator.process_index, self.accelerator.num_processes
             self.validation = Validation(config, model, self.task, held_out, rank, world)
             check_vocabulary(model.vocab_size, config, self.validation.task)
         self.spikes = SpikeGuard(config, model.vocab_size)
@@ -131,7 +134,7 @@ class Trainer:
         check_positions(model, self.source)
         on_main(self.accelerator, lambda: claim(config, found))
         spec = None if edits is None else edits.spec
-        self.saver = Saver(config, self.accelerator, self.tokenizer, spec)
+        self.saver = Saver(config, self.accelerator, self.tokenizer, spec, mesh)
         self.schedule = SaveSchedule(
             self.saver,
             config.save_steps,
@@ -247,7 +250,7 @@ class Trainer:
             ends.append(output.state)
             sums.add({"loss": output.loss.detach().cpu()[None]})
             for batch, predicted in zip(segments, output.predictions, strict=True):
-                self.tokens += batch.tokens.numel() * self.accelerator.num_processes
+                self.tokens += batch.tokens.numel() * self.mesh.size
                 sums.add(self.task.score(predicted.cpu(), batch.to(torch.device("cpu"))))
         norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), config.max_grad_norm)
         if config.max_grad_value is not None:
