@@ -1,4 +1,4 @@
-"""Fused CPU kernels in C++, where they were compiled: see `kernels.cpp`.
+"""Fused CPU kernels in C++, where they were compiled: see `kernels.cpp`, and one header per topic.
 
 `setup.py` compiles them at installation, once per instruction set, if there is a C++ compiler. The
 best library for this machine is loaded on first use; `missing()` says why there is none.
