@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longrnn.mitigations.base import MITIGATIONS, Mitigation, Stage
 from longrnn.mitigations.values import Range, per_head
-from longrnn.mixers import Edit, Mixer, StepwiseMixer, Update
+from longrnn.mixers import Edit, Mixer, StepwiseMixer, Update, UpdateRule
 from longrnn.ops.ssd import ScanInputs
 from longrnn.state import PyTree
 
@@ -36,6 +36,9 @@ class Multiply(Edit):
         assert update.keep is not None
         decay, scale = float(self.decay), float(self.scale)
         return Update(add=update.add * scale, keep=update.keep * decay), carry
+
+    def update_rule(self, carry: PyTree) -> UpdateRule | None:
+        return UpdateRule(keep=float(self.decay), add=float(self.scale))
 
 
 @MITIGATIONS.register("forget_more")

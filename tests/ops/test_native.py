@@ -263,6 +263,15 @@ for options in shapes:
 for shape in FEW:
     for dtype in native.FEW_KINDS:
         native.few_rows(*draw_few(*shape, dtype))
+from tests.ops import test_native_stepwise as stepwise
+for spec in stepwise.CELLS:
+    for dtype in stepwise.TOLERANCE:
+        mixer = stepwise.wide_mixer(spec, dtype, 37)
+        x, state = torch.ones(7, 20, 5, dtype=dtype), mixer.init_state(7)
+        stepwise.both(mixer, x, state, stepwise.Edit())
+        stepwise.both(mixer, x[:, :3], state, stepwise.Edit())
+for spec in stepwise.CHAINS:
+    stepwise.run_chain(spec, "lstm", [20, 3])
 print("done")
 """
 

@@ -9,12 +9,15 @@
 #include "cell.h"
 #include "few_rows.h"
 #include "scan.h"
+#include "stepwise.h"
 
 extern "C" {
 void longrnn_scan_f32(const Scan<float> *s) { scan<float>(*s); }
 void longrnn_scan_f64(const Scan<double> *s) { scan<double>(*s); }
 int longrnn_cell_f32(const Given<float> *s) { return cell<float>(*s); }
 int longrnn_cell_f64(const Given<double> *s) { return cell<double>(*s); }
+void longrnn_stepwise_f32(const Stepwise<float> *s) { stepwise<float>(*s); }
+void longrnn_stepwise_f64(const Stepwise<double> *s) { stepwise<double>(*s); }
 void longrnn_few(const Few *s) {
   s->kind == FLOAT32 ? few<FLOAT32>(*s) : s->kind == BFLOAT16 ? few<BFLOAT16>(*s) : few<FLOAT16>(*s);
 }
