@@ -17,7 +17,10 @@ from longrnn.mixers.edits import Edit, Steps
 from longrnn.mixers.init import initialise
 from longrnn.ops import native as kernels
 from longrnn.ops.conv import causal_conv
+from longrnn.ops.hooks import unhooked
 from longrnn.ops.linear import Linear
+from longrnn.ops.native import layer
+from longrnn.ops.native.layer import Norm
 from longrnn.ops.norm import gated_rms_norm
 from longrnn.ops.packed_rows import PackedRows
 from longrnn.ops.ssd import BACKENDS, ScanInputs, resolve
@@ -194,17 +197,9 @@ class Mamba2(ScanningMixer):
         """
         if projected.requires_grad or torch.is_autocast_enabled(projected.device.type):
             return None
-        weights = kernels.Weights(
-            self.conv1d.weight,
-            self.conv1d.bias,
-            self.dt_bias,
-            self.A_log,
-            self.D,
-            self.norm.weight,
-        )
+        weights = self._weights()
         if not kernels.cell_suits(projected, weights, state.conv, state.ssm):
             return None
-        least, largest = (0.0, math.inf) if self.dt_limit is None else self.dt_limit
         found = kernels.cell(
             projected,
             weights,
@@ -212,9 +207,42 @@ class Mamba2(ScanningMixer):
             state.ssm,
             groups=self.n_groups,
             norm_eps=self.norm_eps,
-            dt_limit=(least, largest),
+            dt_limit=self._dt_range(),
         )
         return None if found is None else (found[0], Mamba2State(*found[1:]))
+
+    def residual_step(
+        self, x: Tensor, norm: Norm, state: Mamba2State
+    ) -> tuple[Tensor, Mamba2State] | None:
+        before, after = self.in_proj, self.out_proj
+        if self.backend != "native" or type(before) is not Linear or type(after) is not Linear:
+            return None
+        weights, projections = self._weights(), (before.stored(), after.stored())
+        read = [one for one in weights if one is not None]
+        if not (unhooked(before, after) and layer.suits(x, norm, projections, *state, *read)):
+            return None
+        found = layer.step(
+            x,
+            norm,
+            projections,
+            weights,
+            *state,
+            groups=self.n_groups,
+            norm_eps=self.norm_eps,
+            dt_limit=self._dt_range(),
+        )
+        return None if found is None else (found[0], Mamba2State(*found[1:]))
+
+    def _weights(self) -> kernels.Weights:
+        """The parameters between the projections."""
+        conv = self.conv1d
+        return kernels.Weights(
+            conv.weight, conv.bias, self.dt_bias, self.A_log, self.D, self.norm.weight
+        )
+
+    def _dt_range(self) -> tuple[float, float]:
+        """Least and largest dt."""
+        return (0.0, math.inf) if self.dt_limit is None else (self.dt_limit[0], self.dt_limit[1])
 
     def _split(self, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The inner x `(b, t, h, p)`, B and C `(b, t, g, n)`."""

@@ -21,7 +21,9 @@ from longrnn.mixers import MIXERS, Edit, EditedState, Mixer
 from longrnn.models.base import LMOutput, check_state, check_tokens, fingerprint
 from longrnn.models.packing import Arrangement
 from longrnn.models.recompute import GRANULARITIES, recomputed
+from longrnn.ops.hooks import unhooked
 from longrnn.ops.linear import Linear, linear
+from longrnn.ops.native.layer import Norm
 from longrnn.ops.norm import rms_norm
 from longrnn.ops.packed_rows import PackedRows
 from longrnn.positions import POSITIONS
@@ -98,6 +100,10 @@ class ResidualBlock(Block):
     def run(
         self, x: Tensor, state: PyTree, edit: Edit | None, rows: PackedRows | None
     ) -> tuple[Tensor, PyTree]:
+        if x.shape[1] == 1 and edit is None and rows is None and unhooked(self.mixer):
+            found = self.mixer.residual_step(x, Norm(self.norm.weight, self.eps), state)
+            if found is not None:
+                return found
         normed = rms_norm(x, self.norm.weight, self.eps)
         if self.wide:
             normed = normed.to(self.norm.weight.dtype)

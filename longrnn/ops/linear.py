@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longrnn.ops import native
+from longrnn.ops.native.layer import Stored
 
 # Fewer rows than this are as fast with MKL; the gradient of the input would be slower.
 MIN_ROWS = 32
@@ -69,6 +70,10 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
+
+    def stored(self) -> Stored:
+        """The weights as the C++ kernels read them."""
+        return Stored(self.weight, None, self.bias)
 
 
 def _suits(a: Tensor, b: Tensor) -> bool:

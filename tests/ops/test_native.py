@@ -272,6 +272,11 @@ for spec in stepwise.CELLS:
         stepwise.both(mixer, x[:, :3], state, stepwise.Edit())
 for spec in stepwise.CHAINS:
     stepwise.run_chain(spec, "lstm", [20, 3])
+from tests.ops import test_native_layer as layers
+for options in layers.SHAPES:
+    for dtype in layers.TOLERANCE:
+        model = layers.model_of(options, dtype)
+        layers.decode(model, 3, model.init_state(3))
 print("done")
 """
 

@@ -8,6 +8,7 @@
 
 #include "cell.h"
 #include "few_rows.h"
+#include "layer.h"
 #include "scan.h"
 #include "stepwise.h"
 
@@ -18,7 +19,6 @@ int longrnn_cell_f32(const Given<float> *s) { return cell<float>(*s); }
 int longrnn_cell_f64(const Given<double> *s) { return cell<double>(*s); }
 void longrnn_stepwise_f32(const Stepwise<float> *s) { stepwise<float>(*s); }
 void longrnn_stepwise_f64(const Stepwise<double> *s) { stepwise<double>(*s); }
-void longrnn_few(const Few *s) {
-  s->kind == FLOAT32 ? few<FLOAT32>(*s) : s->kind == BFLOAT16 ? few<BFLOAT16>(*s) : few<FLOAT16>(*s);
-}
+void longrnn_few(const Few *s) { few(*s); }
+int longrnn_layer(const Layer *s) { return layer(*s); }
 }
