@@ -8,11 +8,13 @@
 
 #include "cell.h"
 #include "few_rows.h"
-#include "scan.h"
+#include "scan_gradient.h"
 
 extern "C" {
 void longrnn_scan_f32(const Scan<float> *s) { scan<float>(*s); }
 void longrnn_scan_f64(const Scan<double> *s) { scan<double>(*s); }
+void longrnn_scan_gradient_f32(const ScanGradient<float> *s) { scan_gradient<float>(*s); }
+void longrnn_scan_gradient_f64(const ScanGradient<double> *s) { scan_gradient<double>(*s); }
 int longrnn_cell_f32(const Given<float> *s) { return cell<float>(*s); }
 int longrnn_cell_f64(const Given<double> *s) { return cell<double>(*s); }
 void longrnn_few(const Few *s) {
