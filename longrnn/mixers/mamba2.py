@@ -15,9 +15,11 @@ from longrnn.errors import UserError
 from longrnn.mixers.base import MIXERS, ScanningMixer
 from longrnn.mixers.edits import Edit, Steps
 from longrnn.mixers.init import initialise
-from longrnn.ops import native as kernels
 from longrnn.ops.conv import causal_conv
 from longrnn.ops.linear import Linear
+from longrnn.ops.mamba2 import CellOptions, fused_cell
+from longrnn.ops.native import Weights
+from longrnn.ops.native.gradients import CellInputs
 from longrnn.ops.norm import gated_rms_norm
 from longrnn.ops.packed_rows import PackedRows
 from longrnn.ops.ssd import BACKENDS, ScanInputs, resolve
@@ -187,14 +189,8 @@ class Mamba2(ScanningMixer):
         return gated_rms_norm(y, z, self.norm.weight, self.norm_eps, self.n_groups)
 
     def _fused(self, projected: Tensor, state: Mamba2State) -> tuple[Tensor, Mamba2State] | None:
-        """Computes everything between the projections in C++; None if that is not possible.
-
-        It is not for calls that need gradients, under autocast, on other devices, and if the result
-        is not finite: then the parts that do not depend on NaN must be told from those that do.
-        """
-        if projected.requires_grad or torch.is_autocast_enabled(projected.device.type):
-            return None
-        weights = kernels.Weights(
+        """Computes everything between the projections in C++; None if that is not possible."""
+        weights = Weights(
             self.conv1d.weight,
             self.conv1d.bias,
             self.dt_bias,
@@ -202,19 +198,10 @@ class Mamba2(ScanningMixer):
             self.D,
             self.norm.weight,
         )
-        if not kernels.cell_suits(projected, weights, state.conv, state.ssm):
-            return None
         least, largest = (0.0, math.inf) if self.dt_limit is None else self.dt_limit
-        found = kernels.cell(
-            projected,
-            weights,
-            state.conv,
-            state.ssm,
-            groups=self.n_groups,
-            norm_eps=self.norm_eps,
-            dt_limit=(least, largest),
-        )
-        return None if found is None else (found[0], Mamba2State(*found[1:]))
+        options = CellOptions(self.n_groups, self.norm_eps, (least, largest))
+        found = fused_cell(CellInputs(projected, weights, state.conv, state.ssm), options)
+        return None if found is None else (found.y, Mamba2State(found.conv, found.state))
 
     def _split(self, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The inner x `(b, t, h, p)`, B and C `(b, t, g, n)`."""

@@ -159,12 +159,7 @@ class Weights(NamedTuple):
 def cell_suits(projected: Tensor, weights: Weights, conv: Tensor, state: Tensor) -> bool:
     """Whether `cell` takes these tensors."""
     given = (projected, conv, *(weight for weight in weights if weight is not None))
-    return (
-        suits(state)
-        and readable(given)
-        and not tracked((*given, state))
-        and weights.conv_weight.shape[-1] <= MOST_TAPS
-    )
+    return suits(state) and readable(given) and weights.conv_weight.shape[-1] <= MOST_TAPS
 
 
 def cell(
@@ -176,6 +171,7 @@ def cell(
     groups: int,
     norm_eps: float,
     dt_limit: tuple[float, float],
+    kept: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Everything between the two projections of a Mamba-2.
 
@@ -187,6 +183,8 @@ def cell(
         groups: g, of B and C and of the norm.
         norm_eps: added to the mean square.
         dt_limit: least and largest dt.
+        kept: what the gradient needs is written to it: the output of the recurrence `(b, t, h p)`,
+            and the states that `scan` keeps.
 
     Returns:
         y `(b, t, h p)`, and both states after the last token, each in the dtype that it was given
@@ -209,6 +207,7 @@ def cell(
             (None, 0) if one is None else (one.data_ptr(), one.dtype == torch.bfloat16)
             for one in (*given, *written)
         ),
+        *((one.data_ptr() for one in kept) if kept else (None, None)), SEGMENT,
     )  # fmt: skip
     if not call(f"longrnn_cell_{kind}", arguments):
         return None
@@ -300,4 +299,5 @@ def _cell_type(real: Any) -> type[ctypes.Structure]:
     ]
     for name in mixed:
         fields += [(name, ctypes.c_void_p), (f"{name}_is_bfloat16", ctypes.c_long)]
+    fields += [("scanned", ctypes.c_void_p), ("kept", ctypes.c_void_p), ("segment", ctypes.c_long)]
     return type("_Cell", (ctypes.Structure,), {"_fields_": fields})

@@ -6,7 +6,7 @@
 // - One translation unit: the headers, one per topic, have internal linkage, so that two libraries in
 //   one process cannot use each other's functions.
 
-#include "cell.h"
+#include "cell_gradient.h"
 #include "few_rows.h"
 #include "scan_gradient.h"
 
@@ -17,6 +17,8 @@ void longrnn_scan_gradient_f32(const ScanGradient<float> *s) { scan_gradient<flo
 void longrnn_scan_gradient_f64(const ScanGradient<double> *s) { scan_gradient<double>(*s); }
 int longrnn_cell_f32(const Given<float> *s) { return cell<float>(*s); }
 int longrnn_cell_f64(const Given<double> *s) { return cell<double>(*s); }
+void longrnn_cell_gradient_f32(const CellGradient<float> *s) { cell_gradient<float>(*s); }
+void longrnn_cell_gradient_f64(const CellGradient<double> *s) { cell_gradient<double>(*s); }
 void longrnn_few(const Few *s) {
   s->kind == FLOAT32 ? few<FLOAT32>(*s) : s->kind == BFLOAT16 ? few<BFLOAT16>(*s) : few<FLOAT16>(*s);
 }
