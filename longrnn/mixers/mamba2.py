@@ -15,11 +15,12 @@ from longrnn.errors import UserError
 from longrnn.mixers.base import MIXERS, ScanningMixer
 from longrnn.mixers.edits import Edit, Steps
 from longrnn.mixers.init import initialise
-from longrnn.ops import native as kernels
 from longrnn.ops.conv import causal_conv
 from longrnn.ops.hooks import unhooked
 from longrnn.ops.linear import Linear
-from longrnn.ops.native import layer
+from longrnn.ops.mamba2 import CellOptions, fused_cell
+from longrnn.ops.native import Weights, layer
+from longrnn.ops.native.gradients import CellInputs
 from longrnn.ops.native.layer import Norm
 from longrnn.ops.norm import gated_rms_norm
 from longrnn.ops.packed_rows import PackedRows
@@ -190,26 +191,10 @@ class Mamba2(ScanningMixer):
         return gated_rms_norm(y, z, self.norm.weight, self.norm_eps, self.n_groups)
 
     def _fused(self, projected: Tensor, state: Mamba2State) -> tuple[Tensor, Mamba2State] | None:
-        """Computes everything between the projections in C++; None if that is not possible.
-
-        It is not for calls that need gradients, under autocast, on other devices, and if the result
-        is not finite: then the parts that do not depend on NaN must be told from those that do.
-        """
-        if projected.requires_grad or torch.is_autocast_enabled(projected.device.type):
-            return None
-        weights = self._weights()
-        if not kernels.cell_suits(projected, weights, state.conv, state.ssm):
-            return None
-        found = kernels.cell(
-            projected,
-            weights,
-            state.conv,
-            state.ssm,
-            groups=self.n_groups,
-            norm_eps=self.norm_eps,
-            dt_limit=self._dt_range(),
-        )
-        return None if found is None else (found[0], Mamba2State(*found[1:]))
+        """Computes everything between the projections in C++; None if that is not possible."""
+        inputs = CellInputs(projected, self._weights(), state.conv, state.ssm)
+        found = fused_cell(inputs, self._options())
+        return None if found is None else (found.y, Mamba2State(found.conv, found.state))
 
     def residual_step(
         self, x: Tensor, norm: Norm, state: Mamba2State
@@ -221,28 +206,18 @@ class Mamba2(ScanningMixer):
         read = [one for one in weights if one is not None]
         if not (unhooked(before, after) and layer.suits(x, norm, projections, *state, *read)):
             return None
-        found = layer.step(
-            x,
-            norm,
-            projections,
-            weights,
-            *state,
-            groups=self.n_groups,
-            norm_eps=self.norm_eps,
-            dt_limit=self._dt_range(),
-        )
+        options = self._options()._asdict()
+        found = layer.step(x, norm, projections, weights, *state, **options)
         return None if found is None else (found[0], Mamba2State(*found[1:]))
 
-    def _weights(self) -> kernels.Weights:
+    def _weights(self) -> Weights:
         """The parameters between the projections."""
         conv = self.conv1d
-        return kernels.Weights(
-            conv.weight, conv.bias, self.dt_bias, self.A_log, self.D, self.norm.weight
-        )
+        return Weights(conv.weight, conv.bias, self.dt_bias, self.A_log, self.D, self.norm.weight)
 
-    def _dt_range(self) -> tuple[float, float]:
-        """Least and largest dt."""
-        return (0.0, math.inf) if self.dt_limit is None else (self.dt_limit[0], self.dt_limit[1])
+    def _options(self) -> CellOptions:
+        least, largest = (0.0, math.inf) if self.dt_limit is None else self.dt_limit
+        return CellOptions(self.n_groups, self.norm_eps, (least, largest))
 
     def _split(self, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The inner x `(b, t, h, p)`, B and C `(b, t, g, n)`."""

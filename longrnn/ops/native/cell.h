@@ -17,6 +17,9 @@ template <class T> struct Given {  // the arguments of a cell
   Mixed norm_weight;                // (h p,)
   Mixed conv, conv_after;           // (b, k - 1, c)
   Mixed y;                          // (b, t, h p)
+  T *scanned;                       // (b, t, h p), or null: for the gradient, the output of the recurrence
+  T *kept;                          // or null: see Scan
+  long segment;
 };
 
 template <class T> struct Cell {
@@ -28,22 +31,28 @@ template <class T> struct Cell {
   const T *norm_weight;             // (h p,)
   const T *conv, *state;            // (b, k - 1, c), (b, h, p, n)
   T *y, *conv_after, *state_after;  // (b, t, h p), …
+  T *scanned, *kept;
+  long segment;
+
+  long d() const { return h * p; }
+  long c() const { return d() + 2 * g * n; }
+  long width() const { return d() + c() + h; }
+  // The input of the convolution `at` tokens after the first of a row; those before it are in `conv`.
+  const T *input(long row, long at) const {
+    return at < 0 ? conv + (row * (k - 1) + at + k - 1) * c() : projected + (row * t + at) * width() + d();
+  }
 };
 
 // out (b, t, c) = silu(convolution of x B C over time), continuing `conv`.
-template <class T> void convolve(const Cell<T> &s, long c, long width, long offset, T *out, int threads) {
+template <class T> void convolve(const Cell<T> &s, T *out, int threads) {
   constexpr int W = Lane<T>::W;
-  const long taps = s.k - 1;
+  const long c = s.c();
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
   for (long row = 0; row < s.b; row++)
     for (long i = 0; i < s.t; i++) {
       T *to = out + (row * s.t + i) * c;
       const T *from[16];
-      for (long tap = 0; tap < s.k; tap++) {
-        const long at = i + tap - taps;
-        from[tap] = at < 0 ? s.conv + (row * taps + at + taps) * c
-                           : s.projected + (row * s.t + at) * width + offset;
-      }
+      for (long tap = 0; tap < s.k; tap++) from[tap] = s.input(row, i + tap - (s.k - 1));
       long j = 0;
       for (; j + W <= c; j += W) {
         Vec<T> sum = s.conv_bias ? load<T>(s.conv_bias + j) : Vec<T>{};
@@ -56,25 +65,26 @@ template <class T> void convolve(const Cell<T> &s, long c, long width, long offs
         to[j] = sum / (T(1) + std::exp(-sum));
       }
     }
-  for (long row = 0; row < s.b; row++)
-    for (long tap = 0; tap < taps; tap++) {
-      const long at = s.t + tap - taps;
-      const T *from = at < 0 ? s.conv + (row * taps + at + taps) * c
-                             : s.projected + (row * s.t + at) * width + offset;
-      std::memcpy(s.conv_after + (row * taps + tap) * c, from, c * sizeof(T));
-    }
 }
 
-// y ← norm((y + D x) silu(z)) weight, in place.
-template <class T> void gate(const Cell<T> &s, long c, long width, const T *mixed, int threads) {
+// conv_after: the last inputs of the convolution.
+template <class T> void keep_inputs(const Cell<T> &s) {
+  const long c = s.c(), taps = s.k - 1;
+  for (long row = 0; row < s.b; row++)
+    for (long tap = 0; tap < taps; tap++)
+      std::memcpy(s.conv_after + (row * taps + tap) * c, s.input(row, s.t + tap - taps), c * sizeof(T));
+}
+
+// y = norm((scanned + D x) silu(z)) weight; y may be `scanned`.
+template <class T> void gate(const Cell<T> &s, const T *scanned, const T *mixed, int threads) {
   constexpr int W = Lane<T>::W;
-  const long d = s.h * s.p, size = d / s.norm_groups;
+  const long d = s.d(), size = d / s.norm_groups;
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (long token = 0; token < s.b * s.t; token++) {
     T *y = s.y + token * d;
-    const T *x = mixed + token * c, *z = s.projected + token * width;
+    const T *x = mixed + token * s.c(), *z = s.projected + token * s.width(), *from = scanned + token * d;
     for (long head = 0; head < s.h; head++)
-      for (long i = head * s.p; i < head * s.p + s.p; i++) y[i] += s.D[head] * x[i];
+      for (long i = head * s.p; i < head * s.p + s.p; i++) y[i] = from[i] + s.D[head] * x[i];
     for (long group = 0; group < s.norm_groups; group++) {
       const long first = group * size, last = first + size;
       Vec<T> squares{};
@@ -96,22 +106,38 @@ template <class T> void gate(const Cell<T> &s, long c, long width, const T *mixe
   }
 }
 
-template <class T> void cell_between(const Cell<T> &s) {
-  const long d = s.h * s.p, c = d + 2 * s.g * s.n, width = d + c + s.h, tokens = s.b * s.t;
-  const int threads = threads_for(double(tokens) * d * 32);
-  Buffer<T> mixed(tokens * c), dt(tokens * s.h), log_decay(tokens * s.h);
-  convolve<T>(s, c, width, d, mixed, threads);
-  for (long token = 0; token < tokens; token++)
+// dt (b, t, h) and dt A. `slope`, where there is one: the derivative of dt by its projection.
+template <class T> void steps(const Cell<T> &s, T *dt, T *log_decay, T *slope) {
+  for (long token = 0; token < s.b * s.t; token++)
     for (long head = 0; head < s.h; head++) {
-      const T step = softplus<T>(s.projected[token * width + d + c + head] + s.dt_bias[head]);
+      const long at = token * s.h + head;
+      const T raw = s.projected[token * s.width() + s.d() + s.c() + head] + s.dt_bias[head];
+      const T step = softplus<T>(raw);
       // Comparisons keep a NaN.
       const T limited = step < s.dt_least ? s.dt_least : step > s.dt_largest ? s.dt_largest : step;
-      dt[token * s.h + head] = limited;
-      log_decay[token * s.h + head] = limited * s.A[head];
+      dt[at] = limited;
+      log_decay[at] = limited * s.A[head];
+      if (slope) slope[at] = limited != step ? T(0) : raw > T(20) ? T(1) : T(1) / (T(1) + std::exp(-raw));
     }
-  scan<T>({s.b, s.t, s.h, s.p, s.g, s.n, mixed, s.t * c, c, dt, log_decay, mixed + d, mixed + d + s.g * s.n,
-           s.t * c, c, s.state, s.y, s.state_after});
-  gate<T>(s, c, width, mixed, threads);
+}
+
+// The recurrence of the convolution's output `mixed`.
+template <class T> Scan<T> scan_of(const Cell<T> &s, const T *mixed, const T *dt, const T *log_decay, T *y) {
+  const long c = s.c(), d = s.d();
+  return {s.b, s.t, s.h, s.p, s.g, s.n, mixed, s.t * c, c, dt, log_decay, mixed + d, mixed + d + s.g * s.n,
+          s.t * c, c, s.state, y, s.state_after, s.kept, s.segment};
+}
+
+template <class T> void cell_between(const Cell<T> &s) {
+  const long tokens = s.b * s.t;
+  const int threads = threads_for(double(tokens) * s.d() * 32);
+  Buffer<T> mixed(tokens * s.c()), dt(tokens * s.h), log_decay(tokens * s.h);
+  convolve<T>(s, mixed, threads);
+  keep_inputs<T>(s);
+  steps<T>(s, dt, log_decay, nullptr);
+  T *scanned = s.scanned ? s.scanned : s.y;
+  scan<T>(scan_of<T>(s, mixed, dt, log_decay, scanned));
+  gate<T>(s, scanned, mixed, threads);
 }
 
 template <class T> bool all_finite(const T *from, long n) {  // 0 times what is not finite is NaN
@@ -125,6 +151,12 @@ template <class T> bool all_finite(const T *from, long n) {  // 0 times what is 
   return sum == T(0);
 }
 
+// taps (k, c) = weight (c, k)ᵀ
+template <class T> void read_taps(const T *weight, long c, long k, T *taps) {
+  for (long i = 0; i < c; i++)
+    for (long tap = 0; tap < k; tap++) taps[tap * c + i] = weight[i * k + tap];
+}
+
 // Returns whether every entry of y is finite.
 template <class T> int cell(const Given<T> &s) {
   const long d = s.h * s.p, c = d + 2 * s.g * s.n, tokens = s.b * s.t, kept = s.b * (s.k - 1) * c;
@@ -133,11 +165,11 @@ template <class T> int cell(const Given<T> &s) {
   const Wide<T> dt_bias(s.dt_bias, s.h), A_log(s.A_log, s.h), D(s.D, s.h);
   Narrowed<T> y(s.y, tokens * d), conv_after(s.conv_after, kept);
   Buffer<T> taps(s.k * c), A(s.h);
-  for (long i = 0; i < c; i++)
-    for (long tap = 0; tap < s.k; tap++) taps[tap * c + i] = weight[i * s.k + tap];
+  read_taps<T>(weight, c, s.k, taps);
   for (long head = 0; head < s.h; head++) A[head] = -std::exp(A_log[head]);
   cell_between<T>({s.b, s.t, s.h, s.p, s.g, s.n, s.k, s.norm_groups, s.norm_eps, s.dt_least, s.dt_largest, projected,
-                   taps, conv_bias, dt_bias, A, D, norm_weight, conv, s.state, y, conv_after, s.state_after});
+                   taps, conv_bias, dt_bias, A, D, norm_weight, conv, s.state, y, conv_after, s.state_after, s.scanned,
+                   s.kept, s.segment});
   return all_finite<T>(y, tokens * d);
 }
 

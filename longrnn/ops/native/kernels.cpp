@@ -6,17 +6,21 @@
 // - One translation unit: the headers, one per topic, have internal linkage, so that two libraries in
 //   one process cannot use each other's functions.
 
-#include "cell.h"
+#include "cell_gradient.h"
 #include "few_rows.h"
 #include "layer.h"
-#include "scan.h"
+#include "scan_gradient.h"
 #include "stepwise.h"
 
 extern "C" {
 void longrnn_scan_f32(const Scan<float> *s) { scan<float>(*s); }
 void longrnn_scan_f64(const Scan<double> *s) { scan<double>(*s); }
+void longrnn_scan_gradient_f32(const ScanGradient<float> *s) { scan_gradient<float>(*s); }
+void longrnn_scan_gradient_f64(const ScanGradient<double> *s) { scan_gradient<double>(*s); }
 int longrnn_cell_f32(const Given<float> *s) { return cell<float>(*s); }
 int longrnn_cell_f64(const Given<double> *s) { return cell<double>(*s); }
+void longrnn_cell_gradient_f32(const CellGradient<float> *s) { cell_gradient<float>(*s); }
+void longrnn_cell_gradient_f64(const CellGradient<double> *s) { cell_gradient<double>(*s); }
 void longrnn_stepwise_f32(const Stepwise<float> *s) { stepwise<float>(*s); }
 void longrnn_stepwise_f64(const Stepwise<double> *s) { stepwise<double>(*s); }
 void longrnn_few(const Few *s) { few(*s); }

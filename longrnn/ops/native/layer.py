@@ -50,8 +50,8 @@ def suits(x: Tensor, norm: Norm, projections: tuple[Stored, Stored], *tensors: T
         and len(x) <= native.FEW_ROWS
         and all(stored.weight.is_contiguous() for stored in projections)
         and all(one.dtype in MIXED or one.dtype == torch.int8 for one in given)
-        and not (torch.is_grad_enabled() and any(one.requires_grad for one in given))
-        and native._readable(given)
+        and not native.tracked(given)
+        and native.readable(given)
         and not torch.is_autocast_enabled("cpu")
         and native.available()
     )
@@ -97,11 +97,12 @@ def step(
         norm_eps, *dt_limit,
         state.data_ptr(), state_after.data_ptr(),
         None, 0, *(part for one in (*given, conv, conv_after) for part in mixed(one)), None, 0,
+        None, None, 0,
         x.shape[-1], norm.eps,
         *(part for stored in projections for part in _projection(stored)),
         *mixed(norm.weight), *mixed(x), *mixed(x_after),
     )  # fmt: skip
-    if not native._call("longrnn_layer", arguments):
+    if not native.call("longrnn_layer", arguments):
         return None
     return x_after, conv_after, state_after
 

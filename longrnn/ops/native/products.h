@@ -38,23 +38,26 @@ inline void rows(long count, long depth, const T *a, long ai, long ak, const T *
   }
 }
 
+// Which parts of a product are zero or not needed: a is lower or upper triangular, or only the lower
+// triangle of c is used.
+enum Shape { FULL, LOWER_A, UPPER_A, LOWER_C };
+
 // c (m, n) = a (m, k) b (k, n), or += ; n a multiple of the vector width. a[i, k] is a[i ai + k ak].
-// `lower_a`: a is lower triangular; `lower_c`: only the lower triangle of c is needed.
 template <class T>
-void product(long m, long n, long depth, const T *a, long ai, long ak, const T *b, long ldb, T *c, long ldc,
-             bool add, bool lower_a = false, bool lower_c = false) {
+void product(long m, long n, long depth, const T *a, long ai, long ak, const T *b, long ldb, T *c, long ldc, bool add,
+             Shape shape = FULL) {
   constexpr int W = Lane<T>::W;
   for (long i = 0; i < m; i += ROWS) {
-    const long count = std::min<long>(ROWS, m - i);
-    const long k = lower_a ? std::min(depth, i + count) : depth;
-    const long stop = lower_c ? std::min(n, padded<T>(i + count)) : n;
-    const T *left = a + i * ai;
+    const long count = std::min<long>(ROWS, m - i), first = shape == UPPER_A ? i : 0;
+    const long k = (shape == LOWER_A ? std::min(depth, i + count) : depth) - first;
+    const long stop = shape == LOWER_C ? std::min(n, padded<T>(i + count)) : n;
+    const T *left = a + i * ai + first * ak, *right = b + first * ldb;
+    T *to = c + i * ldc;
     long j = 0;
     for (; j + COLUMNS * W <= stop; j += COLUMNS * W)
-      rows<T, COLUMNS>(count, k, left, ai, ak, b + j, ldb, c + i * ldc + j, ldc, add);
-    for (; j + 2 * W <= stop; j += 2 * W)
-      rows<T, 2>(count, k, left, ai, ak, b + j, ldb, c + i * ldc + j, ldc, add);
-    for (; j < stop; j += W) rows<T, 1>(count, k, left, ai, ak, b + j, ldb, c + i * ldc + j, ldc, add);
+      rows<T, COLUMNS>(count, k, left, ai, ak, right + j, ldb, to + j, ldc, add);
+    for (; j + 2 * W <= stop; j += 2 * W) rows<T, 2>(count, k, left, ai, ak, right + j, ldb, to + j, ldc, add);
+    for (; j < stop; j += W) rows<T, 1>(count, k, left, ai, ak, right + j, ldb, to + j, ldc, add);
   }
 }
 

@@ -58,7 +58,8 @@ def suits(rule: UpdateRule, x: Tensor, *tensors: Tensor) -> bool:
         if x.shape[1] < WINDOW_SHARE * len(window.slots):
             return False
         tensors = (*tensors, *window.back, *window.slots[0], *window.slots[-1])
-    return native.available() and native.suits(x, *tensors)
+    given = (x, *tensors)
+    return native.available() and native.suits(*given) and not native.tracked(given)
 
 
 def run(
@@ -99,7 +100,7 @@ def run(
         rule.keep, rule.add, rule.limit,
         *((None,) * 3 if window is None else (one.data_ptr() for one in window)),
     )  # fmt: skip
-    native._call(f"longrnn_stepwise_{kind}", arguments)
+    native.call(f"longrnn_stepwise_{kind}", arguments)
     return Advanced(y, h_after, memory_after, None if window is None else window.carry())
 
 
