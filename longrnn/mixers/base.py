@@ -30,11 +30,13 @@ class Mixer(nn.Module, ABC):
         n_heads: number of heads, the parts of a state that mitigations treat separately.
         recurrent_weights: names of the parameters that determine the recurrence.
         wide_weights: names of the parameters that are never cast to a narrower dtype.
+        projections: names of the linear layers that may be replaced by others of the same sizes.
     """
 
     n_heads = 1
     recurrent_weights: tuple[str, ...] = ()
     wide_weights: tuple[str, ...] = ()
+    projections: tuple[str, ...] = ()
 
     def __init__(self, d_input: int, d_model: int) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from longrnn.mixers.edits import Edit, Steps
 from longrnn.mixers.init import initialise
 from longrnn.ops.conv import causal_conv
 from longrnn.ops.hooks import unhooked
-from longrnn.ops.linear import Linear
+from longrnn.ops.linear import NATIVE, Linear
 from longrnn.ops.mamba2 import CellOptions, fused_cell
 from longrnn.ops.native import Weights, layer
 from longrnn.ops.native.gradients import CellInputs
@@ -82,6 +82,7 @@ class Mamba2(ScanningMixer):
 
     recurrent_weights = ("in_proj.weight", "A_log", "dt_bias")
     wide_weights = ("A_log", "dt_bias", "D")
+    projections = ("in_proj", "out_proj")
 
     def __init__(
         self,
@@ -152,7 +153,7 @@ class Mamba2(ScanningMixer):
         return True
 
     def state_like(self) -> Mamba2State:
-        dtype = self.in_proj.weight.dtype
+        dtype = self.conv1d.weight.dtype
         wide = torch.promote_types(dtype, torch.float32)
         ssm = (self.n_heads, self.head_dim, self.d_state)
         return Mamba2State(
@@ -200,7 +201,7 @@ class Mamba2(ScanningMixer):
         self, x: Tensor, norm: Norm, state: Mamba2State
     ) -> tuple[Tensor, Mamba2State] | None:
         before, after = self.in_proj, self.out_proj
-        if self.backend != "native" or type(before) is not Linear or type(after) is not Linear:
+        if self.backend != "native" or not {type(before), type(after)} <= set(NATIVE):
             return None
         weights, projections = self._weights(), (before.stored(), after.stored())
         read = [one for one in weights if one is not None]
@@ -242,7 +243,7 @@ class Mamba2(ScanningMixer):
         return -self.A_log.to(wide).exp()
 
     def inputs_like(self) -> ScanInputs:
-        narrow, wide = self.in_proj.weight.dtype, self.state_like().ssm.dtype
+        narrow, wide = self.conv1d.weight.dtype, self.state_like().ssm.dtype
 
         def meta(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(1, *shape, dtype=dtype, device="meta")

@@ -60,8 +60,9 @@ template <Kind K> inline void two_vectors(const void *weight, long at, Vec<float
     const float *from = static_cast<const float *>(weight) + at;
     first = load<float>(from), second = load<float>(from + Lane<float>::W);
   } else if constexpr (K == INT8) {
-    const auto from = reinterpret_cast<const Eighths *>(static_cast<const int8_t *>(weight) + at);
-    first = __builtin_convertvector(from[0], Vec<float>), second = __builtin_convertvector(from[1], Vec<float>);
+    const int8_t *from = static_cast<const int8_t *>(weight) + at;
+    first = __builtin_convertvector(*reinterpret_cast<const Eighths *>(from), Vec<float>);
+    second = __builtin_convertvector(*reinterpret_cast<const Eighths *>(from + Lane<float>::W), Vec<float>);
   } else {  // two neighbours are read as one word, whose halves are split by masks
     const Words pairs = *reinterpret_cast<const Words *>(static_cast<const uint16_t *>(weight) + at);
     first = even<K>(pairs), second = odd<K>(pairs);

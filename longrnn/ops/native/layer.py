@@ -21,13 +21,13 @@ class Stored(NamedTuple):
 
     Attributes:
         weight: `(m, k)`; if int8, each row is multiplied by its scale.
-        scale: `(m,)` float32, of an int8 weight.
         bias: `(m,)` or None.
+        scale: `(m,)` float32, of an int8 weight; None for other weights.
     """
 
     weight: Tensor
-    scale: Tensor | None
     bias: Tensor | None
+    scale: Tensor | None = None
 
 
 class Norm(NamedTuple):
