@@ -109,11 +109,15 @@ def cell_gradients(
     found = [None if one is None else one.new_empty(one.shape) for one in given]
     outputs = [None if one is None else one.contiguous() for one in (grad_y, grad_conv, grad_state)]
     kind, real = KINDS[inputs.state.dtype]
+    # Per token: the convolution's output and its gradient, that of the recurrence, and five numbers
+    # per head. A tensor, so that whoever measures memory sees it.
+    channels = inputs.conv.shape[2]
+    work = inputs.state.new_empty(grad_y.shape[0] * grad_y.shape[1], 2 * channels + (p + 5) * h)
     arguments = _cell_gradient_type(real)(
         b, inputs.projected.shape[1], h, p, groups, n, inputs.weights.conv_weight.shape[-1], groups,
         norm_eps, *dt_limit,
         *(_address(one) for one in (*given, *kept)), SEGMENT,
-        *(_address(one) for one in (*outputs, *found)),
+        *(_address(one) for one in (*outputs, *found, work)),
     )  # fmt: skip
     call(f"longrnn_cell_gradient_{kind}", arguments)
     return tuple(found)
@@ -144,6 +148,6 @@ def _cell_gradient_type(real: Any) -> type[ctypes.Structure]:
         *((name, ctypes.c_long) for name in (*"bthpgnk", "norm_groups")),
         *((name, real) for name in ("norm_eps", "dt_least", "dt_largest")),
         *((name, ctypes.c_void_p) for name in pointers), ("segment", ctypes.c_long),
-        *((f"of_{name}", ctypes.c_void_p) for name in gradients),
+        *((f"of_{name}", ctypes.c_void_p) for name in gradients), ("work", ctypes.c_void_p),
     ]  # fmt: skip
     return type("_CellGradient", (ctypes.Structure,), {"_fields_": fields})
