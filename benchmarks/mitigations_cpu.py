@@ -25,7 +25,7 @@ from benchmarks.timing import add_threads, clock, in_a_process, interleaved, use
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.mixers import Edit, Mixer
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
-from longrnn.ops.ssd import BACKENDS, SSD, ScanInputs
+from longrnn.ops.ssd import BACKENDS, SSD, ScanInputs, resolve
 from longrnn.ops.ssd.rescale import rescaled_ssd, scale_to
 from longrnn.ops.ssd.window import windowed_ssd
 from longrnn.ops.ssd.window_carry import init_carry
@@ -55,7 +55,7 @@ class TokenLoop(Edit):
         for t in range(inputs.x.shape[1]):
             decay, x, B, C = (
                 inputs.log_decay[:, t].exp(),
-                *(tensor[:, t] for tensor in (inputs.x, inputs.B, inputs.C)),
+                *(tensor[:, t] for tensor in (inputs.scaled_x(state.dtype), inputs.B, inputs.C)),
             )
             state = decay[..., None, None] * state + x[..., None] * B[:, :, None]
             square = state.square().sum((2, 3)).double()
@@ -156,13 +156,14 @@ def report(what: str, seconds: dict[str, float]) -> dict[str, float]:
 def scan_alone(args: argparse.Namespace) -> dict[str, float]:
     """Returns the same ratios for the scan of one layer, without its projections."""
     generator = torch.Generator().manual_seed(2)
-    heads, ssd = 2 * args.d_model // MIXER["head_dim"], BACKENDS["chunked"]
+    heads, ssd = 2 * args.d_model // MIXER["head_dim"], BACKENDS[resolve("auto")]
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(1, args.tokens, *shape, generator=generator)
 
     inputs = ScanInputs(
-        x=0.05 * normal(heads, 64),
+        x=normal(heads, 64),
+        gain=torch.full((1, args.tokens, heads), 0.05),
         log_decay=-0.05 * torch.rand(1, args.tokens, heads, generator=generator),
         B=normal(1, 128),
         C=normal(1, 128),

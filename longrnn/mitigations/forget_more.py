@@ -27,10 +27,8 @@ class Multiply(Edit):
 
     def edit_inputs(self, inputs: ScanInputs, carry: PyTree) -> tuple[ScanInputs, PyTree]:
         log_decay = inputs.log_decay + self.decay.log().to(inputs.log_decay)
-        # Scales x and not B, which heads share; only their product enters the recurrence.
-        unscaled = bool((self.scale == 1).all())
-        x = inputs.x if unscaled else inputs.x * self.scale.to(inputs.x)[:, None]
-        return inputs._replace(x=x, log_decay=log_decay), carry
+        gain = inputs.gain * self.scale.to(inputs.gain)
+        return inputs._replace(gain=gain, log_decay=log_decay), carry
 
     def edit_update(self, update: Update, carry: PyTree) -> tuple[Update, PyTree]:
         assert update.keep is not None

@@ -120,4 +120,5 @@ def _take_heads(inputs: ScanInputs, heads: Tensor) -> ScanInputs:
     if groups > 1:
         group = heads // (inputs.x.shape[2] // groups)
         B, C = B[:, :, group], C[:, :, group]
-    return ScanInputs(inputs.x[:, :, heads], inputs.log_decay[:, :, heads], B, C)
+    x, gain, log_decay = (tensor[:, :, heads] for tensor in inputs[:3])
+    return ScanInputs(x, gain, log_decay, B, C)

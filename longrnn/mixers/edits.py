@@ -6,7 +6,7 @@ order, so several edits of one layer compose stage by stage (`Composed`):
 | stage | scanning cells, once per call | stepwise cells, once per token |
 | --- | --- | --- |
 | 1 | `edit_steps`: the step dt and the rate A | |
-| 2 | `edit_inputs`: log_decay = dt · A and dt · x, times multipliers | `edit_update` |
+| 2 | `edit_inputs`: gain = dt and log_decay = dt · A, times multipliers | `edit_update` |
 | 3 | `scan`: the recurrence | `advance`: the new memory |
 
 An edit whose hooks only multiply by constants, limit a norm or keep a window also says so as data
@@ -50,8 +50,8 @@ class Steps(NamedTuple):
     A: Tensor
 
     def inputs(self, B: Tensor, C: Tensor) -> ScanInputs:
-        """Inputs of the recurrence: dt · x and log_decay = dt · A."""
-        return ScanInputs(self.x * self.dt[..., None], self.dt * self.A, B, C)
+        """Inputs of the recurrence: gain = dt and log_decay = dt · A."""
+        return ScanInputs(self.x, self.dt, self.dt * self.A, B, C)
 
 
 class Update(NamedTuple):

@@ -249,7 +249,8 @@ class Mamba2(ScanningMixer):
             return torch.empty(1, *shape, dtype=dtype, device="meta")
 
         return ScanInputs(
-            x=meta(self.n_heads, self.head_dim, dtype=wide),
+            x=meta(self.n_heads, self.head_dim, dtype=narrow),
+            gain=meta(self.n_heads, dtype=wide),
             log_decay=meta(self.n_heads, dtype=wide),
             B=meta(self.n_groups, self.d_state, dtype=narrow),
             C=meta(self.n_groups, self.d_state, dtype=narrow),

@@ -8,6 +8,7 @@ Notable choices:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,18 +44,16 @@ class CellOutputs(NamedTuple):
 def fused_cell(inputs: CellInputs, options: CellOptions) -> CellOutputs | None:
     """Computes the cell in C++; None if that is not possible.
 
-    It is not on other devices, under autocast, for gradients in mixed dtypes, and if the result is
-    not finite: then the parts that do not depend on NaN must be told from those that do.
+    It is not on other devices, and if the result is not finite: then the parts that do not depend
+    on NaN must be told from those that do.
     """
     projected, weights, _, state = inputs
-    if torch.is_autocast_enabled(projected.device.type) or not kernels.cell_suits(*inputs):
+    if not kernels.cell_suits(*inputs):
         return None
     given = [one for one in inputs.tensors if one is not None]
     if not kernels.tracked(given):
         found = kernels.cell(*inputs, **options._asdict())
         return None if found is None else CellOutputs(*found)
-    if not kernels.suits(*given):
-        return None
     kept = (
         state.new_empty(*projected.shape[:2], weights.D.shape[0] * state.shape[2]),
         state.new_empty(kernels.segments_of(projected.shape[1]), *state.shape),
@@ -78,8 +77,8 @@ def _parts(inputs: CellInputs, options: CellOptions) -> CellOutputs:
     x = x.unflatten(-1, (h, p))
     B, C = (one.unflatten(-1, (options.groups, n)) for one in (B, C))
     dt = F.softplus(dt + weights.dt_bias).clamp(*options.dt_limit)
-    scanned = ScanInputs(x * dt[..., None], dt * -weights.A_log.exp(), B, C)
-    y, state = chunked.ssd(scanned, state)
+    scan = ScanInputs(x, dt, dt * -weights.A_log.exp(), B, C)
+    y, state = chunked.ssd(scan, state)
     y = (y + x * weights.D[:, None]).flatten(2)
     y = gated_rms_norm(y, z, weights.norm_weight, options.norm_eps, options.groups)
     return CellOutputs(y, conv, state)
@@ -96,7 +95,8 @@ class _Cell(torch.autograd.Function):
         options: CellOptions,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(*tensors, *kept)
+        # The output of the recurrence needs no more digits than the result has.
+        ctx.save_for_backward(*tensors, kept[0].to(found[0].dtype), kept[1])
         ctx.options = options
         ctx.set_materialize_grads(False)
         return found
@@ -115,11 +115,20 @@ class _Cell(torch.autograd.Function):
 
             wants = ctx.needs_input_grad[3:]
             return None, None, None, *gradients_of(run, tensors, wants, (grad_y, *grads))
-        given = torch.zeros_like(scanned) if grad_y is None else grad_y
+        if grad_y is None:
+            grad_y = torch.zeros_like(scanned)
+        dtype = kept.dtype
+        inputs, outputs = _in_dtype(tensors, dtype), _in_dtype((scanned, grad_y, *grads), dtype)
         found = cell_gradients(
-            _inputs(tensors), (scanned, kept), given, *grads, **ctx.options._asdict()
+            _inputs(inputs), (outputs[0], kept), *outputs[1:], **ctx.options._asdict()
         )
-        return None, None, None, *found
+        pairs = zip(found, tensors, strict=True)
+        own = [None if grad is None else grad.to(one.dtype) for grad, one in pairs]
+        return None, None, None, *own
+
+
+def _in_dtype(tensors: Sequence[Any], dtype: torch.dtype) -> list[Any]:
+    return [None if one is None else one.to(dtype) for one in tensors]
 
 
 def _inputs(tensors: Any) -> CellInputs:

@@ -34,8 +34,8 @@ def gradients(
     """Gradients of a fixed functional of all outputs and the final state, computed in pieces."""
     leaves = [tensor.to(dtype).clone().requires_grad_() for tensor in (*inputs, state)]
     sizes = sizes or [inputs.x.shape[1]]
-    final, outputs = leaves[4], []
-    for piece in zip(*(leaf.split(sizes, dim=1) for leaf in leaves[:4]), strict=True):
+    final, outputs = leaves[5], []
+    for piece in zip(*(leaf.split(sizes, dim=1) for leaf in leaves[:5]), strict=True):
         y, final = BACKENDS[backend](ScanInputs(*piece), final)
         outputs.append(y)
     randomness = generator(7)
@@ -141,7 +141,7 @@ def test_an_output_without_a_gradient_adds_nothing(output: int) -> None:
 
     def found(backend: str) -> tuple[Tensor, ...]:
         leaves = [tensor.clone().requires_grad_() for tensor in (*inputs, state)]
-        loss = BACKENDS[backend](ScanInputs(*leaves[:4]), leaves[4])[output].square().sum()
+        loss = BACKENDS[backend](ScanInputs(*leaves[:5]), leaves[5])[output].square().sum()
         return torch.autograd.grad(loss, leaves, materialize_grads=True)
 
     for ours, theirs in zip(found("native"), found("reference"), strict=True):
@@ -157,7 +157,7 @@ def test_narrow_inputs_get_gradients_in_their_own_dtype(dtype: torch.dtype) -> N
     found = {}
     for backend in ("native", "chunked"):
         leaves = [one.clone().requires_grad_() for one in narrow]
-        given = ScanInputs(leaves[0], inputs.log_decay.float(), *leaves[1:])
+        given = ScanInputs(leaves[0], inputs.gain.float(), inputs.log_decay.float(), *leaves[1:])
         y, _ = BACKENDS[backend](given, state.float())
         found[backend] = torch.autograd.grad(y.square().sum(), leaves)
     for ours, theirs in zip(found["native"], found["chunked"], strict=True):
@@ -171,7 +171,7 @@ def test_second_derivatives_are_those_of_the_token_loop() -> None:
     leaves = [tensor.clone().requires_grad_() for tensor in (*inputs, state)]
 
     def run(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        return BACKENDS["native"](ScanInputs(*tensors[:4]), tensors[4])
+        return BACKENDS["native"](ScanInputs(*tensors[:5]), tensors[5])
 
     assert torch.autograd.gradcheck(run, leaves)
     assert torch.autograd.gradgradcheck(run, leaves)
@@ -199,7 +199,7 @@ def test_rows_that_are_not_finite_change_no_gradient_of_other_rows(autocast: boo
     def run(rows: list[int], backend: str) -> tuple[Tensor, ...]:
         chosen = [tensor[rows].clone().requires_grad_() for tensor in (*inputs, state)]
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            y, _ = BACKENDS[backend](ScanInputs(*chosen[:4]), chosen[4])
+            y, _ = BACKENDS[backend](ScanInputs(*chosen[:5]), chosen[5])
         early = y.nan_to_num()
         return y, *torch.autograd.grad(early.square().sum(), chosen)
 

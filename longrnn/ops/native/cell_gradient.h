@@ -25,6 +25,7 @@ template <class T> struct CellGradient {
   const T *of_y, *of_conv_after, *of_state_after;
   // Gradients of the inputs; that of conv_bias may be null.
   T *of_projected, *of_conv_weight, *of_conv_bias, *of_dt_bias, *of_A_log, *of_D, *of_norm_weight, *of_conv, *of_state;
+  T *work;  // (b, t, 2 c + (p + 5) h)
 };
 
 // A vector, or a single number in a remainder.
@@ -221,8 +222,10 @@ void steps_gradient(const Cell<T> &s, const CellGradient<T> &to, const T *dt, co
 template <class T> void cell_gradient(const CellGradient<T> &to) {
   const long d = to.h * to.p, c = d + 2 * to.g * to.n, tokens = to.b * to.t;
   const int threads = threads_for(double(tokens) * d * 64);
-  Buffer<T> taps(to.k * c), A(to.h), mixed(tokens * c), of_mixed(tokens * c), of_scanned(tokens * d);
-  Buffer<T> dt(tokens * to.h), log_decay(tokens * to.h), slope(tokens * to.h), of_dt(tokens * to.h), of_log(tokens * to.h);
+  T *mixed = to.work, *of_mixed = mixed + tokens * c, *of_scanned = of_mixed + tokens * c;
+  T *dt = of_scanned + tokens * d, *log_decay = dt + tokens * to.h, *slope = log_decay + tokens * to.h;
+  T *of_dt = slope + tokens * to.h, *of_log = of_dt + tokens * to.h;
+  Buffer<T> taps(to.k * c), A(to.h);
   Buffer<double> sums(threads * (d + to.h));
   read_taps<T>(to.conv_weight, c, to.k, taps);
   for (long head = 0; head < to.h; head++) A[head] = -std::exp(to.A_log[head]);

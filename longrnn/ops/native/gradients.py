@@ -15,6 +15,7 @@ class ScanGradients(NamedTuple):
     """Gradients of the arguments of `longrnn.ops.native.scan`, in their shapes."""
 
     x: Tensor
+    gain: Tensor
     log_decay: Tensor
     B: Tensor
     C: Tensor
@@ -22,39 +23,33 @@ class ScanGradients(NamedTuple):
 
 
 def scan_gradients(
-    x: Tensor,
-    log_decay: Tensor,
-    B: Tensor,
-    C: Tensor,
-    state: Tensor,
-    kept: Tensor,
-    grad_y: Tensor,
-    grad_final: Tensor | None,
+    tensors: tuple[Tensor, ...], kept: Tensor, grad_y: Tensor, grad_final: Tensor | None
 ) -> ScanGradients:
     """The gradients of `scan`, all tensors in one dtype.
 
     Args:
-        x: and the next four arguments are those of `scan`.
+        tensors: the arguments of `scan`, in their order.
         kept: what `scan` wrote.
         grad_y: `(b, t, h, p)`.
         grad_final: of the state after the last token; None for 0.
     """
-    sizes = Sizes(*x.shape, *B.shape[2:])
-    given = [part.contiguous() for part in (x, log_decay, B, C, state, grad_y)]
-    found = ScanGradients(*(part.new_empty(part.shape) for part in given[:5]))
+    given = [part.contiguous() for part in (*tensors, grad_y)]
+    found = ScanGradients(*(part.new_empty(part.shape) for part in given[:6]))
     if grad_final is not None:
         grad_final = grad_final.contiguous()
-    x, log_decay, B, C, state, grad_y = given
+    x, gain, log_decay, B, C, state, grad_y = given
+    sizes = Sizes(*x.shape, *B.shape[2:])
     steps = (sizes.h * sizes.p, sizes.g * sizes.n)
     arguments = _ScanGradient(
         Scan(
             *sizes,
-            x.data_ptr(), sizes.t * steps[0], steps[0], None, log_decay.data_ptr(),
+            x.data_ptr(), sizes.t * steps[0], steps[0], gain.data_ptr(), log_decay.data_ptr(),
             B.data_ptr(), C.data_ptr(), sizes.t * steps[1], steps[1],
             state.data_ptr(), None, None, kept.data_ptr(), SEGMENT,
         ),
         grad_y.data_ptr(), _address(grad_final),
-        found.x.data_ptr(), sizes.t * steps[0], steps[0], 0, None, found.log_decay.data_ptr(),
+        found.x.data_ptr(), sizes.t * steps[0], steps[0], 0,
+        found.gain.data_ptr(), found.log_decay.data_ptr(),
         found.B.data_ptr(), found.C.data_ptr(), sizes.t * steps[1], steps[1],
         found.state.data_ptr(),
     )  # fmt: skip
@@ -109,11 +104,15 @@ def cell_gradients(
     found = [None if one is None else one.new_empty(one.shape) for one in given]
     outputs = [None if one is None else one.contiguous() for one in (grad_y, grad_conv, grad_state)]
     kind, real = KINDS[inputs.state.dtype]
+    # Per token: the convolution's output and its gradient, that of the recurrence, and five numbers
+    # per head. A tensor, so that whoever measures memory sees it.
+    channels = inputs.conv.shape[2]
+    work = inputs.state.new_empty(grad_y.shape[0] * grad_y.shape[1], 2 * channels + (p + 5) * h)
     arguments = _cell_gradient_type(real)(
         b, inputs.projected.shape[1], h, p, groups, n, inputs.weights.conv_weight.shape[-1], groups,
         norm_eps, *dt_limit,
         *(_address(one) for one in (*given, *kept)), SEGMENT,
-        *(_address(one) for one in (*outputs, *found)),
+        *(_address(one) for one in (*outputs, *found, work)),
     )  # fmt: skip
     call(f"longrnn_cell_gradient_{kind}", arguments)
     return tuple(found)
@@ -144,6 +143,6 @@ def _cell_gradient_type(real: Any) -> type[ctypes.Structure]:
         *((name, ctypes.c_long) for name in (*"bthpgnk", "norm_groups")),
         *((name, real) for name in ("norm_eps", "dt_least", "dt_largest")),
         *((name, ctypes.c_void_p) for name in pointers), ("segment", ctypes.c_long),
-        *((f"of_{name}", ctypes.c_void_p) for name in gradients),
+        *((f"of_{name}", ctypes.c_void_p) for name in gradients), ("work", ctypes.c_void_p),
     ]  # fmt: skip
     return type("_CellGradient", (ctypes.Structure,), {"_fields_": fields})

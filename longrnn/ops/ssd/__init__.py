@@ -1,4 +1,4 @@
-"""The state-space dual recurrence h_t = exp(log_decay_t) h_{t-1} + x_t B_t^T, y_t = h_t C_t.
+"""The state-space dual recurrence h_t = exp(log_decay_t) h_{t-1} + gain_t x_t B_t^T, y_t = h_t C_t.
 
 The modules `chunked`, `native` and `reference` implement `ssd(inputs, state) -> (y, final_state)`
 with the same signature. The option `backend` selects one of them when a mixer is built.

@@ -50,15 +50,12 @@ def _scan(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     if kernels.tracked((*inputs, state)):
         y, final, _ = _Scan.apply(*inputs, state)
         return y, final
-    return kernels.scan(*_wide(*inputs, state))
+    return kernels.scan(*_wide(inputs, state))
 
 
-def _wide(
-    x: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The arguments in the dtype of the state, in which the kernels compute, as `chunked` does."""
-    dtype = state.dtype
-    return x.to(dtype), log_decay.to(dtype), B.to(dtype), C.to(dtype), state
+def _wide(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, ...]:
+    """Inputs and state in the dtype of the state, in which `chunked` computes too."""
+    return *(tensor.to(state.dtype) for tensor in inputs), state
 
 
 class _Scan(torch.autograd.Function):
@@ -66,17 +63,15 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, state: Tensor
+        x: Tensor, gain: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         kept = state.new_empty(kernels.segments_of(x.shape[1]), *state.shape)
-        return *kernels.scan(*_wide(x, log_decay, B, C, state), kept=kept), kept
+        inputs = ScanInputs(x, gain, log_decay, B, C)
+        return *kernels.scan(*_wide(inputs, state), kept=kept), kept
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-        x, log_decay, B, C, state = inputs
-        ctx.dtype = x.dtype
-        # As in `chunked`: B and C have the digits of the projections, and x needs no more.
-        ctx.save_for_backward(x.to(B.dtype), log_decay, B, C, state, output[2])
+        ctx.save_for_backward(*inputs, output[2])
         ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)
 
@@ -84,18 +79,17 @@ class _Scan(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, grad_y: Tensor | None, grad_final: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
-        x, log_decay, B, C, state, kept = ctx.saved_tensors
+        *tensors, kept = ctx.saved_tensors
         if grad_y is None and grad_final is None:
-            return (None,) * 5
+            return (None,) * len(tensors)
         if torch.is_grad_enabled():
 
-            def run(x: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
-                return chunked.ssd(ScanInputs(x.to(ctx.dtype), *others[:3]), others[3])
+            def run(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+                return chunked.ssd(ScanInputs(*tensors[:5]), tensors[5])
 
-            tensors = (x, log_decay, B, C, state)
             return gradients_of(run, tensors, ctx.needs_input_grad, (grad_y, grad_final))
+        inputs, state = ScanInputs(*tensors[:5]), tensors[5]
         if grad_y is None:
-            grad_y = torch.zeros_like(x, dtype=state.dtype)
-        found = scan_gradients(*_wide(x, log_decay, B, C, state), kept, grad_y, grad_final)
-        dtypes = (ctx.dtype, log_decay.dtype, B.dtype, C.dtype, state.dtype)
-        return tuple(grad.to(dtype) for grad, dtype in zip(found, dtypes, strict=True))
+            grad_y = torch.zeros_like(inputs.x, dtype=state.dtype)
+        found = scan_gradients(_wide(inputs, state), kept, grad_y, grad_final)
+        return tuple(grad.to(one.dtype) for grad, one in zip(found, tensors, strict=True))

@@ -54,7 +54,11 @@ def _draw(dtype: torch.dtype, device: str | torch.device) -> tuple[ScanInputs, T
 
     decay = -3 * torch.rand((b, t, h), generator=generator, dtype=torch.float64) ** 4
     inputs = ScanInputs(
-        normal(b, t, h, p), decay.to(device, dtype), normal(b, t, g, n), normal(b, t, g, n)
+        x=normal(b, t, h, p),
+        gain=normal(b, t, h),
+        log_decay=decay.to(device, dtype),
+        B=normal(b, t, g, n),
+        C=normal(b, t, g, n),
     )
     return inputs, normal(b, h, p, n)
 
@@ -65,7 +69,7 @@ def _results(backend: str, dtype: torch.dtype, device: str | torch.device) -> li
     with torch.no_grad():
         y, final = BACKENDS[backend](inputs, state)
     leaves = [tensor.requires_grad_() for tensor in (*inputs, state)]
-    outputs = BACKENDS[backend](ScanInputs(*leaves[:4]), leaves[4])
+    outputs = BACKENDS[backend](ScanInputs(*leaves[:5]), leaves[5])
     loss = torch.stack([output.square().mean() for output in outputs]).sum()
     return [y, final, *torch.autograd.grad(loss, leaves)]
 

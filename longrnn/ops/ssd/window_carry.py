@@ -78,7 +78,7 @@ def init_carry(like: ScanInputs, state: Tensor, window: int) -> WindowCarry:
         )
 
     # One chunk of zeros serves as all of them, because chunks are never changed in place.
-    empty = Chunk(chunk(like.x), chunk(like.log_decay), chunk(like.B))
+    empty = Chunk(*(chunk(tensor) for tensor in like[:4]))
     wide = {"dtype": torch.float64, "device": state.device}
     return WindowCarry(
         phase=torch.zeros(rows, dtype=torch.long, device=state.device),
