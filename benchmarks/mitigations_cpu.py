@@ -25,7 +25,7 @@ from benchmarks.timing import add_threads, clock, in_a_process, interleaved, use
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.mixers import Edit, Mixer
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
-from longrnn.ops.ssd import BACKENDS, SSD, ScanInputs
+from longrnn.ops.ssd import BACKENDS, SSD, ScanInputs, resolve
 from longrnn.ops.ssd.rescale import rescaled_ssd, scale_to
 from longrnn.ops.ssd.window import windowed_ssd
 from longrnn.ops.ssd.window_carry import init_carry
@@ -156,7 +156,7 @@ def report(what: str, seconds: dict[str, float]) -> dict[str, float]:
 def scan_alone(args: argparse.Namespace) -> dict[str, float]:
     """Returns the same ratios for the scan of one layer, without its projections."""
     generator = torch.Generator().manual_seed(2)
-    heads, ssd = 2 * args.d_model // MIXER["head_dim"], BACKENDS["chunked"]
+    heads, ssd = 2 * args.d_model // MIXER["head_dim"], BACKENDS[resolve("auto")]
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(1, args.tokens, *shape, generator=generator)

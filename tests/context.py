@@ -5,7 +5,7 @@ A `Pool` keeps them between checks, because starting them takes longer than any 
 
 from __future__ import annotations
 
-import multiprocessing
+import multiprocessing.connection
 import os
 import traceback
 from collections.abc import Callable, Sequence
@@ -72,6 +72,7 @@ class Pool:
             pipe.send((work, size, arguments))
         # The first answer may be an error, after which the others would wait until they give up.
         waiting, found = dict(enumerate(self._pipes[:size])), {}
+        failed: list[str] = []
         while waiting:
             ready = multiprocessing.connection.wait(
                 list(waiting.values()), PATIENCE.total_seconds()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longrnn.mitigations.base import MITIGATIONS, Mitigation, Stage
 from longrnn.mitigations.values import Constant, Range, per_head
-from longrnn.mixers import Edit, Mixer, StepwiseMixer, Update
+from longrnn.mixers import Edit, Mixer, StepwiseMixer, Update, UpdateRule
 from longrnn.ops.ssd import ScanInputs
 from longrnn.state import PyTree
 
@@ -35,6 +35,10 @@ class Multiply(Edit):
         assert update.keep is not None
         (decay,), (scale,) = self._numbers
         return Update(add=update.add * scale, keep=update.keep * decay), carry
+
+    def update_rule(self, carry: PyTree) -> UpdateRule | None:
+        (decay,), (scale,) = self._numbers
+        return UpdateRule(keep=decay, add=scale)
 
 
 @MITIGATIONS.register("forget_more")

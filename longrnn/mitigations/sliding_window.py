@@ -10,7 +10,7 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.mitigations.base import MITIGATIONS, Mitigation, Stage
 from longrnn.mitigations.values import Constant
-from longrnn.mixers import Edit, Mixer, ScanningMixer, StepwiseMixer, Update
+from longrnn.mixers import Edit, Mixer, ScanningMixer, StepwiseMixer, Update, UpdateRule
 from longrnn.ops.ssd import SSD, ScanInputs
 from longrnn.ops.ssd.window import windowed_ssd
 from longrnn.ops.ssd.window_carry import blank, init_carry, reach
@@ -79,6 +79,12 @@ class Window(Edit):
         assert update.keep is not None
         assert isinstance(carry, StepwiseCarry)
         return slide(update.keep, update.add, carry)
+
+    def update_rule(self, carry: PyTree) -> UpdateRule | None:
+        return UpdateRule(window=carry) if self._n_inside else UpdateRule()
+
+    def carry_after(self, carry: PyTree, window: StepwiseCarry | None) -> PyTree:
+        return window if self._n_inside else carry
 
 
 @MITIGATIONS.register("sliding_window")

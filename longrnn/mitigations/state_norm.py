@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longrnn.mitigations.base import MITIGATIONS, Mitigation, Stage
 from longrnn.mitigations.values import Constant, Range, per_head
-from longrnn.mixers import Edit, Mixer, Update
+from longrnn.mixers import Edit, Mixer, Update, UpdateRule
 from longrnn.ops.ssd import SSD, ScanInputs
 from longrnn.ops.ssd.rescale import UNLIMITED, rescaled_ssd, scale_of
 from longrnn.state import PyTree
@@ -37,6 +37,9 @@ class Limit(Edit):
         # In float64, because the scale of a memory of 1e37 underflows float32.
         scale = scale_of(self.limit.on(memory.device), memory, (-1,))
         return (memory * scale).to(memory.dtype), carry
+
+    def update_rule(self, carry: PyTree) -> UpdateRule | None:
+        return UpdateRule(limit=float(self.limit.value))
 
 
 @MITIGATIONS.register("state_norm")

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from longrnn.errors import UserError
 from longrnn.mixers.documents import run_documents
 from longrnn.mixers.edits import Edit, EditedState, Steps
+from longrnn.ops.native.layer import Norm
 from longrnn.ops.packed_rows import PackedRows
 from longrnn.ops.ssd import SSD, ScanInputs
 from longrnn.registry import Registry
@@ -29,11 +30,13 @@ class Mixer(nn.Module, ABC):
         n_heads: number of heads, the parts of a state that mitigations treat separately.
         recurrent_weights: names of the parameters that determine the recurrence.
         wide_weights: names of the parameters that are never cast to a narrower dtype.
+        projections: names of the linear layers that may be replaced by others of the same sizes.
     """
 
     n_heads = 1
     recurrent_weights: tuple[str, ...] = ()
     wide_weights: tuple[str, ...] = ()
+    projections: tuple[str, ...] = ()
 
     def __init__(self, d_input: int, d_model: int) -> None:
         super().__init__()
@@ -120,6 +123,16 @@ class Mixer(nn.Module, ABC):
             )
         y, state, _ = self._run(x, state, edit, (), rows)
         return y, state
+
+    def residual_step(self, x: Tensor, norm: Norm, state: PyTree) -> tuple[Tensor, PyTree] | None:
+        """Computes x + run(norm(x)) for one token per row at once; None if that is not possible.
+
+        Args:
+            x: `(b, 1, d)`, d = d_input = d_model.
+            norm: of x.
+            state: the cell's own state.
+        """
+        return None
 
     def _run(
         self, x: Tensor, state: PyTree, edit: Edit | None, carry: PyTree, rows: PackedRows | None

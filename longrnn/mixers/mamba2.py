@@ -15,13 +15,16 @@ from longrnn.errors import UserError
 from longrnn.mixers.base import MIXERS, ScanningMixer
 from longrnn.mixers.edits import Edit, Steps
 from longrnn.mixers.init import initialise
-from longrnn.ops import native as kernels
 from longrnn.ops import triton as gpu_kernels
 from longrnn.ops.conv import causal_conv
-from longrnn.ops.linear import Linear
+from longrnn.ops.hooks import unhooked
+from longrnn.ops.linear import NATIVE, Linear
+from longrnn.ops.mamba2 import CellOptions, fused_cell
+from longrnn.ops.native import Weights, layer
+from longrnn.ops.native.gradients import CellInputs
+from longrnn.ops.native.layer import Norm
 from longrnn.ops.norm import gated_rms_norm
 from longrnn.ops.packed_rows import PackedRows
-from longrnn.ops.precision import autocasts
 from longrnn.ops.ssd import ScanInputs, resolve, select
 from longrnn.state import PyTree
 
@@ -80,6 +83,7 @@ class Mamba2(ScanningMixer):
 
     recurrent_weights = ("in_proj.weight", "A_log", "dt_bias")
     wide_weights = ("A_log", "dt_bias", "D")
+    projections = ("in_proj", "out_proj")
 
     def __init__(
         self,
@@ -237,33 +241,32 @@ class Mamba2(ScanningMixer):
         return least, largest
 
     def _fused(self, projected: Tensor, state: Mamba2State) -> tuple[Tensor, Mamba2State] | None:
-        """Computes everything between the projections in C++; None if that is not possible.
+        """Computes everything between the projections in C++; None if that is not possible."""
+        inputs = CellInputs(projected, self._weights(), state.conv, state.ssm)
+        found = fused_cell(inputs, self._options())
+        return None if found is None else (found.y, Mamba2State(found.conv, found.state))
 
-        It is not for calls that need gradients, under autocast, on other devices, and if the result
-        is not finite: then the parts that do not depend on NaN must be told from those that do.
-        """
-        if projected.requires_grad or autocasts(projected):
+    def residual_step(
+        self, x: Tensor, norm: Norm, state: Mamba2State
+    ) -> tuple[Tensor, Mamba2State] | None:
+        before, after = self.in_proj, self.out_proj
+        native = self.backend_on(x.device) == "native"
+        if not native or not {type(before), type(after)} <= set(NATIVE):
             return None
-        weights = kernels.Weights(
-            self.conv1d.weight,
-            self.conv1d.bias,
-            self.dt_bias,
-            self.A_log,
-            self.D,
-            self.norm.weight,
-        )
-        if not kernels.cell_suits(projected, weights, state.conv, state.ssm):
+        weights, projections = self._weights(), (before.stored(), after.stored())
+        read = [one for one in weights if one is not None]
+        if not (unhooked(before, after) and layer.suits(x, norm, projections, *state, *read)):
             return None
-        found = kernels.cell(
-            projected,
-            weights,
-            state.conv,
-            state.ssm,
-            groups=self.n_groups,
-            norm_eps=self.norm_eps,
-            dt_limit=self._dt_range(),
-        )
+        found = layer.step(x, norm, projections, weights, *state, **self._options()._asdict())
         return None if found is None else (found[0], Mamba2State(*found[1:]))
+
+    def _weights(self) -> Weights:
+        """The parameters between the projections."""
+        conv = self.conv1d
+        return Weights(conv.weight, conv.bias, self.dt_bias, self.A_log, self.D, self.norm.weight)
+
+    def _options(self) -> CellOptions:
+        return CellOptions(self.n_groups, self.norm_eps, self._dt_range())
 
     def _split(self, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The inner x `(b, t, h, p)`, B and C `(b, t, g, n)`."""

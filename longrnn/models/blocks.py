@@ -11,6 +11,8 @@ from longrnn.mixers import Edit, Mixer
 from longrnn.mixers.context import Share, run_share
 from longrnn.models.config import RecurrentConfig
 from longrnn.models.recompute import recomputed
+from longrnn.ops.hooks import unhooked
+from longrnn.ops.native.layer import Norm
 from longrnn.ops.norm import rms_norm
 from longrnn.ops.packed_rows import PackedRows
 from longrnn.state import PyTree
@@ -74,6 +76,11 @@ class ResidualBlock(Block):
         self.wide = config.residual_in_fp32
 
     def run(self, x: Tensor, *cell: Any) -> tuple[Tensor, PyTree]:
+        state, *others = cell
+        if x.shape[1] == 1 and all(one is None for one in others) and unhooked(self.mixer):
+            found = self.mixer.residual_step(x, Norm(self.norm.weight, self.eps), state)
+            if found is not None:
+                return found
         normed = rms_norm(x, self.norm.weight, self.eps)
         if self.wide:
             normed = normed.to(self.norm.weight.dtype)

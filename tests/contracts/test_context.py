@@ -96,8 +96,8 @@ def test_packed_and_padded_rows(mixer: str, pool: Pool) -> None:
     for row, start in ((0, 0), (0, 1), (0, 100), (1, 3), (2, 129), (2, 130), (2, 215), (2, 259)):
         starts[row, start] = True
     starts &= is_token
-    masks = {"is_token": is_token, "is_document_start": starts}
-    check(pool, {"mixer": mixer, "position": "sinusoidal"}, CUTS, 3, **masks)
+    description = {"mixer": mixer, "position": "sinusoidal"}
+    check(pool, description, CUTS, 3, is_token=is_token, is_document_start=starts)
 
 
 @pytest.mark.parametrize("mixer", ["mamba2", "gru"])

@@ -191,7 +191,7 @@ def limited_by_token(
             kept = tl.exp(log_of_decay) * state
             state = tl.where(log_of_decay == float("-inf"), added, kept + added)
             state = tl.where(exists, state, 0.0)
-            if largest < unlimited:
+            if largest < unlimited:  # type: ignore[operator]
                 # The square of a float64 above 1e154 overflows: divide by the largest entry first.
                 unit = tl.max(tl.max(tl.abs(state), 1), 0)
                 unit = tl.where((unit > 0) & (unit < float("inf")), unit, 1.0)
