@@ -61,14 +61,14 @@ def check(
     cuts: Cuts,
     rows: int = 2,
     work: Callable[..., Any] = share_outcome,
-    **masks: Tensor,
+    masks: dict[str, Tensor] | None = None,
 ) -> None:
     """Compares the processes with one process, from a random state."""
     model = built(description)
     start = random_start if isinstance(model, Mitigated) else random_state
     state = start(model, rows)  # type: ignore[arg-type]
     tokens = random_tokens(rows, cuts[-1][-1])
-    given = (description, tokens, state, cuts, masks)
+    given = (description, tokens, state, cuts, masks or {})
     found = pool.run(work, len(cuts[0]) - 1, *given)
     assert_same(joined(found), whole_outcome(*given), torch.float64)
 
@@ -97,7 +97,7 @@ def test_packed_and_padded_rows(mixer: str, pool: Pool) -> None:
         starts[row, start] = True
     starts &= is_token
     masks = {"is_token": is_token, "is_document_start": starts}
-    check(pool, {"mixer": mixer, "position": "sinusoidal"}, CUTS, 3, **masks)
+    check(pool, {"mixer": mixer, "position": "sinusoidal"}, CUTS, 3, masks=masks)
 
 
 @pytest.mark.parametrize("mixer", ["mamba2", "gru"])
