@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import pairwise
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -74,9 +75,7 @@ class Pool:
         waiting, found = dict(enumerate(self._pipes[:size])), {}
         failed: list[str] = []
         while waiting:
-            ready = multiprocessing.connection.wait(
-                list(waiting.values()), PATIENCE.total_seconds()
-            )
+            ready = wait(list(waiting.values()), PATIENCE.total_seconds())
             assert ready, "the processes do not answer"
             for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
                 found[rank] = waiting.pop(rank).recv()

@@ -61,14 +61,14 @@ def check(
     cuts: Cuts,
     rows: int = 2,
     work: Callable[..., Any] = share_outcome,
-    **masks: Tensor,
+    masks: dict[str, Tensor] | None = None,
 ) -> None:
     """Compares the processes with one process, from a random state."""
     model = built(description)
     start = random_start if isinstance(model, Mitigated) else random_state
     state = start(model, rows)  # type: ignore[arg-type]
     tokens = random_tokens(rows, cuts[-1][-1])
-    given = (description, tokens, state, cuts, masks)
+    given = (description, tokens, state, cuts, masks or {})
     found = pool.run(work, len(cuts[0]) - 1, *given)
     assert_same(joined(found), whole_outcome(*given), torch.float64)
 
@@ -96,8 +96,8 @@ def test_packed_and_padded_rows(mixer: str, pool: Pool) -> None:
     for row, start in ((0, 0), (0, 1), (0, 100), (1, 3), (2, 129), (2, 130), (2, 215), (2, 259)):
         starts[row, start] = True
     starts &= is_token
-    description = {"mixer": mixer, "position": "sinusoidal"}
-    check(pool, description, CUTS, 3, is_token=is_token, is_document_start=starts)
+    masks = {"is_token": is_token, "is_document_start": starts}
+    check(pool, {"mixer": mixer, "position": "sinusoidal"}, CUTS, 3, masks=masks)
 
 
 @pytest.mark.parametrize("mixer", ["mamba2", "gru"])
