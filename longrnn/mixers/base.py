@@ -29,11 +29,14 @@ class Mixer(nn.Module, ABC):
         n_heads: number of heads, the parts of a state that mitigations treat separately.
         recurrent_weights: names of the parameters that determine the recurrence.
         wide_weights: names of the parameters that are never cast to a narrower dtype.
+        reads_device: whether a call for one token reads values back from the device, so that a CUDA
+            graph cannot capture it.
     """
 
     n_heads = 1
     recurrent_weights: tuple[str, ...] = ()
     wide_weights: tuple[str, ...] = ()
+    reads_device = False
 
     def __init__(self, d_input: int, d_model: int) -> None:
         super().__init__()

@@ -84,7 +84,13 @@ class Edit:
 
     Every hook takes the carry and returns its result and the new carry. No hook changes an argument
     in place.
+
+    Attributes:
+        reads_device: whether the hooks for one token read values back from the device, so that a
+            CUDA graph cannot capture them.
     """
+
+    reads_device = False
 
     def init_carry(self, mixer: Mixer, batch_size: int) -> PyTree:
         """The carry before the first token; every leaf has `batch_size` rows."""
@@ -147,6 +153,7 @@ class Composed(Edit):
                 "give one of them"
             )
         self._last = last[0] if last else None
+        self.reads_device = any(edit.reads_device for edit in self.edits)
 
     @property
     def redefines_recurrence(self) -> bool:

@@ -82,6 +82,10 @@ def rescaled_ssd(
     Returns:
         y `(b, t, h, p)` and the final state.
     """
+    if inputs.x.shape[1] == 1 and state.device.type != "cpu":
+        # Which way is faster is read back from the device, and takes longer than a token.
+        with own_precision(state):
+            return _sequential(inputs, state, limit)
     outputs, start, time, size = [], 0, inputs.x.shape[1], SEGMENT
     usual = bool((limit >= MIN_LIMIT).all())
     with own_precision(state):
@@ -133,14 +137,13 @@ def _sequential(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tenso
     B, C = inputs.per_head(inputs.B), inputs.per_head(inputs.C)
     x = inputs.scaled_x(torch.float64)
     tokens = (part.double().unbind(1) for part in (x, inputs.log_decay, B))
-    heads = (limit < UNLIMITED).nonzero()[:, 0]  # the others are not multiplied: 1 · NaN
-    limit = limit[heads, None, None]
+    limit = limit[:, None, None]
+    is_unlimited = limit >= UNLIMITED  # its scale is 1, whatever its state: 1 · NaN
     outputs = []
     for x_t, l_t, B_t, C_t in zip(*tokens, C.to(state.dtype).unbind(1), strict=True):
         wide = decayed(state.double(), l_t) + x_t[..., None] * B_t[..., None, :]
-        scale = scale_of(limit, wide[:, heads], (2, 3))
-        all_scales = torch.ones_like(wide[..., :1, :1]).index_copy(1, heads, scale)
-        state = (wide * all_scales).to(state.dtype)
+        scale = scale_of(limit, wide.masked_fill(is_unlimited, 0), (2, 3))
+        state = (wide * scale).to(state.dtype)
         outputs.append((state @ C_t[..., None])[..., 0])
     return torch.stack(outputs, dim=1), state
 
