@@ -23,6 +23,7 @@ from longrnn.models.base import (
     LMOutput,
     check_tokens,
 )
+from longrnn.models.context import ContextGroup, check_divisible
 from longrnn.state import LMState, PyTree, leaves
 
 
@@ -129,6 +130,7 @@ class Mitigated(nn.Module):
         keep: int | None = None,
         is_token: Tensor | None = None,
         is_document_start: Tensor | None = None,
+        context: ContextGroup | None = None,
         checked: bool = False,
     ) -> LMOutput:
         """Consumes tokens; see `LanguageModel`.
@@ -139,6 +141,7 @@ class Mitigated(nn.Module):
             keep: return logits for the last `keep` tokens only; None for all.
             is_token: `(b, t)` bool, false at padding; see `RecurrentLM.forward`.
             is_document_start: `(b, t)` bool; the carries of the mitigation restart too.
+            context: the processes that hold the rows together; see `RecurrentLM.forward`.
             checked: see `RecurrentLM.forward`; a `CapturableModel` takes it.
 
         Raises:
@@ -151,7 +154,12 @@ class Mitigated(nn.Module):
             state = self.init_state(len(tokens))
         extra = self._extra(state) if checked else self._check_extra(state)
         given = state._replace(extra=extra.carry)
-        options = {"checked": True} if checked and isinstance(self.model, CapturableModel) else {}
+        options: dict[str, Any] = {}
+        if checked and isinstance(self.model, CapturableModel):
+            options["checked"] = True
+        if context is not None:
+            check_divisible(self.model)
+            options["context"] = context
         logits, after = self.model(
             tokens,
             given,

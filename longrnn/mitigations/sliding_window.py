@@ -13,7 +13,7 @@ from longrnn.mitigations.values import Constant
 from longrnn.mixers import Edit, Mixer, ScanningMixer, StepwiseMixer, Update
 from longrnn.ops.ssd import SSD, ScanInputs
 from longrnn.ops.ssd.window import windowed_ssd
-from longrnn.ops.ssd.window_carry import init_carry
+from longrnn.ops.ssd.window_carry import blank, init_carry, reach
 from longrnn.ops.window import StepwiseCarry, init_stepwise, slide
 from longrnn.state import PyTree
 
@@ -47,6 +47,16 @@ class Window(Edit):
         with_time = ScanInputs(*(tensor[None] for tensor in like))
         chosen = ScanInputs(*(tensor[0] for tensor in _take_heads(with_time, self.inside.value)))
         return init_carry(chosen, memory[:, self.inside.on(memory.device)], self.window)
+
+    @property
+    def redefines_recurrence(self) -> bool:
+        return self._n_inside > 0
+
+    def reach(self) -> int | None:
+        return None if self._n_outside else reach(self.window)
+
+    def blank_carry(self, carry: PyTree, tokens: int) -> PyTree:
+        return blank(carry, self.window, tokens)
 
     def scan(
         self, inputs: ScanInputs, state: Tensor, carry: PyTree, ssd: SSD

@@ -20,6 +20,11 @@ class Limit(Edit):
 
     def __init__(self, limit: Tensor) -> None:
         self.limit = Constant(limit)
+        self._limits = bool((limit < UNLIMITED).any())
+
+    @property
+    def redefines_recurrence(self) -> bool:
+        return self._limits
 
     def scan(
         self, inputs: ScanInputs, state: Tensor, carry: PyTree, ssd: SSD

@@ -126,6 +126,20 @@ class Edit:
         """
         return update.apply(memory), carry
 
+    def reach(self) -> int | None:
+        """How many of the last tokens alone determine memory and carry, given their number.
+
+        None if earlier tokens matter too, as by default. For scanning cells; see `blank_carry`.
+        """
+        return None
+
+    def blank_carry(self, carry: PyTree, tokens: int) -> PyTree:
+        """A carry that is as good as the one `tokens` tokens after `carry`, `reach` tokens later.
+
+        Only an edit with a `reach` needs it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no reach")
+
     @property
     def redefines_recurrence(self) -> bool:
         """Whether stage 3 is overridden, which at most one edit of a layer may do."""
@@ -161,6 +175,17 @@ class Composed(Edit):
 
     def init_carry(self, mixer: Mixer, batch_size: int) -> PyTree:
         return tuple(edit.init_carry(mixer, batch_size) for edit in self.edits)
+
+    def reach(self) -> int | None:
+        # What the others of a chain remember, if anything, has no limit that they know of.
+        return None if self._last is None else self.edits[self._last].reach()
+
+    def blank_carry(self, carry: PyTree, tokens: int) -> PyTree:
+        last = self._last
+        return tuple(
+            edit.blank_carry(own, tokens) if n == last else own
+            for n, (edit, own) in enumerate(zip(self.edits, carry, strict=True))
+        )
 
     def edit_steps(self, steps: Steps, carry: PyTree) -> tuple[Steps, PyTree]:
         carries = []

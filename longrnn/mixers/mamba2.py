@@ -73,8 +73,8 @@ class Mamba2(ScanningMixer):
         norm_eps: added to the mean square in the gated norm.
         bias: whether the two projections have a bias.
         conv_bias: whether the convolution has a bias.
-        backend: implementation of the recurrence: `native`, `triton`, `chunked`, `reference` or
-            `mamba_ssm`; `auto` selects the fastest one for the device of each call.
+        backend: implementation of the recurrence: `native`, `triton`, `mamba_ssm`, `chunked` or
+            `reference`; `auto` selects the fastest one for the device of each call.
         init: see `longrnn.mixers.init`: `default` or `long_memory`.
     """
 
@@ -283,6 +283,18 @@ class Mamba2(ScanningMixer):
 
     def memory(self, state: Mamba2State) -> Tensor:
         return state.ssm
+
+    def with_memory(self, state: Mamba2State, memory: Tensor) -> Mamba2State:
+        return state._replace(ssm=memory)
+
+    def recent(self, state: Mamba2State) -> Tensor:
+        return state.conv
+
+    def recent_of(self, x: Tensor) -> Tensor:
+        return self.in_proj(x)[..., self.d_inner : self.d_inner + self.d_xBC]
+
+    def with_recent(self, state: Mamba2State, recent: Tensor) -> Mamba2State:
+        return state._replace(conv=recent)
 
     def rates(self) -> Tensor:
         wide = torch.promote_types(self.A_log.dtype, torch.float32)

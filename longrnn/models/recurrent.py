@@ -19,6 +19,7 @@ from longrnn.mixers import MIXERS, Edit, EditedState, Mixer
 from longrnn.models.base import LMOutput, check_state, check_tokens, fingerprint
 from longrnn.models.blocks import BLOCKS
 from longrnn.models.config import RecurrentConfig
+from longrnn.models.context import ContextGroup, hidden_of_share
 from longrnn.models.packing import Arrangement
 from longrnn.models.recompute import GRANULARITIES, recomputed
 from longrnn.ops.cross_entropy import token_cross_entropy
@@ -166,6 +167,7 @@ class RecurrentLM(nn.Module):
         edits: Sequence[Edit] | None = None,
         is_token: Tensor | None = None,
         is_document_start: Tensor | None = None,
+        context: ContextGroup | None = None,
         checked: bool = False,
     ) -> LMOutput:
         """Consumes tokens; see `LanguageModel`.
@@ -182,6 +184,8 @@ class RecurrentLM(nn.Module):
             is_document_start: `(b, t)` bool. Before such a token the state of the row, carries and
                 position included, is that of `init_state`, whatever it was, NaN included. A row
                 whose first token is not a start continues the given state. None for no start.
+            context: the processes that hold the rows together. Tokens, masks, `keep` and logits are
+                then of the share of this process, states of all: see `longrnn.models.context`.
             checked: whether ids and state are known to be valid, as those of generated tokens are.
                 Comparing ids with the vocabulary would wait for the device.
 
@@ -197,6 +201,7 @@ class RecurrentLM(nn.Module):
             edits=edits,
             is_token=is_token,
             is_document_start=is_document_start,
+            context=context,
             checked=checked,
         )
         return LMOutput(linear(hidden, self.head.weight), state)
@@ -210,6 +215,7 @@ class RecurrentLM(nn.Module):
         edits: Sequence[Edit] | None = None,
         is_token: Tensor | None = None,
         is_document_start: Tensor | None = None,
+        context: ContextGroup | None = None,
         checked: bool = False,
     ) -> tuple[Tensor, LMState]:
         """`forward` without the head: returns the head's input, `(b, t, d)`, and the state.
@@ -228,7 +234,7 @@ class RecurrentLM(nn.Module):
             raise UserError(f"keep must be at least 0, not {keep}: give 0 for no logits")
 
         arranged = Arrangement(tokens, is_token, is_document_start)
-        return self._read(state, keep, edits, arranged)
+        return self._read(state, keep, edits, arranged, context)
 
     @torch.no_grad()
     def token_losses(
@@ -254,10 +260,18 @@ class RecurrentLM(nn.Module):
             )
 
     def _read(
-        self, state: LMState, keep: int, edits: Sequence[Edit] | None, arranged: Arrangement
+        self,
+        state: LMState,
+        keep: int,
+        edits: Sequence[Edit] | None,
+        arranged: Arrangement,
+        context: ContextGroup | None,
     ) -> tuple[Tensor, LMState]:
         """`hidden` of checked arguments."""
         tokens, rows, first = arranged.tokens, arranged.rows, arranged.first_kept(keep)
+        if context is not None:
+            hidden, state = hidden_of_share(self, tokens, rows, state, edits, context)
+            return self._output(hidden[:, first:], arranged, keep), state
         width = segment_width(len(tokens), tokens.device, self.gradient_checkpointing)
         kept: list[Tensor] = []
         for start in range(0, tokens.shape[1], width):
@@ -273,10 +287,35 @@ class RecurrentLM(nn.Module):
         if not kept:
             return self.embedding.weight.new_zeros(len(tokens), keep, self.config.d_model), state
         hidden = torch.cat(kept, 1) if len(kept) > 1 else kept[0]
+        return self._output(hidden, arranged, keep), state
+
+    def _output(self, hidden: Tensor, arranged: Arrangement, keep: int) -> Tensor:
+        """The input of the head, `(b, keep, d)`, from the output of the last block."""
         if self.norm is not None:
             hidden = rms_norm(hidden, self.norm.weight, self.config.norm_eps)
         hidden = arranged.restore(hidden, keep)
-        return hidden.to(self.embedding.weight.dtype) if self._wide else hidden, state
+        return hidden.to(self.embedding.weight.dtype) if self._wide else hidden
+
+    def embed(
+        self, tokens: Tensor, position: Tensor, rows: PackedRows | None
+    ) -> tuple[Tensor, Tensor]:
+        """The input of the first block, and the positions after the tokens.
+
+        Args:
+            tokens: `(b, t)` int64.
+            position: `(b,)` int64, that of the first token.
+            rows: where documents and padding begin; None without any.
+        """
+        if rows is None:
+            time = tokens.shape[1]
+            positions = position[:, None] + torch.arange(time, device=tokens.device)
+            after = position + time
+        else:
+            positions, after = rows.positions(position)
+        x = self.merge(self.position(self.embedding(tokens), positions))
+        if rows is not None:
+            x = rows.without_padding(x)
+        return x.to(torch.promote_types(x.dtype, torch.float32)) if self._wide else x, after
 
     def _segment(
         self,
@@ -286,17 +325,7 @@ class RecurrentLM(nn.Module):
         rows: PackedRows | None,
     ) -> tuple[Tensor, LMState]:
         """`hidden` of one segment, before the last norm."""
-        if rows is None:
-            time = tokens.shape[1]
-            positions = state.position[:, None] + torch.arange(time, device=tokens.device)
-            position = state.position + time
-        else:
-            positions, position = rows.positions(state.position)
-        x = self.merge(self.position(self.embedding(tokens), positions))
-        if rows is not None:
-            x = rows.without_padding(x)
-        if self._wide:
-            x = x.to(torch.promote_types(x.dtype, torch.float32))
+        x, position = self.embed(tokens, state.position, rows)
         layers, carries = [], []
         for index, (block, layer) in enumerate(zip(self.blocks, state.layers, strict=True)):
             if edits is None:

@@ -150,8 +150,9 @@ class _Convolution(torch.autograd.Function):
         if ctx.fused:
             from longrnn.ops.triton import convolution
 
+            wants_weights = wants[2] or wants[3]
             found = convolution.backward(
-                *tensors, ctx.activation, grad_y, wants_weights=wants[2] or wants[3]
+                x, state, weight, bias, ctx.activation, grad_y, wants_weights=wants_weights
             )
             return *found, None, None
         y, padded = _sum(x, state, weight, bias)

@@ -81,8 +81,8 @@ def _added(x: Tensor, values: Tensor | None = None, D: Tensor | None = None) -> 
     """x + D values, all `(b, t, d)` but D `(h,)`."""
     if values is None or D is None:
         return x
-    by_head = (one.unflatten(-1, (len(D), -1)) for one in (x, values))
-    return torch.addcmul(*by_head, D[:, None]).flatten(-2)
+    by_head, more = (one.unflatten(-1, (len(D), -1)) for one in (x, values))
+    return torch.addcmul(by_head, more, D[:, None]).flatten(-2)
 
 
 def _is_fused(fused: bool | None, x: Tensor, *others: Tensor | None) -> bool:

@@ -73,7 +73,8 @@ class Throughput:
     Args:
         model: the model in training.
         device: on which this process trains.
-        processes: of the run, each on its own device.
+        groups: how many processes, or context groups of them, read rows of their own.
+        group_size: processes of a group, each on its own device.
         mixed_precision: of the run; MFU is relative to products in bfloat16 or float16.
         say: receives one line if MFU cannot be given on this GPU.
     """
@@ -82,12 +83,13 @@ class Throughput:
         self,
         model: nn.Module,
         device: torch.device,
-        processes: int,
+        groups: int,
+        group_size: int,
         mixed_precision: str,
         say: Callable[[str], None],
     ) -> None:
         self._model = model if isinstance(model, RecurrentLM) else None
-        self._device, self._processes = device, processes
+        self._device, self._groups, self._group_size = device, groups, group_size
         self._peak = self._find_peak(mixed_precision, say)
         self.start()
 
@@ -123,11 +125,11 @@ class Throughput:
             `mfu` if it is known.
         """
         seconds = time.monotonic() - self._begun
-        tokens = self._tokens * self._processes
+        tokens = self._tokens * self._groups
         row = {"tokens_per_second": tokens / seconds}
         if self._peak is not None and self._model is not None and self._tokens:
             per_token = flops_per_token(self._model, self._scored / self._tokens)
-            row["mfu"] = self._tokens * per_token / seconds / self._peak
+            row["mfu"] = self._tokens / self._group_size * per_token / seconds / self._peak
         if self._device.type == "cuda":
             row["peak_memory_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
         return row

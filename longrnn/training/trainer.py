@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.hf import lora
 from longrnn.locks import Lock
 from longrnn.progress import Progress
 from longrnn.state import LMState
@@ -28,6 +27,7 @@ from longrnn.training import best_model, failures, models, publish, sharding, sp
 from longrnn.training.checks import check_model, check_positions, check_vocabulary
 from longrnn.training.components import Component
 from longrnn.training.config import TrainConfig
+from longrnn.training.context import mesh_of
 from longrnn.training.data import Source
 from longrnn.training.extension import start_of_decay
 from longrnn.training.folder import Found, append_metrics, claim, find
@@ -81,10 +81,10 @@ class Trainer:
         self.output_dir = Path(config.output_dir)
         self.accelerator = build_accelerator(config)
         self.quiet = quiet or not self.accelerator.is_main_process
-        world = self.accelerator.num_processes
+        self.mesh = mesh_of(self.accelerator, config.context_parallel_size)
         # Held until `train` ends by the main process, the only one that writes shared files.
         self.lock = Lock.of_folder(self.output_dir, instead="choose another output_dir")
-        how = {"resume": resume or extend, "extend": extend, "processes": world}
+        how = {"resume": resume or extend, "extend": extend, "processes": self.mesh.size}
         found = on_main(self.accelerator, partial(find, config, self.lock, **how))
         try:
             self._set_up(found)
@@ -95,7 +95,7 @@ class Trainer:
     def _set_up(self, found: Found) -> None:
         """Builds what trains, refuses what does not fit, and only then writes into the folder."""
         config = self.config
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        mesh = self.mesh
         origin = found.checkpoint
         if origin is None and config.resume_from_checkpoint is not None:
             origin = Path(config.resume_from_checkpoint)
@@ -108,11 +108,12 @@ class Trainer:
             quiet=self.quiet,
         )
         self.task = build(config.task)
-        self.source = Source(self.task, config, rank, world)
+        self.source = Source(self.task, config, mesh.rank, mesh.size)
         model = self._build_model(origin)
         edits = edits_of(model, config.mitigation)
-        objective = Objective(model, edits)
-        context = Context(objective.init_state, config.seed, rank, world, self.total)
+        objective = Objective(model, edits, mesh.group)
+        total = mesh.total_of_rows(self.total)
+        context = Context(objective.init_state, config.seed, mesh.rank, mesh.size, total)
         self.starts = INITIAL_STATES.build(config.initial_state, context)
         check_initial_state(model, edits, config.initial_state["kind"])
         learning_rate(0, config)  # refuses an unknown schedule before anything is written
@@ -122,6 +123,7 @@ class Trainer:
         self.validation: Validation | None = None
         if config.validation:
             held_out = build(config.validation)
+            rank, world = self.accelerator.process_index, self.accelerator.num_processes
             self.validation = Validation(config, model, self.task, held_out, rank, world)
             check_vocabulary(model.vocab_size, config, self.validation.task)
         self.spikes = SpikeGuard(config, model.vocab_size)
@@ -131,7 +133,7 @@ class Trainer:
         check_positions(model, self.source)
         on_main(self.accelerator, lambda: claim(config, found))
         spec = None if edits is None else edits.spec
-        self.saver = Saver(config, self.accelerator, self.tokenizer, spec)
+        self.saver = Saver(config, self.accelerator, self.tokenizer, spec, mesh)
         self.schedule = SaveSchedule(
             self.saver,
             config.save_steps,
@@ -148,7 +150,8 @@ class Trainer:
         if origin is not None:
             self.restore(origin, branch=found.checkpoint is None)
         n_micro, device = config.gradient_accumulation_steps, self.accelerator.device
-        self.throughput = Throughput(model, device, world, config.mixed_precision, self.say)
+        sizes = mesh.size, config.context_parallel_size
+        self.throughput = Throughput(model, device, *sizes, config.mixed_precision, self.say)
         self.batches = Prefetch(self.source.segments, n_micro, config.max_steps, device)
         start_trackers(self.accelerator, config, self.step)
 
@@ -247,12 +250,13 @@ class Trainer:
             ends.append(output.state)
             sums.add({"loss": output.loss.detach().cpu()[None]})
             for batch, predicted in zip(on_host, output.predictions, strict=True):
-                self.tokens += batch.tokens.numel() * self.accelerator.num_processes
+                self.tokens += batch.tokens.numel() * self.mesh.size
                 self.throughput.add(batch)
                 sums.add(self.task.score(predicted.cpu(), batch))
         norm = clip(self.accelerator, self.objective, config)
         if config.peft is not None and not self._adapters_checked:
-            self._check_adapters()
+            models.check_adapters(self.model, self.total)  # at the first step
+            self._adapters_checked = True
         was_nonfinite = failures.is_nonfinite(self, norm, sums.pairs["loss"])
         sums.add({"nonfinite": torch.tensor([float(was_nonfinite)])})
         means = sums.means(lambda table: self.total(table.to(self.accelerator.device)))
@@ -269,13 +273,6 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return means | {"grad_norm": float(norm if norm is not None else 0.0)}
-
-    def _check_adapters(self) -> None:
-        """Refuses adapters that the model does not use, at the first step."""
-        flags = lora.without_gradient(self.model)
-        reached = self.total(torch.stack([*flags.values()]).to(self.accelerator.device))
-        lora.check_reached([*flags], reached.tolist())
-        self._adapters_checked = True
 
     def micro_batch(self, micro: int) -> tuple[list[Batch], LMState]:
         """A micro-batch of this step on the device, and its initial state."""

@@ -32,7 +32,7 @@ def resolve(backend: str, device: str = "cpu") -> str:
     """The name of the backend that runs.
 
     Args:
-        backend: a name in BACKENDS or PARTIAL, or `auto` for the fastest one on this machine.
+        backend: a name in BACKENDS, or `auto` for the fastest one on this machine.
         device: type of the device of the tensors: `cpu`, `cuda`, …
 
     Raises:
@@ -59,7 +59,9 @@ def select(backend: str) -> SSD:
     Raises:
         UserError: see `resolve`.
     """
-    return _automatic if backend == "auto" else {**BACKENDS, **PARTIAL}[resolve(backend)]
+    if backend == "auto":
+        return _automatic
+    return {**BACKENDS, **PARTIAL}[resolve(backend)]
 
 
 def _automatic(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:

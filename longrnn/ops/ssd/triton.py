@@ -43,7 +43,7 @@ def ssd(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
         return _Recurrence.apply(CHUNK, SEGMENT, *tensors)[:2]
     from longrnn.ops.triton import recurrence
 
-    given = recurrence.operands(*tensors)
+    given = recurrence.operands(*inputs, state)
     how = recurrence.plan(given, CHUNK, SEGMENT, rounded=False)
     sequential = inputs.x.shape[1] <= recurrence.MAX_SEQUENTIAL
     return recurrence.forward(given, how, sequential=sequential)[:2]

@@ -1,3 +1,5 @@
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false, reportOperatorIssue=false
 """The causal depthwise convolution and its activation, forward and backward.
 
 Notable choices:
@@ -161,7 +163,7 @@ def convolve_backward(
 
 def forward(
     x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: bool
-) -> tuple[Tensor, ...]:
+) -> Tensor:
     """y of `longrnn.ops.conv.causal_conv`, in the dtype of x.
 
     Args:

@@ -1,3 +1,5 @@
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false, reportOperatorIssue=false
 """Loss, most likely id and gradient of rows of logits, in two passes over them.
 
 torch's operators pass over the logits seven times: maximum, softmax (three), two selections, and

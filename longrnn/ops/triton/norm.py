@@ -1,3 +1,5 @@
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false, reportOperatorIssue=false
 """RMSNorm of rows, plain and gated, and D x added before it, forward and backward.
 
 A program computes one group of channels of some rows. Gradients of the weight are added up by each

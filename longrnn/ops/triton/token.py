@@ -1,3 +1,5 @@
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false, reportOperatorIssue=false
 """One token of Mamba-2 between the projections, up to the gated norm, in one kernel.
 
 The convolution, dt, the update of the state, its read-out and D x. A program computes some channels

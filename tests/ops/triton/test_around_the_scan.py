@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from longrnn.mixers import Mamba2
+from longrnn.ops import triton as kernels
 from longrnn.ops.conv import causal_conv
 from longrnn.ops.cross_entropy import token_cross_entropy, weighted_cross_entropy
 from longrnn.ops.norm import gated_rms_norm, rms_norm
@@ -38,6 +39,9 @@ from tests.contracts.builders import (
 )
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    not kernels.interpreting(), reason="kernels run on the GPU here: see tests/cuda"
+)
 MAMBA2 = [mixer_spec("mamba2"), *(one for one in MORE_MIXERS if one["kind"] == "mamba2")]
 MAMBA2 = [{**spec, "backend": "triton"} for spec in MAMBA2]
 
@@ -256,8 +260,6 @@ def test_a_model_with_the_kernels(spec: str) -> None:
 
 def test_nothing_runs_in_the_interpreter_by_itself() -> None:
     """A model on a CPU with any other backend uses torch's operators."""
-    from longrnn.ops import triton as kernels
-
     assert not kernels.runs(None, torch.zeros(1))
     assert kernels.runs(True, torch.zeros(1))
     assert build_model("mamba2").mixers[0].backend_on(torch.device("cpu")) != "triton"  # type: ignore[operator]
