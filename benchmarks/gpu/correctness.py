@@ -14,6 +14,7 @@ from benchmarks.gpu.inputs import backends, projected, randomness, scan_inputs
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.mixers import MIXERS
 from longrnn.models import RecurrentConfig, RecurrentLM
+from longrnn.models.decoding import CallingDecoder, StaticDecoder, captured
 from longrnn.ops.ssd import BACKENDS, ScanInputs
 from longrnn.state import leaves
 
@@ -23,6 +24,8 @@ from longrnn.state import leaves
 FLOAT32, EVALUATION, TRAINING, GRADIENTS = 1e-5, 2e-5, 8e-3, 2e-2
 # Whole models in float32, CPU and GPU: products of different libraries, layer after layer.
 MODELS = 1e-4
+# Tokens decoded by a graph and by calls.
+DECODED = 8
 MITIGATIONS = ("state_norm(threshold=1)", "sliding_window(window={window})")
 
 
@@ -40,6 +43,7 @@ def run(bench: Bench) -> None:
         spec = text.format(window=bench.sizes.checked_tokens // 5)
         for name in names:
             bench.attempt(f"{spec}, {name}", partial(_mitigated, bench, spec, name))
+    bench.attempt("decoding by a graph", partial(_decoding, bench))
     for name in names:
         what = f"{name}, {bench.sizes.long:,} tokens"
         bench.attempt(what, partial(_long, bench, name, what), seconds=10)
@@ -122,6 +126,22 @@ def _model(bench: Bench, kind: str) -> None:
     bench.check(f"model of {kind}, states, against the CPU", largest, MODELS)
     flat = [torch.cat([g.cpu().flatten() for g in each]) for each in (our_gradients, gradients)]
     bench.check(f"model of {kind}, gradients, against the CPU", error(*flat), MODELS)
+
+
+@torch.no_grad()
+def _decoding(bench: Bench) -> None:
+    """Logits and states of a CUDA graph are those of calls; without a GPU, those of its buffers."""
+    model = _build(bench, bench.sizes.mixer).to(bench.device)
+    prompt = _tokens(bench).to(bench.device)
+    state = model(prompt).state
+    prepare = captured if bench.device.type == "cuda" else None
+    decoders = [CallingDecoder(model, state), StaticDecoder(model, state, prepare=prepare)]
+    results: list[list[Tensor]] = []
+    for decoder in decoders:
+        logits = [decoder.step(tokens, None).clone() for tokens in prompt[:, :DECODED].t()]
+        results.append([*logits, *(leaf for _, leaf in leaves(decoder.state))])
+    pairs = [(a, b) for a, b in zip(*results, strict=True) if a.is_floating_point()]
+    bench.check("decoding by a graph and by calls", max(error(a, b) for a, b in pairs), FLOAT32)
 
 
 @torch.no_grad()

@@ -51,13 +51,11 @@ def _forward_and_backward(
     """Milliseconds of a call without gradients, of one with, and of its backward pass."""
     with torch.no_grad():
         plain = bench.milliseconds(lambda: call(*tensors))
+        # Dense gradients: those of a sum would be views of one number, which kernels copy first.
+        grads = [torch.randn_like(out) for out in call(*tensors)]
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-
-    def forward() -> Tensor:
-        return torch.stack([out.float().sum() for out in call(*leaves)]).sum()
-
-    kept = bench.milliseconds(forward)
-    both = bench.milliseconds(lambda: torch.autograd.grad(forward(), leaves))
+    kept = bench.milliseconds(lambda: call(*leaves))
+    both = bench.milliseconds(lambda: torch.autograd.grad(call(*leaves), leaves, grads))
     backward = None if kept is None or both is None else both - kept
     return plain, kept, backward
 
@@ -139,35 +137,44 @@ def _mitigated(
 
 
 def _time_operation(
-    bench: Bench, name: str, call: Callable[..., Tensor], tensors: list[Tensor]
+    bench: Bench,
+    name: str,
+    call: Callable[..., Tensor],
+    fused: Callable[..., Tensor],
+    tensors: list[Tensor],
 ) -> None:
-    """Records forward and backward of an operation that reads and writes everything once."""
+    """Records forward and backward of an operation that reads and writes everything once.
 
-    def run(*leaves: Tensor) -> tuple[Tensor]:
-        return (call(*leaves),)
-
-    plain, _, backward = _forward_and_backward(bench, run, tensors)
+    Args:
+        bench: the part.
+        name: of the operation.
+        call: it in plain torch.
+        fused: it in a Triton kernel, where one can run.
+        tensors: the arguments of both.
+    """
     with torch.no_grad():
         moved = nbytes([*tensors, call(*tensors)])
-    bench.figure(f"{name}, forward", plain, "ms", cost=Cost(moved))
-    # Inputs and the gradient of the output are read, gradients of the inputs written.
-    bench.figure(f"{name}, backward", backward, "ms", cost=Cost(moved + nbytes(tensors)))
+    # Backward, inputs and the gradient of the output are read, gradients of the inputs written.
+    costs = (Cost(moved), Cost(moved + nbytes(tensors)))
+    plain, _, plain_backward = _forward_and_backward(bench, lambda *x: (call(*x),), tensors)
+    found, _, backward = _forward_and_backward(bench, lambda *x: (fused(*x),), tensors)
+    bench.compare(f"{name}, forward", found, plain, "plain torch", cost=costs[0])
+    bench.compare(f"{name}, backward", backward, plain_backward, "plain torch", cost=costs[1])
 
 
 def _convolution(bench: Bench) -> None:
     sizes, device = bench.sizes, bench.device
     wide = projected(sizes, sizes.tokens, device, torch.bfloat16)
     x = wide[..., sizes.d_inner : sizes.d_inner + sizes.d_conv_input]
-    weight, bias = (
-        torch.randn(sizes.d_conv_input, 4, device=device),
-        torch.randn(sizes.d_conv_input, device=device),
-    )
+    weight = torch.randn(sizes.d_conv_input, 4, device=device)
+    bias = torch.randn(sizes.d_conv_input, device=device)
     state = torch.randn(1, 3, sizes.d_conv_input, device=device).bfloat16()
 
-    def call(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return causal_conv(x, weight, bias, state, activation=True)[0]
+    def call(x: Tensor, weight: Tensor, bias: Tensor, fused: bool | None = False) -> Tensor:
+        return causal_conv(x, weight, bias, state, activation=True, fused=fused)[0]
 
-    _time_operation(bench, "convolution with SiLU", call, [x, weight, bias])
+    fused = partial(call, fused=None)
+    _time_operation(bench, "convolution with SiLU", call, fused, [x, weight, bias])
 
 
 def _norms(bench: Bench) -> None:
@@ -176,15 +183,16 @@ def _norms(bench: Bench) -> None:
     y, z = (torch.randn(shape, device=device).bfloat16() for _ in range(2))
     weight = torch.randn(sizes.d_inner, device=device)
 
-    def gated(y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
-        return gated_rms_norm(y, z, weight, 1e-5, 1)
+    def gated(y: Tensor, z: Tensor, weight: Tensor, fused: bool | None = False) -> Tensor:
+        return gated_rms_norm(y, z, weight, 1e-5, 1, fused=fused)
 
-    def plain(x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight, 1e-5)
+    def plain(x: Tensor, weight: Tensor, fused: bool | None = False) -> Tensor:
+        return rms_norm(x, weight, 1e-5, fused=fused)
 
-    _time_operation(bench, "gated RMSNorm", gated, [y, z, weight])
+    _time_operation(bench, "gated RMSNorm", gated, partial(gated, fused=None), [y, z, weight])
     x = torch.randn(1, sizes.tokens, sizes.d_model, device=device).bfloat16()
-    _time_operation(bench, "RMSNorm", plain, [x, weight[: sizes.d_model]])
+    narrow = weight[: sizes.d_model]
+    _time_operation(bench, "RMSNorm", plain, partial(plain, fused=None), [x, narrow])
 
 
 def _head(bench: Bench) -> None:
@@ -195,16 +203,17 @@ def _head(bench: Bench) -> None:
     targets = torch.randint(sizes.vocab_size, (sizes.tokens,), device=device)
     weights = torch.full((sizes.tokens,), 1 / sizes.tokens, device=device)
 
-    def call() -> object:
+    def call(fused: bool | None) -> object:
         with torch.autocast(device.type, torch.bfloat16):
-            loss, _ = weighted_cross_entropy(hidden, head, targets, weights)
+            loss, _ = weighted_cross_entropy(hidden, head, targets, weights, fused=fused)
         return torch.autograd.grad(loss, (hidden, head))
 
     flops = 3 * 2.0 * sizes.tokens * sizes.d_model * sizes.vocab_size
     cost = Cost(nbytes([hidden, hidden, head, head]), flops)
+    plain = bench.milliseconds(lambda: call(False))
     bench.reset_peak()
-    ms = bench.milliseconds(call)
-    bench.figure("head, loss and gradients", ms, "ms", cost=cost)
+    ms = bench.milliseconds(lambda: call(None))
+    bench.compare("head, loss and gradients", ms, plain, "plain torch", cost=cost)
     bench.figure("head, loss and gradients, peak memory", bench.peak_gib(), "GiB")
 
 

@@ -12,13 +12,16 @@ from benchmarks.gpu.inputs import randomness
 from benchmarks.gpu.sizes import Cost, nbytes, scan_flops
 from longrnn.inference.prefill import PREFILL_TOKENS, prefill
 from longrnn.mitigations import Mitigated, mitigation
-from longrnn.models import LanguageModel, RecurrentLM, generate
+from longrnn.models import LanguageModel, RecurrentLM
 from longrnn.models.checkpoint import cast_weights
+from longrnn.models.decoding import CallingDecoder, StaticDecoder, captured
 from longrnn.progress import Progress
 from longrnn.state import leaves
 
 # Largest milliseconds per token that pass at the full size.
 DECODE_MS = 3.0
+# Rows that are decoded together.
+ROWS = (1, 16)
 MITIGATIONS = {"state_norm": "state_norm(threshold=100)", "window": "sliding_window(window={})"}
 
 
@@ -33,7 +36,10 @@ def run(bench: Bench) -> None:
     seconds: list[float] = []
     what = f"prefill of {sizes.tokens:,}"
     bench.attempt(what, lambda: seconds.append(_prefill(bench, lm, sizes.tokens, what)), seconds=20)
-    bench.attempt("decoding", partial(_decode, bench, lm), seconds=10)
+    for rows in ROWS:
+        for how in ("graph", "calls"):
+            name = f"decoding by {how}, {rows} rows"
+            bench.attempt(name, partial(_decode, bench, lm, rows, how), seconds=5)
     for name, text in MITIGATIONS.items():
         mitigated = partial(_mitigated, bench, lm, text.format(sizes.window), name, seconds)
         bench.attempt(f"prefill with {name}", mitigated, seconds=20)
@@ -93,21 +99,27 @@ def _mitigated(bench: Bench, model: RecurrentLM, spec: str, name: str, plain: li
 
 
 @torch.no_grad()
-def _decode(bench: Bench, model: RecurrentLM) -> None:
-    """Milliseconds per token of one row and of 16 rows."""
+def _decode(bench: Bench, model: RecurrentLM, rows: int, how: str) -> None:
+    """Milliseconds per token of `rows` rows, by a CUDA graph or by calls of the model."""
     sizes = bench.sizes
-    for rows in (1, 16):
-        prompt = torch.zeros(rows, 8, dtype=torch.long, device=bench.device)
-        generate(model, prompt, max_new_tokens=2)
+    state = model.init_state(rows)
+    tokens = torch.zeros(rows, dtype=torch.long, device=bench.device)
+    by_graph = how == "graph"
+    prepare = captured if bench.device.type == "cuda" else None
+    decoder = (
+        StaticDecoder(model, state, prepare=prepare) if by_graph else CallingDecoder(model, state)
+    )
 
-        def call(count: int, prompt: Tensor = prompt) -> None:
-            generate(model, prompt, max_new_tokens=count)
+    def decode() -> None:
+        chosen = tokens
+        for _ in range(sizes.decoded):
+            chosen = decoder.step(chosen, None).argmax(-1)
 
-        short = bench.once(partial(call, 1))
-        long = bench.once(partial(call, 1 + sizes.decoded))
-        each = None if short is None or long is None else (long - short) / sizes.decoded
-        states = nbytes(leaf for _, leaf in leaves(model.init_state(rows)))
-        cost = Cost(nbytes(model.parameters()) + 2 * states)
-        limit = DECODE_MS if rows == 1 and bench.device.type == "cuda" else None
-        name = f"decoding, {rows} row{'s' if rows > 1 else ''}, per token"
-        bench.figure(name, each, "ms", cost=cost, limit=limit)
+    decoder.step(tokens, None)  # captures the graph
+    ms = bench.once(decode)
+    states = nbytes(leaf for _, leaf in leaves(state))
+    cost = Cost(nbytes(model.parameters()) + 2 * states)
+    limit = DECODE_MS if rows == 1 and by_graph else None
+    each = None if ms is None else ms / sizes.decoded
+    name = f"decoding by {'a graph' if by_graph else 'calls'}, {rows} rows, per token"
+    bench.figure(name, each, "ms", cost=cost, limit=limit)

@@ -46,6 +46,7 @@ def _step(bench: Bench) -> None:
         tokens=sizes.train_tokens,
         mixed_precision="bf16",
         gradient_checkpointing=CHECKPOINTING,
+        device=device.type,
     )
     if not bench.fits(f"training step of {shape}", expected.total):
         return

@@ -25,7 +25,7 @@ from longrnn.ops.native.gradients import CellInputs
 from longrnn.ops.native.layer import Norm
 from longrnn.ops.norm import gated_rms_norm
 from longrnn.ops.packed_rows import PackedRows
-from longrnn.ops.ssd import ScanInputs, resolve, select
+from longrnn.ops.ssd import PARTIAL, ScanInputs, resolve, select
 from longrnn.state import PyTree
 
 
@@ -131,6 +131,7 @@ class Mamba2(ScanningMixer):
         self.n_groups, self.d_conv, self.norm_eps = n_groups, d_conv, norm_eps
         self.dt_limit = dt_limit
         self.backend, self.ssd = backend, select(backend)
+        self.reads_device = backend in PARTIAL  # these check their inputs
 
         self.d_xBC = d_inner + 2 * n_groups * d_state
         self.in_proj = Linear(d_input, d_inner + self.d_xBC + self.n_heads, bias=bias)

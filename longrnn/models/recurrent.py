@@ -130,7 +130,7 @@ class RecurrentLM(nn.Module):
     @property
     def is_capturable(self) -> bool:
         """See `CapturableModel`; a table of positions compares its length with the position."""
-        return self.max_length is None
+        return self.max_length is None and not any(mixer.reads_device for mixer in self.mixers)
 
     @property
     def mixers(self) -> list[Mixer]:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.hf import lora
 from longrnn.locks import Lock
 from longrnn.progress import Progress
 from longrnn.state import LMState
@@ -256,7 +255,8 @@ class Trainer:
                 sums.add(self.task.score(predicted.cpu(), batch))
         norm = clip(self.accelerator, self.objective, config)
         if config.peft is not None and not self._adapters_checked:
-            self._check_adapters()
+            models.check_adapters(self.model, self.total)  # at the first step
+            self._adapters_checked = True
         was_nonfinite = failures.is_nonfinite(self, norm, sums.pairs["loss"])
         sums.add({"nonfinite": torch.tensor([float(was_nonfinite)])})
         means = sums.means(lambda table: self.total(table.to(self.accelerator.device)))
@@ -273,13 +273,6 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return means | {"grad_norm": float(norm if norm is not None else 0.0)}
-
-    def _check_adapters(self) -> None:
-        """Refuses adapters that the model does not use, at the first step."""
-        flags = lora.without_gradient(self.model)
-        reached = self.total(torch.stack([*flags.values()]).to(self.accelerator.device))
-        lora.check_reached([*flags], reached.tolist())
-        self._adapters_checked = True
 
     def micro_batch(self, micro: int) -> tuple[list[Batch], LMState]:
         """A micro-batch of this step on the device, and its initial state."""
