@@ -15,7 +15,7 @@ from longrnn.mixers.documents import run_documents
 from longrnn.mixers.edits import Edit, EditedState, Steps
 from longrnn.ops.native.layer import Norm
 from longrnn.ops.packed_rows import PackedRows
-from longrnn.ops.ssd import SSD, ScanInputs
+from longrnn.ops.ssd import SSD, ScanInputs, on_device
 from longrnn.registry import Registry
 from longrnn.state import PyTree, leaves, reset, tree_map
 
@@ -269,7 +269,8 @@ class ScanningMixer(Mixer):
             return *self.ssd(_packed(steps.inputs(B, C), rows), state), carry
         steps, carry = edit.edit_steps(steps, carry)
         inputs, carry = edit.edit_inputs(steps.inputs(B, C), carry)
-        y, after, carry = edit.scan(_packed(inputs, rows), state, carry, self.ssd)
+        ssd = on_device(self.ssd, state.device)
+        y, after, carry = edit.scan(_packed(inputs, rows), state, carry, ssd)
         if rows is not None and rows.has_padding:
             # An edit may change the state at every token, also where nothing is added to it.
             after = reset(after, state, rows.count == 0)

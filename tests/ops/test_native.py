@@ -320,18 +320,31 @@ import ctypes, sys, torch
 from longrnn.ops import native
 loaded = ctypes.CDLL(sys.argv[1])
 native.library = lambda: loaded
+from longrnn.ops.native.gradients import scan_gradients
+from longrnn.ops.native.limited import limited_scan
 from tests.ops.test_native import FEW, SHAPES, draw, draw_few, build_mixer, generator, random_tree
-for shape in [*SHAPES, (1, 1, 2, 5, 1, 3), (2, 3, 2, 5, 1, 3), (1, 129, 3, 7, 3, 9)]:
+more = [(1, 1, 2, 5, 1, 3), (2, 3, 2, 5, 1, 3), (1, 129, 3, 7, 3, 9), (1, 1100, 5, 3, 1, 5)]
+for shape in [*SHAPES, *more]:
     for dtype in (torch.float32, torch.float64):
         inputs, state = draw(*shape)
-        native.scan(*(tensor.to(dtype) for tensor in (*inputs, state)))
+        tensors = tuple(tensor.to(dtype) for tensor in (*inputs, state))
+        kept = tensors[5].new_empty(native.segments_of(shape[1]), *state.shape)
+        y, final = native.scan(*tensors, kept=kept)
+        for grad_final in (None, final):
+            scan_gradients(tensors, kept, y, grad_final)
+        for limit in (1e-3, 1.0, 1e3):
+            limits = torch.full((shape[2],), limit, dtype=torch.float64)
+            assert limited_scan(tensors, limits, 1e150) is not None
 shapes = [{"d_state": 5, "head_dim": 4, "n_groups": 2}, {"d_state": 7, "head_dim": 16, "d_conv": 1}]
 for options in shapes:
     for time in (1, 2, 3, 65, 200):
         mixer = build_mixer({"kind": "mamba2", "backend": "native", **options})
         x = torch.randn(2, time, mixer.d_input, generator=generator(1), dtype=torch.float64)
+        trained, start = mixer.in_proj(x), random_tree(mixer.init_state(2), 2)
+        found = mixer._fused(trained, start)
+        (found[0].sum() + found[1].conv.sum() + found[1].ssm.sum()).backward()
         with torch.no_grad():
-            assert mixer._fused(mixer.in_proj(x), random_tree(mixer.init_state(2), 2)) is not None
+            assert mixer._fused(mixer.in_proj(x), start) is not None
             mixer.bfloat16()
             state = random_tree(mixer.init_state(2), 2)
             assert mixer._fused(mixer.in_proj(x.bfloat16()), state) is not None

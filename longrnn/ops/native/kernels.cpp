@@ -9,12 +9,15 @@
 #include "cell_gradient.h"
 #include "few_rows.h"
 #include "layer.h"
+#include "limited.h"
 #include "scan_gradient.h"
 #include "stepwise.h"
 
 extern "C" {
 void longrnn_scan_f32(const Scan<float> *s) { scan<float>(*s); }
 void longrnn_scan_f64(const Scan<double> *s) { scan<double>(*s); }
+int longrnn_limited_scan_f32(const Limited<float> *s) { return limited_scan<float>(*s); }
+int longrnn_limited_scan_f64(const Limited<double> *s) { return limited_scan<double>(*s); }
 void longrnn_scan_gradient_f32(const ScanGradient<float> *s) { scan_gradient<float>(*s); }
 void longrnn_scan_gradient_f64(const ScanGradient<double> *s) { scan_gradient<double>(*s); }
 int longrnn_cell_f32(const Given<float> *s) { return cell<float>(*s); }

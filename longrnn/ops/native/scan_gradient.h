@@ -50,14 +50,6 @@ template <class T> struct GradientWork {  // tiles of one thread
         part(n * CHUNK), of_B(n * CHUNK), of_C(n * CHUNK), change(n * pp) {}
 };
 
-template <class T> inline double dot(const T *a, const T *b, long n) {  // n: whole vectors
-  Vec<T> sums{};
-  for (long i = 0; i < n; i += Lane<T>::W) sums += load<T>(a + i) * load<T>(b + i);
-  double sum = 0;
-  for (int i = 0; i < Lane<T>::W; i++) sum += sums[i];
-  return sum;
-}
-
 inline double sum_of(const double *from, long n) {  // n: whole vectors
   Vec<double> sums{};
   for (long i = 0; i < n; i += Lane<double>::W) sums += load<double>(from + i);

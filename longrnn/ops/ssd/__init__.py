@@ -7,6 +7,7 @@ selects one of them; with `auto` each call selects by the device of its tensors.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from longrnn.errors import UserError, nearest
@@ -25,7 +26,7 @@ KERNELS = {"cpu": "native", "cuda": "triton"}
 # Backends that compute a part of `ScanInputs` and refuse the rest; `auto` selects none of them.
 PARTIAL: dict[str, SSD] = {"mamba_ssm": mamba_ssm.ssd}
 
-__all__ = ["BACKENDS", "KERNELS", "PARTIAL", "SSD", "ScanInputs", "resolve", "select"]
+__all__ = ["BACKENDS", "KERNELS", "PARTIAL", "SSD", "ScanInputs", "on_device", "resolve", "select"]
 
 
 def resolve(backend: str, device: str = "cpu") -> str:
@@ -62,6 +63,14 @@ def select(backend: str) -> SSD:
     if backend == "auto":
         return _automatic
     return {**BACKENDS, **PARTIAL}[resolve(backend)]
+
+
+def on_device(ssd: SSD, device: torch.device) -> SSD:
+    """The implementation that computes calls on a device: of `auto` the one that it selects.
+
+    A mitigation that has kernels of its own for a backend knows the backend by it.
+    """
+    return BACKENDS[resolve("auto", device.type)] if ssd is _automatic else ssd
 
 
 def _automatic(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from longrnn.errors import UserError
 from longrnn.ops import native as kernels
 from longrnn.ops.again import gradients_of
 from longrnn.ops.native.gradients import scan_gradients
+from longrnn.ops.native.limited import limited_scan
 from longrnn.ops.precision import own_precision
 from longrnn.ops.rows import all_finite, finite_rows, run_by_finiteness
 from longrnn.ops.ssd import chunked
@@ -43,6 +44,27 @@ def ssd(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
         return y, final
     with own_precision(state):
         return run_by_finiteness(finite, _scan, chunked.sequential, inputs, state)
+
+
+def limited(
+    inputs: ScanInputs, state: Tensor, limit: Tensor, unlimited: float
+) -> tuple[Tensor, Tensor] | None:
+    """The recurrence with a limit on the norm of each head's state, in C++.
+
+    It is None where that is not possible: for gradients, on other devices, and where a value is not
+    finite or its square is not.
+
+    Args:
+        inputs: see `ScanInputs`.
+        state: `(b, h, p, n)`.
+        limit: `(h,)`.
+        unlimited: a limit from which on a head has none.
+    """
+    suits = kernels.available() and kernels.suits(state) and kernels.readable((*inputs, limit))
+    if not suits or kernels.tracked((*inputs, state, limit)):
+        return None
+    found = limited_scan(_wide(inputs, state), limit, unlimited)
+    return found if found is not None and all_finite(found[0]) else None
 
 
 def _scan(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,8 @@ Notable choices:
 - All of this squares numbers in the dtype of the state. Where squares of inputs, states or limits
   overflow or underflow float32, and where values are not finite, a chunk is computed one token at a
   time in float64 instead.
+- For the backend `native` without gradients, all this is one call of C++ (`native/limited.h`),
+  in which each head and chunk is judged alone.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from einops import rearrange
 from torch import Tensor
 
 from longrnn.ops.precision import own_precision
-from longrnn.ops.ssd import chunked
+from longrnn.ops.ssd import chunked, native
 from longrnn.ops.ssd.base import SSD, ScanInputs, decayed
 from longrnn.ops.ssd.decays import decay_between
 
@@ -86,8 +88,12 @@ def rescaled_ssd(
         # Which way is faster is read back from the device, and takes longer than a token.
         with own_precision(state):
             return _sequential(inputs, state, limit)
-    outputs, start, time, size = [], 0, inputs.x.shape[1], SEGMENT
     usual = bool((limit >= MIN_LIMIT).all())
+    if usual and ssd is native.ssd:
+        found = native.limited(inputs, state, limit, UNLIMITED)
+        if found is not None:
+            return found
+    outputs, start, time, size = [], 0, inputs.x.shape[1], SEGMENT
     with own_precision(state):
         while start < time:
             segment = inputs.slice(start, start + size)
