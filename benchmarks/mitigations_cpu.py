@@ -55,7 +55,7 @@ class TokenLoop(Edit):
         for t in range(inputs.x.shape[1]):
             decay, x, B, C = (
                 inputs.log_decay[:, t].exp(),
-                *(tensor[:, t] for tensor in (inputs.x, inputs.B, inputs.C)),
+                *(tensor[:, t] for tensor in (inputs.scaled_x(state.dtype), inputs.B, inputs.C)),
             )
             state = decay[..., None, None] * state + x[..., None] * B[:, :, None]
             square = state.square().sum((2, 3)).double()
@@ -162,7 +162,8 @@ def scan_alone(args: argparse.Namespace) -> dict[str, float]:
         return torch.randn(1, args.tokens, *shape, generator=generator)
 
     inputs = ScanInputs(
-        x=0.05 * normal(heads, 64),
+        x=normal(heads, 64),
+        gain=torch.full((1, args.tokens, heads), 0.05),
         log_decay=-0.05 * torch.rand(1, args.tokens, heads, generator=generator),
         B=normal(1, 128),
         C=normal(1, 128),

@@ -61,7 +61,7 @@ def draw(shape: Shape) -> tuple[ScanInputs, Tensor]:
     b, t, h, p, n, backward = shape
     x, B, C = torch.randn(b, t, h * p + 2 * n).split([h * p, n, n], dim=-1)
     log_decay = -3 * torch.rand(b, t, h) ** 3
-    inputs = (x.unflatten(-1, (h, p)), log_decay, B[:, :, None], C[:, :, None])
+    inputs = (x.unflatten(-1, (h, p)), torch.ones(b, t, h), log_decay, B[:, :, None], C[:, :, None])
     state = torch.randn(b, h, p, n)
     return (
         ScanInputs(*(tensor.detach().requires_grad_(backward) for tensor in inputs)),

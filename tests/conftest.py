@@ -3,19 +3,25 @@
 The default profile uses the same examples in every run; `--hypothesis-profile=explore` draws new
 ones.
 
+On a machine without a GPU the Triton kernels run in Triton's interpreter.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import FrameType
 
 import pytest
+import torch
 from hypothesis import settings
 
 import longrnn
 from longrnn.errors import UserError
 from tests import messages
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
 settings.register_profile("explore", deadline=None, max_examples=200)
@@ -47,6 +53,17 @@ def _recording(self: UserError, *parts: object) -> None:
 
 
 UserError.__init__ = _recording  # type: ignore[method-assign]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests marked `cuda` where torch finds no GPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("cuda") is not None:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -110,7 +110,7 @@ def test_the_checker_finds(module: str, source: str) -> None:
         ("longrnn.ops.norm", "import typing\nif typing.TYPE_CHECKING:\n    import transformers"),
         ("longrnn.training.trainer", "from longrnn.evaluation import passkey\nimport accelerate"),
         ("longrnn.evaluation.harness", "import lm_eval.api"),
-        ("longrnn.ops.ssd.fused", "import triton"),
+        ("longrnn.ops.triton.scan", "import triton"),
         ("longrnn.hf.loading", "import transformers_extra, torch"),
     ],
 )

@@ -18,6 +18,7 @@ PACKAGES = {
     "transformers": "",
     "accelerate": "",
     "safetensors": "",
+    "triton": "fast kernels on a GPU: pip install 'longrnn[cuda]'",
     "datasets": "training on tables and datasets: pip install 'longrnn[data]'",
     "lm-eval": "eval harness: pip install 'longrnn[harness]'",
     "peft": "LoRA: pip install 'longrnn[lora]'",
@@ -42,8 +43,11 @@ def doctor() -> None:
     for name, value in _machine().items():
         typer.echo(f"{name:<14}{value}")
     typer.echo("")
-    table, failed = _backends()
-    print_table(table, 100)
+    failed = []
+    for device in _devices():
+        table, wrong = _backends(device)
+        print_table(table, 100)
+        failed += wrong
     for line in _advice():
         typer.echo(line)
     if failed:
@@ -75,34 +79,49 @@ def _machine() -> dict[str, str]:
     }
 
 
-def _backends() -> tuple[Table, list[str]]:
-    """The table of backends, and the names of those with wrong results."""
+def _devices() -> list[str]:
+    """The types of device to test the recurrence on."""
+    import torch
+
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+def _backends(device: str) -> tuple[Table, list[str]]:
+    """The table of backends on one type of device, and the names of those with wrong results."""
     from rich.table import Table
 
-    from longrnn.ops.native import missing
-    from longrnn.ops.ssd import BACKENDS, resolve
+    from longrnn.ops.native import missing as missing_native
+    from longrnn.ops.ssd import BACKENDS, KERNELS, resolve
     from longrnn.ops.ssd.self_test import self_test
+    from longrnn.ops.triton import missing as missing_triton
 
-    table = Table(title=f"recurrence of Mamba-2 on the CPU (auto: {resolve('auto')})")
+    table = Table(title=f"recurrence of Mamba-2 on {device} (auto: {resolve('auto', device)})")
     for column in ("backend", "available", "largest error (float32)", "time without gradients"):
         table.add_column(column)
-    findings = {backend: self_test(backend) for backend in BACKENDS}
+    # Kernels for another device would compute by `chunked`, which is tested anyway.
+    elsewhere = {name for other, name in KERNELS.items() if other != device}
+    findings = {name: self_test(name, device) for name in BACKENDS if name not in elsewhere}
     slowest = findings["chunked"].seconds
     for backend, found in findings.items():
         verdict = f"{found.error:.1e} {'passed' if found.passed else 'FAILED'}"
         table.add_row(backend, "yes", verdict, f"{found.seconds / slowest:.2f} × chunked")
-    if "native" not in findings:
-        table.add_row("native", f"no: {missing()}", "–", "–")
-    return table, [backend for backend, found in findings.items() if not found.passed]
+    reasons = {"native": missing_native(), "triton": missing_triton()}
+    for backend in sorted(reasons.keys() - findings.keys()):
+        table.add_row(backend, f"no: {reasons[backend] or 'not on this device'}", "–", "–")
+    failed = [f"{backend} on {device}" for backend, found in findings.items() if not found.passed]
+    return table, failed
 
 
 def _advice() -> list[str]:
     """What would make this installation faster."""
     import torch
 
+    from longrnn.ops.triton import missing
+
     advice = []
     if torch.cuda.is_available():
-        advice.append("The recurrence runs in plain torch on a GPU; longrnn has no fused kernel.")
+        if (why := missing()) is not None:
+            advice.append(f"The recurrence runs in plain torch on a GPU. {why}.")
     elif torch.get_num_threads() > 1 and "OMP_NUM_THREADS" not in os.environ:
         advice.append(
             "On a machine that other programs use too, OMP_NUM_THREADS=1 is often faster: the "

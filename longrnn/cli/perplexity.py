@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from longrnn.evaluation.texts import Document
     from longrnn.hf.opened import OpenCheckpoint
     from longrnn.inference.overlapping import Overlap
+    from longrnn.models.context import ContextGroup
 
 
 class PerplexityOptions(NamedTuple):
@@ -34,10 +35,25 @@ class PerplexityOptions(NamedTuple):
     quiet: bool
     overlap: Overlap | None = None
     newlines: bool = False
+    context_parallel: int = 1
 
     def longest(self, length: int) -> int:
         """The most tokens that a model reads from an empty state, for a window of `length`."""
         return length if self.overlap is None else min(length, self.overlap.context)
+
+
+def context_group(options: PerplexityOptions, device: str) -> ContextGroup | None:
+    """The processes with which this one reads each window together; None without any.
+
+    Raises:
+        UserError: the launch does not have that many processes.
+    """
+    from longrnn import processes
+    from longrnn.models.context import ContextGroup
+
+    if options.context_parallel == 1:
+        return None
+    return ContextGroup.of(processes.form_teams(options.context_parallel, device))
 
 
 def parse_overlap(context: str | None, stride: str | None) -> Overlap | None:
@@ -85,6 +101,7 @@ def measure_one(
         overlap=options.overlap,
         batch_size=options.batch_size,
         quiet=options.quiet,
+        context=context_group(options, device),
     )
     if not is_main():
         return []
@@ -125,7 +142,7 @@ def measure_all(
             "positions count tokens, and the tokenizers of these models differ: leave out "
             "--by-position, or measure the models one by one"
         )
-    files = _files(models, folder)
+    files, context = _files(models, folder), context_group(options, device)
     measured = [
         evaluate_windows(
             model.model,
@@ -134,6 +151,7 @@ def measure_all(
             overlap=options.overlap,
             batch_size=options.batch_size,
             quiet=options.quiet,
+            context=context,
         )
         for model, own, file in zip(models, windows, files, strict=True)
     ]

@@ -28,10 +28,12 @@ from longrnn.evaluation import bits
 from longrnn.evaluation.bits import Scored
 from longrnn.evaluation.texts import Document, made_by
 from longrnn.evaluation.windows import Window, windows
+from longrnn.inference.context import token_losses_together
 from longrnn.inference.overlapping import Overlap, overlapping_losses
 from longrnn.inference.scoring import token_losses
 from longrnn.intervals import Estimate, mean
 from longrnn.models import LanguageModel
+from longrnn.models.context import ContextGroup
 from longrnn.progress import Progress
 from longrnn.results import Results, Row
 
@@ -65,6 +67,7 @@ def evaluate(
     overlap: Overlap | None = None,
     batch_size: int = 8,
     quiet: bool = False,
+    context: ContextGroup | None = None,
 ) -> list[Row]:
     """Measure the loss by position; return all rows, new and earlier ones.
 
@@ -76,6 +79,7 @@ def evaluate(
         overlap: if set, tokens are scored in overlapping windows of this context.
         batch_size: windows in one batch.
         quiet: show no progress.
+        context: the processes that read each window together; None if each reads its own.
 
     Returns:
         See `evaluate_windows`.
@@ -85,7 +89,13 @@ def evaluate(
     """
     wanted = [window for document in documents for window in windows(document, length)]
     return evaluate_windows(
-        model, wanted, output=output, overlap=overlap, batch_size=batch_size, quiet=quiet
+        model,
+        wanted,
+        output=output,
+        overlap=overlap,
+        batch_size=batch_size,
+        quiet=quiet,
+        context=context,
     )
 
 
@@ -97,6 +107,7 @@ def evaluate_windows(
     overlap: Overlap | None = None,
     batch_size: int = 8,
     quiet: bool = False,
+    context: ContextGroup | None = None,
 ) -> list[Row]:
     """Measure the loss by position in given windows, of any start and length; see `evaluate`.
 
@@ -122,14 +133,20 @@ def evaluate_windows(
     done = {_identity(row) for row in results.rows if "bytes" in row}
     todo = [window for key, window in requested.items() if key not in done]
     most = processes.batch_size(len(todo), batch_size)
-    total = sum(window.length for window in todo) // processes.size()
+    total = sum(window.length for window in todo) // processes.teams()
     with Progress("perplexity", total, unit="tokens", quiet=quiet) as progress:
         for batch in processes.share(list(_batches(todo, most))):
             tokens = torch.stack([window.tokens() for window in batch])
             length = batch[0].length
             partitions = [edges(length), _stretch_edges(length)]
             buckets, stretches = losses(
-                model, tokens, partitions, progress, overlap=overlap, rows=batch_size
+                model,
+                tokens,
+                partitions,
+                progress,
+                overlap=overlap,
+                rows=batch_size,
+                context=context,
             )
             results.append(
                 {
@@ -176,6 +193,7 @@ def losses(
     *,
     overlap: Overlap | None = None,
     rows: int = 1,
+    context: ContextGroup | None = None,
 ) -> list[Tensor]:
     """Return sums of the loss in nats over parts of windows, in one pass.
 
@@ -187,6 +205,7 @@ def losses(
         progress: counts the tokens.
         overlap: if set, tokens are scored in overlapping windows of this context.
         rows: overlapping windows in one batch, of all windows together.
+        context: the processes that read the windows together; None for this process alone.
 
     Returns:
         For each partition the sums, `(b, k)` float64 on the CPU.
@@ -197,7 +216,7 @@ def losses(
     batch = len(windows)
     edges = [torch.as_tensor(one).expand(batch, -1).contiguous() for one in partitions]
     sums = [torch.zeros(batch, one.shape[1] - 1, dtype=torch.float64) for one in edges]
-    for start, nats in _parts(model, windows, progress, overlap, rows):
+    for start, nats in _parts(model, windows, progress, overlap, rows, context):
         positions = torch.arange(start, start + nats.shape[1]).repeat(batch, 1)
         for total, bounds in zip(sums, edges, strict=True):
             part = torch.searchsorted(bounds, positions, right=True) - 1
@@ -211,12 +230,23 @@ def _parts(
     progress: Progress | None,
     overlap: Overlap | None,
     rows: int,
+    context: ContextGroup | None,
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield the losses of windows in parts, with the position where a part begins."""
     if overlap is not None:
+        if context is not None:
+            raise UserError(
+                "overlapping windows are read from empty states, one process each: leave out "
+                "--context-parallel, and the processes share the windows"
+            )
         yield from overlapping_losses(model, windows, overlap, rows=rows, progress=progress)
         return
-    for start, nats in token_losses(model, windows):
+    parts = (
+        token_losses(model, windows)
+        if context is None
+        else token_losses_together(model, windows, context)
+    )
+    for start, nats in parts:
         if progress is not None:
             progress.advance(nats.numel(), nats.numel())
         yield start, nats

@@ -6,7 +6,7 @@ order, so several edits of one layer compose stage by stage (`Composed`):
 | stage | scanning cells, once per call | stepwise cells, once per token |
 | --- | --- | --- |
 | 1 | `edit_steps`: the step dt and the rate A | |
-| 2 | `edit_inputs`: log_decay = dt · A and dt · x, times multipliers | `edit_update` |
+| 2 | `edit_inputs`: gain = dt and log_decay = dt · A, times multipliers | `edit_update` |
 | 3 | `scan`: the recurrence | `advance`: the new memory |
 
 An edit is immutable. What it remembers from token to token is its carry, which every hook takes and
@@ -44,8 +44,8 @@ class Steps(NamedTuple):
     A: Tensor
 
     def inputs(self, B: Tensor, C: Tensor) -> ScanInputs:
-        """Inputs of the recurrence: dt · x and log_decay = dt · A."""
-        return ScanInputs(self.x * self.dt[..., None], self.dt * self.A, B, C)
+        """Inputs of the recurrence: gain = dt and log_decay = dt · A."""
+        return ScanInputs(self.x, self.dt, self.dt * self.A, B, C)
 
 
 class Update(NamedTuple):
@@ -84,7 +84,13 @@ class Edit:
 
     Every hook takes the carry and returns its result and the new carry. No hook changes an argument
     in place.
+
+    Attributes:
+        reads_device: whether the hooks for one token read values back from the device, so that a
+            CUDA graph cannot capture them.
     """
+
+    reads_device = False
 
     def init_carry(self, mixer: Mixer, batch_size: int) -> PyTree:
         """The carry before the first token; every leaf has `batch_size` rows."""
@@ -120,6 +126,20 @@ class Edit:
         """
         return update.apply(memory), carry
 
+    def reach(self) -> int | None:
+        """How many of the last tokens alone determine memory and carry, given their number.
+
+        None if earlier tokens matter too, as by default. For scanning cells; see `blank_carry`.
+        """
+        return None
+
+    def blank_carry(self, carry: PyTree, tokens: int) -> PyTree:
+        """A carry that is as good as the one `tokens` tokens after `carry`, `reach` tokens later.
+
+        Only an edit with a `reach` needs it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no reach")
+
     @property
     def redefines_recurrence(self) -> bool:
         """Whether stage 3 is overridden, which at most one edit of a layer may do."""
@@ -147,6 +167,7 @@ class Composed(Edit):
                 "give one of them"
             )
         self._last = last[0] if last else None
+        self.reads_device = any(edit.reads_device for edit in self.edits)
 
     @property
     def redefines_recurrence(self) -> bool:
@@ -154,6 +175,17 @@ class Composed(Edit):
 
     def init_carry(self, mixer: Mixer, batch_size: int) -> PyTree:
         return tuple(edit.init_carry(mixer, batch_size) for edit in self.edits)
+
+    def reach(self) -> int | None:
+        # What the others of a chain remember, if anything, has no limit that they know of.
+        return None if self._last is None else self.edits[self._last].reach()
+
+    def blank_carry(self, carry: PyTree, tokens: int) -> PyTree:
+        last = self._last
+        return tuple(
+            edit.blank_carry(own, tokens) if n == last else own
+            for n, (edit, own) in enumerate(zip(self.edits, carry, strict=True))
+        )
 
     def edit_steps(self, steps: Steps, carry: PyTree) -> tuple[Steps, PyTree]:
         carries = []

@@ -16,11 +16,13 @@ from longrnn.mixers.base import MIXERS, ScanningMixer
 from longrnn.mixers.edits import Edit, Steps
 from longrnn.mixers.init import initialise
 from longrnn.ops import native as kernels
+from longrnn.ops import triton as gpu_kernels
 from longrnn.ops.conv import causal_conv
 from longrnn.ops.linear import Linear
 from longrnn.ops.norm import gated_rms_norm
 from longrnn.ops.packed_rows import PackedRows
-from longrnn.ops.ssd import BACKENDS, ScanInputs, resolve
+from longrnn.ops.precision import autocasts
+from longrnn.ops.ssd import ScanInputs, resolve, select
 from longrnn.state import PyTree
 
 
@@ -71,8 +73,8 @@ class Mamba2(ScanningMixer):
         norm_eps: added to the mean square in the gated norm.
         bias: whether the two projections have a bias.
         conv_bias: whether the convolution has a bias.
-        backend: implementation of the recurrence: `auto`, `native`, `chunked` or
-            `reference`.
+        backend: implementation of the recurrence: `native`, `triton`, `mamba_ssm`, `chunked` or
+            `reference`; `auto` selects the fastest one for the device of each call.
         init: see `longrnn.mixers.init`: `default` or `long_memory`.
     """
 
@@ -124,8 +126,7 @@ class Mamba2(ScanningMixer):
         self.d_inner, self.d_state, self.head_dim = d_inner, d_state, head_dim
         self.n_groups, self.d_conv, self.norm_eps = n_groups, d_conv, norm_eps
         self.dt_limit = dt_limit
-        self.backend = resolve(backend)
-        self.ssd = BACKENDS[self.backend]
+        self.backend, self.ssd = backend, select(backend)
 
         self.d_xBC = d_inner + 2 * n_groups * d_state
         self.in_proj = Linear(d_input, d_inner + self.d_xBC + self.n_heads, bias=bias)
@@ -139,6 +140,10 @@ class Mamba2(ScanningMixer):
         self.out_proj = Linear(d_inner, d_model, bias=bias)
         initialise(self, init)
 
+    def backend_on(self, device: torch.device) -> str:
+        """The name of the backend that computes the recurrence on a device."""
+        return resolve(self.backend, device.type)
+
     def watch_channels(self, observe: Callable[[Tensor], None]) -> RemovableHandle:
         return self.out_proj.register_forward_pre_hook(lambda module, args: observe(args[0]))
 
@@ -148,7 +153,8 @@ class Mamba2(ScanningMixer):
         return True
 
     def state_like(self) -> Mamba2State:
-        dtype = self.in_proj.weight.dtype
+        # Shards of a model may be gathered in a narrower dtype, but for those of the convolution.
+        dtype = self.conv1d.weight.dtype
         wide = torch.promote_types(dtype, torch.float32)
         ssm = (self.n_heads, self.head_dim, self.d_state)
         return Mamba2State(
@@ -165,26 +171,70 @@ class Mamba2(ScanningMixer):
         rows: PackedRows | None = None,
     ) -> tuple[Tensor, Mamba2State, PyTree]:
         projected = self.in_proj(x)
-        if self.backend == "native" and edit is None and rows is None:
-            fused = self._fused(projected, state)
-            if fused is not None:
-                return self.out_proj(fused[0]), fused[1], carry
+        backend = self.backend_on(projected.device)
+        at_once = {"native": self._fused, "triton": self._token}.get(backend)
+        if at_once is not None and edit is None and rows is None:
+            found = at_once(projected, state)
+            if found is not None:
+                return self.out_proj(found[0]), found[1], carry
+        fused = backend == "triton"
         z, xBC, dt = projected.split([self.d_inner, self.d_xBC, self.n_heads], dim=-1)
         weight = self.conv1d.weight[:, 0]
         xBC, conv = causal_conv(
-            xBC, weight, self.conv1d.bias, state.conv, activation=True, rows=rows
+            xBC, weight, self.conv1d.bias, state.conv, activation=True, rows=rows, fused=fused
         )
         if rows is not None:
             xBC = rows.without_padding(xBC)
         inner, B, C = self._split(xBC)
         steps = self._steps(inner, dt, state.ssm.dtype)
         y, ssm, carry = self.recur(steps, B, C, state.ssm, edit, carry, rows)
-        y = torch.addcmul(y, inner, self.D[:, None]).flatten(2)
-        return self.out_proj(self.gated(y, z)), Mamba2State(conv, ssm), carry
+        gated = self.gated(y.flatten(2), z, inner, fused=fused)
+        return self.out_proj(gated), Mamba2State(conv, ssm), carry
 
-    def gated(self, y: Tensor, z: Tensor) -> Tensor:
-        """The input of the output projection: y gated by z, both `(b, t, d_inner)`."""
-        return gated_rms_norm(y, z, self.norm.weight, self.norm_eps, self.n_groups)
+    def gated(self, y: Tensor, z: Tensor, inner: Tensor | None, *, fused: bool) -> Tensor:
+        """The input of the output projection: y + D x, gated by z and normalised.
+
+        Args:
+            y: `(b, t, d_inner)`.
+            z: `(b, t, d_inner)`.
+            inner: x `(b, t, h, p)`; None if y contains D x.
+            fused: whether Triton kernels compute it.
+        """
+        skip = None if inner is None else (inner, self.D)
+        weight, eps = self.norm.weight, self.norm_eps
+        return gated_rms_norm(y, z, weight, eps, self.n_groups, skip=skip, fused=fused)
+
+    def _token(self, projected: Tensor, state: Mamba2State) -> tuple[Tensor, Mamba2State] | None:
+        """Computes one token between the projections in two Triton kernels; None for other calls.
+
+        It is not for calls that need gradients.
+        """
+        weights = (
+            *(self.conv1d.weight, self.conv1d.bias, self.dt_bias, self.A_log, self.D),
+            *(state.conv, state.ssm),
+        )
+        tracked = torch.is_grad_enabled() and any(
+            one is not None and one.requires_grad for one in (projected, *weights)
+        )
+        if projected.shape[1] != 1 or tracked or not gpu_kernels.runs(True, projected, *weights):
+            return None
+        from longrnn.ops.triton import token
+
+        y, conv, ssm = token.step(
+            projected,
+            token.Weights(self.conv1d.weight[:, 0], *weights[1:5]),
+            state.conv,
+            state.ssm,
+            groups=self.n_groups,
+            dt_limit=self._dt_range(),
+        )
+        z = projected[..., : self.d_inner]
+        return self.gated(y, z, None, fused=True), Mamba2State(conv, ssm)
+
+    def _dt_range(self) -> tuple[float, float]:
+        """Least and largest dt."""
+        least, largest = (0.0, math.inf) if self.dt_limit is None else self.dt_limit
+        return least, largest
 
     def _fused(self, projected: Tensor, state: Mamba2State) -> tuple[Tensor, Mamba2State] | None:
         """Computes everything between the projections in C++; None if that is not possible.
@@ -192,7 +242,7 @@ class Mamba2(ScanningMixer):
         It is not for calls that need gradients, under autocast, on other devices, and if the result
         is not finite: then the parts that do not depend on NaN must be told from those that do.
         """
-        if projected.requires_grad or torch.is_autocast_enabled(projected.device.type):
+        if projected.requires_grad or autocasts(projected):
             return None
         weights = kernels.Weights(
             self.conv1d.weight,
@@ -204,7 +254,6 @@ class Mamba2(ScanningMixer):
         )
         if not kernels.cell_suits(projected, weights, state.conv, state.ssm):
             return None
-        least, largest = (0.0, math.inf) if self.dt_limit is None else self.dt_limit
         found = kernels.cell(
             projected,
             weights,
@@ -212,7 +261,7 @@ class Mamba2(ScanningMixer):
             state.ssm,
             groups=self.n_groups,
             norm_eps=self.norm_eps,
-            dt_limit=(least, largest),
+            dt_limit=self._dt_range(),
         )
         return None if found is None else (found[0], Mamba2State(*found[1:]))
 
@@ -234,22 +283,36 @@ class Mamba2(ScanningMixer):
     def memory(self, state: Mamba2State) -> Tensor:
         return state.ssm
 
+    def with_memory(self, state: Mamba2State, memory: Tensor) -> Mamba2State:
+        return state._replace(ssm=memory)
+
+    def recent(self, state: Mamba2State) -> Tensor:
+        return state.conv
+
+    def recent_of(self, x: Tensor) -> Tensor:
+        return self.in_proj(x)[..., self.d_inner : self.d_inner + self.d_xBC]
+
+    def with_recent(self, state: Mamba2State, recent: Tensor) -> Mamba2State:
+        return state._replace(conv=recent)
+
     def rates(self) -> Tensor:
         wide = torch.promote_types(self.A_log.dtype, torch.float32)
         return -self.A_log.to(wide).exp()
 
     def inputs_like(self) -> ScanInputs:
-        narrow, wide = self.in_proj.weight.dtype, self.state_like().ssm.dtype
+        narrow, wide = self.conv1d.weight.dtype, self.state_like().ssm.dtype
 
         def meta(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(1, *shape, dtype=dtype, device="meta")
 
         return ScanInputs(
-            x=meta(self.n_heads, self.head_dim, dtype=wide),
+            x=meta(self.n_heads, self.head_dim, dtype=narrow),
+            gain=meta(self.n_heads, dtype=wide),
             log_decay=meta(self.n_heads, dtype=wide),
             B=meta(self.n_groups, self.d_state, dtype=narrow),
             C=meta(self.n_groups, self.d_state, dtype=narrow),
         )
 
     def extra_repr(self) -> str:
-        return f"n_heads={self.n_heads}, d_state={self.d_state}, backend={self.backend}"
+        backend = self.backend_on(self.A_log.device)
+        return f"n_heads={self.n_heads}, d_state={self.d_state}, backend={backend}"

@@ -14,7 +14,7 @@ from longrnn.mixers.base import Mixer
 from longrnn.mixers.documents import run_packed_sequence
 from longrnn.mixers.edits import Edit, EditedState, Update
 from longrnn.ops.packed_rows import PackedRows
-from longrnn.ops.precision import own_precision
+from longrnn.ops.precision import own_precision, refuse_tf32
 from longrnn.ops.unroll import unroll
 from longrnn.state import PyTree
 
@@ -76,6 +76,7 @@ class StepwiseMixer(Mixer):
     def run(
         self, x: Tensor, state: PyTree, edit: Edit | None, carry: PyTree
     ) -> tuple[Tensor, PyTree, PyTree]:
+        refuse_tf32(x)
         # Autocast is off: a memory with 8 significant bits loses small additions.
         with own_precision(x):
             x = x.to(self.cell.all_weights[0][0].dtype)
@@ -89,6 +90,7 @@ class StepwiseMixer(Mixer):
         packs = self.has_kernel and (self.packs_on_cpu or x.device.type != "cpu")
         if edit is not None or not packs:
             return super().run_packed(x, state, edit, carry, rows)
+        refuse_tf32(x)
         with own_precision(x):
             x = x.to(self.cell.all_weights[0][0].dtype)
             fresh = self.init_state(1)

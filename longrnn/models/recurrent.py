@@ -8,10 +8,8 @@ Notable choices:
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict
 
 import torch
 from torch import Tensor, nn
@@ -19,109 +17,41 @@ from torch import Tensor, nn
 from longrnn.errors import UserError, nearest
 from longrnn.mixers import MIXERS, Edit, EditedState, Mixer
 from longrnn.models.base import LMOutput, check_state, check_tokens, fingerprint
+from longrnn.models.blocks import BLOCKS
+from longrnn.models.config import RecurrentConfig
+from longrnn.models.context import ContextGroup, hidden_of_share
 from longrnn.models.packing import Arrangement
 from longrnn.models.recompute import GRANULARITIES, recomputed
+from longrnn.ops.cross_entropy import token_cross_entropy
 from longrnn.ops.linear import Linear, linear
 from longrnn.ops.norm import rms_norm
 from longrnn.ops.packed_rows import PackedRows
 from longrnn.positions import POSITIONS
-from longrnn.ranges import check_ranges, count, number
+from longrnn.ranges import check_ranges
 from longrnn.state import LMState, PyTree
 
-# Tokens of one segment, over all rows; chosen with benchmarks/prefill_cpu.py.
+# Tokens of one segment, over all rows, on a CPU; chosen with benchmarks/prefill_cpu.py.
 SEGMENT_TOKENS = 512
+# The same on other devices. There every segment costs some hundred launches per layer, and FSDP
+# gathers the weights of every layer once per segment.
+DEVICE_SEGMENT_TOKENS = 2**16
+# The same with recomputation by segment, which keeps the activations of one segment at a time.
+RECOMPUTED_SEGMENT_TOKENS = 2**13
 
 
-@dataclass
-class RecurrentConfig:
-    """The configuration of a `RecurrentLM`.
+def segment_width(rows: int, device: torch.device, gradient_checkpointing: str = "no") -> int:
+    """How many tokens of each row go through all layers together.
 
-    Attributes:
-        vocab_size: number of token ids.
-        d_model: width of embeddings, cells and head.
-        n_layers: number of blocks.
-        mixer: `{"kind": "rnn" | "gru" | "lstm" | "mamba2", option: value, …}`.
-        position: `{"kind": "none" | "sinusoidal" | "learned" | "random" | "duplicate", …}`.
-        block: `residual` (x + mixer(norm(x)), and a norm before the head) or `plain` (embedding →
-            position → cells → head, the architecture of arXiv 2402.00236).
-        tie_embeddings: whether head and embedding share their weights.
-        norm_eps: added to the mean square in the norms of `residual`.
-        residual_in_fp32: whether the residual stream of `residual` is float32 or wider, even if the
-            weights are narrower.
+    Args:
+        rows: of the batch.
+        device: of the model.
+        gradient_checkpointing: `no`, `block` or `segment`.
     """
-
-    vocab_size: int = count(256)
-    d_model: int = count(128)
-    n_layers: int = count(2)
-    mixer: dict[str, Any] = field(default_factory=lambda: {"kind": "mamba2"})
-    position: dict[str, Any] = field(default_factory=lambda: {"kind": "none"})
-    block: str = "residual"
-    tie_embeddings: bool = True
-    norm_eps: float = number(1e-5, at_least=0)
-    residual_in_fp32: bool = False
-
-
-class Block(nn.Module, ABC):
-    """One layer of the model.
-
-    Attributes:
-        recompute: whether the backward pass computes the layer again.
-    """
-
-    recompute = False
-
-    @abstractmethod
-    def run(
-        self, x: Tensor, state: PyTree, edit: Edit | None, rows: PackedRows | None
-    ) -> tuple[Tensor, PyTree]:
-        """Returns the output of the layer, and the state of its cell."""
-
-    def forward(
-        self, x: Tensor, state: PyTree, edit: Edit | None, rows: PackedRows | None = None
-    ) -> tuple[Tensor, PyTree]:
-        if self.recompute:
-            # Inside the module, so that its hooks (shards, DDP) run as without recomputation.
-            return recomputed(self.run, x, state, edit, rows)
-        return self.run(x, state, edit, rows)
-
-
-class ResidualBlock(Block):
-    """x + mixer(rms_norm(x))."""
-
-    def __init__(self, mixer: Mixer, config: RecurrentConfig) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
-        self.mixer = mixer
-        self.eps = config.norm_eps
-        self.wide = config.residual_in_fp32
-
-    def run(
-        self, x: Tensor, state: PyTree, edit: Edit | None, rows: PackedRows | None
-    ) -> tuple[Tensor, PyTree]:
-        normed = rms_norm(x, self.norm.weight, self.eps)
-        if self.wide:
-            normed = normed.to(self.norm.weight.dtype)
-        y, state = self.mixer(normed, state, edit, rows)
-        return x + y, state
-
-
-class PlainBlock(Block):
-    """The cell without norm and residual connection."""
-
-    def __init__(self, mixer: Mixer, config: RecurrentConfig) -> None:
-        super().__init__()
-        self.mixer = mixer
-
-    def run(
-        self, x: Tensor, state: PyTree, edit: Edit | None, rows: PackedRows | None
-    ) -> tuple[Tensor, PyTree]:
-        return self.mixer(x, state, edit, rows)
-
-
-BLOCKS: dict[str, type[ResidualBlock] | type[PlainBlock]] = {
-    "residual": ResidualBlock,
-    "plain": PlainBlock,
-}
+    if device.type == "cpu":
+        return max(64, SEGMENT_TOKENS // max(1, rows))
+    by_segment = gradient_checkpointing == "segment"
+    tokens = RECOMPUTED_SEGMENT_TOKENS if by_segment else DEVICE_SEGMENT_TOKENS
+    return max(1024, tokens // max(1, rows))
 
 
 class RecurrentLM(nn.Module):
@@ -198,6 +128,11 @@ class RecurrentLM(nn.Module):
         return self.position.n_positions
 
     @property
+    def is_capturable(self) -> bool:
+        """See `CapturableModel`; a table of positions compares its length with the position."""
+        return self.max_length is None
+
+    @property
     def mixers(self) -> list[Mixer]:
         """The cells, first layer first."""
         return [block.mixer for block in self.blocks]  # type: ignore[misc]
@@ -232,6 +167,8 @@ class RecurrentLM(nn.Module):
         edits: Sequence[Edit] | None = None,
         is_token: Tensor | None = None,
         is_document_start: Tensor | None = None,
+        context: ContextGroup | None = None,
+        checked: bool = False,
     ) -> LMOutput:
         """Consumes tokens; see `LanguageModel`.
 
@@ -247,6 +184,10 @@ class RecurrentLM(nn.Module):
             is_document_start: `(b, t)` bool. Before such a token the state of the row, carries and
                 position included, is that of `init_state`, whatever it was, NaN included. A row
                 whose first token is not a start continues the given state. None for no start.
+            context: the processes that hold the rows together. Tokens, masks, `keep` and logits are
+                then of the share of this process, states of all: see `longrnn.models.context`.
+            checked: whether ids and state are known to be valid, as those of generated tokens are.
+                Comparing ids with the vocabulary would wait for the device.
 
         Raises:
             UserError: ids outside the vocabulary, the state of another model or batch size, a
@@ -260,6 +201,8 @@ class RecurrentLM(nn.Module):
             edits=edits,
             is_token=is_token,
             is_document_start=is_document_start,
+            context=context,
+            checked=checked,
         )
         return LMOutput(linear(hidden, self.head.weight), state)
 
@@ -272,29 +215,64 @@ class RecurrentLM(nn.Module):
         edits: Sequence[Edit] | None = None,
         is_token: Tensor | None = None,
         is_document_start: Tensor | None = None,
+        context: ContextGroup | None = None,
+        checked: bool = False,
     ) -> tuple[Tensor, LMState]:
         """`forward` without the head: returns the head's input, `(b, t, d)`, and the state.
 
         For losses that do not hold all logits at once (`longrnn.ops.cross_entropy`).
         """
-        tokens = check_tokens(tokens, self.vocab_size, is_token)
+        if not checked:
+            tokens = check_tokens(tokens, self.vocab_size, is_token)
         if state is None:
             state = self.init_state(len(tokens), edits)
-        like = tuple(mixer.state_like() for mixer in self.mixers)
-        check_state(state if edits is None else state._replace(extra=()), like, len(tokens))
-        if edits is not None and len(state.extra) != len(like):
-            raise UserError(
-                f"{len(edits)} edits need one carry each and the state has {len(state.extra)}: "
-                "start from init_state(batch_size, edits)"
-            )
+        elif not checked:
+            self._check_state(state, edits, len(tokens))
         time = tokens.shape[1]
         keep = time if keep is None else min(keep, time)
         if keep < 0:
             raise UserError(f"keep must be at least 0, not {keep}: give 0 for no logits")
 
         arranged = Arrangement(tokens, is_token, is_document_start)
+        return self._read(state, keep, edits, arranged, context)
+
+    @torch.no_grad()
+    def token_losses(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        state: LMState | None = None,
+        *,
+        edits: Sequence[Edit] | None = None,
+    ) -> tuple[Tensor, LMState]:
+        """See `LossModel.token_losses`; `edits` as in `forward`."""
+        hidden, state = self.hidden(tokens, state, edits=edits)
+        return token_cross_entropy(hidden, self.head.weight, targets)[0], state
+
+    def _check_state(self, state: LMState, edits: Sequence[Edit] | None, rows: int) -> None:
+        """Raises `UserError` for a state that does not fit the model, the edits or the batch."""
+        like = tuple(mixer.state_like() for mixer in self.mixers)
+        check_state(state if edits is None else state._replace(extra=()), like, rows)
+        if edits is not None and len(state.extra) != len(like):
+            raise UserError(
+                f"{len(edits)} edits need one carry each and the state has {len(state.extra)}: "
+                "start from init_state(batch_size, edits)"
+            )
+
+    def _read(
+        self,
+        state: LMState,
+        keep: int,
+        edits: Sequence[Edit] | None,
+        arranged: Arrangement,
+        context: ContextGroup | None,
+    ) -> tuple[Tensor, LMState]:
+        """`hidden` of checked arguments."""
         tokens, rows, first = arranged.tokens, arranged.rows, arranged.first_kept(keep)
-        width = max(64, SEGMENT_TOKENS // max(1, len(tokens)))
+        if context is not None:
+            hidden, state = hidden_of_share(self, tokens, rows, state, edits, context)
+            return self._output(hidden[:, first:], arranged, keep), state
+        width = segment_width(len(tokens), tokens.device, self.gradient_checkpointing)
         kept: list[Tensor] = []
         for start in range(0, tokens.shape[1], width):
             part = tokens[:, start : start + width]
@@ -309,10 +287,35 @@ class RecurrentLM(nn.Module):
         if not kept:
             return self.embedding.weight.new_zeros(len(tokens), keep, self.config.d_model), state
         hidden = torch.cat(kept, 1) if len(kept) > 1 else kept[0]
+        return self._output(hidden, arranged, keep), state
+
+    def _output(self, hidden: Tensor, arranged: Arrangement, keep: int) -> Tensor:
+        """The input of the head, `(b, keep, d)`, from the output of the last block."""
         if self.norm is not None:
             hidden = rms_norm(hidden, self.norm.weight, self.config.norm_eps)
         hidden = arranged.restore(hidden, keep)
-        return hidden.to(self.embedding.weight.dtype) if self._wide else hidden, state
+        return hidden.to(self.embedding.weight.dtype) if self._wide else hidden
+
+    def embed(
+        self, tokens: Tensor, position: Tensor, rows: PackedRows | None
+    ) -> tuple[Tensor, Tensor]:
+        """The input of the first block, and the positions after the tokens.
+
+        Args:
+            tokens: `(b, t)` int64.
+            position: `(b,)` int64, that of the first token.
+            rows: where documents and padding begin; None without any.
+        """
+        if rows is None:
+            time = tokens.shape[1]
+            positions = position[:, None] + torch.arange(time, device=tokens.device)
+            after = position + time
+        else:
+            positions, after = rows.positions(position)
+        x = self.merge(self.position(self.embedding(tokens), positions))
+        if rows is not None:
+            x = rows.without_padding(x)
+        return x.to(torch.promote_types(x.dtype, torch.float32)) if self._wide else x, after
 
     def _segment(
         self,
@@ -322,17 +325,7 @@ class RecurrentLM(nn.Module):
         rows: PackedRows | None,
     ) -> tuple[Tensor, LMState]:
         """`hidden` of one segment, before the last norm."""
-        if rows is None:
-            time = tokens.shape[1]
-            positions = state.position[:, None] + torch.arange(time, device=tokens.device)
-            position = state.position + time
-        else:
-            positions, position = rows.positions(state.position)
-        x = self.merge(self.position(self.embedding(tokens), positions))
-        if rows is not None:
-            x = rows.without_padding(x)
-        if self._wide:
-            x = x.to(torch.promote_types(x.dtype, torch.float32))
+        x, position = self.embed(tokens, state.position, rows)
         layers, carries = [], []
         for index, (block, layer) in enumerate(zip(self.blocks, state.layers, strict=True)):
             if edits is None:

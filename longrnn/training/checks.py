@@ -8,6 +8,7 @@ import torch
 
 from longrnn.errors import UserError
 from longrnn.hf.tokenizer import fits
+from longrnn.models.context import check_divisible
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.tasks import SequenceTask, Task
 from longrnn.training import models, sharding
@@ -92,6 +93,8 @@ def check_model(model: Trained, config: TrainConfig, task: Task) -> None:
     check_vocabulary(model.vocab_size, config, task)
     if isinstance(model, RecurrentLM):
         return
+    if config.context_parallel_size > 1:
+        check_divisible(model)
     if config.initial_state["kind"] != "zero":
         raise UserError("a transformer has no state to start from: set initial_state={kind: zero}")
     if task.packing:

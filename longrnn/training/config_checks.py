@@ -21,6 +21,11 @@ def check_features(config: TrainConfig) -> None:
     _check_minimum(config)
     _check_validation(config)
     _check_peft(config)
+    if config.transformer and config.context_parallel_size > 1:
+        raise UserError(
+            f"context_parallel_size={config.context_parallel_size} divides rows between recurrent "
+            "states, and a transformer has none: leave it out"
+        )
 
 
 def _check_minimum(config: TrainConfig) -> None:

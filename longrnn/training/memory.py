@@ -60,6 +60,7 @@ def training_memory(
     mixed_precision: str = "no",
     gradient_checkpointing: str = "no",
     shards: int = 1,
+    device: str = "cpu",
 ) -> TrainingMemory:
     """The memory of one training step with AdamW.
 
@@ -70,6 +71,7 @@ def training_memory(
         mixed_precision: `no`, `bf16` or `fp16`.
         gradient_checkpointing: `no`, `block` or `segment`.
         shards: processes over which FSDP divides weights, gradients and optimizer.
+        device: `cpu` or `cuda`, which process segments and losses in pieces of different sizes.
 
     Raises:
         UserError: another kind of model.
@@ -91,7 +93,7 @@ def training_memory(
     casts = matrices * narrow if narrow < WIDE else 0
 
     whole = rows * tokens
-    width = max(64, recurrent.SEGMENT_TOKENS // rows)
+    width = recurrent.segment_width(rows, torch.device(device), gradient_checkpointing)
     segments = -(-tokens // width)
     segment = rows * min(tokens, width)
     state = rows * (
@@ -110,7 +112,8 @@ def training_memory(
         kept, again = whole * layers * (block + stream) + states, 0
     scan = segment * WIDE * mixer.n_heads * min(tokens, chunked.CHUNK) * CHUNK_TENSORS
     scan += segment * WIDE * mixer.d_inner * INNER_TENSORS
-    pieces = min(whole * config.vocab_size, max(cross_entropy.MAX_LOGITS, config.vocab_size))
+    logits = cross_entropy.most_logits(torch.device(device))
+    pieces = min(whole * config.vocab_size, max(logits, config.vocab_size))
     loss = WIDE * pieces * LOGITS_TENSORS
     return TrainingMemory(
         weights=(WIDE * parameters) // shards + casts,
@@ -151,9 +154,10 @@ def memory_of(config: TrainConfig) -> TrainingMemory:
     return training_memory(
         model,
         rows=rows,
-        tokens=config.length.max * config.segments_per_step,
+        tokens=-(-config.length.max // config.context_parallel_size) * config.segments_per_step,
         mixed_precision=config.mixed_precision,
         gradient_checkpointing=config.gradient_checkpointing,
+        device="cuda" if torch.cuda.is_available() else "cpu",
     )
 
 

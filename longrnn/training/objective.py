@@ -7,14 +7,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, linear
 
 from longrnn.errors import UserError
 from longrnn.models import RecurrentLM
-from longrnn.ops.cross_entropy import MAX_LOGITS, weighted_cross_entropy
+from longrnn.models.context import ContextGroup, from_shares, share_of
+from longrnn.ops.cross_entropy import token_cross_entropy, weighted_cross_entropy
 from longrnn.state import LMState, reset
 from longrnn.tasks import Batch
-from longrnn.tasks.base import UNSCORED
 from longrnn.training.mitigated import Edits
 from longrnn.training.models import Trained
 from longrnn.training.repeat import read_repeatedly
@@ -24,7 +23,7 @@ class StepOutput(NamedTuple):
     """The result of a forward pass.
 
     Attributes:
-        loss: scalar.
+        loss: scalar; see `Objective`.
         state: from which a carried row continues.
         predictions: `(b, t)` ids for every segment, −100 where there is no target.
     """
@@ -49,16 +48,21 @@ class Objective(nn.Module):
     """The loss of a batch: the mean over rows of the weighted sum over tokens.
 
     Because it is a mean over rows, two processes with half of the rows each have the same mean
-    gradient as one process with all rows.
+    gradient as one process with all rows. For the same reason, the loss of a process that reads a
+    share of each row is that of its share times the number of shares.
 
     Args:
         model: the language model to train.
         edits: the mitigation under which it is trained; None without one.
+        context: the processes that read the same rows, each a share of their tokens; None if this
+            process reads whole rows.
     """
 
-    def __init__(self, model: Trained, edits: Edits | None = None) -> None:
+    def __init__(
+        self, model: Trained, edits: Edits | None = None, context: ContextGroup | None = None
+    ) -> None:
         super().__init__()
-        self.model, self.edits = model, edits
+        self.model, self.edits, self.context = model, edits, context
 
     def forward(self, segments: Sequence[Batch], state: LMState) -> StepOutput:
         """The mean loss of consecutive segments, with one gradient through all of them.
@@ -108,16 +112,7 @@ class Objective(nn.Module):
             after the last token.
         """
         hidden, state = self._hidden(tokens, state, packing)
-        head = self.model.head.weight
-        rows = max(1, MAX_LOGITS // len(head))
-        losses, ids = [], []
-        pairs = zip(hidden.flatten(0, 1).split(rows), targets.flatten().split(rows), strict=True)
-        for x, target in pairs:
-            logits = linear(x, head)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            losses.append(cross_entropy(logits, target, ignore_index=UNSCORED, reduction="none"))
-            ids.append(logits.argmax(-1))
-        return torch.cat(losses).view_as(targets), torch.cat(ids).view_as(targets), state
+        return *token_cross_entropy(hidden, self.model.head.weight, targets), state
 
     def _hidden(
         self,
@@ -125,10 +120,11 @@ class Objective(nn.Module):
         state: LMState,
         packing: Mapping[str, Tensor] | None = None,
         repeat: Tensor | None = None,
+        context: ContextGroup | None = None,
     ) -> tuple[Tensor, LMState]:
         """The input of the head and the new state, under the edits."""
         if self.edits is None or not isinstance(self.model, RecurrentLM):
-            return read_repeatedly(self.model, tokens, state, repeat, packing)
+            return read_repeatedly(self.model, tokens, state, repeat, packing, context)
         if repeat is not None:
             raise UserError(
                 "repeated segments and a mitigation cannot be combined: set max_repeat=1, or leave "
@@ -141,27 +137,50 @@ class Objective(nn.Module):
             edits=self.edits.layers,
             is_document_start=masks.get("is_document_start"),
             is_token=masks.get("is_token"),
+            context=context,
         )
+
+    def _columns(self, start: int, stop: int) -> slice:
+        """The columns from `start` up to `stop` that this process reads."""
+        if self.context is None:
+            return slice(start, stop)
+        own = share_of(stop - start, self.context)
+        return slice(start + own.start, start + own.stop)
 
     def _segment(self, batch: Batch, state: LMState) -> tuple[Tensor, LMState, Tensor]:
         """The loss from an initial state; see `Batch` for its weights and its query."""
-        body = batch.tokens.shape[1] - batch.query_length
-        packing = packing_of(batch, slice(0, body))
-        hidden, state = self._hidden(batch.tokens[:, :body], state, packing, batch.repeat)
+        time = batch.tokens.shape[1]
+        body = self._columns(0, time - batch.query_length)
+        packing = packing_of(batch, body)
+        hidden, state = self._hidden(
+            batch.tokens[:, body], state, packing, batch.repeat, self.context
+        )
+        read = [body]
         if batch.query_length:
-            query, _ = self._hidden(batch.tokens[:, body:], state)
+            read.append(self._columns(time - batch.query_length, time))
+            query, _ = self._hidden(batch.tokens[:, read[1]], state, context=self.context)
             hidden = torch.cat([hidden, query], dim=1)
         weights = batch.weights
         if weights is None:
             scored = batch.answers().to(torch.promote_types(hidden.dtype, torch.float32))
             weights = scored / scored.sum(1, keepdim=True).clamp(min=1)
+        targets = batch.targets
+        if self.context is not None:
+            targets, weights = (
+                torch.cat([whole[:, part] for part in read], 1) for whole in (targets, weights)
+            )
+            weights = weights * self.context.size
         # Logits are computed only at targets: a reversal task has them in its second half only.
-        scored = (batch.targets.flatten() >= 0).nonzero()[:, 0]
+        scored = (targets.flatten() >= 0).nonzero()[:, 0]
         loss, predicted = weighted_cross_entropy(
             hidden.flatten(0, 1).index_select(0, scored),
             self.model.head.weight,
-            batch.targets.flatten()[scored],
+            targets.flatten()[scored],
             (weights / len(weights)).flatten()[scored],
         )
-        predictions = batch.targets.flatten().index_copy(0, scored, predicted)
-        return loss, state, predictions.view_as(batch.targets)
+        predictions = targets.flatten().index_copy(0, scored, predicted).view_as(targets)
+        if self.context is not None:
+            columns = torch.cat([torch.arange(part.start, part.stop) for part in read])
+            columns = columns.to(predictions.device)
+            predictions = from_shares(self.context, predictions, columns, time)
+        return loss, state, predictions

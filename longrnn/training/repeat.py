@@ -9,13 +9,14 @@ taken to be the same in every reading, which holds once the layers below have co
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.mixers import Edit, Mixer, ScanningMixer
 from longrnn.models import RecurrentLM
+from longrnn.models.context import ContextGroup
 from longrnn.ops.ssd import SSD, ScanInputs
 from longrnn.ops.ssd.repeat import repeated
 from longrnn.state import LMState
@@ -72,6 +73,7 @@ def read_repeatedly(
     state: LMState,
     times: Tensor | None,
     packing: Mapping[str, Tensor] | None = None,
+    context: ContextGroup | None = None,
 ) -> tuple[Tensor, LMState]:
     """`model.hidden(tokens, state)`, but with the state after `times` readings.
 
@@ -82,17 +84,26 @@ def read_repeatedly(
         times: `(b,)`, repetitions of each row; None for one.
         packing: further arguments of `model.hidden` for packed rows: `is_document_start` and
             `is_token`; None for rows of one document.
+        context: the processes that hold the rows together; None for one.
 
     Raises:
-        UserError: a cell whose state is not a linear function of the previous one, or packed rows.
+        UserError: a cell whose state is not a linear function of the previous one, packed rows, or
+            rows that several processes hold.
     """
     if times is None or bool((times == 1).all()):
         packing = packing or {}
+        shared: dict[str, Any] = {} if context is None else {"context": context}
         return model.hidden(
             tokens,
             state,
             is_document_start=packing.get("is_document_start"),
             is_token=packing.get("is_token"),
+            **shared,
+        )
+    if context is not None:
+        raise UserError(
+            "repeated segments are read by one process each: set max_repeat=1, or leave out "
+            "context_parallel_size"
         )
     if packing:
         raise UserError(

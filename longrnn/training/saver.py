@@ -18,6 +18,7 @@ from longrnn.hf.convert import OURS, convert
 from longrnn.text import Tokenizer
 from longrnn.training import checkpoint, models, sharding
 from longrnn.training.config import TrainConfig
+from longrnn.training.context import Mesh
 from longrnn.training.models import Trained
 from longrnn.training.processes import on_main, together
 
@@ -77,6 +78,7 @@ class Saver:
         accelerator: its processes.
         tokenizer: is saved with the model.
         mitigation: under which the model is trained; saved with it.
+        mesh: the place of this process; None if every process reads rows of its own.
 
     Attributes:
         pinned: steps whose checkpoints `prune` keeps, by the reason.
@@ -88,7 +90,9 @@ class Saver:
         accelerator: Accelerator,
         tokenizer: Tokenizer,
         mitigation: str | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
+        self.mesh = mesh or Mesh(accelerator.process_index, accelerator.num_processes, None)
         self.output_dir, self.keep = Path(config.output_dir), config.save_total_limit
         self.accelerator, self.tokenizer = accelerator, tokenizer
         self.pinned: dict[str, int] = {}
@@ -120,8 +124,8 @@ class Saver:
         moments = sharding.gathered(optimizer.state_dict())
 
         def write() -> None:
-            rank = self.accelerator.process_index
-            checkpoint.write_tensors(folder / f"carry-{rank}.pt", carried)
+            if self.mesh.saves_states:
+                checkpoint.write_tensors(folder / f"carry-{self.mesh.rank}.pt", carried)
             if not self.accelerator.is_main_process:
                 return
             models.save(model, folder, self.tokenizer, weights, self.mitigation, self.base)
@@ -197,7 +201,7 @@ class Saver:
                 are not finite.
         """
         content = checkpoint.read_training(folder)
-        carried = checkpoint.read_tensors(folder / f"carry-{self.accelerator.process_index}.pt")
+        carried = checkpoint.read_tensors(folder / f"carry-{self.mesh.rank}.pt")
         try:
             self.load_weights(folder, model)
             optimizer.load_state_dict(sharding.sharded_optimizer(content["optimizer"], optimizer))

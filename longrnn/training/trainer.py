@@ -10,8 +10,7 @@ Notable choices:
 from __future__ import annotations
 
 import sys
-import time
-from contextlib import nullcontext, redirect_stdout
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -29,6 +28,7 @@ from longrnn.training import best_model, failures, models, publish, sharding, sp
 from longrnn.training.checks import check_model, check_positions, check_vocabulary
 from longrnn.training.components import Component
 from longrnn.training.config import TrainConfig
+from longrnn.training.context import mesh_of
 from longrnn.training.data import Source
 from longrnn.training.extension import start_of_decay
 from longrnn.training.folder import Found, append_metrics, claim, find
@@ -37,7 +37,7 @@ from longrnn.training.metrics import Sums
 from longrnn.training.mitigated import check_initial_state, edits_of
 from longrnn.training.models import Trained
 from longrnn.training.objective import Objective
-from longrnn.training.optim import clip_values, fill, freeze, learning_rate, set_learning_rate
+from longrnn.training.optim import clip, fill, freeze, learning_rate, set_learning_rate
 from longrnn.training.prefetch import Prefetch
 from longrnn.training.processes import (
     Interrupts,
@@ -49,6 +49,7 @@ from longrnn.training.processes import (
 from longrnn.training.saver import Saver, SaveSchedule
 from longrnn.training.sources import build_task_together
 from longrnn.training.spikes import SpikeGuard
+from longrnn.training.throughput import Throughput
 from longrnn.training.validation import Validation
 
 # Attributes of a trainer that a checkpoint holds, beside weights, optimizer and carried states.
@@ -81,10 +82,10 @@ class Trainer:
         self.output_dir = Path(config.output_dir)
         self.accelerator = build_accelerator(config)
         self.quiet = quiet or not self.accelerator.is_main_process
-        world = self.accelerator.num_processes
+        self.mesh = mesh_of(self.accelerator, config.context_parallel_size)
         # Held until `train` ends by the main process, the only one that writes shared files.
         self.lock = Lock.of_folder(self.output_dir, instead="choose another output_dir")
-        how = {"resume": resume or extend, "extend": extend, "processes": world}
+        how = {"resume": resume or extend, "extend": extend, "processes": self.mesh.size}
         found = on_main(self.accelerator, partial(find, config, self.lock, **how))
         try:
             self._set_up(found)
@@ -95,7 +96,7 @@ class Trainer:
     def _set_up(self, found: Found) -> None:
         """Builds what trains, refuses what does not fit, and only then writes into the folder."""
         config = self.config
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        mesh = self.mesh
         origin = found.checkpoint
         if origin is None and config.resume_from_checkpoint is not None:
             origin = Path(config.resume_from_checkpoint)
@@ -108,11 +109,12 @@ class Trainer:
             quiet=self.quiet,
         )
         self.task = build(config.task)
-        self.source = Source(self.task, config, rank, world)
+        self.source = Source(self.task, config, mesh.rank, mesh.size)
         model = self._build_model(origin)
         edits = edits_of(model, config.mitigation)
-        objective = Objective(model, edits)
-        context = Context(objective.init_state, config.seed, rank, world, self.total)
+        objective = Objective(model, edits, mesh.group)
+        total = mesh.total_of_rows(self.total)
+        context = Context(objective.init_state, config.seed, mesh.rank, mesh.size, total)
         self.starts = INITIAL_STATES.build(config.initial_state, context)
         check_initial_state(model, edits, config.initial_state["kind"])
         learning_rate(0, config)  # refuses an unknown schedule before anything is written
@@ -122,6 +124,7 @@ class Trainer:
         self.validation: Validation | None = None
         if config.validation:
             held_out = build(config.validation)
+            rank, world = self.accelerator.process_index, self.accelerator.num_processes
             self.validation = Validation(config, model, self.task, held_out, rank, world)
             check_vocabulary(model.vocab_size, config, self.validation.task)
         self.spikes = SpikeGuard(config, model.vocab_size)
@@ -131,7 +134,7 @@ class Trainer:
         check_positions(model, self.source)
         on_main(self.accelerator, lambda: claim(config, found))
         spec = None if edits is None else edits.spec
-        self.saver = Saver(config, self.accelerator, self.tokenizer, spec)
+        self.saver = Saver(config, self.accelerator, self.tokenizer, spec, mesh)
         self.schedule = SaveSchedule(
             self.saver,
             config.save_steps,
@@ -148,6 +151,8 @@ class Trainer:
         if origin is not None:
             self.restore(origin, branch=found.checkpoint is None)
         n_micro, device = config.gradient_accumulation_steps, self.accelerator.device
+        sizes = mesh.size, config.context_parallel_size
+        self.throughput = Throughput(model, device, *sizes, config.mixed_precision, self.say)
         self.batches = Prefetch(self.source.segments, n_micro, config.max_steps, device)
         start_trackers(self.accelerator, config, self.step)
 
@@ -186,7 +191,8 @@ class Trainer:
             Progress("training", left, unit="tokens", quiet=self.quiet) as progress,
         ):
             while not self._ended():
-                begun, before = time.monotonic(), self.tokens
+                before = self.tokens
+                self.throughput.start()
                 values = self._train_step(stop=interrupts.received is not None)
                 stop = values.pop("stop") > 0
                 if values.pop("rolled_back", 0.0):
@@ -201,7 +207,7 @@ class Trainer:
                 improved = best_model.evaluate(self)
                 last = self._ended()
                 if self.step % config.logging_steps == 0 or last:
-                    self._log((self.tokens - before) / (time.monotonic() - begun))
+                    self._log()
                 self.schedule.after_step(
                     self.step,
                     self._save,
@@ -213,11 +219,7 @@ class Trainer:
                     interrupts.leave(f"{self.output_dir}: step {self.step} is done and saved")
             best_model.load(self)
             self.saver.write_final(self.model)
-        on_main(self.accelerator, partial(publish.write_card, self))
-        with redirect_stdout(sys.stderr):  # trackers print there
-            self.accelerator.end_training()
-        if self.config.push_to_hub:
-            self.say(f"uploaded: {on_main(self.accelerator, partial(publish.push, self.config))}")
+        publish.finish(self)
         return self.model
 
     def _ended(self) -> bool:
@@ -236,7 +238,9 @@ class Trainer:
         sums = Sums(stop=torch.tensor([float(stop)]))
         ends: list[LMState] = []
         for micro in range(n_micro):
-            segments, start = self.micro_batch(micro)
+            # Scores and counts read the batch on the host, which needs no copy from the device.
+            on_host = self.batches.segments(self.data_step, micro)
+            segments, start = self._placed(on_host, micro)
             # Gradients are reduced over processes once, after the last micro-batch.
             wait = micro < n_micro - 1
             sync = self.accelerator.no_sync(self.objective) if wait else nullcontext()
@@ -246,12 +250,11 @@ class Trainer:
                 self.accelerator.backward(output.loss / n_micro)
             ends.append(output.state)
             sums.add({"loss": output.loss.detach().cpu()[None]})
-            for batch, predicted in zip(segments, output.predictions, strict=True):
-                self.tokens += batch.tokens.numel() * self.accelerator.num_processes
-                sums.add(self.task.score(predicted.cpu(), batch.to(torch.device("cpu"))))
-        norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), config.max_grad_norm)
-        if config.max_grad_value is not None:
-            clip_values(self.objective.parameters(), config.max_grad_value)
+            for batch, predicted in zip(on_host, output.predictions, strict=True):
+                self.tokens += batch.tokens.numel() * self.mesh.size
+                self.throughput.add(batch)
+                sums.add(self.task.score(predicted.cpu(), batch))
+        norm = clip(self.accelerator, self.objective, config)
         if config.peft is not None and not self._adapters_checked:
             self._check_adapters()
         was_nonfinite = failures.is_nonfinite(self, norm, sums.pairs["loss"])
@@ -279,8 +282,11 @@ class Trainer:
         self._adapters_checked = True
 
     def micro_batch(self, micro: int) -> tuple[list[Batch], LMState]:
-        """A micro-batch of this step, and its initial state."""
-        segments = self.batches.segments(self.data_step, micro)
+        """A micro-batch of this step on the device, and its initial state."""
+        return self._placed(self.batches.segments(self.data_step, micro), micro)
+
+    def _placed(self, on_host: list[Batch], micro: int) -> tuple[list[Batch], LMState]:
+        segments = [batch.to(self.accelerator.device) for batch in on_host]
         return segments, self.starts.before(segments[0], self.data_step, micro)
 
     @property
@@ -292,7 +298,7 @@ class Trainer:
         """The sum of `part` over processes."""
         return cast(Tensor, self.accelerator.reduce(part, "sum"))
 
-    def _log(self, rate: float) -> None:
+    def _log(self) -> None:
         means = {name: sum(values) / len(values) for name, values in self.pending.items()}
         self.pending = {}
         if self.config.nonfinite == "skip":
@@ -300,7 +306,7 @@ class Trainer:
         if self.config.on_spike == "rollback":
             means["skipped_batches"] = self.spikes.skipped_batches
         means["learning_rate"] = learning_rate(self.step - 1, self.config)
-        self.record(means | {"tokens_per_second": rate})
+        self.record(means | self.throughput.row())
 
     def record(self, values: dict[str, float]) -> None:
         """Adds a row to the metrics of the run."""

@@ -65,6 +65,32 @@ def test_two_processes_write_what_one_writes(
 
 
 @pytest.mark.slow
+def test_processes_read_each_window_together(models: Path, text: Path, tmp_path: Path) -> None:
+    """Two teams of two processes write the rows of one process, once each."""
+    command = ["eval", "perplexity", str(models / "text"), "--text", str(text), "--quiet"]
+    command += ["--length", "300", "--batch-size", "1", "--by-position", "--output"]
+    one, four = tmp_path / "one", tmp_path / "four"
+    assert run(*command, one).returncode == 0
+    done = launched(*command, four, "--context-parallel", "2", processes=4)
+    found, expected = rows(four / "results.jsonl"), rows(one / "results.jsonl")
+    assert len(found) == len(expected) == 3, done.stderr
+    assert read_results(four / "results.jsonl")[0] == read_results(one / "results.jsonl")[0]
+    by_start = {row["start"]: row for row in found}
+    for row in expected:
+        together = by_start[row["start"]]
+        assert together["buckets"] == pytest.approx(row["buckets"], abs=1e-5)
+        assert together["stretches"] == pytest.approx(row["stretches"], abs=1e-5)
+
+
+def test_one_process_cannot_read_together(cli: CLI, models: Path, text: Path) -> None:
+    """Several processes must be launched."""
+    done = cli("eval", "perplexity", models / "text", "--text", text, "--length", "100",
+               "--context-parallel", "2")  # fmt: skip
+    assert done.code == 2
+    assert "2 processes are to read each text together and there is 1: launch" in done.err
+
+
+@pytest.mark.slow
 def test_rows_of_a_killed_process_are_kept(models: Path, tmp_path: Path) -> None:
     """After the kill of one of two processes, the same command continues with the rows of both."""
     out = tmp_path / "out"

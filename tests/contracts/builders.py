@@ -20,7 +20,7 @@ from longrnn.mitigations import MITIGATIONS, Mitigated, mitigation
 from longrnn.mixers import MIXERS, Edit, Mixer
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.recurrent import BLOCKS
-from longrnn.ops.ssd import chunked, rescale, window, window_carry
+from longrnn.ops.ssd import chunked, rescale, triton, window, window_carry
 from longrnn.positions import POSITIONS
 from longrnn.state import LMState, PyTree, leaves, tree_map
 
@@ -98,9 +98,9 @@ def spec_id(spec: object) -> str:
 def small_chunks(chunk: int = 4, chunks_at_once: int = 2) -> Iterator[None]:
     """Cuts time into chunks so small that short texts reach every edge between them."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (chunked, rescale, window_carry):
+        for module in (chunked, rescale, triton, window_carry):
             patch.setattr(module, "CHUNK", chunk)
-        for module in (chunked, rescale):
+        for module in (chunked, rescale, triton):
             patch.setattr(module, "SEGMENT", chunk * chunks_at_once)
         patch.setattr(window, "CHUNKS_AT_ONCE", chunks_at_once)
         yield

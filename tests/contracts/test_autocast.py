@@ -58,8 +58,9 @@ def scan_inputs(time: int = TIME) -> tuple[ScanInputs, Tensor]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(2, *shape, generator=randomness)
 
-    x, B, C = normal(time, 4, 3), normal(time, 2, 5), normal(time, 2, 5)
-    return ScanInputs(x, -normal(time, 4).square(), B, C), normal(4, 3, 5)
+    x, gain = normal(time, 4, 3), normal(time, 4)
+    B, C = normal(time, 2, 5), normal(time, 2, 5)
+    return ScanInputs(x, gain, -normal(time, 4).square(), B, C), normal(4, 3, 5)
 
 
 def limited(inputs: ScanInputs, state: Tensor) -> PyTree:
@@ -88,7 +89,7 @@ def test_recurrences_keep_their_precision(name: str, time: int) -> None:
 
     def outcome(*, cast: bool) -> tuple[PyTree, Any]:
         with torch.autocast("cpu", dtype=NARROW, enabled=cast):
-            results = RECURRENCES[name](ScanInputs(*tensors[:4]), tensors[4])
+            results = RECURRENCES[name](ScanInputs(*tensors[:5]), tensors[5])
         loss = results[0].sum() + results[1].square().sum()
         return results, torch.autograd.grad(loss, tensors, materialize_grads=True)
 

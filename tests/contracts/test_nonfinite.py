@@ -45,10 +45,10 @@ SPLITS = [[TIME], [1] * TIME, [20, 1, 1, 1, 14], [BAD, TIME - BAD], [BAD + 1, TI
 NAN, INF = torch.nan, torch.inf
 # What is not finite: a field of the inputs or both that a step dt makes, and its value.
 TROUBLES: list[tuple[tuple[str, ...], float]] = [
-    *(((name,), value) for name in ("x", "B", "C") for value in (NAN, INF, -INF)),
+    *(((name,), value) for name in ("x", "gain", "B", "C") for value in (NAN, INF, -INF)),
     (("log_decay",), NAN),
     (("log_decay",), -INF),  # forgets everything, and is nothing bad
-    (("x", "log_decay"), NAN),
+    (("gain", "log_decay"), NAN),
 ]
 every_trouble = pytest.mark.parametrize(("names", "value"), TROUBLES, ids=str)
 
@@ -60,9 +60,10 @@ def draw(dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[ScanInputs,
     def normal(*shape: int) -> Tensor:
         return torch.randn(3, *shape, generator=randomness, dtype=torch.float64)
 
-    x, B, C = normal(TIME, 4, 3), normal(TIME, 2, 5), normal(TIME, 2, 5)
+    x, gain = normal(TIME, 4, 3), normal(TIME, 4)
+    B, C = normal(TIME, 2, 5), normal(TIME, 2, 5)
     log_decay = -30 * torch.rand(3, TIME, 4, generator=randomness, dtype=torch.float64) ** 8
-    inputs = ScanInputs(*(tensor.to(dtype) for tensor in (x, log_decay, B, C)))
+    inputs = ScanInputs(*(tensor.to(dtype) for tensor in (x, gain, log_decay, B, C)))
     return inputs, normal(4, 3, 5).to(dtype)
 
 
@@ -76,10 +77,11 @@ def with_trouble(inputs: ScanInputs, names: tuple[str, ...], value: float) -> Sc
 
 
 def step(inputs: ScanInputs, t: int, state: Tensor) -> Tensor:
-    """exp(log_decay_t) state + x_t B_t^T."""
+    """exp(log_decay_t) state + gain_t x_t B_t^T."""
     B = inputs.B[:, t].repeat_interleave(inputs.x.shape[2] // inputs.B.shape[2], dim=1)
     kept = inputs.log_decay[:, t].exp()[..., None, None] * state
-    return kept + inputs.x[:, t, :, :, None] * B[:, :, None]
+    x = inputs.x[:, t] * inputs.gain[:, t, :, None]
+    return kept + x[..., None] * B[:, :, None]
 
 
 def read(inputs: ScanInputs, t: int, state: Tensor) -> Tensor:
@@ -161,7 +163,7 @@ def test_gradients_of_every_backend(backend: str, names: tuple[str, ...], value:
     def gradients(scan: Scan) -> dict[str, Tensor]:
         inputs, state = draw()
         tensors = [t.clone().requires_grad_() for t in (*with_trouble(inputs, names, value), state)]
-        y, _ = scan(ScanInputs(*tensors[:4]), tensors[4])
+        y, _ = scan(ScanInputs(*tensors[:5]), tensors[5])
         loss = functional(y[1, :BAD], 3) + functional(y[[0, 2]], 4)
         names_of_all = [*ScanInputs._fields, "state"]
         return dict(zip(names_of_all, torch.autograd.grad(loss, tensors), strict=True))

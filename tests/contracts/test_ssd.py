@@ -19,8 +19,9 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=spec_id)
 
 
 def loop(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """h_t = exp(log_decay_t) h_{t-1} + x_t B_t^T, y_t = h_t C_t, in float64, token by token."""
-    x, log_decay, B, C = (tensor.double() for tensor in inputs)
+    """The recurrence in float64, token by token."""
+    x, gain, log_decay, B, C = (tensor.double() for tensor in inputs)
+    x = x * gain[..., None]
     heads, groups = x.shape[2], B.shape[2]
     group_of_head = [head // (heads // groups) for head in range(heads)]
     h, y = state.double(), []
@@ -68,16 +69,16 @@ def draw(
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=randomness, dtype=torch.float64).to(dtype)
 
-    x = normal(batch, time, heads, 3)
+    x, gain = normal(batch, time, heads, 3), normal(batch, time, heads)
     log_decay = decay((batch, time, heads), randomness).to(dtype)
     B, C = normal(batch, time, groups, 5), normal(batch, time, groups, 5)
-    return ScanInputs(x, log_decay, B, C), normal(batch, heads, 3, 5)
+    return ScanInputs(x, gain, log_decay, B, C), normal(batch, heads, 3, 5)
 
 
 def outcome(function, inputs: ScanInputs, state: Tensor) -> dict[str, Tensor]:
     """Outputs, final state, and the gradients of a random functional of both."""
     leaves = [tensor.clone().requires_grad_() for tensor in (*inputs, state)]
-    y, final = function(ScanInputs(*leaves[:4]), leaves[4])
+    y, final = function(ScanInputs(*leaves[:5]), leaves[5])
     randomness = generator(7)
     loss = sum(
         (
@@ -210,8 +211,8 @@ def test_pieces_in_float32(
 def test_state_stays_wide(backend: str, time: int) -> None:
     """bfloat16 inputs: state and output keep the state's dtype and its digits."""
     inputs, state = draw(time, torch.float32)
-    x, log_decay, B, C = inputs
-    inputs = ScanInputs(x.bfloat16(), log_decay, B.bfloat16(), C.bfloat16())
+    x, gain, log_decay, B, C = inputs
+    inputs = ScanInputs(x.bfloat16(), gain, log_decay, B.bfloat16(), C.bfloat16())
     for ours, exact in zip(BACKENDS[backend](inputs, state), loop(inputs, state), strict=True):
         assert ours.dtype == torch.float32
         assert_near(ours, exact, 1e-5)
@@ -249,9 +250,9 @@ def test_a_decay_to_nothing(backend: str) -> None:
     """A log decay of −∞ removes everything before it and gives no NaN."""
     generator = torch.Generator().manual_seed(0)
     x, B, C = (torch.randn(1, 70, 1, 3, generator=generator) for _ in range(3))
-    log_decay = torch.full((1, 70, 1), -0.01)
+    gain, log_decay = torch.ones(1, 70, 1), torch.full((1, 70, 1), -0.01)
     log_decay[:, [5, 66]] = -torch.inf
-    _, after = BACKENDS[backend](ScanInputs(x, log_decay, B, C), torch.ones(1, 1, 3, 3))
-    late = ScanInputs(*(tensor[:, 66:] for tensor in (x, log_decay, B, C)))
+    _, after = BACKENDS[backend](ScanInputs(x, gain, log_decay, B, C), torch.ones(1, 1, 3, 3))
+    late = ScanInputs(*(tensor[:, 66:] for tensor in (x, gain, log_decay, B, C)))
     _, expected = BACKENDS[backend](late, torch.zeros(1, 1, 3, 3))
     torch.testing.assert_close(after, expected)

@@ -39,8 +39,8 @@ def draw(b: int, t: int, h: int, p: int, g: int, n: int) -> tuple[ScanInputs, Te
         return torch.randn(shape, generator=randomness, dtype=torch.float64)
 
     log_decay = -30 * torch.rand((b, t, h), generator=randomness, dtype=torch.float64) ** 8
-    x, B, C = normal(b, t, h, p), normal(b, t, g, n), normal(b, t, g, n)
-    return ScanInputs(x, log_decay, B, C), normal(b, h, p, n)
+    x, gain, B, C = normal(b, t, h, p), normal(b, t, h), normal(b, t, g, n), normal(b, t, g, n)
+    return ScanInputs(x, gain, log_decay, B, C), normal(b, h, p, n)
 
 
 @pytest.fixture(params=LIBRARIES, ids=lambda path: path.name)

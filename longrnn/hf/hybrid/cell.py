@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from longrnn.hf.hybrid.families import CannotReplaceError, Family
 from longrnn.mixers import Mamba2, ScanningMixer
 from longrnn.mixers.mamba2 import Mamba2State
-from longrnn.ops.ssd import BACKENDS, resolve
+from longrnn.ops.ssd import select
 
 
 class SharedMamba2(Mamba2):
@@ -46,8 +47,7 @@ class SharedMamba2(Mamba2):
             )
         self.d_xBC = self.d_inner + 2 * self.n_groups * self.d_state
         self.dt_limit = [float(end) for end in theirs.time_step_limit]
-        self.backend = resolve("auto")
-        self.ssd = BACKENDS[self.backend]
+        self.backend, self.ssd = "auto", select("auto")
         self.in_proj: Any = family.projection(theirs)
         self.conv1d, self.out_proj = theirs.conv1d, theirs.out_proj
         self.A_log, self.dt_bias, self.D = theirs.A_log, theirs.dt_bias, theirs.D
@@ -57,7 +57,9 @@ class SharedMamba2(Mamba2):
         groups = getattr(self._gate, "groups", 0)
         self._fits_kernel = self._gate.fused and groups == self.n_groups
 
-    def gated(self, y: Tensor, z: Tensor) -> Tensor:
+    def gated(self, y: Tensor, z: Tensor, inner: Tensor | None, *, fused: bool) -> Tensor:
+        if inner is not None:
+            y = torch.addcmul(y.unflatten(2, inner.shape[2:]), inner, self.D[:, None]).flatten(2)
         return self._gate(y, z)
 
     def _fused(self, projected: Tensor, state: Mamba2State) -> tuple[Tensor, Mamba2State] | None:

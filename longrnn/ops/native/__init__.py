@@ -84,12 +84,13 @@ class Sizes(NamedTuple):
 
 
 def scan(
-    x: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, state: Tensor
+    x: Tensor, gain: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """h_t = exp(log_decay_t) h_{t−1} + x_t B_tᵀ, y_t = h_t C_t.
+    """h_t = exp(log_decay_t) h_{t−1} + gain_t x_t B_tᵀ, y_t = h_t C_t.
 
     Args:
         x: `(b, t, h, p)`.
+        gain: `(b, t, h)`.
         log_decay: `(b, t, h)`.
         B: `(b, t, g, n)`.
         C: `(b, t, g, n)`.
@@ -99,13 +100,15 @@ def scan(
         y `(b, t, h, p)`, and the state after the last token.
     """
     sizes = Sizes(*x.shape, *B.shape[2:])
-    x, log_decay, B, C, state = (part.contiguous() for part in (x, log_decay, B, C, state))
+    x, gain, log_decay, B, C, state = (
+        part.contiguous() for part in (x, gain, log_decay, B, C, state)
+    )
     y, final = torch.empty_like(x), torch.empty_like(state)
     kind, _ = KINDS[state.dtype]
     steps = (sizes.h * sizes.p, sizes.g * sizes.n)
     arguments = _Scan(
         *sizes,
-        x.data_ptr(), sizes.t * steps[0], steps[0], None, log_decay.data_ptr(),
+        x.data_ptr(), sizes.t * steps[0], steps[0], gain.data_ptr(), log_decay.data_ptr(),
         B.data_ptr(), C.data_ptr(), sizes.t * steps[1], steps[1],
         state.data_ptr(), y.data_ptr(), final.data_ptr(),
     )  # fmt: skip

@@ -10,17 +10,19 @@ from torch import Tensor
 
 
 class ScanInputs(NamedTuple):
-    """Inputs of the recurrence h_t = exp(log_decay_t) h_{t-1} + x_t B_t^T, y_t = h_t C_t.
+    """Inputs of the recurrence h_t = exp(log_decay_t) h_{t-1} + gain_t x_t B_t^T, y_t = h_t C_t.
 
     Attributes:
-        x: `(b, t, h, p)`, already multiplied by dt.
+        x: `(b, t, h, p)`.
+        gain: `(b, t, h)`, in float32 or float64; for Mamba-2 it is dt.
         log_decay: `(b, t, h)`, at most 0, in float32 or float64; for Mamba-2 it is dt · A. With −∞,
-            h_t = x_t B_t^T whatever h_{t-1} is, NaN included: a document begins.
+            h_t = gain_t x_t B_t^T whatever h_{t-1} is, NaN included: a document begins.
         B: `(b, t, g, n)`; head i reads group i // (h / g).
         C: `(b, t, g, n)`.
     """
 
     x: Tensor
+    gain: Tensor
     log_decay: Tensor
     B: Tensor
     C: Tensor
@@ -33,6 +35,10 @@ class ScanInputs(NamedTuple):
         """The inputs of each token, with t = 1."""
         for token in zip(*(tensor.split(1, dim=1) for tensor in self), strict=True):
             yield ScanInputs(*token)
+
+    def scaled_x(self, dtype: torch.dtype) -> Tensor:
+        """gain · x in `dtype`, `(b, t, h, p)`."""
+        return self.x.to(dtype) * self.gain.to(dtype)[..., None]
 
     def per_head(self, groups: Tensor) -> Tensor:
         """`(b, t, h, …)` from B, C or another tensor of shape `(b, t, g, …)`."""

@@ -40,6 +40,8 @@ from longrnn.ops.ssd.gradient import segment_gradient
 
 CHUNK = 64
 SEGMENT = 512
+# On other devices than a CPU, where a segment costs some hundred launches.
+DEVICE_SEGMENT = 8192
 # A remainder of at most this many tokens is processed sequentially, which is faster than a chunk.
 MAX_SEQUENTIAL = 2
 
@@ -47,6 +49,9 @@ MAX_SEQUENTIAL = 2
 def ssd(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """See `longrnn.ops.ssd.base.SSD`."""
     with own_precision(state):
+        if inputs.x.shape[1] == 1 and state.device.type != "cpu":
+            # Checking the result would wait for the device.
+            return sequential(inputs, state)
         y, final = _chunkwise(inputs, state)
         # The output of a token depends on its whole input and state, so checking it suffices.
         if all_finite(y):
@@ -63,17 +68,18 @@ def _chunkwise(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     if time == 1:
         return _token(inputs, state)
     outputs = []
-    for start, stop, chunk in _segments(time):
+    longest = SEGMENT if state.device.type == "cpu" else DEVICE_SEGMENT
+    for start, stop, chunk in _segments(time, longest):
         segment = inputs.slice(start, stop)
         y, state = _segment(segment, state, chunk) if stop - start > 1 else _token(segment, state)
         outputs.append(y)
     return (torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]), state
 
 
-def _segments(time: int) -> list[tuple[int, int, int]]:
+def _segments(time: int, longest: int) -> list[tuple[int, int, int]]:
     """(start, stop, chunk) of the segments of `time` tokens; each is a multiple of its chunk."""
     whole = time - time % CHUNK
-    segments = [(s, min(s + SEGMENT, whole), CHUNK) for s in range(0, whole, SEGMENT)]
+    segments = [(s, min(s + longest, whole), CHUNK) for s in range(0, whole, longest)]
     if time - whole > MAX_SEQUENTIAL:
         return [*segments, (whole, time, time - whole)]
     return segments + [(token, token + 1, 1) for token in range(whole, time)]
@@ -102,10 +108,10 @@ def _advance(inputs: ScanInputs, state: Tensor) -> Tensor:
     """The state after one token."""
     b, _, h, p = inputs.x.shape
     g, n = inputs.B.shape[2:]
-    x = inputs.x.to(state.dtype).reshape(b, g, h // g * p, 1)
+    u = inputs.scaled_x(state.dtype).reshape(b, g, h // g * p, 1)
     B = inputs.B.to(state.dtype).reshape(b, g, 1, n)
     whole, rest = split_decay(inputs.log_decay.reshape(b, h, 1, 1), state.dtype)
-    added = (rest * state).reshape(b, g, -1, n).addcmul_(x, B)
+    added = (rest * state).reshape(b, g, -1, n).addcmul_(u, B)
     return torch.addcmul(added.view(b, h, p, n), whole, state)
 
 
@@ -129,17 +135,20 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, state: Tensor, chunk: int
+        x: Tensor,
+        gain: Tensor,
+        log_decay: Tensor,
+        B: Tensor,
+        C: Tensor,
+        state: Tensor,
+        chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        return _scan(ScanInputs(x, log_decay, B, C), state, chunk)
+        return _scan(ScanInputs(x, gain, log_decay, B, C), state, chunk)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        x, log_decay, B, C, state, ctx.chunk = inputs
-        ctx.dtype = x.dtype
-        # Under autocast dt · x is float32, and B and C have the dtype of the projections: the
-        # digits that x has beyond theirs do not affect the digits of the gradients of B and C.
-        ctx.save_for_backward(x.to(B.dtype), log_decay, B, C, state)
+        *tensors, ctx.chunk = inputs
+        ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -148,20 +157,20 @@ class _Scan(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
         if grad_y is None and grad_final is None:
-            return (None,) * 6
+            return (None,) * 7
         with own_precision(tensors[-1]):
             if not torch.is_grad_enabled():
-                inputs, state = ScanInputs(*tensors[:4]), tensors[4]
-                wants_state = ctx.needs_input_grad[4]
-                grad_x, *others = segment_gradient(
+                inputs, state = ScanInputs(*tensors[:5]), tensors[5]
+                wants_state = ctx.needs_input_grad[5]
+                gradients = segment_gradient(
                     inputs, state, grad_y, grad_final, ctx.chunk, wants_state=wants_state
                 )
-                return grad_x.to(ctx.dtype), *others, None
+                return *gradients, None
 
-            def run(x: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
-                return _scan(ScanInputs(x.to(ctx.dtype), *others[:3]), others[3], ctx.chunk)
+            def run(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+                return _scan(ScanInputs(*tensors[:5]), tensors[5], ctx.chunk)
 
-            wants = ctx.needs_input_grad[:5]
+            wants = ctx.needs_input_grad[:6]
             return *gradients_of(run, tensors, wants, (grad_y, grad_final)), None
 
 
@@ -170,7 +179,7 @@ def _scan(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor
     b, time, h, p = inputs.x.shape
     g, n = inputs.B.shape[2:]
     m, r, dtype = time // chunk, h // g, state.dtype
-    x = inputs.x.to(dtype).unflatten(1, (m, chunk))
+    u = inputs.scaled_x(dtype).unflatten(1, (m, chunk))
     B = rearrange(inputs.B.to(dtype), "b (m j) g n -> b m g j n", m=m)
     C = rearrange(inputs.C.to(dtype), "b (m i) g n -> b m g i n", m=m)
     total = running_sums(inputs.log_decay, m)
@@ -178,12 +187,12 @@ def _scan(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor
     # Within a chunk: attention-like products with the decay between j and i.
     scores = (C @ B.transpose(3, 4)).tril()  # b m g i j
     weights = scores[:, :, :, None] * decay_between(total, dtype).unflatten(2, (g, r))
-    y = weights.flatten(2, 3) @ x.transpose(2, 3)  # b m h i p
+    y = weights.flatten(2, 3) @ u.transpose(2, 3)  # b m h i p
 
     # Across chunks: the contribution of the state at a chunk's start, then the next state.
     # `unbind`, because the gradient of each of m selections would be a whole tensor of zeros.
     to_end = exp_in_place((total[:, :, -1:] - total).to(dtype))  # b m j h
-    x_to_end = rearrange(x * to_end[..., None], "b m j (g r) p -> b m g (r p) j", g=g)
+    u_to_end = rearrange(u * to_end[..., None], "b m j (g r) p -> b m g (r p) j", g=g)
     # Decay of a whole chunk, b m g (r p) 1: one number per row of the state. The state is reshaped
     # to rows too, so that no in-place change goes through a view, which autograd would copy.
     whole, rest = (
@@ -192,12 +201,12 @@ def _scan(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor
     )
     rows = state.reshape(b * g, r * p, n)
     carried = []
-    for x_m, B_m, C_m, whole_m, rest_m in zip(
-        *(tensor.unbind(1) for tensor in (x_to_end, B, C, whole, rest)), strict=True
+    for u_m, B_m, C_m, whole_m, rest_m in zip(
+        *(tensor.unbind(1) for tensor in (u_to_end, B, C, whole, rest)), strict=True
     ):
         carried.append(batched_nt(C_m.flatten(0, 1), rows).view(b, g, chunk, r * p))
         added = rest_m.reshape(b * g, r * p, 1) * rows
-        added = added.baddbmm_(x_m.flatten(0, 1), B_m.flatten(0, 1))
+        added = added.baddbmm_(u_m.flatten(0, 1), B_m.flatten(0, 1))
         rows = torch.addcmul(added, whole_m.reshape(b * g, r * p, 1), rows)
     state = rows.view(b, h, p, n)
 

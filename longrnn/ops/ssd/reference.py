@@ -17,7 +17,7 @@ def ssd(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
 
 def _loop(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     inputs = ScanInputs(*(tensor.to(state.dtype) for tensor in inputs))
-    x, log_decay = inputs.x, inputs.log_decay
+    x, log_decay = inputs.scaled_x(state.dtype), inputs.log_decay
     B, C = inputs.per_head(inputs.B), inputs.per_head(inputs.C)
     outputs = []
     for x_t, l_t, B_t, C_t in zip(*(i.unbind(1) for i in (x, log_decay, B, C)), strict=True):

@@ -1,12 +1,12 @@
 """The recurrence with a limit on the norm of its state, in chunks.
 
-    ĥ_t = a_t h_{t−1} + u_t,  u_t = x_t B_t^T,  h_t = s_t ĥ_t,  s_t = min(1, limit / ‖ĥ_t‖)
+    ĥ_t = a_t h_{t−1} + u_t,  u_t = gain_t x_t B_t^T,  h_t = s_t ĥ_t,  s_t = min(1, limit / ‖ĥ_t‖)
 
 The scale s_t is one number per head and token. Given all scales, this is the plain recurrence with
 a'_t = s_t a_t and u'_t = s_t u_t, which any `SSD` computes. Computing the scales needs no state:
 within a chunk h_t = Σ_i w_{t,i} u_i, where u_0 is the state at the chunk's start, so norms are
-quadratic forms in the Gram matrix ⟨u_i, u_j⟩ = ⟨x_i, x_j⟩ ⟨B_i, B_j⟩. Only a few operations on one
-number per head remain sequential.
+quadratic forms in the Gram matrix ⟨u_i, u_j⟩ = gain_i gain_j ⟨x_i, x_j⟩ ⟨B_i, B_j⟩. Only a few
+operations on one number per head remain sequential.
 
 Notable choices:
 - If the triangle inequality shows that no state of a segment can reach its limit, the plain
@@ -52,7 +52,7 @@ class Norms(NamedTuple):
     """Norms of the inputs of some tokens and of the state before them, in the state's dtype.
 
     Attributes:
-        x: `(b, t, h)`.
+        x: of gain · x, `(b, t, h)`.
         B: `(b, t, g)`.
         state: `(b, h)`.
     """
@@ -82,6 +82,10 @@ def rescaled_ssd(
     Returns:
         y `(b, t, h, p)` and the final state.
     """
+    if inputs.x.shape[1] == 1 and state.device.type != "cpu":
+        # Which way is faster is read back from the device, and takes longer than a token.
+        with own_precision(state):
+            return _sequential(inputs, state, limit)
     outputs, start, time, size = [], 0, inputs.x.shape[1], SEGMENT
     usual = bool((limit >= MIN_LIMIT).all())
     with own_precision(state):
@@ -131,15 +135,15 @@ def scale_to(limit: Tensor, square: Tensor) -> Tensor:
 def _sequential(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
     """One token at a time in float64; the state is rounded to its dtype after each token."""
     B, C = inputs.per_head(inputs.B), inputs.per_head(inputs.C)
-    tokens = (part.double().unbind(1) for part in (inputs.x, inputs.log_decay, B))
-    heads = (limit < UNLIMITED).nonzero()[:, 0]  # the others are not multiplied: 1 · NaN
-    limit = limit[heads, None, None]
+    x = inputs.scaled_x(torch.float64)
+    tokens = (part.double().unbind(1) for part in (x, inputs.log_decay, B))
+    limit = limit[:, None, None]
+    is_unlimited = limit >= UNLIMITED  # its scale is 1, whatever its state: 1 · NaN
     outputs = []
     for x_t, l_t, B_t, C_t in zip(*tokens, C.to(state.dtype).unbind(1), strict=True):
         wide = decayed(state.double(), l_t) + x_t[..., None] * B_t[..., None, :]
-        scale = scale_of(limit, wide[:, heads], (2, 3))
-        all_scales = torch.ones_like(wide[..., :1, :1]).index_copy(1, heads, scale)
-        state = (wide * all_scales).to(state.dtype)
+        scale = scale_of(limit, wide.masked_fill(is_unlimited, 0), (2, 3))
+        state = (wide * scale).to(state.dtype)
         outputs.append((state @ C_t[..., None])[..., 0])
     return torch.stack(outputs, dim=1), state
 
@@ -147,8 +151,13 @@ def _sequential(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tenso
 @torch.no_grad()
 def _norms(inputs: ScanInputs, state: Tensor) -> Norms:
     """See `Norms`."""
-    x, B = inputs.x.to(state.dtype), inputs.B.to(state.dtype)
-    return Norms(x.norm(dim=-1), B.norm(dim=-1), state.flatten(2).norm(dim=-1))
+    B = inputs.B.to(state.dtype)
+    return Norms(_norm_x(inputs, state.dtype), B.norm(dim=-1), state.flatten(2).norm(dim=-1))
+
+
+def _norm_x(inputs: ScanInputs, dtype: torch.dtype) -> Tensor:
+    """‖gain_t x_t‖, `(b, t, h)`."""
+    return inputs.x.to(dtype).norm(dim=-1) * inputs.gain.to(dtype).abs()
 
 
 def _moderate(norms: Norms, log_decay: Tensor) -> bool:
@@ -167,7 +176,7 @@ def _free_tokens(inputs: ScanInputs, state: Tensor, norms: Norms, limit: Tensor,
     if bool((bounds * (1 + SLACK) <= limit).all()):
         return time
     read, _ = ssd(inputs._replace(C=inputs.B), state)
-    crossed = 2 * (inputs.x.to(dtype) * read).sum(-1) - added.square()
+    crossed = 2 * (inputs.scaled_x(dtype) * read).sum(-1) - added.square()
     squares = _accumulate(crossed, 2 * inputs.log_decay, start.square())
     # Comparisons with NaN are false, so a NaN counts as beyond the limit.
     within = squares + SLACK * bounds.square() <= limit.square()
@@ -180,7 +189,7 @@ def _free_tokens(inputs: ScanInputs, state: Tensor, norms: Norms, limit: Tensor,
 def _accumulate(added: Tensor, log_decay: Tensor, start: Tensor) -> Tensor:
     """v_t = exp(log_decay_t) v_{t−1} + added_t, `(b, t, h)`, from `start` `(b, h)`."""
     one = added.new_ones(*added.shape[:2], 1, 1)
-    inputs = ScanInputs(added[..., None], log_decay, one, one)
+    inputs = ScanInputs(one.expand(*added.shape, 1), added, log_decay, one, one)
     return chunked.ssd(inputs, start[..., None, None])[0][..., 0]
 
 
@@ -209,7 +218,7 @@ def _scales(inputs: ScanInputs, state: Tensor, limit: Tensor) -> Tensor:
 def _squares(inputs: ScanInputs, dtype: torch.dtype) -> Tensor:
     """‖u_t‖² in float64, `(b, t, h)`."""
     norm_B = inputs.per_head(inputs.B.to(dtype).norm(dim=-1))
-    return (inputs.x.to(dtype).norm(dim=-1) * norm_B).double().square()
+    return (_norm_x(inputs, dtype) * norm_B).double().square()
 
 
 def _decayed_products(inputs: ScanInputs, state: Tensor) -> Tensor:
@@ -218,7 +227,7 @@ def _decayed_products(inputs: ScanInputs, state: Tensor) -> Tensor:
     Returns:
         `(b, h, t, 1 + t)`; valid below the diagonal.
     """
-    x = inputs.x.to(state.dtype).transpose(1, 2)  # b h t p
+    x = inputs.scaled_x(state.dtype).transpose(1, 2)  # b h t p
     B = inputs.B.to(state.dtype).transpose(1, 2)  # b g t n
     groups = B.shape[1]
     total = inputs.log_decay.double().clamp(min=-1e4).cumsum(1)  # b t h
@@ -234,6 +243,6 @@ def _decayed_products(inputs: ScanInputs, state: Tensor) -> Tensor:
 def _scaled(inputs: ScanInputs, scales: Tensor) -> ScanInputs:
     """The inputs of the plain recurrence that equals the rescaled one."""
     return inputs._replace(
-        x=inputs.x * scales[..., None].to(inputs.x),
+        gain=inputs.gain * scales.to(inputs.gain),
         log_decay=inputs.log_decay + scales.log().to(inputs.log_decay),
     )

@@ -1,6 +1,6 @@
 """The recurrence over the last w inputs, in chunks and without any subtraction.
 
-    h_t = Σ_{i = t−w+1 … t} a_{i+1} … a_t x_i B_i^T,  y_t = h_t C_t
+    h_t = Σ_{i = t−w+1 … t} a_{i+1} … a_t gain_i x_i B_i^T,  y_t = h_t C_t
 
 Time is cut into chunks of L tokens, counted from the first token of the stream. The window of a
 token consists of three parts: the tokens of its own chunk up to itself; all of the K = ⌊w / L⌋ − 1
@@ -115,7 +115,7 @@ def _chunks(
     part = time < length
     chunks = [fill(carry.current, inputs, offset)] if part else cut(inputs, length, carry.current)
     known = [*carry.recent, *chunks]
-    x, log_decay, B = stack(chunks, last, dtype)
+    u, log_decay, B = stack(chunks, last, dtype)
     C = rearrange(inputs.C.to(dtype), "b (m i) g n -> b m g i n", m=m)
     decays = log_decay.double().clamp(min=-1e4)
     # The first token's decay applies to earlier chunks only, and must not touch this one.
@@ -131,7 +131,7 @@ def _chunks(
     scores = (C @ B.transpose(3, 4)).tril(diagonal=offset)  # b m g i j
     by_head = total.transpose(2, 3)
     decay = _exp(by_head[..., offset:, None] - by_head[..., None, :], dtype)
-    y = _by_head(scores, decay) @ x.transpose(2, 3)  # b m h i p
+    y = _by_head(scores, decay) @ u.transpose(2, 3)  # b m h i p
 
     # The two oldest chunks, from the first column that is still in the window of the first token.
     first = length + 1 - shape.rest + offset
@@ -139,14 +139,14 @@ def _chunks(
     old_decay = old.log_decay.double().clamp(min=-1e4)
     after = F.pad(old_decay[:, :, 1:], (0, 0, 0, 1)).flip(2).cumsum(2).flip(2)  # to the pair's end
     to_start = _exp(after + between[:, :, None], dtype)[:, :, first:]
-    old_x = _by_group(old.x[:, :, first:] * to_start[..., None], B.shape[2])
+    old_u = _by_group(old.u[:, :, first:] * to_start[..., None], B.shape[2])
     old_B = old.B[:, :, :, first:]
-    before = (C @ old_B.transpose(3, 4)).triu() @ old_x  # b m g i (r p)
+    before = (C @ old_B.transpose(3, 4)).triu() @ old_u  # b m g i (r p)
 
     # The chunks between, then everything before the token's chunk, decayed to the token.
-    stacked = _Stacked(x, B, total, from_before[:, :, -1])
+    stacked = _Stacked(u, B, total, from_before[:, :, -1])
     sums, carry = _slide(carry, stacked, shape, phase, complete=last == length)
-    p = x.shape[4]
+    p = u.shape[4]
     sums = sums.unflatten(2, (B.shape[2], -1)).flatten(3, 4)  # b m g (r p) n
     before = (before + C @ sums.transpose(3, 4)).unflatten(4, (-1, p))  # b m g i r p
     before = before.transpose(3, 4).flatten(2, 3)  # b m h i p
@@ -157,9 +157,9 @@ def _chunks(
 
     # The window of the last token as a state.
     row = last - 1 - offset
-    state = _state(x[:, -1], B[:, -1], total[:, -1])
+    state = _state(u[:, -1], B[:, -1], total[:, -1])
     if not alone:
-        older = sums[:, -1] + old_x[:, -1, :, row:].transpose(2, 3) @ old_B[:, -1, :, row:]
+        older = sums[:, -1] + old_u[:, -1, :, row:].transpose(2, 3) @ old_B[:, -1, :, row:]
         older = older.unflatten(2, (-1, p)).flatten(1, 2)  # b h p n
         state = _add(state, from_before[:, -1, -1], older)
 
@@ -177,10 +177,10 @@ def _chunks(
 
 
 class _Stacked(NamedTuple):
-    """Stacked chunks: x, B and running sums of log decays as in `_chunks`, and `whole` `(b, m, h)`,
+    """Stacked chunks: u, B and running sums of log decays as in `_chunks`, and `whole` `(b, m, h)`,
     the log decay of each chunk."""
 
-    x: Tensor
+    u: Tensor
     B: Tensor
     total: Tensor
     whole: Tensor
@@ -190,16 +190,16 @@ def _slide(
     carry: WindowCarry, chunks: _Stacked, shape: WindowShape, phase: int, *, complete: bool
 ) -> tuple[Tensor, WindowCarry]:
     """The sums over the K chunks before each chunk, `(b, m, h, p, n)`, and the new carry."""
-    x, B, total, whole = chunks
+    u, B, total, whole = chunks
     if shape.between == 0:
-        return carry.back[:, None].expand(-1, x.shape[1], -1, -1, -1), carry
+        return carry.back[:, None].expand(-1, u.shape[1], -1, -1, -1), carry
     front, back, back_decay, sums = list(carry.front), carry.back, carry.back_decay, []
     slot = phase // shape.chunk
-    for i in range(x.shape[1]):
+    for i in range(u.shape[1]):
         sums.append(_add(back, back_decay, front[slot]))
         if not complete:
             break
-        own, decay = _state(x[:, i], B[:, i], total[:, i]), whole[:, i]
+        own, decay = _state(u[:, i], B[:, i], total[:, i]), whole[:, i]
         back = own if slot == 0 else _add(own, decay, back)
         back_decay = back_decay + decay
         front[slot] = own
@@ -214,11 +214,11 @@ def _slide(
     return torch.stack(sums, dim=1), after
 
 
-def _state(x: Tensor, B: Tensor, total: Tensor) -> Tensor:
-    """Σ_j x_j B_j^T, decayed to the end: `(b, h, p, n)` from `(b, j, h, p)`, `(b, g, j, n)`."""
-    to_end = _exp(total[:, -1:] - total, x.dtype)
-    weighted = _by_group((x * to_end[..., None])[:, None], B.shape[1])[:, 0]  # b g j (r p)
-    return (weighted.transpose(2, 3) @ B).unflatten(2, (-1, x.shape[3])).flatten(1, 2)
+def _state(u: Tensor, B: Tensor, total: Tensor) -> Tensor:
+    """Σ_j u_j B_j^T, decayed to the end: `(b, h, p, n)` from `(b, j, h, p)`, `(b, g, j, n)`."""
+    to_end = _exp(total[:, -1:] - total, u.dtype)
+    weighted = _by_group((u * to_end[..., None])[:, None], B.shape[1])[:, 0]  # b g j (r p)
+    return (weighted.transpose(2, 3) @ B).unflatten(2, (-1, u.shape[3])).flatten(1, 2)
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:

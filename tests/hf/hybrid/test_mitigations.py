@@ -47,7 +47,8 @@ class TokenByToken(Edit):
             B = inputs.B[:, t].repeat_interleave(group, 1).to(state.dtype)
             C = inputs.C[:, t].repeat_interleave(group, 1).to(state.dtype)
             decay = inputs.log_decay[:, t].exp()[..., None, None]
-            state = decay * state + inputs.x[:, t, :, :, None] * B[:, :, None]
+            x = inputs.x[:, t] * inputs.gain[:, t, :, None]
+            state = decay * state + x[..., None] * B[:, :, None]
             norm = state.flatten(2).norm(dim=-1)[..., None, None]
             state = state * (LIMIT / norm).clamp(max=1)
             outputs.append((state * C[:, :, None]).sum(-1))

@@ -11,16 +11,16 @@ from tests.contracts.builders import generator
 
 
 def draw() -> list[Tensor]:
-    """x, log_decay, B, C and a state, of 6 tokens."""
-    shapes = [(2, 6, 4, 2), (2, 6, 4), (2, 6, 2, 3), (2, 6, 2, 3), (2, 4, 2, 3)]
+    """x, gain, log_decay, B, C and a state, of 6 tokens."""
+    shapes = [(2, 6, 4, 2), (2, 6, 4), (2, 6, 4), (2, 6, 2, 3), (2, 6, 2, 3), (2, 4, 2, 3)]
     randomness = generator(0)
     tensors = [torch.randn(s, generator=randomness, dtype=torch.float64) for s in shapes]
-    tensors[1] = -tensors[1].abs()
+    tensors[2] = -tensors[2].abs()
     return [tensor.requires_grad_() for tensor in tensors]
 
 
-def run(x: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    return chunked.ssd(ScanInputs(x, log_decay, B, C), state)
+def run(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+    return chunked.ssd(ScanInputs(*tensors[:5]), tensors[5])
 
 
 def test_gradients_equal_finite_differences(monkeypatch: pytest.MonkeyPatch) -> None:

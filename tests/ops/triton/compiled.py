@@ -1,0 +1,177 @@
+"""Compiles kernels for GPUs that need not be present, and prints what they use as JSON.
+
+Run it in a process of its own, without TRITON_INTERPRET:
+`python -m tests.ops.triton.compiled 90 forward-two backward-one`.
+
+A case calls the host code with tensors of the device `meta` and the sizes of Mamba-2 2.7B. Launches
+are recorded instead of started, so that exactly what a GPU would run is compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from longrnn.ops.triton import recurrence, recurrence_gradient
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+OPTIONS = ("num_warps", "num_stages")
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel: the values of its arguments by name, and its options."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+
+Case = Callable[[], list[Launch]]
+
+
+class Recorder:
+    """Stands for a kernel, and records launches instead of starting them."""
+
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def record(*args: Any, **named: Any) -> None:
+            options = {name: named.pop(name) for name in OPTIONS if name in named}
+            arguments = dict(zip(self.kernel.arg_names, args, strict=False)) | named
+            self.launches.append(Launch(self.kernel, arguments, options))
+
+        return record
+
+
+def launches_of(run: Callable[[], object], *modules: Any) -> list[Launch]:
+    """The launches of `run()`, of kernels that are names in modules of host code."""
+    found: list[Launch] = []
+    with ExitStack() as stack:
+        for module in modules:
+            for name, kernel in vars(module).items():
+                if isinstance(kernel, JITFunction):
+                    recorder = Recorder(kernel, found)
+                    stack.enter_context(mock.patch.object(module, name, recorder))
+        run()
+    return found
+
+
+def compiled(launch: Launch, architecture: int) -> dict[str, Any]:
+    """Registers, bytes that do not fit into them, shared memory, and whether tensor cores run."""
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int], list[Any]] = {}
+    for number, parameter in enumerate(launch.kernel.params):
+        name, value = parameter.name, launch.arguments[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[name] = "constexpr"
+            constants[(number,)] = value
+        elif isinstance(value, Tensor):
+            signature[name] = TYPES[value.dtype]
+            attributes[(number,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32" if abs(value) < 2**31 else "i64"
+            if value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[(number,)] = [["tt.divisibility", 16]]
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    target = GPUTarget("cuda", architecture, 32)
+    built = triton.compile(source, target=target, options=launch.options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        command = [TOOLS / "cuobjdump", "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    return {
+        "kernel": launch.kernel.__name__,
+        "warps": launch.options.get("num_warps", 4),
+        "registers": int(found[1]),
+        "spilled_bytes": int(found[2]),
+        "shared_bytes": built.metadata.shared,
+        "tensor_cores": re.search(r"\b(wgmma|mma\.sync)", built.asm["ptx"]) is not None,
+    }
+
+
+def _recurrence(dtype: torch.dtype, wide: torch.dtype, part: str, *, rounded: bool = True) -> Case:
+    """A case: the recurrence on views of the output of the convolution.
+
+    Args:
+        dtype: of x, B and C.
+        wide: of the state.
+        part: `forward`, `backward`, or `walk` for the states between segments alone.
+        rounded: see `longrnn.ops.triton.recurrence.plan`.
+    """
+
+    def run() -> None:
+        time, h, p, n = 65_536, 80, 64, 128
+        convolved = torch.empty(1, time, h * p + 2 * n, dtype=dtype, device="meta")
+        x, B, C = convolved.split([h * p, n, n], dim=-1)
+        gain = torch.empty(1, time, h, dtype=wide, device="meta")
+        state = torch.empty(1, h, p, n, dtype=wide, device="meta")
+        given = recurrence.operands(
+            x.unflatten(2, (h, p)), gain, gain, B[:, :, None], C[:, :, None], state
+        )
+        how = recurrence.plan(given, 64, 2048, rounded=rounded)
+        if part == "walk":
+            recurrence.segment_states(given, how, state)
+        elif part == "backward":
+            y = torch.empty(1, time, h, p, dtype=wide, device="meta")
+            recurrence_gradient.backward(given, how, None, y, state)
+        else:
+            recurrence.forward(given, how)
+
+    return lambda: launches_of(run, recurrence, recurrence_gradient)
+
+
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+CASES: dict[str, Case] = {
+    "walk-one": _recurrence(BF16, FP32, "walk"),
+    "forward-one": _recurrence(BF16, FP32, "forward"),
+    "forward-two": _recurrence(BF16, FP32, "forward", rounded=False),
+    "forward-float32": _recurrence(FP32, FP32, "forward"),
+    "forward-float64": _recurrence(FP64, FP64, "forward"),
+    "backward-one": _recurrence(BF16, FP32, "backward"),
+    "backward-float32": _recurrence(FP32, FP32, "backward"),
+    "backward-float64": _recurrence(FP64, FP64, "backward"),
+}
+
+
+def main(architecture: str, *names: str) -> None:
+    for name in names:
+        distinct: dict[str, Launch] = {}
+        for launch in CASES[name]():
+            fixed = {k: v for k, v in launch.arguments.items() if not isinstance(v, Tensor)}
+            distinct.setdefault(f"{launch.kernel.__name__} {fixed}", launch)
+        for launch in distinct.values():
+            print(json.dumps({"case": name, **compiled(launch, int(architecture))}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

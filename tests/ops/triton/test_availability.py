@@ -1,0 +1,31 @@
+"""Where the Triton kernels run, and what is said where they do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longrnn.errors import UserError
+from longrnn.ops import triton as kernels
+
+
+def test_without_triton_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_installed", lambda: False)
+    assert not kernels.available()
+    with pytest.raises(UserError, match=r"pip install longrnn\[cuda\]"):
+        kernels.require()
+
+
+def test_without_a_gpu_the_kernels_are_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "interpreting", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="no CUDA device"):
+        kernels.require()
+
+
+def test_kernels_refuse_tensors_that_they_cannot_read() -> None:
+    """Tensors on another device, and those that torch.func transforms."""
+    plain = torch.ones(2, device="cpu" if kernels.interpreting() else "cuda")
+    assert kernels.suits([plain, None])
+    assert not kernels.suits([plain, plain.to("meta")])
+    assert not torch.vmap(lambda one: one * kernels.suits([one]))(plain).any()
