@@ -23,7 +23,7 @@ if gpu_kernels.available():
 # The backend with compiled kernels for each type of device; `chunked` runs on all of them.
 KERNELS = {"cpu": "native", "cuda": "triton"}
 
-__all__ = ["BACKENDS", "KERNELS", "SSD", "ScanInputs", "resolve", "select"]
+__all__ = ["BACKENDS", "KERNELS", "SSD", "ScanInputs", "resolve", "runs_triton", "select"]
 
 
 def resolve(backend: str, device: str = "cpu") -> str:
@@ -54,6 +54,13 @@ def select(backend: str) -> SSD:
         UserError: see `resolve`.
     """
     return _automatic if backend == "auto" else BACKENDS[resolve(backend)]
+
+
+def runs_triton(ssd: SSD, inputs: ScanInputs, state: Tensor) -> bool:
+    """Whether an implementation computes these tensors, without gradients, in Triton kernels."""
+    if ssd is _automatic:
+        ssd = BACKENDS[resolve("auto", inputs.x.device.type)]
+    return ssd is triton.ssd and triton.runs_kernels(inputs, state)
 
 
 def _automatic(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ from einops import rearrange
 from torch import Tensor
 
 from longrnn.ops.precision import own_precision
-from longrnn.ops.ssd import chunked
+from longrnn.ops.ssd import chunked, runs_triton, triton
 from longrnn.ops.ssd.base import SSD, ScanInputs, decayed
 from longrnn.ops.ssd.decays import decay_between
 
@@ -82,6 +82,8 @@ def rescaled_ssd(
     Returns:
         y `(b, t, h, p)` and the final state.
     """
+    if runs_triton(ssd, inputs, state):
+        return triton.limited_ssd(inputs, state, limit.masked_fill(limit >= UNLIMITED, torch.inf))
     outputs, start, time, size = [], 0, inputs.x.shape[1], SEGMENT
     usual = bool((limit >= MIN_LIMIT).all())
     with own_precision(state):
