@@ -32,7 +32,7 @@ from einops import rearrange
 from torch import Tensor
 
 from longrnn.ops.precision import own_precision
-from longrnn.ops.ssd import chunked, native
+from longrnn.ops.ssd import chunked, native, triton
 from longrnn.ops.ssd.base import SSD, ScanInputs, decayed
 from longrnn.ops.ssd.decays import decay_between
 
@@ -84,15 +84,14 @@ def rescaled_ssd(
     Returns:
         y `(b, t, h, p)` and the final state.
     """
+    own = LIMITED.get(ssd)
+    if own is not None and (found := own(inputs, state, limit)) is not None:
+        return found
     if inputs.x.shape[1] == 1 and state.device.type != "cpu":
         # Which way is faster is read back from the device, and takes longer than a token.
         with own_precision(state):
             return _sequential(inputs, state, limit)
     usual = bool((limit >= MIN_LIMIT).all())
-    if usual and ssd is native.ssd:
-        found = native.limited(inputs, state, limit, UNLIMITED)
-        if found is not None:
-            return found
     outputs, start, time, size = [], 0, inputs.x.shape[1], SEGMENT
     with own_precision(state):
         while start < time:
@@ -115,6 +114,22 @@ def rescaled_ssd(
             outputs.append(y)
             start += free
     return (torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]), state
+
+
+def _in_cpp(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tensor, Tensor] | None:
+    if limit.device.type != "cpu" or not bool((limit >= MIN_LIMIT).all()):
+        return None
+    return native.limited(inputs, state, limit, UNLIMITED)
+
+
+def _in_triton(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tensor, Tensor] | None:
+    if not triton.runs_kernels(inputs, state):
+        return None
+    return triton.limited_ssd(inputs, state, limit.masked_fill(limit >= UNLIMITED, torch.inf))
+
+
+# Backends with kernels for the limit, which return None for calls that they cannot compute.
+LIMITED = {native.ssd: _in_cpp, triton.ssd: _in_triton}
 
 
 def scale_of(limit: Tensor, memory: Tensor, dim: tuple[int, ...]) -> Tensor:

@@ -39,7 +39,7 @@ def ssd(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     tensors = (*inputs, state)
     if not kernels.suits(tensors):
         return chunked.ssd(inputs, state)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if _needs_gradient(tensors):
         return _Recurrence.apply(CHUNK, SEGMENT, *tensors)[:2]
     from longrnn.ops.triton import recurrence
 
@@ -47,6 +47,31 @@ def ssd(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     how = recurrence.plan(given, CHUNK, SEGMENT, rounded=False)
     sequential = inputs.x.shape[1] <= recurrence.MAX_SEQUENTIAL
     return recurrence.forward(given, how, sequential=sequential)[:2]
+
+
+def limited_ssd(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
+    """The recurrence with a limit on the norm of the state, where `runs_kernels` holds.
+
+    Args:
+        inputs: see `ScanInputs`.
+        state: `(b, h, p, n)`.
+        limit: `(h,)` float64, infinity for none.
+    """
+    from longrnn.ops.triton import limited, recurrence
+
+    given = recurrence.operands(*inputs, state)
+    how = recurrence.plan(given, CHUNK, SEGMENT, rounded=False)
+    return limited.forward(given, how, limit.contiguous())
+
+
+def runs_kernels(inputs: ScanInputs, state: Tensor) -> bool:
+    """Whether `ssd` computes these tensors in kernels and no gradient is needed."""
+    tensors = (*inputs, state)
+    return kernels.suits(tensors) and not _needs_gradient(tensors)
+
+
+def _needs_gradient(tensors: Sequence[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 class _Recurrence(torch.autograd.Function):

@@ -51,7 +51,7 @@ def _installed() -> bool:
 def require() -> None:
     """Raises `UserError` if the kernels cannot run on this machine."""
     if (why := missing()) is not None:
-        raise UserError(why)
+        raise UserError(f"{why}; or leave out backend")
 
 
 def suits(tensors: Iterable[Tensor | None]) -> bool:

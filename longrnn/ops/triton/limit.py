@@ -1,4 +1,5 @@
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false
 """Kernels of the recurrence with a limit on the norm of the state: see `longrnn.ops.ssd.rescale`.
 
     ĥ_t = a_t h_{t−1} + u_t,  u_t = gain_t x_t B_tᵀ,  h_t = s_t ĥ_t,  s_t = min(1, limit / ‖ĥ_t‖)
@@ -14,6 +15,8 @@ Notable choices:
 - The cross terms depend on the scales of earlier tokens. Starting from scales of 1, a sweep
   computes cross terms and then scales, until no scale changes. A scale depends on earlier ones
   alone, so L sweeps are always enough; a few are usual, and one where no state reaches its limit.
+- The state lies in memory between chunks, where the caches hold it, and is read in tiles of its
+  channels: beside the Gram matrices it would not fit into the registers.
 """
 
 from __future__ import annotations
@@ -60,50 +63,62 @@ def limit(
         limits: `(h,)` float64.
         first: the state before the first token, `(heads, p, n)`.
         before: the state before each segment, `(segments, heads, p, n)`.
-        final: the state after the last token, `(heads, p, n)`.
+        final: the state after the last token, `(heads, p, n)`; meanwhile the current state.
         gain_out: `(b, t, h)`.
-        log_decay_out: `(b, t, h)` float64.
+        log_decay_out: `(b, t, h)`.
         trouble: `(heads,)` int32, the first segment in which squares leave the range of float32.
         tolerance: the largest change of a scale, relative to it, after which sweeps end.
     """
     ACC: tl.constexpr = first.dtype.element_ty
     head, heads = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     b, h = head // H, head % H
-    j, n, p = tl.arange(0, L), tl.arange(0, BN), tl.arange(0, BP)
-    offsets, exists = state_offsets(n, p, P, N)
-    state = tl.load(first + head * (P * N) + offsets, mask=exists, other=0.0)
+    j, n = tl.arange(0, L), tl.arange(0, BN)
     largest = tl.load(limits + h)
     usual = largest >= MIN_LIMIT
     largest = tl.minimum(largest, 1e18).to(ACC)
     most = largest * largest
     segments = tl.cdiv(time, segment)
     wrong = segments
+    now = first + head * (P * N)
+    square = tl.zeros((), ACC)
+    for tile in range(tl.cdiv(P, BP)):
+        offsets, exists = state_offsets(n, tile * BP + tl.arange(0, BP), P, N)
+        state = tl.load(now + offsets, mask=exists, other=0.0)
+        square += tl.sum(tl.sum(state * state, 1), 0)
+        tl.store(final + head * (P * N) + offsets, state, mask=exists)
+    now = final + head * (P * N)
     for k in range(tl.cdiv(time, L)):
-        start = k.to(tl.int64) * L
+        start = k * L + tl.zeros((), tl.int64)
         number = start // segment
-        if start % segment == 0:
-            at = before + (number * heads + head) * (P * N)
-            tl.store(at + offsets, state, mask=exists)
         left = tl.minimum(time - start, L).to(tl.int32)
         row = (b * time + start) * H + h
         given = tl.load(log_decay + row + j * H, mask=j < left, other=0.0).to(tl.float64)
         gains = tl.load(gain + row + j * H, mask=j < left, other=0.0).to(ACC)
-        xs = load_tile(x, b, start, h * P, x_row, x_token, j, p, left, P)
         Bs = load_tile(B, b, start, h // R * N, B_row, B_token, j, n, left, N)
         log_decays = tl.where(given < LEAST, LEAST, given)
 
         # Products of the inputs with one another and with the state at the start.
-        alike = product(xs, tl.trans(xs), ACC, Bs.dtype, MODE)
+        alike, with_state = tl.zeros((L, L), ACC), tl.zeros((L,), ACC)
+        tl.debug_barrier()  # all threads have stored the state
+        for tile in range(tl.cdiv(P, BP)):
+            p = tile * BP + tl.arange(0, BP)
+            offsets, exists = state_offsets(n, p, P, N)
+            state = tl.load(now + offsets, mask=exists, other=0.0)
+            if start % segment == 0:
+                at = before + (number * heads + head) * (P * N)
+                tl.store(at + offsets, state, mask=exists)
+            xs = load_tile(x, b, start, h * P, x_row, x_token, j, p, left, P)
+            alike += product(xs, tl.trans(xs), ACC, Bs.dtype, MODE)
+            read = product(Bs, state, ACC, Bs.dtype, MODE)
+            with_state += tl.sum(read * xs.to(ACC), 1)
         alike = alike * gains[:, None] * gains[None, :]
+        with_state *= gains
         both = product(Bs, tl.trans(Bs), ACC, Bs.dtype, MODE)
         diagonal = j[:, None] == j[None, :]
         square_x = tl.sum(tl.where(diagonal, alike, 0.0), 1)
         square_B = tl.sum(tl.where(diagonal, both, 0.0), 1)
         own = square_x * square_B
         gram = tl.where(j[:, None] > j[None, :], alike * both, 0.0)
-        read = product(Bs, state, ACC, Bs.dtype, MODE)
-        with_state = tl.sum(read * xs.to(ACC), 1) * gains
-        square = tl.sum(tl.sum(state * state, 1), 0)
         # False where anything is NaN.
         fine = (tl.sum(square_x, 0) <= MAX_X) & (tl.sum(square_B, 0) <= MAX_B)
         fine = fine & (square <= MAX_STATE) & usual
@@ -135,19 +150,28 @@ def limit(
         gains *= scale
         tl.store(gain_out + row + j * H, gains, mask=j < left)
         scaled = given + tl.log(scale.to(tl.float64))
+        scaled = scaled.to(log_decay_out.dtype.element_ty)  # as `scan` will read it
         tl.store(log_decay_out + row + j * H, scaled, mask=j < left)
         high, low, total = running_sums(scaled, ACC)
-        weighted = xs.to(ACC) * (decay_to_end(high, low, total, ACC) * gains)[:, None]
-        added = product(tl.trans(Bs), weighted, ACC, Bs.dtype, MODE)
-        state = decayed(state, added, total, ACC)
-    tl.store(final + head * (P * N) + offsets, state, mask=exists)
+        weight = decay_to_end(high, low, total, ACC) * gains
+        square = tl.zeros((), ACC)
+        for tile in range(tl.cdiv(P, BP)):
+            p = tile * BP + tl.arange(0, BP)
+            offsets, exists = state_offsets(n, p, P, N)
+            state = tl.load(now + offsets, mask=exists, other=0.0)
+            xs = load_tile(x, b, start, h * P, x_row, x_token, j, p, left, P)
+            weighted = xs.to(ACC) * weight[:, None]
+            added = product(tl.trans(Bs), weighted, ACC, Bs.dtype, MODE)
+            state = decayed(state, added, total, ACC)
+            square += tl.sum(tl.sum(state * state, 1), 0)
+            tl.store(now + offsets, state, mask=exists)
     tl.store(trouble + head, wrong)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def limited_by_token(
     x, gain, log_decay, B, C, limits, before, final, y, beyond, trouble,
-    time, segment, heads, segments, x_row, x_token, B_row, B_token, C_row, C_token, unlimited,
+    time, segment, heads, segments, x_row, x_token, B_row, B_token, C_row, C_token,
     H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
     BP: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -155,7 +179,7 @@ def limited_by_token(
 
     Args:
         gain: of the inputs, without scales, as log_decay.
-        limits: `(h,)` float64; from `unlimited` on, a head has none.
+        limits: `(h,)` float64; a head with infinity has none.
         before: the state before each segment, `(segments, heads, p, n)`.
         final: the state after the last token.
         beyond: `(heads,)` int32, from `limit`.
@@ -191,7 +215,7 @@ def limited_by_token(
             kept = tl.exp(log_of_decay) * state
             state = tl.where(log_of_decay == float("-inf"), added, kept + added)
             state = tl.where(exists, state, 0.0)
-            if largest < unlimited:  # type: ignore[operator]
+            if largest < float("inf"):
                 # The square of a float64 above 1e154 overflows: divide by the largest entry first.
                 unit = tl.max(tl.max(tl.abs(state), 1), 0)
                 unit = tl.where((unit > 0) & (unit < float("inf")), unit, 1.0)

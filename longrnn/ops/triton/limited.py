@@ -17,21 +17,20 @@ from longrnn.ops.triton.scan import scan
 TOLERANCE = {torch.float32: 3e-7, torch.float64: 1e-14}
 
 
-def forward(given: Operands, how: Plan, limits: Tensor, unlimited: float) -> tuple[Tensor, Tensor]:
+def forward(given: Operands, how: Plan, limits: Tensor) -> tuple[Tensor, Tensor]:
     """y `(b, t, h, p)` and the final state.
 
     Args:
         given: the tensors.
         how: see `Plan`.
-        limits: the largest norm of each head's state, `(h,)` float64.
-        unlimited: a head whose limit is at least this has none.
+        limits: the largest norm of each head's state, `(h,)` float64; infinity for none.
     """
     x, state = given.x, given.state
     time, p = x.shape[1], x.shape[3]
     y, final = state.new_empty(x.shape), torch.empty_like(state)
     before = state.new_empty((how.segments, *state.shape))
     gain = torch.empty_like(given.gain)
-    log_decay = torch.empty_like(given.log_decay, dtype=torch.float64)
+    log_decay = torch.empty_like(given.log_decay)
     sizes = sizes_of(given)
     tiles = triton.cdiv(p, sizes["BP"])
     whole = sizes | {"BP": tile(p)}
@@ -42,7 +41,7 @@ def forward(given: Operands, how: Plan, limits: Tensor, unlimited: float) -> tup
         limit[(given.heads,)](
             *given[:4], limits, state, before, final, gain, log_decay, beyond,
             time, how.segment, *strides[:4], TOLERANCE[state.dtype],
-            **whole, L=how.chunk, MODE=how.mode, num_warps=8,
+            **sizes, L=how.chunk, MODE=how.mode, num_warps=8,
         )  # fmt: skip
         scan[how.segments * given.heads, tiles](
             x, gain, log_decay, given.B, given.C, before, final, y, trouble,
@@ -51,7 +50,7 @@ def forward(given: Operands, how: Plan, limits: Tensor, unlimited: float) -> tup
         )  # fmt: skip
         limited_by_token[(given.heads,)](
             *given[:5], limits, before, final, y, beyond, trouble,
-            time, how.segment, given.heads, how.segments, *strides, unlimited,
+            time, how.segment, given.heads, how.segments, *strides,
             **whole, TILES=tiles, BLOCK=triton.next_power_of_2(trouble.shape[1]), num_warps=8,
         )  # fmt: skip
     return y, final

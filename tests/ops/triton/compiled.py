@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from longrnn.ops.triton import recurrence, recurrence_gradient
+from longrnn.ops.triton import limited, recurrence, recurrence_gradient
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {
@@ -125,7 +125,8 @@ def _recurrence(dtype: torch.dtype, wide: torch.dtype, part: str, *, rounded: bo
     Args:
         dtype: of x, B and C.
         wide: of the state.
-        part: `forward`, `backward`, or `walk` for the states between segments alone.
+        part: `forward`, `backward`, `limited` for a limit on the norm of the state, or `walk` for
+            the states between segments alone.
         rounded: see `longrnn.ops.triton.recurrence.plan`.
     """
 
@@ -141,13 +142,15 @@ def _recurrence(dtype: torch.dtype, wide: torch.dtype, part: str, *, rounded: bo
         how = recurrence.plan(given, 64, 2048, rounded=rounded)
         if part == "walk":
             recurrence.segment_states(given, how, state)
+        elif part == "limited":
+            limited.forward(given, how, torch.empty(h, dtype=torch.float64, device="meta"))
         elif part == "backward":
             y = torch.empty(1, time, h, p, dtype=wide, device="meta")
             recurrence_gradient.backward(given, how, None, y, state)
         else:
             recurrence.forward(given, how)
 
-    return lambda: launches_of(run, recurrence, recurrence_gradient)
+    return lambda: launches_of(run, limited, recurrence, recurrence_gradient)
 
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -157,6 +160,9 @@ CASES: dict[str, Case] = {
     "forward-two": _recurrence(BF16, FP32, "forward", rounded=False),
     "forward-float32": _recurrence(FP32, FP32, "forward"),
     "forward-float64": _recurrence(FP64, FP64, "forward"),
+    "limited-two": _recurrence(BF16, FP32, "limited", rounded=False),
+    "limited-float32": _recurrence(FP32, FP32, "limited"),
+    "limited-float64": _recurrence(FP64, FP64, "limited"),
     "backward-one": _recurrence(BF16, FP32, "backward"),
     "backward-float32": _recurrence(FP32, FP32, "backward"),
     "backward-float64": _recurrence(FP64, FP64, "backward"),
