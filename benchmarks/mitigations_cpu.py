@@ -95,7 +95,8 @@ class LargestNorms(Edit):
         self, inputs: ScanInputs, state: Tensor, carry: Tensor, ssd: SSD
     ) -> tuple[Tensor, Tensor, Tensor]:
         memory, largest = state, carry
-        for x, log_decay, B, _ in zip(*(tensor.unbind(1) for tensor in inputs), strict=True):
+        parts = (inputs.scaled_x(state.dtype), inputs.log_decay, inputs.B)
+        for x, log_decay, B in zip(*(part.unbind(1) for part in parts), strict=True):
             memory = log_decay.exp()[..., None, None] * memory + x[..., None] * B[:, :, None]
             largest = torch.maximum(largest, memory.square().sum((2, 3)).sqrt())
         return *ssd(inputs, state), largest
