@@ -95,9 +95,9 @@ class LargestNorms(Edit):
         self, inputs: ScanInputs, state: Tensor, carry: Tensor, ssd: SSD
     ) -> tuple[Tensor, Tensor, Tensor]:
         memory, largest = state, carry
-        for token in inputs.tokens():
-            added = token.scaled_x(memory.dtype)[:, 0, :, :, None] * token.B[:, 0, :, None]
-            memory = token.log_decay[:, 0].exp()[..., None, None] * memory + added
+        parts = (inputs.scaled_x(state.dtype), inputs.log_decay, inputs.B)
+        for x, log_decay, B in zip(*(part.unbind(1) for part in parts), strict=True):
+            memory = log_decay.exp()[..., None, None] * memory + x[..., None] * B[:, :, None]
             largest = torch.maximum(largest, memory.square().sum((2, 3)).sqrt())
         return *ssd(inputs, state), largest
 

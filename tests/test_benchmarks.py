@@ -43,6 +43,10 @@ PROGRAMS = {
         ["--kinds", "bamba", "--d-model", "64", "--tokens", "64", "--repeats", "1"],
         "bamba longrnn",
     ),
+    "int8_cpu": (
+        ["--layers", "1", "--d-model", "64", "--vocab", "64", "--window", "8192"],
+        "weights int8",
+    ),
     "mitigations_cpu": (
         ["--layers", "1", "--d-model", "64", "--tokens", "64", "--loop-tokens", "4"]
         + ["--stream", "0"],
@@ -63,6 +67,7 @@ PROGRAMS = {
         + ["--large-vocab", "64", "--large-tokens", "8"],
         "gru",
     ),
+    "stepwise_mitigations_cpu": (["--d-model", "16", "--tokens", "8"], "lstm"),
     "training_cpu": (
         ["--layers", "1", "--d-model", "64", "--tokens", "64", "--vocab", "64", "--steps", "60"],
         "speedup",

@@ -2,6 +2,9 @@
 
 #pragma once
 #include "simd.h"
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -18,7 +21,7 @@ struct Few {
 };
 
 typedef uint32_t Words __attribute__((vector_size(BYTES), aligned(2), may_alias));
-typedef int8_t Eighths __attribute__((vector_size(BYTES / 4), aligned(1), may_alias));  // one per float
+typedef int8_t Bytes __attribute__((vector_size(BYTES / 4), aligned(1), may_alias));  // one per float
 constexpr bool in_pairs(Kind kind) { return kind == FLOAT16 || kind == BFLOAT16; }
 
 // Numbers of 16 bits, in the low half of each word, as float.
@@ -47,6 +50,17 @@ template <Kind K> inline Vec<float> odd(Words pairs) {
   return value;
 }
 
+// As many int8 as a vector has floats. Compilers convert them one by one unless they are told how.
+inline Vec<float> from_bytes(const int8_t *from) {
+#if defined(__AVX512F__)
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from))));
+#elif defined(__AVX2__)
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(from))));
+#else
+  return __builtin_convertvector(*reinterpret_cast<const Bytes *>(from), Vec<float>);
+#endif
+}
+
 inline float total(Vec<float> v) {
   constexpr int W = Lane<float>::W;
   for (int w = W / 2; w; w /= 2)
@@ -61,8 +75,7 @@ template <Kind K> inline void two_vectors(const void *weight, long at, Vec<float
     first = load<float>(from), second = load<float>(from + Lane<float>::W);
   } else if constexpr (K == INT8) {
     const int8_t *from = static_cast<const int8_t *>(weight) + at;
-    first = __builtin_convertvector(*reinterpret_cast<const Eighths *>(from), Vec<float>);
-    second = __builtin_convertvector(*reinterpret_cast<const Eighths *>(from + Lane<float>::W), Vec<float>);
+    first = from_bytes(from), second = from_bytes(from + Lane<float>::W);
   } else {  // two neighbours are read as one word, whose halves are split by masks
     const Words pairs = *reinterpret_cast<const Words *>(static_cast<const uint16_t *>(weight) + at);
     first = even<K>(pairs), second = odd<K>(pairs);
