@@ -214,7 +214,7 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
             inputs.pop("attention_mask", None)  # a generated token is not padding
         return inputs
 
-    def _prepare_attention_mask_for_generation(
+    def _prepare_attention_mask_for_generation(  # pyright: ignore
         self, inputs_tensor: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
     ) -> Tensor:
         """Infers the padding of a batch without attention_mask, see `inferred_padding`."""
