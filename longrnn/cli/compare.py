@@ -12,7 +12,7 @@ from longrnn.cli.options import (
     Device,
     Quiet,
     lock_output,
-    pick_device,
+    pick_placement,
     warn_if_calibrated_on,
 )
 from longrnn.cli.results_folders import results_folder
@@ -78,7 +78,7 @@ def compare(
         raise UserError("give the checkpoints to compare: longrnn compare A B --suite quick")
     names = [*(suite or []), *files] or ["quick"]
     suites = [read_suite(name) for name in dict.fromkeys(names)]
-    target = pick_device(device)
+    target = pick_placement(device)
     models = [
         open_checkpoint(variant, name=name, device=target)
         for variant, name in _labels(variants).items()

@@ -17,7 +17,7 @@ from longrnn.cli.options import (
     SomeTexts,
     TrainLength,
     lock_output,
-    pick_device,
+    pick_placement,
     warn_if_calibrated_on,
 )
 from longrnn.cli.perplexity import PerplexityOptions, measure_all, measure_one, parse_overlap
@@ -113,7 +113,7 @@ def passkey(
     prompt_lengths = parse_lengths(lengths)
     key_depths, inserted = _places(depths, insert_at, insert_every)
     step = None if insert_every is None else parse_length(insert_every)
-    target = pick_device(device)
+    target = pick_placement(device)
     names = dict.fromkeys(checkpoints)
     models = [open_checkpoint(name, mitigation, device=target) for name in names]
     texts = [] if filler is None else [filler]
@@ -298,7 +298,7 @@ def perplexity(
         newlines,
         context_parallel,
     )
-    target = pick_device(device)
+    target = pick_placement(device)
     if len(variants) == 1:
         written = measure_one(variants[0], mitigation, target, options, folder)
     else:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from longrnn.cli.options import Checkpoint, Device, Mitigation, Quiet, pick_device
+from longrnn.cli.options import Checkpoint, Device, Mitigation, Quiet, pick_placement
 from longrnn.errors import UserError
 
 # Options that typer does not know are passed on to lm-eval.
@@ -48,7 +48,7 @@ def harness(
             raise
         raise UserError("lm-eval is not installed: pip install 'longrnn[harness]'") from error
 
-    options: dict[str, object] = {"device": pick_device(device), "quiet": quiet}
+    options: dict[str, object] = {"device": pick_placement(device), "quiet": quiet}
     if mitigation is not None:
         options["mitigation"] = mitigation
     run(checkpoint, context.args, options, datasets=datasets)

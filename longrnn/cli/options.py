@@ -22,8 +22,8 @@ Checkpoint = Annotated[
 Device = Annotated[
     str,
     typer.Option(
-        help="Where to run: cpu, cuda, cuda:1; auto uses cuda if it is available; balanced "
-        "divides a Hugging Face model among all GPUs."
+        help="Where to run: cpu, cuda, cuda:1; auto uses cuda if it is available. In "
+        "evaluations, balanced divides Hugging Face models among all GPUs."
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
@@ -79,13 +79,16 @@ def pick_device(device: str) -> str:
             return "cpu"
         own = processes.local_rank() % torch.cuda.device_count()
         return "cuda" if processes.size() == 1 else f"cuda:{own}"
-    if device == "balanced":
-        return device  # refused later for a model that runs on one device
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device {device!r} cannot be used here: give cpu or auto") from error
     return device
+
+
+def pick_placement(device: str) -> str:
+    """`pick_device` for commands that only evaluate, which may also divide Hugging Face models."""
+    return device if device == "balanced" else pick_device(device)
 
 
 def warn_if_calibrated_on(model: LanguageModel, documents: Iterable[Document]) -> None:

@@ -75,18 +75,20 @@ def measure(job: Job) -> dict[str, float]:
     model = load(job.source, device=job.device)
     generator = torch.Generator().manual_seed(job.seed)
     tokens = torch.randint(model.vocab_size, (1, job.length), generator=generator)
-    tokens = tokens.to(job.device)
+    # A model that is divided among devices reads tokens on the first of them.
+    device = str(model.init_state(1).position.device)
+    tokens = tokens.to(device)
     model(tokens[:, :8], keep=1)
-    before = _memory(job.device)[0]
+    before = _memory(device)[0]
 
-    begun, state, logits = _clock(job.device), model.init_state(1), None
+    begun, state, logits = _clock(device), model.init_state(1), None
     for piece in tokens.split(SCORED_TOKENS, dim=1):
         logits, state = model(piece, state, keep=1)
-    read, size = _clock(job.device), states.nbytes(state)
+    read, size = _clock(device), states.nbytes(state)
     assert logits is not None
     for _ in range(job.decode):
         logits, state = model(logits[:, -1].argmax(-1, keepdim=True), state, keep=1)
-    decoded, peak = _clock(job.device), _memory(job.device)[1]
+    decoded, peak = _clock(device), _memory(device)[1]
     return {
         "prefill_tokens_per_second": job.length / (read - begun),
         "decode_tokens_per_second": job.decode / (decoded - read),

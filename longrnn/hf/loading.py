@@ -86,7 +86,7 @@ def load(
             whole name exists.
         backend: implementation of the recurrence (`auto`, `chunked`, `reference`).
         device: None for the CPU; `balanced` divides the layers of a model that transformers runs
-            among all devices, as the device_map of that name does.
+            among all devices, as the device_map of that name does, and puts any other on one.
         dtype: None for that of the checkpoint. The parameters that set the time scales of a
             Mamba-2 (A_log, dt_bias, D) are never rounded to a narrower dtype: published
             checkpoints store them in float32 next to matrices in float16 or bfloat16.
@@ -134,22 +134,19 @@ def load(
         if (wrong := damaged.result()) is not None:
             raise UserError(refusal(folder, wrong))
     quantise(model, weights)
-    return model if device == BALANCED else model.to(device=device)
+    if device != BALANCED:
+        return model.to(device=device)
+    own = isinstance(model, RecurrentLM) and torch.cuda.is_available()
+    return model.to(device="cuda") if own else model
 
 
 def _open(
     folder: Path, backend: str, dtype: torch.dtype | None, beyond: bool, *, balanced: bool
 ) -> RecurrentLM | HFLanguageModel:
     """Return the model in a folder, on the CPU or balanced, without verifying its checksums."""
-    adapter = lora.is_adapter(folder)
-    config = {} if adapter else read_config(folder)
-    if balanced and (adapter or _is_ours(config)):
-        raise UserError(
-            f"{folder} is computed by longrnn, whose models run on one device: give --device "
-            "cuda:0 ('balanced' divides Hugging Face models among devices)"
-        )
-    if adapter:
+    if lora.is_adapter(folder):
         return cast_weights(_load_adapter(folder, backend), dtype)
+    config = read_config(folder)
     _check_layers(folder, config)
     layout = layout_of(config)
     if config.get("model_type") == "longrnn":
@@ -161,11 +158,6 @@ def _open(
     if backend != "auto":
         raise UserError(f"{folder} is computed by transformers and has no backend: leave it out")
     return _load_transformer(folder, config, dtype, beyond, balanced)
-
-
-def _is_ours(config: dict[str, Any]) -> bool:
-    """Whether the model of a configuration becomes a `RecurrentLM`."""
-    return config.get("model_type") == "longrnn" or layout_of(config) is not None
 
 
 def _load_adapter(folder: Path, backend: str) -> RecurrentLM:

@@ -149,13 +149,13 @@ def test_shares_of_the_first_tokens_and_retention_follow_the_definition(kind: st
             total = step @ total
             recent = step @ recent if t >= FIRST else recent
         retention = total.flatten(2).norm(dim=-1) / eye.shape[0] ** 0.5
-        ours = found.heads[layer]
-        assert ours.retention is not None
-        assert ours.first_share is not None
-        assert_near(ours.retention, retention, 1e-4)
+        kept, share = found.heads[layer].retention, found.heads[layer].first_share
+        assert kept is not None
+        assert share is not None
+        assert_near(kept, retention, 1e-4)
         left = (recent @ first[layer].double()).flatten(2).norm(dim=-1)
         norm = watch.states(after)[layer].double().flatten(2).norm(dim=-1)
-        assert_near(ours.first_share, left / norm, 1e-4)
+        assert_near(share, left / norm, 1e-4)
 
 
 def run(*arguments: Any) -> Any:

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from longrnn import load
+from longrnn.cli.app import app
+from longrnn.comparison import cost
 from longrnn.errors import UserError
 from longrnn.hf.adapter import HFLanguageModel
+from longrnn.models import RecurrentLM
 from longrnn.state import expand
 from tests.contracts.builders import assert_near
 from tests.hf.foreign import causal, tokens, with_bytes
@@ -60,9 +64,17 @@ def test_layers_are_divided_without_cutting_one(folder: Path) -> None:
     assert len(set(plan.values())) == 2
 
 
-def test_balanced_is_for_models_that_transformers_runs(folder: Path) -> None:
+def test_balanced_divides_models_that_transformers_runs(folder: Path, tmp_path: Path) -> None:
+    """Others run on one device, so that both can be compared."""
     text = tokens(1, 7)
     found = load(folder, device="balanced")
+    assert isinstance(found, HFLanguageModel)
     assert torch.equal(found(text).logits, load(folder)(text).logits)
-    with pytest.raises(UserError, match="runs? on one device: give --device cuda:0"):
-        load("passkey-tiny", device="balanced")
+    assert isinstance(load("passkey-tiny", device="balanced"), RecurrentLM)
+    job = cost.Job(str(folder), "balanced", 1, 16, 2, 0)
+    assert cost.measure(job)["state_bytes"] > 0
+    arguments = ["eval", "passkey", "passkey-tiny", "--lengths", "200", "--n", "1", "--quiet"]
+    arguments += ["--depths", "1", "--output", str(tmp_path / "out"), "--device", "balanced"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    trained = CliRunner().invoke(app, ["replay", "missing", "--device", "balanced"])
+    assert isinstance(trained.exception, UserError)
