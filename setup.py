@@ -6,19 +6,23 @@ be compiled, the installation succeeds without it; `longrnn info` says which bac
 
 import platform
 import sys
+from pathlib import Path
 
 from setuptools import Extension, setup
 
 SETS = {"generic": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
     SETS |= {"avx2": ["-march=x86-64-v3"], "avx512": ["-march=x86-64-v4"]}
+FOLDER = Path("longrnn/ops/native")
+HEADERS = sorted(str(path) for path in FOLDER.glob("*.h"))
 OPENMP = ["-fopenmp"] if sys.platform == "linux" else []
 
 setup(
     ext_modules=[
         Extension(
             f"longrnn.ops.native._{name}",
-            ["longrnn/ops/native/kernels.cpp"],
+            [str(FOLDER / "kernels.cpp")],
+            depends=HEADERS,  # compiled again when they change, and part of the source distribution
             extra_compile_args=["-O3", "-std=c++17", "-fno-math-errno", *OPENMP, *flags],
             extra_link_args=OPENMP,
             language="c++",

@@ -25,7 +25,7 @@ from benchmarks.timing import add_threads, clock, in_a_process, interleaved, use
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.mixers import Edit, Mixer
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
-from longrnn.ops.ssd import BACKENDS, SSD, ScanInputs
+from longrnn.ops.ssd import BACKENDS, SSD, ScanInputs, resolve
 from longrnn.ops.ssd.rescale import rescaled_ssd, scale_to
 from longrnn.ops.ssd.window import windowed_ssd
 from longrnn.ops.ssd.window_carry import init_carry
@@ -95,8 +95,9 @@ class LargestNorms(Edit):
         self, inputs: ScanInputs, state: Tensor, carry: Tensor, ssd: SSD
     ) -> tuple[Tensor, Tensor, Tensor]:
         memory, largest = state, carry
-        for x, log_decay, B, _ in zip(*(tensor.unbind(1) for tensor in inputs), strict=True):
-            memory = log_decay.exp()[..., None, None] * memory + x[..., None] * B[:, :, None]
+        for token in inputs.tokens():
+            added = token.scaled_x(memory.dtype)[:, 0, :, :, None] * token.B[:, 0, :, None]
+            memory = token.log_decay[:, 0].exp()[..., None, None] * memory + added
             largest = torch.maximum(largest, memory.square().sum((2, 3)).sqrt())
         return *ssd(inputs, state), largest
 
@@ -156,7 +157,7 @@ def report(what: str, seconds: dict[str, float]) -> dict[str, float]:
 def scan_alone(args: argparse.Namespace) -> dict[str, float]:
     """Returns the same ratios for the scan of one layer, without its projections."""
     generator = torch.Generator().manual_seed(2)
-    heads, ssd = 2 * args.d_model // MIXER["head_dim"], BACKENDS["chunked"]
+    heads, ssd = 2 * args.d_model // MIXER["head_dim"], BACKENDS[resolve("auto")]
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(1, args.tokens, *shape, generator=generator)

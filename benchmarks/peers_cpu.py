@@ -5,9 +5,8 @@ with those of transformers with the same weights, and with a bound: for prefill 
 with weights alone, for decoding a single read of all weights. The logits are those of the last
 token only. `passkey-tiny` reads a long text with each backend.
 
-llama.cpp is timed if `llama_cpp` can be imported and `--gguf` names a model of the same shape and
-dtype, which its own `convert_hf_to_gguf.py` writes from a checkpoint that `longrnn convert --to hf`
-wrote.
+llama.cpp is timed by its own program `llama-bench`, if it is found and `--gguf` names a folder with
+the model: see `benchmarks.llama_bench`.
 
 Example:
     python -m benchmarks.peers_cpu --threads 1 2 --json benchmarks/results/peers_cpu.json
@@ -19,12 +18,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import torch
 
+from benchmarks.llama_bench import Peer
 from benchmarks.prefill_cpu import MIXER, draw, transformers_twin
 from benchmarks.timing import interleaved, write_json
 from longrnn.hf.loading import load_recurrent
@@ -38,6 +38,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PARTS = ("prefill", "decode", "long")
 QUICK = {"layers": 2, "d_model": 128, "vocab": 512, "tokens": 128, "long": 1024, "repeats": 1}
 Calls = dict[str, Callable[[], object]]
+Timers = dict[str, Callable[[], float]]
 
 
 def arguments() -> argparse.Namespace:
@@ -60,7 +61,10 @@ def arguments() -> argparse.Namespace:
         default=[1, 2],
         help="numbers of threads; with 1, processor time is measured instead of wall time",
     )
-    parser.add_argument("--gguf", type=Path, help="the model as a file of llama.cpp")
+    parser.add_argument("--gguf", type=Path, help="folder with float32.gguf and bfloat16.gguf")
+    parser.add_argument(
+        "--llama-bench", default=which("llama-bench"), help="program of llama.cpp (default: PATH)"
+    )
     parser.add_argument("--quick", action="store_true", help="a small model, once: does it run?")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args()
@@ -152,35 +156,6 @@ def decode(args: argparse.Namespace, models: dict[str, RecurrentLM], twin: Any) 
     return calls
 
 
-def llama(args: argparse.Namespace, part: str) -> Calls:
-    """The same work by llama.cpp; nothing if it is not installed or has no model."""
-    if args.gguf is None or find_spec("llama_cpp") is None:
-        return {}
-    from llama_cpp import Llama  # pyright: ignore[reportMissingImports]
-
-    threads = torch.get_num_threads()
-    context = args.tokens + args.steps
-    peer = Llama(
-        str(args.gguf),
-        n_ctx=context,
-        n_batch=512,
-        n_threads=threads,
-        n_threads_batch=threads,
-        verbose=False,
-    )
-    ids = draw(args, args.tokens if part == "prefill" else args.steps)[0].tolist()
-
-    def run() -> None:
-        peer.reset()
-        if part == "prefill":
-            peer.eval(ids)
-        else:
-            for token in ids:
-                peer.eval([token])
-
-    return {"llama.cpp": run}
-
-
 def long(args: argparse.Namespace) -> Calls:
     """`passkey-tiny` reads a long text."""
     calls: Calls = {}
@@ -194,9 +169,11 @@ def long(args: argparse.Namespace) -> Calls:
     return calls
 
 
-def report(title: str, tokens: int, calls: Calls, repeats: int) -> dict[str, float]:
+def report(
+    title: str, tokens: int, calls: Calls, repeats: int, timers: Timers | None = None
+) -> dict[str, float]:
     """Times the calls, prints one row per call, and returns tokens per second."""
-    seconds = interleaved(calls, repeats)
+    seconds = interleaved(calls, repeats, timers=timers)
     first = next(iter(seconds.values()))
     print(f"\n{title}, {repeats} repeats\n{'':22} tokens/s  time relative to {next(iter(seconds))}")
     for name, value in seconds.items():
@@ -204,16 +181,26 @@ def report(title: str, tokens: int, calls: Calls, repeats: int) -> dict[str, flo
     return {name: tokens / value for name, value in seconds.items()}
 
 
+def peer(args: argparse.Namespace) -> Peer | None:
+    """llama.cpp; None where its program or its models are missing."""
+    if args.gguf is None or args.llama_bench is None:
+        return None
+    return Peer(args.llama_bench, args.gguf)
+
+
 def measure(args: argparse.Namespace, threads: int) -> dict[str, dict[str, float]]:
     figures = {}
+    llama = peer(args)
     for dtype in args.dtypes if {"prefill", "decode"} & set(args.parts) else ():
         models = build(args, DTYPES[dtype])
         twin = transformers_twin(models[backends()[0]]).to(DTYPES[dtype])
         for part, of, tokens in (("prefill", prefill, args.tokens), ("decode", decode, args.steps)):
             if part in args.parts:
-                calls = of(args, models, twin) | llama(args, part)
+                calls, timers = of(args, models, twin), {}
+                if llama is not None:
+                    timers = llama.timers(part, dtype, tokens)
                 title = f"{part}, {dtype}, {threads} threads"
-                figures[title] = report(title, tokens, calls, args.repeats)
+                figures[title] = report(title, tokens, calls, args.repeats, timers)
     if "long" in args.parts:
         title = f"passkey-tiny, prefill of {args.long:,} tokens, {threads} threads"
         figures[title] = report(title, args.long, long(args), args.repeats)
@@ -223,8 +210,8 @@ def measure(args: argparse.Namespace, threads: int) -> dict[str, dict[str, float
 @torch.inference_mode()
 def main() -> None:
     args = arguments()
-    if args.gguf is None or find_spec("llama_cpp") is None:
-        print("llama.cpp is left out: it needs the package llama_cpp and a model (--gguf)")
+    if peer(args) is None:
+        print("llama.cpp is left out: it needs its program llama-bench and its models (--gguf)")
     if (why := native.missing()) is not None:
         print(f"the backend native is left out: {why}")
     figures: dict[str, Any] = {"shape": [args.layers, args.d_model, args.vocab]}

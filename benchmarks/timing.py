@@ -52,7 +52,11 @@ def clock() -> float:
 
 
 def interleaved(
-    calls: Mapping[str, Callable[[], Any]], repeats: int, *, warm: bool = False
+    calls: Mapping[str, Callable[[], Any]],
+    repeats: int,
+    *,
+    warm: bool = False,
+    timers: Mapping[str, Callable[[], float]] | None = None,
 ) -> dict[str, float]:
     """Returns the median seconds of each call; calls alternate so that noise affects all equally.
 
@@ -60,16 +64,20 @@ def interleaved(
         calls: functions to time, by name.
         repeats: number of measurements of each function.
         warm: whether every function has run before; otherwise each first runs once untimed.
+        timers: functions that measure themselves and return seconds, by name.
     """
+    timers = timers or {}
     if not warm:
         for call in calls.values():
             call()
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    seconds: dict[str, list[float]] = {name: [] for name in (*calls, *timers)}
     for _ in range(repeats):
         for name, call in calls.items():
             start = clock()
             call()
             seconds[name].append(clock() - start)
+        for name, timer in timers.items():
+            seconds[name].append(timer())
     return {name: median(values) for name, values in seconds.items()}
 
 

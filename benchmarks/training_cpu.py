@@ -4,6 +4,7 @@ The model is a Mamba-2 of 12 layers × 512 with random weights, in float32, with
 Questions:
 - How many tokens per second does it train (forward, backward and optimizer step), compared with
   `Mamba2ForCausalLM` of transformers with the same weights, loss and optimizer?
+- How much faster is the backend `native` than `chunked`?
 - How much time does it cost to start each step from the final state of the previous step?
 - How much time does activation checkpointing cost, and how much memory does it save?
 - Which part of the time is spent in matrix products?
@@ -41,6 +42,7 @@ from longrnn.training.optim import build_optimizer
 from longrnn.training.trainer import Trainer
 
 CARRIED = "longrnn, carried"
+CHUNKED = "longrnn, chunked"  # the backend in plain torch
 # The operators of torch that multiply matrices.
 PRODUCTS = {"mkldnn::_linear_pointwise"}
 PRODUCTS |= {f"aten::{name}" for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_")}
@@ -65,10 +67,13 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def build(args: argparse.Namespace, vocab: int, checkpointing: str = "no") -> RecurrentLM:
+def build(
+    args: argparse.Namespace, vocab: int, checkpointing: str = "no", backend: str = "auto"
+) -> RecurrentLM:
     """Returns a model with random weights that depend only on its shape."""
     torch.manual_seed(0)
-    model = RecurrentLM(RecurrentConfig(vocab, args.d_model, args.layers, MIXER)).train()
+    mixer = {**MIXER, "backend": backend}
+    model = RecurrentLM(RecurrentConfig(vocab, args.d_model, args.layers, mixer)).train()
     model.gradient_checkpointing_enable(checkpointing)
     return model
 
@@ -129,6 +134,7 @@ def throughput(args: argparse.Namespace, vocab: int) -> dict[str, float]:
     calls = {
         "longrnn": ours(model, batch),
         CARRIED: ours(build(args, vocab), batch, carry=True),
+        CHUNKED: ours(build(args, vocab, backend="chunked"), batch),
         "longrnn, block": ours(build(args, vocab, "block"), batch),
         "longrnn, segment": ours(build(args, vocab, "segment"), batch),
         "transformers": theirs(twin, batch),
@@ -144,13 +150,15 @@ def throughput(args: argparse.Namespace, vocab: int) -> dict[str, float]:
     figures = {f"tokens_per_second_{n}": args.tokens / value for n, value in seconds.items()}
     figures["speedup"] = seconds["transformers"] / seconds["longrnn"]
     figures["speedup_least"], figures["speedup_most"] = speedups[0], speedups[-1]
+    figures["over_chunked"] = median(one[CHUNKED] / one["longrnn"] for one in rounds)
     figures["carry_cost"] = seconds[CARRIED] / seconds["longrnn"] - 1
     figures["matrix_products"] = products(calls["longrnn"])
     print(f"vocabulary {vocab:,}")
     for name, value in seconds.items():
         print(f"  {name:18} {args.tokens / value:8.1f} tokens/s   {value:6.2f} s per step")
     print(
-        f"  speedup {figures['speedup']:.2f} ({speedups[0]:.2f} to {speedups[-1]:.2f}), cost of "
+        f"  speedup {figures['speedup']:.2f} ({speedups[0]:.2f} to {speedups[-1]:.2f}), "
+        f"{figures['over_chunked']:.2f} over the backend chunked, cost of "
         f"carrying {figures['carry_cost']:+.1%}, {figures['matrix_products']:.0%} of the time in "
         "matrix products"
     )

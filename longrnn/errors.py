@@ -14,6 +14,10 @@ class UserError(ValueError):
     """
 
 
+class DivergedError(UserError):
+    """A training run that ended because its loss, gradient or weights are not finite."""
+
+
 class Terminated(BaseException):
     """The process was asked to end by SIGTERM; what was finished is kept.
 

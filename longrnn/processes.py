@@ -102,8 +102,8 @@ def form_teams(size: int, device: str) -> Any:
         raise UserError(
             f"{size} processes are to read each text together and there "
             f"{'is 1' if _group.size == 1 else f'are {_group.size}'}: launch a multiple of {size}, "
-            "for example with `longrnn launch --config_file configs/accelerate/cpu2.yaml "
-            f"--num_processes {size} eval …`"
+            "for example with `accelerate launch --config_file configs/accelerate/cpu2.yaml "
+            f"--num_processes {size} -m longrnn.cli eval …`"
         )
     import torch.distributed as dist
 

@@ -55,6 +55,17 @@ def _recording(self: UserError, *parts: object) -> None:
 UserError.__init__ = _recording  # type: ignore[method-assign]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests marked `cuda` where torch finds no GPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("cuda") is not None:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> object:
     """Fails a test in which a message of the wrong form was raised, in every worker."""

@@ -5,12 +5,13 @@ A `Pool` keeps them between checks, because starting them takes longer than any 
 
 from __future__ import annotations
 
-import multiprocessing
+import multiprocessing.connection
 import os
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import pairwise
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -47,11 +48,13 @@ class Pool:
     """`SIZE` processes, the first n of which form the context group of a check of n shares."""
 
     def __init__(self, folder: Path) -> None:
-        spawn = multiprocessing.get_context("spawn")
+        # A server imports everything once, and forks.
+        server = multiprocessing.get_context("forkserver")
+        server.set_forkserver_preload([__name__, "torch._dynamo"])
         self._pipes, self._processes, self.broken = [], [], False
         for rank in range(SIZE):
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(
+            ours, theirs = server.Pipe()
+            process = server.Process(
                 target=_serve, args=(theirs, rank, str(folder / "rendezvous")), daemon=True
             )
             process.start()
@@ -70,10 +73,9 @@ class Pool:
             pipe.send((work, size, arguments))
         # The first answer may be an error, after which the others would wait until they give up.
         waiting, found = dict(enumerate(self._pipes[:size])), {}
+        failed: list[str] = []
         while waiting:
-            ready = multiprocessing.connection.wait(
-                list(waiting.values()), PATIENCE.total_seconds()
-            )
+            ready = wait(list(waiting.values()), PATIENCE.total_seconds())
             assert ready, "the processes do not answer"
             for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
                 found[rank] = waiting.pop(rank).recv()

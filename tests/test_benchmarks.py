@@ -34,6 +34,10 @@ def test_tokens(name: str) -> None:
 
 
 PROGRAMS = {
+    "generate_cpu": (
+        ["--layers", "1", "--d-model", "64", "--vocab", "64", "--tokens", "4", "--repeats", "1"],
+        "the same tokens: True",
+    ),
     "head_cpu": (["--vocab", "256", "--rows", "2", "--tokens", "4", "--d-model", "16"], "2^23"),
     "hybrid_prefill_cpu": (
         ["--kinds", "bamba", "--d-model", "64", "--tokens", "64", "--repeats", "1"],
@@ -120,3 +124,24 @@ def test_the_parts_run(tmp_path: Path) -> None:
     done = benchmark("perplexity", "--scale", "64", "--threads", "1")
     assert done.returncode == 0, done.stderr
     assert "peak memory" in done.stdout
+
+
+def test_llama_cpp_is_timed_by_its_own_program(tmp_path: Path) -> None:
+    """A model that is missing is left out; times are per call of the other contenders."""
+    from benchmarks.llama_bench import DECODED, Peer
+
+    program = tmp_path / "llama-bench"
+    program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/args\necho \'[{{"avg_ns": 2e9}}]\'\n')
+    program.chmod(0o755)
+    (tmp_path / "float32.gguf").touch()
+    peer = Peer(str(program), tmp_path)
+    assert peer.timers("decode", "bfloat16", 4) == {}
+    assert peer.timers("long", "float32", 4) == {}
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert peer.timers("decode", "float32", 4)["llama.cpp"]() == 2 * 4 / DECODED
+        assert f"-n {DECODED} -p 0 -t 2 -r 1" in (tmp_path / "args").read_text()
+        assert peer.timers("prefill", "float32", 512)["llama.cpp"]() == 2
+    finally:
+        torch.set_num_threads(before)

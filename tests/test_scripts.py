@@ -138,21 +138,30 @@ def test_the_comparison_with_a_transformer(tmp_path: Path) -> None:
     for name in ("train", "held_out"):
         text = "".join(f"{i * 7919 % 1000} is {name} {i}. " for i in range(900))
         (tmp_path / f"{name}.txt").write_text(text)
-    command = ["--train", "train.txt", "--text", "held_out.txt", "--passkey-steps", "2", "--quiet"]
-    command += ["--books-steps", "2", "--reach", "4", "--n", "1", "--windows", "2", "--output", "o"]
+    command = ["--train", "train.txt", "--text", "held_out.txt", "--size", "120k", "--quiet"]
+    command += ["--recall-steps", "4", "--passkey-steps", "2", "--books-steps", "2", "--pairs", "4"]
+    command += ["--check-every", "2", "--rates", "1e-3", "--rates", "lstm=1e-3,1e-2", "--seeds"]
+    command += ["2", "--reach", "4", "--n", "1", "--windows", "2", "--step-tokens", "512"]
+    command += ["--output", "o"]
     done = study(tmp_path, *command, "--record", "r.md", script="compare_with_transformer")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert (tmp_path / "r.md").read_text() == (tmp_path / "o/table.md").read_text()
+    runs = [line.split("|")[1:4] for line in lines if line.startswith("| lstm |")]
+    assert [[cell.strip(" *") for cell in row][:2] for row in runs] == 3 * [
+        ["lstm", "0.001"], ["lstm", "0.01"]
+    ]  # fmt: skip
     rows = [line.split("|")[1:3] for line in lines if line.startswith(("| 256", "| 1k"))]
-    names = ["transformer+beyond", "transformer", "mamba2", "lstm"]
-    lengths = [length for length in ("256", "1k") for _ in names]
-    assert [[cell.strip() for cell in row] for row in rows] == 2 * [
-        [length, name] for length, name in zip(lengths, 2 * names, strict=True)
-    ]
+    compared = [[cell.strip() for cell in row] for row in rows if "seed" not in row[1]]
+    for length in ("256", "1k"):
+        for name in ("transformer+beyond", "transformer", "mamba2", "lstm"):
+            assert [length, name] in compared
     assert sum("made for at most 288 tokens" in line for line in lines) == 2
     again = study(tmp_path, *command, script="compare_with_transformer")
     assert again.stdout.splitlines()[4:] == lines[4:]
+    wrong = study(tmp_path, "--rates", "gru=1e-3", script="compare_with_transformer")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert "no architecture 'gru'" in wrong.stderr
 
 
 @pytest.mark.slow

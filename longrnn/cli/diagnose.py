@@ -81,20 +81,25 @@ def states(
     Example: longrnn diagnose states passkey-tiny-short --text book.txt --length 64k
     """
     from longrnn.diagnostics import states as measure
+    from longrnn.diagnostics.readers import reader_of
     from longrnn.diagnostics.states_report import write_report
     from longrnn.diagnostics.states_summary import summary
     from longrnn.evaluation.texts import read_documents
-    from longrnn.hf.loading import load_editable
+    from longrnn.hf.loading import load
     from longrnn.hf.specs import mitigated, split_spec
     from longrnn.hf.tokenizer import load_tokenizer
     from longrnn.hf.training_length import required_training_length
+    from longrnn.mitigations import Mitigated
 
     if not text and not newlines:
         raise UserError("give --text FILE, --newlines, or both")
     tokens, trained = parse_length(length), required_training_length(checkpoint, train_length)
     name, own = split_spec(checkpoint)
     specs = [spec for spec in (own, mitigation) if spec is not None]
-    model = mitigated(load_editable(name, device=pick_device(device)), specs or None)
+    plain = load(name, device=pick_device(device))
+    assert not isinstance(plain, Mitigated)  # `name` names no mitigation
+    reader_of(plain)  # refuses a model without readable states before it refuses a mitigation
+    model = mitigated(plain, specs or None)
     tokenizer = load_tokenizer(name)
     documents = read_documents(text or [], tokenizer, model)
     warn_if_calibrated_on(model, documents)

@@ -25,6 +25,7 @@ PACKAGES = {
     "tensorboard": "report_to=tensorboard: pip install 'longrnn[tensorboard]'",
     "wandb": "report_to=wandb: pip install 'longrnn[trackers]'",
     "trackio": "report_to=trackio: pip install 'longrnn[trackers]'",
+    "mamba-ssm": "backend mamba_ssm, on NVIDIA GPUs: pip install mamba-ssm",
 }
 
 

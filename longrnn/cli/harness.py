@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
 from longrnn.cli.options import Checkpoint, Device, Mitigation, Quiet, pick_device
@@ -15,6 +18,12 @@ def harness(
     context: typer.Context,
     checkpoint: Checkpoint,
     mitigation: Mitigation = None,
+    datasets: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with data sets: ORGANISATION/NAME in it is read instead of the Hub."
+        ),
+    ] = None,
     device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
@@ -42,4 +51,4 @@ def harness(
     options: dict[str, object] = {"device": pick_device(device), "quiet": quiet}
     if mitigation is not None:
         options["mitigation"] = mitigation
-    run(checkpoint, context.args, options)
+    run(checkpoint, context.args, options, datasets=datasets)

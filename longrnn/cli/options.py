@@ -20,7 +20,11 @@ Checkpoint = Annotated[
     ),
 ]
 Device = Annotated[
-    str, typer.Option(help="Where to run: cpu, cuda, cuda:1; auto uses cuda if it is available.")
+    str,
+    typer.Option(
+        help="Where to run: cpu, cuda, cuda:1; auto uses cuda if it is available; balanced "
+        "divides a Hugging Face model among all GPUs."
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 Mitigation = Annotated[
@@ -75,6 +79,8 @@ def pick_device(device: str) -> str:
             return "cpu"
         own = processes.local_rank() % torch.cuda.device_count()
         return "cuda" if processes.size() == 1 else f"cuda:{own}"
+    if device == "balanced":
+        return device  # refused later for a model that runs on one device
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:

@@ -63,8 +63,16 @@ class OutputMeans:
 
     def see_output(self, module: torch.nn.Module, args: Any, output: tuple[Tensor, PyTree]) -> None:
         """A forward hook of the mixer."""
-        norms = output[0].double().norm(dim=-1)
+        self.see_tensor(module, args, output[0])
+
+    def see_tensor(self, module: torch.nn.Module, args: Any, output: Tensor) -> None:
+        """A forward hook of a layer that returns y alone."""
+        norms = output.double().norm(dim=-1)
         self.norms, self.count = self.norms + norms.sum(1), self.count + norms.shape[1]
+
+    def see_input(self, module: torch.nn.Module, args: Any) -> None:
+        """A forward pre-hook of the projection whose input are the channels."""
+        self.see_channels(args[0])
 
     def see_channels(self, channels: Tensor) -> None:
         """An observer of `Mixer.watch_channels`."""

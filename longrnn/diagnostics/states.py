@@ -12,14 +12,15 @@ from torch import Tensor
 
 from longrnn.diagnostics.channels import OUTLIER_CRITERION, ChannelDetector, Channels
 from longrnn.diagnostics.collapse import CRITERION, GLOBAL, CollapseDetector, Finding
-from longrnn.diagnostics.record import Measurement, check, read
+from longrnn.diagnostics.readers import reader_of
+from longrnn.diagnostics.record import Measurement, read
 from longrnn.diagnostics.states_files import channel_rows, rows, tables, yaml_of
 from longrnn.errors import UserError
 from longrnn.evaluation import texts
 from longrnn.evaluation.texts import Document
 from longrnn.files import replacing, write_atomic
 from longrnn.mitigations import Mitigated
-from longrnn.models import EditableModel
+from longrnn.models import LanguageModel
 from longrnn.models.finite import refuse_nonfinite
 from longrnn.progress import Progress
 from longrnn.text import Tokenizer
@@ -81,7 +82,7 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(
-    model: EditableModel | Mitigated,
+    model: LanguageModel,
     prompts: Sequence[Prompt],
     *,
     train_length: int,
@@ -94,7 +95,7 @@ def diagnose(
     """Process prompts and diagnose every head.
 
     Args:
-        model: with or without a mitigation.
+        model: whose states can be read, see `readers`; with or without a mitigation.
         prompts: all of one length.
         train_length: training length in tokens.
         output: a folder; `states.jsonl` (one row per layer, head, prompt and position),
@@ -109,7 +110,7 @@ def diagnose(
         UserError: the length does not exceed the training length, settings are out of range, or
             logits are not finite inside the training length.
     """
-    check(model)
+    reader = reader_of(model)
     length = len(prompts[0].tokens)
     if every < 1 or first < 1 or train_length < 1:
         raise UserError(
@@ -132,8 +133,10 @@ def diagnose(
     # A state that overflows beyond the training length is a finding; inside, the model is broken.
     inside = tokens[:, :train_length].to(model.init_state(1).position.device)
     refuse_nonfinite(model(inside, keep=1).logits, model, inside)
-    names, heads = [prompt.name for prompt in named], model.mixers[0].n_heads
-    detector = CollapseDetector(train_length, layers=len(model.mixers), prompts=names, heads=heads)
+    names = [prompt.name for prompt in named]
+    detector = CollapseDetector(
+        train_length, layers=reader.n_layers, prompts=names, heads=reader.n_heads
+    )
     channels = ChannelDetector(train_length)
     points: list[Measurement] = []
     with (

@@ -20,6 +20,8 @@ CAPTIONS = {
     "grad_norm": "Norm of the gradient before clipping, on a logarithmic scale.",
     "learning_rate": "Learning rate of the step, before the factors of learning_rate_scale.",
     "tokens_per_second": "Tokens per second of the logged step, over all processes.",
+    "mfu": "Model FLOPs utilisation of the logged step: share of the GPU's peak in bfloat16.",
+    "peak_memory_gib": "Peak memory of the tensors on the GPU in the logged step, in GiB.",
 }
 
 
@@ -68,7 +70,7 @@ def _picture(runs: Sequence[Run], name: str) -> Picture:
         panel.plot(*zip(*points, strict=True), lw=1.2, marker=marker, label=run.name)
     if name == "grad_norm":
         panel.set_yscale("log")
-    if name == "tokens_per_second":
+    if name in ("tokens_per_second", "mfu", "peak_memory_gib"):
         panel.set_ylim(bottom=0)
     panel.set(xlabel="step", ylabel=name.replace("_", " "))
     if len(runs) > 1:

@@ -278,5 +278,19 @@ class HFLanguageModel(nn.Module):
         if self._fingerprint is None:
             config = self.model.config.to_dict()
             kept = {name: value for name, value in config.items() if name not in VOLATILE}
-            self._fingerprint = fingerprint(kept, self.model.state_dict())
+            self._fingerprint = fingerprint(kept, stored_weights(self.model))
         return self._fingerprint
+
+
+def stored_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the state dict of a model, with the values of weights that accelerate has offloaded.
+
+    Such a weight is on the meta device, and a hook of its module knows where its values are.
+    """
+    weights = model.state_dict()
+    for name in [name for name, tensor in weights.items() if tensor.is_meta]:
+        path, _, leaf = name.rpartition(".")
+        hook: Any = model.get_submodule(path)._hf_hook
+        maps = [getattr(one, "weights_map", None) for one in getattr(hook, "hooks", [hook])]
+        weights[name] = next(known[leaf] for known in maps if known is not None)
+    return weights

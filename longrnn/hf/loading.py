@@ -22,6 +22,7 @@ from longrnn.hf.weights import read_weights
 from longrnn.mitigations import Mitigated
 from longrnn.models.base import EditableModel
 from longrnn.models.checkpoint import DTYPES, build_model, cast_weights, load_model
+from longrnn.models.quantise import quantise
 from longrnn.models.recurrent import RecurrentLM
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
+# A device: the layers of a Hugging Face model are divided among all devices.
+BALANCED = "balanced"
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
@@ -71,6 +74,7 @@ def load(
     dtype: torch.dtype | None = None,
     revision: str | None = None,
     beyond: bool = False,
+    weights: str | None = None,
 ) -> RecurrentLM | Mitigated | HFLanguageModel:
     """Load a language model for evaluation.
 
@@ -81,12 +85,15 @@ def load(
             mitigation may follow after a plus, `CHECKPOINT+MITIGATION`, unless a path with that
             whole name exists.
         backend: implementation of the recurrence (`auto`, `chunked`, `reference`).
-        device: None for the CPU.
+        device: None for the CPU; `balanced` divides the layers of a model that transformers runs
+            among all devices, as the device_map of that name does.
         dtype: None for that of the checkpoint. The parameters that set the time scales of a
             Mamba-2 (A_log, dt_bias, D) are never rounded to a narrower dtype: published
             checkpoints store them in float32 next to matrices in float16 or bfloat16.
         revision: branch, tag or commit of a model on the Hub.
         beyond: whether a transformer may read more tokens than its configuration allows.
+        weights: `int8` stores the projections of a Mamba-2 in 8 bits, with a scale per output;
+            None leaves all weights as they are. Such a model cannot be trained or saved.
 
     Returns:
         A `RecurrentLM` (which supports all mitigations), a `Mitigated` if the name has a
@@ -103,7 +110,13 @@ def load(
     name, spec = split_spec(str(name_or_path))
     if spec is not None:
         plain = load(
-            name, backend=backend, device=device, dtype=dtype, revision=revision, beyond=beyond
+            name,
+            backend=backend,
+            device=device,
+            dtype=dtype,
+            revision=revision,
+            beyond=beyond,
+            weights=weights,
         )
         assert not isinstance(plain, Mitigated)  # `name` names no mitigation
         return mitigated(plain, spec)
@@ -112,7 +125,7 @@ def load(
     with ThreadPoolExecutor(1) as pool:
         damaged = pool.submit(damage_of_model, folder)
         try:
-            model = _open(folder, backend, dtype, beyond)
+            model = _open(folder, backend, dtype, beyond, balanced=device == BALANCED)
         except UserError as error:
             # The defect itself is more informative than a wrong checksum: both are reported.
             if (wrong := damaged.result()) is None:
@@ -120,16 +133,23 @@ def load(
             raise UserError(f"{error}; besides, {folder} is damaged ({wrong})") from error
         if (wrong := damaged.result()) is not None:
             raise UserError(refusal(folder, wrong))
-    return model.to(device=device)
+    quantise(model, weights)
+    return model if device == BALANCED else model.to(device=device)
 
 
 def _open(
-    folder: Path, backend: str, dtype: torch.dtype | None, beyond: bool
+    folder: Path, backend: str, dtype: torch.dtype | None, beyond: bool, *, balanced: bool
 ) -> RecurrentLM | HFLanguageModel:
-    """Return the model in a folder, on the CPU, without verifying its checksums."""
-    if lora.is_adapter(folder):
+    """Return the model in a folder, on the CPU or balanced, without verifying its checksums."""
+    adapter = lora.is_adapter(folder)
+    config = {} if adapter else read_config(folder)
+    if balanced and (adapter or _is_ours(config)):
+        raise UserError(
+            f"{folder} is computed by longrnn, whose models run on one device: give --device "
+            "cuda:0 ('balanced' divides Hugging Face models among devices)"
+        )
+    if adapter:
         return cast_weights(_load_adapter(folder, backend), dtype)
-    config = read_config(folder)
     _check_layers(folder, config)
     layout = layout_of(config)
     if config.get("model_type") == "longrnn":
@@ -140,7 +160,12 @@ def _open(
         return cast_weights(load_mamba2(folder, layout, backend), dtype)
     if backend != "auto":
         raise UserError(f"{folder} is computed by transformers and has no backend: leave it out")
-    return _load_transformer(folder, config, dtype, beyond)
+    return _load_transformer(folder, config, dtype, beyond, balanced)
+
+
+def _is_ours(config: dict[str, Any]) -> bool:
+    """Whether the model of a configuration becomes a `RecurrentLM`."""
+    return config.get("model_type") == "longrnn" or layout_of(config) is not None
 
 
 def _load_adapter(folder: Path, backend: str) -> RecurrentLM:
@@ -233,7 +258,11 @@ def load_mamba2(folder: Path, layout: type[Layout], backend: str = "auto") -> Re
 
 
 def _load_transformer(
-    folder: Path, config: dict[str, Any], dtype: torch.dtype | None, beyond: bool
+    folder: Path,
+    config: dict[str, Any],
+    dtype: torch.dtype | None,
+    beyond: bool,
+    balanced: bool,
 ) -> HFLanguageModel:
     """Load a causal language model whose code is in transformers."""
     from transformers import AutoModelForCausalLM
@@ -256,6 +285,7 @@ def _load_transformer(
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype="auto" if dtype is None else dtype,
+                device_map=BALANCED if balanced else None,
                 trust_remote_code=False,
                 local_files_only=True,
                 weights_only=True,

@@ -59,25 +59,23 @@ def prefill_together(
         UserError: the rows of the model cannot be divided, or its results are not finite.
     """
     shared = divisible(model)
-    if state is None:
-        state = model.init_state(len(read(0, 1)))
-    before = state
-    device, logits = state.position.device, torch.empty(0)
+    before: LMState = model.init_state(len(read(0, 1))) if state is None else state
+    after, device, logits = before, before.position.device, torch.empty(0)
     for start in range(0, length, PREFILL_TOKENS * group.size):
         stop = min(length, start + PREFILL_TOKENS * group.size)
         own = share_of(stop - start, group)
         tokens = read(start + own.start, start + own.stop).to(device)
         # The last process reads the last token: its share is never the shorter one.
-        kept, state = shared(tokens, state, keep=int(stop == length), context=group)
+        kept, after = shared(tokens, after, keep=int(stop == length), context=group)
         if stop == length:
             logits = kept.new_zeros(len(tokens), model.vocab_size)
             logits = group.gather(kept[:, -1] if group.is_last else logits)[-1]
         if progress is not None:
             progress.advance(0, (stop - start) * len(tokens))
-    refuse_nonfinite_state(model, lambda: read(0, length), before, state)
+    refuse_nonfinite_state(model, lambda: read(0, length), before, after)
     if not bool(logits.isfinite().all()):
         explain_nonfinite(model, read(0, length), before)
-    return logits, state
+    return logits, after
 
 
 @torch.no_grad()

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from longrnn.mitigations.base import MITIGATIONS, Mitigation, Stage
-from longrnn.mitigations.values import Range, per_head
-from longrnn.mixers import Edit, Mixer, StepwiseMixer, Update
+from longrnn.mitigations.values import Constant, Range, per_head
+from longrnn.mixers import Edit, Mixer, StepwiseMixer, Update, UpdateRule
 from longrnn.ops.ssd import ScanInputs
 from longrnn.state import PyTree
 
@@ -23,17 +23,22 @@ class Multiply(Edit):
     """
 
     def __init__(self, decay: Tensor, scale: Tensor) -> None:
-        self.decay, self.scale = decay, scale
+        self.log_decay, self.scale = Constant(decay.log()), Constant(scale)
+        self._numbers = decay.tolist(), scale.tolist()
 
     def edit_inputs(self, inputs: ScanInputs, carry: PyTree) -> tuple[ScanInputs, PyTree]:
-        log_decay = inputs.log_decay + self.decay.log().to(inputs.log_decay)
-        gain = inputs.gain * self.scale.to(inputs.gain)
+        log_decay = inputs.log_decay + self.log_decay.like(inputs.log_decay)
+        gain = inputs.gain * self.scale.like(inputs.gain)
         return inputs._replace(gain=gain, log_decay=log_decay), carry
 
     def edit_update(self, update: Update, carry: PyTree) -> tuple[Update, PyTree]:
         assert update.keep is not None
-        decay, scale = float(self.decay), float(self.scale)
+        (decay,), (scale,) = self._numbers
         return Update(add=update.add * scale, keep=update.keep * decay), carry
+
+    def update_rule(self, carry: PyTree) -> UpdateRule | None:
+        (decay,), (scale,) = self._numbers
+        return UpdateRule(keep=decay, add=scale)
 
 
 @MITIGATIONS.register("forget_more")

@@ -16,7 +16,13 @@ from longrnn.mitigations.selection import select
 from longrnn.mitigations.values import check_sizes
 from longrnn.mitigations.weights import CachedValue
 from longrnn.mixers import Composed, Mixer
-from longrnn.models.base import EditableModel, LanguageModel, LMOutput, check_tokens
+from longrnn.models.base import (
+    CapturableModel,
+    EditableModel,
+    LanguageModel,
+    LMOutput,
+    check_tokens,
+)
 from longrnn.models.context import ContextGroup, check_divisible
 from longrnn.state import LMState, PyTree, leaves
 
@@ -96,6 +102,12 @@ class Mitigated(nn.Module):
         return self.model.max_length
 
     @property
+    def is_capturable(self) -> bool:
+        """See `CapturableModel`."""
+        capturable = isinstance(self.model, CapturableModel) and self.model.is_capturable
+        return capturable and not any(edit.reads_device for edit in self.edits)
+
+    @property
     def config(self) -> Any:
         """The configuration of the unmitigated model."""
         return self.model.config  # type: ignore[attr-defined]
@@ -119,6 +131,7 @@ class Mitigated(nn.Module):
         is_token: Tensor | None = None,
         is_document_start: Tensor | None = None,
         context: ContextGroup | None = None,
+        checked: bool = False,
     ) -> LMOutput:
         """Consumes tokens; see `LanguageModel`.
 
@@ -129,20 +142,24 @@ class Mitigated(nn.Module):
             is_token: `(b, t)` bool, false at padding; see `RecurrentLM.forward`.
             is_document_start: `(b, t)` bool; the carries of the mitigation restart too.
             context: the processes that hold the rows together; see `RecurrentLM.forward`.
+            checked: see `RecurrentLM.forward`; a `CapturableModel` takes it.
 
         Raises:
             UserError: invalid tokens or masks, or a state of the plain model, of other weights or
                 of another mitigation.
         """
-        tokens = check_tokens(tokens, self.vocab_size, is_token)
+        if not checked:
+            tokens = check_tokens(tokens, self.vocab_size, is_token)
         if state is None:
             state = self.init_state(len(tokens))
-        extra = self._check_extra(state)
+        extra = self._extra(state) if checked else self._check_extra(state)
         given = state._replace(extra=extra.carry)
-        shared: dict[str, Any] = {}
+        options: dict[str, Any] = {}
+        if checked and isinstance(self.model, CapturableModel):
+            options["checked"] = True
         if context is not None:
             check_divisible(self.model)
-            shared["context"] = context
+            options["context"] = context
         logits, after = self.model(
             tokens,
             given,
@@ -150,9 +167,20 @@ class Mitigated(nn.Module):
             edits=self.edits,
             is_token=is_token,
             is_document_start=is_document_start,
-            **shared,
+            **options,
         )
         return LMOutput(logits, after._replace(extra=MitigatedState(extra.tag, after.extra)))
+
+    def token_losses(
+        self, tokens: Tensor, targets: Tensor, state: LMState | None = None
+    ) -> tuple[Tensor, LMState]:
+        """See `LossModel.token_losses`."""
+        tokens = check_tokens(tokens, self.vocab_size)
+        state = self.init_state(len(tokens)) if state is None else state
+        extra = self._check_extra(state)
+        given = state._replace(extra=extra.carry)
+        losses, after = self.model.token_losses(tokens, targets, given, edits=self.edits)
+        return losses, after._replace(extra=MitigatedState(extra.tag, after.extra))
 
     def adopt(self, state: LMState) -> LMState:
         """Makes a state computed with earlier weights valid for the current weights.

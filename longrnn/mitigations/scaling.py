@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from longrnn.mitigations.base import MITIGATIONS, Mitigation, without_steps
-from longrnn.mitigations.values import Range, per_head
+from longrnn.mitigations.values import Constant, Range, per_head
 from longrnn.mixers import Edit, Mixer, Steps
 from longrnn.state import PyTree
 
@@ -21,7 +21,7 @@ class Factors(Edit):
     """One factor per head: `scale`, `(h,)` float64; 1 changes nothing."""
 
     def __init__(self, scale: Tensor) -> None:
-        self.scale = scale
+        self.scale = Constant(scale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class ScaledSteps(Factors):
     """dt' = s · dt."""
 
     def edit_steps(self, steps: Steps, carry: PyTree) -> tuple[Steps, PyTree]:
-        return steps._replace(dt=steps.dt * self.scale.to(steps.dt)), carry
+        return steps._replace(dt=steps.dt * self.scale.like(steps.dt)), carry
 
 
 @MITIGATIONS.register("scale_delta")
@@ -76,7 +76,7 @@ class ScaledRates(Factors):
     """A' = s · A."""
 
     def edit_steps(self, steps: Steps, carry: PyTree) -> tuple[Steps, PyTree]:
-        return steps._replace(A=steps.A * self.scale.to(steps.A)), carry
+        return steps._replace(A=steps.A * self.scale.like(steps.A)), carry
 
 
 @MITIGATIONS.register("scale_decay")
@@ -100,7 +100,7 @@ class PoweredRates(Factors):
 
     def edit_steps(self, steps: Steps, carry: PyTree) -> tuple[Steps, PyTree]:
         # In float64, which is cheap for one number per head, so that s is not rounded.
-        power = (-steps.A.double()).pow(self.scale.to(steps.A.device))
+        power = (-steps.A.double()).pow(self.scale.on(steps.A.device))
         return steps._replace(A=-power.to(steps.A)), carry
 
 

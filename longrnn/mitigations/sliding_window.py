@@ -9,7 +9,8 @@ from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.mitigations.base import MITIGATIONS, Mitigation, Stage
-from longrnn.mixers import Edit, Mixer, ScanningMixer, StepwiseMixer, Update
+from longrnn.mitigations.values import Constant
+from longrnn.mixers import Edit, Mixer, ScanningMixer, StepwiseMixer, Update, UpdateRule
 from longrnn.ops.ssd import SSD, ScanInputs
 from longrnn.ops.ssd.window import windowed_ssd
 from longrnn.ops.ssd.window_carry import blank, init_carry, reach
@@ -27,29 +28,32 @@ class Window(Edit):
 
     def __init__(self, window: int, heads: Tensor) -> None:
         self.window = window
-        self.inside, self.outside = heads.nonzero()[:, 0], (~heads).nonzero()[:, 0]
-        self.order = torch.cat([self.inside, self.outside]).argsort()
+        inside, outside = heads.nonzero()[:, 0], (~heads).nonzero()[:, 0]
+        self.reads_device = len(inside) > 0  # the phase of its blocks
+        self._n_inside, self._n_outside = len(inside), len(outside)
+        self.inside, self.outside = Constant(inside), Constant(outside)
+        self.order = Constant(torch.cat([inside, outside]).argsort())
 
     def init_carry(self, mixer: Mixer, batch_size: int) -> PyTree:
-        if len(self.inside) == 0:
+        if self._n_inside == 0:
             return ()
         state = mixer.init_state(batch_size)
         if isinstance(mixer, StepwiseMixer):
             return init_stepwise(mixer.memory(state), self.window)
         assert isinstance(mixer, ScanningMixer)
         like, memory = mixer.inputs_like(), mixer.memory(state)
-        if len(self.outside) == 0:
+        if self._n_outside == 0:
             return init_carry(like, memory, self.window)  # keeps B shared within a group
         with_time = ScanInputs(*(tensor[None] for tensor in like))
-        chosen = ScanInputs(*(tensor[0] for tensor in _take_heads(with_time, self.inside)))
-        return init_carry(chosen, memory[:, self.inside.to(memory.device)], self.window)
+        chosen = ScanInputs(*(tensor[0] for tensor in _take_heads(with_time, self.inside.value)))
+        return init_carry(chosen, memory[:, self.inside.on(memory.device)], self.window)
 
     @property
     def redefines_recurrence(self) -> bool:
-        return len(self.inside) > 0
+        return self._n_inside > 0
 
     def reach(self) -> int | None:
-        return None if len(self.outside) else reach(self.window)
+        return None if self._n_outside else reach(self.window)
 
     def blank_carry(self, carry: PyTree, tokens: int) -> PyTree:
         return blank(carry, self.window, tokens)
@@ -57,12 +61,12 @@ class Window(Edit):
     def scan(
         self, inputs: ScanInputs, state: Tensor, carry: PyTree, ssd: SSD
     ) -> tuple[Tensor, Tensor, PyTree]:
-        if len(self.inside) == 0:
+        if self._n_inside == 0:
             return super().scan(inputs, state, carry, ssd)
-        if len(self.outside) == 0:
+        if self._n_outside == 0:
             return windowed_ssd(inputs, carry, self.window)
         inside, outside, order = (
-            index.to(state.device) for index in (self.inside, self.outside, self.order)
+            index.on(state.device) for index in (self.inside, self.outside, self.order)
         )
         y_in, state_in, carry = windowed_ssd(_take_heads(inputs, inside), carry, self.window)
         y_out, state_out = ssd(_take_heads(inputs, outside), state[:, outside])
@@ -70,11 +74,17 @@ class Window(Edit):
         return y, torch.cat([state_in, state_out], dim=1)[:, order], carry
 
     def advance(self, memory: Tensor, update: Update, carry: PyTree) -> tuple[Tensor, PyTree]:
-        if len(self.inside) == 0:
+        if self._n_inside == 0:
             return super().advance(memory, update, carry)
         assert update.keep is not None
         assert isinstance(carry, StepwiseCarry)
         return slide(update.keep, update.add, carry)
+
+    def update_rule(self, carry: PyTree) -> UpdateRule | None:
+        return UpdateRule(window=carry) if self._n_inside else UpdateRule()
+
+    def carry_after(self, carry: PyTree, window: StepwiseCarry | None) -> PyTree:
+        return window if self._n_inside else carry
 
 
 @MITIGATIONS.register("sliding_window")

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from longrnn.mitigations.base import MITIGATIONS, Mitigation, Stage
-from longrnn.mitigations.values import Range, per_head
-from longrnn.mixers import Edit, Mixer, Update
+from longrnn.mitigations.values import Constant, Range, per_head
+from longrnn.mixers import Edit, Mixer, Update, UpdateRule
 from longrnn.ops.ssd import SSD, ScanInputs
 from longrnn.ops.ssd.rescale import UNLIMITED, rescaled_ssd, scale_of
 from longrnn.state import PyTree
@@ -19,23 +19,27 @@ class Limit(Edit):
     """Limits the norm of each head's state; `limit` is `(h,)` float64."""
 
     def __init__(self, limit: Tensor) -> None:
-        self.limit = limit
+        self.limit = Constant(limit)
+        self._limits = bool((limit < UNLIMITED).any())
 
     @property
     def redefines_recurrence(self) -> bool:
-        return bool((self.limit < UNLIMITED).any())
+        return self._limits
 
     def scan(
         self, inputs: ScanInputs, state: Tensor, carry: PyTree, ssd: SSD
     ) -> tuple[Tensor, Tensor, PyTree]:
-        y, state = rescaled_ssd(inputs, state, self.limit.to(state.device), ssd)
+        y, state = rescaled_ssd(inputs, state, self.limit.on(state.device), ssd)
         return y, state, carry
 
     def advance(self, memory: Tensor, update: Update, carry: PyTree) -> tuple[Tensor, PyTree]:
         memory = update.apply(memory)
         # In float64, because the scale of a memory of 1e37 underflows float32.
-        scale = scale_of(self.limit.to(memory.device), memory, (-1,))
+        scale = scale_of(self.limit.on(memory.device), memory, (-1,))
         return (memory * scale).to(memory.dtype), carry
+
+    def update_rule(self, carry: PyTree) -> UpdateRule | None:
+        return UpdateRule(limit=float(self.limit.value))
 
 
 @MITIGATIONS.register("state_norm")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longrnn.mitigations.base import MITIGATIONS, Mitigation, without_steps
-from longrnn.mitigations.values import Range, per_head
+from longrnn.mitigations.values import Constant, Range, per_head
 from longrnn.mixers import Edit, Mixer, Steps
 from longrnn.state import PyTree
 
@@ -21,11 +21,11 @@ class Filter(Edit):
     """Sets short steps to 0; `threshold` is `(h,)` float64."""
 
     def __init__(self, threshold: Tensor) -> None:
-        self.threshold = threshold
+        self.threshold = Constant(threshold)
 
     def edit_steps(self, steps: Steps, carry: PyTree) -> tuple[Steps, PyTree]:
         # In the dtype of dt, so that a threshold taken from a step equals this step.
-        short = steps.dt <= self.threshold.to(steps.dt)
+        short = steps.dt <= self.threshold.like(steps.dt)
         # x too, because 0 times an infinite input would be NaN in the state.
         x = torch.where(short[..., None], torch.zeros_like(steps.x), steps.x)
         return steps._replace(x=x, dt=steps.dt.masked_fill(short, 0)), carry

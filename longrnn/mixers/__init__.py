@@ -1,7 +1,7 @@
 """Sequence mixers: the recurrent cells, one per file."""
 
 from longrnn.mixers.base import MIXERS, Mixer, ScanningMixer
-from longrnn.mixers.edits import Composed, Edit, EditedState, Steps, Update
+from longrnn.mixers.edits import Composed, Edit, EditedState, Steps, Update, UpdateRule
 from longrnn.mixers.gru import GRU
 from longrnn.mixers.init import INITS
 from longrnn.mixers.lstm import LSTM
@@ -24,4 +24,5 @@ __all__ = [
     "Steps",
     "StepwiseMixer",
     "Update",
+    "UpdateRule",
 ]

@@ -13,8 +13,9 @@ from torch.utils.hooks import RemovableHandle
 from longrnn.errors import UserError
 from longrnn.mixers.documents import run_documents
 from longrnn.mixers.edits import Edit, EditedState, Steps
+from longrnn.ops.native.layer import Norm
 from longrnn.ops.packed_rows import PackedRows
-from longrnn.ops.ssd import SSD, ScanInputs
+from longrnn.ops.ssd import SSD, ScanInputs, on_device
 from longrnn.registry import Registry
 from longrnn.state import PyTree, leaves, reset, tree_map
 
@@ -29,11 +30,16 @@ class Mixer(nn.Module, ABC):
         n_heads: number of heads, the parts of a state that mitigations treat separately.
         recurrent_weights: names of the parameters that determine the recurrence.
         wide_weights: names of the parameters that are never cast to a narrower dtype.
+        projections: names of the linear layers that may be replaced by others of the same sizes.
+        reads_device: whether a call for one token reads values back from the device, so that a CUDA
+            graph cannot capture it.
     """
 
     n_heads = 1
     recurrent_weights: tuple[str, ...] = ()
     wide_weights: tuple[str, ...] = ()
+    projections: tuple[str, ...] = ()
+    reads_device = False
 
     def __init__(self, d_input: int, d_model: int) -> None:
         super().__init__()
@@ -120,6 +126,16 @@ class Mixer(nn.Module, ABC):
             )
         y, state, _ = self._run(x, state, edit, (), rows)
         return y, state
+
+    def residual_step(self, x: Tensor, norm: Norm, state: PyTree) -> tuple[Tensor, PyTree] | None:
+        """Computes x + run(norm(x)) for one token per row at once; None if that is not possible.
+
+        Args:
+            x: `(b, 1, d)`, d = d_input = d_model.
+            norm: of x.
+            state: the cell's own state.
+        """
+        return None
 
     def _run(
         self, x: Tensor, state: PyTree, edit: Edit | None, carry: PyTree, rows: PackedRows | None
@@ -253,7 +269,8 @@ class ScanningMixer(Mixer):
             return *self.ssd(_packed(steps.inputs(B, C), rows), state), carry
         steps, carry = edit.edit_steps(steps, carry)
         inputs, carry = edit.edit_inputs(steps.inputs(B, C), carry)
-        y, after, carry = edit.scan(_packed(inputs, rows), state, carry, self.ssd)
+        ssd = on_device(self.ssd, state.device)
+        y, after, carry = edit.scan(_packed(inputs, rows), state, carry, ssd)
         if rows is not None and rows.has_padding:
             # An edit may change the state at every token, also where nothing is added to it.
             after = reset(after, state, rows.count == 0)

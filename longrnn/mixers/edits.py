@@ -9,6 +9,10 @@ order, so several edits of one layer compose stage by stage (`Composed`):
 | 2 | `edit_inputs`: gain = dt and log_decay = dt · A, times multipliers | `edit_update` |
 | 3 | `scan`: the recurrence | `advance`: the new memory |
 
+An edit whose hooks only multiply by constants, limit a norm or keep a window also says so as data
+(`update_rule`): without gradients a stepwise cell then runs in C++ instead of calling the hooks
+once per token.
+
 An edit is immutable. What it remembers from token to token is its carry, which every hook takes and
 returns. It stores options and masks of heads, and nothing that depends on weights: the hooks get
 such values, for example A, as arguments.
@@ -23,7 +27,9 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
+from longrnn.ops.native.stepwise import UpdateRule
 from longrnn.ops.ssd import SSD, ScanInputs
+from longrnn.ops.window import StepwiseCarry
 from longrnn.state import PyTree
 
 if TYPE_CHECKING:
@@ -84,7 +90,20 @@ class Edit:
 
     Every hook takes the carry and returns its result and the new carry. No hook changes an argument
     in place.
+
+    Attributes:
+        reads_device: whether the hooks for one token read values back from the device, so that a
+            CUDA graph cannot capture them.
     """
+
+    reads_device = False
+
+    def __init_subclass__(cls) -> None:
+        """Makes sure that a class with new hooks does not inherit the rule of the old ones."""
+        super().__init_subclass__()
+        own = vars(cls)
+        if "update_rule" not in own and ("edit_update" in own or "advance" in own):
+            cls.update_rule = _no_rule  # type: ignore[method-assign]
 
     def init_carry(self, mixer: Mixer, batch_size: int) -> PyTree:
         """The carry before the first token; every leaf has `batch_size` rows."""
@@ -120,6 +139,22 @@ class Edit:
         """
         return update.apply(memory), carry
 
+    def update_rule(self, carry: PyTree) -> UpdateRule | None:
+        """What `edit_update` and `advance` do, as data; None if only the hooks can do it.
+
+        A subclass with other hooks has no rule unless it overrides this method too.
+        """
+        return UpdateRule()
+
+    def carry_after(self, carry: PyTree, window: StepwiseCarry | None) -> PyTree:
+        """The carry after tokens that were computed by `update_rule`.
+
+        Args:
+            carry: before these tokens.
+            window: the window of the rule after them.
+        """
+        return carry
+
     def reach(self) -> int | None:
         """How many of the last tokens alone determine memory and carry, given their number.
 
@@ -138,6 +173,11 @@ class Edit:
     def redefines_recurrence(self) -> bool:
         """Whether stage 3 is overridden, which at most one edit of a layer may do."""
         return type(self).scan is not Edit.scan or type(self).advance is not Edit.advance
+
+
+def _no_rule(edit: Edit, carry: PyTree) -> UpdateRule | None:
+    """The `update_rule` of an edit whose hooks must be called."""
+    return None
 
 
 class Composed(Edit):
@@ -161,6 +201,7 @@ class Composed(Edit):
                 "give one of them"
             )
         self._last = last[0] if last else None
+        self.reads_device = any(edit.reads_device for edit in self.edits)
 
     @property
     def redefines_recurrence(self) -> bool:
@@ -216,3 +257,22 @@ class Composed(Edit):
         last = self._last
         memory, own = self.edits[last].advance(memory, update, carry[last])
         return memory, (*carry[:last], own, *carry[last + 1 :])
+
+    def update_rule(self, carry: PyTree) -> UpdateRule | None:
+        whole = UpdateRule()
+        for edit, own in zip(self.edits, carry, strict=True):
+            rule = edit.update_rule(own)
+            if rule is None:
+                return None
+            whole = UpdateRule(
+                keep=whole.keep * rule.keep,
+                add=whole.add * rule.add,
+                limit=min(whole.limit, rule.limit),
+                window=whole.window or rule.window,
+            )
+        return whole
+
+    def carry_after(self, carry: PyTree, window: StepwiseCarry | None) -> PyTree:
+        # At most one edit redefines the recurrence, so at most one has a window.
+        pairs = zip(self.edits, carry, strict=True)
+        return tuple(edit.carry_after(own, window) for edit, own in pairs)

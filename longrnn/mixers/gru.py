@@ -33,6 +33,8 @@ class GRU(StepwiseMixer):
         init: see `longrnn.mixers.init`: `default`, `orthogonal`, `xavier` or `long_memory`.
     """
 
+    native_cell = "gru"
+
     def __init__(self, d_input: int, d_model: int, *, init: str = "default") -> None:
         super().__init__(d_input, d_model)
         self.cell = nn.GRU(d_input, d_model, batch_first=True)
@@ -55,6 +57,9 @@ class GRU(StepwiseMixer):
 
     def memory(self, state: GRUState) -> Tensor:
         return state.h
+
+    def state_of(self, h: Tensor, memory: Tensor) -> GRUState:
+        return GRUState(h)
 
     def step(
         self, projected: Tensor, state: GRUState

@@ -35,6 +35,8 @@ class LSTM(StepwiseMixer):
 
     # For tensors there is a fused kernel, for packed sequences a loop over tokens.
     packs_on_cpu = False
+    native_cell = "lstm"
+    native_first = False  # torch's kernel reads the weights once for all rows of a batch
 
     def __init__(self, d_input: int, d_model: int, *, init: str = "default") -> None:
         super().__init__(d_input, d_model)
@@ -58,6 +60,9 @@ class LSTM(StepwiseMixer):
 
     def memory(self, state: LSTMState) -> Tensor:
         return state.c
+
+    def state_of(self, h: Tensor, memory: Tensor) -> LSTMState:
+        return LSTMState(h, memory)
 
     def step(
         self, projected: Tensor, state: LSTMState

@@ -15,12 +15,17 @@ from longrnn.errors import UserError
 from longrnn.mixers.base import MIXERS, ScanningMixer
 from longrnn.mixers.edits import Edit, Steps
 from longrnn.mixers.init import initialise
-from longrnn.ops import native as kernels
+from longrnn.ops import triton as gpu_kernels
 from longrnn.ops.conv import causal_conv
-from longrnn.ops.linear import Linear
+from longrnn.ops.hooks import unhooked
+from longrnn.ops.linear import NATIVE, Linear
+from longrnn.ops.mamba2 import CellOptions, fused_cell
+from longrnn.ops.native import Weights, layer
+from longrnn.ops.native.gradients import CellInputs
+from longrnn.ops.native.layer import Norm
 from longrnn.ops.norm import gated_rms_norm
 from longrnn.ops.packed_rows import PackedRows
-from longrnn.ops.ssd import ScanInputs, resolve, select
+from longrnn.ops.ssd import PARTIAL, ScanInputs, resolve, select
 from longrnn.state import PyTree
 
 
@@ -71,13 +76,14 @@ class Mamba2(ScanningMixer):
         norm_eps: added to the mean square in the gated norm.
         bias: whether the two projections have a bias.
         conv_bias: whether the convolution has a bias.
-        backend: implementation of the recurrence: `native`, `triton`, `chunked` or `reference`;
-            `auto` selects the fastest one for the device of each call.
+        backend: implementation of the recurrence: `native`, `triton`, `mamba_ssm`, `chunked` or
+            `reference`; `auto` selects the fastest one for the device of each call.
         init: see `longrnn.mixers.init`: `default` or `long_memory`.
     """
 
     recurrent_weights = ("in_proj.weight", "A_log", "dt_bias")
     wide_weights = ("A_log", "dt_bias", "D")
+    projections = ("in_proj", "out_proj")
 
     def __init__(
         self,
@@ -125,6 +131,7 @@ class Mamba2(ScanningMixer):
         self.n_groups, self.d_conv, self.norm_eps = n_groups, d_conv, norm_eps
         self.dt_limit = dt_limit
         self.backend, self.ssd = backend, select(backend)
+        self.reads_device = backend in PARTIAL  # these check their inputs
 
         self.d_xBC = d_inner + 2 * n_groups * d_state
         self.in_proj = Linear(d_input, d_inner + self.d_xBC + self.n_heads, bias=bias)
@@ -151,7 +158,8 @@ class Mamba2(ScanningMixer):
         return True
 
     def state_like(self) -> Mamba2State:
-        dtype = self.in_proj.weight.dtype
+        # Shards of a model may be gathered in a narrower dtype, but for those of the convolution.
+        dtype = self.conv1d.weight.dtype
         wide = torch.promote_types(dtype, torch.float32)
         ssm = (self.n_heads, self.head_dim, self.d_state)
         return Mamba2State(
@@ -168,56 +176,98 @@ class Mamba2(ScanningMixer):
         rows: PackedRows | None = None,
     ) -> tuple[Tensor, Mamba2State, PyTree]:
         projected = self.in_proj(x)
-        if self.backend_on(projected.device) == "native" and edit is None and rows is None:
-            fused = self._fused(projected, state)
-            if fused is not None:
-                return self.out_proj(fused[0]), fused[1], carry
+        backend = self.backend_on(projected.device)
+        at_once = {"native": self._fused, "triton": self._token}.get(backend)
+        if at_once is not None and edit is None and rows is None:
+            found = at_once(projected, state)
+            if found is not None:
+                return self.out_proj(found[0]), found[1], carry
+        fused = backend == "triton"
         z, xBC, dt = projected.split([self.d_inner, self.d_xBC, self.n_heads], dim=-1)
         weight = self.conv1d.weight[:, 0]
         xBC, conv = causal_conv(
-            xBC, weight, self.conv1d.bias, state.conv, activation=True, rows=rows
+            xBC, weight, self.conv1d.bias, state.conv, activation=True, rows=rows, fused=fused
         )
         if rows is not None:
             xBC = rows.without_padding(xBC)
         inner, B, C = self._split(xBC)
         steps = self._steps(inner, dt, state.ssm.dtype)
         y, ssm, carry = self.recur(steps, B, C, state.ssm, edit, carry, rows)
-        y = torch.addcmul(y, inner, self.D[:, None]).flatten(2)
-        return self.out_proj(self.gated(y, z)), Mamba2State(conv, ssm), carry
+        gated = self.gated(y.flatten(2), z, inner, fused=fused)
+        return self.out_proj(gated), Mamba2State(conv, ssm), carry
 
-    def gated(self, y: Tensor, z: Tensor) -> Tensor:
-        """The input of the output projection: y gated by z, both `(b, t, d_inner)`."""
-        return gated_rms_norm(y, z, self.norm.weight, self.norm_eps, self.n_groups)
+    def gated(self, y: Tensor, z: Tensor, inner: Tensor | None, *, fused: bool) -> Tensor:
+        """The input of the output projection: y + D x, gated by z and normalised.
 
-    def _fused(self, projected: Tensor, state: Mamba2State) -> tuple[Tensor, Mamba2State] | None:
-        """Computes everything between the projections in C++; None if that is not possible.
-
-        It is not for calls that need gradients, under autocast, on other devices, and if the result
-        is not finite: then the parts that do not depend on NaN must be told from those that do.
+        Args:
+            y: `(b, t, d_inner)`.
+            z: `(b, t, d_inner)`.
+            inner: x `(b, t, h, p)`; None if y contains D x.
+            fused: whether Triton kernels compute it.
         """
-        if projected.requires_grad or torch.is_autocast_enabled(projected.device.type):
-            return None
-        weights = kernels.Weights(
-            self.conv1d.weight,
-            self.conv1d.bias,
-            self.dt_bias,
-            self.A_log,
-            self.D,
-            self.norm.weight,
+        skip = None if inner is None else (inner, self.D)
+        weight, eps = self.norm.weight, self.norm_eps
+        return gated_rms_norm(y, z, weight, eps, self.n_groups, skip=skip, fused=fused)
+
+    def _token(self, projected: Tensor, state: Mamba2State) -> tuple[Tensor, Mamba2State] | None:
+        """Computes one token between the projections in two Triton kernels; None for other calls.
+
+        It is not for calls that need gradients.
+        """
+        weights = (
+            *(self.conv1d.weight, self.conv1d.bias, self.dt_bias, self.A_log, self.D),
+            *(state.conv, state.ssm),
         )
-        if not kernels.cell_suits(projected, weights, state.conv, state.ssm):
+        tracked = torch.is_grad_enabled() and any(
+            one is not None and one.requires_grad for one in (projected, *weights)
+        )
+        if projected.shape[1] != 1 or tracked or not gpu_kernels.runs(True, projected, *weights):
             return None
-        least, largest = (0.0, math.inf) if self.dt_limit is None else self.dt_limit
-        found = kernels.cell(
+        from longrnn.ops.triton import token
+
+        y, conv, ssm = token.step(
             projected,
-            weights,
+            token.Weights(self.conv1d.weight[:, 0], *weights[1:5]),
             state.conv,
             state.ssm,
             groups=self.n_groups,
-            norm_eps=self.norm_eps,
-            dt_limit=(least, largest),
+            dt_limit=self._dt_range(),
         )
+        z = projected[..., : self.d_inner]
+        return self.gated(y, z, None, fused=True), Mamba2State(conv, ssm)
+
+    def _dt_range(self) -> tuple[float, float]:
+        """Least and largest dt."""
+        least, largest = (0.0, math.inf) if self.dt_limit is None else self.dt_limit
+        return least, largest
+
+    def _fused(self, projected: Tensor, state: Mamba2State) -> tuple[Tensor, Mamba2State] | None:
+        """Computes everything between the projections in C++; None if that is not possible."""
+        inputs = CellInputs(projected, self._weights(), state.conv, state.ssm)
+        found = fused_cell(inputs, self._options())
+        return None if found is None else (found.y, Mamba2State(found.conv, found.state))
+
+    def residual_step(
+        self, x: Tensor, norm: Norm, state: Mamba2State
+    ) -> tuple[Tensor, Mamba2State] | None:
+        before, after = self.in_proj, self.out_proj
+        native = self.backend_on(x.device) == "native"
+        if not native or not {type(before), type(after)} <= set(NATIVE):
+            return None
+        weights, projections = self._weights(), (before.stored(), after.stored())
+        read = [one for one in weights if one is not None]
+        if not (unhooked(before, after) and layer.suits(x, norm, projections, *state, *read)):
+            return None
+        found = layer.step(x, norm, projections, weights, *state, **self._options()._asdict())
         return None if found is None else (found[0], Mamba2State(*found[1:]))
+
+    def _weights(self) -> Weights:
+        """The parameters between the projections."""
+        conv = self.conv1d
+        return Weights(conv.weight, conv.bias, self.dt_bias, self.A_log, self.D, self.norm.weight)
+
+    def _options(self) -> CellOptions:
+        return CellOptions(self.n_groups, self.norm_eps, self._dt_range())
 
     def _split(self, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The inner x `(b, t, h, p)`, B and C `(b, t, g, n)`."""
@@ -254,7 +304,7 @@ class Mamba2(ScanningMixer):
         return -self.A_log.to(wide).exp()
 
     def inputs_like(self) -> ScanInputs:
-        narrow, wide = self.in_proj.weight.dtype, self.state_like().ssm.dtype
+        narrow, wide = self.conv1d.weight.dtype, self.state_like().ssm.dtype
 
         def meta(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(1, *shape, dtype=dtype, device="meta")

@@ -58,6 +58,7 @@ class RNN(StepwiseMixer):
         kernel = nonlinearity if self.has_kernel else "tanh"
         self.cell = nn.RNN(d_input, d_model, nonlinearity=kernel, batch_first=True)
         self.activation = ACTIVATIONS[nonlinearity]
+        self.native_cell = nonlinearity
         initialise(self, init)
 
     def state_like(self) -> RNNState:
@@ -69,6 +70,9 @@ class RNN(StepwiseMixer):
 
     def memory(self, state: RNNState) -> Tensor:
         return state.h
+
+    def state_of(self, h: Tensor, memory: Tensor) -> RNNState:
+        return RNNState(h)
 
     def step(
         self, projected: Tensor, state: RNNState

@@ -13,8 +13,10 @@ from torch.nn.utils.rnn import PackedSequence
 from longrnn.mixers.base import Mixer
 from longrnn.mixers.documents import run_packed_sequence
 from longrnn.mixers.edits import Edit, EditedState, Update
+from longrnn.ops.linear import linear
+from longrnn.ops.native import stepwise as native
 from longrnn.ops.packed_rows import PackedRows
-from longrnn.ops.precision import own_precision
+from longrnn.ops.precision import own_precision, refuse_tf32
 from longrnn.ops.unroll import unroll
 from longrnn.state import PyTree
 
@@ -31,12 +33,17 @@ class StepwiseMixer(Mixer):
         gated: whether `Update.keep` exists, that is, whether the new memory is linear in the old
             one, given the gates.
         has_kernel: whether the kernel of `cell` computes this cell.
+        native_cell: its name among the C++ cells (`longrnn.ops.native.stepwise.CELLS`).
+        native_first: whether the C++ cell is faster than the kernel of `cell`, where both run: on a
+            CPU without gradients.
         packs_on_cpu: whether this kernel is the fastest for documents of several lengths on a CPU.
     """
 
     cell: nn.RNNBase
     gated = True
     has_kernel = True
+    native_cell: str
+    native_first = True
     packs_on_cpu = True
     recurrent_weights = ("cell.weight_hh_l0",)
 
@@ -54,6 +61,10 @@ class StepwiseMixer(Mixer):
     @abstractmethod
     def memory(self, state: PyTree) -> Tensor:
         """The vector of a state that recurs, `(b, d)`."""
+
+    @abstractmethod
+    def state_of(self, h: Tensor, memory: Tensor) -> PyTree:
+        """The state with this output and this memory, `(b, d)` each."""
 
     @abstractmethod
     def step(self, projected: Tensor, state: PyTree) -> tuple[Update, Callable[[Tensor], PyTree]]:
@@ -76,12 +87,18 @@ class StepwiseMixer(Mixer):
     def run(
         self, x: Tensor, state: PyTree, edit: Edit | None, carry: PyTree
     ) -> tuple[Tensor, PyTree, PyTree]:
+        refuse_tf32(x)
         # Autocast is off: a memory with 8 significant bits loses small additions.
         with own_precision(x):
             x = x.to(self.cell.all_weights[0][0].dtype)
-            if edit is None and self.has_kernel:
-                return *self.fused(x, state), carry
-            return self._edited(x, state, edit or Edit(), carry)
+            fused = edit is None and self.has_kernel
+            edit = edit or Edit()
+            found = None
+            if self.native_first or not fused:
+                found = self._native(x, state, edit, carry)
+            if found is not None:
+                return found
+            return (*self.fused(x, state), carry) if fused else self._edited(x, state, edit, carry)
 
     def run_packed(
         self, x: Tensor, state: PyTree, edit: Edit | None, carry: PyTree, rows: PackedRows
@@ -89,10 +106,26 @@ class StepwiseMixer(Mixer):
         packs = self.has_kernel and (self.packs_on_cpu or x.device.type != "cpu")
         if edit is not None or not packs:
             return super().run_packed(x, state, edit, carry, rows)
+        refuse_tf32(x)
         with own_precision(x):
             x = x.to(self.cell.all_weights[0][0].dtype)
             fresh = self.init_state(1)
             return *run_packed_sequence(self.fused, x, state, fresh, rows), carry
+
+    def _native(
+        self, x: Tensor, state: PyTree, edit: Edit, carry: PyTree
+    ) -> tuple[Tensor, PyTree, PyTree] | None:
+        """`_edited` in C++, for an edit that says what it does as data; None if not possible."""
+        weight_ih, weight_hh, bias_ih, bias_hh = self.cell.all_weights[0]
+        memory = self.memory(state)
+        rule = edit.update_rule(carry)
+        if rule is None or not native.suits(
+            rule, x, weight_ih, weight_hh, bias_ih, bias_hh, state.h, memory
+        ):
+            return None
+        projected = linear(x, weight_ih, bias_ih)
+        after = native.run(self.native_cell, projected, weight_hh, bias_hh, state.h, memory, rule)
+        return after.y, self.state_of(after.h, after.memory), edit.carry_after(carry, after.window)
 
     def _edited(
         self, x: Tensor, state: PyTree, edit: Edit, carry: PyTree

@@ -67,6 +67,51 @@ class LanguageModel(Protocol):
 
 
 @runtime_checkable
+class LossModel(LanguageModel, Protocol):
+    """A `LanguageModel` that computes losses without a tensor of all logits."""
+
+    def token_losses(
+        self, tokens: Tensor, targets: Tensor, state: LMState | None = None
+    ) -> tuple[Tensor, LMState]:
+        """The loss of each token, without gradients.
+
+        Args:
+            tokens: `(b, t)` integers.
+            targets: `(b, t)` int64, the token after each; the loss is 0 where they are negative.
+            state: of the same batch; None for `init_state`.
+
+        Returns:
+            Losses in nats, `(b, t)` float32 or wider, computed from logits that are not rounded to
+            the dtype of the weights; and the state after the last token.
+        """
+        ...
+
+
+@runtime_checkable
+class CapturableModel(LanguageModel, Protocol):
+    """A `LanguageModel` whose calls for generated tokens need not wait for the device."""
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a call for one token with `checked` reads nothing back from the device.
+
+        A CUDA graph can then capture it.
+        """
+        ...
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        state: LMState | None = None,
+        *,
+        keep: int | None = None,
+        checked: bool = False,
+    ) -> LMOutput:
+        """`LanguageModel.__call__`; `checked` leaves out the checks of ids and state."""
+        ...
+
+
+@runtime_checkable
 class EditableModel(LanguageModel, Protocol):
     """A `LanguageModel` whose recurrent layers can be edited and read.
 
@@ -107,6 +152,17 @@ class EditableModel(LanguageModel, Protocol):
         is_document_start: Tensor | None = None,
     ) -> LMOutput:
         """`LanguageModel.__call__` with one edit per layer; see `RecurrentLM.forward`."""
+        ...
+
+    def token_losses(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        state: LMState | None = None,
+        *,
+        edits: Sequence[Edit] | None = None,
+    ) -> tuple[Tensor, LMState]:
+        """`LossModel.token_losses` with one edit per layer."""
         ...
 
     def parameters(self) -> Iterator[nn.Parameter]:

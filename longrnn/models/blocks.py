@@ -1,21 +1,21 @@
-"""The layers of a `RecurrentLM`: a cell with what surrounds it."""
+"""The layers of a `RecurrentLM`: a cell, with or without a norm and a residual connection."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from longrnn.mixers import Edit, Mixer
 from longrnn.mixers.context import Share, run_share
+from longrnn.models.config import RecurrentConfig
 from longrnn.models.recompute import recomputed
+from longrnn.ops.hooks import unhooked
+from longrnn.ops.native.layer import Norm
 from longrnn.ops.norm import rms_norm
 from longrnn.ops.packed_rows import PackedRows
 from longrnn.state import PyTree
-
-if TYPE_CHECKING:
-    from longrnn.models.recurrent import RecurrentConfig
 
 
 class Block(nn.Module, ABC):
@@ -76,6 +76,11 @@ class ResidualBlock(Block):
         self.wide = config.residual_in_fp32
 
     def run(self, x: Tensor, *cell: Any) -> tuple[Tensor, PyTree]:
+        state, *others = cell
+        if x.shape[1] == 1 and all(one is None for one in others) and unhooked(self.mixer):
+            found = self.mixer.residual_step(x, Norm(self.norm.weight, self.eps), state)
+            if found is not None:
+                return found
         normed = rms_norm(x, self.norm.weight, self.eps)
         if self.wide:
             normed = normed.to(self.norm.weight.dtype)

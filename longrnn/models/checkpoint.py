@@ -18,6 +18,7 @@ from longrnn.checksums import remove_checksums, write_checksums
 from longrnn.config import build_config
 from longrnn.errors import UserError
 from longrnn.files import one_line, read_json, write_atomic
+from longrnn.models.quantise import is_quantised
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 
 FORMAT = 1
@@ -40,8 +41,17 @@ def save_model(
         tokenizer: `bytes`, or a path for `load_tokenizer`.
         weights: the full state dict, if the model itself holds only shards of it.
         mitigation: the spec of the one under which the model was trained; by default the model's.
+
+    Raises:
+        UserError: the weights of the model were rounded to fewer bits.
     """
     from safetensors.torch import save
+
+    if is_quantised(model):
+        raise UserError(
+            "this model has weights in int8, which a checkpoint does not store: save a model that "
+            'was loaded without weights="int8"'
+        )
 
     whole = model.state_dict() if weights is None else weights
     tensors = {name: tensor.contiguous() for name, tensor in whole.items()}

@@ -101,7 +101,7 @@ def hidden_of_share(
     run = (model, tokens, before, edits, shares, flow)
     x, layers, flow = recomputed(_layers, *run) if again == "segment" else _layers(*run)
     flow, layers = from_last(group, flow, layers)
-    x, layers = end(flow, (x[:, :count], layers))
+    x = end(flow, x[:, :count])
     if edits is None:
         return x, LMState(after, layers)
     own, carries = zip(*layers, strict=True)

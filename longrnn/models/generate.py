@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.models.base import LanguageModel, check_tokens
+from longrnn.models.decoding import decoder
 from longrnn.models.finite import explain_nonfinite
-from longrnn.state import LMState, reset, take
+from longrnn.state import LMState, take
 
 # Returned in place of a token, so that the check needs no synchronisation of its own.
 NOT_FINITE = -1
@@ -61,18 +63,16 @@ def generate(
         UserError: an empty prompt, options out of range, logits that are not finite, or padding for
             a model that cannot read it.
     """
-    *_, last = stream(
-        model,
-        prompt,
-        state,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        stop=stop,
-        generator=generator,
-        is_token=is_token,
+    run = _Run(
+        model, prompt, state, max_new_tokens, temperature, top_p, generator, is_token=is_token
     )
-    return last
+    stops = _stops(stop)
+    if stops:
+        rows = list(run.rows(stops))[-1]
+    else:
+        # Nothing depends on the tokens, so that the host reads them once, at the end.
+        rows = run.read([run.advance(None) for _ in range(max_new_tokens)])
+    return Generation(rows, run.state)
 
 
 @torch.no_grad()
@@ -89,40 +89,113 @@ def stream(
     is_token: Tensor | None = None,
 ) -> Iterator[Generation]:
     """Like `generate`, but yields the result so far before the first and after every token."""
-    prompt = check_tokens(prompt, model.vocab_size, is_token)
-    if prompt.shape[1] == 0:
-        raise UserError("the prompt is empty: give at least one token")
-    masks: dict[str, Any] = {}
-    if is_token is not None and not bool(is_token.all()):
-        prompt, masks["is_token"] = _left_padded(prompt, is_token.to(prompt.device))
-    if max_new_tokens < 0 or not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
-        raise UserError(
-            "max_new_tokens and temperature must be 0 or more and finite, and top_p in (0, 1]: "
-            f"give such numbers, not {max_new_tokens}, {temperature} and {top_p}"
+    run = _Run(
+        model, prompt, state, max_new_tokens, temperature, top_p, generator, is_token=is_token
+    )
+    for rows in run.rows(_stops(stop)):
+        yield Generation([list(row) for row in rows], run.state)
+
+
+class _Run:
+    """One continuation of a prompt, token by token, without reading tokens from the device.
+
+    Args:
+        model: see `generate`, as the other arguments.
+
+    Raises:
+        UserError: see `generate`.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        prompt: Tensor,
+        state: LMState | None,
+        max_new_tokens: int,
+        temperature: float,
+        top_p: float,
+        generator: torch.Generator | None,
+        *,
+        is_token: Tensor | None,
+    ) -> None:
+        prompt = check_tokens(prompt, model.vocab_size, is_token)
+        if prompt.shape[1] == 0:
+            raise UserError("the prompt is empty: give at least one token")
+        masks: dict[str, Any] = {}
+        if is_token is not None and not bool(is_token.all()):
+            prompt, masks["is_token"] = _left_padded(prompt, is_token.to(prompt.device))
+        if max_new_tokens < 0 or not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
+            raise UserError(
+                "max_new_tokens and temperature must be 0 or more and finite, and top_p in (0, 1]: "
+                f"give such numbers, not {max_new_tokens}, {temperature} and {top_p}"
+            )
+        self._model, self._prompt, self._before, self._masks = model, prompt, state, masks
+        self._max_new_tokens = max_new_tokens
+        self._choose = partial(_choose, temperature=temperature, top_p=top_p, generator=generator)
+        logits, self._after_prompt = model(prompt, state, keep=1, **masks)
+        self._logits = logits[:, -1]
+        self._decoder = decoder(model, self._after_prompt, max_new_tokens)
+
+    @property
+    def state(self) -> LMState:
+        """The state after the last token, which later tokens do not change."""
+        return self._decoder.state
+
+    def advance(self, done: Tensor | None) -> Tensor:
+        """Chooses and consumes the next token of each row.
+
+        Args:
+            done: `(b,)` bool, rows that keep their state; None for none.
+
+        Returns:
+            The tokens, `(b,)`; NOT_FINITE where a logit is not finite.
+        """
+        token = self._choose(self._logits)
+        self._logits = self._decoder.step(token.clamp(min=0), done)
+        return token
+
+    def rows(self, stops: list[list[int]]) -> Iterator[list[list[int]]]:
+        """Yields the ids of each row so far, before the first and after every token."""
+        rows: list[list[int]] = [[] for _ in range(len(self._prompt))]
+        done = [False] * len(rows)
+        yield rows
+        columns: list[Tensor] = []
+        mask: Tensor | None = None
+        for _ in range(self._max_new_tokens):
+            columns.append(self.advance(mask))
+            before = list(done)
+            for row, (value,) in enumerate(self.read(columns, last=True)):
+                if not done[row]:
+                    rows[row].append(value)
+                    done[row] = any(rows[row][-len(end) :] == end for end in stops)
+            yield rows
+            if all(done):
+                break
+            if done != before:
+                mask = torch.tensor(done, device=self._prompt.device)
+
+    def read(self, columns: list[Tensor], *, last: bool = False) -> list[list[int]]:
+        """The ids of each row from the tokens of each step, or those of the last step only.
+
+        Raises:
+            UserError: logits were not finite.
+        """
+        if not columns:
+            return [[] for _ in range(len(self._prompt))]
+        rows = torch.stack(columns[-1:] if last else columns, dim=1).tolist()
+        for row, ids in enumerate(rows):
+            if NOT_FINITE in ids:
+                self._refuse(row, columns[: len(columns) - len(ids) + ids.index(NOT_FINITE)])
+        return rows
+
+    def _refuse(self, row: int, columns: list[Tensor]) -> NoReturn:
+        """Explains the logits after the tokens of the given steps, of which a row's are bad."""
+        if columns:
+            tokens = torch.stack(columns, dim=1)[row : row + 1]
+            explain_nonfinite(self._model, tokens, take(self._after_prompt, [row]))
+        explain_nonfinite(
+            self._model, *_without_padding(row, self._prompt, self._before, **self._masks)
         )
-    stops = _stops(stop)
-    consumed, before = prompt, state
-    logits, state = model(consumed, before, keep=1, **masks)
-    rows: list[list[int]] = [[] for _ in range(len(prompt))]
-    done = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
-    yield Generation([list(row) for row in rows], state)
-    for _ in range(max_new_tokens):
-        token = _choose(logits[:, -1], temperature, top_p, generator)
-        values = token.tolist()
-        if NOT_FINITE in values:
-            row = values.index(NOT_FINITE)
-            explain_nonfinite(model, *_without_padding(row, consumed, before, **masks))
-        consumed, before, masks = token[:, None], state, {}
-        logits, after = model(consumed, before, keep=1)
-        # Rows that have stopped keep their state; nothing is copied if none has.
-        state = reset(after, state, done) if done.any() else after
-        for row, (ids, value) in enumerate(zip(rows, values, strict=True)):
-            if not done[row]:
-                ids.append(value)
-                done[row] = any(ids[-len(end) :] == end for end in stops)
-        yield Generation([list(row) for row in rows], state)
-        if done.all():
-            break
 
 
 def _left_padded(prompt: Tensor, is_token: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,7 +228,7 @@ def _stops(stop: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def _choose(
-    logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None
+    logits: Tensor, *, temperature: float, top_p: float, generator: torch.Generator | None
 ) -> Tensor:
     """One token per row, `(b,)`, from logits `(b, v)`; NOT_FINITE where a logit is not finite."""
     finite = logits.isfinite().all(-1)

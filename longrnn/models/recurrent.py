@@ -9,8 +9,7 @@ Notable choices:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict
 
 import torch
 from torch import Tensor, nn
@@ -19,47 +18,40 @@ from longrnn.errors import UserError, nearest
 from longrnn.mixers import MIXERS, Edit, EditedState, Mixer
 from longrnn.models.base import LMOutput, check_state, check_tokens, fingerprint
 from longrnn.models.blocks import BLOCKS
+from longrnn.models.config import RecurrentConfig
 from longrnn.models.context import ContextGroup, hidden_of_share
 from longrnn.models.packing import Arrangement
 from longrnn.models.recompute import GRANULARITIES, recomputed
+from longrnn.ops.cross_entropy import token_cross_entropy
 from longrnn.ops.linear import Linear, linear
 from longrnn.ops.norm import rms_norm
 from longrnn.ops.packed_rows import PackedRows
 from longrnn.positions import POSITIONS
-from longrnn.ranges import check_ranges, count, number
+from longrnn.ranges import check_ranges
 from longrnn.state import LMState, PyTree
 
-# Tokens of one segment, over all rows; chosen with benchmarks/prefill_cpu.py.
+# Tokens of one segment, over all rows, on a CPU; chosen with benchmarks/prefill_cpu.py.
 SEGMENT_TOKENS = 512
+# The same on other devices. There every segment costs some hundred launches per layer, and FSDP
+# gathers the weights of every layer once per segment.
+DEVICE_SEGMENT_TOKENS = 2**16
+# The same with recomputation by segment, which keeps the activations of one segment at a time.
+RECOMPUTED_SEGMENT_TOKENS = 2**13
 
 
-@dataclass
-class RecurrentConfig:
-    """The configuration of a `RecurrentLM`.
+def segment_width(rows: int, device: torch.device, gradient_checkpointing: str = "no") -> int:
+    """How many tokens of each row go through all layers together.
 
-    Attributes:
-        vocab_size: number of token ids.
-        d_model: width of embeddings, cells and head.
-        n_layers: number of blocks.
-        mixer: `{"kind": "rnn" | "gru" | "lstm" | "mamba2", option: value, …}`.
-        position: `{"kind": "none" | "sinusoidal" | "learned" | "random" | "duplicate", …}`.
-        block: `residual` (x + mixer(norm(x)), and a norm before the head) or `plain` (embedding →
-            position → cells → head, the architecture of arXiv 2402.00236).
-        tie_embeddings: whether head and embedding share their weights.
-        norm_eps: added to the mean square in the norms of `residual`.
-        residual_in_fp32: whether the residual stream of `residual` is float32 or wider, even if the
-            weights are narrower.
+    Args:
+        rows: of the batch.
+        device: of the model.
+        gradient_checkpointing: `no`, `block` or `segment`.
     """
-
-    vocab_size: int = count(256)
-    d_model: int = count(128)
-    n_layers: int = count(2)
-    mixer: dict[str, Any] = field(default_factory=lambda: {"kind": "mamba2"})
-    position: dict[str, Any] = field(default_factory=lambda: {"kind": "none"})
-    block: str = "residual"
-    tie_embeddings: bool = True
-    norm_eps: float = number(1e-5, at_least=0)
-    residual_in_fp32: bool = False
+    if device.type == "cpu":
+        return max(64, SEGMENT_TOKENS // max(1, rows))
+    by_segment = gradient_checkpointing == "segment"
+    tokens = RECOMPUTED_SEGMENT_TOKENS if by_segment else DEVICE_SEGMENT_TOKENS
+    return max(1024, tokens // max(1, rows))
 
 
 class RecurrentLM(nn.Module):
@@ -136,6 +128,11 @@ class RecurrentLM(nn.Module):
         return self.position.n_positions
 
     @property
+    def is_capturable(self) -> bool:
+        """See `CapturableModel`; a table of positions compares its length with the position."""
+        return self.max_length is None and not any(mixer.reads_device for mixer in self.mixers)
+
+    @property
     def mixers(self) -> list[Mixer]:
         """The cells, first layer first."""
         return [block.mixer for block in self.blocks]  # type: ignore[misc]
@@ -171,6 +168,7 @@ class RecurrentLM(nn.Module):
         is_token: Tensor | None = None,
         is_document_start: Tensor | None = None,
         context: ContextGroup | None = None,
+        checked: bool = False,
     ) -> LMOutput:
         """Consumes tokens; see `LanguageModel`.
 
@@ -186,9 +184,10 @@ class RecurrentLM(nn.Module):
             is_document_start: `(b, t)` bool. Before such a token the state of the row, carries and
                 position included, is that of `init_state`, whatever it was, NaN included. A row
                 whose first token is not a start continues the given state. None for no start.
-            context: the processes that hold the rows together. `tokens`, masks, `keep` and logits
-                are then those of the share of this process; the states are those before and after
-                all shares, the same in all processes. See `longrnn.models.context`.
+            context: the processes that hold the rows together. Tokens, masks, `keep` and logits are
+                then of the share of this process, states of all: see `longrnn.models.context`.
+            checked: whether ids and state are known to be valid, as those of generated tokens are.
+                Comparing ids with the vocabulary would wait for the device.
 
         Raises:
             UserError: ids outside the vocabulary, the state of another model or batch size, a
@@ -203,6 +202,7 @@ class RecurrentLM(nn.Module):
             is_token=is_token,
             is_document_start=is_document_start,
             context=context,
+            checked=checked,
         )
         return LMOutput(linear(hidden, self.head.weight), state)
 
@@ -216,32 +216,63 @@ class RecurrentLM(nn.Module):
         is_token: Tensor | None = None,
         is_document_start: Tensor | None = None,
         context: ContextGroup | None = None,
+        checked: bool = False,
     ) -> tuple[Tensor, LMState]:
         """`forward` without the head: returns the head's input, `(b, t, d)`, and the state.
 
         For losses that do not hold all logits at once (`longrnn.ops.cross_entropy`).
         """
-        tokens = check_tokens(tokens, self.vocab_size, is_token)
+        if not checked:
+            tokens = check_tokens(tokens, self.vocab_size, is_token)
         if state is None:
             state = self.init_state(len(tokens), edits)
-        like = tuple(mixer.state_like() for mixer in self.mixers)
-        check_state(state if edits is None else state._replace(extra=()), like, len(tokens))
-        if edits is not None and len(state.extra) != len(like):
-            raise UserError(
-                f"{len(edits)} edits need one carry each and the state has {len(state.extra)}: "
-                "start from init_state(batch_size, edits)"
-            )
+        elif not checked:
+            self._check_state(state, edits, len(tokens))
         time = tokens.shape[1]
         keep = time if keep is None else min(keep, time)
         if keep < 0:
             raise UserError(f"keep must be at least 0, not {keep}: give 0 for no logits")
 
         arranged = Arrangement(tokens, is_token, is_document_start)
+        return self._read(state, keep, edits, arranged, context)
+
+    @torch.no_grad()
+    def token_losses(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        state: LMState | None = None,
+        *,
+        edits: Sequence[Edit] | None = None,
+    ) -> tuple[Tensor, LMState]:
+        """See `LossModel.token_losses`; `edits` as in `forward`."""
+        hidden, state = self.hidden(tokens, state, edits=edits)
+        return token_cross_entropy(hidden, self.head.weight, targets)[0], state
+
+    def _check_state(self, state: LMState, edits: Sequence[Edit] | None, rows: int) -> None:
+        """Raises `UserError` for a state that does not fit the model, the edits or the batch."""
+        like = tuple(mixer.state_like() for mixer in self.mixers)
+        check_state(state if edits is None else state._replace(extra=()), like, rows)
+        if edits is not None and len(state.extra) != len(like):
+            raise UserError(
+                f"{len(edits)} edits need one carry each and the state has {len(state.extra)}: "
+                "start from init_state(batch_size, edits)"
+            )
+
+    def _read(
+        self,
+        state: LMState,
+        keep: int,
+        edits: Sequence[Edit] | None,
+        arranged: Arrangement,
+        context: ContextGroup | None,
+    ) -> tuple[Tensor, LMState]:
+        """`hidden` of checked arguments."""
         tokens, rows, first = arranged.tokens, arranged.rows, arranged.first_kept(keep)
         if context is not None:
             hidden, state = hidden_of_share(self, tokens, rows, state, edits, context)
             return self._output(hidden[:, first:], arranged, keep), state
-        width = max(64, SEGMENT_TOKENS // max(1, len(tokens)))
+        width = segment_width(len(tokens), tokens.device, self.gradient_checkpointing)
         kept: list[Tensor] = []
         for start in range(0, tokens.shape[1], width):
             part = tokens[:, start : start + width]

@@ -152,9 +152,9 @@ def begin(tree: Any) -> Tensor:
     return torch.zeros((), device=given[0].device if given else None, requires_grad=grad)
 
 
-def end(flow: Tensor, tree: S) -> S:
-    """The same tensors; their gradients make the exchanges of the flow run in the backward pass."""
-    return _with_floats(lambda floats: _End.apply(flow, *floats), tree)
+def end(flow: Tensor, x: Tensor) -> Tensor:
+    """The same tensor, whose gradient makes the exchanges of the flow run in the backward pass."""
+    return _End.apply(flow, x)
 
 
 def gather(group: ContextGroup, flow: Tensor, *tensors: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -215,25 +215,18 @@ def from_last(group: ContextGroup, flow: Tensor, tree: S) -> tuple[Tensor, S]:
     return flow, unflatten(tree, found)
 
 
-def _with_floats(function: Any, tree: S) -> S:
-    """A tree whose real leaves are replaced by what a function makes of all of them."""
-    given = [leaf for _, leaf in leaves(tree)]
-    values = iter(function([leaf for leaf in given if leaf.is_floating_point()]))
-    return unflatten(tree, [next(values) if leaf.is_floating_point() else leaf for leaf in given])
-
-
 class _End(torch.autograd.Function):
     """See `end`."""
 
     @staticmethod
-    def forward(ctx: Any, flow: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, flow: Tensor, x: Tensor) -> Tensor:
         ctx.like = flow.dtype, flow.device
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+        return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         dtype, device = ctx.like
-        return torch.zeros((), dtype=dtype, device=device), *grads
+        return torch.zeros((), dtype=dtype, device=device), grad
 
 
 class _Gather(torch.autograd.Function):
@@ -299,7 +292,8 @@ class _FromLast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: ContextGroup, flow: Tensor, *tensors: Tensor) -> Any:
         ctx.group = group
-        found = group._from_last(tensors)  # never in a part that runs again
+        # Never in a part that runs again. Copies, because FSDP warns of outputs that are views.
+        found = [tensor.clone() for tensor in group._from_last(tensors)]
         ctx.mark_non_differentiable(*(one for one in found if not one.is_floating_point()))
         ctx.floats = [one.is_floating_point() for one in found]
         return flow.clone(), *found

@@ -5,7 +5,8 @@ Notable choices:
   gradients of a piece from its logits and then drops the logits. Nothing is computed twice, because
   the weight of each token's loss is known beforehand. Only the gradients are kept for the backward
   pass; they are as large as the hidden states and the head.
-- MAX_LOGITS was chosen with `benchmarks/head_cpu.py`. With a small vocabulary one piece suffices.
+- MAX_LOGITS was chosen with `benchmarks/head_cpu.py` for a CPU. With a small vocabulary one piece
+  suffices. Other devices take larger pieces, as a product of 166 rows leaves most of a GPU idle.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longrnn.ops import triton as kernels
 from longrnn.ops.linear import matmul_nt
+from longrnn.ops.precision import autocasts
 
-# Logits of one piece, over all its tokens.
+# Logits of one piece, over all its tokens, on a CPU and on other devices.
 MAX_LOGITS = 2**23
+MAX_DEVICE_LOGITS = 2**27
 # Rows of the head's gradient that are computed at a time.
 PRODUCT_ROWS = 8192
 
@@ -32,8 +36,19 @@ class HeadLoss(NamedTuple):
     predictions: Tensor
 
 
+def most_logits(device: torch.device) -> int:
+    """How many logits of one piece may exist at a time on a device."""
+    return MAX_LOGITS if device.type == "cpu" else MAX_DEVICE_LOGITS
+
+
 def weighted_cross_entropy(
-    hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, *, max_logits: int = MAX_LOGITS
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    *,
+    max_logits: int | None = None,
+    fused: bool | None = None,
 ) -> HeadLoss:
     """Σ weights · (−log softmax(hidden headᵀ)[targets]), and the argmax of the logits.
 
@@ -47,16 +62,63 @@ def weighted_cross_entropy(
         head: `(v, d)`.
         targets: `(…,)` int64; negative where a token is not scored.
         weights: `(…,)`, one per token; they get no gradient.
-        max_logits: how many logits may exist at a time.
+        max_logits: how many logits may exist at a time; None for `most_logits`.
+        fused: whether a Triton kernel reads the logits; see `longrnn.ops.triton.runs`.
     """
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     weights = weights.detach() * (targets >= 0)
-    rows = max(1, max_logits // len(head))
+    rows, dtype = _rows(hidden, head, max_logits), _factors(hidden)
     loss, predictions = _HeadLoss.apply(
-        hidden.flatten(0, -2), head, targets.flatten(), weights.flatten(), rows, dtype
+        hidden.flatten(0, -2), head, targets.flatten(), weights.flatten(), rows, dtype, fused
     )
     return HeadLoss(loss, predictions.view_as(targets))
+
+
+@torch.no_grad()
+def token_cross_entropy(
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    *,
+    max_logits: int | None = None,
+    fused: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The loss of each token without a tensor of all logits, and without gradients.
+
+    Logits are float32 or wider, as in `weighted_cross_entropy`.
+
+    Args:
+        hidden: `(…, d)`.
+        head: `(v, d)`.
+        targets: `(…,)` int64; the loss is 0 where they are negative.
+        max_logits: how many logits may exist at a time; None for `most_logits`.
+        fused: see `weighted_cross_entropy`.
+
+    Returns:
+        −log softmax(hidden headᵀ)[targets] in nats, and the most likely ids, both `(…,)`.
+    """
+    rows, dtype = _rows(hidden, head, max_logits), _factors(hidden)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    pairs = zip(hidden.flatten(0, -2).split(rows), targets.flatten().split(rows), strict=True)
+    losses = [hidden.new_empty(0, dtype=wide)]
+    predictions = [targets.new_empty(0)]
+    with torch.autocast(hidden.device.type, enabled=False):
+        logits_of = _logits_in(wide, head.to(dtype))
+        for x, target in pairs:
+            found = _losses(logits_of(x.to(dtype)), target.clamp(min=0), None, fused)
+            losses.append(found.losses.masked_fill(target < 0, 0))
+            predictions.append(found.predictions)
+    return torch.cat(losses).view_as(targets), torch.cat(predictions).view_as(targets)
+
+
+def _factors(hidden: Tensor) -> torch.dtype:
+    """The dtype of the factors of products: that of autocast, if it is enabled."""
+    return torch.get_autocast_dtype(hidden.device.type) if autocasts(hidden) else hidden.dtype
+
+
+def _rows(hidden: Tensor, head: Tensor, max_logits: int | None) -> int:
+    """Tokens of one piece."""
+    most = most_logits(hidden.device) if max_logits is None else max_logits
+    return max(1, most // len(head))
 
 
 def _logits_in(dtype: torch.dtype, head: Tensor) -> Callable[[Tensor], Tensor]:
@@ -74,6 +136,48 @@ def _add_products(total: Tensor, gradient: Tensor, x: Tensor) -> None:
         total[part] += matmul_nt(gradient[:, part].t(), x.t())
 
 
+class _RowLosses(NamedTuple):
+    """Losses of rows of logits.
+
+    Attributes:
+        losses: `(rows,)`.
+        predictions: `(rows,)` int64.
+        gradient: `(rows, v)`, softmax − one-hot: of each loss with respect to its logits.
+    """
+
+    losses: Tensor
+    predictions: Tensor
+    gradient: Tensor | None
+
+
+def _losses(
+    logits: Tensor, targets: Tensor, dtype: torch.dtype | None, fused: bool | None
+) -> _RowLosses:
+    """The losses of rows of logits.
+
+    Args:
+        logits: `(rows, v)`, which may be overwritten.
+        targets: `(rows,)` int64, at least 0.
+        dtype: of the gradient; None for no gradient.
+        fused: see `weighted_cross_entropy`.
+    """
+    if kernels.runs(fused, logits, targets):
+        from longrnn.ops.triton import loss
+
+        return _RowLosses(*loss.losses(logits, targets, dtype))
+    index = targets[:, None]
+    largest, most_likely = logits.max(-1, keepdim=True)
+    target_logits = logits.gather(1, index)
+    probabilities = logits.softmax(-1)
+    # −log of the largest probability, which is never small, and the distance to it.
+    losses = (largest - target_logits) - probabilities.gather(1, most_likely).log()
+    found = losses[:, 0], most_likely[:, 0]
+    if dtype is None:
+        return _RowLosses(*found, None)
+    probabilities.scatter_add_(1, index, torch.full_like(target_logits, -1.0))
+    return _RowLosses(*found, probabilities.to(dtype))
+
+
 class _HeadLoss(torch.autograd.Function):
     """`weighted_cross_entropy` of `(t, d)` in pieces of `rows` tokens, with factors in `dtype`."""
 
@@ -86,6 +190,7 @@ class _HeadLoss(torch.autograd.Function):
         weights: Tensor,
         rows: int,
         dtype: torch.dtype,
+        fused: bool | None,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         narrow = head.to(dtype)
@@ -95,6 +200,7 @@ class _HeadLoss(torch.autograd.Function):
         weights = weights.to(wide)
         scale = weights.abs().amax() if len(weights) else weights.sum()
         relative = weights / scale.clamp(min=torch.finfo(wide).tiny)
+        trained = None if grad_hidden is None and grad_head is None else dtype
         loss = hidden.new_zeros((), dtype=wide)
         predictions = torch.empty_like(targets)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -104,20 +210,12 @@ class _HeadLoss(torch.autograd.Function):
                 x, weight = hidden[part].to(dtype), relative[part, None]
                 broken = (weight == 0) & ~x.isfinite().all(-1, keepdim=True)
                 x = x.masked_fill(broken, 0)  # 0 · NaN would be NaN
-                logits = logits_of(x)
-                largest, most_likely = logits.max(-1, keepdim=True)
-                predictions[part] = most_likely[:, 0]
-                index = targets[part, None].clamp(min=0)
-                target_logits = logits.gather(1, index)
-                gradient = logits.softmax(-1)
-                # log Σ exp(logits) from the largest probability, which is never small.
-                normaliser = largest - gradient.gather(1, most_likely).log()
-                loss += ((normaliser - target_logits) * weight).sum()
-                if grad_hidden is None and grad_head is None:
+                found = _losses(logits_of(x), targets[part].clamp(min=0), trained, fused)
+                predictions[part] = found.predictions
+                loss += (found.losses * weight[:, 0]).sum()
+                gradient = found.gradient
+                if gradient is None:
                     continue
-                # In place: softmax − one-hot, the gradient of a token's loss w.r.t. its logits.
-                gradient.scatter_add_(1, index, torch.full_like(target_logits, -1.0))
-                gradient = gradient.to(dtype)
                 if grad_hidden is not None:
                     grad_hidden[part] = matmul_nt(gradient, narrow.t()).to(wide) * weight * scale
                 weighted = (x * weight).to(dtype)
@@ -138,6 +236,7 @@ class _HeadLoss(torch.autograd.Function):
         return (
             None if grad_hidden is None else grad_hidden * grad_loss.to(grad_hidden.dtype),
             None if grad_head is None else grad_head * grad_loss.to(grad_head.dtype),
+            None,
             None,
             None,
             None,

@@ -1,4 +1,4 @@
-"""Switches autocast off where it would change a recurrent state."""
+"""Switches off what would round a recurrent state: autocast, and the TF32 of cuDNN."""
 
 from __future__ import annotations
 
@@ -19,5 +19,25 @@ def own_precision(like: Tensor) -> AbstractContextManager[object]:
     Args:
         like: any tensor of the computation; only its device is used.
     """
+    return torch.autocast(like.device.type, enabled=False) if autocasts(like) else OFF
+
+
+def autocasts(like: Tensor) -> bool:
+    """Whether autocast is enabled on the device of a tensor; false where a device has none."""
     kind = like.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else OFF
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def refuse_tf32(like: Tensor) -> None:
+    """Makes cuDNN compute float32 in float32, from now on and for the whole process.
+
+    By default cuDNN rounds the factors of float32 products to 11 significant bits (TF32), also
+    inside its recurrent cells. The setting is read by the backward pass too, which runs after the
+    call, so it is not restored. The setting for recurrent cells alone would make later reads of
+    `torch.backends.cudnn.allow_tf32` raise.
+
+    Args:
+        like: any tensor of the computation; nothing happens if it is on the CPU.
+    """
+    if like.device.type != "cpu":
+        torch.backends.cudnn.allow_tf32 = False

@@ -91,6 +91,8 @@ class TrainConfig:
         context_parallel_size: processes that read the same rows, each a share of their tokens; the
             number of processes is a multiple of it. See `longrnn.models.context`.
         num_processes: if set, a launch with another number of processes is refused.
+        shard_size: with FSDP2: the processes over which the model is divided; the other processes
+            hold copies of these shards (HSDP). By default all.
         optim: `adamw` or `adam`.
         learning_rate_scale: factors of the learning rate by pattern of parameter names, such as
             `{"*.dt_bias": 10}`; the last match counts.
@@ -165,6 +167,7 @@ class TrainConfig:
     gradient_accumulation_steps: int = count(1)
     context_parallel_size: int = count(1)
     num_processes: int | None = count(None)
+    shard_size: int | None = count(None, at_least=2)
     optim: str = "adamw"
     learning_rate: float = number(2e-3, above=0)
     learning_rate_scale: dict[str, float] = field(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from torch import Tensor
 
-from longrnn.errors import UserError
+from longrnn.errors import DivergedError
 from longrnn.state import LMState
 from longrnn.tasks import Batch
 from longrnn.training import finite, replay
@@ -89,7 +89,7 @@ def check_weights(trainer: Trainer) -> None:
     path, micros = batch_file(trainer, "nonfinite"), micro_batches(trainer)
     where = f"after step {trainer.step}, {name} is not finite"
     replay.save_failure(trainer.accelerator, trainer.whole_objective(), micros, path, where=where)
-    raise UserError(finite.advice(trainer.config, path, where, done=trainer.step, batch=False))
+    raise DivergedError(finite.advice(trainer.config, path, where, done=trainer.step, batch=False))
 
 
 def batch_file(trainer: Trainer, why: str) -> Path:
@@ -117,4 +117,4 @@ def _stop(trainer: Trainer, path: Path, where: str) -> NoReturn:
         work = partial(finite.set_aside, trainer.output_dir, done)
         aside = on_main(trainer.accelerator, work)
     batch = config.nonfinite == "stop"
-    raise UserError(finite.advice(config, path, where, done=done, batch=batch, aside=aside))
+    raise DivergedError(finite.advice(config, path, where, done=done, batch=batch, aside=aside))

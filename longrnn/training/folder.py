@@ -25,8 +25,8 @@ FILES += ("README.md", "tracker-id", "adapter_model.safetensors", "adapter_confi
 FILES += ("tokenizer.json", "tokenizer_config.json", "checksums.json")
 # Keys that may change between the parts of one run without changing what it computes so far.
 HARMLESS = {"output_dir", "save_steps", "save_total_limit", "logging_steps", "num_processes"}
-HARMLESS |= {"gradient_checkpointing", "push_to_hub", "hub_model_id", "hub_private_repo"}
-HARMLESS |= {"context_parallel_size"}
+HARMLESS |= {"shard_size", "context_parallel_size", "gradient_checkpointing"}
+HARMLESS |= {"push_to_hub", "hub_model_id", "hub_private_repo"}
 HARMLESS |= {"report_to", "nonfinite", "on_spike", "spike_threshold", "per_device_eval_batch_size"}
 # Keys that may also change after a stop at a loss or gradient that is not finite.
 REMEDIES = {"learning_rate", "max_grad_norm", "max_grad_value", "mixed_precision"}

@@ -25,6 +25,8 @@ WIDE = 4  # bytes of float32: weights, optimizer, residual stream, decays and st
 BYTES = {"no": WIDE, "bf16": 2, "fp16": 2}
 # Tensors of chunk × chunk per head, and of the inner width, that the scan's backward pass holds.
 CHUNK_TENSORS, INNER_TENSORS = 4, 8
+# Tensors of the inner width that the backward pass of the C++ cell holds beside other widths.
+FUSED_TENSORS = 4
 # Tensors of logits that the loss holds of one piece.
 LOGITS_TENSORS = 4
 
@@ -60,6 +62,7 @@ def training_memory(
     mixed_precision: str = "no",
     gradient_checkpointing: str = "no",
     shards: int = 1,
+    device: str = "cpu",
 ) -> TrainingMemory:
     """The memory of one training step with AdamW.
 
@@ -70,6 +73,7 @@ def training_memory(
         mixed_precision: `no`, `bf16` or `fp16`.
         gradient_checkpointing: `no`, `block` or `segment`.
         shards: processes over which FSDP divides weights, gradients and optimizer.
+        device: `cpu` or `cuda`, which process segments and losses in pieces of different sizes.
 
     Raises:
         UserError: another kind of model.
@@ -91,14 +95,16 @@ def training_memory(
     casts = matrices * narrow if narrow < WIDE else 0
 
     whole = rows * tokens
-    width = max(64, recurrent.SEGMENT_TOKENS // rows)
+    width = recurrent.segment_width(rows, torch.device(device), gradient_checkpointing)
     segments = -(-tokens // width)
     segment = rows * min(tokens, width)
     state = rows * (
         WIDE * mixer.n_heads * mixer.head_dim * mixer.d_state
         + WIDE * (mixer.d_conv - 1) * mixer.d_xBC
     )
-    stream, block = WIDE * d, _block(mixer, d, narrow)
+    # The C++ cell of a CPU keeps less than the parts that other devices compute.
+    fused = mixer.backend_on(torch.device(device)) == "native"
+    stream, block = WIDE * d, _block(mixer, d, narrow, fused=fused)
     # The input of the last norm, and the gradient of the head's input.
     outside = whole * 2 * stream
     states = (segments + 1) * layers * state  # before each segment, and the last one
@@ -108,9 +114,15 @@ def training_memory(
         kept, again = whole * layers * stream + states, segment * block
     else:
         kept, again = whole * layers * (block + stream) + states, 0
-    scan = segment * WIDE * mixer.n_heads * min(tokens, chunked.CHUNK) * CHUNK_TENSORS
-    scan += segment * WIDE * mixer.d_inner * INNER_TENSORS
-    pieces = min(whole * config.vocab_size, max(cross_entropy.MAX_LOGITS, config.vocab_size))
+    if fused:
+        scan = (
+            segment * WIDE * (_projected(mixer) + 2 * mixer.d_xBC + FUSED_TENSORS * mixer.d_inner)
+        )
+    else:
+        scan = segment * WIDE * mixer.n_heads * min(tokens, chunked.CHUNK) * CHUNK_TENSORS
+        scan += segment * WIDE * mixer.d_inner * INNER_TENSORS
+    logits = cross_entropy.most_logits(torch.device(device))
+    pieces = min(whole * config.vocab_size, max(logits, config.vocab_size))
     loss = WIDE * pieces * LOGITS_TENSORS
     return TrainingMemory(
         weights=(WIDE * parameters) // shards + casts,
@@ -121,14 +133,21 @@ def training_memory(
     )
 
 
-def _block(mixer: Mamba2, d_model: int, narrow: int) -> int:
+def _projected(mixer: Mamba2) -> int:
+    """The width of the first projection's result."""
+    return mixer.d_inner + mixer.d_xBC + mixer.n_heads
+
+
+def _block(mixer: Mamba2, d_model: int, narrow: int, *, fused: bool) -> int:
     """Bytes per token that the backward pass of a block needs, but for the block's input."""
-    projected = mixer.d_inner + mixer.d_xBC + mixer.n_heads
-    # The normed input, the result of the first projection, that of the convolution, and the input
-    # of the scan, of the gated norm and of the second projection.
-    wide = d_model + projected + mixer.d_xBC + 3 * mixer.d_inner
-    # dt before and after softplus, and the log decay.
-    return narrow * wide + WIDE * 3 * mixer.n_heads
+    # The normed input, the result of the first projection, and the inputs of the gated norm and of
+    # the second projection.
+    wide = d_model + _projected(mixer) + 2 * mixer.d_inner
+    if fused:
+        return narrow * wide
+    # The result of the convolution and the input of the scan; dt before and after softplus, and the
+    # log decay.
+    return narrow * (wide + mixer.d_xBC + mixer.d_inner) + WIDE * 3 * mixer.n_heads
 
 
 def memory_of(config: TrainConfig) -> TrainingMemory:
@@ -154,6 +173,7 @@ def memory_of(config: TrainConfig) -> TrainingMemory:
         tokens=-(-config.length.max // config.context_parallel_size) * config.segments_per_step,
         mixed_precision=config.mixed_precision,
         gradient_checkpointing=config.gradient_checkpointing,
+        device="cuda" if torch.cuda.is_available() else "cpu",
     )
 
 

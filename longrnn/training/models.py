@@ -93,6 +93,21 @@ def _add_adapters(model: Trained, options: PeftConfig) -> None:
     lora.add_adapters(model, **given)
 
 
+def check_adapters(model: Trained, total: Callable[[Tensor], Tensor]) -> None:
+    """Refuses adapters that the model does not use, after a backward pass.
+
+    Args:
+        model: with adapters.
+        total: sums a tensor over processes.
+
+    Raises:
+        UserError: an adapter without a gradient.
+    """
+    flags = lora.without_gradient(model)
+    device = next(model.parameters()).device
+    lora.check_reached([*flags], total(torch.stack([*flags.values()]).to(device)).tolist())
+
+
 def widen(model: Trained) -> list[str]:
     """Makes all weights float32; returns the names of the other dtypes that they had."""
     dtypes = {parameter.dtype for parameter in model.parameters()} - {torch.float32}

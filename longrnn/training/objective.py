@@ -7,15 +7,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, linear
 
 from longrnn.errors import UserError
 from longrnn.models import RecurrentLM
 from longrnn.models.context import ContextGroup, from_shares, share_of
-from longrnn.ops.cross_entropy import MAX_LOGITS, weighted_cross_entropy
+from longrnn.ops.cross_entropy import token_cross_entropy, weighted_cross_entropy
 from longrnn.state import LMState, reset
 from longrnn.tasks import Batch
-from longrnn.tasks.base import UNSCORED
 from longrnn.training.mitigated import Edits
 from longrnn.training.models import Trained
 from longrnn.training.repeat import read_repeatedly
@@ -114,16 +112,7 @@ class Objective(nn.Module):
             after the last token.
         """
         hidden, state = self._hidden(tokens, state, packing)
-        head = self.model.head.weight
-        rows = max(1, MAX_LOGITS // len(head))
-        losses, ids = [], []
-        pairs = zip(hidden.flatten(0, 1).split(rows), targets.flatten().split(rows), strict=True)
-        for x, target in pairs:
-            logits = linear(x, head)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            losses.append(cross_entropy(logits, target, ignore_index=UNSCORED, reduction="none"))
-            ids.append(logits.argmax(-1))
-        return torch.cat(losses).view_as(targets), torch.cat(ids).view_as(targets), state
+        return *token_cross_entropy(hidden, self.model.head.weight, targets), state
 
     def _hidden(
         self,

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
-from torch import nn
+from accelerate import Accelerator
+from torch import Tensor, nn
 
 from longrnn.errors import UserError, nearest
 from longrnn.training.config import TrainConfig
@@ -149,6 +150,18 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     return config.learning_rate * SCHEDULES[kind](step, config)
+
+
+def clip(accelerator: Accelerator, module: nn.Module, config: TrainConfig) -> Tensor | None:
+    """Limits the gradients of a module in norm and then in value, as the configuration says.
+
+    Returns:
+        The norm before; None if accelerate skips it.
+    """
+    norm = accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm)
+    if config.max_grad_value is not None:
+        clip_values(module.parameters(), config.max_grad_value)
+    return norm
 
 
 def clip_values(parameters: Iterable[nn.Parameter], limit: float) -> None:

@@ -23,7 +23,8 @@ class Prefetch:
         make: returns the segments of a step and micro-batch, such as `Source.segments`.
         n_micro: micro-batches of a step.
         last: steps of the run; none is made beyond.
-        device: that computes; batches for a GPU are put into page-locked memory.
+        device: that computes; batches for a GPU are put into page-locked memory, from which they
+            are copied while the GPU computes.
         ahead: number of micro-batches that are made ahead.
     """
 
@@ -43,20 +44,20 @@ class Prefetch:
         self._closed = False
 
     def segments(self, step: int, micro: int) -> list[Batch]:
-        """The segments of a micro-batch, on the device.
+        """The segments of a micro-batch, on the host.
 
         Raises:
             UserError: what making them raises.
         """
         if self._closed:
-            return [batch.to(self._device) for batch in self._make_on_host(step, micro)]
+            return self._make_on_host(step, micro)
         wanted = self._following(step, micro)
         for key in [key for key in self._made if key not in wanted]:
             self._made.pop(key).cancel()
         for key in wanted:
             if key not in self._made:
                 self._made[key] = self._thread.submit(self._make_on_host, *key)
-        return [batch.to(self._device) for batch in self._made.pop((step, micro)).result()]
+        return self._made.pop((step, micro)).result()
 
     def close(self) -> None:
         """Ends the thread, after the batch that is being made; later ones are made when wanted."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +13,7 @@ from longrnn.errors import UserError
 from longrnn.files import one_line, write_atomic
 from longrnn.training.config import TrainConfig
 from longrnn.training.metrics import read_metrics
+from longrnn.training.processes import on_main
 
 if TYPE_CHECKING:
     from longrnn.training.trainer import Trainer
@@ -19,6 +23,20 @@ CARD = "README.md"
 UPLOADED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", CARD, "train.yaml"]
 UPLOADED += ["metrics.jsonl"]
 BY_POSITION = "eval_loss_to_"
+
+
+def finish(trainer: Trainer) -> None:
+    """Writes the card of a run that has ended, closes its trackers, and uploads what it asks for.
+
+    Raises:
+        UserError: the upload failed.
+    """
+    accelerator = trainer.accelerator
+    on_main(accelerator, partial(write_card, trainer))
+    with redirect_stdout(sys.stderr):  # trackers print there
+        accelerator.end_training()
+    if trainer.config.push_to_hub:
+        trainer.say(f"uploaded: {on_main(accelerator, partial(push, trainer.config))}")
 
 
 def write_card(trainer: Trainer) -> None:

@@ -3,7 +3,13 @@
 Notable choices:
 - Sharding is torch's own `fully_shard`, on CPUs and GPUs alike, so that what runs on eight GPUs is
   what a test runs on two CPU processes; accelerate would silently not shard the model on CPUs.
-- Mixed precision is autocast in both, so that states and decays keep their dtype.
+- Mixed precision is autocast in both, so that states and decays keep their dtype. Under bf16 the
+  matrices of the blocks, which autocast would round in each process, are gathered in bfloat16:
+  the same numbers in half of the bytes. All other weights, A_log and dt_bias among them, are
+  gathered in float32. Gradients are added up over the processes in float32.
+- With `shard_size` the model is sharded within groups of processes and copied between them (HSDP).
+- Weights gathered in bfloat16 are kept until the backward pass has used them: a long row passes
+  each block once per segment, and would gather its weights again for each of them.
 - Checkpoints hold whole tensors: they load anywhere, whatever wrote them.
 """
 
@@ -16,7 +22,13 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from longrnn.errors import UserError
@@ -45,11 +57,11 @@ def unseen_by_accelerate() -> Iterator[None]:
             os.environ[USE_FSDP] = value
 
 
-def check(accelerator: Accelerator) -> None:
+def check(accelerator: Accelerator, config: TrainConfig) -> None:
     """Raises UserError for a run that cannot be sharded.
 
     Raises:
-        UserError: another version of FSDP, one process, or float16.
+        UserError: another version of FSDP, one process, float16, or groups of unequal size.
     """
     if os.environ.get("FSDP_VERSION", "1") != "2":
         raise UserError(
@@ -60,27 +72,61 @@ def check(accelerator: Accelerator) -> None:
         raise UserError("FSDP shards a model over processes and there is one: launch at least 2")
     if accelerator.mixed_precision == "fp16":
         raise UserError("FSDP does not scale float16 gradients here: set mixed_precision=bf16")
+    if config.shard_size is not None and accelerator.num_processes % config.shard_size:
+        raise UserError(
+            f"shard_size={config.shard_size} does not divide the {accelerator.num_processes} "
+            "processes: set the number of GPUs of one machine, or leave it out"
+        )
 
 
 def prepare(accelerator: Accelerator, objective: Objective, config: TrainConfig) -> tuple[Any, Any]:
     """The objective, copied or sharded over the processes, and its optimizer.
 
     Raises:
-        UserError: an unknown optimizer, a pattern that matches no parameter, what `check` refuses.
+        UserError: an unknown optimizer, a pattern that matches no parameter, what `check` refuses,
+            or `shard_size` without shards.
     """
     if not is_requested():
+        if config.shard_size is not None:
+            raise UserError(
+                f"shard_size={config.shard_size} applies to shards (FSDP2) only: launch with "
+                "configs/accelerate/gpu8_fsdp2.yaml, or leave it out"
+            )
         return accelerator.prepare(objective, build_optimizer(objective.model, config))
-    check(accelerator)
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+    check(accelerator, config)
+    mesh = build_mesh(accelerator.device.type, accelerator.num_processes, config.shard_size)
+    shard(objective, mesh, accelerator.mixed_precision)
+    return objective, accelerator.prepare(build_optimizer(objective.model, config))
 
-    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+
+def build_mesh(device: str, processes: int, shard_size: int | None) -> DeviceMesh:
+    """All processes in one group of shards, or in several groups that hold copies of each other."""
+    if shard_size in (None, processes):
+        return init_device_mesh(device, (processes,))
+    shape = (processes // shard_size, shard_size)
+    return init_device_mesh(device, shape, mesh_dim_names=("copies", "shards"))
+
+
+def shard(objective: Objective, mesh: DeviceMesh, mixed_precision: str) -> None:
+    """Shards the weights of an objective in place, those of a block as one group.
+
+    Args:
+        objective: of a recurrent model.
+        mesh: of the processes.
+        mixed_precision: under `bf16` the linear layers of a block are groups of their own.
+    """
     assert isinstance(objective.model, RecurrentLM)  # the trainer has refused others
+    narrow = mixed_precision == "bf16"
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     for block in objective.model.blocks:
-        fully_shard(block, mesh=mesh)
+        for layer in block.modules() if narrow else ():
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(block, mesh=mesh, reshard_after_forward=not narrow)
     fully_shard(objective, mesh=mesh)
     register_fsdp_forward_method(objective, "token_losses")
-    return objective, accelerator.prepare(build_optimizer(objective.model, config))
 
 
 def gathered(tree: T) -> T:

@@ -10,8 +10,7 @@ Notable choices:
 from __future__ import annotations
 
 import sys
-import time
-from contextlib import nullcontext, redirect_stdout
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.hf import lora
 from longrnn.locks import Lock
 from longrnn.progress import Progress
 from longrnn.state import LMState
@@ -38,7 +36,7 @@ from longrnn.training.metrics import Sums
 from longrnn.training.mitigated import check_initial_state, edits_of
 from longrnn.training.models import Trained
 from longrnn.training.objective import Objective
-from longrnn.training.optim import clip_values, fill, freeze, learning_rate, set_learning_rate
+from longrnn.training.optim import clip, fill, freeze, learning_rate, set_learning_rate
 from longrnn.training.prefetch import Prefetch
 from longrnn.training.processes import (
     Interrupts,
@@ -50,6 +48,7 @@ from longrnn.training.processes import (
 from longrnn.training.saver import Saver, SaveSchedule
 from longrnn.training.sources import build_task_together
 from longrnn.training.spikes import SpikeGuard
+from longrnn.training.throughput import Throughput
 from longrnn.training.validation import Validation
 
 # Attributes of a trainer that a checkpoint holds, beside weights, optimizer and carried states.
@@ -151,6 +150,8 @@ class Trainer:
         if origin is not None:
             self.restore(origin, branch=found.checkpoint is None)
         n_micro, device = config.gradient_accumulation_steps, self.accelerator.device
+        sizes = mesh.size, config.context_parallel_size
+        self.throughput = Throughput(model, device, *sizes, config.mixed_precision, self.say)
         self.batches = Prefetch(self.source.segments, n_micro, config.max_steps, device)
         start_trackers(self.accelerator, config, self.step)
 
@@ -189,7 +190,8 @@ class Trainer:
             Progress("training", left, unit="tokens", quiet=self.quiet) as progress,
         ):
             while not self._ended():
-                begun, before = time.monotonic(), self.tokens
+                before = self.tokens
+                self.throughput.start()
                 values = self._train_step(stop=interrupts.received is not None)
                 stop = values.pop("stop") > 0
                 if values.pop("rolled_back", 0.0):
@@ -204,7 +206,7 @@ class Trainer:
                 improved = best_model.evaluate(self)
                 last = self._ended()
                 if self.step % config.logging_steps == 0 or last:
-                    self._log((self.tokens - before) / (time.monotonic() - begun))
+                    self._log()
                 self.schedule.after_step(
                     self.step,
                     self._save,
@@ -216,11 +218,7 @@ class Trainer:
                     interrupts.leave(f"{self.output_dir}: step {self.step} is done and saved")
             best_model.load(self)
             self.saver.write_final(self.model)
-        on_main(self.accelerator, partial(publish.write_card, self))
-        with redirect_stdout(sys.stderr):  # trackers print there
-            self.accelerator.end_training()
-        if self.config.push_to_hub:
-            self.say(f"uploaded: {on_main(self.accelerator, partial(publish.push, self.config))}")
+        publish.finish(self)
         return self.model
 
     def _ended(self) -> bool:
@@ -239,7 +237,9 @@ class Trainer:
         sums = Sums(stop=torch.tensor([float(stop)]))
         ends: list[LMState] = []
         for micro in range(n_micro):
-            segments, start = self.micro_batch(micro)
+            # Scores and counts read the batch on the host, which needs no copy from the device.
+            on_host = self.batches.segments(self.data_step, micro)
+            segments, start = self._placed(on_host, micro)
             # Gradients are reduced over processes once, after the last micro-batch.
             wait = micro < n_micro - 1
             sync = self.accelerator.no_sync(self.objective) if wait else nullcontext()
@@ -249,14 +249,14 @@ class Trainer:
                 self.accelerator.backward(output.loss / n_micro)
             ends.append(output.state)
             sums.add({"loss": output.loss.detach().cpu()[None]})
-            for batch, predicted in zip(segments, output.predictions, strict=True):
+            for batch, predicted in zip(on_host, output.predictions, strict=True):
                 self.tokens += batch.tokens.numel() * self.mesh.size
-                sums.add(self.task.score(predicted.cpu(), batch.to(torch.device("cpu"))))
-        norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), config.max_grad_norm)
-        if config.max_grad_value is not None:
-            clip_values(self.objective.parameters(), config.max_grad_value)
+                self.throughput.add(batch)
+                sums.add(self.task.score(predicted.cpu(), batch))
+        norm = clip(self.accelerator, self.objective, config)
         if config.peft is not None and not self._adapters_checked:
-            self._check_adapters()
+            models.check_adapters(self.model, self.total)  # at the first step
+            self._adapters_checked = True
         was_nonfinite = failures.is_nonfinite(self, norm, sums.pairs["loss"])
         sums.add({"nonfinite": torch.tensor([float(was_nonfinite)])})
         means = sums.means(lambda table: self.total(table.to(self.accelerator.device)))
@@ -274,16 +274,12 @@ class Trainer:
         self.optimizer.zero_grad()
         return means | {"grad_norm": float(norm if norm is not None else 0.0)}
 
-    def _check_adapters(self) -> None:
-        """Refuses adapters that the model does not use, at the first step."""
-        flags = lora.without_gradient(self.model)
-        reached = self.total(torch.stack([*flags.values()]).to(self.accelerator.device))
-        lora.check_reached([*flags], reached.tolist())
-        self._adapters_checked = True
-
     def micro_batch(self, micro: int) -> tuple[list[Batch], LMState]:
-        """A micro-batch of this step, and its initial state."""
-        segments = self.batches.segments(self.data_step, micro)
+        """A micro-batch of this step on the device, and its initial state."""
+        return self._placed(self.batches.segments(self.data_step, micro), micro)
+
+    def _placed(self, on_host: list[Batch], micro: int) -> tuple[list[Batch], LMState]:
+        segments = [batch.to(self.accelerator.device) for batch in on_host]
         return segments, self.starts.before(segments[0], self.data_step, micro)
 
     @property
@@ -295,7 +291,7 @@ class Trainer:
         """The sum of `part` over processes."""
         return cast(Tensor, self.accelerator.reduce(part, "sum"))
 
-    def _log(self, rate: float) -> None:
+    def _log(self) -> None:
         means = {name: sum(values) / len(values) for name, values in self.pending.items()}
         self.pending = {}
         if self.config.nonfinite == "skip":
@@ -303,7 +299,7 @@ class Trainer:
         if self.config.on_spike == "rollback":
             means["skipped_batches"] = self.spikes.skipped_batches
         means["learning_rate"] = learning_rate(self.step - 1, self.config)
-        self.record(means | {"tokens_per_second": rate})
+        self.record(means | self.throughput.row())
 
     def record(self, values: dict[str, float]) -> None:
         """Adds a row to the metrics of the run."""

@@ -93,7 +93,9 @@ class Validation(Component):
         _refuse_overlap(config, training_task, self.task)
         self.length = _length(config, model)
         self.rows = self._draw_longest()
-        self.piece = PIECE if isinstance(model, RecurrentLM) else self.length
+        # A transformer starts every row from the zero state, so it reads rows as a whole.
+        whole = self.rows.tokens.shape[1]
+        self.piece = PIECE if isinstance(model, RecurrentLM) else whole
         if not isinstance(model, RecurrentLM) and self.rows.inner_starts() is not None:
             raise UserError(
                 "a transformer attends to all documents of a row, which share no state here: set "

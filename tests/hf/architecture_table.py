@@ -17,6 +17,7 @@ import torch
 from longrnn import load, mitigation
 from longrnn.diagnostics.record import read
 from longrnn.errors import UserError
+from longrnn.hf.delta import has_delta_layers
 from longrnn.hf.hybrid.model import open_hugging_face
 from longrnn.mitigations import Mitigated
 from longrnn.models import EditableModel
@@ -31,6 +32,7 @@ BEGIN = "<!-- architectures: python -m tests.hf.architecture_table -->\n"
 END = "<!-- end of architectures -->\n"
 COLUMNS = "loads", "pieces", "forks", "padding", "mitigations", "diagnosis", "reason"
 NOT_OURS = "no Mamba-2 layers of the families below"
+READ_ONLY = "Gated DeltaNet layers are computed by transformers"
 
 
 class Support(NamedTuple):
@@ -75,7 +77,7 @@ def measure(kind: str) -> Support:
         works(lambda: model(text, is_token=torch.ones_like(text, dtype=torch.bool))),
         works(lambda: Mitigated(model, mitigation("state_norm(threshold=1)"))(text)),
         works(lambda: list(read(model, text, [20], first=8))),
-        "" if isinstance(model, EditableModel) else NOT_OURS,
+        reason(model),
     )
 
 
@@ -86,6 +88,13 @@ def opened(kind: str, theirs: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
         return load(folder)
+
+
+def reason(model: Any) -> str:
+    """Why not all of the columns are a yes."""
+    if isinstance(model, EditableModel):
+        return ""
+    return READ_ONLY if has_delta_layers(model) else NOT_OURS
 
 
 def works(call: Callable[[], Any]) -> str:

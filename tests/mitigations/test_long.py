@@ -41,7 +41,8 @@ def stream(time: int) -> ScanInputs:
     # Slower decays would cost a float32 loop its digits: it rounds exp(log_decay) at every token.
     rates = torch.tensor([-3.0, -0.05, -1e-3, -1e-2])
     log_decay = rates * (0.5 + torch.rand(1, time, HEADS, generator=randomness))
-    return ScanInputs(normal(HEADS, P), log_decay, normal(GROUPS, N), normal(GROUPS, N))
+    gain = torch.rand(1, time, HEADS, generator=randomness)
+    return ScanInputs(normal(HEADS, P), gain, log_decay, normal(GROUPS, N), normal(GROUPS, N))
 
 
 def loop(definition: Definition, inputs: ScanInputs, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,8 +50,8 @@ def loop(definition: Definition, inputs: ScanInputs, h: Tensor) -> tuple[Tensor,
     group_of_head = [head // (HEADS // GROUPS) for head in range(HEADS)]
     outputs = []
     for token in zip(*(tensor.double().unbind(1) for tensor in inputs), strict=True):
-        x, log_decay, B, C = token
-        add = x[..., :, None] * B[:, group_of_head, None, :]
+        x, gain, log_decay, B, C = token
+        add = (gain[..., None] * x)[..., :, None] * B[:, group_of_head, None, :]
         h = definition.stepped(log_decay.exp()[..., None, None], add, h)
         outputs.append((h * C[:, group_of_head, None, :]).sum(-1))
     return torch.stack(outputs, dim=1), h
@@ -118,7 +119,7 @@ def test_memory_grows_by_one_chunk_per_64_tokens_of_window() -> None:
         )
         for k in range(2, 6)
     ]
-    inputs = 64 * (HEADS * P + HEADS + GROUPS * N)  # x, log_decay and B
+    inputs = 64 * (HEADS * P + 2 * HEADS + GROUPS * N)  # x, gain, log_decay and B
     one = 2 * 8 * (inputs + HEADS * P * N + HEADS)
     assert [after - before for before, after in pairwise(sizes)] == [one] * 3
 

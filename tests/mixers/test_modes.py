@@ -17,12 +17,7 @@ from tests.contracts.builders import (
     spec_id,
 )
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-    ),
-]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
 @pytest.mark.parametrize("spec", MIXER_SPECS, ids=spec_id)

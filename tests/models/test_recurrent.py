@@ -299,3 +299,12 @@ def test_is_a_language_model() -> None:
     model = build_model("rnn")
     assert all(hasattr(model, name) for name in members)
     assert model.vocab_size == VOCAB
+
+
+@pytest.mark.parametrize("rows", [1, 8, 1000])
+def test_segments_of_a_gpu_are_long(rows: int) -> None:
+    """A segment costs launches and all-gathers whatever its length, also where it is recomputed."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert recurrent.segment_width(rows, cpu) == max(64, 512 // rows)
+    assert rows * recurrent.segment_width(rows, gpu) >= 2**16
+    assert 2**13 <= rows * recurrent.segment_width(rows, gpu, "segment") <= 2**10 * max(rows, 8)

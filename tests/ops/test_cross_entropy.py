@@ -8,7 +8,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longrnn.ops.cross_entropy import weighted_cross_entropy
+from longrnn.ops.cross_entropy import (
+    MAX_LOGITS as MAX_CPU_LOGITS,
+)
+from longrnn.ops.cross_entropy import (
+    most_logits,
+    token_cross_entropy,
+    weighted_cross_entropy,
+)
 from tests.contracts.builders import generator
 
 VOCAB, D = 37, 8
@@ -154,3 +161,40 @@ def test_no_tensor_holds_all_logits() -> None:
     with Largest() as largest:
         plain(hidden, head, targets, weights)[0].backward()
     assert largest.entries == 8 * 64 * VOCAB
+
+
+@pytest.mark.parametrize("max_logits", MAX_LOGITS)
+def test_losses_of_tokens_equal_the_formula(max_logits: int) -> None:
+    """Each token's loss and prediction, 0 where a token is not scored."""
+    hidden, head, targets, _ = draw(torch.float64)
+    logits = F.linear(hidden, head)
+    wanted = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    losses, predictions = token_cross_entropy(hidden, head, targets, max_logits=max_logits)
+    torch.testing.assert_close(losses, wanted, rtol=1e-12, atol=1e-12)
+    assert torch.equal(predictions, logits.argmax(-1))
+    assert not losses.requires_grad
+
+
+def test_losses_of_narrow_weights_are_not_rounded() -> None:
+    """Logits near 20 in bfloat16 would differ by steps of 0.1."""
+    hidden, head, targets, _ = draw(torch.bfloat16)
+    narrow = (20 * hidden.double()).to(torch.bfloat16)
+    losses, _ = token_cross_entropy(narrow, head, targets)
+    exact = F.cross_entropy(
+        F.linear(narrow.double(), head.double()).transpose(1, 2), targets, reduction="none"
+    )
+    torch.testing.assert_close(losses.double(), exact, rtol=1e-5, atol=1e-4)
+    assert exact.max() > 20
+
+
+def test_no_token_has_no_loss() -> None:
+    """An empty sequence gives empty tensors."""
+    hidden, head, targets, _ = draw(torch.float64)
+    losses, predictions = token_cross_entropy(hidden[:, :0], head, targets[:, :0])
+    assert losses.shape == predictions.shape == (3, 0)
+
+
+def test_pieces_of_a_gpu_are_larger() -> None:
+    """The product of one piece of a CPU, 166 rows at 50,000 ids, would leave most of it idle."""
+    assert most_logits(torch.device("cpu")) == MAX_CPU_LOGITS
+    assert most_logits(torch.device("cuda")) // 50_288 > 2048

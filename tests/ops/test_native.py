@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.mixers import MIXERS
+from longrnn.mixers import MIXERS, Mixer
 from longrnn.mixers.mamba2 import Mamba2, Mamba2State
 from longrnn.ops import native
 from longrnn.ops.linear import linear
@@ -101,18 +101,93 @@ def test_the_number_of_threads_changes_no_value(heads: int) -> None:
     ids=str,
 )
 def test_the_fused_cell_equals_its_parts(options: dict[str, object], time: int) -> None:
-    """Outputs and both states; with gradients on, the same cell computes the parts one by one."""
-    mixer = build_mixer({"kind": "mamba2", "backend": "native", **options})
+    """Outputs, both states, and with gradients those of the input, all weights and both states."""
+    mixer, parts = (
+        build_mixer({"kind": "mamba2", "backend": backend, **options})
+        for backend in ("native", "chunked")
+    )
     assert isinstance(mixer, Mamba2)
+    parts.load_state_dict(mixer.state_dict())
     x = torch.randn(2, time, mixer.d_input, generator=generator(1), dtype=torch.float64)
     state: Mamba2State = random_tree(mixer.init_state(2), 2)
-    wanted, after = mixer(x, state)
+    assert mixer._fused(mixer.in_proj(x), state) is not None
+    wanted = results(parts, x, state)
     with torch.no_grad():
-        assert mixer._fused(mixer.in_proj(x), state) is not None
         y, fused = mixer(x, state)
-    assert_near(y, wanted, 1e-12)
-    assert_near(fused.ssm, after.ssm, 1e-12)
-    assert torch.equal(fused.conv, after.conv)
+    found = results(mixer, x, state)
+    for name, tensor in wanted.items():
+        assert_near(found[name], tensor, 1e-12, name)
+    for name, tensor in {"y": y, "conv": fused.conv, "ssm": fused.ssm}.items():
+        assert torch.equal(tensor, found[name])
+    assert torch.equal(found["conv"], wanted["conv"])
+
+
+def results(mixer: Mixer, x: Tensor, state: Mamba2State) -> dict[str, Tensor]:
+    """Outputs and states of a mixer, and the gradients of a fixed functional of all of them."""
+    leaves = {"x": x.clone().requires_grad_()}
+    leaves |= {f"before {k}": v.clone().requires_grad_() for k, v in state._asdict().items()}
+    y, after = mixer(leaves["x"], Mamba2State(leaves["before conv"], leaves["before ssm"]))
+    outputs = {"y": y, "conv": after.conv, "ssm": after.ssm}
+    randomness = generator(9)
+    loss = torch.zeros((), dtype=torch.float64)
+    for one in outputs.values():
+        loss = loss + (one * torch.randn(one.shape, generator=randomness, dtype=x.dtype)).sum()
+    inputs = leaves | dict(mixer.named_parameters())
+    found = torch.autograd.grad(loss, list(inputs.values()), materialize_grads=True)
+    return outputs | dict(zip(inputs, found, strict=True))
+
+
+@needs_kernels
+@pytest.mark.usefixtures("threads")
+def test_the_number_of_threads_changes_gradients_of_the_cell_by_rounding_only() -> None:
+    mixer = build_mixer({"kind": "mamba2", "backend": "native", "d_state": 8, "head_dim": 8})
+    x = torch.randn(2, 150, mixer.d_input, generator=generator(1), dtype=torch.float64)
+    state: Mamba2State = random_tree(mixer.init_state(2), 2)
+    torch.set_num_threads(1)
+    wanted = results(mixer, x, state)
+    for count in (2, 3):
+        torch.set_num_threads(count)
+        for name, tensor in results(mixer, x, state).items():
+            assert_near(tensor, wanted[name], 1e-13, name)
+
+
+@needs_kernels
+def test_second_derivatives_of_the_cell_are_those_of_its_parts() -> None:
+    native_cell, parts = (
+        build_mixer({"kind": "mamba2", "backend": backend, "d_state": 3, "head_dim": 8})
+        for backend in ("native", "chunked")
+    )
+    parts.load_state_dict(native_cell.state_dict())
+    x = torch.randn(1, 6, parts.d_input, generator=generator(1), dtype=torch.float64)
+    found = []
+    for mixer in (native_cell, parts):
+        leaf, state = x.clone().requires_grad_(), mixer.init_state(1)
+        (first,) = torch.autograd.grad(
+            mixer(leaf, state)[0].square().sum(), leaf, create_graph=True
+        )
+        found.append(torch.autograd.grad(first.square().sum(), [leaf, *mixer.parameters()],
+                                         materialize_grads=True))  # fmt: skip
+    for ours, theirs in zip(*found, strict=True):
+        assert_near(ours, theirs, 1e-11)
+
+
+@needs_kernels
+def test_training_leaves_a_row_that_is_not_finite_to_the_parts() -> None:
+    """The outputs and gradients of the other rows are those without it."""
+    mixer = build_mixer({"kind": "mamba2", "backend": "native", "d_state": 5, "head_dim": 4})
+    x = torch.randn(3, 70, mixer.d_input, generator=generator(1), dtype=torch.float64)
+    x[1, 30] = math.nan
+    found = []
+    for rows in ([0, 1, 2], [0, 2]):
+        leaf = x[rows].clone().requires_grad_()
+        y, _ = mixer(leaf, mixer.init_state(len(rows)))
+        (grad,) = torch.autograd.grad(y.nan_to_num().square().sum(), leaf)
+        found.append((y, grad))
+    (y, grad), (clean_y, clean_grad) = found
+    assert y[1, 30:].isnan().any()
+    assert y[1, :30].isfinite().all()
+    assert_near(y[[0, 2]], clean_y, 1e-12)
+    assert_near(grad[[0, 2]], clean_grad, 1e-12)
 
 
 @needs_kernels
@@ -245,24 +320,53 @@ import ctypes, sys, torch
 from longrnn.ops import native
 loaded = ctypes.CDLL(sys.argv[1])
 native.library = lambda: loaded
+from longrnn.ops.native.gradients import scan_gradients
+from longrnn.ops.native.limited import limited_scan
 from tests.ops.test_native import FEW, SHAPES, draw, draw_few, build_mixer, generator, random_tree
-for shape in [*SHAPES, (1, 1, 2, 5, 1, 3), (2, 3, 2, 5, 1, 3), (1, 129, 3, 7, 3, 9)]:
+more = [(1, 1, 2, 5, 1, 3), (2, 3, 2, 5, 1, 3), (1, 129, 3, 7, 3, 9), (1, 1100, 5, 3, 1, 5)]
+for shape in [*SHAPES, *more]:
     for dtype in (torch.float32, torch.float64):
         inputs, state = draw(*shape)
-        native.scan(*(tensor.to(dtype) for tensor in (*inputs, state)))
+        tensors = tuple(tensor.to(dtype) for tensor in (*inputs, state))
+        kept = tensors[5].new_empty(native.segments_of(shape[1]), *state.shape)
+        y, final = native.scan(*tensors, kept=kept)
+        for grad_final in (None, final):
+            scan_gradients(tensors, kept, y, grad_final)
+        for limit in (1e-3, 1.0, 1e3):
+            limits = torch.full((shape[2],), limit, dtype=torch.float64)
+            assert limited_scan(tensors, limits, 1e150) is not None
 shapes = [{"d_state": 5, "head_dim": 4, "n_groups": 2}, {"d_state": 7, "head_dim": 16, "d_conv": 1}]
 for options in shapes:
     for time in (1, 2, 3, 65, 200):
         mixer = build_mixer({"kind": "mamba2", "backend": "native", **options})
         x = torch.randn(2, time, mixer.d_input, generator=generator(1), dtype=torch.float64)
+        trained, start = mixer.in_proj(x), random_tree(mixer.init_state(2), 2)
+        found = mixer._fused(trained, start)
+        (found[0].sum() + found[1].conv.sum() + found[1].ssm.sum()).backward()
         with torch.no_grad():
-            assert mixer._fused(mixer.in_proj(x), random_tree(mixer.init_state(2), 2)) is not None
+            assert mixer._fused(mixer.in_proj(x), start) is not None
             mixer.bfloat16()
             state = random_tree(mixer.init_state(2), 2)
             assert mixer._fused(mixer.in_proj(x.bfloat16()), state) is not None
 for shape in FEW:
-    for dtype in native.FEW_KINDS:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
         native.few_rows(*draw_few(*shape, dtype))
+    x, weight, bias = draw_few(*shape, torch.float32)
+    native.few_rows(x, weight.to(torch.int8), bias, torch.ones(len(weight)))
+from tests.ops import test_native_stepwise as stepwise
+for spec in stepwise.CELLS:
+    for dtype in stepwise.TOLERANCE:
+        mixer = stepwise.wide_mixer(spec, dtype, 37)
+        x, state = torch.ones(7, 20, 5, dtype=dtype), mixer.init_state(7)
+        stepwise.both(mixer, x, state, stepwise.Edit())
+        stepwise.both(mixer, x[:, :3], state, stepwise.Edit())
+for spec in stepwise.CHAINS:
+    stepwise.run_chain(spec, "lstm", [20, 3])
+from tests.ops import test_native_layer as layers
+for options in layers.SHAPES:
+    for dtype in layers.TOLERANCE:
+        model = layers.model_of(options, dtype)
+        layers.decode(model, 3, model.init_state(3))
 print("done")
 """
 

@@ -80,6 +80,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "optim": "adam",
     },
 }
+MEASURED = ("tokens_per_second", "mfu", "peak_memory_gib")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 
 
@@ -105,9 +106,9 @@ def train(config: TrainConfig, *, resume: bool = False) -> Trainer:
 
 
 def metrics(output_dir: Path) -> list[dict[str, float]]:
-    """The rows of metrics.jsonl, without what the clock says."""
+    """The rows of metrics.jsonl, without what depends on the clock and the device."""
     rows = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
+    return [{k: v for k, v in row.items() if k not in MEASURED} for row in rows]
 
 
 def last_checkpoint(output_dir: Path) -> Path:

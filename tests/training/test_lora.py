@@ -67,6 +67,30 @@ def test_peft_and_load_read_the_adapter(base: Path, tmp_path: Path) -> None:
     assert config["base_model_name_or_path"] == str(base.resolve())
 
 
+def test_an_auto_class_applies_the_mitigation_of_an_adapter(base: Path, tmp_path: Path) -> None:
+    """The merged model can be saved; the adapter cannot, because parts of it would be lost."""
+    from transformers import AutoModelForCausalLM
+
+    from longrnn.hf.auto import LongRNNForCausalLM
+
+    spec = "sliding_window(window=8)"
+    train(adapted(tmp_path / "run", base, mitigation=spec))
+    wanted = logits(load(f"{tmp_path}/run+trained"))
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+    assert model.config.mitigation == spec
+    torch.testing.assert_close(logits(model), wanted, rtol=0, atol=1e-5)
+    same = type(model).from_pretrained(tmp_path / "run")
+    torch.testing.assert_close(logits(same), wanted, rtol=0, atol=1e-5)
+    with pytest.raises(UserError, match="cannot save this adapter completely: copy its folder"):
+        model.save_pretrained(tmp_path / "again")
+    merged = LongRNNForCausalLM.of(load(f"{tmp_path}/run+trained"))  # type: ignore[arg-type]
+    merged.save_pretrained(tmp_path / "merged")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(again), wanted, rtol=0, atol=1e-5)
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    assert plain.config.mitigation is None
+
+
 def test_a_resumed_adapter_is_the_undisturbed_one(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

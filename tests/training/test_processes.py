@@ -139,6 +139,42 @@ def test_shards_train_like_one_process(tmp_path: Path) -> None:
         torch.testing.assert_close(value, weights[0][name], atol=1e-4, rtol=1e-3, msg=name)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "changes"),
+    [
+        (2, {"mixed_precision": "bf16"}),  # matrices are gathered in bfloat16
+        (4, {"mixed_precision": "bf16", "shard_size": 2}),  # two copies of two shards (HSDP)
+        (4, {"shard_size": 2}),
+    ],
+    ids=["bf16", "hybrid-bf16", "hybrid"],
+)
+def test_every_way_of_sharding_trains_like_one_process(
+    processes: int, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """FSDP2 and HSDP give the losses and weights of one process of the same precision."""
+    precision = {"mixed_precision": changes.get("mixed_precision", "no")}
+    how = {"lr_scheduler_type": "constant", **SHORT}
+    rows = 12 // processes
+    one = tiny("carry", tmp_path / "one", per_device_train_batch_size=12, **how, **precision)
+    many = {"per_device_train_batch_size": rows, "num_processes": processes, **how, **changes}
+    train(one)
+    flags = (*FSDP2, "--num_processes", str(processes))
+    done = launch(tiny("carry", tmp_path / "many", **many), tmp_path, *flags)
+    found, expected = metrics(tmp_path / "many"), metrics(tmp_path / "one")
+    assert [row["step"] for row in found] == [1, 2, 3, 4, 5], done.stderr
+    # Sums of bfloat16 products depend on how rows are divided.
+    tolerance = 2e-3 if precision["mixed_precision"] == "bf16" else 1e-5
+    for row, wanted in zip(found, expected, strict=True):
+        assert row["loss"] == pytest.approx(wanted["loss"], rel=tolerance)
+    weights = [load(tmp_path / name).state_dict() for name in ("one", "many")]
+    for name, value in weights[1].items():
+        assert value.dtype == torch.float32
+        # Five steps of AdamW may move a weight by five times the learning rate.
+        limit = 2 * 5 * many.get("learning_rate", 2e-3) if tolerance > 1e-4 else 1e-4
+        assert (value - weights[0][name]).abs().max() <= limit, name
+
+
 @pytest.mark.parametrize(
     ("changes", "environment", "message"),
     [

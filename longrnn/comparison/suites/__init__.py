@@ -12,6 +12,7 @@ from longrnn.comparison.suites.cost import Cost
 from longrnn.comparison.suites.harness import Harness
 from longrnn.comparison.suites.passkey import PasskeyRetrieval
 from longrnn.comparison.suites.perplexity import BitsPerByte
+from longrnn.comparison.suites.sequences import Sequences
 
 __all__ = [
     "EVALUATIONS",
@@ -22,6 +23,7 @@ __all__ = [
     "Measurement",
     "Metric",
     "PasskeyRetrieval",
+    "Sequences",
     "Suite",
     "read_suite",
 ]

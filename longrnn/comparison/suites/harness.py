@@ -38,6 +38,7 @@ class Harness(Evaluation):
         num_fewshot: examples in each prompt; None for the number in the task.
         include_path: a folder with further tasks.
         metadata: metadata of the tasks, such as `{max_seq_lengths: [1024]}`.
+        datasets: a folder in which `ORGANISATION/NAME` stands for a data set on the Hub.
     """
 
     GROWING: ClassVar[tuple[str, ...]] = ("tasks", "metrics")
@@ -53,11 +54,12 @@ class Harness(Evaluation):
         num_fewshot: int | None = None,
         include_path: str | None = None,
         metadata: dict[str, Any] | None = None,
+        datasets: str | None = None,
     ) -> None:
         super().__init__(title, seed)
         self.tasks, self.metrics = list(dict.fromkeys(tasks)), list(metrics)
         self.limit, self.num_fewshot = limit, num_fewshot
-        self.include_path, self.metadata = include_path, metadata
+        self.include_path, self.metadata, self.datasets = include_path, metadata, datasets
         text = (metadata or {}).get("text")
         self.texts = [] if text is None else [Path(text)]
         if not tasks or (limit is not None and limit < 1):
@@ -84,6 +86,7 @@ class Harness(Evaluation):
             "limit": self.limit,
             "num_fewshot": self.num_fewshot,
             "metadata": self.metadata,
+            **({} if self.datasets is None else {"datasets": self.datasets}),
         }
         results = Results(output, header)
         done = {row["task"] for row in results.rows}
@@ -110,6 +113,7 @@ class Harness(Evaluation):
             num_fewshot=self.num_fewshot,
             metadata={"tokenizer": model.checkpoint, **(self.metadata or {})},
             seed=self.seed,
+            datasets=self.datasets,
         )
         truncated = wrapped.counts()
         cut = {

@@ -24,6 +24,7 @@ from longrnn import processes
 from longrnn.bundled import bundled
 from longrnn.errors import UserError, nearest
 from longrnn.evaluation.harness.lm import LongRNN
+from longrnn.evaluation.harness.resources import task_resources
 from longrnn.registry import keyword_options
 
 # Warnings that lm-eval logs for each of our tasks although nothing is wrong.
@@ -41,13 +42,20 @@ ELSEWHERE = {
 }
 
 
-def run(checkpoint: str, arguments: Sequence[str], options: dict[str, Any]) -> None:
+def run(
+    checkpoint: str,
+    arguments: Sequence[str],
+    options: dict[str, Any],
+    *,
+    datasets: str | Path | None = None,
+) -> None:
     """Evaluate a checkpoint with the options of `lm-eval run`, and print lm-eval's table.
 
     Args:
         checkpoint: a checkpoint as `load` takes it.
         arguments: command line arguments of `lm-eval run`.
         options: options of `LongRNN`; those in `--model_args` take precedence.
+        datasets: a folder with data sets, see `task_resources`.
 
     Raises:
         UserError: an unknown option, task or folder.
@@ -61,11 +69,12 @@ def run(checkpoint: str, arguments: Sequence[str], options: dict[str, Any]) -> N
     manager, tasks = find_tasks(requested, config.include_path, config.metadata)
     tracker = EvaluationTracker(output_path=config.output_path)
     try:
-        results = _evaluate(config, manager, tasks, tracker)
+        with task_resources(datasets):
+            results = _evaluate(config, manager, tasks, tracker)
     except ConnectionError as error:
         raise UserError(
-            f"the data of a task cannot be downloaded ({error}): connect to the network, or use "
-            "tasks whose data is on this machine"
+            f"the data of a task cannot be downloaded ({error}): connect to the network, or give "
+            "--datasets FOLDER with FOLDER/ORGANISATION/NAME for the data set"
         ) from error
     except (UserError, RuntimeError, MemoryError):
         raise
@@ -120,6 +129,7 @@ def scores(
     num_fewshot: int | None = None,
     metadata: dict[str, Any] | None = None,
     seed: int = 0,
+    datasets: str | Path | None = None,
 ) -> dict[str, dict[str, float]]:
     """Return the scores of a model for each document of tasks.
 
@@ -131,6 +141,7 @@ def scores(
         num_fewshot: examples in each prompt; None for the number in the task.
         metadata: metadata of the tasks.
         seed: seed of the examples.
+        datasets: a folder with data sets, see `task_resources`.
 
     Returns:
         For each metric with one number per document, under `TASK, METRIC` (`TASK, FILTER, METRIC`
@@ -143,17 +154,18 @@ def scores(
     _without_hints()
     manager, names = find_tasks(tasks, include_path, metadata)
     evaluate: Any = simple_evaluate
-    results = evaluate(
-        model=model,
-        tasks=list(names),
-        num_fewshot=num_fewshot,
-        limit=limit,
-        log_samples=True,
-        task_manager=manager,
-        metadata=metadata,
-        fewshot_random_seed=seed,
-        bootstrap_iters=0,
-    )
+    with task_resources(datasets):
+        results = evaluate(
+            model=model,
+            tasks=list(names),
+            num_fewshot=num_fewshot,
+            limit=limit,
+            log_samples=True,
+            task_manager=manager,
+            metadata=metadata,
+            fewshot_random_seed=seed,
+            bootstrap_iters=0,
+        )
     found: dict[str, dict[str, float]] = {}
     for task, samples in (results or {"samples": {}})["samples"].items():
         for sample in samples:

@@ -12,7 +12,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from longrnn.errors import UserError, nearest
 from longrnn.hf.auto.cache import StateCache
+from longrnn.models.packing import Arrangement
 from longrnn.models.recurrent import RecurrentLM
+from longrnn.ops.norm import rms_norm
 from longrnn.state import LMState
 
 # Arguments of the loss, and what collators add for kernels of attention.
@@ -50,6 +52,20 @@ def check_arguments(kwargs: dict[str, Any], inputs_embeds: Tensor | None) -> Non
     for name in kwargs:
         if name not in LOSS + UNUSED:
             raise UserError(f"unknown argument {name}: {nearest(name, (*LOSS, 'input_ids'))}")
+
+
+def check_devices(model: Any) -> None:
+    """Refuses a model whose device_map puts it on several devices.
+
+    A cell calls the weights of its projections without the modules whose hooks accelerate would
+    use to move them, and a state lives on one device.
+    """
+    devices = set(map(str, getattr(model, "hf_device_map", {}).values()))
+    if len(devices) > 1:
+        raise UserError(
+            f"the device_map puts the model on {', '.join(sorted(devices))}, and it runs on "
+            "one device: give device_map={'': 'cuda:0'}, or a smaller dtype"
+        )
 
 
 def cache_of(given: Any, state: LMState | None) -> StateCache:
@@ -107,3 +123,31 @@ def block_outputs(model: RecurrentLM, wanted: bool) -> Iterator[list[list[Tensor
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def hidden_states(
+    model: RecurrentLM,
+    seen: list[list[Tensor]],
+    tokens: Tensor,
+    is_token: Tensor | None,
+    own: int,
+) -> tuple[Tensor, ...]:
+    """Outputs of the embedding and of each block at the last `own` tokens, 0 at padding.
+
+    Args:
+        model: the model without its head.
+        seen: see `block_outputs`.
+        tokens: `(b, t)`, what the blocks have read.
+        is_token: the mask of padding.
+        own: number of tokens.
+
+    Returns:
+        `(b, own, d)` each; the last one is the input of the head.
+    """
+    # The blocks have read rows whose tokens were moved to the left.
+    arranged = Arrangement(tokens, is_token, None)
+    first = arranged.first_kept(own)
+    whole = [arranged.restore(torch.cat(parts, 1)[:, first:], own) for parts in seen]
+    if model.norm is not None:
+        whole[-1] = rms_norm(whole[-1], model.norm.weight, model.config.norm_eps)
+    return tuple(whole)

@@ -63,3 +63,24 @@ def starts(
         found = found | document_starts(cu_seq_lens, tokens.shape[1])
     # A row of one document continues the given state.
     return found if bool(found[:, 1:].any()) else None
+
+
+def inferred_padding(mask: Tensor, *, continued: bool) -> Tensor:
+    """Return the mask that transformers infers from the id of padding, where it can be right.
+
+    Args:
+        mask: `(b, t)`, 0 at every padding id of the input.
+        continued: whether rows continue a state.
+
+    Raises:
+        UserError: padding ids after other tokens, or in rows that continue a state, where they may
+            as well be text.
+    """
+    leading = mask.cumsum(1) == 0
+    if bool(((mask == 0) & ~leading).any()) or (continued and bool((mask == 0).any())):
+        where = "rows that continue a state" if continued else "rows, after other tokens"
+        raise UserError(
+            f"input_ids have the pad_token_id in {where}, and no attention_mask says whether it is "
+            "padding: give attention_mask, torch.ones_like(input_ids) if all of it is text"
+        )
+    return mask

@@ -20,6 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from longrnn.checksums import remove_checksums, write_checksums
 from longrnn.errors import UserError
+from longrnn.hf.auto.adapters import adapter_record, refuse_to_save
 from longrnn.hf.auto.arguments import (
     LOSS,
     Backbone,
@@ -27,16 +28,16 @@ from longrnn.hf.auto.arguments import (
     block_outputs,
     cache_of,
     check_arguments,
+    check_devices,
+    hidden_states,
     joined,
 )
 from longrnn.hf.auto.cache import StateCache
 from longrnn.hf.auto.config import LongRNNConfig
-from longrnn.hf.auto.masks import padding, starts
+from longrnn.hf.auto.masks import inferred_padding, padding, starts
 from longrnn.hf.tokenizer import TOKENIZER_FILES, byte_level
 from longrnn.mitigations import Mitigated, mitigation
-from longrnn.models.packing import Arrangement
 from longrnn.models.recurrent import RecurrentLM
-from longrnn.ops.norm import rms_norm
 from longrnn.state import LMState
 
 INITIALISED = "_is_hf_initialized"  # the attribute by which transformers knows loaded weights
@@ -70,6 +71,7 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
             setattr(weight, INITIALISED, not weight.is_meta)
         # A tuple, because a module would be registered and repeat every weight.
         self._mitigated: tuple[Mitigated] | None = None
+        self._has_own_adapter = False
         self.post_init()
 
     @property
@@ -193,24 +195,11 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
             loss=loss,
             logits=logits,  # type: ignore[arg-type]
             past_key_values=cache if use_cache else None,
-            hidden_states=self._hidden_states(seen, tokens, is_token, own) if wanted else None,
+            hidden_states=(
+                hidden_states(self.model, seen, tokens, is_token, own) if wanted else None
+            ),
         )
         return output.to_tuple() if return_dict is False else output
-
-    def _hidden_states(
-        self, seen: list[list[Tensor]], tokens: Tensor, is_token: Tensor | None, own: int
-    ) -> tuple[Tensor, ...]:
-        """Outputs of the embedding and of each block at the last `own` tokens, 0 at padding.
-
-        The last one is the input of the head.
-        """
-        # The blocks have read rows whose tokens were moved to the left.
-        arranged = Arrangement(tokens, is_token, None)
-        first = arranged.first_kept(own)
-        whole = [arranged.restore(torch.cat(parts, 1)[:, first:], own) for parts in seen]
-        if self.model.norm is not None:
-            whole[-1] = rms_norm(whole[-1], self.model.norm.weight, self.model.config.norm_eps)
-        return tuple(whole)
 
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, *args: Any, is_first_iteration: bool | None = False, **kwargs: Any
@@ -224,6 +213,17 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
         if not is_first_iteration and inputs["input_ids"].shape[1] == 1:
             inputs.pop("attention_mask", None)  # a generated token is not padding
         return inputs
+
+    def _prepare_attention_mask_for_generation(
+        self, inputs_tensor: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Infers the padding of a batch without attention_mask, see `inferred_padding`."""
+        if generation_config.is_assistant:  # drafts continue text that has no padding
+            return torch.ones_like(inputs_tensor)
+        inferred = super()._prepare_attention_mask_for_generation(
+            inputs_tensor, generation_config, model_kwargs
+        )
+        return inferred_padding(inferred, continued=model_kwargs.get("state") is not None)
 
     def _prepare_cache_for_generation(  # pyright: ignore
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -307,23 +307,28 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """See `PreTrainedModel`.
+        """See `PreTrainedModel`; an adapter brings the mitigation under which it was trained.
 
         Raises:
             UserError: a device_map of several devices.
         """
+        record = adapter_record(args[0] if args else None, kwargs)
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        devices = set(map(str, getattr(model, "hf_device_map", {}).values()))
-        if len(devices) > 1:
-            raise UserError(
-                f"the device_map puts the model on {', '.join(sorted(devices))}, and it runs on "
-                "one device: give device_map={'': 'cuda:0'}, or a smaller dtype"
-            )
+        if record is not None:
+            model._has_own_adapter = True
+            model.config.mitigation = record.get("mitigation")
+        check_devices(model)
         return loaded
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """See `PreTrainedModel`; a model of bytes also gets a tokenizer that transformers reads."""
+        """See `PreTrainedModel`; a model of bytes also gets a tokenizer that transformers reads.
+
+        Raises:
+            UserError: an adapter that `longrnn train` wrote is loaded: transformers would save
+                neither its mitigation nor the parameters that were trained as a whole.
+        """
+        refuse_to_save(self._has_own_adapter)
         folder = Path(save_directory)
         main = kwargs.get("is_main_process", True)
         if main:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from longrnn.hf.hybrid.families import CannotReplaceError, Family
@@ -56,7 +57,9 @@ class SharedMamba2(Mamba2):
         groups = getattr(self._gate, "groups", 0)
         self._fits_kernel = self._gate.fused and groups == self.n_groups
 
-    def gated(self, y: Tensor, z: Tensor) -> Tensor:
+    def gated(self, y: Tensor, z: Tensor, inner: Tensor | None, *, fused: bool) -> Tensor:
+        if inner is not None:
+            y = torch.addcmul(y.unflatten(2, inner.shape[2:]), inner, self.D[:, None]).flatten(2)
         return self._gate(y, z)
 
     def _fused(self, projected: Tensor, state: Mamba2State) -> tuple[Tensor, Mamba2State] | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from longrnn.errors import UserError
@@ -23,6 +24,7 @@ from longrnn.hf.hybrid.families import FAMILIES, CannotReplaceError
 from longrnn.hf.positions import longest
 from longrnn.mixers import Edit, EditedState, Mixer
 from longrnn.models.base import LMOutput, check_state, check_tokens, fingerprint
+from longrnn.models.finite import MAX_LOGITS
 from longrnn.state import LMState, PyTree, histories
 
 logger = logging.getLogger(__name__)
@@ -160,6 +162,26 @@ class HybridLM(HFLanguageModel):
         carrier = self._carrier.with_edits(dict(zip(self.layer_numbers, edits, strict=True)))
         logits, after = self._forward(tokens, self._with_carries(state), keep, carrier)
         return LMOutput(logits, self._without_carries(after))
+
+    def token_losses(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        state: LMState | None = None,
+        *,
+        edits: Sequence[Edit] | None = None,
+    ) -> tuple[Tensor, LMState]:
+        """See `longrnn.models.base.LossModel.token_losses`; `edits` as in `forward`."""
+        after = self.init_state(len(tokens), edits) if state is None else state
+        width = max(1, MAX_LOGITS // (len(tokens) * self.vocab_size))
+        losses = []
+        pairs = zip(tokens.split(width, 1), targets.split(width, 1), strict=True)
+        for piece, target in pairs:
+            logits, after = self(piece, after, edits=edits)
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).transpose(1, 2)
+            found = cross_entropy(wide, target.clamp(min=0), reduction="none")
+            losses.append(found.masked_fill(target < 0, 0))
+        return torch.cat(losses, 1), after
 
     def _with_carries(self, state: LMState) -> LMState:
         """Move the carries from `extra` into the layers, where they are processed by row."""

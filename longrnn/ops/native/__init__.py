@@ -1,4 +1,4 @@
-"""Fused CPU kernels in C++, where they were compiled: see `kernels.cpp`.
+"""Fused CPU kernels in C++, where they were compiled: see `kernels.cpp`, and one header per topic.
 
 `setup.py` compiles them at installation, once per instruction set, if there is a C++ compiler. The
 best library for this machine is loaded on first use; `missing()` says why there is none.
@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 # Instruction sets by the names that torch gives them, best first, and the suffix of the library.
 CAPABILITIES = {"AVX512": "avx512", "AVX2": "avx2", "DEFAULT": "generic"}
-MOST_TAPS = 16  # of the convolution, as in kernels.cpp
+MOST_TAPS = 16  # of the convolution, as in cell.h
 KINDS = {torch.float32: ("f32", ctypes.c_float), torch.float64: ("f64", ctypes.c_double)}
 
 
@@ -53,19 +53,21 @@ def missing() -> str | None:
     )
 
 
-def suits(*tensors: Tensor | None) -> bool:
-    """Whether the kernels take these tensors: one dtype that they know, on the CPU, no gradient."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    dtype = given[0].dtype
-    return dtype in KINDS and all(one.dtype == dtype for one in given) and _readable(given)
+def suits(*tensors: Tensor) -> bool:
+    """Whether the kernels take these tensors: one dtype that they know, and memory to read."""
+    dtype = tensors[0].dtype
+    return dtype in KINDS and all(one.dtype == dtype for one in tensors) and readable(tensors)
 
 
-def _readable(given: Sequence[Tensor]) -> bool:
-    """Whether the kernels may read the memory of tensors, and no gradient is needed."""
-    tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+def tracked(given: Sequence[Tensor]) -> bool:
+    """Whether a gradient of some of these tensors is needed."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+
+
+def readable(given: Sequence[Tensor]) -> bool:
+    """Whether the kernels may read the memory of tensors."""
     return (
-        not tracked
-        and all(one.device.type == "cpu" and type(one) in (Tensor, Parameter) for one in given)
+        all(one.device.type == "cpu" and type(one) in (Tensor, Parameter) for one in given)
         # Tensors that torch.func transforms have no memory to read.
         and maybe_current_level() is None
         and not torch.compiler.is_compiling()
@@ -83,8 +85,19 @@ class Sizes(NamedTuple):
     n: int
 
 
+# The forward pass keeps the state after so many tokens for its gradient, which computes the others.
+SEGMENT = 512
+
+
 def scan(
-    x: Tensor, gain: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, state: Tensor
+    x: Tensor,
+    gain: Tensor,
+    log_decay: Tensor,
+    B: Tensor,
+    C: Tensor,
+    state: Tensor,
+    *,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """h_t = exp(log_decay_t) h_{t−1} + gain_t x_t B_tᵀ, y_t = h_t C_t.
 
@@ -95,6 +108,8 @@ def scan(
         B: `(b, t, g, n)`.
         C: `(b, t, g, n)`.
         state: `(b, h, p, n)`.
+        kept: `(segments_of(t), b, h, p, n)`, to which the state after each segment but the last is
+            written.
 
     Returns:
         y `(b, t, h, p)`, and the state after the last token.
@@ -106,14 +121,20 @@ def scan(
     y, final = torch.empty_like(x), torch.empty_like(state)
     kind, _ = KINDS[state.dtype]
     steps = (sizes.h * sizes.p, sizes.g * sizes.n)
-    arguments = _Scan(
+    arguments = Scan(
         *sizes,
         x.data_ptr(), sizes.t * steps[0], steps[0], gain.data_ptr(), log_decay.data_ptr(),
         B.data_ptr(), C.data_ptr(), sizes.t * steps[1], steps[1],
         state.data_ptr(), y.data_ptr(), final.data_ptr(),
+        None if kept is None else kept.data_ptr(), SEGMENT,
     )  # fmt: skip
-    _call(f"longrnn_scan_{kind}", arguments)
+    call(f"longrnn_scan_{kind}", arguments)
     return y, final
+
+
+def segments_of(time: int) -> int:
+    """How many states `scan` keeps of that many tokens."""
+    return (time - 1) // SEGMENT
 
 
 class Weights(NamedTuple):
@@ -142,7 +163,7 @@ class Weights(NamedTuple):
 def cell_suits(projected: Tensor, weights: Weights, conv: Tensor, state: Tensor) -> bool:
     """Whether `cell` takes these tensors."""
     given = (projected, conv, *(weight for weight in weights if weight is not None))
-    return suits(state) and _readable(given) and weights.conv_weight.shape[-1] <= MOST_TAPS
+    return suits(state) and readable(given) and weights.conv_weight.shape[-1] <= MOST_TAPS
 
 
 def cell(
@@ -154,6 +175,7 @@ def cell(
     groups: int,
     norm_eps: float,
     dt_limit: tuple[float, float],
+    kept: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Everything between the two projections of a Mamba-2.
 
@@ -165,6 +187,8 @@ def cell(
         groups: g, of B and C and of the norm.
         norm_eps: added to the mean square.
         dt_limit: least and largest dt.
+        kept: what the gradient needs is written to it: the output of the recurrence `(b, t, h p)`,
+            and the states that `scan` keeps.
 
     Returns:
         y `(b, t, h p)`, and both states after the last token, each in the dtype that it was given
@@ -187,8 +211,9 @@ def cell(
             (None, 0) if one is None else (one.data_ptr(), one.dtype == torch.bfloat16)
             for one in (*given, *written)
         ),
+        *((one.data_ptr() for one in kept) if kept else (None, None)), SEGMENT,
     )  # fmt: skip
-    if not _call(f"longrnn_cell_{kind}", arguments):
+    if not call(f"longrnn_cell_{kind}", arguments):
         return None
     for mine, own in zip((after[0], y), written, strict=True):
         if own is not None and mine is not own:
@@ -207,48 +232,52 @@ def _mixed(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 # At most so many rows: the kernel of `few_rows` reads each weight once for all of them.
 FEW_ROWS = 4
 FEW_WEIGHTS = 2**13  # Below it the call takes longer than torch's product.
-FEW_KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}  # as in kernels.cpp
+# As in few_rows.h.
+FEW_KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.int8: 3}
 
 
 def few_rows_suits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `few_rows` takes these tensors, and is the right choice for them."""
     return (
-        weight.dtype in FEW_KINDS
-        and x.dtype == weight.dtype
+        x.dtype in FEW_KINDS
+        and weight.dtype in (x.dtype, torch.int8)
         and x.shape[-1] == weight.shape[1]
         and 0 < x.numel() <= FEW_ROWS * weight.shape[1]
         and weight.numel() >= FEW_WEIGHTS
         and weight.is_contiguous()
-        and _readable((x, weight) if bias is None else (x, weight, bias))
+        and readable(given := (x, weight) if bias is None else (x, weight, bias))
+        and not tracked(given)
         and not torch.is_autocast_enabled("cpu")
         and available()
     )
 
 
-def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> Tensor:
     """x weightᵀ + bias for at most FEW_ROWS rows, summed in float32.
 
     Args:
         x: `(…, k)`.
-        weight: `(m, k)`.
+        weight: `(m, k)`; if int8, each row is multiplied by its scale.
         bias: `(m,)` or None.
+        scale: `(m,)` float32, of an int8 weight.
     """
     m, k = weight.shape
     wide = x.to(torch.float32).contiguous()
     y = wide.new_empty(*x.shape[:-1], m)
     kind = FEW_KINDS[weight.dtype]
-    arguments = (x.numel() // k, m, k, kind, weight.data_ptr(), wide.data_ptr(), y.data_ptr())
-    _call("longrnn_few", _Few(*arguments))
+    factors = None if scale is None else scale.data_ptr()
+    sizes = (x.numel() // k, m, k, kind)
+    call("longrnn_few", _Few(*sizes, weight.data_ptr(), factors, wide.data_ptr(), y.data_ptr()))
     return (y if bias is None else y + bias).to(x.dtype)
 
 
-def _call(name: str, arguments: ctypes.Structure) -> int:
+def call(name: str, arguments: ctypes.Structure) -> int:
     kernels = library()
     assert kernels is not None, missing()
     return getattr(kernels, name)(ctypes.byref(arguments))
 
 
-class _Scan(ctypes.Structure):
+class Scan(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_long) for name in "bthpgn"),
         ("x", ctypes.c_void_p), ("x_row", ctypes.c_long), ("x_token", ctypes.c_long),
@@ -256,13 +285,14 @@ class _Scan(ctypes.Structure):
         ("B", ctypes.c_void_p), ("C", ctypes.c_void_p),
         ("bc_row", ctypes.c_long), ("bc_token", ctypes.c_long),
         ("state", ctypes.c_void_p), ("y", ctypes.c_void_p), ("final_state", ctypes.c_void_p),
+        ("kept", ctypes.c_void_p), ("segment", ctypes.c_long),
     ]  # fmt: skip
 
 
 class _Few(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_long) for name in ("rows", "m", "k", "kind")),
-        *((name, ctypes.c_void_p) for name in ("weight", "x", "y")),
+        *((name, ctypes.c_void_p) for name in ("weight", "scale", "x", "y")),
     ]
 
 
@@ -276,4 +306,5 @@ def _cell_type(real: Any) -> type[ctypes.Structure]:
     ]
     for name in mixed:
         fields += [(name, ctypes.c_void_p), (f"{name}_is_bfloat16", ctypes.c_long)]
+    fields += [("scanned", ctypes.c_void_p), ("kept", ctypes.c_void_p), ("segment", ctypes.c_long)]
     return type("_Cell", (ctypes.Structure,), {"_fields_": fields})

@@ -7,12 +7,13 @@ selects one of them; with `auto` each call selects by the device of its tensors.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from longrnn.errors import UserError, nearest
 from longrnn.ops import native as cpu_kernels
 from longrnn.ops import triton as gpu_kernels
-from longrnn.ops.ssd import chunked, native, reference, triton
+from longrnn.ops.ssd import chunked, mamba_ssm, native, reference, triton
 from longrnn.ops.ssd.base import SSD, ScanInputs
 
 BACKENDS: dict[str, SSD] = {"reference": reference.ssd, "chunked": chunked.ssd}
@@ -22,8 +23,20 @@ if gpu_kernels.available():
     BACKENDS["triton"] = triton.ssd
 # The backend with compiled kernels for each type of device; `chunked` runs on all of them.
 KERNELS = {"cpu": "native", "cuda": "triton"}
+# Backends that compute a part of `ScanInputs` and refuse the rest; `auto` selects none of them.
+PARTIAL: dict[str, SSD] = {"mamba_ssm": mamba_ssm.ssd}
 
-__all__ = ["BACKENDS", "KERNELS", "SSD", "ScanInputs", "resolve", "runs_triton", "select"]
+__all__ = [
+    "BACKENDS",
+    "KERNELS",
+    "PARTIAL",
+    "SSD",
+    "ScanInputs",
+    "on_device",
+    "resolve",
+    "runs_triton",
+    "select",
+]
 
 
 def resolve(backend: str, device: str = "cpu") -> str:
@@ -39,11 +52,15 @@ def resolve(backend: str, device: str = "cpu") -> str:
     if backend == "auto":
         fastest = KERNELS.get(device)
         return fastest if fastest in BACKENDS else "chunked"
+    if backend in PARTIAL:
+        mamba_ssm.combined()  # refuses a missing package
+        return backend
     if backend not in BACKENDS:
         missing = {"native": cpu_kernels.missing, "triton": gpu_kernels.missing}
         if backend in missing:
             raise UserError(f"{missing[backend]()}; or leave out backend")
-        raise UserError(f"unknown ssd backend {backend!r}: {nearest(backend, [*BACKENDS, 'auto'])}")
+        known = [*BACKENDS, *PARTIAL, "auto"]
+        raise UserError(f"unknown ssd backend {backend!r}: {nearest(backend, known)}")
     return backend
 
 
@@ -53,13 +70,22 @@ def select(backend: str) -> SSD:
     Raises:
         UserError: see `resolve`.
     """
-    return _automatic if backend == "auto" else BACKENDS[resolve(backend)]
+    if backend == "auto":
+        return _automatic
+    return {**BACKENDS, **PARTIAL}[resolve(backend)]
+
+
+def on_device(ssd: SSD, device: torch.device) -> SSD:
+    """The implementation that computes calls on a device: of `auto` the one that it selects.
+
+    A mitigation that has kernels of its own for a backend knows the backend by it.
+    """
+    return BACKENDS[resolve("auto", device.type)] if ssd is _automatic else ssd
 
 
 def runs_triton(ssd: SSD, inputs: ScanInputs, state: Tensor) -> bool:
     """Whether an implementation computes these tensors, without gradients, in Triton kernels."""
-    if ssd is _automatic:
-        ssd = BACKENDS[resolve("auto", inputs.x.device.type)]
+    ssd = on_device(ssd, inputs.x.device)
     return ssd is triton.ssd and triton.runs_kernels(inputs, state)
 
 

@@ -40,6 +40,8 @@ from longrnn.ops.ssd.gradient import segment_gradient
 
 CHUNK = 64
 SEGMENT = 512
+# On other devices than a CPU, where a segment costs some hundred launches.
+DEVICE_SEGMENT = 8192
 # A remainder of at most this many tokens is processed sequentially, which is faster than a chunk.
 MAX_SEQUENTIAL = 2
 
@@ -47,6 +49,9 @@ MAX_SEQUENTIAL = 2
 def ssd(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """See `longrnn.ops.ssd.base.SSD`."""
     with own_precision(state):
+        if inputs.x.shape[1] == 1 and state.device.type != "cpu":
+            # Checking the result would wait for the device.
+            return sequential(inputs, state)
         y, final = _chunkwise(inputs, state)
         # The output of a token depends on its whole input and state, so checking it suffices.
         if all_finite(y):
@@ -63,17 +68,18 @@ def _chunkwise(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     if time == 1:
         return _token(inputs, state)
     outputs = []
-    for start, stop, chunk in _segments(time):
+    longest = SEGMENT if state.device.type == "cpu" else DEVICE_SEGMENT
+    for start, stop, chunk in _segments(time, longest):
         segment = inputs.slice(start, stop)
         y, state = _segment(segment, state, chunk) if stop - start > 1 else _token(segment, state)
         outputs.append(y)
     return (torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]), state
 
 
-def _segments(time: int) -> list[tuple[int, int, int]]:
+def _segments(time: int, longest: int) -> list[tuple[int, int, int]]:
     """(start, stop, chunk) of the segments of `time` tokens; each is a multiple of its chunk."""
     whole = time - time % CHUNK
-    segments = [(s, min(s + SEGMENT, whole), CHUNK) for s in range(0, whole, SEGMENT)]
+    segments = [(s, min(s + longest, whole), CHUNK) for s in range(0, whole, longest)]
     if time - whole > MAX_SEQUENTIAL:
         return [*segments, (whole, time, time - whole)]
     return segments + [(token, token + 1, 1) for token in range(whole, time)]

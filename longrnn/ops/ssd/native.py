@@ -1,15 +1,25 @@
-"""The recurrence in C++ on a CPU, where the kernels were compiled: see `longrnn/ops/native`.
+"""The recurrence and its gradients in C++ on a CPU, where the kernels were compiled.
 
-The kernels have no backward pass: calls that need gradients, and tensors on other devices, are
-computed by `chunked`, which gives the same values to rounding.
+Notable choices:
+- The backward pass keeps the inputs and one state per segment of `longrnn.ops.native.SEGMENT`
+  tokens, and computes all other states again.
+- Tensors on other devices, transforms of torch.func and second derivatives are computed by
+  `chunked`, which gives the same values to rounding.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.ops import native as kernels
+from longrnn.ops.again import gradients_of
+from longrnn.ops.native.gradients import scan_gradients
+from longrnn.ops.native.limited import limited_scan
+from longrnn.ops.precision import own_precision
 from longrnn.ops.rows import all_finite, finite_rows, run_by_finiteness
 from longrnn.ops.ssd import chunked
 from longrnn.ops.ssd.base import ScanInputs
@@ -23,19 +33,85 @@ def ssd(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """
     if (why := kernels.missing()) is not None:
         raise UserError(f"{why}; or use the backend chunked")
-    # A cast may need memory, and drops nothing: chunked computes in the dtype of the state too.
-    wide = ScanInputs(*(tensor.to(state.dtype) for tensor in inputs))
-    if not kernels.suits(*wide, state):
+    if not (kernels.suits(state) and kernels.readable(inputs)):
         return chunked.ssd(inputs, state)
-    y, final = _scan(wide, state)
+    y, final = _scan(inputs, state)
     # The output of a token depends on its whole input and state, so checking it suffices.
     if all_finite(y):
         return y, final
     finite = finite_rows(y)
     if bool(finite.all()):
         return y, final
-    return run_by_finiteness(finite, _scan, chunked.sequential, wide, state)
+    with own_precision(state):
+        return run_by_finiteness(finite, _scan, chunked.sequential, inputs, state)
+
+
+def limited(
+    inputs: ScanInputs, state: Tensor, limit: Tensor, unlimited: float
+) -> tuple[Tensor, Tensor] | None:
+    """The recurrence with a limit on the norm of each head's state, in C++.
+
+    It is None where that is not possible: for gradients, on other devices, and where a value is not
+    finite or its square is not.
+
+    Args:
+        inputs: see `ScanInputs`.
+        state: `(b, h, p, n)`.
+        limit: `(h,)`.
+        unlimited: a limit from which on a head has none.
+    """
+    suits = kernels.available() and kernels.suits(state) and kernels.readable((*inputs, limit))
+    if not suits or kernels.tracked((*inputs, state, limit)):
+        return None
+    found = limited_scan(_wide(inputs, state), limit, unlimited)
+    return found if found is not None and all_finite(found[0]) else None
 
 
 def _scan(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    return kernels.scan(*inputs, state)
+    """The recurrence for finite inputs and states."""
+    if kernels.tracked((*inputs, state)):
+        y, final, _ = _Scan.apply(*inputs, state)
+        return y, final
+    return kernels.scan(*_wide(inputs, state))
+
+
+def _wide(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, ...]:
+    """Inputs and state in the dtype of the state, in which `chunked` computes too."""
+    return *(tensor.to(state.dtype) for tensor in inputs), state
+
+
+class _Scan(torch.autograd.Function):
+    """`kernels.scan`, and the states that its backward pass needs."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, gain: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        kept = state.new_empty(kernels.segments_of(x.shape[1]), *state.shape)
+        inputs = ScanInputs(x, gain, log_decay, B, C)
+        return *kernels.scan(*_wide(inputs, state), kept=kept), kept
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs, output[2])
+        ctx.mark_non_differentiable(output[2])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_y: Tensor | None, grad_final: Tensor | None, _: None
+    ) -> tuple[Tensor | None, ...]:
+        *tensors, kept = ctx.saved_tensors
+        if grad_y is None and grad_final is None:
+            return (None,) * len(tensors)
+        if torch.is_grad_enabled():
+
+            def run(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+                return chunked.ssd(ScanInputs(*tensors[:5]), tensors[5])
+
+            return gradients_of(run, tensors, ctx.needs_input_grad, (grad_y, grad_final))
+        inputs, state = ScanInputs(*tensors[:5]), tensors[5]
+        if grad_y is None:
+            grad_y = torch.zeros_like(inputs.x, dtype=state.dtype)
+        found = scan_gradients(_wide(inputs, state), kept, grad_y, grad_final)
+        return tuple(grad.to(one.dtype) for grad, one in zip(found, tensors, strict=True))

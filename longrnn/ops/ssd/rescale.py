@@ -19,6 +19,8 @@ Notable choices:
 - All of this squares numbers in the dtype of the state. Where squares of inputs, states or limits
   overflow or underflow float32, and where values are not finite, a chunk is computed one token at a
   time in float64 instead.
+- For the backend `native` without gradients, all this is one call of C++ (`native/limited.h`),
+  in which each head and chunk is judged alone.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from einops import rearrange
 from torch import Tensor
 
 from longrnn.ops.precision import own_precision
-from longrnn.ops.ssd import chunked, runs_triton, triton
+from longrnn.ops.ssd import chunked, native, runs_triton, triton
 from longrnn.ops.ssd.base import SSD, ScanInputs, decayed
 from longrnn.ops.ssd.decays import decay_between
 
@@ -84,8 +86,16 @@ def rescaled_ssd(
     """
     if runs_triton(ssd, inputs, state):
         return triton.limited_ssd(inputs, state, limit.masked_fill(limit >= UNLIMITED, torch.inf))
-    outputs, start, time, size = [], 0, inputs.x.shape[1], SEGMENT
+    if inputs.x.shape[1] == 1 and state.device.type != "cpu":
+        # Which way is faster is read back from the device, and takes longer than a token.
+        with own_precision(state):
+            return _sequential(inputs, state, limit)
     usual = bool((limit >= MIN_LIMIT).all())
+    if usual and ssd is native.ssd:
+        found = native.limited(inputs, state, limit, UNLIMITED)
+        if found is not None:
+            return found
+    outputs, start, time, size = [], 0, inputs.x.shape[1], SEGMENT
     with own_precision(state):
         while start < time:
             segment = inputs.slice(start, start + size)
@@ -135,14 +145,13 @@ def _sequential(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tenso
     B, C = inputs.per_head(inputs.B), inputs.per_head(inputs.C)
     x = inputs.scaled_x(torch.float64)
     tokens = (part.double().unbind(1) for part in (x, inputs.log_decay, B))
-    heads = (limit < UNLIMITED).nonzero()[:, 0]  # the others are not multiplied: 1 · NaN
-    limit = limit[heads, None, None]
+    limit = limit[:, None, None]
+    is_unlimited = limit >= UNLIMITED  # its scale is 1, whatever its state: 1 · NaN
     outputs = []
     for x_t, l_t, B_t, C_t in zip(*tokens, C.to(state.dtype).unbind(1), strict=True):
         wide = decayed(state.double(), l_t) + x_t[..., None] * B_t[..., None, :]
-        scale = scale_of(limit, wide[:, heads], (2, 3))
-        all_scales = torch.ones_like(wide[..., :1, :1]).index_copy(1, heads, scale)
-        state = (wide * all_scales).to(state.dtype)
+        scale = scale_of(limit, wide.masked_fill(is_unlimited, 0), (2, 3))
+        state = (wide * scale).to(state.dtype)
         outputs.append((state @ C_t[..., None])[..., 0])
     return torch.stack(outputs, dim=1), state
 

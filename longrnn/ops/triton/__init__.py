@@ -77,3 +77,16 @@ def on_device(tensor: Tensor) -> AbstractContextManager[object]:
 def readable(tensor: Tensor) -> Tensor:
     """A tensor as kernels may load it: the interpreter computes wrong numbers from bfloat16."""
     return tensor.float() if interpreting() and tensor.dtype == torch.bfloat16 else tensor
+
+
+def runs(fused: bool | None, *tensors: Tensor | None) -> bool:
+    """Whether a fused kernel computes an operation, rather than torch's operators.
+
+    Args:
+        fused: true or false where the caller has decided; None for tensors on a GPU only, so that
+            nothing else runs in the interpreter.
+        tensors: of the operation; the first one is not None.
+    """
+    first = tensors[0]
+    wanted = first is not None and first.is_cuda if fused is None else fused
+    return wanted and available() and suits(tensors)

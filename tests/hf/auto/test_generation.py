@@ -115,6 +115,25 @@ def test_one_prefix_serves_many_questions() -> None:
         assert torch.equal(left, right), name
 
 
+def test_padding_is_inferred_only_where_it_can_be_nothing_else() -> None:
+    """Without attention_mask, padding ids at the left of rows that start anew are padding."""
+    model, row = build_auto(), random_tokens(1, 6).clamp(min=1)
+    wanted = new_tokens(model, row, 5)
+    unknown: dict[str, Any] = {"attention_mask": None}
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), row], 1)
+    assert torch.equal(new_tokens(model, padded, 5, **unknown), wanted)
+    inside = torch.cat([row, torch.zeros(1, 1, dtype=torch.long), row], 1)
+    with pytest.raises(UserError, match="after other tokens, and no attention_mask"):
+        new_tokens(model, inside, 5, **unknown)
+    text = new_tokens(model, inside, 5)
+    assert text.tolist() == [generate(model.model, inside, max_new_tokens=5).tokens[0]]
+    state = model(row).past_key_values.state
+    with pytest.raises(UserError, match="continue a state, and no attention_mask"):
+        new_tokens(model, padded, 5, state=state, **unknown)
+    whole = torch.cat([row, padded], 1)
+    assert torch.equal(new_tokens(model, padded, 5, state=state), new_tokens(model, whole, 5))
+
+
 def test_generation_goes_on_from_a_returned_cache() -> None:
     """transformers' convention: the whole text so far, and the cache of its beginning."""
     model, tokens = build_auto(), random_tokens(2, 6)

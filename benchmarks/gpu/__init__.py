@@ -1,0 +1,1 @@
+"""Correctness, speed and memory of longrnn on one GPU; run it with `python -m benchmarks.gpu`."""

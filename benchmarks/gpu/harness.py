@@ -1,0 +1,197 @@
+"""What the parts of the benchmark share: checks, timing, budgets, and errors as results."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.record import FAILED, MEASURED, NOT_RUN, PASSED, RAN, Record, Row
+from benchmarks.gpu.sizes import Cost, Sizes
+from longrnn.files import one_line
+
+# Seconds that all repeats of one timed call may take together.
+SECONDS = 2.0
+
+
+class Bench:
+    """One part of the benchmark in progress.
+
+    A value that needs a clock or the memory counter of a GPU is None in a dry run.
+
+    Args:
+        record: receives the rows.
+        part: name of the part.
+        sizes: of the run.
+        device: of the run.
+        deadline: `time.monotonic()` at which the part must have ended.
+    """
+
+    def __init__(
+        self, record: Record, part: str, sizes: Sizes, device: torch.device, deadline: float
+    ) -> None:
+        self.record, self.part, self.sizes, self.device = record, part, sizes, device
+        self.deadline = deadline
+
+    @property
+    def seconds_left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def attempt(self, name: str, work: Callable[[], object], *, seconds: float = 1.0) -> None:
+        """Runs a piece of the part; an error of it becomes a failed row.
+
+        Args:
+            name: of the row, if the piece does not run to its end.
+            work: adds its own rows.
+            seconds: what it is expected to take; it is not started if less is left.
+        """
+        if not self.sizes.dry and self.seconds_left < seconds:
+            self.skip(name, f"about {seconds:.0f} s needed, {self.seconds_left:.0f} s left")
+            return
+        try:
+            work()
+        except Exception as error:
+            # A benchmark of kernels that may fail in any way: the error is the result.
+            traceback.print_exc()
+            self.add(name, FAILED, reason=f"{type(error).__name__}: {one_line(error)}")
+        finally:
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def add(self, name: str, status: str, **values: Any) -> None:
+        self.record.add(Row(self.part, name, status, **values))
+
+    def skip(self, name: str, reason: str) -> None:
+        """Records that something was not run, and why."""
+        self.add(name, NOT_RUN, reason=reason)
+
+    def fits(self, name: str, bytes_needed: float) -> bool:
+        """Whether so much device memory is free; records a row that was not run where it is not."""
+        if self.device.type != "cuda":
+            return True
+        free, _ = torch.cuda.mem_get_info(self.device)
+        if free < bytes_needed:
+            self.skip(name, f"needs {bytes_needed / 1e9:.0f} GB and {free / 1e9:.0f} GB are free")
+        return free >= bytes_needed
+
+    def check(self, name: str, error: float, limit: float) -> None:
+        """Records an error, which passes up to the limit; NaN fails."""
+        status = PASSED if error <= limit else FAILED
+        self.add(name, status, value=error, limit=limit, unit="error")
+
+    def check_equal(self, name: str, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+        """Records whether tensors have the same bits."""
+        differing = sum(not torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        self.check(name, float(differing), 0.0)
+
+    def milliseconds(self, call: Callable[[], object]) -> float | None:
+        """The median time of a call on the device; in a dry run it is called once, untimed.
+
+        A slow call is repeated less often: all repeats together take about SECONDS.
+        """
+        if self.sizes.dry:
+            call()
+            return None
+        call()  # compiles kernels
+        times = [_timed(call)]
+        repeats = min(self.sizes.repeats, int(1e3 * SECONDS / times[0]))
+        times += [_timed(call) for _ in range(repeats)]
+        return median(times[1:] or times)
+
+    def once(self, call: Callable[[], object]) -> float | None:
+        """Milliseconds of one call on the host's clock, the device included; None in a dry run.
+
+        For calls so long that repeating them would exceed the budget.
+        """
+        if self.sizes.dry:
+            call()
+            return None
+        torch.cuda.synchronize(self.device)
+        begun = time.perf_counter()
+        call()
+        torch.cuda.synchronize(self.device)
+        return 1e3 * (time.perf_counter() - begun)
+
+    def figure(
+        self,
+        name: str,
+        value: float | None,
+        unit: str,
+        *,
+        cost: Cost | None = None,
+        limit: float | None = None,
+    ) -> None:
+        """Records a figure, with the floor of its cost, and a limit where it has one."""
+        status = _status(value, value, limit)
+        floor = self._floor(cost)
+        self.add(name, status, value=value, unit=unit, floor=floor, limit=limit)
+
+    def compare(
+        self,
+        name: str,
+        value: float | None,
+        other: float | None,
+        against: str,
+        *,
+        unit: str = "ms",
+        cost: Cost | None = None,
+        limit: float | None = None,
+    ) -> None:
+        """Records a figure, its ratio to another one, and a limit of that ratio."""
+        ratio = None if value is None or other is None else value / other
+        self.add(
+            name,
+            _status(value, ratio, limit),
+            value=value,
+            unit=unit,
+            floor=self._floor(cost),
+            ratio=ratio,
+            against=against,
+            limit=limit,
+            limit_of="ratio",
+        )
+
+    def _floor(self, cost: Cost | None) -> float | None:
+        ceilings = self.record.ceilings
+        return cost.floor_ms(ceilings) if cost is not None and ceilings else None
+
+    def reset_peak(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak_gib(self) -> float | None:
+        """Largest memory of tensors since `reset_peak`, in GiB."""
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.max_memory_allocated(self.device) / 2**30
+
+
+def _timed(call: Callable[[], object]) -> float:
+    """Milliseconds of one call on the current GPU."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def _status(value: float | None, limited: float | None, limit: float | None) -> str:
+    """The status of a figure whose limit applies to `limited`, which may be the figure itself."""
+    if value is None:
+        return RAN  # a dry run
+    if limit is None or limited is None:
+        return MEASURED
+    return PASSED if limited <= limit else FAILED
+
+
+def error(ours: Tensor, exact: Tensor) -> float:
+    """The largest difference, relative to the largest entry of `exact`."""
+    exact = exact.to(torch.float64)
+    difference = (ours.to(exact.device, torch.float64) - exact).abs().max()
+    return float(difference / exact.abs().max().clamp(min=1e-300))

@@ -1,0 +1,37 @@
+"""The configuration of a `RecurrentLM`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from longrnn.ranges import count, number
+
+
+@dataclass
+class RecurrentConfig:
+    """The configuration of a `RecurrentLM`.
+
+    Attributes:
+        vocab_size: number of token ids.
+        d_model: width of embeddings, cells and head.
+        n_layers: number of blocks.
+        mixer: `{"kind": "rnn" | "gru" | "lstm" | "mamba2", option: value, …}`.
+        position: `{"kind": "none" | "sinusoidal" | "learned" | "random" | "duplicate", …}`.
+        block: `residual` (x + mixer(norm(x)), and a norm before the head) or `plain` (embedding →
+            position → cells → head, the architecture of arXiv 2402.00236).
+        tie_embeddings: whether head and embedding share their weights.
+        norm_eps: added to the mean square in the norms of `residual`.
+        residual_in_fp32: whether the residual stream of `residual` is float32 or wider, even if the
+            weights are narrower.
+    """
+
+    vocab_size: int = count(256)
+    d_model: int = count(128)
+    n_layers: int = count(2)
+    mixer: dict[str, Any] = field(default_factory=lambda: {"kind": "mamba2"})
+    position: dict[str, Any] = field(default_factory=lambda: {"kind": "none"})
+    block: str = "residual"
+    tie_embeddings: bool = True
+    norm_eps: float = number(1e-5, at_least=0)
+    residual_in_fp32: bool = False

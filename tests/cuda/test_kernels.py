@@ -1,0 +1,93 @@
+"""The fused kernels in bfloat16, which the interpreter cannot compute. Not yet run on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from longrnn.ops.conv import causal_conv
+from longrnn.ops.cross_entropy import token_cross_entropy, weighted_cross_entropy
+from longrnn.ops.norm import gated_rms_norm, rms_norm
+from tests.contracts.builders import assert_near, build_mixer, generator
+
+pytestmark = pytest.mark.cuda
+GPU = torch.device("cuda")
+NARROW = torch.bfloat16
+# One rounding to 8 bits of the result, and one of each gradient that passes through it.
+TOLERANCE = 4 * 2**-8
+
+
+def draw(*shape: int) -> Tensor:
+    """Numbers that bfloat16 holds exactly, on the GPU."""
+    drawn = torch.randn(shape, generator=generator(sum(shape)))
+    return drawn.to(NARROW).to(GPU)
+
+
+def both(run, *tensors: Tensor) -> None:
+    """The kernel in bfloat16 and torch's operators in float64 agree, with all gradients."""
+
+    def outcome(fused: bool, dtype: torch.dtype) -> list[Tensor]:
+        given = [one.to(dtype).requires_grad_() for one in tensors]
+        y = run(*given, fused)
+        return [y, *torch.autograd.grad(y.double().square().sum(), given)]
+
+    pairs = zip(outcome(True, NARROW), outcome(False, torch.float64), strict=True)
+    for number, (ours, exact) in enumerate(pairs):
+        assert_near(ours, exact, TOLERANCE, str(number))
+
+
+def test_convolution() -> None:
+    """More tokens than one program of the backward pass adds up."""
+    both(
+        lambda x, state, weight, bias, fused: causal_conv(
+            x, weight, bias, state, activation=True, fused=fused
+        )[0],
+        *(draw(2, 2500, 300), draw(2, 3, 300), draw(300, 4), draw(300)),
+    )
+
+
+@pytest.mark.parametrize("groups", [1, 8])
+def test_norms(groups: int) -> None:
+    """The widths of Mamba-2 2.7B."""
+    both(
+        lambda x, gate, weight, fused: gated_rms_norm(x, gate, weight, 1e-5, groups, fused=fused),
+        *(draw(2, 700, 5120), draw(2, 700, 5120), draw(5120)),
+    )
+    both(
+        lambda x, weight, fused: rms_norm(x, weight, 1e-5, fused=fused),
+        *(draw(2, 700, 2560), draw(2560)),
+    )
+
+
+def test_losses() -> None:
+    """A large vocabulary, in pieces; logits are never rounded."""
+    hidden, head = draw(300, 64), draw(50_288, 64)
+    targets = torch.randint(50_288, (300,), device=GPU)
+    weights = torch.rand(300, device=GPU)
+    both(
+        lambda x, head, fused: (
+            weighted_cross_entropy(x, head, targets, weights, max_logits=2**22, fused=fused).loss
+        ),
+        hidden,
+        head,
+    )
+    found, _ = token_cross_entropy(hidden, head, targets, fused=True)
+    exact, _ = token_cross_entropy(hidden.double(), head.double(), targets, fused=False)
+    assert_near(found, exact, 1e-5)
+
+
+@torch.no_grad()
+def test_one_token_of_a_large_cell() -> None:
+    """The shape of Mamba-2 2.7B in bfloat16: two calls of one token equal one of both."""
+    spec = {"kind": "mamba2", "d_state": 128, "head_dim": 64}
+    mixer = build_mixer(spec).to(NARROW).to(GPU)
+    x = draw(2, 2, mixer.d_input)
+    whole, after = mixer(x, mixer.init_state(2))
+    state, pieces = mixer.init_state(2), []
+    for token in x.split(1, dim=1):
+        y, state = mixer(token, state)
+        pieces.append(y)
+    assert_near(torch.cat(pieces, 1), whole, TOLERANCE)
+    for ours, theirs in zip(state, after, strict=True):
+        assert_near(ours, theirs, TOLERANCE)

@@ -1,0 +1,51 @@
+"""What docs/hugging-face.md shows for users of other libraries computes the same there and here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Mamba2ForCausalLM
+
+import longrnn
+from longrnn.hf.auto import LongRNNForCausalLM
+from longrnn.packing import document_starts
+from tests.contracts.builders import assert_near, random_tokens
+from tests.hf.foreign import causal, native, tokens
+
+
+def test_from_mamba_ssm(tmp_path: Path) -> None:
+    """A folder of mamba-ssm is loaded, and a text continues from its state."""
+    expected = native(tmp_path / "mamba2")
+    text = random_tokens(2, 11) % 19
+    model: Any = longrnn.load(tmp_path / "mamba2")
+    logits, state = model(text[:, :7])
+    more = model(text[:, 7:], state).logits
+    assert_near(torch.cat([logits, more], 1), expected(text).logits, 1e-5)
+
+
+@torch.no_grad()
+def test_from_transformers(tmp_path: Path) -> None:
+    """The same weights, logits and continuation as `Mamba2ForCausalLM` with its cache."""
+    causal("mamba2").save_pretrained(tmp_path)
+    text, more = tokens(2, 9), tokens(2, 3, seed=1)
+    theirs: Any = Mamba2ForCausalLM.from_pretrained(tmp_path)
+    before = theirs(text, use_cache=True)
+    model = LongRNNForCausalLM.of(longrnn.load(tmp_path))  # type: ignore[arg-type]
+    output: Any = model(text)
+    assert_near(output.logits, before.logits, 1e-5)
+    continued = theirs(more, cache_params=before.cache_params)
+    after: Any = model(more, past_key_values=output.past_key_values)
+    assert_near(after.logits, continued.logits, 1e-5)
+
+
+def test_from_flash_linear_attention(tmp_path: Path) -> None:
+    """`cu_seqlens` becomes the starts of documents, each of which is computed alone."""
+    causal("mamba2").save_pretrained(tmp_path)
+    model: Any = longrnn.load(tmp_path)
+    row, cu_seqlens = tokens(1, 12), torch.tensor([0, 5, 12])
+    starts = document_starts(cu_seqlens, row.shape[1])
+    logits, _ = model(row, is_document_start=starts)
+    alone = [model(row[:, start:stop]).logits for start, stop in ((0, 5), (5, 12))]
+    assert_near(logits, torch.cat(alone, 1), 1e-5)

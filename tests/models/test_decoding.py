@@ -1,0 +1,163 @@
+"""Decoding from static buffers gives the bits of calls, and waits for the device nowhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longrnn.mitigations import Mitigated, mitigation
+from longrnn.mitigations.mitigated import MitigatedState
+from longrnn.models import LanguageModel, generate
+from longrnn.models.base import CapturableModel
+from longrnn.models.decoding import CallingDecoder, StaticDecoder, captured, decoder
+from longrnn.state import clone, take
+from tests.contracts.builders import (
+    DEFINED,
+    MIXER_SPECS,
+    POSITION_SPECS,
+    VOCAB,
+    assert_trees_equal,
+    build_mitigated,
+    build_model,
+    random_tokens,
+    recurrent,
+    spec_id,
+)
+from tests.devices import GPU, CopyCounter
+
+TOKENS = 12
+
+
+def assert_same_bits(model: LanguageModel) -> None:
+    """Both decoders, with a row that ends, from a state that was carried in."""
+    start = model(random_tokens(3, 5)).state
+    given = clone(start)
+    calls, static = CallingDecoder(model, start), StaticDecoder(model, start)
+    done = torch.tensor([False, True, False])
+    for index, tokens in enumerate(random_tokens(TOKENS, 3, seed=1)):
+        kept, values = static.state, clone(static.state)
+        mask = done if index > TOKENS // 2 else None
+        assert torch.equal(static.step(tokens, mask), calls.step(tokens, mask))
+        assert_trees_equal(static.state, calls.state)
+        assert_trees_equal(kept, values)
+    assert_trees_equal(start, given)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", MIXER_SPECS, ids=spec_id)
+def test_static_buffers_give_the_bits_of_calls(spec: dict[str, Any]) -> None:
+    """Logits and states of every cell; states are values before and after."""
+    assert_same_bits(build_model(spec))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("spec", "mixer"), DEFINED, ids=spec_id)
+def test_static_buffers_carry_every_mitigation(spec: dict[str, Any], mixer: dict[str, Any]) -> None:
+    """The carry is part of the buffers."""
+    assert_same_bits(build_mitigated([spec], mixer))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", POSITION_SPECS, ids=spec_id)
+def test_static_buffers_count_positions(spec: dict[str, Any]) -> None:
+    """The position advances inside the buffers."""
+    assert_same_bits(build_model("lstm", spec["kind"]))
+
+
+def capturable() -> list[Any]:
+    """All cells and mitigations whose models say that a graph can capture them."""
+    models = [(spec_id(spec), lambda spec=spec: build_model(spec)) for spec in MIXER_SPECS]
+    models += [
+        (f"{spec_id(spec)}-{spec_id(mixer)}", lambda s=spec, m=mixer: build_mitigated([s], m))
+        for spec, mixer in DEFINED
+    ]
+    return [
+        pytest.param(build, id=name)
+        for name, build in models
+        if isinstance(model := build(), CapturableModel) and model.is_capturable
+    ]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("build", capturable())
+def test_a_token_neither_waits_for_the_device_nor_copies_to_it(build: Any) -> None:
+    """Of a model that says so; constants are copied by the first token."""
+    model = build()
+    inner = recurrent(model) if isinstance(model, Mitigated) else model
+    inner.to(GPU)
+    start = inner.init_state(2)
+    if isinstance(model, Mitigated):
+        # With any tag: the right one is a hash of weights, which have no values here.
+        start = inner.init_state(2, model.edits)
+        start = start._replace(extra=MitigatedState(start.position, start.extra))
+    static = StaticDecoder(model, start)
+    tokens = torch.zeros(2, dtype=torch.long, device=GPU)
+    done = torch.zeros(2, dtype=torch.bool, device=GPU)
+    static.step(tokens, None)
+    with CopyCounter() as counter:
+        static.step(tokens, None)
+        static.step(tokens, done)
+    assert counter.copies == []
+
+
+@pytest.mark.parametrize("spec", ["none", "forget_more", "state_norm(threshold=1.0)"])
+@pytest.mark.parametrize("kind", ["lstm", "gru", "mamba2"])
+def test_models_without_tables_and_windows_are_capturable(kind: str, spec: str) -> None:
+    """What the decoder of a GPU needs."""
+    assert Mitigated(build_model(kind), mitigation(spec)).is_capturable
+
+
+def test_what_reads_the_device_is_not_capturable() -> None:
+    """A window branches on its phase, and a table of positions refuses its end."""
+    window = mitigation("sliding_window(window=3)")
+    assert not Mitigated(build_model("mamba2"), window).is_capturable
+    assert not build_model("lstm", "learned").is_capturable
+
+
+@pytest.mark.parametrize("stop", [[], [[VOCAB + 1]]], ids=["free", "stop"])
+def test_tokens_are_read_once_unless_a_stop_needs_them(
+    stop: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One read of the device per call of `generate`, and one per token with a stop sequence."""
+    model, reads = build_model("gru"), 0
+    plain = Tensor.tolist
+
+    def counted(self: Tensor) -> Any:
+        nonlocal reads
+        reads += 1
+        return plain(self)
+
+    monkeypatch.setattr(Tensor, "tolist", counted)
+    generate(model, random_tokens(2, 3), max_new_tokens=TOKENS, stop=stop)
+    assert reads == (TOKENS if stop else 1)
+
+
+def test_a_cpu_decodes_by_calls() -> None:
+    """A graph needs a GPU."""
+    model = build_model("lstm")
+    assert isinstance(decoder(model, model.init_state(1), 1000), CallingDecoder)
+
+
+@pytest.mark.cuda
+@torch.no_grad()
+@pytest.mark.parametrize("spec", [None, "forget_more", "state_norm(threshold=1.0)"])
+@pytest.mark.parametrize("kind", ["rnn", "gru", "lstm", "mamba2"])
+def test_a_graph_gives_the_bits_of_calls(kind: str, spec: str | None) -> None:
+    """Logits and states of each token, with a row that ends."""
+    if kind == "rnn" and spec == "forget_more":
+        pytest.skip("forget_more is not defined for rnn")
+    plain = build_model(kind, dtype=torch.float32).to("cuda")
+    model = Mitigated(plain, mitigation(spec)) if spec else plain
+    start = model(random_tokens(2, 5).to("cuda")).state
+    calls, graph = CallingDecoder(model, start), StaticDecoder(model, start, prepare=captured)
+    done = torch.tensor([False, True], device="cuda")
+    for index, tokens in enumerate(random_tokens(40, 2, seed=1).to("cuda")):
+        mask = done if index > 20 else None
+        assert torch.equal(graph.step(tokens, mask), calls.step(tokens, mask))
+    assert_trees_equal(graph.state, calls.state)
+    whole = generate(model, random_tokens(2, 5).to("cuda"), max_new_tokens=30)
+    assert [len(row) for row in whole.tokens] == [30, 30]
+    assert take(whole.state, [0]).position.tolist() == [35]

@@ -1,0 +1,75 @@
+"""What keeps a recurrence at its own precision, on devices with and without autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from longrnn.ops.norm import gated_rms_norm, rms_norm
+from longrnn.ops.precision import autocasts, own_precision
+from tests.contracts.builders import D_MODEL, build_mixer, generator
+from tests.devices import GPU
+
+
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    """The default of torch, which is restored."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = True
+    yield
+    torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("kind", ["rnn", "gru", "lstm"])
+def test_cells_of_cudnn_refuse_tf32(kind: str, packed: bool) -> None:
+    """TF32 keeps 11 bits of a float32 factor. A call on a CPU changes no setting."""
+    from longrnn.ops.packed_rows import PackedRows
+
+    mixer = build_mixer({"kind": kind}, torch.float32)
+    x = torch.zeros(2, 3, D_MODEL + 2)
+    mixer(x, mixer.init_state(2))
+    assert torch.backends.cudnn.allow_tf32
+    mixer.to(GPU)
+    rows = None
+    if packed:
+        starts = torch.tensor([[False, True, False], [False] * 3])
+        rows = PackedRows(starts, torch.tensor([3, 2]))
+    try:
+        mixer(x.to(GPU), mixer.init_state(2), None, rows)
+    except (RuntimeError, NotImplementedError):
+        assert packed  # sizes of documents are read back, after the setting
+    assert not torch.backends.cudnn.allow_tf32
+
+
+def test_a_device_without_autocast_has_none() -> None:
+    """The meta device is one; asking torch about it raises."""
+    assert not autocasts(torch.empty(1, device=GPU))
+    with own_precision(torch.empty(1, device=GPU)):
+        pass
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert autocasts(torch.empty(1))
+        with own_precision(torch.empty(1)):
+            assert not autocasts(torch.empty(1))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_gradients_of_norms_have_the_same_bits_under_autocast(gated: bool) -> None:
+    """Also where the backward pass runs inside the context."""
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator(0)).requires_grad_()
+
+    x, gate, weight = draw(2, 5, 8), draw(2, 5, 8), draw(8)
+
+    def gradients(*, cast: bool) -> tuple[torch.Tensor, ...]:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
+            y = gated_rms_norm(x, gate, weight, 1e-5, 2) if gated else rms_norm(x, weight, 1e-5)
+            tensors = [x, gate, weight] if gated else [x, weight]
+            return torch.autograd.grad(y.square().sum(), tensors)
+
+    for ours, theirs in zip(gradients(cast=True), gradients(cast=False), strict=True):
+        assert torch.equal(ours, theirs)
