@@ -18,6 +18,7 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,20 +66,12 @@ class Stepwise(RecurrentLM):
         *,
         keep: int | None = None,
         edits: Sequence[Edit] | None = None,
-        is_token: Tensor | None = None,
-        is_document_start: Tensor | None = None,
+        **options: Any,
     ) -> tuple[Tensor, LMState]:
         identity = [Edit()] * len(self.mixers)
         start = self.init_state(len(tokens)) if state is None else state
         start = start._replace(extra=self.init_carries(len(tokens), identity))
-        hidden, after = super().hidden(
-            tokens,
-            start,
-            keep=keep,
-            edits=identity,
-            is_token=is_token,
-            is_document_start=is_document_start,
-        )
+        hidden, after = super().hidden(tokens, start, keep=keep, edits=identity, **options)
         return hidden, after._replace(extra=())
 
 

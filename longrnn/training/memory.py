@@ -145,9 +145,8 @@ def _block(mixer: Mamba2, d_model: int, narrow: int, *, fused: bool) -> int:
     wide = d_model + _projected(mixer) + 2 * mixer.d_inner
     if fused:
         return narrow * wide
-    # The result of the convolution and the input of the scan; dt before and after softplus, and the
-    # log decay.
-    return narrow * (wide + mixer.d_xBC + mixer.d_inner) + WIDE * 3 * mixer.n_heads
+    # The result of the convolution; dt before and after softplus, and the log decay.
+    return narrow * (wide + mixer.d_xBC) + WIDE * 3 * mixer.n_heads
 
 
 def memory_of(config: TrainConfig) -> TrainingMemory:
