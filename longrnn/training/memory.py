@@ -28,7 +28,7 @@ CHUNK_TENSORS, INNER_TENSORS = 4, 8
 # Tensors of the inner width that the backward pass of the C++ cell holds beside other widths.
 FUSED_TENSORS = 4
 # Tensors of logits that the loss holds of one piece.
-LOGITS_TENSORS = 4
+LOGITS_TENSORS = 3
 
 
 class TrainingMemory(NamedTuple):
