@@ -24,7 +24,8 @@ def int8_projections(model: RecurrentLM) -> None:
             if type(projection) is not Linear:
                 raise UserError(
                     f"the projection {name} is a {type(projection).__name__}, whose weight alone "
-                    "does not say what it computes: give a model without adapters, or with merged ones"
+                    "does not say what it computes: give a model without adapters or with merged "
+                    "ones"
                 )
             setattr(mixer, name, Int8Linear(projection))
     model.requires_grad_(False)
@@ -58,3 +59,16 @@ def quantise(model: LanguageModel, weights: str | None) -> None:
 def is_quantised(model: RecurrentLM) -> bool:
     """Whether some weights are no longer those of a checkpoint."""
     return any(isinstance(module, Int8Linear) for module in model.modules())
+
+
+def refuse_to_save(model: RecurrentLM) -> None:
+    """Refuses a model whose weights a checkpoint does not store.
+
+    Raises:
+        UserError: some weights were rounded to fewer bits.
+    """
+    if is_quantised(model):
+        raise UserError(
+            "this model has weights in int8, which a checkpoint does not store: save a model that "
+            'was loaded without weights="int8"'
+        )

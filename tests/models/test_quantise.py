@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from longrnn.cli.app import app
 from longrnn.errors import UserError
+from longrnn.hf.auto.model import LongRNNForCausalLM
 from longrnn.hf.loading import load
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.mixers.mamba2 import Mamba2
@@ -116,6 +117,8 @@ def test_it_has_no_gradients_and_cannot_be_saved(tmp_path: Path) -> None:
         mixer(x, mixer.init_state(1))
     with pytest.raises(UserError, match="a checkpoint does not store"):
         save_model(model, tmp_path / "model")
+    with pytest.raises(UserError, match="a checkpoint does not store"):
+        LongRNNForCausalLM.of(model).save_pretrained(tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
 
