@@ -255,8 +255,7 @@ class Mamba2(ScanningMixer):
         if not native or not {type(before), type(after)} <= set(NATIVE):
             return None
         weights, projections = self._weights(), (before.stored(), after.stored())
-        read = [one for one in weights if one is not None]
-        if not (unhooked(before, after) and layer.suits(x, norm, projections, *state, *read)):
+        if not (unhooked(before, after) and layer.suits(x, norm, projections, weights, *state)):
             return None
         found = layer.step(x, norm, projections, weights, *state, **self._options()._asdict())
         return None if found is None else (found[0], Mamba2State(*found[1:]))

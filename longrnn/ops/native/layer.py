@@ -40,14 +40,21 @@ class Norm(NamedTuple):
 MIXED = (torch.float32, torch.bfloat16)
 
 
-def suits(x: Tensor, norm: Norm, projections: tuple[Stored, Stored], *tensors: Tensor) -> bool:
-    """Whether `step` takes these tensors: `tensors` are the others that it reads."""
-    given = [x, norm.weight, *tensors]
-    for stored in projections:
-        given += [one for one in stored if one is not None]
+def suits(
+    x: Tensor,
+    norm: Norm,
+    projections: tuple[Stored, Stored],
+    weights: native.Weights,
+    conv: Tensor,
+    state: Tensor,
+) -> bool:
+    """Whether `step` takes these tensors."""
+    read = (*weights, *projections[0], *projections[1])
+    given = [x, norm.weight, conv, state, *(one for one in read if one is not None)]
     return (
         x.shape[1] == 1
         and len(x) <= native.FEW_ROWS
+        and weights.conv_weight.shape[-1] <= native.MOST_TAPS
         and all(stored.weight.is_contiguous() for stored in projections)
         and all(one.dtype in MIXED or one.dtype == torch.int8 for one in given)
         and not native.tracked(given)
