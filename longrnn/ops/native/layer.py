@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from longrnn.ops import native
+from longrnn.ops.native.recycled import Recycled
 
 
 class Stored(NamedTuple):
@@ -81,6 +82,7 @@ def suits(layers: Sequence[Layer]) -> bool:
         native.available()
         and all(one.is_contiguous() for layer in layers for one in layer.tensors())
         and all(_is_known(layer) for layer in layers)
+        and len({layer.state.shape for layer in layers}) == 1
     )
 
 
@@ -106,6 +108,7 @@ class Prepared:
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._layers = (_layer_type() * len(layers))(*(_arguments(layer) for layer in layers))
+        self._recycled = Recycled()
         self._width = len(layers[0].norm.weight)
         self._rows = [leaf.shape for layer in layers for leaf in (layer.conv, layer.state)]
         self._dtypes = [leaf.dtype for layer in layers for leaf in (layer.conv, layer.state)]
@@ -126,7 +129,10 @@ class Prepared:
         if not 0 < len(x) <= native.FEW_ROWS or x.dtype not in MIXED or not self._reads(x, flat):
             return None
         x, before = x.contiguous(), [leaf.contiguous() for leaf in flat]
-        x_after, after = torch.empty_like(x), [torch.empty_like(leaf) for leaf in before]
+        states_after = self._recycled.take(len(states), before[1].shape)
+        convs_after = [torch.empty_like(conv) for conv in before[::2]]
+        after = [leaf for pair in zip(convs_after, states_after, strict=True) for leaf in pair]
+        x_after = torch.empty_like(x)
         addresses = [
             leaf.data_ptr() for pair in zip(before, after, strict=True) for leaf in pair
         ]
@@ -137,7 +143,7 @@ class Prepared:
         )  # fmt: skip
         if not native.call("longrnn_layers", arguments):
             return None
-        return x_after, list(zip(after[::2], after[1::2], strict=True))
+        return x_after, list(zip(convs_after, states_after, strict=True))
 
     def _reads(self, x: Tensor, leaves: list[Tensor]) -> bool:
         """Whether the kernel can read x and the leaves of the states of its rows."""
