@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from longrnn.errors import UserError
 from longrnn.mixers.documents import run_documents
 from longrnn.mixers.edits import Edit, EditedState, Steps
-from longrnn.ops.native.layer import Norm
+from longrnn.ops.native.layer import Layer, Norm
 from longrnn.ops.packed_rows import PackedRows
 from longrnn.ops.ssd import SSD, ScanInputs, on_device
 from longrnn.registry import Registry
@@ -127,13 +127,13 @@ class Mixer(nn.Module, ABC):
         y, state, _ = self._run(x, state, edit, (), rows)
         return y, state
 
-    def residual_step(self, x: Tensor, norm: Norm, state: PyTree) -> tuple[Tensor, PyTree] | None:
-        """Computes x + run(norm(x)) for one token per row at once; None if that is not possible.
+    def residual_layer(self, norm: Norm) -> Layer | None:
+        """What the C++ kernel reads to compute x + run(norm(x)) for one token; None without one.
+
+        Only modules among `projections` and attributes of the cell may be read.
 
         Args:
-            x: `(b, 1, d)`, d = d_input = d_model.
-            norm: of x.
-            state: the cell's own state.
+            norm: of x `(b, 1, d)`, d = d_input = d_model.
         """
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -17,12 +18,11 @@ from longrnn.mixers.edits import Edit, Steps
 from longrnn.mixers.init import initialise
 from longrnn.ops import triton as gpu_kernels
 from longrnn.ops.conv import causal_conv
-from longrnn.ops.hooks import unhooked
 from longrnn.ops.linear import NATIVE, Linear
 from longrnn.ops.mamba2 import CellOptions, fused_cell
-from longrnn.ops.native import Weights, layer
+from longrnn.ops.native import Weights
 from longrnn.ops.native.gradients import CellInputs
-from longrnn.ops.native.layer import Norm
+from longrnn.ops.native.layer import Layer, Norm
 from longrnn.ops.norm import gated_rms_norm
 from longrnn.ops.packed_rows import PackedRows
 from longrnn.ops.ssd import PARTIAL, ScanInputs, resolve, select
@@ -35,6 +35,15 @@ class Mamba2State(NamedTuple):
 
     conv: Tensor
     ssm: Tensor
+
+
+@lru_cache(maxsize=64)
+def _state_like(conv: tuple[int, ...], ssm: tuple[int, ...], dtype: torch.dtype) -> Mamba2State:
+    """Tensors without values, shared by all cells of these shapes: they are needed per token."""
+    return Mamba2State(
+        conv=torch.empty(conv, dtype=dtype, device="meta"),
+        ssm=torch.empty(ssm, dtype=torch.promote_types(dtype, torch.float32), device="meta"),
+    )
 
 
 def _check_range(name: str, pair: list[float], *, limit: bool = False) -> None:
@@ -160,12 +169,8 @@ class Mamba2(ScanningMixer):
     def state_like(self) -> Mamba2State:
         # Shards of a model may be gathered in a narrower dtype, but for those of the convolution.
         dtype = self.conv1d.weight.dtype
-        wide = torch.promote_types(dtype, torch.float32)
         ssm = (self.n_heads, self.head_dim, self.d_state)
-        return Mamba2State(
-            conv=torch.empty(self.d_conv - 1, self.d_xBC, dtype=dtype, device="meta"),
-            ssm=torch.empty(ssm, dtype=wide, device="meta"),
-        )
+        return _state_like((self.d_conv - 1, self.d_xBC), ssm, dtype)
 
     def run(
         self,
@@ -247,18 +252,13 @@ class Mamba2(ScanningMixer):
         found = fused_cell(inputs, self._options())
         return None if found is None else (found.y, Mamba2State(found.conv, found.state))
 
-    def residual_step(
-        self, x: Tensor, norm: Norm, state: Mamba2State
-    ) -> tuple[Tensor, Mamba2State] | None:
+    def residual_layer(self, norm: Norm) -> Layer | None:
         before, after = self.in_proj, self.out_proj
-        native = self.backend_on(x.device) == "native"
+        native = self.backend_on(torch.device("cpu")) == "native"
         if not native or not {type(before), type(after)} <= set(NATIVE):
             return None
-        weights, projections = self._weights(), (before.stored(), after.stored())
-        if not (unhooked(before, after) and layer.suits(x, norm, projections, weights, *state)):
-            return None
-        found = layer.step(x, norm, projections, weights, *state, **self._options()._asdict())
-        return None if found is None else (found[0], Mamba2State(*found[1:]))
+        projections = before.stored(), after.stored()
+        return Layer(norm, projections, self._weights(), *self._options(), *self.state_like())
 
     def _weights(self) -> Weights:
         """The parameters between the projections."""

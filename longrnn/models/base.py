@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from longrnn.errors import UserError
 from longrnn.mixers import Edit, Mixer
-from longrnn.state import LMState, PyTree, histories, leaves, same_row
+from longrnn.state import History, LMState, PyTree, histories, leaves, same_row
 
 # Dtypes of token ids.
 INTEGERS = (
@@ -244,6 +244,10 @@ def check_state(state: LMState, like: PyTree, batch_size: int) -> None:
     Raises:
         UserError: the state does not fit.
     """
+    if state.extra == () and _is_like(
+        (state.position, state.layers), (_POSITION, like), batch_size
+    ):
+        return
     expected, growing = dict(leaves(like)), histories(like)
     given = dict(leaves(state.layers))
     if given.keys() != expected.keys():
@@ -270,6 +274,28 @@ def check_state(state: LMState, like: PyTree, batch_size: int) -> None:
             )
     if not isinstance(state.extra, tuple) or state.extra:
         raise UserError("this state carries a mitigation: give it to the model that made it")
+
+
+_POSITION = torch.empty((), dtype=torch.int64, device="meta")
+
+
+def _is_like(given: PyTree, like: PyTree, rows: int) -> bool:
+    """Whether a tree has the leaves of `like` with so many rows; false with a `History`, too.
+
+    One pass, because it is made for every token.
+    """
+    if isinstance(like, Tensor):
+        return (
+            isinstance(given, Tensor)
+            and given.dtype == like.dtype
+            and given.shape == (rows, *like.shape)
+        )
+    return (
+        type(given) is type(like)
+        and not isinstance(like, History)
+        and len(given) == len(like)
+        and all(_is_like(*pair, rows) for pair in zip(given, like, strict=True))
+    )
 
 
 def fingerprint(config: Mapping[str, Any], weights: Mapping[str, Any]) -> str:

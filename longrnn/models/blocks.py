@@ -11,8 +11,7 @@ from longrnn.mixers import Edit, Mixer
 from longrnn.mixers.context import Share, run_share
 from longrnn.models.config import RecurrentConfig
 from longrnn.models.recompute import recomputed
-from longrnn.ops.hooks import unhooked
-from longrnn.ops.native.layer import Norm
+from longrnn.ops.native.layer import Layer, Norm
 from longrnn.ops.norm import rms_norm
 from longrnn.ops.packed_rows import PackedRows
 from longrnn.state import PyTree
@@ -37,6 +36,10 @@ class Block(nn.Module, ABC):
             x: `(b, t, d)`.
             cell: the other arguments of `cell`.
         """
+
+    def native_layer(self) -> Layer | None:
+        """What the C++ kernel reads to compute one token of the layer; None without a kernel."""
+        return None
 
     def cell(
         self,
@@ -75,12 +78,10 @@ class ResidualBlock(Block):
         self.eps = config.norm_eps
         self.wide = config.residual_in_fp32
 
+    def native_layer(self) -> Layer | None:
+        return self.mixer.residual_layer(Norm(self.norm.weight, self.eps))
+
     def run(self, x: Tensor, *cell: Any) -> tuple[Tensor, PyTree]:
-        state, *others = cell
-        if x.shape[1] == 1 and all(one is None for one in others) and unhooked(self.mixer):
-            found = self.mixer.residual_step(x, Norm(self.norm.weight, self.eps), state)
-            if found is not None:
-                return found
         normed = rms_norm(x, self.norm.weight, self.eps)
         if self.wide:
             normed = normed.to(self.norm.weight.dtype)

@@ -22,6 +22,7 @@ from longrnn.models.config import RecurrentConfig
 from longrnn.models.context import ContextGroup, hidden_of_share
 from longrnn.models.packing import Arrangement
 from longrnn.models.recompute import GRANULARITIES, recomputed
+from longrnn.models.token_stack import TokenStack
 from longrnn.ops.cross_entropy import token_cross_entropy
 from longrnn.ops.linear import Linear, linear
 from longrnn.ops.norm import rms_norm
@@ -78,6 +79,7 @@ class RecurrentLM(nn.Module):
         residual = config.block == "residual"
         self._wide = residual and config.residual_in_fp32
         self.gradient_checkpointing = "no"
+        self._token_stack = TokenStack()
 
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.position = POSITIONS.build(config.position, config.d_model)
@@ -326,6 +328,10 @@ class RecurrentLM(nn.Module):
     ) -> tuple[Tensor, LMState]:
         """`hidden` of one segment, before the last norm."""
         x, position = self.embed(tokens, state.position, rows)
+        if tokens.shape[1] == 1 and edits is None and rows is None:
+            found = self._token_stack.run(self.blocks, x, state.layers)
+            if found is not None:
+                return found[0], LMState(position, found[1])
         layers, carries = [], []
         for index, (block, layer) in enumerate(zip(self.blocks, state.layers, strict=True)):
             if edits is None:

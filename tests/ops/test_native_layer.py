@@ -1,4 +1,4 @@
-"""One token of a whole Mamba-2 layer in C++ against the modules of the layer one by one."""
+"""One token of all Mamba-2 layers in C++ against their modules one by one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from longrnn.mixers.mamba2 import Mamba2
 from longrnn.models import RecurrentLM
 from longrnn.models.checkpoint import cast_weights
+from longrnn.models.token_stack import TokenStack
 from longrnn.ops import native
 from longrnn.state import LMState, leaves
 from tests.contracts.builders import assert_near, build_model, random_state, random_tokens
@@ -46,7 +47,7 @@ def decode(model: RecurrentLM, rows: int, state: LMState) -> list[Tensor]:
 
 
 def one_by_one(*_: object) -> None:
-    """A layer that cannot be computed at once."""
+    """Layers that cannot be computed at once."""
 
 
 @pytest.mark.usefixtures("library")
@@ -64,7 +65,7 @@ def test_a_layer_at_once_gives_its_modules_one_by_one(
             patch.setattr(Mamba2, "run", None)  # at once, or not at all
             ours = decode(model, rows, state)
             patch.undo()
-            patch.setattr(Mamba2, "residual_step", one_by_one)
+            patch.setattr(TokenStack, "run", one_by_one)
             theirs = decode(model, rows, state)
         for one, other in zip(ours, theirs, strict=True):
             assert one.dtype == other.dtype
@@ -112,7 +113,7 @@ def test_a_state_that_is_not_finite_gives_what_the_modules_give(
     state = random_state(model, 2)
     state.layers[0].ssm[0, 0, 0, 0] = torch.nan
     ours = decode(model, 2, state)
-    monkeypatch.setattr(Mamba2, "residual_step", one_by_one)
+    monkeypatch.setattr(TokenStack, "run", one_by_one)
     for one, other in zip(ours, decode(model, 2, state), strict=True):
         torch.testing.assert_close(one, other, equal_nan=True)
         assert one[1].isfinite().all()

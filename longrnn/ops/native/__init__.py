@@ -66,12 +66,17 @@ def tracked(given: Sequence[Tensor]) -> bool:
 
 def readable(given: Sequence[Tensor]) -> bool:
     """Whether the kernels may read the memory of tensors."""
-    return (
-        all(one.device.type == "cpu" and type(one) in (Tensor, Parameter) for one in given)
-        # Tensors that torch.func transforms have no memory to read.
-        and maybe_current_level() is None
-        and not torch.compiler.is_compiling()
-    )
+    return in_memory(given) and not is_transformed()
+
+
+def in_memory(given: Sequence[Tensor]) -> bool:
+    """Whether tensors are plain ones on the CPU."""
+    return all(one.device.type == "cpu" and type(one) in (Tensor, Parameter) for one in given)
+
+
+def is_transformed() -> bool:
+    """Whether torch.func or a compiler runs this code, on tensors that have no memory to read."""
+    return maybe_current_level() is not None or torch.compiler.is_compiling()
 
 
 class Sizes(NamedTuple):

@@ -27,5 +27,5 @@ void longrnn_cell_gradient_f64(const CellGradient<double> *s) { cell_gradient<do
 void longrnn_stepwise_f32(const Stepwise<float> *s) { stepwise<float>(*s); }
 void longrnn_stepwise_f64(const Stepwise<double> *s) { stepwise<double>(*s); }
 void longrnn_few(const Few *s) { few(*s); }
-int longrnn_layer(const Layer *s) { return layer(*s); }
+int longrnn_layers(const Stack *s) { return layers(*s); }
 }

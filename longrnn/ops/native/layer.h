@@ -1,4 +1,4 @@
-// One token of a whole residual layer, x + out_proj(cell(in_proj(norm(x)))), in one call.
+// One token of all residual layers, x + out_proj(cell(in_proj(norm(x)))) one after another, in one call.
 
 #pragma once
 #include "cell.h"
@@ -19,7 +19,20 @@ struct Layer {
   float eps;                        // of the norm
   Projection in, out;
   Mixed norm_weight;                // (d,)
-  Mixed x, x_after;                 // (b, d)
+  Mixed x, x_after;                 // (b, d), may be the same
+};
+
+struct States {  // of one layer: those before and after the token
+  void *conv, *conv_after;  // in the dtype that the layer's `conv` has
+  const float *state;
+  float *state_after;
+};
+
+struct Stack {
+  long count, b;
+  const Layer *layers;      // (count,) without b, x and states
+  const States *states;     // (count,)
+  Mixed x, x_after;         // (b, d)
 };
 
 // y (rows, m) from x (rows, k)
@@ -60,6 +73,20 @@ int layer(const Layer &s) {
   project(s.out, rows, s.d, inner, y, out);
   Narrowed<float> after(s.x_after, rows * s.d);
   for (long i = 0; i < rows * s.d; i++) after[i] = x[i] + out[i];
+  return 1;
+}
+
+// Returns whether the outputs of all cells are finite; only then are `x_after` and the states right.
+int layers(const Stack &s) {
+  for (long i = 0; i < s.count; i++) {
+    Layer one = s.layers[i];
+    const States &states = s.states[i];
+    one.cell.b = s.b;
+    one.cell.state = states.state, one.cell.state_after = states.state_after;
+    one.cell.conv.data = states.conv, one.cell.conv_after.data = states.conv_after;
+    one.x = i ? s.x_after : s.x, one.x_after = s.x_after;
+    if (!layer(one)) return 0;
+  }
   return 1;
 }
 

@@ -1,12 +1,15 @@
-"""One token of a whole residual layer in C++: see `layer.h`.
+"""One token of all residual layers of a model in C++: see `layer.h`.
 
-A token of a small layer takes less time than the calls around it: eleven calls of torch and of
-kernels become one.
+A token of a small layer takes less time than the calls around it, whose code and data the weights
+of each layer drive out of the caches. One call therefore computes all layers. What it reads of the
+weights, their addresses and dtypes, is prepared once: `Prepared` must not be used after one of them
+has changed, while their values may.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor
 
 from longrnn.ops import native
+from longrnn.ops.native.recycled import Recycled
 
 
 class Stored(NamedTuple):
@@ -37,81 +41,117 @@ class Norm(NamedTuple):
     eps: float
 
 
-MIXED = (torch.float32, torch.bfloat16)
+class Layer(NamedTuple):
+    """x + out_proj(cell(in_proj(norm(x)))) with a Mamba-2 cell, as the kernel reads it.
 
-
-def suits(
-    x: Tensor,
-    norm: Norm,
-    projections: tuple[Stored, Stored],
-    weights: native.Weights,
-    conv: Tensor,
-    state: Tensor,
-) -> bool:
-    """Whether `step` takes these tensors."""
-    read = (*weights, *projections[0], *projections[1])
-    given = [x, norm.weight, conv, state, *(one for one in read if one is not None)]
-    return (
-        x.shape[1] == 1
-        and len(x) <= native.FEW_ROWS
-        and weights.conv_weight.shape[-1] <= native.MOST_TAPS
-        and all(stored.weight.is_contiguous() for stored in projections)
-        and all(one.dtype in MIXED or one.dtype == torch.int8 for one in given)
-        and not native.tracked(given)
-        and native.readable(given)
-        and not torch.is_autocast_enabled("cpu")
-        and native.available()
-    )
-
-
-def step(
-    x: Tensor,
-    norm: Norm,
-    projections: tuple[Stored, Stored],
-    weights: native.Weights,
-    conv: Tensor,
-    state: Tensor,
-    *,
-    groups: int,
-    norm_eps: float,
-    dt_limit: tuple[float, float],
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """x + out_proj(cell(in_proj(norm(x)))) for one token per row, and a Mamba-2 cell.
-
-    Args:
-        x: `(b, 1, d)`.
+    Attributes:
         norm: of x.
         projections: before and after the cell.
         weights: see `native.Weights`.
-        conv: see `native.cell`.
-        state: `(b, h, p, n)` float32.
         groups: see `native.cell`.
         norm_eps: see `native.cell`.
         dt_limit: see `native.cell`.
-
-    Returns:
-        The sum `(b, 1, d)` in the dtype of x, and both states; None if the cell's output is not
-        finite.
+        conv: the last inputs of the convolution of one row, `(k − 1, c)`, on the meta device.
+        state: the recurrent state of one row, `(h, p, n)`, on the meta device.
     """
-    b, h, p, n = state.shape
-    x, state, conv = x.contiguous(), state.contiguous(), conv.contiguous()
-    # Contiguous copies, if any, must live until the call returns.
-    given = [None if one is None else one.contiguous() for one in weights]
-    x_after, conv_after = torch.empty_like(x), torch.empty_like(conv)
-    state_after = torch.empty_like(state)
-    arguments = _layer_type()(
-        b, 1, h, p, groups, n, weights.conv_weight.shape[-1], groups,
-        norm_eps, *dt_limit,
-        state.data_ptr(), state_after.data_ptr(),
-        None, 0, *(part for one in (*given, conv, conv_after) for part in mixed(one)), None, 0,
-        None, None, 0,
-        x.shape[-1], norm.eps,
-        *(part for stored in projections for part in _projection(stored)),
-        *mixed(norm.weight), *mixed(x), *mixed(x_after),
-    )  # fmt: skip
-    if not native.call("longrnn_layer", arguments):
-        return None
-    return x_after, conv_after, state_after
+
+    norm: Norm
+    projections: tuple[Stored, Stored]
+    weights: native.Weights
+    groups: int
+    norm_eps: float
+    dt_limit: tuple[float, float]
+    conv: Tensor
+    state: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        """All weights that the kernel reads."""
+        given = [self.norm.weight, *self.weights]
+        for stored in self.projections:
+            given += stored
+        return [one for one in given if one is not None]
+
+
+MIXED = (torch.float32, torch.bfloat16)
+Pair = tuple[Tensor, Tensor]  # conv `(b, k − 1, c)` and state `(b, h, p, n)` of a layer
+
+
+def suits(layers: Sequence[Layer]) -> bool:
+    """Whether `Prepared` takes these layers, gradients and devices aside."""
+    return (
+        native.available()
+        and all(one.is_contiguous() for layer in layers for one in layer.tensors())
+        and all(_is_known(layer) for layer in layers)
+        and len({layer.state.shape for layer in layers}) == 1
+    )
+
+
+def _is_known(layer: Layer) -> bool:
+    """Whether the kernel knows the dtypes and sizes of a layer."""
+    products = [stored.weight for stored in layer.projections]
+    scales = [stored.scale for stored in layer.projections if stored.scale is not None]
+    others = [one for one in layer.tensors() if not any(one is weight for weight in products)]
+    return (
+        all(one.dtype in (*MIXED, torch.int8) for one in products)
+        and all(one.dtype in MIXED for one in (*others, layer.conv))
+        and all(one.dtype == torch.float32 for one in (*scales, layer.state))
+        and layer.weights.conv_weight.shape[-1] <= native.MOST_TAPS
+    )
+
+
+class Prepared:
+    """The arguments of a call that depend on the weights alone.
+
+    Args:
+        layers: of which `suits` is true.
+    """
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self._layers = (_layer_type() * len(layers))(*(_arguments(layer) for layer in layers))
+        self._recycled = Recycled()
+        self._width = len(layers[0].norm.weight)
+        self._rows = [leaf.shape for layer in layers for leaf in (layer.conv, layer.state)]
+        self._dtypes = [leaf.dtype for layer in layers for leaf in (layer.conv, layer.state)]
+
+    def step(self, x: Tensor, states: Sequence[Pair]) -> tuple[Tensor, list[Pair]] | None:
+        """All layers for one token per row.
+
+        Args:
+            x: `(b, 1, d)`, in one of `MIXED`.
+            states: of each layer; they are not changed.
+
+        Returns:
+            The output of the last layer `(b, 1, d)` in the dtype of x, and the states after the
+            token; None for states that the kernel cannot read, or if the output of a cell is not
+            finite.
+        """
+        flat = [leaf for pair in states for leaf in pair]
+        if not 0 < len(x) <= native.FEW_ROWS or x.dtype not in MIXED or not self._reads(x, flat):
+            return None
+        x, before = x.contiguous(), [leaf.contiguous() for leaf in flat]
+        states_after = self._recycled.take(len(states), before[1].shape)
+        convs_after = [torch.empty_like(conv) for conv in before[::2]]
+        after = [leaf for pair in zip(convs_after, states_after, strict=True) for leaf in pair]
+        x_after = torch.empty_like(x)
+        addresses = [leaf.data_ptr() for pair in zip(before, after, strict=True) for leaf in pair]
+        packed = (ctypes.c_void_p * len(addresses))(*addresses)
+        arguments = _Stack(
+            len(states), len(x), ctypes.addressof(self._layers), ctypes.addressof(packed),
+            *mixed(x), *mixed(x_after),
+        )  # fmt: skip
+        if not native.call("longrnn_layers", arguments):
+            return None
+        return x_after, list(zip(convs_after, states_after, strict=True))
+
+    def _reads(self, x: Tensor, leaves: list[Tensor]) -> bool:
+        """Whether the kernel can read x and the leaves of the states of its rows."""
+        rows = len(x)
+        return (
+            x.shape[1:] == (1, self._width)
+            and [leaf.dtype for leaf in leaves] == self._dtypes
+            and [leaf.shape for leaf in leaves] == [(rows, *row) for row in self._rows]
+            and native.readable((x, *leaves))
+        )
 
 
 def mixed(tensor: Tensor | None) -> tuple[int | None, bool]:
@@ -119,10 +159,35 @@ def mixed(tensor: Tensor | None) -> tuple[int | None, bool]:
     return (None, False) if tensor is None else (tensor.data_ptr(), tensor.dtype == torch.bfloat16)
 
 
+def _arguments(layer: Layer) -> ctypes.Structure:
+    """A `Layer` of `layer.h` but for what depends on the call."""
+    (h, p, n), groups = layer.state.shape, layer.groups
+    narrow_conv = None, layer.conv.dtype == torch.bfloat16
+    return _layer_type()(
+        0, 1, h, p, groups, n, layer.weights.conv_weight.shape[-1], groups,
+        layer.norm_eps, *layer.dt_limit, None, None,
+        None, 0, *(part for one in layer.weights for part in mixed(one)),
+        *narrow_conv, *narrow_conv, None, 0,
+        None, None, 0,
+        len(layer.norm.weight), layer.norm.eps,
+        *(part for stored in layer.projections for part in _projection(stored)),
+        *mixed(layer.norm.weight), None, 0, None, 0,
+    )  # fmt: skip
+
+
 def _projection(stored: Stored) -> tuple[int | bool | None, ...]:
     scale = None if stored.scale is None else stored.scale.data_ptr()
     kind = native.FEW_KINDS[stored.weight.dtype]
     return kind, stored.weight.data_ptr(), scale, *mixed(stored.bias)
+
+
+class _Stack(ctypes.Structure):
+    _fields_ = [
+        ("count", ctypes.c_long), ("b", ctypes.c_long),
+        ("layers", ctypes.c_void_p), ("states", ctypes.c_void_p),
+        ("x", ctypes.c_void_p), ("x_is_bfloat16", ctypes.c_long),
+        ("x_after", ctypes.c_void_p), ("x_after_is_bfloat16", ctypes.c_long),
+    ]  # fmt: skip
 
 
 @cache
