@@ -22,9 +22,9 @@ template <class T> struct CellGradient {
   T *scanned, *kept;
   long segment;
   // Gradients of the outputs; the last two may be null for 0.
-  const T *of_y, *of_conv_after, *of_state_after;
+  const T *grad_y, *grad_conv_after, *grad_state_after;
   // Gradients of the inputs; that of conv_bias may be null.
-  T *of_projected, *of_conv_weight, *of_conv_bias, *of_dt_bias, *of_A_log, *of_D, *of_norm_weight, *of_conv, *of_state;
+  T *grad_projected, *grad_conv_weight, *grad_conv_bias, *grad_dt_bias, *grad_A_log, *grad_D, *grad_norm_weight, *grad_conv, *grad_state;
   T *work;  // (b, t, 2 c + (p + 5) h)
 };
 
@@ -54,14 +54,14 @@ template <class V> inline auto sum_lanes(V v) -> std::decay_t<decltype(v[0])> {
 }
 
 template <class T> struct GateWork {
-  Buffer<T> inner, silu, slope, gated, of_weight;
-  explicit GateWork(long d) : inner(d), silu(d), slope(d), gated(d), of_weight(d) {}
+  Buffer<T> inner, silu, slope, gated, grad_weight;
+  explicit GateWork(long d) : inner(d), silu(d), slope(d), gated(d), grad_weight(d) {}
 };
 
-// One token of `gate`. `of_weight` is added to. Writes the gradients of z and of scanned + D x.
+// One token of `gate`. `grad_weight` is added to. Writes the gradients of z and of scanned + D x.
 template <class T>
-void gate_gradient(const Cell<T> &s, GateWork<T> &w, const T *of_y, const T *scanned, const T *x, const T *z, T *of_inner,
-                   T *of_z) {
+void gate_gradient(const Cell<T> &s, GateWork<T> &w, const T *grad_y, const T *scanned, const T *x, const T *z, T *grad_inner,
+                   T *grad_z) {
   const long d = s.d(), size = d / s.norm_groups;
   for (long head = 0; head < s.h; head++)
     for (long i = head * s.p; i < head * s.p + s.p; i++) w.inner[i] = scanned[i] + s.D[head] * x[i];
@@ -76,7 +76,7 @@ void gate_gradient(const Cell<T> &s, GateWork<T> &w, const T *of_y, const T *sca
       write<V>(w.silu + i, silu);
       write<V>(w.slope + i, sigmoid + silu * (T(1) - sigmoid));
       write<V>(w.gated + i, gated);
-      const V product = read<V>(of_y + i) * read<V>(s.norm_weight + i) * gated;
+      const V product = read<V>(grad_y + i) * read<V>(s.norm_weight + i) * gated;
       if constexpr (sizeof(V) == sizeof(T)) square += gated * gated, cross += product;
       else squares += gated * gated, crosses += product;
     });
@@ -85,11 +85,11 @@ void gate_gradient(const Cell<T> &s, GateWork<T> &w, const T *of_y, const T *sca
     const T back = cross * scale * scale * scale / T(size);
     each<T>(first, last, [&](auto zero, long i) {
       using V = decltype(zero);
-      const V scaled = read<V>(of_y + i) * scale, gated = read<V>(w.gated + i);
-      write<V>(w.of_weight + i, read<V>(w.of_weight + i) + scaled * gated);
-      const V of_gated = scaled * read<V>(s.norm_weight + i) - gated * back;
-      write<V>(of_inner + i, of_gated * read<V>(w.silu + i));
-      write<V>(of_z + i, of_gated * read<V>(w.inner + i) * read<V>(w.slope + i));
+      const V scaled = read<V>(grad_y + i) * scale, gated = read<V>(w.gated + i);
+      write<V>(w.grad_weight + i, read<V>(w.grad_weight + i) + scaled * gated);
+      const V grad_gated = scaled * read<V>(s.norm_weight + i) - gated * back;
+      write<V>(grad_inner + i, grad_gated * read<V>(w.silu + i));
+      write<V>(grad_z + i, grad_gated * read<V>(w.inner + i) * read<V>(w.slope + i));
     });
   }
 }
@@ -97,7 +97,7 @@ void gate_gradient(const Cell<T> &s, GateWork<T> &w, const T *of_y, const T *sca
 // The gradients of scanned, of z, and of x through D. `sums` (threads, d + h) gets those of the norm's
 // weight and of D.
 template <class T>
-void gate_gradients(const Cell<T> &s, const CellGradient<T> &to, const T *mixed, T *of_scanned, T *of_mixed,
+void gate_gradients(const Cell<T> &s, const CellGradient<T> &to, const T *mixed, T *grad_scanned, T *grad_mixed,
                     double *sums, int threads) {
   const long d = s.d(), c = s.c(), tokens = s.b * s.t, blocks = (tokens + TOKENS - 1) / TOKENS;
 #pragma omp parallel num_threads(threads)
@@ -109,36 +109,36 @@ void gate_gradients(const Cell<T> &s, const CellGradient<T> &to, const T *mixed,
 #endif
 #pragma omp for schedule(static)
     for (long block = 0; block < blocks; block++) {
-      std::fill(w.of_weight.data, w.of_weight + d, T(0));
+      std::fill(w.grad_weight.data, w.grad_weight + d, T(0));
       for (long token = block * TOKENS; token < std::min(tokens, (block + 1) * TOKENS); token++) {
         const T *x = mixed + token * c;
-        T *of_inner = of_scanned + token * d, *of_x = of_mixed + token * c;
-        gate_gradient<T>(s, w, to.of_y + token * d, s.scanned + token * d, x, s.projected + token * s.width(), of_inner,
-                         to.of_projected + token * s.width());
+        T *grad_inner = grad_scanned + token * d, *grad_x = grad_mixed + token * c;
+        gate_gradient<T>(s, w, to.grad_y + token * d, s.scanned + token * d, x, s.projected + token * s.width(), grad_inner,
+                         to.grad_projected + token * s.width());
         for (long head = 0; head < s.h; head++) {
           Vec<T> products{};
           T product = 0;
           each<T>(head * s.p, head * s.p + s.p, [&](auto zero, long i) {
             using V = decltype(zero);
-            const V one = read<V>(of_inner + i);
-            write<V>(of_x + i, one * s.D[head]);
+            const V one = read<V>(grad_inner + i);
+            write<V>(grad_x + i, one * s.D[head]);
             if constexpr (sizeof(V) == sizeof(T)) product += one * x[i];
             else products += one * read<V>(x + i);
           });
           own[d + head] += double(product + sum_lanes(products));
         }
       }
-      for (long i = 0; i < d; i++) own[i] += double(w.of_weight[i]);
+      for (long i = 0; i < d; i++) own[i] += double(w.grad_weight[i]);
     }
   }
 }
 
 // The columns [i, i + lanes of V) of the convolution's gradient, K taps, or s.k where K is 0.
 template <class V, int K, class T>
-void columns_gradient(const Cell<T> &s, const CellGradient<T> &to, const T *of_mixed, long i) {
+void columns_gradient(const Cell<T> &s, const CellGradient<T> &to, const T *grad_mixed, long i) {
   constexpr long LANES = sizeof(V) / sizeof(T);
   const long c = s.c(), width = s.width(), k = K ? K : s.k, taps = k - 1;
-  double of_weight[LANES][17] = {};  // of the taps, then of the bias
+  double grad_weight[LANES][17] = {};  // of the taps, then of the bias
   V weight[16];
   for (long tap = 0; tap < k; tap++) weight[tap] = read<V>(s.conv_weight + tap * c + i);
   const V bias = s.conv_bias ? read<V>(s.conv_bias + i) : V{};
@@ -147,8 +147,8 @@ void columns_gradient(const Cell<T> &s, const CellGradient<T> &to, const T *of_m
     for (long tap = 0; tap < taps; tap++) inputs[tap + 1] = read<V>(s.input(row, tap - taps) + i);
     // The gradient of the input `at` tokens after the first of the row.
     const auto gradient = [&](long at) {
-      return at < 0 ? to.of_conv + (row * taps + at + taps) * c + i
-                    : to.of_projected + (row * s.t + at) * width + s.d() + i;
+      return at < 0 ? to.grad_conv + (row * taps + at + taps) * c + i
+                    : to.grad_projected + (row * s.t + at) * width + s.d() + i;
     };
     for (long begin = 0; begin < s.t; begin += TOKENS) {
       V sums[17] = {};
@@ -158,12 +158,12 @@ void columns_gradient(const Cell<T> &s, const CellGradient<T> &to, const T *of_m
         V sum = bias;
         for (long tap = 0; tap < k; tap++) sum += weight[tap] * inputs[tap];
         const V sigmoid = T(1) / (T(1) + exponential(-sum));
-        const V of_sum = read<V>(of_mixed + (row * s.t + at) * c + i) * sigmoid * (T(1) + sum * (T(1) - sigmoid));
+        const V grad_sum = read<V>(grad_mixed + (row * s.t + at) * c + i) * sigmoid * (T(1) + sum * (T(1) - sigmoid));
         for (long tap = 0; tap < k; tap++) {
-          sums[tap] += of_sum * inputs[tap];
-          pending[tap] += of_sum * weight[tap];
+          sums[tap] += grad_sum * inputs[tap];
+          pending[tap] += grad_sum * weight[tap];
         }
-        sums[k] += of_sum;
+        sums[k] += grad_sum;
         write<V>(gradient(at - taps), pending[0]);
         for (long tap = 0; tap < taps; tap++) pending[tap] = pending[tap + 1];
         pending[taps] = V{};
@@ -172,59 +172,59 @@ void columns_gradient(const Cell<T> &s, const CellGradient<T> &to, const T *of_m
         for (long lane = 0; lane < LANES; lane++) {
           T sum;
           std::memcpy(&sum, reinterpret_cast<const char *>(&sums[tap]) + lane * sizeof(T), sizeof(T));
-          of_weight[lane][tap] += double(sum);
+          grad_weight[lane][tap] += double(sum);
         }
     }
     for (long tap = 0; tap < taps; tap++) {  // the last inputs are the state afterwards too
-      const V kept = to.of_conv_after ? read<V>(to.of_conv_after + (row * taps + tap) * c + i) : V{};
+      const V kept = to.grad_conv_after ? read<V>(to.grad_conv_after + (row * taps + tap) * c + i) : V{};
       write<V>(gradient(s.t + tap - taps), pending[tap] + kept);
     }
   }
   for (long lane = 0; lane < LANES; lane++) {
-    for (long tap = 0; tap < k; tap++) to.of_conv_weight[(i + lane) * k + tap] = T(of_weight[lane][tap]);
-    if (to.of_conv_bias) to.of_conv_bias[i + lane] = T(of_weight[lane][k]);
+    for (long tap = 0; tap < k; tap++) to.grad_conv_weight[(i + lane) * k + tap] = T(grad_weight[lane][tap]);
+    if (to.grad_conv_bias) to.grad_conv_bias[i + lane] = T(grad_weight[lane][k]);
   }
 }
 
-template <class T> void convolution_gradient(const Cell<T> &s, const CellGradient<T> &to, const T *of_mixed, int threads) {
+template <class T> void convolution_gradient(const Cell<T> &s, const CellGradient<T> &to, const T *grad_mixed, int threads) {
   constexpr int W = Lane<T>::W;
   const long c = s.c(), vectors = c / W;
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (long block = 0; block < vectors + c % W; block++) {
     const long i = block < vectors ? block * W : vectors * W + block - vectors;
-    if (block >= vectors) columns_gradient<T, 0, T>(s, to, of_mixed, i);
-    else if (s.k == 4) columns_gradient<Vec<T>, 4, T>(s, to, of_mixed, i);
-    else columns_gradient<Vec<T>, 0, T>(s, to, of_mixed, i);
+    if (block >= vectors) columns_gradient<T, 0, T>(s, to, grad_mixed, i);
+    else if (s.k == 4) columns_gradient<Vec<T>, 4, T>(s, to, grad_mixed, i);
+    else columns_gradient<Vec<T>, 0, T>(s, to, grad_mixed, i);
   }
 }
 
 // The gradients of dt's projection, dt_bias and A_log, from those of dt and dt A.
 template <class T>
-void steps_gradient(const Cell<T> &s, const CellGradient<T> &to, const T *dt, const T *slope, const T *of_dt,
-                    const T *of_log) {
+void steps_gradient(const Cell<T> &s, const CellGradient<T> &to, const T *dt, const T *slope, const T *grad_dt,
+                    const T *grad_log) {
   Buffer<double> bias(s.h), rate(s.h);
   std::fill(bias.data, bias + s.h, 0.0);
   std::fill(rate.data, rate + s.h, 0.0);
   for (long token = 0; token < s.b * s.t; token++)
     for (long head = 0; head < s.h; head++) {
       const long at = token * s.h + head;
-      const T of_raw = (of_dt[at] + of_log[at] * s.A[head]) * slope[at];
-      to.of_projected[token * s.width() + s.d() + s.c() + head] = of_raw;
-      bias[head] += double(of_raw);
-      rate[head] += double(of_log[at]) * double(dt[at]);
+      const T grad_raw = (grad_dt[at] + grad_log[at] * s.A[head]) * slope[at];
+      to.grad_projected[token * s.width() + s.d() + s.c() + head] = grad_raw;
+      bias[head] += double(grad_raw);
+      rate[head] += double(grad_log[at]) * double(dt[at]);
     }
   for (long head = 0; head < s.h; head++) {
-    to.of_dt_bias[head] = T(bias[head]);
-    to.of_A_log[head] = T(rate[head] * double(s.A[head]));  // A = −exp(A_log) is its own derivative
+    to.grad_dt_bias[head] = T(bias[head]);
+    to.grad_A_log[head] = T(rate[head] * double(s.A[head]));  // A = −exp(A_log) is its own derivative
   }
 }
 
 template <class T> void cell_gradient(const CellGradient<T> &to) {
   const long d = to.h * to.p, c = d + 2 * to.g * to.n, tokens = to.b * to.t;
   const int threads = threads_for(double(tokens) * d * 64);
-  T *mixed = to.work, *of_mixed = mixed + tokens * c, *of_scanned = of_mixed + tokens * c;
-  T *dt = of_scanned + tokens * d, *log_decay = dt + tokens * to.h, *slope = log_decay + tokens * to.h;
-  T *of_dt = slope + tokens * to.h, *of_log = of_dt + tokens * to.h;
+  T *mixed = to.work, *grad_mixed = mixed + tokens * c, *grad_scanned = grad_mixed + tokens * c;
+  T *dt = grad_scanned + tokens * d, *log_decay = dt + tokens * to.h, *slope = log_decay + tokens * to.h;
+  T *grad_dt = slope + tokens * to.h, *grad_log = grad_dt + tokens * to.h;
   Buffer<T> taps(to.k * c), A(to.h);
   Buffer<double> sums(threads * (d + to.h));
   read_taps<T>(to.conv_weight, c, to.k, taps);
@@ -235,16 +235,16 @@ template <class T> void cell_gradient(const CellGradient<T> &to) {
   convolve<T>(s, mixed, threads);
   steps<T>(s, dt, log_decay, slope);
   std::fill(sums.data, sums + threads * (d + to.h), 0.0);
-  gate_gradients<T>(s, to, mixed, of_scanned, of_mixed, sums, threads);
+  gate_gradients<T>(s, to, mixed, grad_scanned, grad_mixed, sums, threads);
   for (long i = 0; i < d + to.h; i++) {
     double sum = 0;
     for (int thread = 0; thread < threads; thread++) sum += sums[thread * (d + to.h) + i];
-    (i < d ? to.of_norm_weight[i] : to.of_D[i - d]) = T(sum);
+    (i < d ? to.grad_norm_weight[i] : to.grad_D[i - d]) = T(sum);
   }
-  scan_gradient<T>({scan_of<T>(s, mixed, dt, log_decay, nullptr), of_scanned, to.of_state_after, of_mixed, to.t * c, c, 1,
-                    of_dt, of_log, of_mixed + d, of_mixed + d + to.g * to.n, to.t * c, c, to.of_state});
-  steps_gradient<T>(s, to, dt, slope, of_dt, of_log);
-  convolution_gradient<T>(s, to, of_mixed, threads);
+  scan_gradient<T>({scan_of<T>(s, mixed, dt, log_decay, nullptr), grad_scanned, to.grad_state_after, grad_mixed, to.t * c, c, 1,
+                    grad_dt, grad_log, grad_mixed + d, grad_mixed + d + to.g * to.n, to.t * c, c, to.grad_state});
+  steps_gradient<T>(s, to, dt, slope, grad_dt, grad_log);
+  convolution_gradient<T>(s, to, grad_mixed, threads);
 }
 
 }  // namespace

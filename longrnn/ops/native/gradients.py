@@ -143,6 +143,6 @@ def _cell_gradient_type(real: Any) -> type[ctypes.Structure]:
         *((name, ctypes.c_long) for name in (*"bthpgnk", "norm_groups")),
         *((name, real) for name in ("norm_eps", "dt_least", "dt_largest")),
         *((name, ctypes.c_void_p) for name in pointers), ("segment", ctypes.c_long),
-        *((f"of_{name}", ctypes.c_void_p) for name in gradients), ("work", ctypes.c_void_p),
+        *((f"grad_{name}", ctypes.c_void_p) for name in gradients), ("work", ctypes.c_void_p),
     ]  # fmt: skip
     return type("_CellGradient", (ctypes.Structure,), {"_fields_": fields})

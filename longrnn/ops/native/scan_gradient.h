@@ -37,17 +37,17 @@ template <class T> struct ScanGradient {
 template <class T> struct GradientWork {  // tiles of one thread
   Buffer<T> B, C, B_t, C_t;                  // of the chunk: (q, n), and transposed (n, qp)
   Buffer<T> scores, decays, weights, pairs;  // (q, qp): C Bᵀ, decay(j, i], their product, g uᵀ
-  Buffer<T> of_scores;                       // gradient of the scores, summed over heads
+  Buffer<T> grad_scores;                       // gradient of the scores, summed over heads
   Buffer<T> u, u_t, scaled_u;                // (q, pp) and (p, qp)
   Buffer<T> g, scaled_g, scaled_g_t;
-  Buffer<T> of_u;                            // (q, pp)
-  Buffer<T> part, of_B, of_C;                // (n, qp)
+  Buffer<T> grad_u;                            // (q, pp)
+  Buffer<T> part, grad_B, grad_C;                // (n, qp)
   Buffer<T> change;                          // (n, pp)
   GradientWork(long n, long pp)
       : B(CHUNK * n), C(CHUNK * n), B_t(n * CHUNK), C_t(n * CHUNK), scores(CHUNK * CHUNK), decays(CHUNK * CHUNK),
-        weights(CHUNK * CHUNK), pairs(CHUNK * CHUNK), of_scores(CHUNK * CHUNK), u(CHUNK * pp), u_t(pp * CHUNK),
-        scaled_u(pp * CHUNK), g(CHUNK * pp), scaled_g(CHUNK * pp), scaled_g_t(pp * CHUNK), of_u(CHUNK * pp),
-        part(n * CHUNK), of_B(n * CHUNK), of_C(n * CHUNK), change(n * pp) {}
+        weights(CHUNK * CHUNK), pairs(CHUNK * CHUNK), grad_scores(CHUNK * CHUNK), u(CHUNK * pp), u_t(pp * CHUNK),
+        scaled_u(pp * CHUNK), g(CHUNK * pp), scaled_g(CHUNK * pp), scaled_g_t(pp * CHUNK), grad_u(CHUNK * pp),
+        part(n * CHUNK), grad_B(n * CHUNK), grad_C(n * CHUNK), change(n * pp) {}
 };
 
 inline double sum_of(const double *from, long n) {  // n: whole vectors
@@ -75,19 +75,19 @@ template <class T> void weigh(const Decays &d, GradientWork<T> &w, long q) {
 }
 
 // Adds the gradient of the scores, and at [k] the terms of pairs j < k <= i to the gradient of log decay k.
-template <class T> void pairs_of_head(GradientWork<T> &w, long q, double *of_log) {
+template <class T> void pairs_of_head(GradientWork<T> &w, long q, double *grad_log) {
   constexpr int W = Lane<T>::W;
   double columns[CHUNK] = {};  // at [j]: sum over the tokens i so far, which are read backwards
   for (long i = q - 1; i >= 0; i--) {
-    T *pairs = w.pairs + i * CHUNK, *of_scores = w.of_scores + i * CHUNK;
+    T *pairs = w.pairs + i * CHUNK, *grad_scores = w.grad_scores + i * CHUNK;
     const T *decays = w.decays + i * CHUNK, *weights = w.weights + i * CHUNK;
     const long stop = padded<T>(i + 1);
     for (long j = i + 1; j < stop; j++) pairs[j] = 0;
     for (long j = 0; j < stop; j += W)
-      store<T>(of_scores + j, load<T>(of_scores + j) + load<T>(pairs + j) * load<T>(decays + j));
+      store<T>(grad_scores + j, load<T>(grad_scores + j) + load<T>(pairs + j) * load<T>(decays + j));
     for (long j = 0; j < i; j++) columns[j] += double(pairs[j] * weights[j]);
     columns[i] = 0;  // no token before i reads it
-    of_log[i] += sum_of(columns, padded<double>(i));
+    grad_log[i] += sum_of(columns, padded<double>(i));
   }
 }
 
@@ -114,9 +114,9 @@ void chunk_gradient(const ScanGradient<T> &s, GradientWork<T> &w, long row, long
       store<T>(w.scaled_u + j * CHUNK + i, load<T>(w.u_t + j * CHUNK + i) * load<T>(factors + i));
   weigh<T>(d, w, q);
 
-  double of_log[CHUNK] = {};
+  double grad_log[CHUNK] = {};
   product<T>(q, qp, p, w.g, pp, 1, w.u_t, CHUNK, w.pairs, CHUNK, false, LOWER_C);
-  pairs_of_head<T>(w, q, of_log);
+  pairs_of_head<T>(w, q, grad_log);
 
   product<T>(n, qp, p, before, pp, 1, w.scaled_g_t, CHUNK, w.part, CHUNK, false);
   T starting[CHUNK] = {};  // what the state at the chunk's start adds to y · g
@@ -124,31 +124,31 @@ void chunk_gradient(const ScanGradient<T> &s, GradientWork<T> &w, long row, long
     for (long i = 0; i < qp; i += W) {
       const Vec<T> one = load<T>(w.part + j * CHUNK + i);
       store<T>(starting + i, load<T>(starting + i) + one * load<T>(w.C_t + j * CHUNK + i));
-      store<T>(w.of_C + j * CHUNK + i, load<T>(w.of_C + j * CHUNK + i) + one);
+      store<T>(w.grad_C + j * CHUNK + i, load<T>(w.grad_C + j * CHUNK + i) + one);
     }
-  product<T>(n, qp, p, after, pp, 1, w.scaled_u, CHUNK, w.of_B, CHUNK, true);
-  product<T>(q, pp, n, w.B, n, 1, after, pp, w.of_u, pp, false);
-  scale_rows<T>(w.of_u, pp, d.after, q, pp, w.of_u);
+  product<T>(n, qp, p, after, pp, 1, w.scaled_u, CHUNK, w.grad_B, CHUNK, true);
+  product<T>(q, pp, n, w.B, n, 1, after, pp, w.grad_u, pp, false);
+  scale_rows<T>(w.grad_u, pp, d.after, q, pp, w.grad_u);
   double sum = 0;
   for (long i = 0; i < q; i++) {  // what the tokens before i add to the state at the end times its gradient
-    of_log[i] += sum;
-    sum += dot<T>(w.u + i * pp, w.of_u + i * pp, pp);
+    grad_log[i] += sum;
+    sum += dot<T>(w.u + i * pp, w.grad_u + i * pp, pp);
   }
-  product<T>(q, pp, q, w.weights, 1, CHUNK, w.g, pp, w.of_u, pp, true, UPPER_A);
+  product<T>(q, pp, q, w.weights, 1, CHUNK, w.g, pp, w.grad_u, pp, true, UPPER_A);
   for (long i = 0; i < q; i++) {
     T *to = s.x + row * s.x_row + (start + i) * s.x_token + head * p;
-    const T *of_u = w.of_u + i * pp, gain = gains ? gains[i * of.h] : T(1);
+    const T *grad_u = w.grad_u + i * pp, gain = gains ? gains[i * of.h] : T(1);
     if (s.gain) {
       const T *from = x + i * of.x_token;
       T sum = 0;
       Vec<T> sums{};
       long j = 0;
-      for (; j + W <= p; j += W) sums += load<T>(from + j) * load<T>(of_u + j);
+      for (; j + W <= p; j += W) sums += load<T>(from + j) * load<T>(grad_u + j);
       for (int k = 0; k < W; k++) sum += sums[k];
-      for (; j < p; j++) sum += from[j] * of_u[j];
+      for (; j < p; j++) sum += from[j] * grad_u[j];
       s.gain[at + i * of.h] = sum;
     }
-    for (long j = 0; j < p; j++) to[j] = (s.adds_x ? to[j] : T(0)) + of_u[j] * gain;
+    for (long j = 0; j < p; j++) to[j] = (s.adds_x ? to[j] : T(0)) + grad_u[j] * gain;
   }
   sum = 0;
   for (long j = 0; j < n; j++) sum += dot<T>(before + j * pp, after + j * pp, pp);
@@ -156,7 +156,7 @@ void chunk_gradient(const ScanGradient<T> &s, GradientWork<T> &w, long row, long
   double run = total < LEAST ? 0 : sum * total;
   for (long i = q - 1; i >= 0; i--) {
     run += double(starting[i]);
-    s.log_decay[at + i * of.h] = T(of_log[i] + run);
+    s.log_decay[at + i * of.h] = T(grad_log[i] + run);
   }
   advance_state<T>(d, n, pp, q, w.C, 1, n, w.scaled_g, after, w.change, after);
 }
@@ -176,31 +176,31 @@ void states_of_segment(const ScanGradient<T> &s, GradientWork<T> &w, long row, l
       const Decays d(of.log_decay + at, of.h, CHUNK);
       const T *x = of.x + row * of.x_row + start * of.x_token + head * of.p;
       read_rows<T>(x, of.x_token, of.gain ? of.gain + at : nullptr, of.h, CHUNK, of.p, pp, w.u);
-      scale_rows<T>(w.u, pp, d.after, CHUNK, pp, w.of_u);
-      advance_state<T>(d, n, pp, CHUNK, w.B, 1, n, w.of_u, from, w.change, from + all);
+      scale_rows<T>(w.u, pp, d.after, CHUNK, pp, w.grad_u);
+      advance_state<T>(d, n, pp, CHUNK, w.B, 1, n, w.grad_u, from, w.change, from + all);
     }
   }
 }
 
 // What the heads of a task add to the gradients of B and C of a chunk, written to rows `step` apart.
-template <class T> void write_groups(GradientWork<T> &w, long n, long q, T *of_B, T *of_C, long step) {
+template <class T> void write_groups(GradientWork<T> &w, long n, long q, T *grad_B, T *grad_C, long step) {
   const long qp = padded<T>(q);
   for (long i = 0; i < q; i++)
-    for (long j = i + 1; j < qp; j++) w.of_scores[i * CHUNK + j] = 0;
-  product<T>(n, qp, q, w.C_t, CHUNK, 1, w.of_scores, CHUNK, w.of_B, CHUNK, true);
-  transpose_chunk<T>(w.of_scores, CHUNK, q, q, w.pairs);
-  product<T>(n, qp, q, w.B_t, CHUNK, 1, w.pairs, CHUNK, w.of_C, CHUNK, true);
+    for (long j = i + 1; j < qp; j++) w.grad_scores[i * CHUNK + j] = 0;
+  product<T>(n, qp, q, w.C_t, CHUNK, 1, w.grad_scores, CHUNK, w.grad_B, CHUNK, true);
+  transpose_chunk<T>(w.grad_scores, CHUNK, q, q, w.pairs);
+  product<T>(n, qp, q, w.B_t, CHUNK, 1, w.pairs, CHUNK, w.grad_C, CHUNK, true);
   for (long i = 0; i < q; i++)
     for (long j = 0; j < n; j++) {
-      of_B[i * step + j] = w.of_B[j * CHUNK + i];
-      of_C[i * step + j] = w.of_C[j * CHUNK + i];
+      grad_B[i * step + j] = w.grad_B[j * CHUNK + i];
+      grad_C[i * step + j] = w.grad_C[j * CHUNK + i];
     }
 }
 
-// The heads `first` to `last` of a group of one row. `of_B` and `of_C` are of the row and group.
+// The heads `first` to `last` of a group of one row. `grad_B` and `grad_C` are of the row and group.
 template <class T>
 void gradient_of_heads(const ScanGradient<T> &s, GradientWork<T> &w, long row, long group, long first, long last,
-                       T *of_B, T *of_C, long step) {
+                       T *grad_B, T *grad_C, long step) {
   const Scan<T> &of = s.of;
   const long n = of.n, p = of.p, pp = padded<T>(p), heads = last - first, size = p * n;
   const long segment = std::min(of.segment, (of.t + CHUNK - 1) / CHUNK * CHUNK);
@@ -226,13 +226,13 @@ void gradient_of_heads(const ScanGradient<T> &s, GradientWork<T> &w, long row, l
       transpose_chunk<T>(w.B, n, q, n, w.B_t);
       transpose_chunk<T>(w.C, n, q, n, w.C_t);
       product<T>(q, qp, n, w.C, n, 1, w.B_t, CHUNK, w.scores, CHUNK, false, LOWER_C);
-      std::fill(w.of_scores.data, w.of_scores + CHUNK * CHUNK, T(0));
-      std::fill(w.of_B.data, w.of_B + n * CHUNK, T(0));
-      std::fill(w.of_C.data, w.of_C + n * CHUNK, T(0));
+      std::fill(w.grad_scores.data, w.grad_scores + CHUNK * CHUNK, T(0));
+      std::fill(w.grad_B.data, w.grad_B + n * CHUNK, T(0));
+      std::fill(w.grad_C.data, w.grad_C + n * CHUNK, T(0));
       for (long head = first; head < last; head++)
         chunk_gradient<T>(s, w, row, head, start, q, states + ((start - begin) / CHUNK * heads + head - first) * n * pp,
                           after + (head - first) * n * pp);
-      write_groups<T>(w, n, q, of_B + start * step, of_C + start * step, step);
+      write_groups<T>(w, n, q, grad_B + start * step, grad_C + start * step, step);
     }
   }
   for (long head = first; head < last; head++)
@@ -254,9 +254,9 @@ template <class T> void scan_gradient(const ScanGradient<T> &s) {
       const long row = task / (of.g * parts), group = task / parts % of.g, part = task % parts;
       const long first = group * r + part * each, last = std::min(group * r + r, first + each);
       const long at = part ? row * of.t * of.g * of.n : row * s.bc_row, step = part ? of.g * of.n : s.bc_token;
-      T *of_B = (part ? more + 2 * (part - 1) * one : s.B) + at + group * of.n;
-      T *of_C = (part ? more + (2 * part - 1) * one : s.C) + at + group * of.n;
-      gradient_of_heads<T>(s, w, row, group, first, last, of_B, of_C, step);
+      T *grad_B = (part ? more + 2 * (part - 1) * one : s.B) + at + group * of.n;
+      T *grad_C = (part ? more + (2 * part - 1) * one : s.C) + at + group * of.n;
+      gradient_of_heads<T>(s, w, row, group, first, last, grad_B, grad_C, step);
     }
     if (parts > 1) {
 #pragma omp for schedule(static)
