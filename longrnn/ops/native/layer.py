@@ -133,9 +133,7 @@ class Prepared:
         convs_after = [torch.empty_like(conv) for conv in before[::2]]
         after = [leaf for pair in zip(convs_after, states_after, strict=True) for leaf in pair]
         x_after = torch.empty_like(x)
-        addresses = [
-            leaf.data_ptr() for pair in zip(before, after, strict=True) for leaf in pair
-        ]
+        addresses = [leaf.data_ptr() for pair in zip(before, after, strict=True) for leaf in pair]
         packed = (ctypes.c_void_p * len(addresses))(*addresses)
         arguments = _Stack(
             len(states), len(x), ctypes.addressof(self._layers), ctypes.addressof(packed),
