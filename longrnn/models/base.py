@@ -233,17 +233,28 @@ def check_mask(name: str, mask: Tensor, tokens: Tensor) -> Tensor:
     return mask.to(tokens.device)
 
 
-def check_state(state: LMState, like: PyTree, batch_size: int) -> None:
+def check_state(
+    state: LMState, like: PyTree, batch_size: int, edits: Sequence[Edit] | None = None
+) -> None:
     """Refuses the state of another model, of a mitigated model, or of another batch size.
 
     Args:
         state: the state to check.
         like: the expected `layers` of one row, without batch axis, on the meta device.
         batch_size: number of rows of the tokens.
+        edits: one per layer, whose carries the state has; None without edits.
 
     Raises:
         UserError: the state does not fit.
     """
+    if edits is not None:
+        check_state(state._replace(extra=()), like, batch_size)
+        if len(state.extra) != len(like):
+            raise UserError(
+                f"{len(edits)} edits need one carry each and the state has {len(state.extra)}: "
+                "start from init_state(batch_size, edits)"
+            )
+        return
     if state.extra == () and _is_like(
         (state.position, state.layers), (_POSITION, like), batch_size
     ):

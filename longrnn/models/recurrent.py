@@ -229,7 +229,8 @@ class RecurrentLM(nn.Module):
         if state is None:
             state = self.init_state(len(tokens), edits)
         elif not checked:
-            self._check_state(state, edits, len(tokens))
+            like = tuple(mixer.state_like() for mixer in self.mixers)
+            check_state(state, like, len(tokens), edits)
         time = tokens.shape[1]
         keep = time if keep is None else min(keep, time)
         if keep < 0:
@@ -250,16 +251,6 @@ class RecurrentLM(nn.Module):
         """See `LossModel.token_losses`; `edits` as in `forward`."""
         hidden, state = self.hidden(tokens, state, edits=edits)
         return token_cross_entropy(hidden, self.head.weight, targets)[0], state
-
-    def _check_state(self, state: LMState, edits: Sequence[Edit] | None, rows: int) -> None:
-        """Raises `UserError` for a state that does not fit the model, the edits or the batch."""
-        like = tuple(mixer.state_like() for mixer in self.mixers)
-        check_state(state if edits is None else state._replace(extra=()), like, rows)
-        if edits is not None and len(state.extra) != len(like):
-            raise UserError(
-                f"{len(edits)} edits need one carry each and the state has {len(state.extra)}: "
-                "start from init_state(batch_size, edits)"
-            )
 
     def _read(
         self,
@@ -329,9 +320,9 @@ class RecurrentLM(nn.Module):
         """`hidden` of one segment, before the last norm."""
         x, position = self.embed(tokens, state.position, rows)
         if tokens.shape[1] == 1 and edits is None and rows is None:
-            found = self._token_stack.run(self.blocks, x, state.layers)
-            if found is not None:
-                return found[0], LMState(position, found[1])
+            at_once = self._token_stack.run(self.blocks, x, state.layers)
+            if at_once is not None:
+                return at_once[0], LMState(position, at_once[1])
         layers, carries = [], []
         for index, (block, layer) in enumerate(zip(self.blocks, state.layers, strict=True)):
             if edits is None:

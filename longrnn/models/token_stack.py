@@ -20,7 +20,9 @@ from longrnn.ops.hooks import unhooked
 from longrnn.ops.native.layer import Layer, Prepared, suits
 from longrnn.state import PyTree
 
-_PROPERTIES = Tensor.data_ptr, attrgetter("dtype"), Tensor.numel, Tensor.is_contiguous
+# What decides whether the kernel can compute the blocks, and what its arguments depend on besides.
+_KIND = attrgetter("dtype"), attrgetter("device"), Tensor.is_contiguous
+_PLACE = Tensor.data_ptr, Tensor.numel
 
 
 class TokenStack:
@@ -83,23 +85,28 @@ class _Found:
         self.prepared: Prepared | None = None
         self.tensors: list[Tensor] = []
         self.modules: list[nn.Module] = []
-        layers = _layers(blocks)
-        if layers is None:
-            return
-        self.tensors = [one for layer in layers for one in layer.tensors()]
+        held = {id(value): value for value in self._values if isinstance(value, Tensor)}
+        layers = _layers(blocks) or []
+        read = [one for layer in layers for one in layer.tensors()]
         # A tensor that is computed from a parameter would become stale.
-        held = {id(value) for value in self._values}
-        if all(id(one) in held for one in self.tensors) and native.in_memory(self.tensors):
+        if layers and all(id(one) in held for one in read) and native.in_memory(read):
+            self.prepared, self.tensors = Prepared(layers), read
             self.modules = list(_computed(blocks))
-            self._memory = _memory(self.tensors)
-            self.prepared = Prepared(layers)
+            self._watched, self._properties = read, (*_KIND, *_PLACE)
+        else:
+            self._watched, self._properties = list(held.values()), _KIND
+        self._memory = self._read_memory()
 
     def is_of(self, blocks: nn.ModuleList) -> bool:
         """Whether these blocks consist of the same objects in the same memory."""
         if blocks is not self._blocks or len(blocks) != self._count:
             return False
         same = all(map(is_, map(dict.get, self._holders, self._names), self._values))
-        return same and (self.prepared is None or _memory(self.tensors) == self._memory)
+        return same and self._read_memory() == self._memory
+
+    def _read_memory(self) -> list[list[Any]]:
+        """Each property of all tensors at once: a loop over tensors costs more than the values."""
+        return [list(map(read, self._watched)) for read in self._properties]
 
 
 def _layers(blocks: nn.ModuleList) -> list[Layer] | None:
@@ -130,12 +137,3 @@ def _slots(blocks: nn.ModuleList) -> Iterator[tuple[dict[str, Any], str, Any]]:
         for module in (block, block.mixer):
             own = vars(module)
             yield from ((own, name, own[name]) for name in own if not name.startswith("_"))
-
-
-def _memory(tensors: Sequence[Tensor]) -> list[list[Any]]:
-    """What the kernel's arguments depend on: addresses, dtypes and sizes.
-
-    Each property of all tensors at once, because the loop over some hundred tensors costs more than
-    the properties.
-    """
-    return [list(map(read, tensors)) for read in _PROPERTIES]

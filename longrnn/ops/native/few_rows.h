@@ -2,9 +2,6 @@
 
 #pragma once
 #include "simd.h"
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
 
 namespace {
 

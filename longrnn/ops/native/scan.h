@@ -26,8 +26,13 @@ template <class T> struct Scan {
   long segment;        // a multiple of CHUNK
 };
 
-// One token of one head: state ← decay state + x Bᵀ, y = state C.
-template <class T>
+// States of so many bytes are driven out of the caches before the next token reads them, because the
+// weights of a layer with such a state are larger; chosen with benchmarks/peers_cpu.py.
+constexpr long STREAMED_BYTES = 1 << 19;
+
+// One token of one head: state ← decay state + x Bᵀ, y = state C. With `PAST_CACHES`, `after` is aligned and
+// n a multiple of the width of vectors.
+template <class T, bool PAST_CACHES = false>
 inline void one_token(long p, long n, const T *x, T gain, T log_decay, const T *B, const T *C, const T *before,
                       T *after, T *y) {
   constexpr int W = Lane<T>::W;
@@ -43,7 +48,8 @@ inline void one_token(long p, long n, const T *x, T gain, T log_decay, const T *
     for (; j + W <= n; j += W) {
       const Vec<T> old = load<T>(from + j);
       const Vec<T> now = (rest * old + add * load<T>(B + j)) + whole * old;
-      store<T>(to + j, now);
+      if (PAST_CACHES) stream<T>(to + j, now);
+      else store<T>(to + j, now);
       sums += now * load<T>(C + j);
     }
     T sum = 0;
@@ -157,16 +163,22 @@ template <class T> void scan(const Scan<T> &s) {
   const long r = s.h / s.g;
   const int threads = threads_for(double(s.b) * s.t * s.h * s.p * s.n);
   if (s.t <= 2) {
-#pragma omp parallel for schedule(static) num_threads(threads)
+    const bool past_caches = s.t == 1 && s.b * s.h * s.p * s.n * long(sizeof(T)) >= STREAMED_BYTES &&
+                             s.n % Lane<T>::W == 0 && reinterpret_cast<uintptr_t>(s.final_state) % BYTES == 0;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
     for (long task = 0; task < s.b * s.h; task++) {
       const long row = task / s.h, head = task % s.h;
       for (long i = 0; i < s.t; i++) {
         const long at = (row * s.t + i) * s.h + head, bc = row * s.bc_row + i * s.bc_token + head / r * s.n;
         T *after = s.final_state + task * s.p * s.n;
-        one_token<T>(s.p, s.n, s.x + row * s.x_row + i * s.x_token + head * s.p, s.gain ? s.gain[at] : T(1),
-                     s.log_decay[at], s.B + bc, s.C + bc, i ? after : s.state + task * s.p * s.n, after,
-                     s.y + at * s.p);
+        (past_caches ? one_token<T, true> : one_token<T, false>)(
+            s.p, s.n, s.x + row * s.x_row + i * s.x_token + head * s.p, s.gain ? s.gain[at] : T(1), s.log_decay[at],
+            s.B + bc, s.C + bc, i ? after : s.state + task * s.p * s.n, after, s.y + at * s.p);
       }
+    }
+    if (past_caches) finish_streams();
     }
     return;
   }

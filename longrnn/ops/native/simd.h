@@ -9,6 +9,9 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -27,6 +30,23 @@ template <class T> struct Lane {
 template <class T> using Vec = typename Lane<T>::V;
 template <class T> inline Vec<T> load(const T *from) { return *reinterpret_cast<const Vec<T> *>(from); }
 template <class T> inline void store(T *to, Vec<T> v) { *reinterpret_cast<Vec<T> *>(to) = v; }
+
+// Writes to aligned memory past the caches, which then need not read what is overwritten.
+template <class T> inline void stream(T *to, Vec<T> v) {
+#if defined(__AVX512F__)
+  _mm512_stream_si512(reinterpret_cast<__m512i *>(to), (__m512i)v);
+#elif defined(__AVX2__)
+  _mm256_stream_si256(reinterpret_cast<__m256i *>(to), (__m256i)v);
+#else
+  store<T>(to, v);
+#endif
+}
+inline void finish_streams() {  // before other threads read what was written
+#ifdef __AVX2__
+  _mm_sfence();
+#endif
+}
+
 template <class T> inline long padded(long n) { return (n + Lane<T>::W - 1) / Lane<T>::W * Lane<T>::W; }
 
 template <class T> struct Buffer {  // 64-byte aligned

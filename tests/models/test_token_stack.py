@@ -1,0 +1,250 @@
+"""One token of all blocks at once, from weights and modules that change between tokens."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from longrnn.mixers.mamba2 import Mamba2
+from longrnn.models import RecurrentLM, generate
+from longrnn.models.quantise import quantise
+from longrnn.models.token_stack import TokenStack
+from longrnn.ops import native
+from longrnn.state import LMState, clone, leaves
+from tests.contracts.builders import (
+    MIXER_SPECS,
+    assert_near,
+    assert_trees_equal,
+    build_model,
+    random_state,
+    random_tokens,
+    spec_id,
+)
+
+NATIVE = {"kind": "mamba2", "backend": "native", "d_state": 6, "head_dim": 4, "n_groups": 2}
+needs_kernels = pytest.mark.skipif(not native.available(), reason="the kernels were not compiled")
+
+
+def native_model(**config: Any) -> RecurrentLM:
+    return build_model(NATIVE, dtype=torch.float32, d_model=32, **config).eval()
+
+
+@torch.no_grad()
+def decoded(model: RecurrentLM, state: LMState, seed: int = 0) -> tuple[Tensor, LMState]:
+    """Logits of six tokens one by one, and the final state."""
+    found = []
+    for token in random_tokens(len(state.position), 6, seed).split(1, 1):
+        logits, state = model(token, state)
+        found.append(logits)
+    return torch.cat(found, 1), state
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("spec", [*MIXER_SPECS, NATIVE], ids=spec_id)
+def test_forks_of_a_state_are_decoded_separately(spec: dict[str, Any], rows: int) -> None:
+    """The given state does not change, and every fork gives what it gives from a copy."""
+    model = build_model(spec, dtype=torch.float32)
+    state = random_state(model, rows)
+    given = clone(state)
+    first, second = decoded(model, state, 1), decoded(model, state, 2)
+    assert_trees_equal(state, given)
+    for seed, fork in ((1, first), (2, second)):
+        assert_trees_equal(decoded(copy.deepcopy(model), clone(given), seed), fork)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("spec", [*MIXER_SPECS, NATIVE], ids=spec_id)
+def test_generated_tokens_are_those_of_the_blocks_one_by_one(
+    spec: dict[str, Any], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums differ by rounding in float32 only; greedy choices among 11 tokens do not."""
+    model, prompt = build_model(spec, dtype=torch.float32), random_tokens(rows, 3)
+    ours = generate(model, prompt, max_new_tokens=8)
+    monkeypatch.setattr(TokenStack, "run", lambda *_: None)
+    theirs = generate(model, prompt, max_new_tokens=8)
+    assert ours.tokens == theirs.tokens
+    for (_, one), (_, other) in zip(leaves(ours.state), leaves(theirs.state), strict=True):
+        assert_near(one, other, 1e-5) if one.is_floating_point() else torch.equal(one, other)
+
+
+@needs_kernels
+def test_states_that_are_kept_are_never_written_to() -> None:
+    """Also if only a part of one leaf is kept; what nobody keeps is used again."""
+    model = native_model()
+    state, kept, parts, places = model.init_state(2), [], [], set()
+    with torch.no_grad():
+        for index, token in enumerate(random_tokens(2, 40).split(1, 1)):
+            state = model(token, state).state
+            if index % 8 == 0:
+                kept.append((state, clone(state)))
+            part = state.layers[index % 2].ssm[1, 2:]
+            if index % 8 == 1:
+                parts.append((part, part.clone()))
+            if index >= 34:
+                places.add(state.layers[0].ssm.data_ptr())
+    for one, copied in kept:
+        assert_trees_equal(one, copied)
+    for part, copied in parts:
+        assert torch.equal(part, copied)
+    assert len(places) <= 3
+
+
+def optimizer_step(model: RecurrentLM) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(random_tokens(2, 5)).logits.square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def load_other_weights(model: RecurrentLM) -> None:
+    other = build_model(NATIVE, dtype=torch.float32, d_model=32, seed=5)
+    model.load_state_dict(other.state_dict())
+
+
+def assign_other_weights(model: RecurrentLM) -> None:
+    other = build_model(NATIVE, dtype=torch.float32, d_model=32, seed=6)
+    model.load_state_dict(other.state_dict(), assign=True)
+
+
+def replace_data(model: RecurrentLM) -> None:
+    weight = model.get_parameter("blocks.1.mixer.out_proj.weight")
+    weight.data = 2 * weight.data
+
+
+def replace_layout(model: RecurrentLM) -> None:
+    weight = model.get_parameter("blocks.1.mixer.out_proj.weight")
+    weight.data = (3 * weight.data.t()).contiguous().t()
+
+
+def replace_options(model: RecurrentLM) -> None:
+    mixer = model.mixers[1]
+    assert isinstance(mixer, Mamba2)
+    mixer.dt_limit, mixer.norm_eps = [0.0, 0.01], 0.5
+
+
+def replace_projection(model: RecurrentLM) -> None:
+    mixer = model.mixers[0]
+    assert isinstance(mixer, Mamba2)
+    mixer.out_proj = nn.Sequential(mixer.out_proj, nn.Tanh())  # type: ignore[assignment]
+
+
+def parametrize(model: RecurrentLM) -> None:
+    nn.utils.parametrizations.weight_norm(model.get_submodule("blocks.0.mixer.in_proj"))
+    model.get_parameter("blocks.0.mixer.in_proj.parametrizations.weight.original0").data.mul_(2)
+
+
+def other_blocks(model: RecurrentLM) -> None:
+    model.blocks = nn.ModuleList(reversed(model.blocks))
+
+
+def hook(name: str) -> Callable[[RecurrentLM], None]:
+    def register(model: RecurrentLM) -> None:
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(lambda _, args: (args[0] * 2, *args[1:]))
+
+    return register
+
+
+CHANGES: dict[str, Callable[[RecurrentLM], Any]] = {
+    "optimizer step": optimizer_step,
+    "load_state_dict": load_other_weights,
+    "load_state_dict(assign=True)": assign_other_weights,
+    "other data": replace_data,
+    "other layout": replace_layout,
+    "options": replace_options,
+    "other projection": replace_projection,
+    "parametrization": parametrize,
+    "order of the blocks": other_blocks,
+    "int8": lambda model: quantise(model, "int8"),
+    "hook of a block": hook("blocks.1"),
+    "hook of a cell": hook("blocks.0.mixer"),
+    "hook of a projection": hook("blocks.0.mixer.out_proj"),
+    "backend": lambda model: setattr(model.mixers[0], "backend", "chunked"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_between_tokens_takes_effect(name: str) -> None:
+    """A decoded model that is changed gives what a copy gives that has decoded nothing before."""
+    model = native_model()
+    state = random_state(model, 2)
+    before = decoded(model, state)[0]
+    CHANGES[name](model)
+    after = decoded(model, state)
+    assert_trees_equal(after, decoded(copy.deepcopy(model), state))
+    assert name == "backend" or not torch.allclose(after[0], before, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_another_dtype_takes_effect(dtype: torch.dtype) -> None:
+    """There, and back again."""
+    model = native_model()
+    before = decoded(model, model.init_state(2))
+    model.to(dtype)
+    there = decoded(model, model.init_state(2))
+    assert there[0].dtype == dtype
+    assert_trees_equal(there, decoded(copy.deepcopy(model), model.init_state(2)))
+    model.to(torch.float32)
+    back = decoded(model, model.init_state(2))
+    assert_near(back[0], before[0], 0.1)
+    assert_trees_equal(back, decoded(copy.deepcopy(model), model.init_state(2)))
+
+
+@needs_kernels
+def test_a_model_is_computed_at_once_after_a_transform() -> None:
+    """A call under torch.func, which cannot be, does not decide for the later ones."""
+    model = native_model().requires_grad_(False)
+    x, state = torch.ones(1, 1, 32), model.init_state(1)
+    stack, found = TokenStack(), []
+
+    def call(scale: Tensor) -> Tensor:
+        found.append(stack.run(model.blocks, x, state.layers))
+        return scale
+
+    torch.vmap(call)(torch.ones(2))
+    assert found == [None]
+    assert stack.run(model.blocks, x, state.layers) is not None
+
+
+@torch.no_grad()
+def test_weights_of_one_call_alone_are_used_by_this_call_alone() -> None:
+    """As with `functional_call`, which puts other tensors in the place of the parameters."""
+    model, token = native_model(), random_tokens(2, 1)
+    plain = model(token).logits
+    weights = {name: 1.5 * one for name, one in model.named_parameters()}
+    other = torch.func.functional_call(model, weights, (token,)).logits
+    assert torch.equal(model(token).logits, plain)
+    model.load_state_dict(weights, strict=False)
+    assert torch.equal(model(token).logits, other)
+    assert not torch.equal(other, plain)
+
+
+@needs_kernels
+def test_a_decoded_model_can_be_copied_and_written() -> None:
+    model = native_model()
+    state = random_state(model, 1)
+    wanted = decoded(model, state)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert_trees_equal(decoded(other, state), wanted)
+
+
+@needs_kernels
+def test_threads_decode_with_one_model() -> None:
+    """Each its own state, whose memory comes from the same place."""
+    model = native_model()
+    state = random_state(model, 2)
+    wanted = [decoded(model, state, seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            found = list(pool.map(lambda seed: decoded(model, state, seed), range(4)))
+            assert_trees_equal(found, wanted)
