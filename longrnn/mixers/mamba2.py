@@ -138,7 +138,8 @@ class Mamba2(ScanningMixer):
             )
         self.d_inner, self.d_state, self.head_dim = d_inner, d_state, head_dim
         self.n_groups, self.d_conv, self.norm_eps = n_groups, d_conv, norm_eps
-        self.dt_limit = dt_limit
+        # A tuple, because a change in place of a list would not be noticed by kernels that keep it.
+        self.dt_limit = None if dt_limit is None else (dt_limit[0], dt_limit[1])
         self.backend, self.ssd = backend, select(backend)
         self.reads_device = backend in PARTIAL  # these check their inputs
 

@@ -126,7 +126,7 @@ def replace_layout(model: RecurrentLM) -> None:
 def replace_options(model: RecurrentLM) -> None:
     mixer = model.mixers[1]
     assert isinstance(mixer, Mamba2)
-    mixer.dt_limit, mixer.norm_eps = [0.0, 0.01], 0.5
+    mixer.dt_limit, mixer.norm_eps = (0.0, 0.01), 0.5
 
 
 def replace_projection(model: RecurrentLM) -> None:

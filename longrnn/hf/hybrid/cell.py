@@ -46,7 +46,8 @@ class SharedMamba2(Mamba2):
                 f"its inner width {self.d_inner} is not {self.n_heads} heads × {self.head_dim}"
             )
         self.d_xBC = self.d_inner + 2 * self.n_groups * self.d_state
-        self.dt_limit = [float(end) for end in theirs.time_step_limit]
+        least, largest = theirs.time_step_limit
+        self.dt_limit = float(least), float(largest)
         self.backend, self.ssd = "auto", select("auto")
         self.in_proj: Any = family.projection(theirs)
         self.conv1d, self.out_proj = theirs.conv1d, theirs.out_proj

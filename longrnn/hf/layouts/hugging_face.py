@@ -91,7 +91,7 @@ class HuggingFace(Layout):
             use_bias=cell.in_proj.bias is not None,
             use_conv_bias=cell.conv1d.bias is not None,
             layer_norm_epsilon=cell.norm_eps,
-            time_step_limit=(0.0, math.inf) if cell.dt_limit is None else tuple(cell.dt_limit),
+            time_step_limit=(0.0, math.inf) if cell.dt_limit is None else cell.dt_limit,
             residual_in_fp32=config.residual_in_fp32,
             tie_word_embeddings=config.tie_embeddings,
             architectures=["Mamba2ForCausalLM"],

@@ -107,7 +107,7 @@ class Native(Layout):
             "conv_bias": cell.conv1d.bias is not None,
         }
         if cell.dt_limit is not None:
-            options["dt_limit"] = cell.dt_limit
+            options["dt_limit"] = list(cell.dt_limit)
         content = {
             "d_model": config.d_model,
             "d_intermediate": 0,
