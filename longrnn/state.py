@@ -235,22 +235,30 @@ def load(path: str | os.PathLike[str], like: Any) -> LMState:
         raise UserError(f"{path} holds no state: give a file that `state.save` wrote")
     if metadata["format"] == FORMAT:
         verify_sealed(Path(path), metadata)
-    example = like
+    example, same_model = like, False
     if not isinstance(like, LMState):
         recorded = metadata.get("fingerprint", "")
+        same_model = bool(recorded)
         if recorded and recorded != like.fingerprint():
             raise UserError(
                 f"{path} is the state of another model (fingerprint {recorded}, this model has "
                 f"{like.fingerprint()}): load the checkpoint that made it"
             )
         example = like.init_state(1)
-    return _fill(example, tensors, path)
+    return _fill(example, tensors, path, same_model)
 
 
-def _fill(example: LMState, tensors: dict[str, Tensor], path: str | os.PathLike[str]) -> LMState:
+def _fill(
+    example: LMState, tensors: dict[str, Tensor], path: str | os.PathLike[str], same_model: bool
+) -> LMState:
     expected, growing = dict(leaves(example)), histories(example)
     if expected.keys() != tensors.keys():
         different = sorted(expected.keys() ^ tensors.keys())
+        if same_model:
+            raise UserError(
+                f"{path} was saved by another version of longrnn ({different[0]} is only in one of "
+                "the two): compute the state again, or use the version that saved it"
+            )
         raise UserError(
             f"{path} is the state of another model ({different[0]} is only in one of the two): "
             "load the checkpoint that made it"

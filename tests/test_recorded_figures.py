@@ -242,7 +242,7 @@ def test_tables_of_passkeys() -> None:
     for part in recorded("recall_tiny").split("\n## ")[1:3]:
         for block in part.split("| length ")[1:]:
             rows += table(f"| length {block}", "length", "n", "counted")
-    assert len(rows) == 7 + 15
+    assert len(rows) == 7 + 19
     for _, n, counted, *cells in rows:
         for place, cell in enumerate(cells):
             share, low, high = share_of(cell)

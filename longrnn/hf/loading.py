@@ -84,7 +84,7 @@ def load(
             any other causal Hugging Face language model; or `organisation/model` on the Hub. A
             mitigation may follow after a plus, `CHECKPOINT+MITIGATION`, unless a path with that
             whole name exists.
-        backend: implementation of the recurrence (`auto`, `chunked`, `reference`).
+        backend: implementation of the recurrence; see `longrnn.mixers.mamba2.Mamba2`.
         device: None for the CPU; `balanced` divides the layers of a model that transformers runs
             among all devices, as the device_map of that name does, and puts any other on one.
         dtype: None for that of the checkpoint. The parameters that set the time scales of a

@@ -121,6 +121,9 @@ class Constant:
         self.value = value
         self._copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
+    def __repr__(self) -> str:
+        return f"Constant({self.value.tolist()})"
+
     def __reduce__(self) -> tuple[type[Constant], tuple[Tensor]]:
         return type(self), (self.value,)
 

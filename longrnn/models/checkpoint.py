@@ -18,7 +18,7 @@ from longrnn.checksums import remove_checksums, write_checksums
 from longrnn.config import build_config
 from longrnn.errors import UserError
 from longrnn.files import one_line, read_json, write_atomic
-from longrnn.models.quantise import is_quantised
+from longrnn.models.quantise import refuse_to_save
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 
 FORMAT = 1
@@ -47,12 +47,7 @@ def save_model(
     """
     from safetensors.torch import save
 
-    if is_quantised(model):
-        raise UserError(
-            "this model has weights in int8, which a checkpoint does not store: save a model that "
-            'was loaded without weights="int8"'
-        )
-
+    refuse_to_save(model)
     whole = model.state_dict() if weights is None else weights
     tensors = {name: tensor.contiguous() for name, tensor in whole.items()}
     if model.config.tie_embeddings:

@@ -7,14 +7,27 @@ from collections.abc import Callable
 from longrnn.errors import UserError, nearest
 from longrnn.models.base import LanguageModel
 from longrnn.models.recurrent import RecurrentLM
-from longrnn.ops.linear import Int8Linear
+from longrnn.ops.linear import Int8Linear, Linear
 
 
 def int8_projections(model: RecurrentLM) -> None:
-    """Stores the projections of all cells in int8, and makes all weights constants."""
+    """Stores the projections of all cells in int8, and makes all weights constants.
+
+    Raises:
+        UserError: a projection is not a plain linear layer.
+    """
     for mixer in model.mixers:
         for name in mixer.projections:
-            setattr(mixer, name, Int8Linear(mixer.get_submodule(name)))  # type: ignore[arg-type]
+            projection = mixer.get_submodule(name)
+            if isinstance(projection, Int8Linear):
+                continue
+            if type(projection) is not Linear:
+                raise UserError(
+                    f"the projection {name} is a {type(projection).__name__}, whose weight alone "
+                    "does not say what it computes: give a model without adapters or with merged "
+                    "ones"
+                )
+            setattr(mixer, name, Int8Linear(projection))
     model.requires_grad_(False)
 
 
@@ -37,8 +50,8 @@ def quantise(model: LanguageModel, weights: str | None) -> None:
         raise UserError(f"unknown weights {weights!r}: {nearest(weights, WEIGHTS)}")
     if not isinstance(model, RecurrentLM) or not all(one.projections for one in model.mixers):
         raise UserError(
-            f"weights in {weights} are those of the projections of a Mamba-2, which this model "
-            "does not have: leave out weights"
+            f"weights in {weights} are those of the projections of a Mamba-2 model that longrnn "
+            "computes without transformers, and this is another model: leave out weights"
         )
     WEIGHTS[weights](model)
 
@@ -46,3 +59,16 @@ def quantise(model: LanguageModel, weights: str | None) -> None:
 def is_quantised(model: RecurrentLM) -> bool:
     """Whether some weights are no longer those of a checkpoint."""
     return any(isinstance(module, Int8Linear) for module in model.modules())
+
+
+def refuse_to_save(model: RecurrentLM) -> None:
+    """Refuses a model whose weights a checkpoint does not store.
+
+    Raises:
+        UserError: some weights were rounded to fewer bits.
+    """
+    if is_quantised(model):
+        raise UserError(
+            "this model has weights in int8, which a checkpoint does not store: save a model that "
+            'was loaded without weights="int8"'
+        )

@@ -11,7 +11,7 @@ them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +82,8 @@ class Int8Linear(nn.Module):
 
     Each row w of the weight is stored as integers times a scale s: round(w / s) with s = max |w| /
     127. Few rows of x are computed by the C++ kernel from the stored bytes; otherwise x is
-    multiplied by the integers, which bfloat16 holds exactly, and the product by the scales.
+    multiplied by the integers, which bfloat16 holds exactly, and the product by the scales. In
+    float16, which such products would exceed, x is multiplied by the rounded weight.
 
     Args:
         source: the layer to quantise.
@@ -119,12 +120,22 @@ class Int8Linear(nn.Module):
             )
         if native.few_rows_suits(input, self.weight, self.bias):
             return native.few_rows(input, *self.stored())
+        if input.dtype == torch.float16:
+            weight = (self.weight * self.scale[:, None]).to(input.dtype)
+            return linear(input, weight, None if self.bias is None else self.bias.to(input.dtype))
         y = linear(input, self.weight.to(input.dtype)) * self.scale.to(input.dtype)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def stored(self) -> Stored:
         """The weights as the C++ kernels read them."""
-        return Stored(self.weight, self.bias, self.scale.float())
+        return Stored(self.weight, self.bias, self.scale)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        # Casts of a model leave the scales in float32, as they leave the integers.
+        scale = self.scale
+        super()._apply(fn, recurse)
+        self.scale = scale.to(self.weight.device)
+        return self
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"

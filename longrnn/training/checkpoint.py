@@ -159,6 +159,8 @@ def read_tensors(path: Path) -> Any:
         UserError: missing or damaged.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise OSError("not a file")  # torch.load would wait for a pipe forever
         return torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # torch raises many kinds for a damaged file
         raise UserError(

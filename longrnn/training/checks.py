@@ -28,10 +28,9 @@ def check(config: TrainConfig) -> None:
     Raises:
         UserError: the configuration is invalid.
     """
-    if config.num_processes not in (None, 1):
-        raise UserError(
-            f"each run has one process here: leave out num_processes={config.num_processes}"
-        )
+    for name in ("num_processes", "context_parallel_size"):
+        if (value := getattr(config, name)) not in (None, 1):
+            raise UserError(f"each run has one process here: leave out {name}={value}")
     config = replace(config)  # which building a model fills in
     _, tokenizer = models.tokenizer_of(config)
     task = build_task(config.task, tokenizer, name=config.tokenizer or "")

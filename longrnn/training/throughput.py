@@ -68,7 +68,7 @@ def flops_per_token(model: RecurrentLM, scored_share: float = 1.0) -> float:
 
 
 class Throughput:
-    """Measures steps between two rows of the log.
+    """Measures one step, without the evaluation or the checkpoint after it.
 
     Args:
         model: the model in training.
@@ -106,8 +106,8 @@ class Throughput:
         return peak
 
     def start(self) -> None:
-        """Starts to measure."""
-        self._begun = time.monotonic()
+        """A step begins."""
+        self._begun, self._seconds = time.monotonic(), 0.0
         self._tokens = self._scored = 0
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -117,15 +117,18 @@ class Throughput:
         self._tokens += batch.tokens.numel()
         self._scored += int((batch.targets >= 0).sum())
 
+    def stop(self) -> None:
+        """The step has ended."""
+        self._seconds = time.monotonic() - self._begun
+
     def row(self) -> dict[str, float]:
-        """Metrics of all processes since `start`.
+        """Metrics of all processes from `start` to `stop`.
 
         Returns:
             `tokens_per_second`; on a GPU also `peak_memory_gib` of this process's tensors, and
             `mfu` if it is known.
         """
-        seconds = time.monotonic() - self._begun
-        tokens = self._tokens * self._groups
+        seconds, tokens = self._seconds, self._tokens * self._groups
         row = {"tokens_per_second": tokens / seconds}
         if self._peak is not None and self._model is not None and self._tokens:
             per_token = flops_per_token(self._model, self._scored / self._tokens)

@@ -193,6 +193,7 @@ class Trainer:
                 before = self.tokens
                 self.throughput.start()
                 values = self._train_step(stop=interrupts.received is not None)
+                self.throughput.stop()
                 stop = values.pop("stop") > 0
                 if values.pop("rolled_back", 0.0):
                     if stop:

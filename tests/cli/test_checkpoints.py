@@ -127,7 +127,7 @@ def test_convert(cli: CLI, foreign: Path) -> None:
         (("calibrate", "{llama}", "--text", "x", "--method", "state_norm", "--train-length", "9"),
          "is a Hugging Face llama"),
         (("diagnose", "states", "{llama}", "--newlines", "--train-length", "9"),
-         "is a Hugging Face llama"),
+         "states of a Hugging Face llama cannot be read"),
         (("train", "{train}", "init_from={llama}"), "a llama, to which no key of model applies"),
     ],
 )  # fmt: skip

@@ -153,12 +153,16 @@ BAD = (
 TEXTS = ("words", "list.yaml", "deep.yaml", "date.yaml", "broken.yaml", "keys.yaml")
 
 
+class TooLate(BaseException):
+    """Not an error that a command may turn into a sentence."""
+
+
 @contextmanager
 def soon(what: object) -> Iterator[None]:
     """Fails a command that reads from a device or a pipe forever."""
 
     def late(number: int, frame: FrameType | None) -> None:
-        raise AssertionError(f"{what}: still reading after {SECONDS} s")
+        raise TooLate(f"{what}: still reading after {SECONDS} s")
 
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(SECONDS)

@@ -43,7 +43,14 @@ COMMANDS: dict[str, list[str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", list(COMMANDS))
+@pytest.mark.parametrize(
+    "name",
+    [
+        "passkey",
+        pytest.param("perplexity", marks=pytest.mark.slow),
+        pytest.param("overlapping", marks=pytest.mark.slow),
+    ],
+)
 def test_two_processes_write_what_one_writes(
     name: str, models: Path, text: Path, tmp_path: Path
 ) -> None:

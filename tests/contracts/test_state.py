@@ -200,6 +200,14 @@ def test_load_refuses_other_weights(model: RecurrentLM, tmp_path: Path) -> None:
     assert "another model" in refused(path, model)
 
 
+def test_load_names_another_version_as_the_cause(model: RecurrentLM, tmp_path: Path) -> None:
+    """A state of the same model, as its fingerprint says, with other parts than today."""
+    state = model.init_state(1)
+    path = tmp_path / "state"
+    states.save(state._replace(layers=state.layers[:1]), path, model=model)
+    assert "another version of longrnn" in refused(path, model)
+
+
 def test_load_refuses_other_shapes(model: RecurrentLM, tmp_path: Path) -> None:
     """Without a fingerprint, structure, shapes and dtypes are compared."""
     path, kind = tmp_path / "state", model.config.mixer["kind"]

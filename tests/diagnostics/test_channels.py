@@ -39,8 +39,8 @@ class Loop:
         normed: list[Tensor] = []
         norm = mamba2.gated_rms_norm
 
-        def keep(*arguments: Any) -> Tensor:
-            normed.append(norm(*arguments))
+        def keep(*arguments: Any, **options: Any) -> Tensor:
+            normed.append(norm(*arguments, **options))
             return normed[-1]
 
         self.states: list[list[Tensor]] = []  # (b, h, p, n) by token and layer

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from longrnn.cli.app import app
 from longrnn.errors import UserError
+from longrnn.hf.auto.model import LongRNNForCausalLM
 from longrnn.hf.loading import load
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.mixers.mamba2 import Mamba2
@@ -56,6 +57,26 @@ def test_a_product_is_that_of_the_stored_weight(
     assert_near(y.double(), exact.double()(x.double()), TOLERANCE[dtype])
 
 
+@torch.no_grad()
+def test_float16_holds_the_product_of_many_rows() -> None:
+    """Although the sum of products with the integers would leave its range."""
+    torch.manual_seed(0)
+    source = nn.Linear(512, 16, bias=False)
+    x = 60 * torch.randn(8, 512)
+    source.weight.mul_(20)
+    y = Int8Linear(source).half()(x.half())
+    assert_near(y.float(), source(x), 2e-2)
+
+
+@torch.no_grad()
+def test_a_cast_of_the_model_does_not_round_the_scales() -> None:
+    ours, _ = layer(True, torch.float32)
+    scale = ours.scale.clone()
+    ours.to(torch.bfloat16)
+    assert torch.equal(ours.scale, scale)
+    assert ours.bias.dtype == torch.bfloat16
+
+
 def logits(model: Any, sizes: list[int]) -> Tensor:
     """Logits of 12 tokens in pieces, without gradients."""
     state, found = None, []
@@ -96,6 +117,8 @@ def test_it_has_no_gradients_and_cannot_be_saved(tmp_path: Path) -> None:
         mixer(x, mixer.init_state(1))
     with pytest.raises(UserError, match="a checkpoint does not store"):
         save_model(model, tmp_path / "model")
+    with pytest.raises(UserError, match="a checkpoint does not store"):
+        LongRNNForCausalLM.of(model).save_pretrained(tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
 
@@ -108,6 +131,22 @@ def test_what_has_no_such_projections_is_refused() -> None:
     mitigated = Mitigated(model, mitigation("forget_more"))
     with pytest.raises(UserError, match="projections of a Mamba-2"):
         quantise(mitigated, "int8")
+
+
+def test_weights_in_int8_are_not_rounded_again() -> None:
+    model = build_model("mamba2")
+    quantise(model, "int8")
+    before = model.fingerprint()
+    quantise(model, "int8")
+    assert model.fingerprint() == before
+
+
+def test_a_replaced_projection_is_refused() -> None:
+    """As one with an adapter, which would be lost."""
+    model = build_model("mamba2")
+    model.mixers[1].in_proj = nn.Sequential(model.mixers[1].in_proj)  # type: ignore[assignment]
+    with pytest.raises(UserError, match="without adapters"):
+        quantise(model, "int8")
 
 
 def test_generate_takes_the_option() -> None:

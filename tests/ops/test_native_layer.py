@@ -24,6 +24,7 @@ SHAPES: list[dict[str, Any]] = [
     {"d_state": 6, "head_dim": 4, "n_groups": 2},
     {"d_state": 5, "head_dim": 8, "bias": True, "conv_bias": False, "d_conv": 1},
     {"d_state": 17, "head_dim": 16, "dt_limit": [0.01, 0.05]},
+    {"d_state": 6, "head_dim": 4, "d_conv": native.MOST_TAPS},
 ]
 # One rounding of the residual stream to bfloat16 is relative to its largest entry.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -69,6 +70,17 @@ def test_a_layer_at_once_gives_its_modules_one_by_one(
         for one, other in zip(ours, theirs, strict=True):
             assert one.dtype == other.dtype
             assert_near(one, other, TOLERANCE[dtype])
+
+
+def test_a_wider_convolution_than_the_kernel_holds_is_computed_by_the_modules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = model_of({"d_state": 6, "head_dim": 4, "d_conv": native.MOST_TAPS + 1}, torch.float32)
+    state = random_state(model, 2)
+    ours = decode(model, 2, state)
+    monkeypatch.setattr(Mamba2, "residual_step", one_by_one)
+    for one, other in zip(ours, decode(model, 2, state), strict=True):
+        assert_near(one, other, 1e-6)
 
 
 @pytest.mark.parametrize("name", ["blocks.0", "blocks.0.mixer", "blocks.0.mixer.in_proj"])

@@ -43,8 +43,15 @@ def test_a_run_may_be_resumed_with_and_without(tmp_path: Path) -> None:
     assert_same_run(tmp_path / "one", tmp_path / "two")
 
 
-@pytest.mark.parametrize("devices", [CPU2, FSDP2], ids=["ddp", "fsdp2"])
-@pytest.mark.parametrize("every", ["block", "segment"])
+@pytest.mark.parametrize(
+    ("every", "devices"),
+    [
+        pytest.param("block", FSDP2, id="block-fsdp2"),
+        pytest.param("block", CPU2, id="block-ddp", marks=pytest.mark.slow),
+        pytest.param("segment", FSDP2, id="segment-fsdp2", marks=pytest.mark.slow),
+        pytest.param("segment", CPU2, id="segment-ddp", marks=pytest.mark.slow),
+    ],
+)
 def test_two_processes_train_like_one(every: str, devices: tuple[str, ...], tmp_path: Path) -> None:
     """Copies and shards with recomputation have the weights of one process without it."""
     train(tiny("carry", tmp_path / "one", per_device_train_batch_size=ROWS, **SHORT))

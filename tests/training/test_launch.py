@@ -40,7 +40,10 @@ def config(folder: Path, processes: int, **changes: Any) -> Path:
     return write_config(two, folder / "config.yaml")
 
 
-@pytest.mark.parametrize(("processes", "whole_group"), [(2, False), (2, True), (1, False)])
+@pytest.mark.parametrize(
+    ("processes", "whole_group"),
+    [(2, False), pytest.param(2, True, marks=pytest.mark.slow), (1, False)],
+)
 def test_sigterm_saves_and_ends_the_launcher(
     processes: int, whole_group: bool, tmp_path: Path
 ) -> None:

@@ -57,7 +57,13 @@ FSDP2 = ("--config_file", "configs/accelerate/cpu2_fsdp2.yaml")
 CONFIGS = sorted((REPOSITORY / "configs/accelerate").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("kind", ["passkey", "carry", "streams", "fitted_noise"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "carry",
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("passkey", "streams", "fitted_noise")),
+    ],
+)
 def test_two_processes_train_like_one(kind: str, tmp_path: Path) -> None:
     """Two processes give the weights and metrics of one process with twice the batch."""
     how = dict(SHORT)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +12,10 @@ import torch
 
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.tasks import Batch
-from longrnn.training import throughput
+from longrnn.training import best_model, throughput
 from longrnn.training.throughput import Throughput, flops_per_token, peak_of
+from longrnn.training.trainer import Trainer
+from tests.training.runs import tiny, train
 
 MAMBA2 = {"kind": "mamba2", "d_state": 8, "head_dim": 4}
 WIDTH, VOCAB = 16, 32
@@ -89,6 +94,8 @@ def test_a_row_on_a_gpu(fake_gpu: dict[str, Any]) -> None:
     measured.start()
     measured.add(batch())
     fake_gpu["time"] = 0.5
+    measured.stop()
+    fake_gpu["time"] = 30.0  # an evaluation
     row = measured.row()
     assert row["tokens_per_second"] == 2 * 100 / 0.5
     assert row["mfu"] == pytest.approx(25 * flops_per_token(model(), 0.5) / 0.5 / 989e12)
@@ -111,6 +118,7 @@ def test_unknown_utilisation_is_left_out(
         measured.start()
         measured.add(batch())
         fake_gpu["time"] = step + 1.0
+        measured.stop()
         assert measured.row().keys() == {"tokens_per_second", "peak_memory_gib"}
     assert len(said) == 1
     assert reason in said[0]
@@ -121,5 +129,21 @@ def test_a_row_on_a_cpu() -> None:
     said: list[str] = []
     measured = Throughput(model(), torch.device("cpu"), 1, 1, "bf16", said.append)
     measured.add(batch())
+    measured.stop()
     assert measured.row().keys() == {"tokens_per_second"}
     assert said == []
+
+
+def test_the_speed_of_a_step_is_without_its_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of the log are often those of steps with an evaluation."""
+
+    def evaluate(trainer: Trainer) -> bool:
+        time.sleep(2)
+        return False
+
+    monkeypatch.setattr(best_model, "evaluate", evaluate)
+    train(tiny("passkey", tmp_path / "run", max_steps=1, logging_steps=1))
+    row = json.loads((tmp_path / "run/metrics.jsonl").read_text())
+    assert row["tokens"] / row["tokens_per_second"] < 1.5

@@ -37,6 +37,7 @@ from longrnn.hf.auto.config import LongRNNConfig
 from longrnn.hf.auto.masks import inferred_padding, padding, starts
 from longrnn.hf.tokenizer import TOKENIZER_FILES, byte_level
 from longrnn.mitigations import Mitigated, mitigation
+from longrnn.models import quantise
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.state import LMState
 
@@ -326,9 +327,11 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
 
         Raises:
             UserError: an adapter that `longrnn train` wrote is loaded: transformers would save
-                neither its mitigation nor the parameters that were trained as a whole.
+                neither its mitigation nor the parameters that were trained as a whole. Or weights
+                that were rounded to fewer bits.
         """
         refuse_to_save(self._has_own_adapter)
+        quantise.refuse_to_save(self.model)
         folder = Path(save_directory)
         main = kwargs.get("is_main_process", True)
         if main:
