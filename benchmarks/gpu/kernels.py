@@ -130,7 +130,7 @@ def _mitigated(
         return  # the window has no other implementation
     one = ScanInputs(*(tensor[0, :1] for tensor in part))
     carry = init_carry(one, state, sizes.window)
-    ms = bench.milliseconds(lambda: windowed_ssd(part, carry, sizes.window))
+    ms = bench.milliseconds(lambda: windowed_ssd(part, carry, sizes.window, BACKENDS[name]))
     limit = WINDOW if name == FAST else None
     what = f"{name}, window of {sizes.window:,}, {part.x.shape[1]:,} tokens"
     bench.compare(what, ms, shorter, against, limit=limit)

@@ -63,7 +63,7 @@ def _recurrent(model: RecurrentLM) -> dict[str, str]:
     return {
         "layers": f"{config.n_layers} × {config.mixer['kind']}, {config.block} blocks",
         "d_model": str(config.d_model),
-        "mixer": mixer.extra_repr() or "torch.nn kernel",
+        "mixer": mixer.extra_repr(),
         "position": config.position["kind"],
         "vocabulary": f"{config.vocab_size:,} ({'tied' if config.tie_embeddings else 'own'} head)",
         "state": f"{state.nbytes(model.init_state(1)):,} bytes per sequence, at any length",

@@ -64,11 +64,12 @@ class Window(Edit):
         if self._n_inside == 0:
             return super().scan(inputs, state, carry, ssd)
         if self._n_outside == 0:
-            return windowed_ssd(inputs, carry, self.window)
+            return windowed_ssd(inputs, carry, self.window, ssd)
         inside, outside, order = (
             index.on(state.device) for index in (self.inside, self.outside, self.order)
         )
-        y_in, state_in, carry = windowed_ssd(_take_heads(inputs, inside), carry, self.window)
+        chosen = _take_heads(inputs, inside)
+        y_in, state_in, carry = windowed_ssd(chosen, carry, self.window, ssd)
         y_out, state_out = ssd(_take_heads(inputs, outside), state[:, outside])
         y = torch.cat([y_in, y_out], dim=2)[:, :, order]
         return y, torch.cat([state_in, state_out], dim=1)[:, order], carry

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from longrnn.mixers.base import Mixer
 from longrnn.mixers.documents import run_packed_sequence
 from longrnn.mixers.edits import Edit, EditedState, Update
+from longrnn.ops import native as kernels
 from longrnn.ops.linear import linear
 from longrnn.ops.native import stepwise as native
 from longrnn.ops.packed_rows import PackedRows
@@ -143,6 +144,13 @@ class StepwiseMixer(Mixer):
         start = EditedState(state, carry)
         y, after = unroll(edited, lambda after: after.state.h, projected, start)
         return y, after.state, after.carry
+
+    def extra_repr(self) -> str:
+        ours = kernels.available() and next(self.cell.parameters()).device.type == "cpu"
+        with_gradients = "torch.nn" if self.has_kernel else "one token after another"
+        if not ours or (self.has_kernel and not self.native_first):
+            return f"kernel={with_gradients}"
+        return f"kernel=C++ without gradients, {with_gradients} with gradients"
 
     def recurrent(self, h: Tensor) -> Tensor:
         """`W_hh h + b_hh`, `(b, gates · d)`."""

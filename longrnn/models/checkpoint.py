@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -20,8 +21,13 @@ from longrnn.errors import UserError
 from longrnn.files import one_line, read_json, write_atomic
 from longrnn.models.quantise import refuse_to_save
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
+from longrnn.ops.ssd import KERNELS, PARTIAL, resolve
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
+# Backends that not every machine can run.
+MACHINE_DEPENDENT = {*KERNELS.values(), *PARTIAL}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -158,14 +164,15 @@ def build_model(
         config: describes the model.
         tensors: weights by their names in `RecurrentLM`; a tied head may be left out.
         source: the file they come from, for error messages.
-        backend: implementation of the recurrence; `auto` for the default of the cell.
+        backend: implementation of the recurrence; `auto` for that of the configuration, or if this
+            machine cannot run it, for the fastest one that it can.
         source_name: maps a name in `RecurrentLM` to the name in `source`.
 
     Raises:
-        UserError: a weight is missing, unexpected, or of another shape or dtype.
+        UserError: a weight is missing, unexpected, or of another shape or dtype, or this machine
+            cannot run the backend.
     """
-    if backend != "auto":
-        config.mixer = {**config.mixer, "backend": backend}
+    _select_backend(config, backend, source)
     given = dict(tensors)
     if config.tie_embeddings:
         given.setdefault("head.weight", given.get("embedding.weight", torch.empty(0)))
@@ -192,6 +199,25 @@ def build_model(
     if config.tie_embeddings:
         model.head.weight = model.embedding.weight
     return model.eval()
+
+
+def _select_backend(config: RecurrentConfig, backend: str, source: Path) -> None:
+    """Writes the backend that computes a model into its configuration.
+
+    Raises:
+        UserError: an unknown backend was given, or one that this machine cannot run.
+    """
+    if backend != "auto":
+        resolve(backend)
+        config.mixer = {**config.mixer, "backend": backend}
+        return
+    recorded = config.mixer.get("backend", "auto")
+    if recorded in MACHINE_DEPENDENT:
+        try:
+            resolve(recorded)
+        except UserError as error:
+            logger.warning("%s names the backend %s; auto is used: %s", source, recorded, error)
+            config.mixer = {**config.mixer, "backend": "auto"}
 
 
 def cast_weights(model: RecurrentLM, dtype: torch.dtype | None) -> RecurrentLM:

@@ -70,7 +70,7 @@ def limited(inputs: ScanInputs, state: Tensor) -> PyTree:
 
 def windowed(inputs: ScanInputs, state: Tensor) -> PyTree:
     like = ScanInputs(*(tensor[0, :1] for tensor in inputs))
-    return windowed_ssd(inputs, init_carry(like, state, 70), 70)
+    return windowed_ssd(inputs, init_carry(like, state, 70), 70, chunked.ssd)
 
 
 RECURRENCES: dict[str, Callable[[ScanInputs, Tensor], PyTree]] = {

@@ -8,6 +8,7 @@ and every cell × position × mitigation.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from longrnn import state as states
-from longrnn.ops.ssd import BACKENDS, ScanInputs, chunked
+from longrnn.ops.ssd import BACKENDS, ScanInputs, chunked, resolve
 from longrnn.ops.ssd.rescale import UNLIMITED, rescaled_ssd
 from longrnn.ops.ssd.window import windowed_ssd
 from longrnn.ops.ssd.window_carry import init_carry
@@ -252,11 +253,11 @@ def test_sliding_window(r: int, names: tuple[str, ...], value: float) -> None:
         assert final.isfinite().all()
     with small_chunks():
         like = ScanInputs(*(tensor[0, :1] for tensor in inputs))
-        for sizes in SPLITS:
+        for sizes, backend in product(SPLITS, {"chunked", resolve("auto")}):
             carry, outputs = init_carry(ScanInputs(*like), torch.zeros_like(state), r), []
             after = state
             for piece in zip(*(tensor.split(sizes, 1) for tensor in inputs), strict=True):
-                part, after, carry = windowed_ssd(ScanInputs(*piece), carry, r)
+                part, after, carry = windowed_ssd(ScanInputs(*piece), carry, r, BACKENDS[backend])
                 outputs.append(part)
             nan = value not in (INF, -INF)
             ours = torch.cat(outputs, 1)

@@ -13,12 +13,15 @@ from safetensors.torch import load_file, save_file
 
 from longrnn import load
 from longrnn import state as states
+from longrnn.checksums import write_checksums
 from longrnn.errors import UserError
 from longrnn.hf import loading
 from longrnn.mixers import MIXERS
 from longrnn.models import LanguageModel, RecurrentLM
 from longrnn.models.checkpoint import save_model
-from longrnn.ops.ssd import resolve
+from longrnn.ops import native as cpu_kernels
+from longrnn.ops import triton as gpu_kernels
+from longrnn.ops.ssd import BACKENDS, mamba_ssm, resolve
 from longrnn.positions import POSITIONS
 from tests.contracts.builders import build_model, random_tokens
 from tests.hf.foreign import causal, with_bytes
@@ -94,6 +97,32 @@ def test_the_backend_is_chosen_and_is_not_part_of_the_model(saved: Path, tmp_pat
     assert states.load(tmp_path / "state.safetensors", slow).position.tolist() == [5, 5]
     with pytest.raises(UserError, match="did you mean 'reference'"):
         load(saved, backend="referense")
+
+
+@pytest.mark.parametrize("backend", ["triton", "native", "mamba_ssm"])
+def test_a_backend_that_this_machine_lacks(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is refused for its own reason; a checkpoint that names it is computed by `auto`."""
+    save_model(build_model({"kind": "mamba2", "d_state": 4, "head_dim": 4}), tmp_path)
+    path = tmp_path / "config.json"
+    description = json.loads(path.read_text())
+    description["config"]["mixer"]["backend"] = backend
+    path.write_text(json.dumps(description))
+    write_checksums(tmp_path)
+
+    def cannot_import() -> None:
+        raise UserError("mamba-ssm is not installed: use another backend")
+
+    monkeypatch.delitem(BACKENDS, backend, raising=False)
+    monkeypatch.setattr(cpu_kernels, "library", lambda: None)
+    monkeypatch.setattr(gpu_kernels, "_installed", lambda: False)
+    monkeypatch.setattr(mamba_ssm, "combined", cannot_import)
+    assert f"backend={resolve('auto')}" in repr(load(tmp_path))
+    assert f"names the backend {backend}; auto is used" in caplog.text
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, backend=backend)
+    assert "config.json" not in str(caught.value)
 
 
 def test_a_backend_for_a_cell_without_backends_is_refused(tmp_path: Path) -> None:

@@ -187,3 +187,12 @@ def test_a_call_leaves_the_given_carry_unchanged() -> None:
     for (_, one), (_, other) in zip(leaves(state), leaves(before), strict=True):
         assert torch.equal(one, other)
     assert torch.equal(first.logits, again.logits)
+
+
+def test_a_cell_names_the_kernels_that_compute_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "kernel=C++ without gradients, torch.nn with gradients" in repr(
+        build_mixer({"kind": "gru"})
+    )
+    assert "kernel=torch.nn\n" in repr(build_mixer({"kind": "lstm"}))
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert "kernel=torch.nn\n" in repr(build_mixer({"kind": "gru"}))

@@ -12,12 +12,16 @@
 #include "limited.h"
 #include "scan_gradient.h"
 #include "stepwise.h"
+#include "window.h"
 
 extern "C" {
+int longrnn_vector_bytes() { return BYTES; }
 void longrnn_scan_f32(const Scan<float> *s) { scan<float>(*s); }
 void longrnn_scan_f64(const Scan<double> *s) { scan<double>(*s); }
 int longrnn_limited_scan_f32(const Limited<float> *s) { return limited_scan<float>(*s); }
 int longrnn_limited_scan_f64(const Limited<double> *s) { return limited_scan<double>(*s); }
+void longrnn_windowed_scan_f32(const Windowed<float> *s) { windowed_scan<float>(*s); }
+void longrnn_windowed_scan_f64(const Windowed<double> *s) { windowed_scan<double>(*s); }
 void longrnn_scan_gradient_f32(const ScanGradient<float> *s) { scan_gradient<float>(*s); }
 void longrnn_scan_gradient_f64(const ScanGradient<double> *s) { scan_gradient<double>(*s); }
 int longrnn_cell_f32(const Given<float> *s) { return cell<float>(*s); }

@@ -20,10 +20,12 @@ Notable choices:
 - Slots that are not filled yet hold zeros, which add nothing, so shapes do not depend on how many
   tokens were consumed. Rows at different phases (after the reset of one row) run in groups of equal
   phase.
+- For the backend `native` without gradients, all this is one call of C++ (`native/window.h`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -34,7 +36,8 @@ from torch.nn import functional as F
 
 from longrnn.ops.precision import own_precision
 from longrnn.ops.rows import all_finite, finite_rows, run_by_finiteness, run_by_phase
-from longrnn.ops.ssd.base import ScanInputs
+from longrnn.ops.ssd import native, window_native
+from longrnn.ops.ssd.base import SSD, ScanInputs
 from longrnn.ops.ssd.chunks import cut, fill, join, stack
 from longrnn.ops.ssd.decays import FLOOR
 from longrnn.ops.ssd.window_carry import WindowCarry, WindowShape, shape_of
@@ -45,7 +48,7 @@ CHUNKS_AT_ONCE = 8
 
 
 def windowed_ssd(
-    inputs: ScanInputs, carry: WindowCarry, window: int
+    inputs: ScanInputs, carry: WindowCarry, window: int, ssd: SSD
 ) -> tuple[Tensor, Tensor, WindowCarry]:
     """Runs the windowed recurrence.
 
@@ -53,19 +56,30 @@ def windowed_ssd(
         inputs: see `ScanInputs`.
         carry: from `init_carry` or from an earlier call with the same window.
         window: in tokens, at least 1.
+        ssd: computes the plain recurrence of the same layer; those in `WINDOWED` have kernels for
+            the window too.
 
     Returns:
         y `(b, t, h, p)`, the state of the last token's window `(b, h, p, n)`, and the carry.
     """
     with own_precision(carry.back):
-        run = partial(_one_phase, shape_of(window))
+        run = partial(_one_phase, shape_of(window), WINDOWED.get(ssd))
         return run_by_phase(run, carry.phase, inputs, carry)
 
 
+# Backends with kernels for the window, which return None for calls that they cannot compute.
+Kernels = Callable[
+    [ScanInputs, WindowCarry, WindowShape, int], tuple[Tensor, Tensor, WindowCarry] | None
+]
+WINDOWED: dict[SSD, Kernels] = {native.ssd: window_native.windowed}
+
+
 def _one_phase(
-    shape: WindowShape, inputs: ScanInputs, carry: WindowCarry, phase: int
+    shape: WindowShape, kernels: Kernels | None, inputs: ScanInputs, carry: WindowCarry, phase: int
 ) -> tuple[Tensor, Tensor, WindowCarry]:
     """`windowed_ssd` for rows that are all at one phase."""
+    if kernels is not None and (found := kernels(inputs, carry, shape, phase)) is not None:
+        return found
     found = _run(inputs, carry, shape, phase)
     if inputs.x.shape[1] == 1 or all_finite(found[0]):
         return found
