@@ -21,8 +21,8 @@ from longrnn.ops.native.layer import Layer, Prepared, suits
 from longrnn.state import PyTree
 
 # What decides whether the kernel can compute the blocks, and what its arguments depend on besides.
-_KIND = attrgetter("dtype"), attrgetter("device"), Tensor.is_contiguous
-_PLACE = Tensor.data_ptr, Tensor.numel
+_KIND = attrgetter("dtype"), Tensor.is_contiguous
+_PLACE = Tensor.data_ptr, Tensor.numel  # another device is another address
 
 
 class TokenStack:
@@ -94,7 +94,10 @@ class _Found:
             self.modules = list(_computed(blocks))
             self._watched, self._properties = read, (*_KIND, *_PLACE)
         else:
-            self._watched, self._properties = list(held.values()), _KIND
+            self._watched, self._properties = (
+                list(held.values()),
+                (*_KIND, attrgetter("device")),
+            )
         self._memory = self._read_memory()
 
     def is_of(self, blocks: nn.ModuleList) -> bool:
