@@ -167,6 +167,13 @@ for options in layers.SHAPES:
     for dtype in layers.TOLERANCE:
         model = layers.model_of(options, dtype)
         layers.decode(model, 3, model.init_state(3))
+from tests.ops import test_native_window as windows
+for shape in windows.SHAPES:
+    inputs, state = draw(*shape)
+    for w in windows.WINDOWS:
+        for sizes in ([shape[1]], windows.cuts(shape[1], w)):
+            carry = windows.empty(inputs, state, w)
+            windows.in_pieces(inputs, carry, w, sizes, windows.BACKENDS["native"])
 print("done")
 """
 

@@ -30,10 +30,10 @@ template <class T> struct Windowed {
   long offset, slot;          // tokens in the chunk that is being filled, and its slot of `front`
   const Piece<T> *pieces;     // (between + 2 + m); of the first ones only those that some window reads
   const T *C;                 // (b, t, g, n)
-  const T *const *front;      // (between) states (b, h, n, pp), before and after the call
-  T *const *front_after;      // null where nothing is written
-  T *back;                    // (b, h, n, pp), changed
-  double *back_decay;         // (b, h), changed
+  const T *const *front;      // (between) states (b, h, n, pp) before the call, null where none is read
+  T *const *front_after;      // after the call, null where none is written
+  T *back;                    // (b, h, n, pp), changed if a chunk is completed
+  double *back_decay;         // (b, h), changed as `back` is
   double *ends;               // (b, between + 2 + m, h) log decays of chunks; the last m are written
   T *y;                       // (b, t, h, p)
   T *final_state;             // (b, h, p, n)
@@ -241,7 +241,7 @@ template <class T> void windowed_scan(const Windowed<T> &a) {
       std::vector<std::vector<const T *>> front(last - first);
       for (long head = first; head < last; head++)
         for (long j = 0; j < a.between; j++)
-          front[head - first].push_back(a.front[j] + (row * a.h + head) * a.n * pp);
+          front[head - first].push_back(a.front[j] ? a.front[j] + (row * a.h + head) * a.n * pp : nullptr);
       for (long i = 0; i < chunks; i++) {
         Part part{i, i ? i * a.chunk - a.offset : 0, i ? 0 : a.offset, std::min(a.chunk, a.offset + a.t - i * a.chunk),
                   false, i + 1 == chunks};

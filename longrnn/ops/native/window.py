@@ -35,12 +35,12 @@ class Sums(NamedTuple):
     """Sums of chunk states, each `(b, h, n, p)` or as `transposed` returns them.
 
     Attributes:
-        front: one per slot.
-        back: changed in place.
-        back_decay: `(b, h)` float64, changed in place.
+        front: one per slot; None for slots that the call does not read.
+        back: changed in place if a chunk is completed.
+        back_decay: `(b, h)` float64, changed as `back` is.
     """
 
-    front: Sequence[Tensor]
+    front: Sequence[Tensor | None]
     back: Tensor
     back_decay: Tensor
 
@@ -73,8 +73,9 @@ def windowed_scan(
 
     Args:
         pieces: x `(b, chunk, h, p)`, gain and log_decay `(b, chunk, h)` and B `(b, chunk, g, n)` of
-            the `between + 2` chunks before the call's first one, then of the call's chunks. Tokens
-            of a row are contiguous. None for a chunk of which no window of the call reads inputs.
+            the `between + 2` chunks before the call's first one, then of the call's chunks. Rows
+            are contiguous, and equally far apart in all tensors of a chunk. None for a chunk of
+            which no window of the call reads inputs.
         C: `(b, t, g, n)`.
         place: see `Place`.
         sums: see `Sums`.
@@ -87,12 +88,12 @@ def windowed_scan(
     C = C.contiguous()
     y, final = C.new_empty(b, t, h, p), C.new_empty(b, h, p, n)
     kind, _ = KINDS[C.dtype]
+    front, front_after = _pointers(sums.front), _pointers(written)
     given = (_Piece * len(pieces))(*(_piece(piece) for piece in pieces))
     arguments = _Windowed(
         *Sizes(b, t, h, p, g, n), *place,
-        ctypes.cast(given, ctypes.c_void_p), C.data_ptr(),
-        ctypes.cast(_pointers(sums.front), ctypes.c_void_p),
-        ctypes.cast(_pointers(written), ctypes.c_void_p),
+        ctypes.addressof(given), C.data_ptr(),
+        ctypes.addressof(front), ctypes.addressof(front_after),
         sums.back.data_ptr(), sums.back_decay.data_ptr(), ends.data_ptr(),
         y.data_ptr(), final.data_ptr(),
     )  # fmt: skip

@@ -51,13 +51,13 @@ def windowed(
     known, kept = [*carry.recent, *chunks], len(carry.recent)
     # Chunk i of the call reads the pair that starts at chunk i of `known`, and itself.
     pieces = [
-        tuple(_wide(tensor, dtype) for tensor in chunk) if i <= len(chunks) or i >= kept else None
+        _wide(chunk, dtype) if i <= len(chunks) or i >= kept else None
         for i, chunk in enumerate(known)
     ]
     ends = torch.cat(
         [carry.totals, carry.totals.new_empty(len(carry.totals), len(chunks), heads)], 1
     )
-    sums, written = _sums(carry, place, complete)
+    sums, written = _sums(carry, place, len(chunks), complete)
     y, state = windowed_scan(pieces, inputs.C.to(dtype), place, sums, written, ends, p)
     if not all_finite(y):
         return None
@@ -65,21 +65,26 @@ def windowed(
     if complete:
         # Kept chunks are shared; new ones are copied, so that the whole input can be freed.
         new = [_copied(chunk) for chunk in known[max(complete, kept) : kept + complete]]
-        front = (
-            before if tile is None else restored(tile, p)
-            for before, tile in zip(carry.front, written, strict=True)
-        )
-        after = after._replace(
+        after = _moved(after, sums, written, p)._replace(
             current=states.tree_map(torch.zeros_like, carry.current),
             recent=(*known[complete:kept], *new),
             totals=ends[:, complete : complete + kept].clone(),
-            front=tuple(front),
-            back=restored(sums.back, p) if shape.between else carry.back,
-            back_decay=sums.back_decay,
         )
     if complete < len(chunks):
         after = after._replace(current=_copied(chunks[-1]))
     return y, state, after
+
+
+def _moved(carry: WindowCarry, sums: Sums, written: list[Tensor | None], p: int) -> WindowCarry:
+    """A carry with the sums that the kernel wrote."""
+    if not written:
+        return carry  # without chunks between, no token changes the stacks
+    front = (
+        before if tile is None else restored(tile, p)
+        for before, tile in zip(carry.front, written, strict=True)
+    )
+    back = restored(sums.back, p)
+    return carry._replace(front=tuple(front), back=back, back_decay=sums.back_decay)
 
 
 def _chunks(inputs: ScanInputs, current: Chunk, offset: int) -> list[Chunk]:
@@ -99,32 +104,32 @@ def _chunks(inputs: ScanInputs, current: Chunk, offset: int) -> list[Chunk]:
     return chunks
 
 
-def _sums(carry: WindowCarry, place: Place, complete: int) -> tuple[Sums, list[Tensor | None]]:
+def _sums(
+    carry: WindowCarry, place: Place, chunks: int, complete: int
+) -> tuple[Sums, list[Tensor | None]]:
     """The sums that the kernel reads, and where it writes the new state of each slot."""
+    # The end of a block reads and writes all slots.
+    wraps, slot = place.slot + complete >= place.between, place.slot
+    read = range(place.between) if wraps else range(slot, slot + chunks)
+    new = range(place.between) if wraps else range(slot, slot + complete)
     # An empty carry has the same zeros in every slot.
-    unique = {id(state): state for state in carry.front}
+    unique = {id(carry.front[i]): carry.front[i] for i in read}
     tiles = {key: transposed(state) for key, state in unique.items()}
-    back = transposed(carry.back)
-    ours = back.data_ptr() != carry.back.data_ptr()
-    sums = Sums(
-        [tiles[id(state)] for state in carry.front],
-        back if ours else back.clone(),
-        carry.back_decay.clone(memory_format=torch.contiguous_format),
-    )
-    wraps = place.slot + complete >= place.between
-    written = [
-        torch.empty_like(back)
-        if complete and (wraps or place.slot <= slot < place.slot + complete)
-        else None
-        for slot in range(place.between)
-    ]
-    return sums, written
+    back, back_decay = transposed(carry.back), carry.back_decay.contiguous()
+    if complete:  # the kernel changes them
+        back, back_decay = back.clone(), back_decay.clone()
+    written = [torch.empty_like(back) if i in new else None for i in range(place.between)]
+    return Sums([tiles.get(id(state)) for state in carry.front], back, back_decay), written
 
 
-def _wide(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor in `dtype` whose rows are contiguous; rows may be apart, as those of a view."""
-    tensor = tensor.to(dtype)
-    return tensor if tensor[0].is_contiguous() else tensor.contiguous()
+def _wide(chunk: Chunk, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The tensors of a chunk in `dtype`, whose rows are contiguous and equally far apart."""
+    tensors = tuple(tensor.to(dtype) for tensor in chunk)
+    # Of a view of the inputs a tensor that was cast is a copy, and the others are not.
+    distances = {tensor.stride(0) / tensor[0].numel() for tensor in tensors}
+    if len(distances) == 1 and all(tensor[0].is_contiguous() for tensor in tensors):
+        return tensors
+    return tuple(tensor.contiguous() for tensor in tensors)
 
 
 def _copied(chunk: Chunk) -> Chunk:
