@@ -5,6 +5,7 @@ be compiled, the installation succeeds without it; `longrnn info` says which bac
 """
 
 import platform
+import runpy
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     SETS |= {"avx2": ["-march=x86-64-v3"], "avx512": ["-march=x86-64-v4"]}
 FOLDER = Path("longrnn/ops/native")
 HEADERS = sorted(str(path) for path in FOLDER.glob("*.h"))
+SOURCES = runpy.run_path(str(FOLDER / "sources.py"))["digest"](FOLDER)
 OPENMP = ["-fopenmp"] if sys.platform == "linux" else []
 
 setup(
@@ -23,6 +25,7 @@ setup(
             f"longrnn.ops.native._{name}",
             [str(FOLDER / "kernels.cpp")],
             depends=HEADERS,  # compiled again when they change, and part of the source distribution
+            define_macros=[("LONGRNN_SOURCES", f'"{SOURCES}"')],
             extra_compile_args=["-O3", "-std=c++17", "-fno-math-errno", *OPENMP, *flags],
             extra_link_args=OPENMP,
             language="c++",

@@ -20,12 +20,13 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.mixers import MIXERS
 from longrnn.ops import native
+from longrnn.ops.native import sources
 from longrnn.ops.ssd import BACKENDS, ScanInputs, chunked, resolve
 from tests.contracts.builders import assert_near, generator
 
 FOLDER = Path(native.__file__).parent
 LIBRARIES = sorted(FOLDER.glob("_*.so"))
-needs_kernels = pytest.mark.skipif(not native.available(), reason="the kernels were not compiled")
+needs_kernels = pytest.mark.skipif(not native.available(), reason=str(native.missing()))
 # Sizes that are and are not multiples of the vector width; one group and several.
 SHAPES = [(2, 130, 4, 3, 2, 5), (1, 64, 8, 32, 1, 128), (1, 200, 6, 20, 3, 17), (3, 2, 2, 16, 1, 8)]
 
@@ -116,6 +117,7 @@ def test_without_kernels_auto_is_chunked_and_native_says_why(
 DRIVER = """
 import ctypes, sys, torch
 from longrnn.ops import native
+from longrnn.ops.native import sources
 loaded = ctypes.CDLL(sys.argv[1])
 native.library = lambda: loaded
 from longrnn.ops.native.gradients import scan_gradients
@@ -203,3 +205,18 @@ def test_the_kernels_touch_no_memory_that_is_not_theirs(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.stdout.strip() == "done", done.stderr[-3000:]
+
+
+@needs_kernels
+def test_libraries_of_other_sources_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an update of a checkout: they would read arguments of another layout."""
+    monkeypatch.setattr(sources, "digest", lambda: "0" * 16)
+    native.library.cache_clear()
+    try:
+        assert not native.available()
+        assert "compiled from other sources" in str(native.missing())
+        monkeypatch.setattr(sources, "digest", lambda: None)  # installed without its sources
+        native.library.cache_clear()
+        assert native.available()
+    finally:
+        native.library.cache_clear()

@@ -19,7 +19,7 @@ from tests.ops.test_native import library
 
 __all__ = ["library"]  # a fixture
 
-pytestmark = pytest.mark.skipif(not native.available(), reason="the kernels were not compiled")
+pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing()))
 SHAPES: list[dict[str, Any]] = [
     {"d_state": 6, "head_dim": 4, "n_groups": 2},
     {"d_state": 5, "head_dim": 8, "bias": True, "conv_bias": False, "d_conv": 1},

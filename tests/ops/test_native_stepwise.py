@@ -32,7 +32,7 @@ from tests.ops.test_native import library, threads
 
 __all__ = ["library", "threads"]  # fixtures
 
-pytestmark = pytest.mark.skipif(not native.available(), reason="the kernels were not compiled")
+pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing()))
 CELLS: list[dict[str, Any]] = [
     *({"kind": "rnn", "nonlinearity": name} for name in ("tanh", "relu", "identity")),
     {"kind": "gru"},

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch._C._functorch import maybe_current_level  # pyright: ignore[reportMissingImports]
 from torch.nn import Parameter
 
+from longrnn.ops.native.sources import is_current
+
 # Instruction sets by the names that torch gives them, best first, and the suffix of the library.
 CAPABILITIES = {"AVX512": "avx512", "AVX2": "avx2", "DEFAULT": "generic"}
 MOST_TAPS = 16  # of the convolution, as in cell.h
@@ -26,7 +28,13 @@ KINDS = {torch.float32: ("f32", ctypes.c_float), torch.float64: ("f64", ctypes.c
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels for this machine; None if there are none that it can run."""
+    """The compiled kernels for this machine; None if there are none that it can use."""
+    loaded = _loaded()
+    return loaded if loaded is not None and is_current(loaded) else None
+
+
+def _loaded() -> ctypes.CDLL | None:
+    """The library of the best instruction set; None if there is none that this machine can run."""
     names = list(CAPABILITIES)
     found = torch.backends.cpu.get_cpu_capability()
     best = names.index(found) if found in names else len(names) - 1
@@ -47,6 +55,12 @@ def missing() -> str | None:
     """Why the kernels cannot run, and what to do; None if they can."""
     if available():
         return None
+    loaded = _loaded()
+    if loaded is not None and not is_current(loaded):
+        return (
+            "the C++ kernels were compiled from other sources than these: compile them again with "
+            "`pip install -e .` in the checkout"
+        )
     return (
         "the C++ kernels were not compiled: install longrnn from its source with a C++ compiler "
         "(Debian: apt install g++)"

@@ -14,7 +14,12 @@
 #include "stepwise.h"
 #include "window.h"
 
+#ifndef LONGRNN_SOURCES
+#define LONGRNN_SOURCES ""
+#endif
+
 extern "C" {
+const char *longrnn_sources() { return LONGRNN_SOURCES; }  // see sources.py
 int longrnn_vector_bytes() { return BYTES; }
 void longrnn_scan_f32(const Scan<float> *s) { scan<float>(*s); }
 void longrnn_scan_f64(const Scan<double> *s) { scan<double>(*s); }
