@@ -39,7 +39,7 @@ def test_the_dry_run_runs_every_part(tmp_path: Path, capsys: pytest.CaptureFixtu
     for row in content["rows"]:
         assert row["status"] in (PASSED, RAN) or "mamba_ssm" in row["name"], row
         if row["unit"] in OF_A_GPU:
-            assert row["value"] is row["floor"] is row["ratio"] is None, row
+            assert row["value"] is row["bound"] is row["ratio"] is None, row
     assert "ran, not timed" in capsys.readouterr().out
 
 
@@ -114,19 +114,19 @@ def test_what_does_not_fit_into_the_budget_is_not_started() -> None:
     assert "60 s needed" in row.reason
 
 
-def test_floors_and_ratios() -> None:
-    """A floor is the larger of the time of the bytes and that of the operations."""
+def test_bounds_and_ratios() -> None:
+    """A bound is the larger of the time of the bytes and that of the operations."""
     found = bench()
     found.record.ceilings = {"bytes_per_second": 1e12, "flops_per_second": 1e14}
-    assert Cost(2e9, 1e11).floor_ms(found.record.ceilings) == pytest.approx(2.0)
-    assert Cost(2e9, 1e12).floor_ms(found.record.ceilings) == pytest.approx(10.0)
+    assert Cost(2e9, 1e11).bound_ms(found.record.ceilings) == pytest.approx(2.0)
+    assert Cost(2e9, 1e12).bound_ms(found.record.ceilings) == pytest.approx(10.0)
     found.compare("fast", 3.0, 2.5, "peer", cost=Cost(2e9), limit=1.3)
     found.compare("slow", 4.0, 2.5, "peer", cost=Cost(2e9), limit=1.3)
     found.compare("alone", 4.0, None, "peer", limit=1.3)
     fast, slow, alone = found.record.rows
     assert (fast.status, slow.status, alone.status) == (PASSED, FAILED, MEASURED)
     assert fast.ratio == pytest.approx(1.2)
-    assert "1.50" in line(fast)  # of the floor
+    assert "1.50" in line(fast)  # of the bound
 
 
 def test_error_is_relative_to_the_largest_entry() -> None:

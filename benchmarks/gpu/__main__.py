@@ -8,7 +8,7 @@ Parts, in this order:
   training     a training step of 8 × 8,192 tokens
 
 Each part runs in its own process, which is ended after the part's budget; what it found until then
-counts. Results are written to --json after every row. A floor is what the bytes and operations of a
+counts. Results are written to --json after every row. A bound is what the bytes and operations of a
 shape need at the measured ceilings. The exit code is 1 if a check failed or a part ended early, 2
 without a GPU.
 
@@ -84,7 +84,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--child", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args(given)
-    # Floors need the ceilings.
+    # Bounds need the ceilings.
     args.parts = [name for name in PARTS if name in {"ceilings", *args.parts}]
     return args
 

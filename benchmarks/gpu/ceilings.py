@@ -1,4 +1,4 @@
-"""Part 1: how fast this device copies memory and multiplies matrices. Floors are relative to it."""
+"""Part 1: how fast this device copies memory and multiplies matrices. Bounds are relative to it."""
 
 from __future__ import annotations
 

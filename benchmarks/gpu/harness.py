@@ -126,10 +126,10 @@ class Bench:
         cost: Cost | None = None,
         limit: float | None = None,
     ) -> None:
-        """Records a figure, with the floor of its cost, and a limit where it has one."""
+        """Records a figure, with the bound of its cost, and a limit where it has one."""
         status = _status(value, value, limit)
-        floor = self._floor(cost)
-        self.add(name, status, value=value, unit=unit, floor=floor, limit=limit)
+        bound = self._bound(cost)
+        self.add(name, status, value=value, unit=unit, bound=bound, limit=limit)
 
     def compare(
         self,
@@ -149,16 +149,16 @@ class Bench:
             _status(value, ratio, limit),
             value=value,
             unit=unit,
-            floor=self._floor(cost),
+            bound=self._bound(cost),
             ratio=ratio,
             against=against,
             limit=limit,
             limit_of="ratio",
         )
 
-    def _floor(self, cost: Cost | None) -> float | None:
+    def _bound(self, cost: Cost | None) -> float | None:
         ceilings = self.record.ceilings
-        return cost.floor_ms(ceilings) if cost is not None and ceilings else None
+        return cost.bound_ms(ceilings) if cost is not None and ceilings else None
 
     def reset_peak(self) -> None:
         if self.device.type == "cuda":

@@ -26,7 +26,7 @@ class Row:
         value: the number that was measured: an error, or a figure in `unit`.
         limit: the largest value that passes.
         unit: of value and limit.
-        floor: the least value that the ceilings of the device allow.
+        bound: the least value that the ceilings of the device allow.
         ratio: to what `against` names; `limit` then applies to it where `limit_of` is `ratio`.
         against: the implementation compared with.
         limit_of: `value` or `ratio`.
@@ -39,7 +39,7 @@ class Row:
     value: float | None = None
     limit: float | None = None
     unit: str = ""
-    floor: float | None = None
+    bound: float | None = None
     ratio: float | None = None
     against: str = ""
     limit_of: str = "value"
@@ -93,12 +93,12 @@ class Record:
         return "; ".join(f"{count} {status}" for status, count in counts.items() if count)
 
 
-HEADER = f"{'':50} {'value':>12} {'unit':9} {'floor':>9} {'÷ floor':>8} {'ratio':>8}  result"
+HEADER = f"{'':50} {'value':>12} {'unit':9} {'bound':>9} {'÷ bound':>8} {'ratio':>8}  result"
 
 
 def line(row: Row) -> str:
     """One line of the table."""
-    share = None if not row.value or not row.floor else row.value / row.floor
+    share = None if not row.value or not row.bound else row.value / row.bound
     ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
     result = row.status
     if row.limit is not None:
@@ -108,7 +108,7 @@ def line(row: Row) -> str:
     if row.reason:
         result += f": {row.reason}"
     return (
-        f"{row.name:50} {_number(row.value):>12} {row.unit:9} {_number(row.floor):>9} "
+        f"{row.name:50} {_number(row.value):>12} {row.unit:9} {_number(row.bound):>9} "
         f"{'' if share is None else f'{share:.2f}':>8} {ratio:>8}  {result}"
     )
 

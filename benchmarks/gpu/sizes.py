@@ -1,4 +1,4 @@
-"""Sizes of the full benchmark and of its dry run, and the floors of an operation."""
+"""Sizes of the full benchmark and of its dry run, and the bounds of an operation."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Cost(NamedTuple):
     bytes: float
     flops: float = 0.0
 
-    def floor_ms(self, ceilings: dict[str, float]) -> float:
+    def bound_ms(self, ceilings: dict[str, float]) -> float:
         """The least milliseconds, at the ceilings of the device."""
         return 1e3 * max(
             self.bytes / ceilings["bytes_per_second"], self.flops / ceilings["flops_per_second"]

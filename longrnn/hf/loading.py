@@ -260,6 +260,7 @@ def _load_transformer(
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    from longrnn.hf.hybrid.families import wide_weights
     from longrnn.hf.hybrid.model import open_hugging_face
 
     kind = config.get("model_type")
@@ -273,7 +274,7 @@ def _load_transformer(
         )
     check_sizes(folder)
     try:
-        with quietly():
+        with quietly(), wide_weights(kind):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype="auto" if dtype is None else dtype,

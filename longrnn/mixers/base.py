@@ -198,20 +198,20 @@ class ScanningMixer(Mixer):
     def with_memory(self, state: PyTree, memory: Tensor) -> PyTree:
         """A state with another `memory`."""
 
-    def recent(self, state: PyTree) -> Tensor | None:
-        """The part of a state that depends on the last tokens alone, `(b, k, c)`, oldest first.
+    @abstractmethod
+    def recent(self, state: PyTree) -> Tensor:
+        """The part of a state that depends on the last k tokens alone, `(b, k, c)`, oldest first.
 
-        None for a cell without such a part: then the memory is the whole state.
+        With `memory` it is the whole state; k is 0 for a cell without such a part.
         """
-        return None
 
+    @abstractmethod
     def recent_of(self, x: Tensor) -> Tensor:
         """What tokens add to `recent`, `(b, t, c)` from `(b, t, d_input)`."""
-        raise NotImplementedError(f"{type(self).__name__} remembers no last tokens")
 
+    @abstractmethod
     def with_recent(self, state: PyTree, recent: Tensor) -> PyTree:
         """A state with another `recent`."""
-        raise NotImplementedError(f"{type(self).__name__} remembers no last tokens")
 
     @abstractmethod
     def inputs_like(self) -> ScanInputs:

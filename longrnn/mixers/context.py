@@ -140,8 +140,7 @@ def _scanned(
     """All processes scan at the same time; see the table above."""
     rows, own = share.rows, before.state
     flow, recent = _recent(mixer, x, own, share, flow)
-    if recent is not None:
-        own = mixer.with_recent(own, recent)
+    own = mixer.with_recent(own, recent)
     if rows is not None and rows.starts_at_once:
         own = reset(own, mixer.init_state(len(x)), rows.is_start[:, 0])
     edits = Composed([edit, _ContextScan(share.group)])
@@ -161,10 +160,10 @@ def _where(rows: Tensor, one: Tensor, other: Tensor) -> Tensor:
 
 def _recent(
     mixer: ScanningMixer, x: Tensor, state: PyTree, share: Share, flow: Tensor
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """`ScanningMixer.recent` of the state before this share, from the ends of those before it."""
     recent = mixer.recent(state)
-    if recent is None or recent.shape[1] == 0:
+    if recent.shape[1] == 0:
         return flow, recent
     reach, rank = recent.shape[1], share.group.rank
     slots = torch.arange(reach, device=x.device)
@@ -188,7 +187,7 @@ def _overlap(mixer: ScanningMixer, edit: Edit) -> int:
     """Tokens before a share that determine the state before it; 0 without such a number."""
     reach = edit.reach()
     recent = mixer.recent(mixer.init_state(1))
-    return 0 if reach is None else reach + (0 if recent is None else recent.shape[1])
+    return 0 if reach is None else reach + recent.shape[1]
 
 
 def _overlapped(

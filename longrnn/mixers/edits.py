@@ -165,9 +165,9 @@ class Edit:
     def blank_carry(self, carry: PyTree, tokens: int) -> PyTree:
         """A carry that is as good as the one `tokens` tokens after `carry`, `reach` tokens later.
 
-        Only an edit with a `reach` needs it.
+        For an edit with a `reach`.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no reach")
+        return carry
 
     @property
     def redefines_recurrence(self) -> bool:

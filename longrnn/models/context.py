@@ -36,7 +36,8 @@ def check_divisible(model: object) -> None:
     """Refuses a model whose rows cannot be divided between processes.
 
     Raises:
-        UserError: it has layers that are not cells of longrnn.
+        UserError: it has layers that are not cells of longrnn, or a backend that may refuse the
+            share of one process while the others wait.
     """
     from longrnn.models.recurrent import RecurrentLM
 
@@ -44,6 +45,10 @@ def check_divisible(model: object) -> None:
         raise UserError(
             f"the rows of a {type(model).__name__} cannot be divided between processes: its "
             "layers share more than a recurrent state; run it in one process per text"
+        )
+    if any(mixer.reads_device for mixer in model.mixers):
+        raise UserError(
+            "a backend that refuses some inputs cannot read a share of a row: set backend=auto"
         )
 
 

@@ -90,10 +90,10 @@ def check_model(model: Trained, config: TrainConfig, task: Task) -> None:
         UserError: it does not.
     """
     check_vocabulary(model.vocab_size, config, task)
-    if isinstance(model, RecurrentLM):
-        return
     if config.context_parallel_size > 1:
         check_divisible(model)
+    if isinstance(model, RecurrentLM):
+        return
     if config.initial_state["kind"] != "zero":
         raise UserError("a transformer has no state to start from: set initial_state={kind: zero}")
     if task.packing:

@@ -26,6 +26,12 @@ def check_features(config: TrainConfig) -> None:
             f"context_parallel_size={config.context_parallel_size} divides rows between recurrent "
             "states, and a transformer has none: leave it out"
         )
+    repeats = config.task.get("max_repeat")
+    if isinstance(repeats, int) and repeats > 1 and config.context_parallel_size > 1:
+        raise UserError(
+            "repeated segments are read by one process each: set max_repeat=1, or leave out "
+            "context_parallel_size"
+        )
 
 
 def _check_minimum(config: TrainConfig) -> None:

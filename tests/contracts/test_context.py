@@ -17,7 +17,7 @@ from longrnn.inference.scoring import token_losses
 from longrnn.mitigations import Mitigated
 from longrnn.mixers import MIXERS
 from longrnn.models import RecurrentLM
-from longrnn.models.context import ContextGroup
+from longrnn.models.context import ContextGroup, check_divisible
 from longrnn.positions import POSITIONS
 from longrnn.state import detach, leaves, reset, tree_map
 from tests.context import (
@@ -238,3 +238,12 @@ def test_a_text_is_read_in_pieces_by_all_processes(description: dict[str, Any], 
 def test_a_text_of_262144_tokens(pool: Pool) -> None:
     """Four processes and one compute the same of a long text."""
     check_prefill(pool, {"mixer": "mamba2"}, 2**18 + 1, 1, 2**14)
+
+
+def test_a_backend_that_refuses_some_inputs_is_refused_for_shares() -> None:
+    """One process would refuse its share while the others wait for it."""
+    model = build_model("mamba2")
+    check_divisible(model)
+    model.mixers[0].reads_device = True
+    with pytest.raises(UserError, match="cannot read a share of a row: set backend=auto"):
+        check_divisible(model)

@@ -132,3 +132,9 @@ def test_a_transformer_cannot_be_divided(tmp_path: Path) -> None:
     """Only a recurrent state passes from share to share."""
     with pytest.raises(UserError, match="a transformer has none: leave it out"):
         tiny("passkey", tmp_path, context_parallel_size=2, transformer={"model_type": "llama"})
+
+
+def test_repeated_segments_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    task = {"kind": "passkey", "max_repeat": 4, "max_segments": 2}
+    with pytest.raises(UserError, match="repeated segments are read by one process each"):
+        tiny("passkey", tmp_path, context_parallel_size=2, task=task)

@@ -8,13 +8,15 @@ projection, and how the output is gated.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from longrnn.mixers import Mamba2
 from longrnn.ops.norm import gated_rms_norm
 
 
@@ -128,3 +130,28 @@ FAMILIES: dict[str, Family] = {
     "nemotron_h": Family("NemotronHMamba2Mixer"),
     "zamba2": Family("Zamba2MambaMixer"),
 }
+
+
+@contextmanager
+def wide_weights(kind: str | None) -> Iterator[None]:
+    """Makes transformers load the weights of recurrences in float32, the rest in any dtype.
+
+    In a narrower dtype the slow decays of a float32 checkpoint would be rounded away.
+
+    Args:
+        kind: the model type; for one without a family nothing changes.
+    """
+    if kind not in FAMILIES:
+        yield
+        return
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    cls = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
+    name = "_keep_in_fp32_modules_strict"
+    before = getattr(cls, name)
+    setattr(cls, name, [*(before or ()), *Mamba2.wide_weights])
+    try:
+        yield
+    finally:
+        setattr(cls, name, before)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from longrnn.ops import triton as kernels
 from longrnn.ops.again import gradients_of
+from longrnn.ops.native import tracked
 from longrnn.ops.precision import own_precision
 from longrnn.ops.rows import run_by_finiteness
 from longrnn.ops.ssd import chunked
@@ -39,7 +40,7 @@ def ssd(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     tensors = (*inputs, state)
     if not kernels.suits(tensors):
         return chunked.ssd(inputs, state)
-    if _needs_gradient(tensors):
+    if tracked(tensors):
         return _Recurrence.apply(CHUNK, SEGMENT, *tensors)[:2]
     from longrnn.ops.triton import recurrence
 
@@ -67,11 +68,7 @@ def limited_ssd(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tenso
 def runs_kernels(inputs: ScanInputs, state: Tensor) -> bool:
     """Whether `ssd` computes these tensors in kernels and no gradient is needed."""
     tensors = (*inputs, state)
-    return kernels.suits(tensors) and not _needs_gradient(tensors)
-
-
-def _needs_gradient(tensors: Sequence[Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return kernels.suits(tensors) and not tracked(tensors)
 
 
 class _Recurrence(torch.autograd.Function):

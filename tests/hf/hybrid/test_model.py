@@ -18,6 +18,7 @@ from longrnn.hf.adapter import HFLanguageModel
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.model import HybridLM, open_hugging_face
 from longrnn.mitigations import Mitigated
+from longrnn.mixers import Mamba2
 from longrnn.state import leaves
 from tests.contracts.builders import assert_near
 from tests.hf.architectures import architecture
@@ -40,7 +41,11 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 
 def hybrid(kind: str, **options: Any) -> HybridLM:
-    model = open_hugging_face(architecture(kind, **options))
+    return hybrid_of(architecture(kind, **options))
+
+
+def hybrid_of(theirs: Any) -> HybridLM:
+    model = open_hugging_face(theirs)
     assert isinstance(model, HybridLM)
     return model
 
@@ -169,3 +174,23 @@ def test_padding_is_refused() -> None:
     model, text = hybrid("bamba"), tokens(1, 4)
     with pytest.raises(UserError, match="padding and packed documents"):
         model(text, is_token=torch.ones_like(text, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_weights_of_recurrences_are_not_rounded_on_loading(
+    kind: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """The rest has the requested dtype, and other models of transformers load as before."""
+    theirs = architecture(kind)
+    before = type(theirs)._keep_in_fp32_modules_strict
+    theirs.save_pretrained(tmp_path)
+    stored = hybrid_of(theirs)
+    model = load(tmp_path, dtype=dtype)
+    assert isinstance(model, HybridLM)
+    for ours, original in zip(model.mixers, stored.mixers, strict=True):
+        for name in Mamba2.wide_weights:
+            assert torch.equal(getattr(ours, name), getattr(original, name).float()), name
+        assert ours.get_parameter("conv1d.weight").dtype == dtype
+    assert model(tokens(1, 12, seed=1) % 60).logits.isfinite().all()
+    assert type(theirs)._keep_in_fp32_modules_strict == before
