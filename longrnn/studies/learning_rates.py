@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from longrnn.config import build_config
 from longrnn.errors import DivergedError, UserError
 from longrnn.results import Results
+from longrnn.training import checkpoint
 from longrnn.training.config import TrainConfig
 from longrnn.training.folder import HARMLESS
 from longrnn.training.metrics import read_metrics
@@ -182,7 +183,10 @@ def _train(
     own = {"output_dir": str(run), "learning_rate": rate, "seed": seed}
     every = most if goal.score is None else min(goal.every, most)
     row: dict[str, Any] = {}
+    done = max((checkpoint.steps(saved) for saved in checkpoint.checkpoints(run)), default=0)
     for steps in [*range(every, most, every), most]:
+        if steps < done:  # an interrupted run has passed this check
+            continue
         content = {**base, **own, "max_steps": steps, "eval_steps": every}
         config = build_config(TrainConfig, content, source=f"grid of {name}")
         try:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from longrnn.config import build_config
 from longrnn.errors import UserError
 from longrnn.studies.equal_models import NAMES, SIZES, shapes
 from longrnn.studies.learning_rates import (
@@ -19,7 +20,9 @@ from longrnn.studies.learning_rates import (
     search,
     table,
 )
+from longrnn.training.config import TrainConfig
 from longrnn.training.metrics import read_metrics
+from longrnn.training.trainer import Trainer
 
 SHAPES: dict[str, dict[str, Any]] = {
     "transformer": {
@@ -85,6 +88,16 @@ def test_the_best_rate_gets_all_seeds_and_nothing_is_trained_twice(
 def test_a_run_ends_at_the_check_at_which_it_reaches_the_goal(tmp_path: Path) -> None:
     trials = run(tmp_path, goal=GOAL._replace(reached=0.0))
     assert {(one.steps, one.learned) for one in trials} == {(2, True)}
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_a_run_that_was_interrupted_between_checks_continues(tmp_path: Path, steps: int) -> None:
+    """At step 3 it has passed the check at step 2; at step 4 only its record is missing."""
+    folder = run_folder(tmp_path, 1e-3, 0)
+    content = base("gru", output_dir=str(folder), learning_rate=1e-3, seed=0, max_steps=steps)
+    content["eval_steps"] = GOAL.every
+    Trainer(build_config(TrainConfig, content, source="test"), quiet=True).train()
+    assert {(one.steps, one.learned) for one in run(tmp_path)} == {(4, False)}
 
 
 def test_without_a_goal_all_steps_are_trained(tmp_path: Path) -> None:
