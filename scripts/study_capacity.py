@@ -38,6 +38,7 @@ from longrnn.evaluation.texts import read_documents
 from longrnn.files import write_atomic
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.programs import new_app, run_script
+from longrnn.studies.capacity import LEAST_SIZES
 from longrnn.studies.capacity_report import report
 from longrnn.training.config import TrainConfig
 from longrnn.training.trainer import Trainer
@@ -81,7 +82,7 @@ def forget(
 ) -> None:
     """Measures the training length from which on models of each state size forget robustly."""
     check(steps, seeds, windows)
-    sizes, reach = parse_lengths(d_states), parse_length(length)
+    sizes, reach = family(d_states), parse_length(length)
     trainings = equal_tokens("forget", train_lengths)
     if reach <= trainings[-1]:
         raise UserError(
@@ -120,7 +121,7 @@ def forget(
 
 @app.command()
 def recall(
-    d_states: DStates = "2,6,16,48,128",
+    d_states: DStates = "4,12,32,96,256",
     train_lengths: Trainings = "192,384,768,1536",
     steps: Annotated[int, typer.Option(help="Steps of the start, at the shortest length.")] = 1000,
     more_steps: Annotated[int, typer.Option(help="Steps of every model after the start.")] = 300,
@@ -136,7 +137,7 @@ def recall(
 ) -> None:
     """Measures the longest passkey prompt that models of each state size recall."""
     check(steps, more_steps, seeds, n)
-    sizes, trainings = parse_lengths(d_states), equal_tokens("recall", train_lengths)
+    sizes, trainings = family(d_states), equal_tokens("recall", train_lengths)
     prompts = Grid(parse_lengths(lengths), n, passkey.evenly_spaced(3))
     for seed in range(seeds):
         for d_state in sizes:
@@ -153,13 +154,28 @@ def recall(
                     output=output / "results" / run.name / "passkey.jsonl",
                     quiet=quiet,
                 )
-            finish(output)
+    finish(output)
 
 
 def check(*numbers: int) -> None:
     """Refuses a number of steps, seeds, windows or prompts below 1."""
     if min(numbers) < 1:
         raise UserError("steps, seeds, windows and n must be at least 1: give positive numbers")
+
+
+def family(d_states: str) -> list[int]:
+    """Returns the state sizes, ascending.
+
+    Raises:
+        UserError: there are too few for a fit.
+    """
+    sizes = sorted(set(parse_lengths(d_states)))
+    if len(sizes) < LEAST_SIZES:
+        raise UserError(
+            f"--d-states {d_states} has {len(sizes)} different sizes and a fit needs "
+            f"{LEAST_SIZES}: give more"
+        )
+    return sizes
 
 
 def equal_tokens(part: str, lengths: str) -> list[int]:

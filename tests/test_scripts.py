@@ -190,7 +190,8 @@ def test_the_study_of_capacity(tmp_path: Path, part: str) -> None:
     runs = list((tmp_path / "out/runs").iterdir())
     assert len(runs) == 2 * 3 * 2
     tokens = {metrics(run)[-1]["tokens"] for run in runs}
-    assert len(tokens) == 1
+    # A row of passkeys has its answer beyond the training length.
+    assert max(tokens) <= {"forget": 1, "recall": 1.03}[part] * min(tokens)
     assert "out/capacity/capacity.jsonl" in outputs[0]
 
 
@@ -277,6 +278,7 @@ def test_help_has_an_example(
         ("study_capacity forget --steps 0", "must be at least 1"),
         ("study_capacity forget --train-lengths 100", "do not divide a step"),
         ("study_capacity forget --length 512", "give a longer --length"),
+        ("study_capacity recall --d-states 4,8,4", "2 different sizes"),
         ("study_capacity recall --d-states 4,x", "'x' is not a valid length"),
         ("study_vocabulary --lengths 4,8", "give one of them a single value"),
         ("study_vocabulary --cell lstmm", "did you mean 'lstm'"),
