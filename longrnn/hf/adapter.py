@@ -14,6 +14,7 @@ Notable choices:
 from __future__ import annotations
 
 import inspect
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from longrnn.hf.cache import NotForkableError
 from longrnn.hf.carriers import Carrier, find_carrier
 from longrnn.hf.positions import longest, scaling_by_length, table_of_positions
 from longrnn.hf.probe import find_reading
+from longrnn.mitigations.weights import CachedValue
 from longrnn.models.base import LMOutput, check_state, check_tokens, fingerprint
 from longrnn.state import LMState, PyTree, histories, join, map_histories, take, tree_map
 
@@ -83,7 +85,7 @@ class HFLanguageModel(nn.Module):
             raise self._refusal(reason)
         self.max_length = longest(self.config) if histories(self.like) else None
         self._table = table_of_positions(model)
-        self._fingerprint: str | None = None
+        self._last_fingerprint: CachedValue[str] = CachedValue()
         if beyond:
             self.go_beyond()
 
@@ -275,11 +277,14 @@ class HFLanguageModel(nn.Module):
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits of the SHA-256 of configuration and weights."""
-        if self._fingerprint is None:
-            config = self.model.config.to_dict()
-            kept = {name: value for name, value in config.items() if name not in VOLATILE}
-            self._fingerprint = fingerprint(kept, stored_weights(self.model))
-        return self._fingerprint
+        weights = chain(self.model.parameters(), self.model.buffers())
+        here = (weight for weight in weights if not weight.is_meta)  # the others were offloaded
+        return self._last_fingerprint.get(here, self._hash)
+
+    def _hash(self) -> str:
+        config = self.model.config.to_dict()
+        kept = {name: value for name, value in config.items() if name not in VOLATILE}
+        return fingerprint(kept, stored_weights(self.model))
 
 
 def stored_weights(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -89,7 +89,7 @@ class Mitigated(nn.Module):
             )
             for layer, mixer in enumerate(model.mixers)
         ]
-        self._last_tag = CachedValue()
+        self._last_tag: CachedValue[int] = CachedValue()
 
     @property
     def vocab_size(self) -> int:
