@@ -18,6 +18,7 @@ from longrnn.models.blocks import Block
 from longrnn.ops import native
 from longrnn.ops.hooks import unhooked
 from longrnn.ops.native.layer import Layer, Prepared, suits
+from longrnn.ops.transforms import is_transformed
 from longrnn.state import PyTree
 
 # What decides whether the kernel can compute the blocks, and what its arguments depend on besides.
@@ -50,7 +51,7 @@ class TokenStack:
         Returns:
             The output of the last block `(b, 1, d)`, and the states after the token.
         """
-        if native.is_transformed() or x.device.type != "cpu" or not native.available():
+        if is_transformed() or x.device.type != "cpu" or not native.available():
             return None
         if torch.is_autocast_enabled("cpu"):
             return None
