@@ -24,6 +24,7 @@ from longrnn.models.packing import Arrangement
 from longrnn.models.recompute import GRANULARITIES, recomputed
 from longrnn.models.token_stack import TokenStack
 from longrnn.ops.cross_entropy import token_cross_entropy
+from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear, linear
 from longrnn.ops.norm import rms_norm
 from longrnn.ops.packed_rows import PackedRows
@@ -206,7 +207,7 @@ class RecurrentLM(nn.Module):
             context=context,
             checked=checked,
         )
-        return LMOutput(linear(hidden, self.head.weight), state)
+        return LMOutput(linear(hidden, own_weight(self.head)), state)
 
     def hidden(
         self,
@@ -250,7 +251,7 @@ class RecurrentLM(nn.Module):
     ) -> tuple[Tensor, LMState]:
         """See `LossModel.token_losses`; `edits` as in `forward`."""
         hidden, state = self.hidden(tokens, state, edits=edits)
-        return token_cross_entropy(hidden, self.head.weight, targets)[0], state
+        return token_cross_entropy(hidden, own_weight(self.head), targets)[0], state
 
     def _read(
         self,
