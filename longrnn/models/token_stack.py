@@ -8,6 +8,7 @@ changes takes a tenth of the time of finding everything again. Values are read a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -59,7 +60,11 @@ class TokenStack:
         found = self._found
         if found is None or not found.is_of(blocks):
             self._found = found = _Found(blocks)
-        if found.prepared is None or native.tracked((x, *found.tensors)):
+        if found.prepared is None:
+            return None
+        if torch.is_grad_enabled() and native.tracked(
+            (x, *found.tensors, *chain.from_iterable(states))
+        ):
             return None
         if not unhooked(*found.modules):
             return None
