@@ -15,7 +15,7 @@ from longrnn.mitigations.base import COLLAPSING, Chain, Mitigation
 from longrnn.mitigations.selection import select
 from longrnn.mitigations.values import check_sizes
 from longrnn.mitigations.weights import CachedValue
-from longrnn.mixers import Composed, Mixer
+from longrnn.mixers import Composed, Mixer, init_carries
 from longrnn.models.base import (
     CapturableModel,
     EditableModel,
@@ -193,7 +193,7 @@ class Mitigated(nn.Module):
         extra = self._extra(state)
         given, own = (
             [(name, leaf.shape[1:]) for name, leaf in leaves(carry)]
-            for carry in (extra.carry, self.model.init_carries(1, self.edits))
+            for carry in (extra.carry, init_carries(self.mixers, 1, self.edits))
         )
         if given != own:
             raise UserError(

@@ -133,10 +133,6 @@ class EditableModel(LanguageModel, Protocol):
         """The state of the cell of each layer."""
         ...
 
-    def init_carries(self, batch_size: int, edits: Sequence[Edit] | None) -> tuple[PyTree, ...]:
-        """The carry of each layer's edit before the first token; () without edits."""
-        ...
-
     def init_state(self, batch_size: int, edits: Sequence[Edit] | None = None) -> LMState:
         """The state before the first token; with edits, `extra` holds one carry per layer."""
         ...

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from longrnn.errors import UserError, nearest
-from longrnn.mixers import MIXERS, Edit, EditedState, Mixer
+from longrnn.mixers import MIXERS, Edit, EditedState, Mixer, init_carries
 from longrnn.models.base import LMOutput, check_state, check_tokens, fingerprint
 from longrnn.models.blocks import BLOCKS
 from longrnn.models.config import RecurrentConfig
@@ -154,12 +154,8 @@ class RecurrentLM(nn.Module):
         device = self.embedding.weight.device
         position = torch.zeros(batch_size, dtype=torch.long, device=device)
         layers = tuple(mixer.init_state(batch_size) for mixer in self.mixers)
-        return LMState(position, layers, self.init_carries(batch_size, edits))
-
-    def init_carries(self, batch_size: int, edits: Sequence[Edit] | None) -> tuple[PyTree, ...]:
-        """The carry of each layer's edit before the first token; () without edits."""
-        pairs = zip(self.mixers, edits, strict=True) if edits is not None else ()
-        return tuple(edit.init_carry(mixer, batch_size) for mixer, edit in pairs)
+        carries = () if edits is None else init_carries(self.mixers, batch_size, edits)
+        return LMState(position, layers, carries)
 
     def forward(
         self,
