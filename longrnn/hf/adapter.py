@@ -27,7 +27,8 @@ from longrnn.hf.carriers import Carrier, find_carrier
 from longrnn.hf.positions import longest, scaling_by_length, table_of_positions
 from longrnn.hf.probe import find_reading
 from longrnn.mitigations.weights import CachedValue
-from longrnn.models.base import LMOutput, check_state, check_tokens, fingerprint
+from longrnn.models.base import LMOutput, fingerprint
+from longrnn.models.checks import check_state, check_tokens
 from longrnn.state import LMState, PyTree, histories, join, map_histories, take, tree_map
 
 # Tokens of one piece, over all rows.

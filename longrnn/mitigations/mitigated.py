@@ -21,8 +21,8 @@ from longrnn.models.base import (
     EditableModel,
     LanguageModel,
     LMOutput,
-    check_tokens,
 )
+from longrnn.models.checks import check_is_state, check_tokens
 from longrnn.models.context import ContextGroup, check_divisible
 from longrnn.state import LMState, PyTree, leaves
 
@@ -209,6 +209,7 @@ class Mitigated(nn.Module):
 
     def _extra(self, state: LMState) -> MitigatedState:
         """`state.extra`, which must be that of a mitigated model."""
+        check_is_state(state)
         if not isinstance(state.extra, MitigatedState):
             raise UserError(
                 f"this is the state of a model without {self.mitigation}: "

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from longrnn.errors import UserError, nearest
 from longrnn.mixers import MIXERS, Edit, EditedState, Mixer, init_carries
-from longrnn.models.base import LMOutput, check_state, check_tokens, fingerprint
+from longrnn.models.base import LMOutput, fingerprint
 from longrnn.models.blocks import BLOCKS
+from longrnn.models.checks import check_state, check_targets, check_tokens
 from longrnn.models.config import RecurrentConfig
 from longrnn.models.context import ContextGroup, hidden_of_share
 from longrnn.models.packing import Arrangement
@@ -246,6 +247,8 @@ class RecurrentLM(nn.Module):
         edits: Sequence[Edit] | None = None,
     ) -> tuple[Tensor, LMState]:
         """See `LossModel.token_losses`; `edits` as in `forward`."""
+        tokens = check_tokens(tokens, self.vocab_size)
+        check_targets(targets, tokens, self.vocab_size)
         hidden, state = self.hidden(tokens, state, edits=edits)
         return token_cross_entropy(hidden, own_weight(self.head), targets)[0], state
 

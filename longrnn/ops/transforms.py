@@ -16,9 +16,9 @@ def is_transformed() -> bool:
     make_fx writes a program, in which the result would be a constant.
     """
     return (
-        maybe_current_level() is not None
+        torch.compiler.is_compiling()
+        or maybe_current_level() is not None
         or forward_ad._current_level >= 0
-        or torch.compiler.is_compiling()
         or _get_tracing_state() is not None
         or _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None
     )

@@ -23,7 +23,8 @@ from longrnn.hf.hybrid.cell import SharedMamba2
 from longrnn.hf.hybrid.families import FAMILIES, CannotReplaceError
 from longrnn.hf.positions import longest
 from longrnn.mixers import Edit, EditedState, Mixer, init_carries
-from longrnn.models.base import LMOutput, check_state, check_tokens, fingerprint
+from longrnn.models.base import LMOutput, fingerprint
+from longrnn.models.checks import check_is_state, check_state, check_targets, check_tokens
 from longrnn.models.finite import MAX_LOGITS
 from longrnn.state import LMState, PyTree, histories
 
@@ -150,6 +151,7 @@ class HybridLM(HFLanguageModel):
         tokens = check_tokens(tokens, self.vocab_size)
         if state is None:
             state = self.init_state(len(tokens), edits)
+        check_is_state(state)
         check_state(state._replace(extra=()), self.like, len(tokens))
         if len(state.extra) != len(edits):
             raise UserError(
@@ -169,6 +171,8 @@ class HybridLM(HFLanguageModel):
         edits: Sequence[Edit] | None = None,
     ) -> tuple[Tensor, LMState]:
         """See `longrnn.models.base.LossModel.token_losses`; `edits` as in `forward`."""
+        tokens = check_tokens(tokens, self.vocab_size)
+        check_targets(targets, tokens, self.vocab_size)
         after = self.init_state(len(tokens), edits) if state is None else state
         width = max(1, MAX_LOGITS // (len(tokens) * self.vocab_size))
         losses = []
