@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from longrnn.errors import UserError
 from longrnn.hf.cache import NotForkableError
 from longrnn.hf.carriers import Carrier, find_carrier
 from longrnn.hf.positions import longest, scaling_by_length, table_of_positions
-from longrnn.hf.probe import find_reading
+from longrnn.hf.probe import find_dtypes, find_reading
 from longrnn.mitigations.weights import CachedValue
 from longrnn.models.base import LMOutput, fingerprint
 from longrnn.models.checks import check_state, check_tokens
@@ -114,6 +114,13 @@ class HFLanguageModel(nn.Module):
             self.like,
         )
         return LMState(torch.zeros(batch_size, dtype=torch.long, device=device), layers)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        before = self.model.dtype
+        super()._apply(fn, recurse)
+        if self.model.dtype != before:
+            find_dtypes(self)
+        return self
 
     def go_beyond(self) -> None:
         """Lift `max_length`.
