@@ -217,9 +217,9 @@ class Mamba2(ScanningMixer):
         return gated_rms_norm(y, z, weight, eps, self.n_groups, skip=skip, fused=fused)
 
     def _token(self, projected: Tensor, state: Mamba2State) -> tuple[Tensor, Mamba2State] | None:
-        """Computes one token between the projections in two Triton kernels; None for other calls.
+        """Computes one token between the projections in two Triton kernels.
 
-        It is not for calls that need gradients.
+        Returns None for several tokens, for gradients, and where the kernels do not run.
         """
         weights = (
             *(own_weight(self.conv1d), self.conv1d.bias, self.dt_bias, self.A_log, self.D),
