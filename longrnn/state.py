@@ -47,7 +47,7 @@ class LMState(NamedTuple):
 class History(NamedTuple):
     """One entry per token that was read, the last token last.
 
-    A row that has read fewer tokens than another has zeros in front, which nobody reads: how many
+    A row that has read fewer tokens than another has zeros in front, which are never read: how many
     entries are its own follows from its position.
 
     Attributes:

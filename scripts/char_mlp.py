@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from longrnn.files import write_atomic
 from longrnn.models import LMOutput
-from longrnn.models.base import check_tokens, fingerprint
+from longrnn.models.base import fingerprint
+from longrnn.models.checks import check_tokens
 from longrnn.seeds import seeded
 from longrnn.state import LMState
 from longrnn.tasks import TASKS

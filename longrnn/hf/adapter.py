@@ -14,7 +14,8 @@ Notable choices:
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from itertools import chain
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,10 @@ from longrnn.errors import UserError
 from longrnn.hf.cache import NotForkableError
 from longrnn.hf.carriers import Carrier, find_carrier
 from longrnn.hf.positions import longest, scaling_by_length, table_of_positions
-from longrnn.hf.probe import find_reading
-from longrnn.models.base import LMOutput, check_state, check_tokens, fingerprint
+from longrnn.hf.probe import find_dtypes, find_reading
+from longrnn.mitigations.weights import CachedValue
+from longrnn.models.base import LMOutput, fingerprint
+from longrnn.models.checks import check_state, check_tokens
 from longrnn.state import LMState, PyTree, histories, join, map_histories, take, tree_map
 
 # Tokens of one piece, over all rows.
@@ -83,7 +86,7 @@ class HFLanguageModel(nn.Module):
             raise self._refusal(reason)
         self.max_length = longest(self.config) if histories(self.like) else None
         self._table = table_of_positions(model)
-        self._fingerprint: str | None = None
+        self._last_fingerprint: CachedValue[str] = CachedValue()
         if beyond:
             self.go_beyond()
 
@@ -111,6 +114,13 @@ class HFLanguageModel(nn.Module):
             self.like,
         )
         return LMState(torch.zeros(batch_size, dtype=torch.long, device=device), layers)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        before = self.model.dtype
+        super()._apply(fn, recurse)
+        if self.model.dtype != before:
+            find_dtypes(self)
+        return self
 
     def go_beyond(self) -> None:
         """Lift `max_length`.
@@ -275,11 +285,14 @@ class HFLanguageModel(nn.Module):
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits of the SHA-256 of configuration and weights."""
-        if self._fingerprint is None:
-            config = self.model.config.to_dict()
-            kept = {name: value for name, value in config.items() if name not in VOLATILE}
-            self._fingerprint = fingerprint(kept, stored_weights(self.model))
-        return self._fingerprint
+        weights = chain(self.model.parameters(), self.model.buffers())
+        here = (weight for weight in weights if not weight.is_meta)  # the others were offloaded
+        return self._last_fingerprint.get(here, self._hash)
+
+    def _hash(self) -> str:
+        config = self.model.config.to_dict()
+        kept = {name: value for name, value in config.items() if name not in VOLATILE}
+        return fingerprint(kept, stored_weights(self.model))
 
 
 def stored_weights(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -40,7 +40,7 @@ def find_reading(model: HFLanguageModel) -> str | None:
     Raises:
         UserError: the logits are not finite.
     """
-    tokens = torch.arange(1, 25, device=model.model.device).view(2, 12) % model.vocab_size
+    tokens = _tokens(model)
     try:
         layers = _first_layers(model, tokens[:, :6])
     except Exception as error:  # NotForkableError, or any error of a model that does not support it
@@ -48,13 +48,28 @@ def find_reading(model: HFLanguageModel) -> str | None:
     for name, leaf in leaves(layers):
         if leaf.shape[:1] != (2,):
             return f"its cache has no batch axis first ({name})"
-    rows = tree_map(lambda leaf: leaf[0].to("meta"), layers)
-    model.like = map_histories(lambda entries: entries[..., :0, :], rows)
+    model.like = _like(layers)
     # Appended keys and values can be checked in a narrow dtype. The error of a recurrent layer that
     # drops part of its state may be smaller than the rounding of a narrow dtype.
     appended = histories(layers) == {name for name, _ in leaves(layers)}
     with nullcontext() if appended else _in_float32(model.model):
         return _find_way(model, tokens)
+
+
+@torch.no_grad()
+def find_dtypes(model: HFLanguageModel) -> None:
+    """Set `like` again after the weights were cast: the dtypes of a state follow theirs."""
+    model.like = _like(model.call(_tokens(model), (), 0, 1)[1])
+
+
+def _tokens(model: HFLanguageModel) -> Tensor:
+    return torch.arange(1, 25, device=model.model.device).view(2, 12) % model.vocab_size
+
+
+def _like(layers: PyTree) -> PyTree:
+    """Return `HFLanguageModel.like` from the layers of any state."""
+    rows = tree_map(lambda leaf: leaf[0].to("meta"), layers)
+    return map_histories(lambda entries: entries[..., :0, :], rows)
 
 
 def _first_layers(model: HFLanguageModel, tokens: Tensor) -> tuple[PyTree, ...]:

@@ -15,14 +15,14 @@ from longrnn.mitigations.base import COLLAPSING, Chain, Mitigation
 from longrnn.mitigations.selection import select
 from longrnn.mitigations.values import check_sizes
 from longrnn.mitigations.weights import CachedValue
-from longrnn.mixers import Composed, Mixer
+from longrnn.mixers import Composed, Mixer, init_carries
 from longrnn.models.base import (
     CapturableModel,
     EditableModel,
     LanguageModel,
     LMOutput,
-    check_tokens,
 )
+from longrnn.models.checks import check_is_state, check_tokens
 from longrnn.models.context import ContextGroup, check_divisible
 from longrnn.state import LMState, PyTree, leaves
 
@@ -89,7 +89,7 @@ class Mitigated(nn.Module):
             )
             for layer, mixer in enumerate(model.mixers)
         ]
-        self._last_tag = CachedValue()
+        self._last_tag: CachedValue[int] = CachedValue()
 
     @property
     def vocab_size(self) -> int:
@@ -193,7 +193,7 @@ class Mitigated(nn.Module):
         extra = self._extra(state)
         given, own = (
             [(name, leaf.shape[1:]) for name, leaf in leaves(carry)]
-            for carry in (extra.carry, self.model.init_carries(1, self.edits))
+            for carry in (extra.carry, init_carries(self.mixers, 1, self.edits))
         )
         if given != own:
             raise UserError(
@@ -209,6 +209,7 @@ class Mitigated(nn.Module):
 
     def _extra(self, state: LMState) -> MitigatedState:
         """`state.extra`, which must be that of a mitigated model."""
+        check_is_state(state)
         if not isinstance(state.extra, MitigatedState):
             raise UserError(
                 f"this is the state of a model without {self.mitigation}: "

@@ -114,7 +114,7 @@ class Constant:
     A copy in every call would wait for the device, and cannot be captured in a CUDA graph.
 
     Args:
-        value: on the CPU; nobody changes it afterwards.
+        value: on the CPU; it must not be changed afterwards.
     """
 
     def __init__(self, value: Tensor) -> None:

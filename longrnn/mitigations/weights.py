@@ -12,10 +12,12 @@ Notable choices:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 SMALL = 1024
 PROBED = 256
@@ -35,28 +37,29 @@ class Snapshot(NamedTuple):
     entries: list[Tensor]
 
 
-class CachedValue:
+class CachedValue(Generic[T]):
     """The last value that was computed from weights. A copy of this object is empty."""
 
     def __init__(self) -> None:
-        self._snapshot: Snapshot | None = None
-        self._value = 0
+        self._last: tuple[Snapshot, T] | None = None
 
-    def __reduce__(self) -> tuple[type[CachedValue], tuple[()]]:
+    def __reduce__(self) -> tuple[type[CachedValue[T]], tuple[()]]:
         return type(self), ()
 
     @torch.no_grad()
-    def get(self, weights: Iterable[Tensor], compute: Callable[[], int]) -> int:
+    def get(self, weights: Iterable[Tensor], compute: Callable[[], T]) -> T:
         """Returns `compute()`, or its last result if no weight has changed since."""
         # Transforms of torch.func wrap weights and results while they run.
         tensors = [torch.func.debug_unwrap(weight) for weight in weights]
         marks = [_mark(tensor) for tensor in tensors]
-        seen = self._snapshot
-        if seen is None or seen.marks != marks or not _same(_entries(seen.views), seen.entries):
-            views = [torch.func.debug_unwrap(_probe(tensor.detach())) for tensor in tensors]
-            self._snapshot = Snapshot(marks, views, _entries(views))
-            self._value = compute()
-        return self._value
+        if self._last is not None:
+            seen, value = self._last
+            if seen.marks == marks and _same(_entries(seen.views), seen.entries):
+                return value
+        views = [torch.func.debug_unwrap(_probe(tensor.detach())) for tensor in tensors]
+        value = compute()
+        self._last = Snapshot(marks, views, _entries(views)), value
+        return value
 
 
 def _mark(tensor: Tensor) -> tuple[object, ...]:

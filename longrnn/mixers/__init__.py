@@ -1,7 +1,15 @@
 """Sequence mixers: the recurrent cells, one per file."""
 
 from longrnn.mixers.base import MIXERS, Mixer, ScanningMixer
-from longrnn.mixers.edits import Composed, Edit, EditedState, Steps, Update, UpdateRule
+from longrnn.mixers.edits import (
+    Composed,
+    Edit,
+    EditedState,
+    Steps,
+    Update,
+    UpdateRule,
+    init_carries,
+)
 from longrnn.mixers.gru import GRU
 from longrnn.mixers.init import INITS
 from longrnn.mixers.lstm import LSTM
@@ -25,4 +33,5 @@ __all__ = [
     "StepwiseMixer",
     "Update",
     "UpdateRule",
+    "init_carries",
 ]

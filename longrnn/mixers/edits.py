@@ -175,6 +175,14 @@ class Edit:
         return type(self).scan is not Edit.scan or type(self).advance is not Edit.advance
 
 
+def init_carries(
+    mixers: Sequence[Mixer], batch_size: int, edits: Sequence[Edit]
+) -> tuple[PyTree, ...]:
+    """The carry of each layer's edit before the first token."""
+    pairs = zip(mixers, edits, strict=True)
+    return tuple(edit.init_carry(mixer, batch_size) for mixer, edit in pairs)
+
+
 def _no_rule(edit: Edit, carry: PyTree) -> UpdateRule | None:
     """The `update_rule` of an edit whose hooks must be called."""
     return None

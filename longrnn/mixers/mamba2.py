@@ -18,6 +18,7 @@ from longrnn.mixers.edits import Edit, Steps
 from longrnn.mixers.init import initialise
 from longrnn.ops import triton as gpu_kernels
 from longrnn.ops.conv import causal_conv
+from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import NATIVE, Linear
 from longrnn.ops.mamba2 import CellOptions, fused_cell
 from longrnn.ops.native import Weights
@@ -190,7 +191,7 @@ class Mamba2(ScanningMixer):
                 return self.out_proj(found[0]), found[1], carry
         fused = backend == "triton"
         z, xBC, dt = projected.split([self.d_inner, self.d_xBC, self.n_heads], dim=-1)
-        weight = self.conv1d.weight[:, 0]
+        weight = own_weight(self.conv1d)[:, 0]
         xBC, conv = causal_conv(
             xBC, weight, self.conv1d.bias, state.conv, activation=True, rows=rows, fused=fused
         )
@@ -216,12 +217,12 @@ class Mamba2(ScanningMixer):
         return gated_rms_norm(y, z, weight, eps, self.n_groups, skip=skip, fused=fused)
 
     def _token(self, projected: Tensor, state: Mamba2State) -> tuple[Tensor, Mamba2State] | None:
-        """Computes one token between the projections in two Triton kernels; None for other calls.
+        """Computes one token between the projections in two Triton kernels.
 
-        It is not for calls that need gradients.
+        Returns None for several tokens, for gradients, and where the kernels do not run.
         """
         weights = (
-            *(self.conv1d.weight, self.conv1d.bias, self.dt_bias, self.A_log, self.D),
+            *(own_weight(self.conv1d), self.conv1d.bias, self.dt_bias, self.A_log, self.D),
             *(state.conv, state.ssm),
         )
         tracked = torch.is_grad_enabled() and any(
@@ -233,7 +234,7 @@ class Mamba2(ScanningMixer):
 
         y, conv, ssm = token.step(
             projected,
-            token.Weights(self.conv1d.weight[:, 0], *weights[1:5]),
+            token.Weights(weights[0][:, 0], *weights[1:5]),
             state.conv,
             state.ssm,
             groups=self.n_groups,
@@ -263,8 +264,8 @@ class Mamba2(ScanningMixer):
 
     def _weights(self) -> Weights:
         """The parameters between the projections."""
-        conv = self.conv1d
-        return Weights(conv.weight, conv.bias, self.dt_bias, self.A_log, self.D, self.norm.weight)
+        weight, bias = own_weight(self.conv1d), self.conv1d.bias
+        return Weights(weight, bias, self.dt_bias, self.A_log, self.D, self.norm.weight)
 
     def _options(self) -> CellOptions:
         return CellOptions(self.n_groups, self.norm_eps, self._dt_range())

@@ -49,7 +49,7 @@ def save_model(
         mitigation: the spec of the one under which the model was trained; by default the model's.
 
     Raises:
-        UserError: the weights of the model were rounded to fewer bits.
+        UserError: the weights of the model were rounded to fewer bits, or tied weights differ.
     """
     from safetensors.torch import save
 
@@ -57,7 +57,12 @@ def save_model(
     whole = model.state_dict() if weights is None else weights
     tensors = {name: tensor.contiguous() for name, tensor in whole.items()}
     if model.config.tie_embeddings:
-        del tensors["head.weight"]
+        head = tensors.pop("head.weight")
+        if not torch.equal(head, tensors["embedding.weight"]):
+            raise UserError(
+                f"{folder} would lose the head, which has other weights than the embedding, and "
+                "the configuration ties them: set model.head.weight = model.embedding.weight"
+            )
     description = {
         "model_type": "longrnn",
         "format": FORMAT,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.models.base import check_mask
+from longrnn.models.checks import check_mask
 from longrnn.ops.packed_rows import PackedRows
 
 

@@ -15,15 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from longrnn.errors import UserError, nearest
-from longrnn.mixers import MIXERS, Edit, EditedState, Mixer
-from longrnn.models.base import LMOutput, check_state, check_tokens, fingerprint
+from longrnn.mixers import MIXERS, Edit, EditedState, Mixer, init_carries
+from longrnn.models.base import LMOutput, fingerprint
 from longrnn.models.blocks import BLOCKS
+from longrnn.models.checks import check_state, check_targets, check_tokens
 from longrnn.models.config import RecurrentConfig
 from longrnn.models.context import ContextGroup, hidden_of_share
 from longrnn.models.packing import Arrangement
 from longrnn.models.recompute import GRANULARITIES, recomputed
 from longrnn.models.token_stack import TokenStack
 from longrnn.ops.cross_entropy import token_cross_entropy
+from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear, linear
 from longrnn.ops.norm import rms_norm
 from longrnn.ops.packed_rows import PackedRows
@@ -153,12 +155,8 @@ class RecurrentLM(nn.Module):
         device = self.embedding.weight.device
         position = torch.zeros(batch_size, dtype=torch.long, device=device)
         layers = tuple(mixer.init_state(batch_size) for mixer in self.mixers)
-        return LMState(position, layers, self.init_carries(batch_size, edits))
-
-    def init_carries(self, batch_size: int, edits: Sequence[Edit] | None) -> tuple[PyTree, ...]:
-        """The carry of each layer's edit before the first token; () without edits."""
-        pairs = zip(self.mixers, edits, strict=True) if edits is not None else ()
-        return tuple(edit.init_carry(mixer, batch_size) for mixer, edit in pairs)
+        carries = () if edits is None else init_carries(self.mixers, batch_size, edits)
+        return LMState(position, layers, carries)
 
     def forward(
         self,
@@ -206,7 +204,7 @@ class RecurrentLM(nn.Module):
             context=context,
             checked=checked,
         )
-        return LMOutput(linear(hidden, self.head.weight), state)
+        return LMOutput(linear(hidden, own_weight(self.head)), state)
 
     def hidden(
         self,
@@ -249,8 +247,10 @@ class RecurrentLM(nn.Module):
         edits: Sequence[Edit] | None = None,
     ) -> tuple[Tensor, LMState]:
         """See `LossModel.token_losses`; `edits` as in `forward`."""
+        tokens = check_tokens(tokens, self.vocab_size)
+        check_targets(targets, tokens, self.vocab_size)
         hidden, state = self.hidden(tokens, state, edits=edits)
-        return token_cross_entropy(hidden, self.head.weight, targets)[0], state
+        return token_cross_entropy(hidden, own_weight(self.head), targets)[0], state
 
     def _read(
         self,

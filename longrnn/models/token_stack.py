@@ -8,6 +8,7 @@ changes takes a tenth of the time of finding everything again. Values are read a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -18,6 +19,7 @@ from longrnn.models.blocks import Block
 from longrnn.ops import native
 from longrnn.ops.hooks import unhooked
 from longrnn.ops.native.layer import Layer, Prepared, suits
+from longrnn.ops.transforms import is_transformed
 from longrnn.state import PyTree
 
 # What decides whether the kernel can compute the blocks, and what its arguments depend on besides.
@@ -50,7 +52,7 @@ class TokenStack:
         Returns:
             The output of the last block `(b, 1, d)`, and the states after the token.
         """
-        if native.is_transformed() or x.device.type != "cpu" or not native.available():
+        if is_transformed() or x.device.type != "cpu" or not native.available():
             return None
         if torch.is_autocast_enabled("cpu"):
             return None
@@ -58,7 +60,11 @@ class TokenStack:
         found = self._found
         if found is None or not found.is_of(blocks):
             self._found = found = _Found(blocks)
-        if found.prepared is None or native.tracked((x, *found.tensors)):
+        if found.prepared is None:
+            return None
+        if torch.is_grad_enabled() and native.tracked(
+            (x, *found.tensors, *chain.from_iterable(states))
+        ):
             return None
         if not unhooked(*found.modules):
             return None

@@ -11,6 +11,7 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
@@ -106,6 +107,7 @@ class Int8Linear(nn.Module):
         self.register_buffer("scale", scale)
         self.bias = source.bias
         self.in_features, self.out_features = source.in_features, source.out_features
+        self.register_load_state_dict_pre_hook(_refuse_other_dtypes)
 
     def forward(self, input: Tensor) -> Tensor:
         """As `Linear.forward`.
@@ -123,7 +125,8 @@ class Int8Linear(nn.Module):
         if input.dtype == torch.float16:
             weight = (self.weight * self.scale[:, None]).to(input.dtype)
             return linear(input, weight, None if self.bias is None else self.bias.to(input.dtype))
-        y = linear(input, self.weight.to(input.dtype)) * self.scale.to(input.dtype)
+        y = linear(input, self.weight.to(input.dtype))
+        y = (y * self.scale).to(y.dtype)  # rounding the scale would shift all values of a channel
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def stored(self) -> Stored:
@@ -139,6 +142,18 @@ class Int8Linear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def _refuse_other_dtypes(
+    layer: nn.Module, state_dict: Mapping[str, Tensor], prefix: str, *_: object
+) -> None:
+    """Refuses a state dict before a weight in it is cut off to integers."""
+    given = state_dict.get(f"{prefix}weight")
+    if given is not None and given.dtype != torch.int8:
+        raise UserError(
+            f"{prefix}weight is stored in int8, and the state dict has it as {given.dtype}: load "
+            'the weights into a model without weights="int8", and quantise that one'
+        )
 
 
 # Layers with `stored`, which one call of C++ may compute together with what is around them.

@@ -3,7 +3,7 @@
 Notable choices:
 - The backward pass keeps the input, the output of the recurrence and one state per segment, and
   computes the convolution and the other states again.
-- The result is None where the kernels cannot compute it; the mixer then computes its parts.
+- The result is None where the kernels cannot compute it; the mixer then computes each part alone.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class CellOutputs(NamedTuple):
 
 
 def fused_cell(inputs: CellInputs, options: CellOptions) -> CellOutputs | None:
-    """Computes the cell in C++; None if that is not possible.
+    """Computes the cell in C++; None where C++ cannot compute it.
 
-    It is not on other devices, and if the result is not finite: then the parts that do not depend
-    on NaN must be told from those that do.
+    That is so on other devices, and where the result is not finite: the mixer must then find out
+    which of its values depend on NaN.
     """
     projected, weights, _, state = inputs
     if not kernels.cell_suits(*inputs):

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C._functorch import maybe_current_level  # pyright: ignore[reportMissingImports]
 from torch.nn import functional as F
 
+from longrnn.errors import UserError
 from longrnn.ops import triton as kernels
 from longrnn.ops.again import gradients_of
 from longrnn.ops.precision import own_precision
@@ -151,11 +152,16 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, gate, weight, scale, skip, D = ctx.saved_tensors
         if torch.is_grad_enabled():
+            if x.dtype != ctx.dtype:
+                raise UserError(
+                    f"the gated norm keeps its {ctx.dtype} input in {x.dtype}, from which second "
+                    "derivatives cannot be computed: leave autocast out"
+                )
 
             def run(x: Tensor, gate: Tensor | None, weight: Tensor, *skip: Tensor) -> Tensor:
                 return _compute(_added(x, *skip), gate, weight, ctx.eps, ctx.groups)[0]
 
-            tensors, wants = (x.to(ctx.dtype), gate, weight, skip, D), ctx.needs_input_grad[:5]
+            tensors, wants = (x, gate, weight, skip, D), ctx.needs_input_grad[:5]
             return *gradients_of(run, tensors, wants, (grad,)), None, None, None
         if ctx.fused:
             from longrnn.ops.triton import norm

@@ -199,9 +199,12 @@ class Task(ABC):
     ) -> Batch:
         """As `segment`, for runs that carry no state: no document continues in the next segment.
 
-        Only tasks with `reads_in_order` have it.
+        Raises:
+            UserError: a task without `reads_in_order`.
         """
-        raise NotImplementedError(f"{type(self).__name__} draws its rows with sample")
+        raise UserError(
+            f"task {type(self).__name__.lower()!r} draws independent rows: read them with sample"
+        )
 
     def longest_document(self, length: int) -> int:
         """Segments of `length` tokens of the longest document that `segment` may give."""

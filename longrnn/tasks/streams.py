@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -41,7 +42,7 @@ class Place(NamedTuple):
     is_document_start: bool
 
 
-class Layout:
+class Layout(ABC):
     """Documents in `n_streams` streams, each with an order of its own in every epoch.
 
     Args:
@@ -76,9 +77,9 @@ class Layout:
         self.epochs = [int(units) for units in epochs]
         self._orders: dict[int, tuple[int, Whole, Whole]] = {}
 
+    @abstractmethod
     def too_few(self, total: int, n_streams: int) -> str:
         """The message for fewer documents than streams, where all sizes sum to `total`."""
-        raise NotImplementedError
 
     def order(self, stream: int, epoch: int) -> tuple[Whole, Whole]:
         """A stream's documents in the order of an epoch, and the units up to the end of each.

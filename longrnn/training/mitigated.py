@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from longrnn.errors import UserError
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.mitigations.base import COLLAPSING, Chain
-from longrnn.mixers import Edit
+from longrnn.mixers import Edit, init_carries
 from longrnn.models import RecurrentLM
 from longrnn.state import leaves
 from longrnn.training.initial_states import INITIAL_STATES
@@ -63,7 +63,7 @@ def check_initial_state(model: Trained, edits: Edits | None, kind: str) -> None:
     if edits is None or INITIAL_STATES[kind].whole_states:
         return
     assert isinstance(model, RecurrentLM)
-    if any(True for _ in leaves(model.init_carries(1, edits.layers))):
+    if any(True for _ in leaves(init_carries(model.mixers, 1, edits.layers))):
         raise UserError(
             f"initial_state={kind} draws states without the tokens that {edits.spec} remembers: "
             "set initial_state={kind: pass} or {kind: zero}"

@@ -12,6 +12,7 @@ from longrnn.errors import UserError
 from longrnn.models import RecurrentLM
 from longrnn.models.context import ContextGroup, from_shares, share_of
 from longrnn.ops.cross_entropy import token_cross_entropy, weighted_cross_entropy
+from longrnn.ops.hooks import own_weight
 from longrnn.state import LMState, reset
 from longrnn.tasks import Batch
 from longrnn.training.mitigated import Edits
@@ -112,7 +113,7 @@ class Objective(nn.Module):
             after the last token.
         """
         hidden, state = self._hidden(tokens, state, packing)
-        return *token_cross_entropy(hidden, self.model.head.weight, targets), state
+        return *token_cross_entropy(hidden, own_weight(self.model.head), targets), state
 
     def _hidden(
         self,
@@ -174,7 +175,7 @@ class Objective(nn.Module):
         scored = (targets.flatten() >= 0).nonzero()[:, 0]
         loss, predicted = weighted_cross_entropy(
             hidden.flatten(0, 1).index_select(0, scored),
-            self.model.head.weight,
+            own_weight(self.model.head),
             targets.flatten()[scored],
             (weights / len(weights)).flatten()[scored],
         )

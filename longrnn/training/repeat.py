@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.mixers import Edit, Mixer, ScanningMixer
+from longrnn.mixers import Edit, Mixer, ScanningMixer, init_carries
 from longrnn.models import RecurrentLM
 from longrnn.models.context import ContextGroup
 from longrnn.ops.ssd import SSD, ScanInputs
@@ -117,6 +117,6 @@ def read_repeatedly(
             "max_repeat=1"
         )
     edits = [Repeat(times, tokens.shape[1])] * len(model.mixers)
-    start = state._replace(extra=model.init_carries(len(tokens), edits))
+    start = state._replace(extra=init_carries(model.mixers, len(tokens), edits))
     hidden, after = model.hidden(tokens, start, edits=edits)
     return hidden, after._replace(extra=())

@@ -1,4 +1,7 @@
-"""A call without gradients, which may run faster code, gives the values of one with gradients."""
+"""A call without gradients, which may run faster code, gives the values of one with gradients.
+
+So does one with frozen weights, which also gives the same gradients of the state.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,8 @@ from tests.contracts.builders import (
     assert_same,
     build_mitigated,
     build_model,
+    differentiable,
+    gradients,
     random_start,
     random_state,
     random_tokens,
@@ -100,3 +105,35 @@ def test_a_mitigated_model_gives_the_same_without_gradients(
     model = build_mitigated([spec], mixer, dtype=dtype, seed=seed)
     state = random_start(model, batch, seed)
     assert_same_without_gradients(model, state, sizes, seed, packed=packed)
+
+
+def start_gradients(
+    model: RecurrentLM | Mitigated, state: LMState, sizes: list[int]
+) -> dict[str, Tensor]:
+    """Logits of a call in pieces, and the gradients of the state before it."""
+    start = after = differentiable(state)
+    outputs = []
+    for part in random_tokens(len(state.position), sum(sizes)).split(sizes, 1):
+        logits, after = model(part, after)
+        outputs.append(logits)
+    logits = torch.cat(outputs, 1)
+    found = gradients((logits, after), real_leaves(start, "start "))
+    return {"logits": logits.detach(), **found}
+
+
+@pytest.mark.parametrize("sizes", [[1], [1, 1, 1], [5, 1]], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=spec_id)
+@pytest.mark.parametrize(
+    ("spec", "mixer"), [*((None, one) for one in MIXER_SPECS), *DEFINED], ids=spec_id
+)
+def test_a_state_has_the_same_gradients_with_frozen_weights(
+    spec: dict[str, Any] | None, mixer: dict[str, Any], dtype: torch.dtype, sizes: list[int]
+) -> None:
+    if spec is None:
+        model = build_model(mixer, dtype=dtype)
+        state = random_state(model, 2)
+    else:
+        model = build_mitigated([spec], mixer, dtype=dtype)
+        state = random_start(model, 2)
+    expected = start_gradients(model, state, sizes)
+    assert_same(start_gradients(model.requires_grad_(False), state, sizes), expected, dtype)

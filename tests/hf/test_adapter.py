@@ -17,6 +17,7 @@ from longrnn import state as states
 from longrnn.errors import UserError
 from longrnn.hf import adapter
 from longrnn.hf.adapter import HFLanguageModel
+from longrnn.hf.hybrid.model import open_hugging_face
 from longrnn.inference.chunk_select import select
 from longrnn.state import LMState, leaves
 from tests.contracts.builders import assert_near, splits
@@ -273,3 +274,17 @@ def test_fingerprints_are_equal_exactly_for_equal_weights() -> None:
     with torch.no_grad():
         other.model.lm_head.weight[0, 0] += 1
     assert one.fingerprint() != HFLanguageModel(other.model).fingerprint()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["llama", "falcon_h1"])
+def test_a_model_that_was_cast_continues_its_states(kind: str, dtype: torch.dtype) -> None:
+    """The dtypes of a state follow those of the weights."""
+    model, text = open_hugging_face(causal(kind)).to(dtype), tokens(2, 12)
+    logits, state = model(text[:, :8])
+    assert logits.dtype == dtype
+    continued = model(text[:, 8:], state).logits
+    whole = model(text).logits[:, 8:]
+    assert_near(continued.double(), whole.double(), 0.1 if dtype == torch.bfloat16 else 1e-8)
+    with pytest.raises(UserError, match="state of another model"):
+        open_hugging_face(causal(kind))(text, state)

@@ -17,18 +17,22 @@ from longrnn.errors import UserError
 from longrnn.evaluation.calibrate import Settings
 from longrnn.evaluation.passkey_grid import Grid
 from longrnn.hf.adapter import HFLanguageModel
+from longrnn.hf.hybrid.model import open_hugging_face
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.models import LanguageModel
-from longrnn.models.base import INTEGERS
+from longrnn.models.base import LossModel
+from longrnn.models.checks import INTEGERS
 from longrnn.seeds import check_seed
 from longrnn.training.config import TrainConfig
 from tests.contracts.builders import build_model, random_tokens
+from tests.hf.architectures import architecture
 from tests.hf.foreign import causal
 
 MODELS: dict[str, Callable[[], Any]] = {
     **{kind: lambda kind=kind: build_model(kind) for kind in ("rnn", "lstm", "gru", "mamba2")},
     "mitigated": lambda: Mitigated(build_model("mamba2"), mitigation("forget_more")),
     "llama": lambda: HFLanguageModel(causal("llama")),
+    "hybrid": lambda: open_hugging_face(architecture("bamba")),
 }
 
 
@@ -69,6 +73,37 @@ def test_what_is_not_a_batch_of_ids_is_refused(
     for call in (lambda: model(tokens), lambda: generate(model, tokens, max_new_tokens=1)):
         with pytest.raises(UserError, match=message):
             call()
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (torch.zeros(3, 2, dtype=torch.long), r"shape \(2, 3\) like the tokens, not torch.int64"),
+        (torch.zeros(2, 3), "int64 of shape"),
+        ([[1, 2, 3]] * 2, "not a list"),
+        (torch.full((2, 3), 10**6), "target 1000000 is outside the vocabulary"),
+    ],
+    ids=str,
+)
+def test_targets_that_are_not_one_id_per_token_are_refused(
+    model: LanguageModel, targets: Any, message: str
+) -> None:
+    if not isinstance(model, LossModel):
+        return
+    with pytest.raises(UserError, match="the batch has no rows"):
+        model.token_losses(random_tokens(2, 3)[:0], targets)
+    with pytest.raises(UserError, match=message):
+        model.token_losses(random_tokens(2, 3), targets)
+
+
+def test_what_is_not_a_state_is_refused(model: LanguageModel) -> None:
+    """Above all the whole result of the call before."""
+    tokens = random_tokens(2, 3)
+    result: Any = model(tokens)
+    given: Any
+    for given in (result, tuple(result.state), result.state.layers):
+        with pytest.raises(UserError, match="must be an LMState"):
+            model(tokens, given)
 
 
 @pytest.mark.parametrize(

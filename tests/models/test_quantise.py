@@ -122,6 +122,18 @@ def test_it_has_no_gradients_and_cannot_be_saved(tmp_path: Path) -> None:
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_weights_that_are_not_in_int8_cannot_be_loaded_into_it(strict: bool) -> None:
+    """Not even with strict=False; its own state dict can be loaded."""
+    plain, rounded = (load("passkey-tiny", weights=weights) for weights in (None, "int8"))
+    expected = logits(rounded, [12])
+    own = {name: one.clone() for name, one in rounded.state_dict().items()}
+    with pytest.raises(UserError, match="the state dict has it as torch.float"):
+        rounded.load_state_dict(plain.state_dict(), strict=strict)
+    rounded.load_state_dict(own)
+    assert torch.equal(logits(rounded, [12]), expected)
+
+
 def test_what_has_no_such_projections_is_refused() -> None:
     with pytest.raises(UserError, match="did you mean 'int8'"):
         load("passkey-tiny", weights="int9")

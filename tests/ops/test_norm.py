@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from longrnn.errors import UserError
 from longrnn.ops.norm import gated_rms_norm, rms_norm
 from tests.contracts.builders import generator
 
@@ -76,3 +77,12 @@ def test_gradients_equal_finite_differences(groups: int) -> None:
     assert torch.autograd.gradcheck(lambda x, g, w: gated_rms_norm(x, g, w, EPS, groups), arguments)
     x, _, weight = arguments
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, EPS), (x, weight))
+
+
+def test_second_derivatives_of_a_rounded_input_are_refused() -> None:
+    """As under autocast, where the output of a float32 recurrence is gated in bfloat16."""
+    x, gate, weight = (one.float().requires_grad_() for one in draw((1, 2, 4), (1, 2, 4), (4,)))
+    y = gated_rms_norm(x, gate.bfloat16(), weight, EPS, 1).float().square().sum()
+    assert torch.autograd.grad(y, x, retain_graph=True)[0].isfinite().all()
+    with pytest.raises(UserError, match="leave autocast out"):
+        torch.autograd.grad(y, x, create_graph=True)

@@ -130,7 +130,7 @@ def test_whole_documents_are_pure_where_they_exist(task: Task) -> None:
     """`whole_documents` is a pure function of stream and step, of tasks that read in order."""
     how = {"n_streams": 3, "length": 64, "seed": 0}
     if not task.reads_in_order:
-        with pytest.raises(NotImplementedError):
+        with pytest.raises(UserError, match="read them with sample"):
             task.whole_documents([0], 0, **how)
         return
     first = task.whole_documents([0, 1, 2], 5, **how)

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from longrnn.config import build_config, dump_config
@@ -173,3 +174,22 @@ def signal_after(
             raise AssertionError(f"{path} was never written\n{out}\n{err}")
         time.sleep(0.01)
     process.send_signal(number)
+
+
+class Crash(Exception):
+    """What a test raises in the middle of a run."""
+
+
+def crash(config: TrainConfig, step: int, monkeypatch: pytest.MonkeyPatch, **how: bool) -> None:
+    """Trains until `step` steps are done, and then raises."""
+    whole = Trainer._train_step
+
+    def until(self: Trainer, *, stop: bool) -> dict[str, float]:
+        if self.step == step:
+            raise Crash
+        return whole(self, stop=stop)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", until)
+        with pytest.raises(Crash):
+            train(config, **how)

@@ -12,8 +12,15 @@ from longrnn.training import checkpoint
 from longrnn.training.extension import extended
 from longrnn.training.trainer import Trainer
 from tests.cli.conftest import CLI, cli  # noqa: F401
-from tests.training.runs import assert_same_run, last_checkpoint, metrics, tiny, train, write_config
-from tests.training.test_trainer import crash
+from tests.training.runs import (
+    assert_same_run,
+    crash,
+    last_checkpoint,
+    metrics,
+    tiny,
+    train,
+    write_config,
+)
 
 DECAYING: dict[str, Any] = {
     "lr_scheduler_type": "warmup_stable_decay",

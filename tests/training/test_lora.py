@@ -18,8 +18,7 @@ from longrnn.mixers.mamba2 import Mamba2
 from longrnn.training.trainer import Trainer
 from tests.cli.conftest import CLI, cli  # noqa: F401
 from tests.training.forks import pair
-from tests.training.runs import assert_equal, metrics, tiny, train, write_config
-from tests.training.test_trainer import crash
+from tests.training.runs import assert_equal, crash, metrics, tiny, train, write_config
 
 pytest.importorskip("peft", reason="peft is not installed")
 PEFT = {"r": 2, "alpha": 4, "full": ["A_log", "dt_bias", "conv1d"], "merge": True}

@@ -18,8 +18,7 @@ from longrnn.training.spikes import MOST_ROLLBACKS, SpikeGuard
 from longrnn.training.trainer import Trainer
 from tests.cli.conftest import CLI, cli  # noqa: F401
 from tests.tasks.corpora import text_corpus
-from tests.training.runs import assert_same_run, metrics, tiny, train, write_config
-from tests.training.test_trainer import crash
+from tests.training.runs import assert_same_run, crash, metrics, tiny, train, write_config
 
 DIVERGING: dict[str, Any] = {"learning_rate": 8.0, "lr_scheduler_type": "constant"}
 DIVERGING |= {"max_grad_norm": math.inf, "warmup_steps": 8, "max_steps": 10, "save_steps": 2}

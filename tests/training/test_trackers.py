@@ -12,8 +12,7 @@ import pytest
 from longrnn.errors import UserError
 from longrnn.training import processes
 from longrnn.training.trainer import Trainer
-from tests.training.runs import assert_same_run, metrics, tiny, train
-from tests.training.test_trainer import crash
+from tests.training.runs import assert_same_run, crash, metrics, tiny, train
 
 
 def tracked(folder: Path) -> dict[str, list[tuple[int, float]]]:

@@ -15,8 +15,7 @@ from longrnn.hf.loading import load_recurrent
 from longrnn.hf.specs import mitigated
 from longrnn.training.trainer import Trainer
 from tests.training.forks import pair
-from tests.training.runs import assert_same_run, metrics, tiny, train, write_config
-from tests.training.test_trainer import crash
+from tests.training.runs import assert_same_run, crash, metrics, tiny, train, write_config
 from tests.training.test_validation import HELD_OUT
 
 WINDOW = "sliding_window(window=24)"

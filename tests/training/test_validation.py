@@ -23,13 +23,13 @@ from tests.training.forks import pair
 from tests.training.runs import (
     TEXTS,
     assert_same_run,
+    crash,
     last_checkpoint,
     metrics,
     tiny,
     train,
     write_config,
 )
-from tests.training.test_trainer import crash
 
 HELD_OUT = str(Path(__file__).parents[1] / "messages.py")
 VALIDATED: dict[str, Any] = {

@@ -70,8 +70,8 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
         for weight in self.model.parameters():
             # RecurrentLM has initialised itself; on the meta device, `_init_weights` does.
             setattr(weight, INITIALISED, not weight.is_meta)
-        # A tuple, because a module would be registered and repeat every weight.
-        self._mitigated: tuple[Mitigated] | None = None
+        # In a tuple, because a module would be registered and repeat every weight.
+        self._mitigated: tuple[str, Mitigated] | None = None
         self._has_own_adapter = False
         self.post_init()
 
@@ -112,12 +112,14 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
     @property
     def language_model(self) -> RecurrentLM | Mitigated:
         """The `longrnn` model that computes: `model`, under `config.mitigation` if there is one."""
-        if self.config.mitigation is None:
+        spec = self.config.mitigation
+        if spec is None:
             return self.model
         # A replica of DataParallel has the attributes of the model that it was copied from.
-        if self._mitigated is None or self._mitigated[0].model is not self.model:
-            self._mitigated = (Mitigated(self.model, mitigation(self.config.mitigation)),)
-        return self._mitigated[0]
+        known = self._mitigated
+        if known is None or known[0] != str(spec) or known[1].model is not self.model:
+            known = self._mitigated = str(spec), Mitigated(self.model, mitigation(spec))
+        return known[1]
 
     def forward(
         self,
@@ -298,13 +300,7 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
         resized = super().resize_token_embeddings(*args, **kwargs)
         self.model.vocab_size = self.model.config.vocab_size = resized.num_embeddings
         self.config.vocab_size = resized.num_embeddings
-        self._mitigated = None
         return resized
-
-    def _apply(self, *args: Any, **kwargs: Any) -> LongRNNForCausalLM:
-        """Moves or casts the model; a mitigation is built again for its new device."""
-        self._mitigated = None
-        return super()._apply(*args, **kwargs)
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:

@@ -5,18 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from longrnn.hf.hybrid.families import CannotReplaceError, Family
 from longrnn.mixers import Mamba2, ScanningMixer
 from longrnn.mixers.mamba2 import Mamba2State
 from longrnn.ops.ssd import select
 
+# What a `Mamba2` has, and this mixer reads from the layer in every use.
+SHARED = ("A_log", "dt_bias", "D", "conv1d", "norm", "out_proj")
+
 
 class SharedMamba2(Mamba2):
     """A `Mamba2` mixer whose modules and parameters are those of a Hugging Face layer.
 
-    Nothing is copied: a change of the weights of one changes the other.
+    Nothing is copied, and nothing is kept but the layer: a weight that is changed there, replaced
+    by another tensor or extended by an adapter is the weight of this mixer.
 
     Args:
         theirs: the layer.
@@ -26,11 +30,12 @@ class SharedMamba2(Mamba2):
         CannotReplaceError: the layer computes something else.
     """
 
-    norm: nn.Module
+    layer: Any
 
     def __init__(self, theirs: Any, family: Family) -> None:
         # Not the constructor of Mamba2, which would create weights.
         ScanningMixer.__init__(self, theirs.hidden_size, theirs.hidden_size)
+        self.layer, self._family = theirs, family
         if theirs.activation not in ("silu", "swish"):
             raise CannotReplaceError(f"its convolution has the activation {theirs.activation}")
         if hasattr(theirs, "_hf_hook"):
@@ -49,14 +54,18 @@ class SharedMamba2(Mamba2):
         least, largest = theirs.time_step_limit
         self.dt_limit = float(least), float(largest)
         self.backend, self.ssd = "auto", select("auto")
-        self.in_proj: Any = family.projection(theirs)
-        self.conv1d, self.out_proj = theirs.conv1d, theirs.out_proj
-        self.A_log, self.dt_bias, self.D = theirs.A_log, theirs.dt_bias, theirs.D
-        self.norm, self._gate = theirs.norm, family.gate(theirs)
+        self._gate = family.gate(theirs)
         self.norm_eps = getattr(theirs.norm, "variance_epsilon", 0.0)
         # The kernel has one number of groups for B, C and the norm.
         groups = getattr(self._gate, "groups", 0)
         self._fits_kernel = self._gate.fused and groups == self.n_groups
+
+    def __getattr__(self, name: str) -> Any:
+        if name in SHARED:
+            return getattr(self.layer, name)
+        if name == "in_proj":
+            return self._family.projection(self.layer)
+        return super().__getattr__(name)
 
     def gated(self, y: Tensor, z: Tensor, inner: Tensor | None, *, fused: bool) -> Tensor:
         if inner is not None:

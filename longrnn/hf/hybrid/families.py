@@ -39,15 +39,21 @@ class Gate(ABC):
 
 
 class GatedNorm(Gate):
-    """rms_norm(y · silu(z)) · weight, for each group of channels."""
+    """rms_norm(y · silu(z)) · weight, for each group of channels.
+
+    Args:
+        layer: has the norm, which is read in every call because another may take its place.
+        groups: of channels.
+    """
 
     fused = True
 
-    def __init__(self, norm: Any, groups: int) -> None:
-        self.norm, self.groups = norm, groups
+    def __init__(self, layer: Any, groups: int) -> None:
+        self.layer, self.groups = layer, groups
 
     def __call__(self, y: Tensor, z: Tensor) -> Tensor:
-        return gated_rms_norm(y, z, self.norm.weight, self.norm.variance_epsilon, self.groups)
+        norm = self.layer.norm
+        return gated_rms_norm(y, z, norm.weight, norm.variance_epsilon, self.groups)
 
 
 class NormThenGate(GatedNorm):
@@ -58,8 +64,9 @@ class NormThenGate(GatedNorm):
     def __call__(self, y: Tensor, z: Tensor) -> Tensor:
         wide = y.to(torch.promote_types(y.dtype, torch.float32))
         grouped = wide.unflatten(-1, (self.groups, -1))
-        normed = F.rms_norm(grouped, grouped.shape[-1:], eps=self.norm.variance_epsilon)
-        return (normed.flatten(-2) * self.norm.weight * F.silu(z.to(wide.dtype))).to(z.dtype)
+        norm = self.layer.norm
+        normed = F.rms_norm(grouped, grouped.shape[-1:], eps=norm.variance_epsilon)
+        return (normed.flatten(-2) * norm.weight * F.silu(z.to(wide.dtype))).to(z.dtype)
 
 
 class PlainGate(Gate):
@@ -98,14 +105,14 @@ def _own_projection(theirs: Any) -> nn.Module:
 
 
 def _gated_norm(theirs: Any) -> Gate:
-    return GatedNorm(theirs.norm, theirs.intermediate_size // theirs.norm.group_size)
+    return GatedNorm(theirs, theirs.intermediate_size // theirs.norm.group_size)
 
 
 def _falcon_gate(theirs: Any) -> Gate:
     if not theirs.mamba_rms_norm:
         return PlainGate()
     kind = NormThenGate if theirs.norm.norm_before_gate else GatedNorm
-    return kind(theirs.norm, theirs.norm.n_groups)
+    return kind(theirs, theirs.norm.n_groups)
 
 
 class Family(NamedTuple):

@@ -22,8 +22,9 @@ from longrnn.hf.hybrid.cache import HybridCarrier, HybridForward, HybridLayer
 from longrnn.hf.hybrid.cell import SharedMamba2
 from longrnn.hf.hybrid.families import FAMILIES, CannotReplaceError
 from longrnn.hf.positions import longest
-from longrnn.mixers import Edit, EditedState, Mixer
-from longrnn.models.base import LMOutput, check_state, check_tokens, fingerprint
+from longrnn.mixers import Edit, EditedState, Mixer, init_carries
+from longrnn.models.base import LMOutput, fingerprint
+from longrnn.models.checks import check_is_state, check_state, check_targets, check_tokens
 from longrnn.models.finite import MAX_LOGITS
 from longrnn.state import LMState, PyTree, histories
 
@@ -110,15 +111,12 @@ class HybridLM(HFLanguageModel):
         """Return the state of each cell."""
         return [state.layers[number].cell for number in self.layer_numbers]
 
-    def init_carries(self, batch_size: int, edits: Sequence[Edit] | None) -> tuple[PyTree, ...]:
-        """Return the carry of each cell's edit before the first token; () without edits."""
-        pairs = zip(self.mixers, edits, strict=True) if edits is not None else ()
-        return tuple(edit.init_carry(mixer, batch_size) for mixer, edit in pairs)
-
     def init_state(self, batch_size: int, edits: Sequence[Edit] | None = None) -> LMState:
         """Return the state before the first token; with edits, `extra` holds their carries."""
         state = super().init_state(batch_size)
-        return state._replace(extra=self.init_carries(batch_size, edits))
+        if edits is None:
+            return state
+        return state._replace(extra=init_carries(self.mixers, batch_size, edits))
 
     @torch.no_grad()
     def forward(
@@ -153,6 +151,7 @@ class HybridLM(HFLanguageModel):
         tokens = check_tokens(tokens, self.vocab_size)
         if state is None:
             state = self.init_state(len(tokens), edits)
+        check_is_state(state)
         check_state(state._replace(extra=()), self.like, len(tokens))
         if len(state.extra) != len(edits):
             raise UserError(
@@ -172,6 +171,8 @@ class HybridLM(HFLanguageModel):
         edits: Sequence[Edit] | None = None,
     ) -> tuple[Tensor, LMState]:
         """See `longrnn.models.base.LossModel.token_losses`; `edits` as in `forward`."""
+        tokens = check_tokens(tokens, self.vocab_size)
+        check_targets(targets, tokens, self.vocab_size)
         after = self.init_state(len(tokens), edits) if state is None else state
         width = max(1, MAX_LOGITS // (len(tokens) * self.vocab_size))
         losses = []

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import maybe_current_level  # pyright: ignore[reportMissingImports]
 from torch.nn import Parameter
 
 from longrnn.ops.native.sources import is_current
+from longrnn.ops.transforms import is_transformed
 
 # Instruction sets by the names that torch gives them, best first, and the suffix of the library.
 CAPABILITIES = {"AVX512": "avx512", "AVX2": "avx2", "DEFAULT": "generic"}
@@ -86,11 +86,6 @@ def readable(given: Sequence[Tensor]) -> bool:
 def in_memory(given: Sequence[Tensor]) -> bool:
     """Whether tensors are plain ones on the CPU."""
     return all(one.device.type == "cpu" and type(one) in (Tensor, Parameter) for one in given)
-
-
-def is_transformed() -> bool:
-    """Whether torch.func or a compiler runs this code, on tensors that have no memory to read."""
-    return maybe_current_level() is not None or torch.compiler.is_compiling()
 
 
 class Sizes(NamedTuple):

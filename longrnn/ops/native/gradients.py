@@ -105,7 +105,7 @@ def cell_gradients(
     outputs = [None if one is None else one.contiguous() for one in (grad_y, grad_conv, grad_state)]
     kind, real = KINDS[inputs.state.dtype]
     # Per token: the convolution's output and its gradient, that of the recurrence, and five numbers
-    # per head. A tensor, so that whoever measures memory sees it.
+    # per head. A tensor, so that measurements of memory see it.
     channels = inputs.conv.shape[2]
     work = inputs.state.new_empty(grad_y.shape[0] * grad_y.shape[1], 2 * channels + (p + 5) * h)
     arguments = _cell_gradient_type(real)(

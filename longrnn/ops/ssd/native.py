@@ -51,8 +51,8 @@ def limited(
 ) -> tuple[Tensor, Tensor] | None:
     """The recurrence with a limit on the norm of each head's state, in C++.
 
-    It is None where that is not possible: for gradients, on other devices, and where a value is not
-    finite or its square is not.
+    Returns None where C++ cannot compute it: for gradients, on other devices, and where a value or
+    its square is not finite.
 
     Args:
         inputs: see `ScanInputs`.

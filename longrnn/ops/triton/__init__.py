@@ -17,10 +17,10 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
-from torch._C._functorch import maybe_current_level  # pyright: ignore[reportMissingImports]
 from torch.nn import Parameter
 
 from longrnn.errors import UserError
+from longrnn.ops.transforms import is_transformed
 
 
 @cache
@@ -55,17 +55,16 @@ def require() -> None:
 
 
 def suits(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether the kernels can read these tensors: plain ones on one device that the kernels run on.
+    """Whether the kernels may read these tensors: plain ones on one device that the kernels run on.
 
-    Tensors that `torch.func` transforms or that `torch.compile` traces have no memory to read.
+    They may not while torch records the operations: see `is_transformed`.
     """
     given = [tensor for tensor in tensors if tensor is not None]
     device = given[0].device
     return (
         device.type == ("cpu" if interpreting() else "cuda")
         and all(one.device == device and type(one) in (Tensor, Parameter) for one in given)
-        and maybe_current_level() is None
-        and not torch.compiler.is_compiling()
+        and not is_transformed()
     )
 
 

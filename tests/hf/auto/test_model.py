@@ -110,6 +110,20 @@ def test_a_mitigation_in_the_configuration_applies(
     torch.testing.assert_close(again(tokens).logits, wanted)
 
 
+def test_the_configuration_decides_which_mitigation_applies() -> None:
+    """Also after a call with another one, and after the model was moved or cast."""
+    model, tokens = build_auto("mamba2"), random_tokens(2, 17)
+    option = {"kind": "state_norm", "threshold": 0.1}
+    for dtype in (torch.float32, torch.float64):
+        model.to(dtype)
+        for spec in ("state_norm(threshold=0.2)", option, None, "sliding_window(window=3)"):
+            model.config.mitigation = spec
+            plain = model.model
+            wanted = plain if spec is None else Mitigated(plain, mitigation(spec))
+            assert torch.equal(model(tokens).logits, wanted(tokens).logits)
+        option["threshold"] = 0.3
+
+
 def test_weights_that_a_checkpoint_lacks_are_initialised(tmp_path: Path) -> None:
     """transformers warns and initialises; the result is a model that `RecurrentLM` could be."""
     from safetensors.torch import load_file, save_file

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
@@ -19,9 +20,11 @@ from transformers import (
 )
 
 from longrnn import load
+from longrnn.errors import UserError
 from longrnn.hf.tokenizer import byte_level
 from longrnn.mixers import MIXERS
 from longrnn.state import leaves
+from longrnn.training.objective import Objective
 from tests.contracts.builders import build_model, random_tokens
 from tests.hf.auto.models import build_auto
 
@@ -178,3 +181,32 @@ print(type(model).__name__)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "LongRNNForCausalLM", done.stderr
+
+
+@pytest.mark.parametrize("target", ["head", "conv1d"])
+def test_an_adapter_that_would_have_no_effect_is_refused(target: str) -> None:
+    model, text = build_auto("mamba2"), random_tokens(1, 6)
+    channels = model.model.mixers[0].d_xBC
+    options = LoraConfig(r=channels, target_modules=[target, "in_proj"], init_lora_weights=False)
+    adapted = get_peft_model(model, options)  # type: ignore[arg-type]
+    calls = (
+        lambda: adapted(text),
+        lambda: adapted(text[:, :1]),
+        lambda: model.model.token_losses(text, text),
+        lambda: Objective(model.model).token_losses(text, text, model.model.init_state(1)),
+    )
+    for call in calls:
+        with pytest.raises(UserError, match="would have no effect"):
+            call()
+
+
+def test_a_head_that_is_trained_as_a_whole_is_used() -> None:
+    model, text = build_auto("mamba2"), random_tokens(1, 6)
+    before = model(text).logits
+    options = LoraConfig(r=2, target_modules=["in_proj"], modules_to_save=["head"])
+    adapted = get_peft_model(model, options)  # type: ignore[arg-type]
+    weights = dict(adapted.named_parameters())
+    (name,) = (name for name in weights if "modules_to_save" in name)
+    with torch.no_grad():
+        weights[name].mul_(2)
+    torch.testing.assert_close(adapted(text).logits, 2 * before)

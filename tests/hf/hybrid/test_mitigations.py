@@ -151,3 +151,16 @@ def test_commands(tmp_path: Path) -> None:
         "--output", tmp_path / "ppl")  # fmt: skip
     run("eval", "passkey", f"{folder}+sliding_window(window=32)", "--lengths", 256, "--n", 1,
         "--depths", 1, "--quiet", "--output", tmp_path / "passkey")  # fmt: skip
+
+
+def test_a_state_of_earlier_weights_is_refused() -> None:
+    model = Mitigated(hybrid("bamba"), mitigation("state_norm(threshold=1)"))
+    text = tokens(1, 9) % 60
+    state, known = model(text).state, model.model.fingerprint()
+    assert isinstance(model.model, HybridLM)
+    with torch.no_grad():
+        model.model.mixers[0].get_parameter("A_log").add_(0.5)
+    assert model.model.fingerprint() != known
+    with pytest.raises(UserError, match="weights that were changed"):
+        model(text, state)
+    model(text, model.adopt(state))

@@ -110,6 +110,43 @@ def test_the_cells_share_the_weights_of_the_model() -> None:
     assert {id(weight) for cell in model.mixers for weight in cell.parameters()} <= owned
 
 
+def stirred_weights(model: HybridLM) -> dict[str, Tensor]:
+    """Other weights, by their names in `model.model`."""
+    draw = torch.Generator().manual_seed(1)
+    return {
+        name: weight + 0.3 * torch.randn(weight.shape, generator=draw)
+        for name, weight in model.model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_weights_that_take_the_place_of_others_are_used(kind: str) -> None:
+    """Whether other tensors are assigned to the model, or stand in for its own during a call."""
+    model, text = hybrid(kind), tokens(1, 12) % 60
+    weights = stirred_weights(model)
+    called = {f"model.{name}": weight for name, weight in weights.items()}
+    before = model(text).logits
+    found = torch.func.functional_call(model, called, (text,)).logits
+    assert torch.equal(model(text).logits, before)
+    model.model.load_state_dict(weights, assign=True, strict=False)
+    model.model.tie_weights()
+    expected = whole(model.model, text)
+    assert_near(found, expected, TOLERANCE)
+    assert_near(model(text).logits, expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_adapters_that_are_added_later_are_used(kind: str) -> None:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model, text = hybrid(kind), tokens(1, 12) % 60
+    before = model(text).logits
+    options = LoraConfig(r=2, target_modules=["in_proj"], init_lora_weights=False)
+    inject_adapter_in_model(options, model.model)
+    assert_near(model(text).logits, whole(model.model, text), TOLERANCE)
+    assert not torch.allclose(model(text).logits, before)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     """Recurrent states are float32 or wider, and pieces agree in every dtype."""

@@ -1,0 +1,24 @@
+"""Whether torch records or transforms the operations of a call instead of just computing them."""
+
+from __future__ import annotations
+
+import torch
+from torch._C import _get_dispatch_mode, _get_tracing_state, _TorchDispatchModeKey
+from torch._C._functorch import maybe_current_level  # pyright: ignore[reportMissingImports]
+from torch.autograd import forward_ad
+
+
+def is_transformed() -> bool:
+    """Whether a kernel that torch does not know would leave a call's result out of a record.
+
+    That is so under torch.func, whose tensors have no memory to read, in forward-mode automatic
+    differentiation, which would lose the tangent, and while torch.compile, torch.jit.trace or
+    make_fx writes a program, in which the result would be a constant.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or maybe_current_level() is not None
+        or forward_ad._current_level >= 0
+        or _get_tracing_state() is not None
+        or _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None
+    )
