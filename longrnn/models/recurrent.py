@@ -25,7 +25,7 @@ from longrnn.models.recompute import RecomputedModel, recomputed
 from longrnn.models.token_stack import TokenStack
 from longrnn.models.vectors import ArrangedVectors, Vectors
 from longrnn.ops.cross_entropy import token_cross_entropy
-from longrnn.ops.linear import Linear, linear
+from longrnn.ops.linear import Linear
 from longrnn.ops.norm import rms_norm
 from longrnn.ops.packed_rows import PackedRows
 from longrnn.positions import POSITIONS
@@ -186,7 +186,7 @@ class RecurrentLM(RecomputedModel):
             checked=checked,
             vectors=vectors,
         )
-        return LMOutput(linear(hidden, self.head.weight), state)
+        return LMOutput(self.head(hidden), state)  # the module, which may have an adapter
 
     def hidden(
         self,
