@@ -249,7 +249,7 @@ def _merge(folder: Path, base: RecurrentLM) -> str | None:
         from longrnn.hf.auto import LongRNNForCausalLM
 
         holder = LongRNNForCausalLM.of(base)
-    config = PeftConfig.from_pretrained(folder)
+    config = PeftConfig.from_pretrained(str(folder))
     config.task_type = None  # the classes of tasks need a model that generates
     model: Any = PeftModel(holder, config)
     found = set_peft_model_state_dict(model, weights)

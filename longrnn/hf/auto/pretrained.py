@@ -46,18 +46,20 @@ class LongRNNPreTrainedModel(PreTrainedModel):
         # A tuple, because a module would be registered and repeat every weight.
         self._fresh: tuple[RecurrentLM] | None = None
 
-    def mark_tied_weights_as_initialized(self, loading_info: Any) -> None:
+    def mark_tied_weights_as_initialized(self, *info: Any) -> None:  # pyright: ignore
         """See `PreTrainedModel`, which would take a missing embedding for one that was loaded.
 
         Until weights are loaded, embedding and head are one parameter, and it marks the head.
+
+        Args:
+            info: what was loaded; the first releases of transformers 5 do not give it.
         """
-        lost = {
-            source
-            for head, source in self.all_tied_weights_keys.items()
-            if {head, source} <= set(loading_info.missing_keys)
-        }
-        super().mark_tied_weights_as_initialized(loading_info)
-        loading_info.missing_keys |= lost
+        missing = set(info[0].missing_keys) if info else set()
+        tied = self.all_tied_weights_keys.items()
+        lost = {source for head, source in tied if {head, source} <= missing}
+        super().mark_tied_weights_as_initialized(*info)
+        if lost:
+            info[0].missing_keys |= lost
 
     def initialize_weights(self) -> None:
         """See `PreTrainedModel`; the model that `_init_weights` copies from is built once."""
