@@ -219,6 +219,8 @@ def merged(folder: Path, base: RecurrentLM) -> RecurrentLM:
         )
     try:
         strange = _merge(folder, base)
+    except UserError:
+        raise
     except (KeyError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
         strange = shorten(str(error), 240)
     if strange is not None:
@@ -249,7 +251,12 @@ def _merge(folder: Path, base: RecurrentLM) -> str | None:
         from longrnn.hf.auto import LongRNNForCausalLM
 
         holder = LongRNNForCausalLM.of(base)
-    config = PeftConfig.from_pretrained(str(folder))
+    config: Any = PeftConfig.from_pretrained(str(folder))
+    if config.is_prompt_learning:
+        raise UserError(
+            f"{folder} is a {config.peft_type.value} adapter, which changes no weights: load it "
+            "with PeftModel.from_pretrained, onto the base model of AutoModelForCausalLM"
+        )
     config.task_type = None  # the classes of tasks need a model that generates
     model: Any = PeftModel(holder, config)
     found = set_peft_model_state_dict(model, weights)

@@ -130,3 +130,19 @@ def test_an_adapter_that_does_not_fit_is_refused(
         folder = base
     with pytest.raises(UserError, match=message):
         load(folder)
+
+
+def test_an_adapter_without_weights_to_merge_is_refused(base: Path, tmp_path: Path) -> None:
+    """Learned prompts work with PEFT, which gives them to the model as embeddings."""
+    sizes = {"num_virtual_tokens": 3, "num_layers": 2, "token_dim": 8, "num_attention_heads": 1}
+    options = peft.PromptTuningConfig(task_type="CAUSAL_LM", **sizes)
+    model = peft.get_peft_model(LongRNNForCausalLM.from_pretrained(base), options)
+    mask = torch.ones_like(TOKENS)
+    model(input_ids=TOKENS, attention_mask=mask, labels=TOKENS).loss.backward()
+    assert model.prompt_encoder["default"].embedding.weight.grad.any()
+    assert model.generate(input_ids=TOKENS, attention_mask=mask, max_new_tokens=2).shape == (2, 11)
+    model.save_pretrained(tmp_path / "prompt")
+    with pytest.raises(
+        UserError, match="^[^(]* is a PROMPT_TUNING adapter, which changes no weights"
+    ):
+        load(tmp_path / "prompt")
