@@ -149,15 +149,22 @@ def _open(
     config = read_config(folder)
     _check_layers(folder, config)
     layout = layout_of(config)
-    if config.get("model_type") == "longrnn":
-        shards = (folder / f"{WEIGHTS}.index.json").is_file() and not (folder / WEIGHTS).is_file()
-        weights = read_weights(folder) if shards else None
-        return cast_weights(load_model(folder, backend=backend, weights=weights), dtype)
-    if layout is not None:
-        return cast_weights(load_mamba2(folder, layout, backend), dtype)
+    if config.get("model_type") == "longrnn" or layout is not None:
+        model = _load_own(folder, layout, backend)
+        if lora.has_adapter(folder):
+            model = lora.merged(folder, model.float())
+        return cast_weights(model, dtype)
     if backend != "auto":
         raise UserError(f"{folder} is computed by transformers and has no backend: leave it out")
     return _load_transformer(folder, config, dtype, beyond, balanced)
+
+
+def _load_own(folder: Path, layout: type[Layout] | None, backend: str) -> RecurrentLM:
+    """Return the model in a folder, without an adapter that is there too."""
+    if layout is not None:
+        return load_mamba2(folder, layout, backend)
+    shards = (folder / f"{WEIGHTS}.index.json").is_file() and not (folder / WEIGHTS).is_file()
+    return load_model(folder, backend=backend, weights=read_weights(folder) if shards else None)
 
 
 def _load_adapter(folder: Path, backend: str) -> RecurrentLM:

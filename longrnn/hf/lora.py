@@ -14,6 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -28,9 +29,14 @@ CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "ada
 PREFIX, NAME = "base_model.model.", ".default."
 
 
+def has_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter, alone or beside the model that it was trained on."""
+    return (folder / CONFIG).is_file()
+
+
 def is_adapter(folder: Path) -> bool:
     """Whether a folder holds an adapter and no whole model."""
-    return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
+    return has_adapter(folder) and not (folder / "config.json").is_file()
 
 
 def add_adapters(
@@ -190,14 +196,15 @@ def merged(folder: Path, base: RecurrentLM) -> RecurrentLM:
     """The base model with an adapter merged into its weights.
 
     Args:
-        folder: of the adapter.
+        folder: of the adapter, which may have been trained on the `RecurrentLM` itself, or on the
+            `LongRNNForCausalLM` that holds it.
         base: in float32; changed in place.
 
     Raises:
         UserError: PEFT is not installed, or the adapter is damaged or of another model.
     """
     _require_peft()
-    from peft import PeftModel
+    from safetensors import SafetensorError
 
     known = read_json(folder / BASE) if (folder / BASE).is_file() else {}
     if known.get("fingerprint") not in (None, base.fingerprint()):
@@ -206,11 +213,60 @@ def merged(folder: Path, base: RecurrentLM) -> RecurrentLM:
             "the checkpoint that it was trained on"
         )
     if not (folder / WEIGHTS).is_file():
-        raise UserError(f"{folder} is incomplete (it has no {WEIGHTS}): copy it again")
-    model: Any = PeftModel.from_pretrained(base, folder)  # type: ignore[arg-type]
-    model = model.merge_and_unload()
-    model.trained_under = known.get("mitigation")
-    return model.eval().requires_grad_()
+        raise UserError(
+            f"{folder} is incomplete (it has no {WEIGHTS}): copy it again, or save the adapter "
+            "with safe_serialization=True"
+        )
+    try:
+        strange = _merge(folder, base)
+    except UserError:
+        raise
+    except (KeyError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
+        strange = shorten(str(error), 240)
+    if strange is not None:
+        raise UserError(
+            f"the adapter in {folder} does not fit its base model ({strange}): give the checkpoint "
+            "that it was trained on, or merge it with PEFT and save the merged model"
+        )
+    base.trained_under = known.get("mitigation")
+    return base.eval().requires_grad_()
+
+
+def _merge(folder: Path, base: RecurrentLM) -> str | None:
+    """Merges an adapter; returns what does not fit, or None.
+
+    PEFT itself only warns of it, and leaves the parameters of the adapter as they were drawn.
+    """
+    from peft import PeftConfig, PeftModel, set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    weights = load_file(folder / WEIGHTS)
+    tied = base.config.tie_embeddings
+    if tied and any(".lora_" in n and {"head", "embedding"} & set(n.split(".")) for n in weights):
+        # One of the two is adapted, so after the merge they differ.
+        base.head.weight = nn.Parameter(base.head.weight.detach().clone())
+        base.config.tie_embeddings = False
+    holder: Any = base
+    if all(name.startswith(f"{PREFIX}model.") for name in weights):
+        from longrnn.hf.auto import LongRNNForCausalLM
+
+        holder = LongRNNForCausalLM.of(base)
+    config: Any = PeftConfig.from_pretrained(str(folder))
+    if config.is_prompt_learning:
+        raise UserError(
+            f"{folder} is a {config.peft_type.value} adapter, which changes no weights: load it "
+            "with PeftModel.from_pretrained, onto the base model of AutoModelForCausalLM"
+        )
+    config.task_type = None  # the classes of tasks need a model that generates
+    model: Any = PeftModel(holder, config)
+    found = set_peft_model_state_dict(model, weights)
+    if found.unexpected_keys:
+        return f"it has no {found.unexpected_keys[0]}"
+    missing = [name for name in found.missing_keys if NAME in name]
+    if missing:
+        return f"the adapter lacks {missing[0]}"
+    model.merge_and_unload()
+    return None
 
 
 def _require_peft() -> None:

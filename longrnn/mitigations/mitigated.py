@@ -24,6 +24,7 @@ from longrnn.models.base import (
 )
 from longrnn.models.checks import check_is_state, check_tokens
 from longrnn.models.context import ContextGroup, check_divisible
+from longrnn.models.vectors import Vectors
 from longrnn.state import LMState, PyTree, leaves
 
 
@@ -132,6 +133,7 @@ class Mitigated(nn.Module):
         is_document_start: Tensor | None = None,
         context: ContextGroup | None = None,
         checked: bool = False,
+        vectors: Vectors | None = None,
     ) -> LMOutput:
         """Consumes tokens; see `LanguageModel`.
 
@@ -143,6 +145,7 @@ class Mitigated(nn.Module):
             is_document_start: `(b, t)` bool; the carries of the mitigation restart too.
             context: the processes that hold the rows together; see `RecurrentLM.forward`.
             checked: see `RecurrentLM.forward`; a `CapturableModel` takes it.
+            vectors: see `RecurrentLM.forward`; a `RecurrentLM` takes it.
 
         Raises:
             UserError: invalid tokens or masks, or a state of the plain model, of other weights or
@@ -160,6 +163,8 @@ class Mitigated(nn.Module):
         if context is not None:
             check_divisible(self.model)
             options["context"] = context
+        if vectors is not None:
+            options["vectors"] = vectors
         logits, after = self.model(
             tokens,
             given,

@@ -98,7 +98,7 @@ def hidden_of_share(
     share, position, after = _share(tokens, rows, state.position, group, is_empty=count == 0)
     before = state._replace(position=position)
     flow = begin((state.layers, state.extra))
-    again = model.gradient_checkpointing
+    again = model.recomputation
     shares = [
         share if again == "no" else share._replace(group=replace(group, record=Record()))
         for _ in model.blocks

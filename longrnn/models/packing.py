@@ -36,6 +36,7 @@ class Arrangement:
         self.tokens: Tensor = tokens
         self.rows: PackedRows | None = None
         self._is_token: Tensor | None = None
+        self._order: Tensor | None = None
         if (is_token is None and is_document_start is None) or not tokens.numel():
             return
         starts = torch.zeros_like(tokens, dtype=torch.bool)
@@ -53,8 +54,15 @@ class Arrangement:
                 self._is_token, count = is_token, is_token.sum(1)
                 order = (~is_token).long().argsort(dim=1, stable=True)[:, : int(count.max())]
                 self.tokens, starts = tokens.gather(1, order), starts.gather(1, order)
+                self._order = order
         rows = PackedRows(starts, count)
         self.rows = rows if rows.has_starts or rows.has_padding else None
+
+    def arrange(self, values: Tensor) -> Tensor:
+        """Moves values `(b, t, d)` to where their tokens are, `(b, t', d)`."""
+        if self._order is None:
+            return values
+        return values.gather(1, self._order[..., None].expand(-1, -1, values.shape[-1]))
 
     def first_kept(self, keep: int) -> int:
         """The first of the moved tokens among the last `keep` of the given ones, over all rows."""

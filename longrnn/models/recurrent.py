@@ -22,11 +22,12 @@ from longrnn.models.checks import check_state, check_targets, check_tokens
 from longrnn.models.config import RecurrentConfig
 from longrnn.models.context import ContextGroup, hidden_of_share
 from longrnn.models.packing import Arrangement
-from longrnn.models.recompute import GRANULARITIES, recomputed
+from longrnn.models.recompute import RecomputedModel, recomputed
 from longrnn.models.token_stack import TokenStack
+from longrnn.models.vectors import ArrangedVectors, Vectors
 from longrnn.ops.cross_entropy import token_cross_entropy
 from longrnn.ops.hooks import own_weight
-from longrnn.ops.linear import Linear, linear
+from longrnn.ops.linear import Linear
 from longrnn.ops.norm import rms_norm
 from longrnn.ops.packed_rows import PackedRows
 from longrnn.positions import POSITIONS
@@ -57,7 +58,7 @@ def segment_width(rows: int, device: torch.device, gradient_checkpointing: str =
     return max(1024, tokens // max(1, rows))
 
 
-class RecurrentLM(nn.Module):
+class RecurrentLM(RecomputedModel):
     """A `LanguageModel`: embedding, positional encoding, blocks and head.
 
     Args:
@@ -80,7 +81,6 @@ class RecurrentLM(nn.Module):
         self.trained_under: str | None = None
         residual = config.block == "residual"
         self._wide = residual and config.residual_in_fp32
-        self.gradient_checkpointing = "no"
         self._token_stack = TokenStack()
 
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
@@ -102,29 +102,6 @@ class RecurrentLM(nn.Module):
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
         nn.init.normal_(self.head.weight, std=config.d_model**-0.5 if residual else 0.02)
-
-    def gradient_checkpointing_enable(self, every: str = "block") -> None:
-        """Computes activations again in the backward pass instead of keeping them.
-
-        Args:
-            every: `block` keeps the input of each block and its state at each segment; `segment`
-                keeps the states alone, and computes all blocks of a segment again at once; `no`
-                keeps everything.
-
-        Raises:
-            UserError: another word.
-        """
-        if every not in GRANULARITIES:
-            raise UserError(
-                f"unknown gradient_checkpointing {every!r}: {nearest(every, GRANULARITIES)}"
-            )
-        self.gradient_checkpointing = every
-        for block in self.blocks:
-            block.recompute = every == "block"  # type: ignore[assignment]
-
-    def gradient_checkpointing_disable(self) -> None:
-        """Keeps all activations, as by default."""
-        self.gradient_checkpointing_enable("no")
 
     @property
     def max_length(self) -> int | None:
@@ -169,6 +146,7 @@ class RecurrentLM(nn.Module):
         is_document_start: Tensor | None = None,
         context: ContextGroup | None = None,
         checked: bool = False,
+        vectors: Vectors | None = None,
     ) -> LMOutput:
         """Consumes tokens; see `LanguageModel`.
 
@@ -188,11 +166,12 @@ class RecurrentLM(nn.Module):
                 then of the share of this process, states of all: see `longrnn.models.context`.
             checked: whether ids and state are known to be valid, as those of generated tokens are.
                 Comparing ids with the vocabulary would wait for the device.
+            vectors: what replaces embeddings and the vectors between layers; not with `context`.
 
         Raises:
             UserError: ids outside the vocabulary, the state of another model or batch size, a
-                state without the carries of the edits, masks of another shape or dtype, or a
-                document that starts at padding.
+                state without the carries of the edits, masks or vectors of another shape or dtype,
+                or a document that starts at padding.
         """
         hidden, state = self.hidden(
             tokens,
@@ -203,8 +182,9 @@ class RecurrentLM(nn.Module):
             is_document_start=is_document_start,
             context=context,
             checked=checked,
+            vectors=vectors,
         )
-        return LMOutput(linear(hidden, own_weight(self.head)), state)
+        return LMOutput(self.head(hidden), state)  # the module, which may have an adapter
 
     def hidden(
         self,
@@ -217,6 +197,7 @@ class RecurrentLM(nn.Module):
         is_document_start: Tensor | None = None,
         context: ContextGroup | None = None,
         checked: bool = False,
+        vectors: Vectors | None = None,
     ) -> tuple[Tensor, LMState]:
         """`forward` without the head: returns the head's input, `(b, t, d)`, and the state.
 
@@ -234,8 +215,14 @@ class RecurrentLM(nn.Module):
         if keep < 0:
             raise UserError(f"keep must be at least 0, not {keep}: give 0 for no logits")
 
+        vectors = Vectors() if vectors is None else vectors
+        vectors.check(tokens, self.config.d_model, context)
         arranged = Arrangement(tokens, is_token, is_document_start)
-        return self._read(state, keep, edits, arranged, context)
+        if context is not None:
+            given = arranged.tokens, arranged.rows, state, edits, context
+            hidden, state = hidden_of_share(self, *given)
+            return self._output(hidden[:, arranged.first_kept(keep) :], arranged, keep), state
+        return self._read(state, keep, edits, arranged, ArrangedVectors(vectors, arranged, time))
 
     @torch.no_grad()
     def token_losses(
@@ -258,29 +245,34 @@ class RecurrentLM(nn.Module):
         keep: int,
         edits: Sequence[Edit] | None,
         arranged: Arrangement,
-        context: ContextGroup | None,
+        vectors: ArrangedVectors,
     ) -> tuple[Tensor, LMState]:
         """`hidden` of checked arguments."""
-        tokens, rows, first = arranged.tokens, arranged.rows, arranged.first_kept(keep)
-        if context is not None:
-            hidden, state = hidden_of_share(self, tokens, rows, state, edits, context)
-            return self._output(hidden[:, first:], arranged, keep), state
-        width = segment_width(len(tokens), tokens.device, self.gradient_checkpointing)
+        tokens, rows = vectors.source, arranged.rows
+        # What is read between layers are the vectors of all tokens at once.
+        given = vectors.time if vectors.is_read else keep
+        first = arranged.first_kept(given)
+        width = segment_width(len(tokens), tokens.device, self.recomputation)
+        width = max(1, tokens.shape[1]) if vectors.is_read else width
         kept: list[Tensor] = []
         for start in range(0, tokens.shape[1], width):
             part = tokens[:, start : start + width]
             part_rows = rows.slice(start, start + width) if rows is not None else None
-            if self.gradient_checkpointing == "segment":
-                hidden, state = recomputed(self._segment, part, state, edits, part_rows)
+            run = (part, state, edits, part_rows, vectors)
+            if self.recomputation == "segment" and not vectors.is_read:
+                hidden, state = recomputed(self._segment, *run)
             else:
-                hidden, state = self._segment(part, state, edits, part_rows)
+                hidden, state = self._segment(*run)
             unwanted = max(0, first - start)
             if unwanted < hidden.shape[1]:
-                kept.append(hidden[:, unwanted:])
+                kept.append(hidden[:, unwanted:] if unwanted else hidden)
         if not kept:
             return self.embedding.weight.new_zeros(len(tokens), keep, self.config.d_model), state
         hidden = torch.cat(kept, 1) if len(kept) > 1 else kept[0]
-        return self._output(hidden, arranged, keep), state
+        hidden = self._output(hidden, arranged, given)
+        if vectors.is_read:
+            hidden = vectors.last(len(self.blocks), hidden)[:, given - keep :]
+        return hidden, state
 
     def _output(self, hidden: Tensor, arranged: Arrangement, keep: int) -> Tensor:
         """The input of the head, `(b, keep, d)`, from the output of the last block."""
@@ -295,17 +287,18 @@ class RecurrentLM(nn.Module):
         """The input of the first block, and the positions after the tokens.
 
         Args:
-            tokens: `(b, t)` int64.
+            tokens: `(b, t)` int64, or their embeddings `(b, t, d)`.
             position: `(b,)` int64, that of the first token.
             rows: where documents and padding begin; None without any.
         """
+        embeddings = self.embedding(tokens) if tokens.ndim == 2 else tokens
         if rows is None:
             time = tokens.shape[1]
             positions = position[:, None] + torch.arange(time, device=tokens.device)
             after = position + time
         else:
             positions, after = rows.positions(position)
-        x = self.merge(self.position(self.embedding(tokens), positions))
+        x = self.merge(self.position(embeddings, positions))
         if rows is not None:
             x = rows.without_padding(x)
         return x.to(torch.promote_types(x.dtype, torch.float32)) if self._wide else x, after
@@ -316,15 +309,17 @@ class RecurrentLM(nn.Module):
         state: LMState,
         edits: Sequence[Edit] | None,
         rows: PackedRows | None,
+        vectors: ArrangedVectors,
     ) -> tuple[Tensor, LMState]:
         """`hidden` of one segment, before the last norm."""
         x, position = self.embed(tokens, state.position, rows)
-        if tokens.shape[1] == 1 and edits is None and rows is None:
+        if tokens.shape[1] == 1 and edits is None and rows is None and not vectors.is_read:
             at_once = self._token_stack.run(self.blocks, x, state.layers)
             if at_once is not None:
                 return at_once[0], LMState(position, at_once[1])
         layers, carries = [], []
         for index, (block, layer) in enumerate(zip(self.blocks, state.layers, strict=True)):
+            x = vectors(index, x)
             if edits is None:
                 x, layer = block(x, layer, None, rows)
             else:

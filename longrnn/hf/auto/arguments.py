@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,9 +10,6 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from longrnn.errors import UserError, nearest
 from longrnn.hf.auto.cache import StateCache
-from longrnn.models.packing import Arrangement
-from longrnn.models.recurrent import RecurrentLM
-from longrnn.ops.norm import rms_norm
 from longrnn.state import LMState
 
 # Arguments of the loss, and what collators add for kernels of attention.
@@ -43,10 +38,8 @@ class Backbone:
         return getattr(self._whole.model, name)
 
 
-def check_arguments(kwargs: dict[str, Any], inputs_embeds: Tensor | None) -> None:
+def check_arguments(kwargs: dict[str, Any]) -> None:
     """Refuses arguments that would have no effect."""
-    if inputs_embeds is not None:
-        raise UserError("a longrnn model reads token ids, not inputs_embeds: give input_ids")
     if kwargs.get("output_attentions"):
         raise UserError("a recurrent model has no attentions: leave out output_attentions")
     for name in kwargs:
@@ -104,50 +97,49 @@ def after_padding(is_token: Tensor) -> Tensor:
     return nn.functional.pad(~is_token[:, :-1], (1, 0))
 
 
-@contextmanager
-def block_outputs(model: RecurrentLM, wanted: bool) -> Iterator[list[list[Tensor]]]:
-    """Collects the input of the first block and the output of each, one tensor per segment."""
-    seen: list[list[Tensor]] = [[] for _ in range(len(model.blocks) + 1)]
-    hooks = []
-    if wanted:
-        first = model.blocks[0]
-        hooks.append(first.register_forward_pre_hook(lambda _, given: seen[0].append(given[0])))
-        for number, block in enumerate(model.blocks, 1):
-            hooks.append(
-                block.register_forward_hook(
-                    lambda _, __, found, into=seen[number]: into.append(found[0])  # pyright: ignore
-                )
-            )
-    try:
-        yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
+def check_inputs(
+    input_ids: Tensor | None, inputs_embeds: Tensor | None, cache: StateCache
+) -> Tensor:
+    """Token ids, `(b, t)`; zeros where embeddings are given instead.
+
+    Raises:
+        UserError: neither or both, or embeddings for a cache that records token ids.
+    """
+    if inputs_embeds is None:
+        if input_ids is None:
+            raise UserError("input_ids is missing: give the token ids, (batch, time)")
+        return input_ids
+    if input_ids is not None:
+        raise UserError("both input_ids and inputs_embeds were given: give one of them")
+    if inputs_embeds.ndim != 3:
+        raise UserError(
+            f"inputs_embeds has shape {tuple(inputs_embeds.shape)}: give one vector per token, "
+            "(batch, time, hidden_size)"
+        )
+    if cache.is_recording:
+        raise UserError(
+            "assisted decoding reads rejected tokens again, and inputs_embeds has no ids: give "
+            "input_ids"
+        )
+    shape = inputs_embeds.shape[:2]
+    return torch.zeros(shape, dtype=torch.long, device=inputs_embeds.device)
 
 
-def hidden_states(
-    model: RecurrentLM,
-    seen: list[list[Tensor]],
-    tokens: Tensor,
-    is_token: Tensor | None,
-    own: int,
-) -> tuple[Tensor, ...]:
-    """Outputs of the embedding and of each block at the last `own` tokens, 0 at padding.
+class HiddenStates:
+    """Collects the output of the embedding and of each block at the last tokens of a call.
+
+    The model computes with the collected tensors themselves, so that they have gradients.
 
     Args:
-        model: the model without its head.
-        seen: see `block_outputs`.
-        tokens: `(b, t)`, what the blocks have read.
-        is_token: the mask of padding.
-        own: number of tokens.
-
-    Returns:
-        `(b, own, d)` each; the last one is the input of the head.
+        own: number of the last tokens.
     """
-    # The blocks have read rows whose tokens were moved to the left.
-    arranged = Arrangement(tokens, is_token, None)
-    first = arranged.first_kept(own)
-    whole = [arranged.restore(torch.cat(parts, 1)[:, first:], own) for parts in seen]
-    if model.norm is not None:
-        whole[-1] = rms_norm(whole[-1], model.norm.weight, model.config.norm_eps)
-    return tuple(whole)
+
+    def __init__(self, own: int) -> None:
+        self.found: list[Tensor] = []
+        self._own = own
+
+    def __call__(self, _: int, hidden: Tensor) -> Tensor:
+        """Keeps `(b, t, d)`, and returns it for the next layer."""
+        before = hidden.shape[1] - self._own
+        self.found.append(hidden[:, before:] if before else hidden)
+        return hidden

@@ -76,6 +76,11 @@ class StateCache(Cache):
         if self._calls is None:
             self._calls = []
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether the state before each call is kept."""
+        return self._calls is not None
+
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last tokens, given as a number of at most 0.
 

@@ -60,6 +60,14 @@ class LongRNNConfig(PreTrainedConfig):
         """The configuration of the `RecurrentLM`."""
         return build_config(RecurrentConfig, self.config, source="LongRNNConfig")
 
+    def _option(self, name: str) -> Any:
+        assert self.config is not None
+        return self.config[name]
+
+    def _set(self, name: str, value: Any) -> None:
+        assert self.config is not None
+        self.config[name] = value
+
     @property
     def vocab_size(self) -> int:
         """Number of token ids."""
@@ -67,24 +75,31 @@ class LongRNNConfig(PreTrainedConfig):
 
     @vocab_size.setter
     def vocab_size(self, size: int) -> None:
-        assert self.config is not None
-        self.config["vocab_size"] = size
+        self._set("vocab_size", size)
 
     @property
     def hidden_size(self) -> int:
         """Width of embeddings, cells and head."""
         return self._option("d_model")
 
+    @hidden_size.setter
+    def hidden_size(self, size: int) -> None:
+        self._set("d_model", size)
+
     @property
     def num_hidden_layers(self) -> int:
         """Number of blocks."""
         return self._option("n_layers")
+
+    @num_hidden_layers.setter
+    def num_hidden_layers(self, count: int) -> None:
+        self._set("n_layers", count)
 
     @property
     def tie_word_embeddings(self) -> bool:
         """Whether head and embedding share their weights."""
         return self._option("tie_embeddings")
 
-    def _option(self, name: str) -> Any:
-        assert self.config is not None
-        return self.config[name]
+    @tie_word_embeddings.setter
+    def tie_word_embeddings(self, tied: bool) -> None:
+        self._set("tie_embeddings", tied)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from longrnn.checksums import remove_checksums, write_checksums
@@ -24,27 +24,31 @@ from longrnn.hf.auto.adapters import adapter_record, refuse_to_save
 from longrnn.hf.auto.arguments import (
     LOSS,
     Backbone,
+    HiddenStates,
     after_padding,
-    block_outputs,
     cache_of,
     check_arguments,
     check_devices,
-    hidden_states,
+    check_inputs,
     joined,
 )
 from longrnn.hf.auto.cache import StateCache
 from longrnn.hf.auto.config import LongRNNConfig
-from longrnn.hf.auto.masks import inferred_padding, padding, starts
+from longrnn.hf.auto.generation import StateGeneration
+from longrnn.hf.auto.masks import padding, starts
+from longrnn.hf.auto.pretrained import LongRNNPreTrainedModel
 from longrnn.hf.tokenizer import TOKENIZER_FILES, byte_level
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.models import quantise
 from longrnn.models.recurrent import RecurrentLM
+from longrnn.models.vectors import Vectors
 from longrnn.state import LMState
 
-INITIALISED = "_is_hf_initialized"  # the attribute by which transformers knows loaded weights
 
-
-class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
+# transformers looks for GenerationMixin among the direct base classes.
+class LongRNNForCausalLM(  # pyright: ignore
+    LongRNNPreTrainedModel, StateGeneration, GenerationMixin
+):
     """A recurrent language model with the interface of Hugging Face.
 
     Its cache is a `StateCache`, whose `state` is the `LMState` after the consumed tokens. Padding
@@ -57,19 +61,8 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
         UserError: options that do not fit together, as for `RecurrentLM`.
     """
 
-    config_class = LongRNNConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _no_split_modules = ["ResidualBlock", "PlainBlock"]  # noqa: RUF012
-    _keep_in_fp32_modules_strict = ["A_log", "dt_bias", "mixer.D"]  # noqa: RUF012
-    _tied_weights_keys = {"model.head.weight": "model.embedding.weight"}  # noqa: RUF012
-
     def __init__(self, config: LongRNNConfig) -> None:
         super().__init__(config)
-        self.model = RecurrentLM(config.recurrent)
-        for weight in self.model.parameters():
-            # RecurrentLM has initialised itself; on the meta device, `_init_weights` does.
-            setattr(weight, INITIALISED, not weight.is_meta)
         # In a tuple, because a module would be registered and repeat every weight.
         self._mitigated: tuple[str, Mitigated] | None = None
         self._has_own_adapter = False
@@ -146,7 +139,7 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
             position_ids: `(b, t)`; without attention_mask, a 0 marks the first token of a document
                 that is packed into the row, and the state before it is the zero state.
             past_key_values: the cache of an earlier call, which is changed.
-            inputs_embeds: refused.
+            inputs_embeds: `(b, t, d)`, instead of input_ids.
             labels: `(b, t)`; they are shifted here. −100 is not scored, nor is a token after
                 padding, which no token predicts.
             use_cache: whether to return a cache; by default `config.use_cache` in eval mode.
@@ -161,11 +154,10 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
         Raises:
             UserError: arguments that a recurrent model cannot follow.
         """
-        check_arguments(kwargs, inputs_embeds)
-        if input_ids is None:
-            raise UserError("input_ids is missing: give the token ids, (batch, time)")
+        check_arguments(kwargs)
         cache = cache_of(past_key_values, state)
-        tokens, is_token = input_ids, padding(attention_mask, input_ids)
+        tokens = check_inputs(input_ids, inputs_embeds, cache)
+        is_token = padding(attention_mask, tokens)
         document = starts(position_ids if attention_mask is None else None, cu_seq_lens_q, tokens)
         pending = 0
         if cache.pending is not None:
@@ -173,16 +165,23 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
             pending = before.shape[1]
             is_token = joined(mask, is_token, before, tokens)
             tokens = torch.cat([before, tokens], 1)
+            if inputs_embeds is not None:
+                inputs_embeds = torch.cat([self.model.embedding(before), inputs_embeds], 1)
         model = self.language_model
         cache.share(len(tokens))
         begin = model.init_state(len(tokens)) if cache.state is None else cache.state
         own = tokens.shape[1] - pending
         keep = logits_to_keep if isinstance(logits_to_keep, int) and logits_to_keep else own
         wanted = bool(self.config.output_hidden_states or output_hidden_states)
-        with block_outputs(self.model, wanted) as seen:
-            logits, after = model(
-                tokens, begin, keep=keep, is_token=is_token, is_document_start=document
-            )
+        hidden = HiddenStates(own) if wanted else None
+        logits, after = model(
+            tokens,
+            begin,
+            keep=keep,
+            is_token=is_token,
+            is_document_start=document,
+            vectors=Vectors(inputs_embeds, hidden),
+        )
         if isinstance(logits_to_keep, Tensor):
             logits = logits[:, logits_to_keep]
         loss = None
@@ -198,102 +197,9 @@ class LongRNNForCausalLM(PreTrainedModel, GenerationMixin):
             loss=loss,
             logits=logits,  # type: ignore[arg-type]
             past_key_values=cache if use_cache else None,
-            hidden_states=(
-                hidden_states(self.model, seen, tokens, is_token, own) if wanted else None
-            ),
+            hidden_states=None if hidden is None else tuple(hidden.found),
         )
         return output.to_tuple() if return_dict is False else output
-
-    def prepare_inputs_for_generation(
-        self, input_ids: Tensor, *args: Any, is_first_iteration: bool | None = False, **kwargs: Any
-    ) -> dict[str, Any]:
-        """See `GenerationMixin`; positions are those of the state, and given ones are left out."""
-        for name in ("position_ids", "tokenizer"):
-            kwargs.pop(name, None)
-        inputs = super().prepare_inputs_for_generation(  # pyright: ignore
-            input_ids, *args, is_first_iteration=is_first_iteration, **kwargs
-        )
-        if not is_first_iteration and inputs["input_ids"].shape[1] == 1:
-            inputs.pop("attention_mask", None)  # a generated token is not padding
-        return inputs
-
-    def _prepare_attention_mask_for_generation(  # pyright: ignore
-        self, inputs_tensor: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
-    ) -> Tensor:
-        """Infers the padding of a batch without attention_mask, see `inferred_padding`."""
-        if generation_config.is_assistant:  # drafts continue text that has no padding
-            return torch.ones_like(inputs_tensor)
-        inferred = super()._prepare_attention_mask_for_generation(
-            inputs_tensor, generation_config, model_kwargs
-        )
-        return inferred_padding(inferred, continued=model_kwargs.get("state") is not None)
-
-    def _prepare_cache_for_generation(  # pyright: ignore
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> None:
-        """Puts a `StateCache` where transformers would put a `DynamicCache`.
-
-        Raises:
-            UserError: another kind of cache, or padding after which a row cannot be continued.
-        """
-        mask = model_kwargs.get("attention_mask")
-        if mask is not None and not bool(mask[:, -1].all()):
-            raise UserError(
-                "the attention_mask has padding on the right, and a row is continued after its "
-                "last column: set padding_side='left' in the tokenizer"
-            )
-        if generation_config.cache_implementation is not None:
-            raise UserError(
-                f"a recurrent model has no {generation_config.cache_implementation} cache: leave "
-                "out cache_implementation"
-            )
-        if generation_config.use_cache is False:
-            raise UserError(
-                "a recurrent model generates from its state, which is its cache: leave out "
-                "use_cache=False"
-            )
-        cache = cache_of(model_kwargs.pop("past_key_values", None), model_kwargs.pop("state", None))
-        if generation_config.is_assistant:
-            cache.activate_past_recording()
-        model_kwargs["past_key_values"] = cache
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """Initialises what a checkpoint lacks as a new `RecurrentLM` does."""
-        known = {id(own): name for name, own in self.model.named_modules()}
-        if id(module) in known:
-            with torch.device("cpu"):
-                fresh = RecurrentLM(self.model.config).get_submodule(known[id(module)])
-            for name, weight in module.named_parameters(recurse=False):
-                if not getattr(weight, INITIALISED, False):
-                    weight.copy_(fresh.get_parameter(name))
-        elif isinstance(module, nn.Embedding | nn.Linear):  # of another size
-            module.weight.normal_(std=self.config.hidden_size**-0.5)
-
-    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        """Computes the activations of blocks again in the backward pass; options have no effect."""
-        self.model.gradient_checkpointing_enable("block")
-
-    def gradient_checkpointing_disable(self) -> None:
-        """Keeps all activations, as by default."""
-        self.model.gradient_checkpointing_disable()
-
-    @property
-    def is_gradient_checkpointing(self) -> bool:
-        """Whether activations are computed again."""
-        return self.model.gradient_checkpointing != "no"
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.embedding
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.model.embedding = value  # type: ignore[assignment]
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.model.head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        self.model.head = new_embeddings  # type: ignore[assignment]
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """See `PreTrainedModel`."""

@@ -252,7 +252,7 @@ def test_some_logits_can_be_kept() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"inputs_embeds": torch.zeros(1, 3, 8)}, "input_ids"),
+        ({"inputs_embeds": torch.zeros(1, 3, 8)}, "one of them"),
         ({"input_ids": None}, "input_ids is missing"),
         ({"output_attentions": True}, "attentions"),
         ({"attention_masks": torch.ones(1, 3)}, "unknown argument"),

@@ -183,15 +183,31 @@ print(type(model).__name__)
     assert done.stdout.strip() == "LongRNNForCausalLM", done.stderr
 
 
-@pytest.mark.parametrize("target", ["head", "conv1d"])
-def test_an_adapter_that_would_have_no_effect_is_refused(target: str) -> None:
-    model, text = build_auto("mamba2"), random_tokens(1, 6)
+def adapted_by_lora(model: Any, target: str) -> Any:
     channels = model.model.mixers[0].d_xBC
     options = LoraConfig(r=channels, target_modules=[target, "in_proj"], init_lora_weights=False)
-    adapted = get_peft_model(model, options)  # type: ignore[arg-type]
+    return get_peft_model(model, options)
+
+
+def test_an_adapter_of_the_convolution_is_refused() -> None:
+    model, text = build_auto("mamba2"), random_tokens(1, 6)
+    adapted = adapted_by_lora(model, "conv1d")
+    for length in (6, 1):
+        with pytest.raises(UserError, match="would have no effect"):
+            adapted(text[:, :length])
+
+
+def test_an_adapter_of_the_head_is_used_or_refused() -> None:
+    """The losses per token read the weight of the head without the adapter."""
+    model, text = build_auto("mamba2"), random_tokens(1, 6)
+    hidden = model.model.hidden(text)[0].detach()
+    adapted = adapted_by_lora(model, "head")
+    wanted = adapted.base_model.model.model.head(
+        adapted(text, output_hidden_states=True).hidden_states[-1]
+    )
+    assert not torch.allclose(wanted, hidden @ model.model.embedding.weight.T)
+    torch.testing.assert_close(adapted(text).logits, wanted)
     calls = (
-        lambda: adapted(text),
-        lambda: adapted(text[:, :1]),
         lambda: model.model.token_losses(text, text),
         lambda: Objective(model.model).token_losses(text, text, model.model.init_state(1)),
     )

@@ -1,0 +1,205 @@
+"""What a user of transformers expects of every causal language model.
+
+transformers' own tests of it run in `tests/hf/test_transformers_common.py`, where they are at hand.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from longrnn.errors import UserError
+from longrnn.hf.auto import LongRNNConfig, LongRNNForCausalLM, StateCache
+from longrnn.hf.auto import pretrained as pretrained_module
+from longrnn.mixers import MIXERS
+from longrnn.models import RecurrentLM, recurrent
+from longrnn.positions import POSITIONS
+from longrnn.state import leaves
+from tests.contracts.builders import mitigation_spec, random_state, random_tokens
+from tests.hf.auto.models import build_auto
+
+KINDS = sorted(MIXERS)
+MASK = torch.tensor([[1, 1, 0, 1, 0, 1, 1], [0, 0, 0, 1, 1, 1, 0]])
+
+
+def greedy(model: Any, tokens: Tensor | None = None, **options: Any) -> Any:
+    return model.generate(tokens, max_new_tokens=5, do_sample=False, pad_token_id=0, **options)
+
+
+def small(mixer: str = "gru", **options: Any) -> Any:
+    sizes: dict[str, Any] = {"vocab_size": 11, "d_model": 8, "n_layers": 2}
+    sizes |= {"mixer": {"kind": mixer}}
+    return LongRNNConfig(**sizes, **options)
+
+
+def test_sizes_and_tying_of_a_configuration_can_be_set(tmp_path: Path) -> None:
+    config = small()
+    config.hidden_size, config.num_hidden_layers, config.tie_word_embeddings = 12, 3, False
+    model: Any = LongRNNForCausalLM(config)
+    assert (config.hidden_size, config.num_hidden_layers) == (12, 3)
+    assert len(model.model.blocks) == 3
+    assert model.get_input_embeddings().weight.shape == (11, 12)
+    assert model.get_output_embeddings().weight is not model.get_input_embeddings().weight
+    model.save_pretrained(tmp_path)
+    again: Any = LongRNNForCausalLM.from_pretrained(tmp_path)
+    assert not again.config.tie_word_embeddings
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, again.state_dict()[name])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cell_names_the_parameters_that_stay_in_float32(kind: str, tmp_path: Path) -> None:
+    model = build_auto(kind)
+    model.save_pretrained(tmp_path)
+    again = LongRNNForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    wide = {f"mixer.{name}" for name in MIXERS[kind].wide_weights}
+    assert again._keep_in_fp32_modules_strict == wide
+    for name, weight in again.named_parameters():
+        is_wide = name.split(".", 3)[-1] in wide
+        assert weight.dtype == (torch.float32 if is_wide else torch.bfloat16), name
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_that_a_checkpoint_lacks_are_reported_and_initialised(
+    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the embedding; the new model that they are copied from is built once."""
+    LongRNNForCausalLM(small("lstm", tie_embeddings=tied)).save_pretrained(tmp_path)
+    save_file({"other": torch.ones(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    built: list[RecurrentLM] = []
+
+    def build(config: Any) -> RecurrentLM:
+        built.append(RecurrentLM(config))
+        return built[-1]
+
+    monkeypatch.setattr(pretrained_module, "RecurrentLM", build)
+    model, report = LongRNNForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert len(built) == 2  # the model itself, and the new one
+    assert report["missing_keys"] >= {name for name, _ in model.named_parameters()}
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, built[1].get_parameter(name.removeprefix("model."))), name
+    assert (model.model.head.weight is model.model.embedding.weight) == tied
+
+
+@pytest.mark.parametrize("position", sorted(POSITIONS))
+@pytest.mark.parametrize("kind", KINDS)
+def test_embeddings_may_be_given_instead_of_tokens(kind: str, position: str) -> None:
+    """Logits, loss, state and the gradient of the embedding are those of the tokens."""
+    model, tokens = build_auto(kind, position=position), random_tokens(2, 7)
+    found = []
+    for given in ("input_ids", "inputs_embeds"):
+        model.zero_grad()
+        vectors = model.get_input_embeddings()(tokens)
+        inputs = {given: tokens if given == "input_ids" else vectors, "attention_mask": MASK}
+        output = model(**inputs, labels=tokens)
+        output.loss.backward()
+        state = [leaf for _, leaf in leaves(output.past_key_values.state)]
+        grad = model.get_input_embeddings().weight.grad
+        found.append([output.logits, output.loss, grad, *state])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("spec", [None, mitigation_spec("state_norm")], ids=["plain", "mitigated"])
+def test_generation_continues_given_embeddings(spec: dict[str, Any] | None) -> None:
+    model, tokens = build_auto(auto={"mitigation": spec}), random_tokens(2, 7)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
+    wanted = greedy(model, tokens, attention_mask=mask)[:, 7:]
+    vectors = model.get_input_embeddings()(tokens)
+    assert torch.equal(greedy(model, inputs_embeds=vectors, attention_mask=mask), wanted)
+
+
+def test_embeddings_that_cannot_be_read_are_refused() -> None:
+    model, tokens = build_auto(), random_tokens(1, 3)
+    vectors = model.get_input_embeddings()(tokens)
+    with pytest.raises(UserError, match="both input_ids and inputs_embeds"):
+        model(tokens, inputs_embeds=vectors)
+    for wrong in (vectors[0], vectors[..., :3]):
+        with pytest.raises(UserError, match=r"have shape|has shape"):
+            model(inputs_embeds=wrong)
+    cache = StateCache()
+    cache.activate_past_recording()
+    with pytest.raises(UserError, match="assisted decoding"):
+        model(inputs_embeds=vectors, past_key_values=cache)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_hidden_states_have_gradients(
+    kind: str, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model computes with the returned tensors, padded or not, however long the rows are."""
+    monkeypatch.setattr(recurrent, "SEGMENT_TOKENS", 1)
+    model, tokens = build_auto(kind), random_tokens(2, 70)
+    mask = MASK.repeat(1, 10) if padded else None
+    output = model(tokens, attention_mask=mask, output_hidden_states=True, logits_to_keep=2)
+    assert output.logits.shape[1] == 2
+    scale = torch.randn(output.logits.shape, generator=torch.Generator().manual_seed(0))
+    first, *_, last = torch.autograd.grad((output.logits * scale).sum(), output.hidden_states)
+    head = model.get_output_embeddings().weight
+    torch.testing.assert_close(last[:, -2:], scale @ head)
+    vectors = model.get_input_embeddings()(tokens).detach().requires_grad_()
+    again = model(inputs_embeds=vectors, attention_mask=mask, logits_to_keep=2)
+    (wanted,) = torch.autograd.grad((again.logits * scale).sum(), vectors)
+    torch.testing.assert_close(first, wanted)
+
+
+def test_generation_returns_hidden_states() -> None:
+    model, tokens = build_auto(), random_tokens(2, 7)
+    options = {"output_hidden_states": True, "return_dict_in_generate": True}
+    found = greedy(model, tokens, attention_mask=torch.ones_like(tokens), **options)
+    whole = model(found.sequences, output_hidden_states=True).hidden_states
+    steps = found.hidden_states
+    for layer, wanted in enumerate(whole):
+        joined = torch.cat([step[layer] for step in steps], 1)
+        torch.testing.assert_close(joined, wanted[:, :-1])
+
+
+def test_no_module_claims_recomputation_that_is_off() -> None:
+    """transformers and PEFT read `gradient_checkpointing` of every module as a switch."""
+    model = build_auto("gru", n_layers=3)
+    for enable, is_on in ((None, False), (True, True), (False, False)):
+        if enable is not None:
+            name = "enable" if enable else "disable"
+            getattr(model, f"gradient_checkpointing_{name}")()
+        assert model.is_activation_checkpointing == model.is_gradient_checkpointing == is_on
+        switches = [getattr(module, "gradient_checkpointing", is_on) for module in model.modules()]
+        assert all(bool(switch) == is_on for switch in switches)
+
+
+def test_every_nth_block_can_be_recomputed() -> None:
+    model, tokens = build_auto("gru", n_layers=3).train(), random_tokens(2, 9)
+    model(tokens, labels=tokens).loss.backward()
+    wanted = [weight.grad.clone() for weight in model.parameters()]
+    model.zero_grad()
+    model.gradient_checkpointing_enable(every_n_layers=2)
+    assert [block.recompute for block in model.model.blocks] == [True, False, True]
+    model(tokens, labels=tokens).loss.backward()
+    assert all(map(torch.equal, [weight.grad for weight in model.parameters()], wanted))
+    with pytest.raises(UserError, match="offload"):
+        model.gradient_checkpointing_enable(offload=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generation_without_a_cache_equals_generation_with_one(kind: str) -> None:
+    model, tokens = build_auto(kind), random_tokens(2, 7)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
+    wanted = greedy(model, tokens, attention_mask=mask)
+    assert torch.equal(greedy(model, tokens, attention_mask=mask, use_cache=False), wanted)
+    state = random_state(model.model, 2)
+    whole = torch.ones_like(tokens)
+    wanted = greedy(model, tokens, attention_mask=whole, state=state)
+    found = greedy(model, tokens, attention_mask=whole, state=state, use_cache=False)
+    assert torch.equal(found, wanted)
+
+
+def test_a_cache_is_not_continued_without_a_cache() -> None:
+    model, tokens = build_auto(), random_tokens(1, 3)
+    mask = torch.ones_like(tokens)
+    with pytest.raises(UserError, match="past_key_values"):
+        greedy(model, tokens, attention_mask=mask, use_cache=False, past_key_values=StateCache())

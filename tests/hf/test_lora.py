@@ -1,0 +1,148 @@
+"""Adapters that PEFT and transformers saved: `load` merges them, or says why it cannot."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from longrnn import load
+from longrnn.checksums import remove_checksums
+from longrnn.errors import UserError
+from longrnn.hf.auto import LongRNNForCausalLM
+from longrnn.hf.lora import CONFIG, WEIGHTS
+from tests.contracts.builders import random_tokens
+from tests.hf.auto.models import build_auto
+
+peft = pytest.importorskip("peft")
+TOKENS = random_tokens(2, 9)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    build_auto("mamba2", auto={"tokenizer": "bytes"}).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def options(**more: Any) -> Any:
+    """One of the adapters changes the head, which shares its weights with the embedding."""
+    targets = ["in_proj", "head"]
+    # The factor B would be 0 otherwise, and an adapter that is ignored would go unnoticed.
+    return peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, **more)
+
+
+def save_with_peft(base: Path, folder: Path) -> torch.Tensor:
+    model = LongRNNForCausalLM.from_pretrained(base)
+    model = peft.get_peft_model(model, options(task_type="CAUSAL_LM")).eval()
+    model.save_pretrained(folder)
+    return model(TOKENS).logits
+
+
+def save_with_transformers(base: Path, folder: Path) -> torch.Tensor:
+    model = LongRNNForCausalLM.from_pretrained(base)
+    model.add_adapter(options())
+    model.save_pretrained(folder)
+    return model.eval()(TOKENS).logits
+
+
+def save_plain(base: Path, folder: Path) -> torch.Tensor:
+    model = peft.get_peft_model(load(base), options()).eval()
+    model.peft_config["default"].base_model_name_or_path = str(base)
+    model.save_pretrained(folder, save_embedding_layers=False)
+    return model(TOKENS).logits
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("save", [save_with_peft, save_with_transformers, save_plain])
+def test_an_adapter_is_merged_however_it_was_saved(
+    save: Any, beside: bool, base: Path, tmp_path: Path
+) -> None:
+    """Of the Auto class and of the model that it holds; alone, and in the folder of its base."""
+    folder = tmp_path / "adapter"
+    wanted = save(base, folder)
+    if beside:
+        for name in (CONFIG, WEIGHTS):
+            shutil.copy(folder / name, base / name)
+        folder = base
+    torch.testing.assert_close(load(folder)(TOKENS).logits, wanted)
+
+
+def lose_weights(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+
+
+def lose_a_tensor(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    tensors.pop(next(name for name in tensors if "lora_B" in name))
+    save_file(tensors, folder / WEIGHTS)
+
+
+def name_other_layers(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    save_file(
+        {name.replace("head", "lm_head"): tensors[name] for name in tensors}, folder / WEIGHTS
+    )
+
+
+def target_other_layers(folder: Path) -> None:
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(config | {"target_modules": ["q_proj"]}))
+
+
+def widen(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    wide = {name: tensor.repeat(1, 2) for name, tensor in tensors.items()}
+    save_file(wide, folder / WEIGHTS)
+
+
+def cut(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:100])
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lose_weights, "has no adapter_model.safetensors"),
+        (lose_a_tensor, "lacks .*lora_B"),
+        (name_other_layers, "has no .*lm_head"),
+        (target_other_layers, "q_proj"),
+        (widen, "size mismatch"),
+        (cut, "does not fit"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(
+    damage: Any, message: str, beside: bool, base: Path, tmp_path: Path
+) -> None:
+    """PEFT warns of some of these, and computes with parameters as they were drawn."""
+    folder = tmp_path / "adapter"
+    save_with_transformers(base, folder)
+    remove_checksums(folder)
+    damage(folder)
+    if beside:
+        remove_checksums(base)
+        shutil.copytree(folder, base, dirs_exist_ok=True)
+        folder = base
+    with pytest.raises(UserError, match=message):
+        load(folder)
+
+
+def test_an_adapter_without_weights_to_merge_is_refused(base: Path, tmp_path: Path) -> None:
+    """Learned prompts work with PEFT, which gives them to the model as embeddings."""
+    sizes = {"num_virtual_tokens": 3, "num_layers": 2, "token_dim": 8, "num_attention_heads": 1}
+    options = peft.PromptTuningConfig(task_type="CAUSAL_LM", **sizes)
+    model = peft.get_peft_model(LongRNNForCausalLM.from_pretrained(base), options)
+    mask = torch.ones_like(TOKENS)
+    model(input_ids=TOKENS, attention_mask=mask, labels=TOKENS).loss.backward()
+    assert model.prompt_encoder["default"].embedding.weight.grad.any()
+    assert model.generate(input_ids=TOKENS, attention_mask=mask, max_new_tokens=2).shape == (2, 11)
+    model.save_pretrained(tmp_path / "prompt")
+    with pytest.raises(
+        UserError, match="^[^(]* is a PROMPT_TUNING adapter, which changes no weights"
+    ):
+        load(tmp_path / "prompt")

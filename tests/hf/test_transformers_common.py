@@ -1,0 +1,267 @@
+"""transformers' own common tests of causal language models, run on `LongRNNForCausalLM`.
+
+They are not installed with transformers: see `transformers_source`. `SKIPPED` lists what does not
+apply, and why. No test skips itself, or ends without building a model, unless a table says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import unittest
+from collections.abc import Callable
+from fnmatch import filter as matching
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from transformers.models.auto import modeling_auto
+
+from longrnn.hf.auto import LongRNNConfig, LongRNNForCausalLM, StateCache
+from longrnn.mixers import MIXERS
+from longrnn.models.blocks import Block
+from longrnn.state import leaves
+from tests.contracts.builders import mitigation_spec, mixer_spec
+from tests.hf import transformers_source
+
+pytestmark = pytest.mark.slow
+
+COMMON: Any = None  # `CommonTests`
+REASON = ""
+try:
+    COMMON = transformers_source.load()
+except transformers_source.Unavailable as error:
+    REASON = str(error)
+
+# Tests that do not apply, by the reason.
+SKIPPED: dict[str, list[str]] = {
+    "a recurrent model has no attention": [
+        "test_attention_outputs",
+        "test_attn_implementation_composite_models",
+        "test_can_set_attention_dynamically*",
+        "test_eager_matches_*",
+        "test_flash_attn_*",
+        "test_flex_attention_with_grads",
+        "test_sdpa_can_*",
+        "test_sliding_window_mask",
+    ],
+    "it has no rotary positions, and no table of positions that is resized": [
+        "test_model_rope_*",
+        "test_vision_axial_rope",
+        "test_resize_position_vector_embeddings",
+    ],
+    "it has no encoder and no experts": [
+        "test_encoder_decoder_loss_no_double_shift",
+        "test_moe_models_record_router_logits",
+        "test_output_router_logits_from_config",
+    ],
+    "it reads text only": ["test_get_*_features_*", "test_get_*_pooler_output"],
+    "it has no head for classification": [
+        "test_problem_types",
+        "test_load_with_mismatched_shapes",
+        "test_can_load_ignoring_mismatched_shapes",
+    ],
+    "there is no AutoModel class without the head": ["test_torch_save_load"],
+    "its configuration has no configurations of parts": [
+        "test_internal_model_config_and_subconfig_are_same"
+    ],
+    "it runs on one device, and a device_map of several is refused": [
+        "test_cpu_offload",
+        "test_disk_offload_*",
+        "test_model_parallelism",
+    ],
+    "it has no plan of tensor parallelism": [
+        "test_tp_plan_matches_params",
+        "test_tied_head_has_a_tp_plan_entry",
+    ],
+    "its weights have the same names in memory and in checkpoints": [
+        "test_reverse_loading_mapping",
+        "test_can_load_from_already_mapped_keys",
+    ],
+    "hidden states are collected by the model, not by hooks of transformers": [
+        "test_capture_outputs_decorator",
+        "test_can_capture_specific_layers_hidden_states",
+    ],
+    "its kernels are longrnn's, not those of the Hub": ["test_kernels_can_load_without_crashing"],
+    "its blocks are recomputed by longrnn (tests/contracts/test_checkpointing.py), not by "
+    "transformers' GradientCheckpointingLayer": ["test_training_gradient_checkpointing*"],
+    "a RecurrentLM draws its weights from one stream of random numbers while it is built, and the "
+    "test sets a seed for each module": ["test_can_init_all_missing_weights"],
+}
+# Tests that only some machines run, by the reason that transformers gives.
+OTHER_MACHINES = {"test requires accelerator", "test requires deepspeed", "test is slow"}
+# Tests of parameters that are never cast to a narrower dtype, for cells that have some.
+OF_WIDE_WEIGHTS = ("test_keep_in_fp32_modules", "test_keep_in_fp32_modules_exist")
+# Tests that need no model.
+WITHOUT_MODEL = {
+    "test_config",
+    "test_config_attn_implementation_setter",
+    "test_generation_tester_mixin_inheritance",
+    "test_model_main_input_name",
+    "test_num_layers_is_small",
+}
+# Tests that transformers runs on models without a head only.
+OF_BASE_MODELS = {
+    "test_inputs_embeds_matches_input_ids",
+    "test_model_forward_default_config_values",
+}
+# Tests that look for the blocks that can be recomputed.
+OF_BLOCKS = {"test_gradient_checkpointing_enable_disable"}
+
+MODELS: dict[str, dict[str, Any]] = {
+    **{kind.title(): {"mixer": mixer_spec(kind)} for kind in sorted(MIXERS)},
+    "Mitigated": {
+        "mixer": mixer_spec("mamba2"),
+        "position": {"kind": "learned", "max_length": 512},
+        "mitigation": mitigation_spec("state_norm"),
+    },
+}
+
+
+class Tester:
+    """The small model of a test class, and inputs for it.
+
+    Args:
+        options: of `LongRNNConfig`.
+    """
+
+    __test__ = False  # it has the names that transformers gives to a model tester
+    batch_size, seq_length = 5, 7
+    vocab_size, hidden_size, num_hidden_layers = 99, 32, 2
+    is_training = True
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
+
+    def get_config(self) -> LongRNNConfig:
+        """Its configuration; the ids of special tokens are not among those of the inputs."""
+        special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        sizes = {"vocab_size": self.vocab_size, "hidden_size": self.hidden_size}
+        sizes["num_hidden_layers"] = self.num_hidden_layers
+        return LongRNNConfig(**sizes, **special, **self._options)
+
+    def prepare_config_and_inputs_for_common(self) -> tuple[LongRNNConfig, dict[str, Any]]:
+        """Rows of three to seven tokens, with padding on the left, where `generate` takes it."""
+        tokens = torch.randint(3, self.vocab_size, (self.batch_size, self.seq_length))
+        mask = torch.ones_like(tokens).triu()
+        return self.get_config(), {"input_ids": tokens, "attention_mask": mask}
+
+
+class LongRNNTest:
+    """What a test class adds to the mixins of transformers."""
+
+    all_model_classes = (LongRNNForCausalLM,)
+    has_attentions = False
+    options: dict[str, Any]
+
+    def setUp(self: Any) -> None:
+        self.tester, self.built = Tester(self.options), 0
+        name = self._testMethodName
+        known = {"longrnn": LongRNNForCausalLM.__name__}
+        names = [modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+        if name in OF_BASE_MODELS:
+            names.append(modeling_auto.MODEL_MAPPING_NAMES)
+        for mapping in names:
+            self.enterContext(mock.patch.dict(mapping, known))
+        if name in OF_BLOCKS:
+            self.enterContext(
+                mock.patch.object(COMMON.modeling, "GradientCheckpointingLayer", Block)
+            )
+        build = LongRNNForCausalLM.__init__
+
+        @functools.wraps(build)
+        def counted(*args: Any, **kwargs: Any) -> None:
+            self.built += 1
+            build(*args, **kwargs)
+
+        self.enterContext(mock.patch.object(LongRNNForCausalLM, "__init__", counted))
+
+    def tearDown(self: Any) -> None:
+        if _is_examined(self._testMethodName) and self._testMethodName not in WITHOUT_MODEL:
+            assert self.built, "the test passes without a model: list it in SKIPPED"
+
+    @property
+    def model_tester(self: Any) -> Tester:
+        return self.tester
+
+    def skipTest(self: Any, reason: str) -> None:  # noqa: N802
+        assert not _is_examined(self._testMethodName), f"{reason}: list the test in SKIPPED"
+        raise unittest.SkipTest(reason)
+
+    def test_config(self: Any) -> None:
+        COMMON.config(
+            self,
+            config_class=LongRNNConfig,
+            common_properties=["hidden_size", "num_hidden_layers"],
+            config=self.tester.get_config().config,
+        ).run_common_tests()
+
+    def _check_past_key_values_for_generate(
+        self: Any, batch_size: int, past_key_values: Any, seq_length: int, config: Any
+    ) -> None:
+        assert isinstance(past_key_values, StateCache)
+        assert past_key_values.batch_size == batch_size
+
+    def _check_caches_are_equal(self: Any, one: StateCache, other: StateCache) -> None:
+        pairs = zip(leaves(one.state), leaves(other.state), strict=True)
+        for (name, left), (_, right) in pairs:
+            torch.testing.assert_close(left, right, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def _is_examined(name: str) -> bool:
+    """Whether a test is one of those for which the tables were written.
+
+    Tests of generation and of export, which only a git checkout has, may skip themselves.
+    """
+    return any(name in vars(part) for part in (COMMON.modeling.ModelTesterMixin, COMMON.training))
+
+
+def _skipped() -> dict[str, str]:
+    """The reason for each test that `SKIPPED` matches."""
+    names = dir(COMMON.modeling.ModelTesterMixin)
+    return {
+        name: reason
+        for reason, patterns in SKIPPED.items()
+        for pattern in patterns
+        for name in matching(names, pattern)
+    }
+
+
+def _skip(reason: str) -> Callable[..., None]:
+    @unittest.skip(reason)
+    def skipped(self: Any) -> None: ...
+
+    return skipped
+
+
+def _test_class(name: str, options: dict[str, Any]) -> type:
+    """The common tests of one model."""
+    mixins = (COMMON.modeling.ModelTesterMixin, COMMON.modeling.GenerationTesterMixin)
+    bases = (LongRNNTest, *mixins, COMMON.training, unittest.TestCase)
+    body = {test: _skip(reason) for test, reason in _skipped().items()}
+    if not MIXERS[options["mixer"]["kind"]].wide_weights:
+        body |= dict.fromkeys(OF_WIDE_WEIGHTS, _skip("its cell has no such weights"))
+    return type(name, bases, {**body, "options": options, "__module__": __name__})
+
+
+if COMMON is not None:
+    for kind, given in MODELS.items():
+        globals()[f"Test{kind}"] = _test_class(f"Test{kind}", given)
+
+
+@pytest.mark.skipif(COMMON is None, reason=REASON)
+def test_every_skipped_test_exists() -> None:
+    names = dir(COMMON.modeling.ModelTesterMixin)
+    for pattern in [pattern for patterns in SKIPPED.values() for pattern in patterns]:
+        assert matching(names, pattern), f"no test matches {pattern}"
+    for name in {*OF_WIDE_WEIGHTS, *OF_BASE_MODELS} | OF_BLOCKS | WITHOUT_MODEL - {"test_config"}:
+        assert name in names
+        assert name not in _skipped()
+
+
+@pytest.mark.skipif(COMMON is None, reason=REASON)
+def test_every_test_that_needs_another_machine_says_which() -> None:
+    for part in (COMMON.modeling.ModelTesterMixin, COMMON.training):
+        for name, test in vars(part).items():
+            if getattr(test, "__unittest_skip__", False) and name not in _skipped():
+                assert test.__unittest_skip_why__ in OTHER_MACHINES, name
