@@ -39,7 +39,10 @@ def edits_of(model: Trained, spec: Any) -> Edits | None:
     if spec is None or spec == "none":
         return None
     if not isinstance(model, RecurrentLM):
-        raise UserError("a transformer has no recurrence to mitigate: leave mitigation out")
+        raise UserError(
+            "transformers computes this model in training, without mitigations: leave mitigation "
+            "out, and apply one to the trained model"
+        )
     whole = Mitigated(model, mitigation(spec))
     parts = [
         replace(
