@@ -13,6 +13,7 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from longrnn.errors import UserError, nearest
+from longrnn.files import expand_home
 from longrnn.ranges import choices_of, meaning_of_true
 from longrnn.text import read_mapping, read_regular
 
@@ -82,6 +83,7 @@ def build_config(
             raise UserError(f"override {override!r} is not of the form key=value: write it so")
     try:
         dotted: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
+        values, dotted = _with_home(values), _with_home(dotted)
         _check_keys(kind, values, source)
         _check_keys(kind, dotted, "override")
         _refuse_open(values, dotted, source)
@@ -107,6 +109,15 @@ def build_config(
     except YAMLError as error:
         reason = " ".join(str(error).split())
         raise UserError(f"an override is not YAML ({reason}): write its value in quotes") from error
+
+
+def _with_home(value: Any) -> Any:
+    """Expands `~/` at the beginning of texts, which no shell sees in a configuration."""
+    if isinstance(value, dict):
+        return {key: _with_home(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_with_home(one) for one in value]
+    return expand_home(value) if isinstance(value, str) else value
 
 
 def _refuse_open(values: dict[str, Any], dotted: dict[str, Any], source: str) -> None:

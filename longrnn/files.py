@@ -20,6 +20,11 @@ LONGEST_NAME = 100
 RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 
 
+def expand_home(word: str) -> str:
+    """Return the word with the home folder in place of `~/` at its beginning."""
+    return os.path.expanduser(word) if word.startswith("~/") else word
+
+
 def write_atomic(path: Path, content: bytes | memoryview | str) -> None:
     """Replaces `path` by `content`; a reader (or a crash) sees the old or the new."""
     with replacing(path) as file:

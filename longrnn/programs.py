@@ -142,7 +142,7 @@ def describe(error: BaseException, again: str) -> tuple[str, int]:
         )
     if isinstance(error, OSError) and error.errno is not None and error.strerror:
         where = f" ({error.filename})" if error.filename else ""
-        return f"{error.strerror}{where}: {_remedy(error.errno)}, then: {again}", REFUSED
+        return f"{error.strerror}{where}: {_remedy(error.errno, again)}", REFUSED
     what = type(error).__name__
     detail = f" ({_short(error)})" if str(error) else ""
     return (
@@ -151,11 +151,12 @@ def describe(error: BaseException, again: str) -> tuple[str, int]:
     )
 
 
-def _remedy(number: int) -> str:
+def _remedy(number: int, again: str) -> str:
     if number in _SPACE:
-        return "free space or choose another folder"
+        return f"free space or choose another folder, then: {again}"
     if number in _RIGHTS:
-        return "change its permissions or choose another folder"
+        return f"change its permissions or choose another folder, then: {again}"
+    # The same command would fail in the same way.
     return "check the path or choose another folder"
 
 

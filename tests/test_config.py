@@ -170,6 +170,16 @@ def test_a_mapping_is_required() -> None:
         build_config(Outer, None, source="somewhere")
 
 
+def test_the_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No folder named `~` appears beside a configuration."""
+    monkeypatch.setenv("HOME", "/home/me")
+    path = tmp_path / "run.yaml"
+    path.write_text("output_dir: ~/runs/x\ntask: {kind: text, files: [~/a.txt, b~/c.txt]}\n")
+    config = load_config(TrainConfig, path, ["init_from=~/base"])
+    assert (config.output_dir, config.init_from) == ("/home/me/runs/x", "/home/me/base")
+    assert config.task["files"] == ["/home/me/a.txt", "b~/c.txt"]
+
+
 def test_the_nearest_name() -> None:
     """The nearest name is suggested, or all names if none is near."""
     assert nearest("mamba", ["lstm", "mamba2"]) == "did you mean 'mamba2'?"

@@ -26,6 +26,7 @@ from longrnn.cli import (
     sweep,
     train,
 )
+from longrnn.files import expand_home
 from longrnn.programs import run_to_end
 
 app = typer.Typer(
@@ -66,7 +67,16 @@ def root(
 
 def run() -> NoReturn:
     """Runs the command line; bad input prints one message to standard error and exits with 2."""
+    sys.argv[1:] = map(_with_home, sys.argv[1:])
     run_to_end(lambda: app(prog_name="longrnn"), again=_again)
+
+
+def _with_home(word: str) -> str:
+    """Expand `~/` in `--option=~/file` too, which some shells leave as it is."""
+    option, equals, value = word.partition("=")
+    if equals and option.startswith("--"):
+        return f"{option}={expand_home(value)}"
+    return expand_home(word)
 
 
 def _again() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -148,7 +149,7 @@ def check(
         "tokenizer": f"{header.tokenizer} ({header.fingerprint}, {header.vocab_size:,} ids)",
         "documents": f"{header.documents:,}",
         "tokens": f"{header.tokens:,} ({header.dtype})",
-        "lengths": f"{lengths[0]:,} to {lengths[-1]:,}, median {lengths[len(lengths) // 2]:,}",
+        "lengths": f"{lengths[0]:,} to {lengths[-1]:,}, median {median(lengths):,.0f}",
         **_answers(header),
         "dropped": f"{header.dropped_documents:,} documents of fewer than {header.min_length:,}",
         "checksums": "right",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -116,6 +116,7 @@ def calibrate(
     """
     if method not in METHODS:
         raise UserError(f"{method!r} cannot be calibrated: {nearest(method, METHODS)}")
+    _refuse_unread(method, settings)
     return METHODS[method](model, documents, settings, quiet)
 
 
@@ -196,6 +197,9 @@ def _power_decay(
     return _search("power_decay", model, documents, settings, quiet)
 
 
+# Settings that change the numbers of one method, and that no other method reads.
+OF_ONE_METHOD = {"margin": "state_norm", "quantile": "token_filter", "share": "scale_delta"}
+
 METHODS: dict[str, Callable[..., dict[str, Any]]] = {
     "state_norm": _state_norm,
     "token_filter": _token_filter,
@@ -244,6 +248,17 @@ def _search(
             logs = logs - (gain * slope * signs).clamp(-width, width)
             progress.advance(1, 1, f"loss {least:.4f}")
     return {"kind": kind, "scale": [round(value, 6) for value in best.exp().tolist()]}
+
+
+def _refuse_unread(method: str, settings: Settings) -> None:
+    """Raise a UserError for a setting that the method does not read."""
+    for field in fields(settings):
+        reader = OF_ONE_METHOD.get(field.name, method)
+        if reader != method and getattr(settings, field.name) != field.default:
+            raise UserError(
+                f"{field.name} is an option of {reader}, and {method} does not read it: leave it "
+                "out"
+            )
 
 
 def _refuse_undefined(model: EditableModel, kind: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import shutil
@@ -16,6 +17,8 @@ from longrnn.hf.loading import load_recurrent, read_config, resolve
 from longrnn.hf.tokenizer import TOKENIZER_FILES, byte_level
 from longrnn.locks import Lock
 from longrnn.models.checkpoint import save_model
+
+logger = logging.getLogger(__name__)
 
 OURS = "ours"
 COPIED = (*TOKENIZER_FILES, "generation_config.json")
@@ -75,6 +78,11 @@ def convert(source: str | Path, destination: Path, *, to: str, merge: bool = Fal
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         sync_folder(destination.parent)
+    if model.trained_under is not None and to != OURS:
+        logger.warning(
+            f"{source} was trained under {model.trained_under}, which the layout {to} does not "
+            f"record: load it as {destination}+{model.trained_under}"
+        )
 
 
 def _copy_tokenizer(folder: Path, draft: Path) -> bool:

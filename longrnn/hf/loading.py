@@ -105,7 +105,8 @@ def load(
     """
     if dtype is not None and dtype not in DTYPES:
         raise UserError(
-            f"a model cannot be computed in {dtype}: give float16, bfloat16, float32 or float64"
+            f"a model cannot be computed in {dtype!r}: give torch.float16, torch.bfloat16, "
+            "torch.float32 or torch.float64"
         )
     name, spec = split_spec(str(name_or_path))
     if spec is not None:

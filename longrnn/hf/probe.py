@@ -90,10 +90,11 @@ def _find_way(model: HFLanguageModel, tokens: Tensor) -> str | None:
     except Exception as error:  # likewise
         return one_line(error)
     if not whole.isfinite().all():
+        overflow = ", or overflow" if whole.dtype.itemsize < 4 else ""
         raise UserError(
-            f"this {model.kind} gives logits that are not finite: its weights hold NaN or infinite "
-            f"values, or overflow in {whole.dtype}; load it with dtype float32, or copy the "
-            "checkpoint again"
+            f"this {model.kind} gives logits that are not finite in {whole.dtype}, so its weights "
+            f"hold NaN or infinite values{overflow}: copy the checkpoint again"
+            f"{', or load it with dtype float32' if overflow else ''}"
         )
     tolerance = TOLERANCE.get(whole.dtype, NARROW_TOLERANCE)
     if histories(model.like) != {name for name, _ in leaves(model.like)}:

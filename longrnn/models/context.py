@@ -44,7 +44,8 @@ def check_divisible(model: object) -> None:
     if not isinstance(model, RecurrentLM):
         raise UserError(
             f"the rows of a {type(model).__name__} cannot be divided between processes: its "
-            "layers share more than a recurrent state; run it in one process per text"
+            "layers share more than a recurrent state; leave out context_parallel_size or "
+            "--context-parallel"
         )
     if any(mixer.reads_device for mixer in model.mixers):
         raise UserError(

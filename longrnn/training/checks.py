@@ -95,7 +95,10 @@ def check_model(model: Trained, config: TrainConfig, task: Task) -> None:
     if isinstance(model, RecurrentLM):
         return
     if config.initial_state["kind"] != "zero":
-        raise UserError("a transformer has no state to start from: set initial_state={kind: zero}")
+        raise UserError(
+            "transformers computes this model in training, always from the zero state: set "
+            "initial_state={kind: zero}"
+        )
     if task.packing:
         raise UserError(
             "a transformer attends to all documents of a row, which share no state here: set "

@@ -49,6 +49,11 @@ CONTRADICTING = {
 }
 # With a carried state: segments through which the gradient of a step flows.
 SEGMENTS = 4
+# Overrides that name validation data; others change how the default data is read.
+OWN_VALIDATION = {
+    "validation",
+    *(f"validation.{key}" for key in ("kind", "data", "files", "corpus")),
+}
 
 
 def finetuning(
@@ -126,7 +131,7 @@ def _held_out(
     task: dict[str, Any], validation: Sequence[str], overrides: Sequence[str]
 ) -> dict[str, Any] | None:
     """Returns the validation data of a run, and leaves it out of `task`; None if it is given."""
-    if any(one.startswith(("validation=", "validation.")) for one in overrides):
+    if {one.partition("=")[0] for one in overrides} & OWN_VALIDATION:
         return None
     if validation:
         return {**task, "data": _one_or_all(validation)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -39,7 +39,10 @@ def edits_of(model: Trained, spec: Any) -> Edits | None:
     if spec is None or spec == "none":
         return None
     if not isinstance(model, RecurrentLM):
-        raise UserError("a transformer has no recurrence to mitigate: leave mitigation out")
+        raise UserError(
+            "transformers computes this model in training, without mitigations: leave mitigation "
+            "out, and apply one to the trained model"
+        )
     whole = Mitigated(model, mitigation(spec))
     parts = [
         replace(
@@ -52,6 +55,26 @@ def edits_of(model: Trained, spec: Any) -> Edits | None:
         for part, heads in zip(whole.parts, whole.heads, strict=True)
     ]
     return Edits(Chain(parts).describe(), whole.edits)
+
+
+def record_mitigation(model: Trained, edits: Edits | None, say: Callable[[str], None]) -> None:
+    """Makes the mitigation of a run the one under which its model counts as trained.
+
+    Args:
+        model: as the run starts; `trained_under` is still that of its checkpoint.
+        edits: the mitigation of the run.
+        say: receives one line if it is not the one under which the checkpoint was trained.
+    """
+    if not isinstance(model, RecurrentLM):
+        return
+    before, now = model.trained_under, None if edits is None else edits.spec
+    if before is not None and before != now:
+        instead = "without it" if now is None else f"under {now}"
+        say(
+            f"the model was trained under {before}, and this run trains {instead}: set "
+            f"mitigation={before!r} to train it as before"
+        )
+    model.trained_under = now
 
 
 def check_initial_state(model: Trained, edits: Edits | None, kind: str) -> None:

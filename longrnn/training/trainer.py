@@ -33,7 +33,7 @@ from longrnn.training.extension import start_of_decay
 from longrnn.training.folder import Found, append_metrics, claim, find
 from longrnn.training.initial_states import INITIAL_STATES, Context
 from longrnn.training.metrics import Sums
-from longrnn.training.mitigated import check_initial_state, edits_of
+from longrnn.training.mitigated import check_initial_state, edits_of, record_mitigation
 from longrnn.training.models import Trained
 from longrnn.training.objective import Objective
 from longrnn.training.optim import clip, fill, freeze, learning_rate, set_learning_rate
@@ -111,6 +111,7 @@ class Trainer:
         self.source = Source(self.task, config, mesh.rank, mesh.size)
         model = self._build_model(origin)
         edits = edits_of(model, config.mitigation)
+        record_mitigation(model, edits, self.say)
         objective = Objective(model, edits, mesh.group)
         total = mesh.total_of_rows(self.total)
         context = Context(objective.init_state, config.seed, mesh.rank, mesh.size, total)

@@ -26,6 +26,18 @@ def test_version(cli: CLI) -> None:
     assert cli("--version") == (0, f"longrnn {__version__}\n", "")
 
 
+@pytest.mark.parametrize("words", [["--output", "~/out"], ["--output=~/out"]])
+def test_the_home_folder_is_expanded(
+    words: list[str], cli: CLI, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path that a shell left as it was means the home folder, and not a folder named `~`."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    command = ["eval", "passkey", models / "text", "--lengths", "256", "--n", "1", "--depths", "1"]
+    assert cli(*command, *words).code == 0
+    assert (tmp_path / "home/out/results.jsonl").is_file()
+    assert not Path("~").exists()
+
+
 def test_info(cli: CLI, models: Path) -> None:
     """`info` prints the sizes and the fingerprint of the checkpoint."""
     result = cli("info", models / "text")

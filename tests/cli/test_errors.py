@@ -114,6 +114,7 @@ def test_folders_that_cannot_be_written(cli: CLI, models: Path, tmp_path: Path) 
     passkey = ["eval", "passkey", models / "text", *SHORT]
     refused(cli, *passkey, "--output", "file/below", says=says)
     refused(cli, *passkey, "--output", "file", says=says)
+    assert "then:" not in cli(*passkey, "--output", "file").err  # the same command fails again
     reverse = ["eval", "reverse", models / "backwards", "--n", "2", "--quiet"]
     refused(cli, *reverse, "--output", "file/below", says=says)
     write_config(tiny("reverse", Path("file/run")), tmp_path / "c.yaml")

@@ -120,6 +120,12 @@ def test_overrides_go_before_the_settings() -> None:
     assert answers.task == {"kind": "instruct", "data": "docs", "part": "training"}
     assert answers.validation == {"kind": "instruct", "data": "docs", "part": "held_out"}
     assert (answers.eval_length, answers.segments_per_step) == (64, 1)
+    apart = made("validation.packing=false")
+    assert apart.task["part"] == "training"
+    held_out = {"kind": "text", "data": "docs", "part": "held_out", "packing": False}
+    assert apart.validation == held_out
+    own = made("validation.kind=text", "validation.files=[a.txt]")
+    assert own.validation == {"kind": "text", "files": ["a.txt"]}
     given = made(validation=["a.txt", "b.txt"])
     assert given.task == {"kind": "text", "data": "docs"}
     assert given.validation == {"kind": "text", "data": ["a.txt", "b.txt"]}

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from longrnn.bundled import bundled
+from longrnn.evaluation.harness.command import _print_cost
 from tests.cli.conftest import CLI
 
 SHORT = json.dumps({"max_seq_lengths": [1024], "n": 10, "n_items": 8})
@@ -172,3 +173,12 @@ def test_without_lm_eval(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
     result = cli("eval", "harness", "passkey-tiny", "--tasks", "longrnn_passkey")
     assert result.code == 2
     assert "pip install 'longrnn[harness]'" in result.err
+
+
+@pytest.mark.parametrize(("requested", "end"), [(300, "have 300, 3.0 × as many.\n"), (20, "20.\n")])
+def test_a_saving_is_printed_if_there_is_one(
+    requested: int, end: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where most tokens were generated, the prompts are not said to have 0.2 × as many."""
+    _print_cost({"tokens_requested": requested, "tokens_computed": 100})
+    assert capsys.readouterr().out.endswith(end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import longrnn
 from longrnn import Mitigated
 from longrnn.cli.options import warn_if_calibrated_on
 from longrnn.errors import UserError
-from longrnn.evaluation.calibrate import METHODS, Settings, calibrate
+from longrnn.evaluation.calibrate import METHODS, OF_ONE_METHOD, Settings, calibrate
 from longrnn.evaluation.layer_statistics import EVERY
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.files import sha256
@@ -391,6 +392,17 @@ def test_settings_out_of_range(options: dict[str, Any], message: str) -> None:
     """Settings out of range raise a UserError."""
     with pytest.raises(UserError, match=message):
         Settings(**{"train_length": LENGTH, **options})
+
+
+@pytest.mark.parametrize("name", OF_ONE_METHOD)
+@pytest.mark.parametrize("method", list(METHODS))
+def test_a_setting_that_a_method_does_not_read_is_refused(
+    method: str, name: str, documents: list[Document]
+) -> None:
+    """A setting is not silently without effect."""
+    if method != OF_ONE_METHOD[name]:
+        with pytest.raises(UserError, match=f"{name} is an option of {OF_ONE_METHOD[name]}"):
+            calibrate(build(), documents, method, replace(QUICK, **{name: 0.5}), quiet=True)
 
 
 @pytest.mark.parametrize("method", list(METHODS))

@@ -94,5 +94,5 @@ def test_weights_that_are_not_finite_are_named_as_the_reason(value: float) -> No
     theirs = causal("llama")
     with torch.no_grad():
         theirs.model.norm.weight[3] = value
-    with pytest.raises(UserError, match="logits that are not finite: its weights hold NaN"):
+    with pytest.raises(UserError, match="not finite in torch.float32, so its weights hold NaN"):
         HFLanguageModel(theirs)

@@ -16,6 +16,7 @@ from longrnn import Mitigated, load, load_tokenizer, mitigation
 from longrnn.errors import UserError
 from longrnn.hf.adapter import HFLanguageModel
 from longrnn.hf.convert import convert
+from longrnn.hf.loading import load_recurrent
 from longrnn.hf.weights import read_weights
 from longrnn.models import RecurrentLM
 from longrnn.models.checkpoint import save_model
@@ -408,3 +409,18 @@ def test_a_downloaded_model_loads_without_network(
     assert load("org/tiny", revision=commit).fingerprint() == load("org/tiny").fingerprint()
     with pytest.raises(UserError, match="hf download org/tiny"):
         load("org/tiny", revision="other")
+
+
+@pytest.mark.parametrize("to", ["hf", "native", "ours"])
+def test_a_mitigation_that_a_layout_does_not_record_is_reported(
+    to: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model that was trained under a mitigation is not converted silently to one without."""
+    source, spec = tmp_path / "source", "sliding_window(window=8)"
+    save_model(build_model(dtype=torch.float32), source, mitigation=spec)
+    convert(source, tmp_path / to, to=to)
+    assert (f"trained under {spec}" in caplog.text) == (to != "ours")
+    if to == "ours":
+        assert load_recurrent(tmp_path / to).trained_under == spec
+    else:
+        assert isinstance(load(f"{tmp_path / to}+{spec}"), Mitigated)

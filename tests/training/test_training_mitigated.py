@@ -115,3 +115,19 @@ def test_the_saved_spec_has_no_calibration(tmp_path: Path) -> None:
     train(tiny("streams", tmp_path, mitigation=spec, max_steps=1))
     recorded = load_recurrent(tmp_path).trained_under
     assert recorded == mitigation(spec).describe()
+
+
+def test_a_run_records_its_own_mitigation_and_not_that_of_its_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Training without the mitigation of `init_from` is reported, and the result records none."""
+    first, then = tmp_path / "first", tmp_path / "then"
+    train(tiny("streams", first, mitigation=WINDOW, max_steps=1))
+    for own in (None, WINDOW):
+        config = tiny("streams", then / str(own), max_steps=1, mitigation=own)
+        config.model, config.init_from = None, str(first)
+        capsys.readouterr()
+        Trainer(config).train()
+        assert load_recurrent(then / str(own)).trained_under == own
+        warning = f"trained under {WINDOW}, and this run trains without it"
+        assert (warning in capsys.readouterr().err) == (own is None)

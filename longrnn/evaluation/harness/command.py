@@ -113,10 +113,11 @@ def _print_cost(config: Mapping[str, Any]) -> None:
     """Print how many tokens were computed, and how many the prompts have one by one."""
     requested, computed = config["tokens_requested"], config["tokens_computed"]
     if computed:  # no tokens are computed if all answers are in the cache
+        # Generated tokens are computed and not requested, so with few prompts there is no saving.
+        times = f", {requested / computed:.1f} × as many" if requested > computed else ""
         print(
             f"Sharing prefixes, {computed:,} tokens were computed (with those that were "
-            f"generated); request by request the prompts and choices have {requested:,}, "
-            f"{requested / computed:.1f} × as many."
+            f"generated); request by request the prompts and choices have {requested:,}{times}."
         )
 
 

@@ -22,6 +22,7 @@ from longrnn.hf.hybrid.cache import HybridCarrier, HybridForward, HybridLayer
 from longrnn.hf.hybrid.cell import SharedMamba2
 from longrnn.hf.hybrid.families import FAMILIES, CannotReplaceError
 from longrnn.hf.positions import longest
+from longrnn.hf.sizes import quietly
 from longrnn.mixers import Edit, EditedState, Mixer, init_carries
 from longrnn.models.base import LMOutput, fingerprint
 from longrnn.models.checks import check_is_state, check_state, check_targets, check_tokens
@@ -224,7 +225,9 @@ def open_hugging_face(model: PreTrainedModel, *, beyond: bool = False) -> HFLang
     if not mamba2_layers(model):
         return HFLanguageModel(model, beyond=beyond)
     try:
-        return HybridLM(model, beyond=beyond)
+        # transformers would advise to install kernels for layers that longrnn computes.
+        with quietly():
+            return HybridLM(model, beyond=beyond)
     except CannotReplaceError as error:
         reason = str(error)
     except UserError as error:

@@ -193,6 +193,28 @@ def _without_norm(theirs: Any) -> Any:
     return theirs
 
 
+def test_no_kernel_is_recommended_for_layers_that_longrnn_computes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The check when loading calls the layers of transformers once, without their advice."""
+    theirs = logging.getLogger("transformers")
+    type(theirs).warning_once.cache_clear()  # type: ignore[attr-defined]
+    theirs.addHandler(caplog.handler)
+    try:
+        hybrid("bamba")
+    finally:
+        theirs.removeHandler(caplog.handler)
+    assert "falling back" not in caplog.text
+
+
+def test_weights_that_are_not_finite_are_not_blamed_on_the_dtype() -> None:
+    """The check is in float32, whatever the dtype of the weights: a wider one does not help."""
+    theirs = architecture("bamba").half()
+    theirs.model.layers[0].mamba.in_proj.weight.data[0, 0] = float("nan")
+    with pytest.raises(UserError, match=r"hold NaN or infinite values: copy the checkpoint again"):
+        open_hugging_face(theirs)
+
+
 def test_a_folder_with_a_hybrid_loads_with_a_mitigation(tmp_path: Path) -> None:
     """A mitigation and `beyond` may follow the name of the folder."""
     folder = with_bytes(causal("falcon_h1", vocab_size=256), tmp_path / "hybrid")
