@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.ops import native
-from longrnn.ops.native import KINDS, Sizes, call
+from longrnn.ops.native import KINDS, call
+from longrnn.ops.native.scan import Sizes
 
 
 class Place(NamedTuple):
