@@ -60,15 +60,15 @@ def readable_tokens(tensors: Sequence[Tensor]) -> list[Tensor]:
     All are contiguous, but for x, B and C, of which each token is: they may be parts of one tensor.
     """
     x, gain, log_decay, B, C, state = tensors
-    x, B, C = (one if _has_whole_tokens(one) else one.contiguous() for one in (x, B, C))
+    x, B, C = whole_tokens(x), whole_tokens(B), whole_tokens(C)
     if B.stride() != C.stride():
         B, C = B.contiguous(), C.contiguous()
     return [x, gain.contiguous(), log_decay.contiguous(), B, C, state.contiguous()]
 
 
-def _has_whole_tokens(tensor: Tensor) -> bool:
-    """Whether the numbers of a token of `(b, t, i, j)` are contiguous."""
-    return tensor.stride()[2:] == (tensor.shape[3], 1)
+def whole_tokens(tensor: Tensor) -> Tensor:
+    """A tensor `(b, t, i, j)` of whose tokens each is contiguous, copied only if necessary."""
+    return tensor if tensor.stride()[2:] == (tensor.shape[3], 1) else tensor.contiguous()
 
 
 def scan_arguments(
