@@ -112,8 +112,9 @@ def prefill(args: argparse.Namespace, models: dict[str, RecurrentLM], twin: Any)
 def projections(model: RecurrentLM, length: int) -> None:
     """The matrix products with weights, in the segments of a prefill."""
     dtype = model.embedding.weight.dtype
-    for start in range(0, length, recurrent.SEGMENT_TOKENS):
-        width = min(recurrent.SEGMENT_TOKENS, length - start)
+    segment = recurrent.segment_tokens(model.config.d_model)
+    for start in range(0, length, segment):
+        width = min(segment, length - start)
         for mixer in model.mixers:
             assert isinstance(mixer, Mamba2)
             mixer.in_proj(torch.ones(width, mixer.d_input, dtype=dtype))

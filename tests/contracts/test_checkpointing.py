@@ -40,7 +40,7 @@ every_granularity = pytest.mark.parametrize("every", [g for g in GRANULARITIES i
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two segments of 64 tokens and a rest."""
-    monkeypatch.setattr(recurrent, "SEGMENT_TOKENS", 128)
+    monkeypatch.setattr(recurrent, "segment_tokens", lambda d_model: 128)
 
 
 def assert_same_bits(model: RecurrentLM | Mitigated, state: LMState, every: str) -> None:

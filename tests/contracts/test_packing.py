@@ -207,7 +207,7 @@ def test_segments_do_not_change_packed_rows(
     spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call that is processed in several segments gives what its documents give."""
-    monkeypatch.setattr(recurrent, "SEGMENT_TOKENS", 1)
+    monkeypatch.setattr(recurrent, "segment_tokens", lambda d_model: 1)
     model, rows = build_model(spec, "learned"), draw_rows(2, LONGEST, seed=3)
     state = started(model, 2, seed=4)
     found = packed(model, rows, state, [LONGEST])

@@ -95,7 +95,7 @@ def test_segments_do_not_change_results(
 
     def outcome(segment_tokens: int) -> dict[str, torch.Tensor]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(recurrent, "SEGMENT_TOKENS", segment_tokens)
+            patch.setattr(recurrent, "segment_tokens", lambda d_model: segment_tokens)
             return model_outcome(model, tokens, state, [time])
 
     assert_same(outcome(1), outcome(10**6), torch.float64)
