@@ -6,6 +6,7 @@
 //   the two oldest chunks, and the sums of chunk states. Both kinds of scores, C Bᵀ with the chunk's own
 //   inputs and with those, are computed once per group of heads.
 // - All that comes from before the chunk is summed first, and then decayed row by row: C is not copied.
+// - Inputs are read where they are, as parts of the tensors of a call or of the carry.
 // - A chunk's state is written where the carry keeps it. Sums of states are read where they lie, in the
 //   given carry or in the new one, so that none is copied.
 
