@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks.timing import add_threads, clock, in_a_process, interleaved, use_threads, write_json
 from longrnn.mixers import Mamba2
-from longrnn.models import recurrent
+from longrnn.models import segments
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 
 MIXER = {"kind": "mamba2", "d_state": 128, "head_dim": 64, "expand": 2, "d_conv": 4, "n_groups": 1}
@@ -124,7 +124,7 @@ def against_transformers(model: RecurrentLM, args: argparse.Namespace) -> dict[s
 
 def projections(model: RecurrentLM, length: int) -> None:
     """Computes only the matrix products with weights: a lower bound on the time of a prefill."""
-    width = min(length, recurrent.segment_tokens(model.config.d_model))
+    width = min(length, segments.segment_tokens(model.config.d_model))
     for mixer in model.mixers:
         assert isinstance(mixer, Mamba2)
         narrow, wide = torch.ones(width, mixer.d_model), torch.ones(width, mixer.d_inner)
@@ -186,7 +186,7 @@ def compare_segments(model: RecurrentLM, args: argparse.Namespace) -> None:
     tokens = draw(args, args.tokens)
 
     def prefill(size: int) -> None:
-        recurrent.segment_tokens = lambda d_model: size
+        segments.segment_tokens = lambda d_model: size
         model(tokens, keep=1)
 
     sizes = {str(size): lambda size=size: prefill(size) for size in args.segment_tokens}

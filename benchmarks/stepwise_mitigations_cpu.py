@@ -23,7 +23,8 @@ from benchmarks.timing import add_threads, interleaved, use_threads, write_json
 from longrnn.errors import UserError
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.mixers import StepwiseMixer
-from longrnn.models.recurrent import RecurrentConfig, RecurrentLM, segment_width
+from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
+from longrnn.models.segments import segment_width
 from longrnn.ops import native
 from longrnn.ops.linear import linear
 

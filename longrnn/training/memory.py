@@ -14,8 +14,8 @@ import torch
 
 from longrnn.errors import UserError
 from longrnn.mixers import Mamba2
-from longrnn.models import recurrent
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
+from longrnn.models.segments import segment_width
 from longrnn.ops import cross_entropy
 from longrnn.ops.ssd import chunked
 from longrnn.training import models
@@ -95,7 +95,7 @@ def training_memory(
     casts = matrices * narrow if narrow < WIDE else 0
 
     whole = rows * tokens
-    width = recurrent.segment_width(rows, torch.device(device), d, gradient_checkpointing)
+    width = segment_width(rows, torch.device(device), d, gradient_checkpointing)
     segments = -(-tokens // width)
     segment = rows * min(tokens, width)
     state = rows * (
