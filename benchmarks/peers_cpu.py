@@ -29,8 +29,8 @@ from benchmarks.prefill_cpu import MIXER, draw, transformers_twin
 from benchmarks.timing import interleaved, write_json
 from longrnn.hf.loading import load_recurrent
 from longrnn.mixers import Mamba2
-from longrnn.models import recurrent
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
+from longrnn.models.segments import segment_tokens
 from longrnn.ops import native
 from longrnn.ops.ssd import BACKENDS
 
@@ -112,8 +112,9 @@ def prefill(args: argparse.Namespace, models: dict[str, RecurrentLM], twin: Any)
 def projections(model: RecurrentLM, length: int) -> None:
     """The matrix products with weights, in the segments of a prefill."""
     dtype = model.embedding.weight.dtype
-    for start in range(0, length, recurrent.SEGMENT_TOKENS):
-        width = min(recurrent.SEGMENT_TOKENS, length - start)
+    segment = segment_tokens(model.config.d_model)
+    for start in range(0, length, segment):
+        width = min(segment, length - start)
         for mixer in model.mixers:
             assert isinstance(mixer, Mamba2)
             mixer.in_proj(torch.ones(width, mixer.d_input, dtype=dtype))

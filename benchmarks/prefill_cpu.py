@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks.timing import add_threads, clock, in_a_process, interleaved, use_threads, write_json
 from longrnn.mixers import Mamba2
-from longrnn.models import recurrent
+from longrnn.models import segments
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 
 MIXER = {"kind": "mamba2", "d_state": 128, "head_dim": 64, "expand": 2, "d_conv": 4, "n_groups": 1}
@@ -50,7 +50,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--only-cost", action="store_true", help="measure only the cost per token")
     parser.add_argument(
-        "--segment-tokens", type=int, nargs="+", help="compare only these values of SEGMENT_TOKENS"
+        "--segment-tokens", type=int, nargs="+", help="compare only segments of so many tokens"
     )
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)  # used by child processes
@@ -124,7 +124,7 @@ def against_transformers(model: RecurrentLM, args: argparse.Namespace) -> dict[s
 
 def projections(model: RecurrentLM, length: int) -> None:
     """Computes only the matrix products with weights: a lower bound on the time of a prefill."""
-    width = min(length, recurrent.SEGMENT_TOKENS)
+    width = min(length, segments.segment_tokens(model.config.d_model))
     for mixer in model.mixers:
         assert isinstance(mixer, Mamba2)
         narrow, wide = torch.ones(width, mixer.d_model), torch.ones(width, mixer.d_inner)
@@ -186,12 +186,12 @@ def compare_segments(model: RecurrentLM, args: argparse.Namespace) -> None:
     tokens = draw(args, args.tokens)
 
     def prefill(size: int) -> None:
-        recurrent.SEGMENT_TOKENS = size
+        segments.segment_tokens = lambda d_model: size
         model(tokens, keep=1)
 
     sizes = {str(size): lambda size=size: prefill(size) for size in args.segment_tokens}
     for name, seconds in interleaved(sizes, args.repeats).items():
-        print(f"SEGMENT_TOKENS {name:>5}: {seconds:.2f} s")
+        print(f"segments of {name:>5} tokens: {seconds:.2f} s")
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from longrnn.ops.conv import causal_conv
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import NATIVE, Linear
 from longrnn.ops.mamba2 import CellOptions, fused_cell
-from longrnn.ops.native import Weights
+from longrnn.ops.native import Weights, parts
 from longrnn.ops.native.gradients import CellInputs
 from longrnn.ops.native.layer import Layer, Norm
 from longrnn.ops.norm import gated_rms_norm
@@ -189,31 +189,43 @@ class Mamba2(ScanningMixer):
             found = at_once(projected, state)
             if found is not None:
                 return self.out_proj(found[0]), found[1], carry
-        fused = backend == "triton"
         z, xBC, dt = projected.split([self.d_inner, self.d_xBC, self.n_heads], dim=-1)
-        weight = own_weight(self.conv1d)[:, 0]
-        xBC, conv = causal_conv(
-            xBC, weight, self.conv1d.bias, state.conv, activation=True, rows=rows, fused=fused
-        )
+        xBC, conv = self._convolved(xBC, state.conv, rows, backend)
         if rows is not None:
             xBC = rows.without_padding(xBC)
         inner, B, C = self._split(xBC)
         steps = self._steps(inner, dt, state.ssm.dtype)
         y, ssm, carry = self.recur(steps, B, C, state.ssm, edit, carry, rows)
-        gated = self.gated(y.flatten(2), z, inner, fused=fused)
+        gated = self.gated(y.flatten(2), z, inner, backend)
         return self.out_proj(gated), Mamba2State(conv, ssm), carry
 
-    def gated(self, y: Tensor, z: Tensor, inner: Tensor | None, *, fused: bool) -> Tensor:
+    def _convolved(
+        self, xBC: Tensor, before: Tensor, rows: PackedRows | None, backend: str
+    ) -> tuple[Tensor, Tensor]:
+        """The convolution of x B C with its activation, and its state after the last token."""
+        weight, bias = own_weight(self.conv1d)[:, 0], self.conv1d.bias
+        if backend == "native" and rows is None:
+            found = parts.convolution(xBC, weight, bias, before)
+            if found is not None:
+                return found
+        fused = backend == "triton"
+        return causal_conv(xBC, weight, bias, before, activation=True, rows=rows, fused=fused)
+
+    def gated(self, y: Tensor, z: Tensor, inner: Tensor | None, backend: str) -> Tensor:
         """The input of the output projection: y + D x, gated by z and normalised.
 
         Args:
             y: `(b, t, d_inner)`.
             z: `(b, t, d_inner)`.
             inner: x `(b, t, h, p)`; None if y contains D x.
-            fused: whether Triton kernels compute it.
+            backend: that of the call.
         """
+        weight, eps, fused = self.norm.weight, self.norm_eps, backend == "triton"
+        if backend == "native" and inner is not None:
+            found = parts.gated_norm(y, z, inner, self.D, weight, eps, self.n_groups)
+            if found is not None:
+                return found
         skip = None if inner is None else (inner, self.D)
-        weight, eps = self.norm.weight, self.norm_eps
         return gated_rms_norm(y, z, weight, eps, self.n_groups, skip=skip, fused=fused)
 
     def _token(self, projected: Tensor, state: Mamba2State) -> tuple[Tensor, Mamba2State] | None:
@@ -241,7 +253,7 @@ class Mamba2(ScanningMixer):
             dt_limit=self._dt_range(),
         )
         z = projected[..., : self.d_inner]
-        return self.gated(y, z, None, fused=True), Mamba2State(conv, ssm)
+        return self.gated(y, z, None, "triton"), Mamba2State(conv, ssm)
 
     def _dt_range(self) -> tuple[float, float]:
         """Least and largest dt."""

@@ -23,6 +23,7 @@ from longrnn.models.config import RecurrentConfig
 from longrnn.models.context import ContextGroup, hidden_of_share
 from longrnn.models.packing import Arrangement
 from longrnn.models.recompute import RecomputedModel, recomputed
+from longrnn.models.segments import segment_width
 from longrnn.models.token_stack import TokenStack
 from longrnn.models.vectors import ArrangedVectors, Vectors
 from longrnn.ops.cross_entropy import token_cross_entropy
@@ -33,29 +34,6 @@ from longrnn.ops.packed_rows import PackedRows
 from longrnn.positions import POSITIONS
 from longrnn.ranges import check_ranges
 from longrnn.state import LMState, PyTree
-
-# Tokens of one segment, over all rows, on a CPU; chosen with benchmarks/prefill_cpu.py.
-SEGMENT_TOKENS = 512
-# The same on other devices. There every segment costs some hundred launches per layer, and FSDP
-# gathers the weights of every layer once per segment.
-DEVICE_SEGMENT_TOKENS = 2**16
-# The same with recomputation by segment, which keeps the activations of one segment at a time.
-RECOMPUTED_SEGMENT_TOKENS = 2**13
-
-
-def segment_width(rows: int, device: torch.device, gradient_checkpointing: str = "no") -> int:
-    """How many tokens of each row go through all layers together.
-
-    Args:
-        rows: of the batch.
-        device: of the model.
-        gradient_checkpointing: `no`, `block` or `segment`.
-    """
-    if device.type == "cpu":
-        return max(64, SEGMENT_TOKENS // max(1, rows))
-    by_segment = gradient_checkpointing == "segment"
-    tokens = RECOMPUTED_SEGMENT_TOKENS if by_segment else DEVICE_SEGMENT_TOKENS
-    return max(1024, tokens // max(1, rows))
 
 
 class RecurrentLM(RecomputedModel):
@@ -252,7 +230,7 @@ class RecurrentLM(RecomputedModel):
         # What is read between layers are the vectors of all tokens at once.
         given = vectors.time if vectors.is_read else keep
         first = arranged.first_kept(given)
-        width = segment_width(len(tokens), tokens.device, self.recomputation)
+        width = segment_width(len(tokens), tokens.device, self.config.d_model, self.recomputation)
         width = max(1, tokens.shape[1]) if vectors.is_read else width
         kept: list[Tensor] = []
         for start in range(0, tokens.shape[1], width):

@@ -42,7 +42,7 @@ def matmul_nt(a: Tensor, b: Tensor) -> Tensor:
 
     Computed in the dtype of the two, under autocast in its dtype.
     """
-    return _Product.apply(a, b) if _suits(a, b) else a @ b.t()
+    return _product(a, b) if _suits(a, b) else a @ b.t()
 
 
 def batched_nt(a: Tensor, b: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = x.flatten(0, -2) if x.ndim > 1 else x
     if x.ndim < 2 or not _suits(rows, weight):
         return F.linear(x, weight, bias)
-    y = _Product.apply(rows, weight).view(*x.shape[:-1], len(weight))
+    y = _product(rows, weight).view(*x.shape[:-1], len(weight))
     return y if bias is None else y + bias
 
 
@@ -170,6 +170,13 @@ def _suits(a: Tensor, b: Tensor) -> bool:
         and a.numel() * len(b) >= MIN_PRODUCTS
         and not torch.is_autocast_enabled("cpu")
     )
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    # An autograd function inspects its signature in every call, which takes longer than a small
+    # product.
+    plain = native.readable((a, b)) and not native.tracked((a, b))
+    return _Product.forward(a, b) if plain else _Product.apply(a, b)
 
 
 class _Product(torch.autograd.Function):

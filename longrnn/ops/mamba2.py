@@ -20,6 +20,7 @@ from longrnn.ops.again import gradients_of
 from longrnn.ops.conv import causal_conv
 from longrnn.ops.native import Weights
 from longrnn.ops.native.gradients import CellInputs, cell_gradients
+from longrnn.ops.native.scan import segments_of
 from longrnn.ops.norm import gated_rms_norm
 from longrnn.ops.ssd import ScanInputs, chunked
 
@@ -56,7 +57,7 @@ def fused_cell(inputs: CellInputs, options: CellOptions) -> CellOutputs | None:
         return None if found is None else CellOutputs(*found)
     kept = (
         state.new_empty(*projected.shape[:2], weights.D.shape[0] * state.shape[2]),
-        state.new_empty(kernels.segments_of(projected.shape[1]), *state.shape),
+        state.new_empty(segments_of(projected.shape[1]), *state.shape),
     )
     with torch.no_grad():
         found = kernels.cell(*inputs, **options._asdict(), kept=kept)

@@ -14,8 +14,8 @@ import torch
 
 from longrnn.errors import UserError
 from longrnn.mixers import Mamba2
-from longrnn.models import recurrent
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
+from longrnn.models.segments import segment_width
 from longrnn.ops import cross_entropy
 from longrnn.ops.ssd import chunked
 from longrnn.training import models
@@ -95,7 +95,7 @@ def training_memory(
     casts = matrices * narrow if narrow < WIDE else 0
 
     whole = rows * tokens
-    width = recurrent.segment_width(rows, torch.device(device), gradient_checkpointing)
+    width = segment_width(rows, torch.device(device), d, gradient_checkpointing)
     segments = -(-tokens // width)
     segment = rows * min(tokens, width)
     state = rows * (
@@ -119,8 +119,15 @@ def training_memory(
             segment * WIDE * (_projected(mixer) + 2 * mixer.d_xBC + FUSED_TENSORS * mixer.d_inner)
         )
     else:
-        scan = segment * WIDE * mixer.n_heads * min(tokens, chunked.CHUNK) * CHUNK_TENSORS
-        scan += segment * WIDE * mixer.d_inner * INNER_TENSORS
+        at_once = segment
+        if torch.device(device).type == "cpu":
+            # Only whole chunks, and no more than a segment of the backend, are computed at once.
+            span = min(tokens, width, chunked.SEGMENT)
+            at_once = rows * max(min(span, chunked.CHUNK), span - span % chunked.CHUNK)
+            # The input of the second projection is freed before.
+            again = max(0, again - segment * narrow * mixer.d_inner)
+        scan = at_once * WIDE * mixer.n_heads * min(tokens, chunked.CHUNK) * CHUNK_TENSORS
+        scan += at_once * WIDE * mixer.d_inner * INNER_TENSORS
     logits = cross_entropy.most_logits(torch.device(device))
     pieces = min(whole * config.vocab_size, max(logits, config.vocab_size))
     loss = WIDE * pieces * LOGITS_TENSORS

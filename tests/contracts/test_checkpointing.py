@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.mitigations import Mitigated
-from longrnn.models import RecurrentLM, recurrent
+from longrnn.models import RecurrentLM, segments
 from longrnn.models.recompute import GRANULARITIES
 from longrnn.state import LMState
 from tests.contracts import builders
@@ -40,7 +40,7 @@ every_granularity = pytest.mark.parametrize("every", [g for g in GRANULARITIES i
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two segments of 64 tokens and a rest."""
-    monkeypatch.setattr(recurrent, "SEGMENT_TOKENS", 128)
+    monkeypatch.setattr(segments, "segment_tokens", lambda d_model: 128)
 
 
 def assert_same_bits(model: RecurrentLM | Mitigated, state: LMState, every: str) -> None:

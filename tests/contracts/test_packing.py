@@ -20,7 +20,7 @@ from torch import Tensor
 from longrnn import state as states
 from longrnn.mitigations import Mitigated
 from longrnn.mixers import LSTM, MIXERS, ScanningMixer
-from longrnn.models import RecurrentLM, recurrent
+from longrnn.models import RecurrentLM, segments
 from longrnn.ops.ssd import BACKENDS
 from longrnn.state import LMState, leaves
 from tests.contracts.builders import (
@@ -207,7 +207,7 @@ def test_segments_do_not_change_packed_rows(
     spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call that is processed in several segments gives what its documents give."""
-    monkeypatch.setattr(recurrent, "SEGMENT_TOKENS", 1)
+    monkeypatch.setattr(segments, "segment_tokens", lambda d_model: 1)
     model, rows = build_model(spec, "learned"), draw_rows(2, LONGEST, seed=3)
     state = started(model, 2, seed=4)
     found = packed(model, rows, state, [LONGEST])

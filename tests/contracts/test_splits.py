@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longrnn.mixers import Edit
-from longrnn.models import recurrent
+from longrnn.models import segments
 from tests.contracts import builders
 from tests.contracts.builders import (
     BLOCK_KINDS,
@@ -95,7 +95,7 @@ def test_segments_do_not_change_results(
 
     def outcome(segment_tokens: int) -> dict[str, torch.Tensor]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(recurrent, "SEGMENT_TOKENS", segment_tokens)
+            patch.setattr(segments, "segment_tokens", lambda d_model: segment_tokens)
             return model_outcome(model, tokens, state, [time])
 
     assert_same(outcome(1), outcome(10**6), torch.float64)

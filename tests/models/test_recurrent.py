@@ -10,7 +10,7 @@ import torch
 
 from longrnn.errors import UserError
 from longrnn.mixers import MIXERS, Edit, EditedState
-from longrnn.models import LanguageModel, RecurrentConfig, RecurrentLM, recurrent
+from longrnn.models import LanguageModel, RecurrentConfig, RecurrentLM, segments
 from longrnn.models.recurrent import BLOCKS
 from longrnn.ops.ssd import resolve
 from longrnn.state import LMState
@@ -39,7 +39,7 @@ def test_keep_returns_the_last_logits(
     keep: int | None, segment: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For any number of segments, and with the same final state."""
-    monkeypatch.setattr(recurrent, "SEGMENT_TOKENS", segment)
+    monkeypatch.setattr(segments, "segment_tokens", lambda d_model: segment)
     model = build_model("gru")
     tokens, state = random_tokens(2, 200), random_state(model, 2)
     whole, after = model(tokens, state)
@@ -62,7 +62,7 @@ def test_only_kept_logits_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
         return hidden, state
 
     monkeypatch.setattr(model, "hidden", watched)
-    monkeypatch.setattr(recurrent, "SEGMENT_TOKENS", 1)
+    monkeypatch.setattr(segments, "segment_tokens", lambda d_model: 1)
     model(random_tokens(1, 1000), keep=3)
     model(random_tokens(1, 1000), keep=0)
     assert seen == [3, 0]
@@ -244,7 +244,7 @@ class Count(Edit):
 @pytest.mark.parametrize("kind", list(MIXERS))
 def test_carries_of_edits_go_through_a_long_call(kind: str, monkeypatch) -> None:
     """A carry goes from segment to segment and from call to call, and is never changed."""
-    monkeypatch.setattr(recurrent, "SEGMENT_TOKENS", 64)
+    monkeypatch.setattr(segments, "segment_tokens", lambda d_model: 64)
     model = build_model(kind)
     edits = [Count(), Count()]
     start = model.init_state(2, edits)
@@ -305,6 +305,13 @@ def test_is_a_language_model() -> None:
 def test_segments_of_a_gpu_are_long(rows: int) -> None:
     """A segment costs launches and all-gathers whatever its length, also where it is recomputed."""
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert recurrent.segment_width(rows, cpu) == max(64, 512 // rows)
-    assert rows * recurrent.segment_width(rows, gpu) >= 2**16
-    assert 2**13 <= rows * recurrent.segment_width(rows, gpu, "segment") <= 2**10 * max(rows, 8)
+    assert segments.segment_width(rows, cpu, 768) == max(64, 512 // rows)
+    assert rows * segments.segment_width(rows, gpu, 768) >= 2**16
+    again = rows * segments.segment_width(rows, gpu, 768, "segment")
+    assert 2**13 <= again <= 2**10 * max(rows, 8)
+
+
+def test_segments_of_narrow_models_are_longer_on_a_cpu() -> None:
+    """Between 512 and 2,048 tokens, so that the activations of a layer stay in the caches."""
+    widths = {d: segments.segment_tokens(d) for d in (16, 128, 256, 512, 4096)}
+    assert widths == {16: 2048, 128: 2048, 256: 1024, 512: 512, 4096: 512}

@@ -21,6 +21,7 @@ from longrnn.errors import UserError
 from longrnn.mixers import MIXERS
 from longrnn.ops import native
 from longrnn.ops.native import sources
+from longrnn.ops.native.scan import scan
 from longrnn.ops.ssd import BACKENDS, ScanInputs, chunked, resolve
 from tests.contracts.builders import assert_near, generator
 
@@ -62,7 +63,7 @@ def test_every_compiled_library_gives_the_reference(
     wanted = BACKENDS["reference"](inputs, state)
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 3e-6)):
         narrow = ScanInputs(*(tensor.to(dtype) for tensor in inputs))
-        for ours, exact in zip(native.scan(*narrow, state.to(dtype)), wanted, strict=True):
+        for ours, exact in zip(scan(*narrow, state.to(dtype)), wanted, strict=True):
             assert_near(ours.double(), exact, tolerance)
 
 
@@ -82,7 +83,7 @@ def test_the_number_of_threads_changes_no_value(heads: int) -> None:
     found = []
     for count in (1, 2, 3):
         torch.set_num_threads(count)
-        found.append(native.scan(*inputs, state))
+        found.append(scan(*inputs, state))
     for y, final in found[1:]:
         assert torch.equal(y, found[0][0])
         assert torch.equal(final, found[0][1])
@@ -122,6 +123,7 @@ loaded = ctypes.CDLL(sys.argv[1])
 native.library = lambda: loaded
 from longrnn.ops.native.gradients import scan_gradients
 from longrnn.ops.native.limited import limited_scan
+from longrnn.ops.native.scan import scan, segments_of
 from tests.contracts.builders import build_mixer, generator, random_tree
 from tests.ops.test_few_rows import FEW, draw_few
 from tests.ops.test_native import SHAPES, draw
@@ -130,8 +132,8 @@ for shape in [*SHAPES, *more]:
     for dtype in (torch.float32, torch.float64):
         inputs, state = draw(*shape)
         tensors = tuple(tensor.to(dtype) for tensor in (*inputs, state))
-        kept = tensors[5].new_empty(native.segments_of(shape[1]), *state.shape)
-        y, final = native.scan(*tensors, kept=kept)
+        kept = tensors[5].new_empty(segments_of(shape[1]), *state.shape)
+        y, final = scan(*tensors, kept=kept)
         for grad_final in (None, final):
             scan_gradients(tensors, kept, y, grad_final)
         for limit in (1e-3, 1.0, 1e3):
@@ -169,6 +171,13 @@ for options in layers.SHAPES:
     for dtype in layers.TOLERANCE:
         model = layers.model_of(options, dtype)
         layers.decode(model, 3, model.init_state(3))
+from tests.ops import test_native_parts as parts
+for dtype in parts.TOLERANCES:
+    for time in (1, 2, 70):
+        for rows in (1, 2):
+            parts.test_the_convolution_equals_that_of_torch(dtype, time, rows == 1)
+            parts.test_the_gated_norm_equals_that_of_torch(dtype, rows, 1)
+            parts.test_a_scan_reads_the_parts_of_a_tensor_where_they_are(rows, time)
 from tests.ops import test_native_window as windows
 for shape in windows.SHAPES:
     inputs, state = draw(*shape)

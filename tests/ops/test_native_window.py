@@ -105,6 +105,20 @@ def test_carries_are_those_of_the_torch_implementation_and_either_continues_the_
 
 
 @needs_kernels
+@pytest.mark.usefixtures("only_kernels")
+@pytest.mark.parametrize("sizes", [[1000], [70, 930], [512, 488]], ids=str)
+def test_a_carry_keeps_no_more_of_an_input_than_its_chunks(sizes: list[int]) -> None:
+    """The whole input of a long call can be freed."""
+    inputs, state = draw(2, 1000, 4, 16, 1, 16)
+    carry = empty(inputs, state, 200)
+    *_, carry = in_pieces(inputs, carry, 200, sizes, BACKENDS["native"])
+    for chunk in (*carry.recent, carry.current):
+        for tensor in chunk:
+            most = len(carry.recent) * tensor.numel() * tensor.element_size()
+            assert tensor.untyped_storage().nbytes() <= most
+
+
+@needs_kernels
 def test_a_call_changes_no_carry_that_was_kept() -> None:
     inputs, state = draw(2, 300, 4, 16, 1, 16)
     native = BACKENDS["native"]

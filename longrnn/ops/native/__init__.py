@@ -88,67 +88,8 @@ def in_memory(given: Sequence[Tensor]) -> bool:
     return all(one.device.type == "cpu" and type(one) in (Tensor, Parameter) for one in given)
 
 
-class Sizes(NamedTuple):
-    """b rows, t tokens, h heads, p channels per head, g groups, n numbers of state per channel."""
-
-    b: int
-    t: int
-    h: int
-    p: int
-    g: int
-    n: int
-
-
 # The forward pass keeps the state after so many tokens for its gradient, which computes the others.
 SEGMENT = 512
-
-
-def scan(
-    x: Tensor,
-    gain: Tensor,
-    log_decay: Tensor,
-    B: Tensor,
-    C: Tensor,
-    state: Tensor,
-    *,
-    kept: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """h_t = exp(log_decay_t) h_{t−1} + gain_t x_t B_tᵀ, y_t = h_t C_t.
-
-    Args:
-        x: `(b, t, h, p)`.
-        gain: `(b, t, h)`.
-        log_decay: `(b, t, h)`.
-        B: `(b, t, g, n)`.
-        C: `(b, t, g, n)`.
-        state: `(b, h, p, n)`.
-        kept: `(segments_of(t), b, h, p, n)`, to which the state after each segment but the last is
-            written.
-
-    Returns:
-        y `(b, t, h, p)`, and the state after the last token.
-    """
-    sizes = Sizes(*x.shape, *B.shape[2:])
-    x, gain, log_decay, B, C, state = (
-        part.contiguous() for part in (x, gain, log_decay, B, C, state)
-    )
-    y, final = torch.empty_like(x), torch.empty_like(state)
-    kind, _ = KINDS[state.dtype]
-    steps = (sizes.h * sizes.p, sizes.g * sizes.n)
-    arguments = Scan(
-        *sizes,
-        x.data_ptr(), sizes.t * steps[0], steps[0], gain.data_ptr(), log_decay.data_ptr(),
-        B.data_ptr(), C.data_ptr(), sizes.t * steps[1], steps[1],
-        state.data_ptr(), y.data_ptr(), final.data_ptr(),
-        None if kept is None else kept.data_ptr(), SEGMENT,
-    )  # fmt: skip
-    call(f"longrnn_scan_{kind}", arguments)
-    return y, final
-
-
-def segments_of(time: int) -> int:
-    """How many states `scan` keeps of that many tokens."""
-    return (time - 1) // SEGMENT
 
 
 class Weights(NamedTuple):
@@ -289,18 +230,6 @@ def call(name: str, arguments: ctypes.Structure) -> int:
     kernels = library()
     assert kernels is not None, missing()
     return getattr(kernels, name)(ctypes.byref(arguments))
-
-
-class Scan(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_long) for name in "bthpgn"),
-        ("x", ctypes.c_void_p), ("x_row", ctypes.c_long), ("x_token", ctypes.c_long),
-        ("gain", ctypes.c_void_p), ("log_decay", ctypes.c_void_p),
-        ("B", ctypes.c_void_p), ("C", ctypes.c_void_p),
-        ("bc_row", ctypes.c_long), ("bc_token", ctypes.c_long),
-        ("state", ctypes.c_void_p), ("y", ctypes.c_void_p), ("final_state", ctypes.c_void_p),
-        ("kept", ctypes.c_void_p), ("segment", ctypes.c_long),
-    ]  # fmt: skip
 
 
 class _Few(ctypes.Structure):

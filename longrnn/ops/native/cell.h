@@ -2,6 +2,7 @@
 
 #pragma once
 #include "mixed.h"
+#include "parts.h"
 #include "scan.h"
 
 namespace {
@@ -37,74 +38,13 @@ template <class T> struct Cell {
   long d() const { return h * p; }
   long c() const { return d() + 2 * g * n; }
   long width() const { return d() + c() + h; }
-  // The input of the convolution `at` tokens after the first of a row; those before it are in `conv`.
-  const T *input(long row, long at) const {
-    return at < 0 ? conv + (row * (k - 1) + at + k - 1) * c() : projected + (row * t + at) * width() + d();
+  Convolution<T> convolution(T *out) const {
+    return {b, t, c(), k, projected + d(), t * width(), width(), conv, conv_weight, conv_bias, out, conv_after};
+  }
+  Gate<T> gate(const T *scanned, const T *mixed) const {
+    return {b * t, h, p, norm_groups, norm_eps, scanned, mixed, projected, c(), width(), D, norm_weight, y};
   }
 };
-
-// out (b, t, c) = silu(convolution of x B C over time), continuing `conv`.
-template <class T> void convolve(const Cell<T> &s, T *out, int threads) {
-  constexpr int W = Lane<T>::W;
-  const long c = s.c();
-#pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
-  for (long row = 0; row < s.b; row++)
-    for (long i = 0; i < s.t; i++) {
-      T *to = out + (row * s.t + i) * c;
-      const T *from[16];
-      for (long tap = 0; tap < s.k; tap++) from[tap] = s.input(row, i + tap - (s.k - 1));
-      long j = 0;
-      for (; j + W <= c; j += W) {
-        Vec<T> sum = s.conv_bias ? load<T>(s.conv_bias + j) : Vec<T>{};
-        for (long tap = 0; tap < s.k; tap++) sum += load<T>(s.conv_weight + tap * c + j) * load<T>(from[tap] + j);
-        store<T>(to + j, silu<T>(sum));
-      }
-      for (; j < c; j++) {
-        T sum = s.conv_bias ? s.conv_bias[j] : T(0);
-        for (long tap = 0; tap < s.k; tap++) sum += s.conv_weight[tap * c + j] * from[tap][j];
-        to[j] = sum / (T(1) + std::exp(-sum));
-      }
-    }
-}
-
-// conv_after: the last inputs of the convolution.
-template <class T> void keep_inputs(const Cell<T> &s) {
-  const long c = s.c(), taps = s.k - 1;
-  for (long row = 0; row < s.b; row++)
-    for (long tap = 0; tap < taps; tap++)
-      std::memcpy(s.conv_after + (row * taps + tap) * c, s.input(row, s.t + tap - taps), c * sizeof(T));
-}
-
-// y = norm((scanned + D x) silu(z)) weight; y may be `scanned`.
-template <class T> void gate(const Cell<T> &s, const T *scanned, const T *mixed, int threads) {
-  constexpr int W = Lane<T>::W;
-  const long d = s.d(), size = d / s.norm_groups;
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (long token = 0; token < s.b * s.t; token++) {
-    T *y = s.y + token * d;
-    const T *x = mixed + token * s.c(), *z = s.projected + token * s.width(), *from = scanned + token * d;
-    for (long head = 0; head < s.h; head++)
-      for (long i = head * s.p; i < head * s.p + s.p; i++) y[i] = from[i] + s.D[head] * x[i];
-    for (long group = 0; group < s.norm_groups; group++) {
-      const long first = group * size, last = first + size;
-      Vec<T> squares{};
-      T square = 0;
-      long i = first;
-      for (; i + W <= last; i += W) {
-        const Vec<T> gated = load<T>(y + i) * silu<T>(load<T>(z + i));
-        store<T>(y + i, gated);
-        squares += gated * gated;
-      }
-      for (int k = 0; k < W; k++) square += squares[k];
-      for (; i < last; i++) {
-        y[i] *= z[i] / (T(1) + std::exp(-z[i]));
-        square += y[i] * y[i];
-      }
-      const T scale = T(1) / std::sqrt(square / T(size) + s.norm_eps);
-      for (i = first; i < last; i++) y[i] = y[i] * scale * s.norm_weight[i];
-    }
-  }
-}
 
 // dt (b, t, h) and dt A. `slope`, where there is one: the derivative of dt by its projection.
 template <class T> void steps(const Cell<T> &s, T *dt, T *log_decay, T *slope) {
@@ -130,25 +70,15 @@ template <class T> Scan<T> scan_of(const Cell<T> &s, const T *mixed, const T *dt
 
 template <class T> void cell_between(const Cell<T> &s) {
   const long tokens = s.b * s.t;
-  const int threads = threads_for(double(tokens) * s.d() * 32);
+  const int threads = threads_for(double(tokens) * s.d() * WORK_PER_CHANNEL);
   Buffer<T> mixed(tokens * s.c()), dt(tokens * s.h), log_decay(tokens * s.h);
-  convolve<T>(s, mixed, threads);
-  keep_inputs<T>(s);
+  const Convolution<T> convolution = s.convolution(mixed);
+  convolve<T>(convolution, threads);
+  keep_inputs<T>(convolution);
   steps<T>(s, dt, log_decay, nullptr);
   T *scanned = s.scanned ? s.scanned : s.y;
   scan<T>(scan_of<T>(s, mixed, dt, log_decay, scanned));
-  gate<T>(s, scanned, mixed, threads);
-}
-
-template <class T> bool all_finite(const T *from, long n) {  // 0 times what is not finite is NaN
-  constexpr int W = Lane<T>::W;
-  Vec<T> sums{};
-  T sum = 0;
-  long i = 0;
-  for (; i + W <= n; i += W) sums += load<T>(from + i) * T(0);
-  for (; i < n; i++) sum += from[i] * T(0);
-  for (int k = 0; k < W; k++) sum += sums[k];
-  return sum == T(0);
+  gate<T>(s.gate(scanned, mixed), threads);
 }
 
 // taps (k, c) = weight (c, k)ᵀ

@@ -138,13 +138,14 @@ template <class V, int K, class T>
 void columns_gradient(const Cell<T> &s, const CellGradient<T> &to, const T *grad_mixed, long i) {
   constexpr long LANES = sizeof(V) / sizeof(T);
   const long c = s.c(), width = s.width(), k = K ? K : s.k, taps = k - 1;
+  const Convolution<T> convolution = s.convolution(nullptr);
   double grad_weight[LANES][17] = {};  // of the taps, then of the bias
   V weight[16];
   for (long tap = 0; tap < k; tap++) weight[tap] = read<V>(s.conv_weight + tap * c + i);
   const V bias = s.conv_bias ? read<V>(s.conv_bias + i) : V{};
   for (long row = 0; row < s.b; row++) {
     V inputs[16], pending[16] = {};  // of the tokens that the filter covers
-    for (long tap = 0; tap < taps; tap++) inputs[tap + 1] = read<V>(s.input(row, tap - taps) + i);
+    for (long tap = 0; tap < taps; tap++) inputs[tap + 1] = read<V>(convolution.input(row, tap - taps) + i);
     // The gradient of the input `at` tokens after the first of the row.
     const auto gradient = [&](long at) {
       return at < 0 ? to.grad_conv + (row * taps + at + taps) * c + i
@@ -154,7 +155,7 @@ void columns_gradient(const Cell<T> &s, const CellGradient<T> &to, const T *grad
       V sums[17] = {};
       for (long at = begin; at < std::min(s.t, begin + TOKENS); at++) {
         for (long tap = 0; tap < taps; tap++) inputs[tap] = inputs[tap + 1];
-        inputs[taps] = read<V>(s.input(row, at) + i);
+        inputs[taps] = read<V>(convolution.input(row, at) + i);
         V sum = bias;
         for (long tap = 0; tap < k; tap++) sum += weight[tap] * inputs[tap];
         const V sigmoid = T(1) / (T(1) + exponential(-sum));
@@ -232,7 +233,7 @@ template <class T> void cell_gradient(const CellGradient<T> &to) {
   const Cell<T> s{to.b, to.t, to.h, to.p, to.g, to.n, to.k, to.norm_groups, to.norm_eps, to.dt_least, to.dt_largest,
                   to.projected, taps, to.conv_bias, to.dt_bias, A, to.D, to.norm_weight, to.conv, to.state,
                   nullptr, nullptr, nullptr, to.scanned, to.kept, to.segment};
-  convolve<T>(s, mixed, threads);
+  convolve<T>(s.convolution(mixed), threads);
   steps<T>(s, dt, log_decay, slope);
   std::fill(sums.data, sums + threads * (d + to.h), 0.0);
   gate_gradients<T>(s, to, mixed, grad_scanned, grad_mixed, sums, threads);

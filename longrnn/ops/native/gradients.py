@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from longrnn.ops.native import KINDS, SEGMENT, Scan, Sizes, Weights, call
+from longrnn.ops.native import KINDS, SEGMENT, Weights, call
+from longrnn.ops.native.scan import Scan, Sizes, readable_tokens, scan_arguments
 
 
 class ScanGradients(NamedTuple):
-    """Gradients of the arguments of `longrnn.ops.native.scan`, in their shapes."""
+    """Gradients of the arguments of `longrnn.ops.native.scan.scan`, in their shapes."""
 
     x: Tensor
     gain: Tensor
@@ -33,27 +34,21 @@ def scan_gradients(
         grad_y: `(b, t, h, p)`.
         grad_final: of the state after the last token; None for 0.
     """
-    given = [part.contiguous() for part in (*tensors, grad_y)]
-    found = ScanGradients(*(part.new_empty(part.shape) for part in given[:6]))
+    given, grad_y = readable_tokens(tensors), grad_y.contiguous()
+    found = ScanGradients(*(part.new_empty(part.shape) for part in given))
     if grad_final is not None:
         grad_final = grad_final.contiguous()
-    x, gain, log_decay, B, C, state, grad_y = given
-    sizes = Sizes(*x.shape, *B.shape[2:])
+    sizes = Sizes(*found.x.shape, *found.B.shape[2:])
     steps = (sizes.h * sizes.p, sizes.g * sizes.n)
     arguments = _ScanGradient(
-        Scan(
-            *sizes,
-            x.data_ptr(), sizes.t * steps[0], steps[0], gain.data_ptr(), log_decay.data_ptr(),
-            B.data_ptr(), C.data_ptr(), sizes.t * steps[1], steps[1],
-            state.data_ptr(), None, None, kept.data_ptr(), SEGMENT,
-        ),
+        scan_arguments(given, None, None, kept),
         grad_y.data_ptr(), _address(grad_final),
         found.x.data_ptr(), sizes.t * steps[0], steps[0], 0,
         found.gain.data_ptr(), found.log_decay.data_ptr(),
         found.B.data_ptr(), found.C.data_ptr(), sizes.t * steps[1], steps[1],
         found.state.data_ptr(),
     )  # fmt: skip
-    call(f"longrnn_scan_gradient_{KINDS[state.dtype][0]}", arguments)
+    call(f"longrnn_scan_gradient_{KINDS[kept.dtype][0]}", arguments)
     return found
 
 

@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from longrnn.ops.native import KINDS, SEGMENT, Scan, Sizes, call
+from longrnn.ops.native import KINDS, call
+from longrnn.ops.native.scan import Scan, readable_tokens, scan_arguments
 
 
 def limited_scan(
-    tensors: tuple[Tensor, ...], limit: Tensor, unlimited: float
+    tensors: Sequence[Tensor], limit: Tensor, unlimited: float
 ) -> tuple[Tensor, Tensor] | None:
     """y and the final state; None where squares would leave the range of float32.
 
     Args:
-        tensors: the arguments of `longrnn.ops.native.scan`, in one dtype.
+        tensors: the arguments of `longrnn.ops.native.scan.scan`, in one dtype.
         limit: `(h,)` float64.
         unlimited: a limit from which on a head has none.
     """
-    x, gain, log_decay, B, C, state = (part.contiguous() for part in tensors)
-    sizes = Sizes(*x.shape, *B.shape[2:])
+    tensors = readable_tokens(tensors)
+    x, *_, state = tensors
     limit = limit.to(torch.float64).contiguous()
-    y, final = torch.empty_like(x), torch.empty_like(state)
-    steps = (sizes.h * sizes.p, sizes.g * sizes.n)
-    arguments = _Limited(
-        Scan(
-            *sizes,
-            x.data_ptr(), sizes.t * steps[0], steps[0], gain.data_ptr(), log_decay.data_ptr(),
-            B.data_ptr(), C.data_ptr(), sizes.t * steps[1], steps[1],
-            state.data_ptr(), y.data_ptr(), final.data_ptr(), None, SEGMENT,
-        ),
-        limit.data_ptr(), unlimited,
-    )  # fmt: skip
+    y, final = x.new_empty(x.shape), state.new_empty(state.shape)
+    scan = scan_arguments(tensors, y, final, None)
+    arguments = _Limited(scan, limit.data_ptr(), unlimited)
     found = call(f"longrnn_limited_scan_{KINDS[state.dtype][0]}", arguments)
     return (y, final) if found else None
 

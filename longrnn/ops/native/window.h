@@ -6,6 +6,7 @@
 //   the two oldest chunks, and the sums of chunk states. Both kinds of scores, C Bᵀ with the chunk's own
 //   inputs and with those, are computed once per group of heads.
 // - All that comes from before the chunk is summed first, and then decayed row by row: C is not copied.
+// - Inputs are read where they are, as parts of the tensors of a call or of the carry.
 // - A chunk's state is written where the carry keeps it. Sums of states are read where they lie, in the
 //   given carry or in the new one, so that none is copied.
 
@@ -17,11 +18,10 @@
 namespace {
 
 template <class T> struct Piece {  // inputs of one chunk
-  const T *x;          // (b, chunk, h, p)
-  const T *gain;       // (b, chunk, h)
-  const T *log_decay;  // (b, chunk, h)
-  const T *B;          // (b, chunk, g, n)
-  long row;            // distance of two rows, in tokens
+  const T *x;                  // (b, chunk, h, p)
+  const T *gain, *log_decay;   // (b, chunk, h), each token after the other
+  const T *B;                  // (b, chunk, g, n)
+  long x_row, x_token, gain_row, B_row, B_token;
 };
 
 template <class T> struct Windowed {
@@ -30,6 +30,7 @@ template <class T> struct Windowed {
   long offset, slot;          // tokens in the chunk that is being filled, and its slot of `front`
   const Piece<T> *pieces;     // (between + 2 + m); of the first ones only those that some window reads
   const T *C;                 // (b, t, g, n)
+  long C_row, C_token;
   const T *const *front;      // (between) states (b, h, n, pp) before the call, null where none is read
   T *const *front_after;      // after the call, null where none is written
   T *back;                    // (b, h, n, pp), changed if a chunk is completed
@@ -79,21 +80,24 @@ template <class T> struct OldColumns {
   long all() const { return count[0] + count[1]; }
 };
 
+template <class T> const T *B_of(const Windowed<T> &a, const Piece<T> &piece, long row, long group) {
+  return piece.B + row * piece.B_row + group * a.n;
+}
+
 // Scores of a group: with the tokens of its own chunk up to each token, and with the old columns.
 template <class T> void scores_of_group(const Windowed<T> &a, WindowWork<T> &w, const Part &part, long row, long group) {
-  const long q = part.last - part.offset, step = a.g * a.n;
-  const T *C = a.C + ((row * a.t + part.start) * a.g + group) * a.n;
-  const Piece<T> *pieces = a.pieces + part.index;
-  const auto B_of = [&](const Piece<T> &piece) { return piece.B + (piece.row * row * a.g + group) * a.n; };
-  transpose_chunk<T>(B_of(pieces[a.between + 2]), step, part.last, a.n, w.right);
-  product<T>(q, padded<T>(part.last), a.n, C, step, 1, w.right, CHUNK, w.scores, CHUNK, false,
+  const long q = part.last - part.offset;
+  const T *C = a.C + row * a.C_row + part.start * a.C_token + group * a.n;
+  const Piece<T> *pieces = a.pieces + part.index, &own = pieces[a.between + 2];
+  transpose_chunk<T>(B_of(a, own, row, group), own.B_token, part.last, a.n, w.right);
+  product<T>(q, padded<T>(part.last), a.n, C, a.C_token, 1, w.right, CHUNK, w.scores, CHUNK, false,
              part.offset ? FULL : LOWER_C);
   const OldColumns<T> old(a, part.offset);
   if (!old.all()) return;
   for (int k = 0; k < 2; k++)
-    transpose_chunk<T>(B_of(pieces[k]) + old.skip[k] * step, step, old.count[k], a.n,
-                       w.old_right + (k ? old.count[0] : 0), OLD);
-  product<T>(q, padded<T>(old.all()), a.n, C, step, 1, w.old_right, OLD, w.old_scores, OLD, false);
+    transpose_chunk<T>(B_of(a, pieces[k], row, group) + old.skip[k] * pieces[k].B_token, pieces[k].B_token,
+                       old.count[k], a.n, w.old_right + (k ? old.count[0] : 0), OLD);
+  product<T>(q, padded<T>(old.all()), a.n, C, a.C_token, 1, w.old_right, OLD, w.old_scores, OLD, false);
   for (long i = 1; i < q; i++)
     for (long j = 0; j < std::min(i, old.all()); j++) w.old_scores[i * OLD + j] = 0;
 }
@@ -105,12 +109,13 @@ void read_old(const Windowed<T> &a, WindowWork<T> &w, const Part &part, long row
   double log = between;
   for (int k = 1; k >= 0; k--) {
     const Piece<T> &piece = a.pieces[part.index + k];
-    const long at = piece.row * row * a.h + head, first = k ? old.count[0] : 0;
+    const long at = row * piece.gain_row + head, first = k ? old.count[0] : 0;
+    const T *x = piece.x + row * piece.x_row + head * a.p;
     for (long j = a.chunk - 1; j >= old.skip[k]; j--) {
       const double decay = std::exp(log);
       // Two factors, each in range, whose product may underflow.
       const T factor = T(decay < LEAST ? 0 : decay), gain = piece.gain[at + j * a.h];
-      const T *from = piece.x + (at + j * a.h) * a.p;
+      const T *from = x + j * piece.x_token;
       T *to = w.old_inputs + (first + j - old.skip[k]) * w.pp;
       prefetch<T>(from + a.p, a.p);  // of the next head
       for (long i = 0; i < a.p; i++) to[i] = from[i] * gain * factor;
@@ -123,7 +128,7 @@ void read_old(const Windowed<T> &a, WindowWork<T> &w, const Part &part, long row
 // What the tokens of a part read: of their own chunk, of the sums `w.memory` and of the old columns.
 template <class T>
 void outputs_of_head(const Windowed<T> &a, WindowWork<T> &w, const Part &part, const Decays &d, long row, long head) {
-  const long q = part.last - part.offset, pp = w.pp, step = a.g * a.n, old = OldColumns<T>(a, part.offset).all();
+  const long q = part.last - part.offset, pp = w.pp, old = OldColumns<T>(a, part.offset).all();
   double kept[CHUNK];
   for (long i = 0; i < part.last; i++) {
     d.advance(kept, i);
@@ -139,8 +144,8 @@ void outputs_of_head(const Windowed<T> &a, WindowWork<T> &w, const Part &part, c
   T *out = direct ? y : static_cast<T *>(w.output);
   const long ldo = direct ? a.h * a.p : pp;
   if (a.between) {
-    const T *C = a.C + ((row * a.t + part.start) * a.g + head / (a.h / a.g)) * a.n;
-    product<T>(q, pp, a.n, C, step, 1, w.memory, pp, out, ldo, false);
+    const T *C = a.C + row * a.C_row + part.start * a.C_token + head / (a.h / a.g) * a.n;
+    product<T>(q, pp, a.n, C, a.C_token, 1, w.memory, pp, out, ldo, false);
   } else {
     for (long i = 0; i < q; i++) std::fill_n(out + i * ldo, pp, T(0));
   }
@@ -157,18 +162,18 @@ void outputs_of_head(const Windowed<T> &a, WindowWork<T> &w, const Part &part, c
 // The state of the last token's window. `w.inputs` are decayed to that token, `w.memory` are the sums.
 template <class T>
 void write_final(const Windowed<T> &a, WindowWork<T> &w, const Part &part, const Decays &d, long row, long head) {
-  const long group = head / (a.h / a.g), step = a.g * a.n, pp = w.pp;
-  const Piece<T> *pieces = a.pieces + part.index;
-  const auto B_of = [&](const Piece<T> &piece) { return piece.B + (piece.row * row * a.g + group) * a.n; };
+  const long group = head / (a.h / a.g), pp = w.pp;
+  const Piece<T> *pieces = a.pieces + part.index, &own = pieces[a.between + 2];
   if (!a.between) std::fill_n(w.memory.data, a.n * pp, T(0));
   const OldColumns<T> first(a, part.offset), old(a, part.last - 1);
   long column = first.all() - old.all();  // columns are counted from the first token's window on
   for (int k = 0; k < 2; k++) {
-    product<T>(a.n, pp, old.count[k], B_of(pieces[k]) + old.skip[k] * step, 1, step, w.old_inputs + column * pp, pp,
-               w.memory, pp, true);
+    const long step = pieces[k].B_token;
+    product<T>(a.n, pp, old.count[k], B_of(a, pieces[k], row, group) + old.skip[k] * step, 1, step,
+               w.old_inputs + column * pp, pp, w.memory, pp, true);
     column += old.count[k];
   }
-  product<T>(a.n, pp, part.last, B_of(pieces[a.between + 2]), 1, step, w.inputs, pp, w.change, pp, false);
+  product<T>(a.n, pp, part.last, B_of(a, own, row, group), 1, own.B_token, w.inputs, pp, w.change, pp, false);
   add_decayed<T>(w.change, d.sum, w.memory, a.n * pp, w.memory);
   write_state<T>(w.memory, a.p, a.n, pp, a.final_state + (row * a.h + head) * a.p * a.n);
 }
@@ -180,10 +185,10 @@ void slide(const Windowed<T> &a, WindowWork<T> &w, const Part &part, long row, l
            std::vector<const T *> &front, const double *ends) {
   const long size = a.n * w.pp, at = (row * a.h + head) * size;
   const Piece<T> &piece = a.pieces[part.index + a.between + 2];
-  const T *B = piece.B + (piece.row * row * a.g + head / (a.h / a.g)) * a.n;
+  const T *B = B_of(a, piece, row, head / (a.h / a.g));
   T *own = a.front_after[slot] + at, *back = a.back + at;
   double &back_decay = a.back_decay[row * a.h + head];
-  product<T>(a.n, w.pp, a.chunk, B, 1, a.g * a.n, w.inputs, w.pp, own, w.pp, false);
+  product<T>(a.n, w.pp, a.chunk, B, 1, piece.B_token, w.inputs, w.pp, own, w.pp, false);
   front[slot] = own;
   if (slot + 1 < a.between) {
     if (slot == 0)
@@ -211,14 +216,14 @@ template <class T>
 void part_of_head(const Windowed<T> &a, WindowWork<T> &w, const Part &part, long chunks, long row, long head,
                   long slot, std::vector<const T *> &front) {
   const Piece<T> &piece = a.pieces[part.index + a.between + 2];
-  const long at = piece.row * row * a.h + head, size = a.n * w.pp, state = (row * a.h + head) * size;
+  const long at = row * piece.gain_row + head, size = a.n * w.pp, state = (row * a.h + head) * size;
   double logs[CHUNK];
   for (long j = 0; j < part.last; j++) logs[j] = log_decay_of(piece.log_decay[at + j * a.h]);
   const Decays d(logs, 1, part.last);
   double *end = a.ends + (row * (a.between + 2 + chunks) + part.index + a.between + 2) * a.h + head, between = 0;
   for (long k = 1; k <= a.between; k++) between += end[-k * a.h];
   *end = d.sum;
-  read_rows<T>(piece.x + at * a.p, a.h * a.p, piece.gain + at, a.h, part.last, a.p, w.pp, w.inputs);
+  read_rows<T>(piece.x + row * piece.x_row + head * a.p, piece.x_token, piece.gain + at, a.h, part.last, a.p, w.pp, w.inputs);
   read_old<T>(a, w, part, row, head, between);
   if (a.between) add_decayed<T>(a.back + state, a.back_decay[row * a.h + head], front[slot], size, w.memory);
   outputs_of_head<T>(a, w, part, d, row, head);

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.ops import native
-from longrnn.ops.native import KINDS, Sizes, call
+from longrnn.ops.native import KINDS, call
+from longrnn.ops.native.scan import Sizes, whole_tokens
 
 
 class Place(NamedTuple):
@@ -56,12 +57,41 @@ def transposed(state: Tensor) -> Tensor:
 
 def restored(tile: Tensor, p: int) -> Tensor:
     """The state `(b, h, p, n)` that was `transposed`; a view where nothing was padded."""
-    state = tile[..., :p].transpose(2, 3)
-    return state if tile.shape[3] == p else state.contiguous()
+    state = tile.transpose(2, 3)
+    return state if tile.shape[3] == p else state[:, :, :p].contiguous()
+
+
+class Piece(NamedTuple):
+    """The inputs of a chunk.
+
+    Attributes:
+        inputs: x `(b, t, h, p)`, gain and log_decay `(b, t, h)` and B `(b, t, g, n)`, from
+            `readable_inputs`.
+        start: the first token of the chunk among the t tokens.
+    """
+
+    inputs: tuple[Tensor, ...]
+    start: int = 0
+
+    def arguments(self) -> _Piece:
+        x, gain, _, B = self.inputs
+        size = x.element_size()
+        addresses = (one.data_ptr() + self.start * one.stride(1) * size for one in self.inputs)
+        return _Piece(*addresses, *x.stride()[:2], gain.stride(0), *B.stride()[:2])
+
+
+def readable_inputs(inputs: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """The inputs of a piece as the kernel reads them, copied only where that is necessary."""
+    x, gain, log_decay, B = inputs
+    x, B = whole_tokens(x), whole_tokens(B)
+    wanted = (gain.shape[2], 1)
+    if gain.stride() != log_decay.stride() or gain.stride()[1:] != wanted:
+        gain, log_decay = gain.contiguous(), log_decay.contiguous()
+    return x, gain, log_decay, B
 
 
 def windowed_scan(
-    pieces: Sequence[tuple[Tensor, ...] | None],
+    pieces: Sequence[Piece | None],
     C: Tensor,
     place: Place,
     sums: Sums,
@@ -72,10 +102,8 @@ def windowed_scan(
     """y and the state of the last token's window.
 
     Args:
-        pieces: x `(b, chunk, h, p)`, gain and log_decay `(b, chunk, h)` and B `(b, chunk, g, n)` of
-            the `between + 2` chunks before the call's first one, then of the call's chunks. Rows
-            are contiguous, and equally far apart in all tensors of a chunk. None for a chunk of
-            which no window of the call reads inputs.
+        pieces: the `between + 2` chunks before the call's first one, then the call's chunks. None
+            for a chunk of which no window of the call reads inputs.
         C: `(b, t, g, n)`.
         place: see `Place`.
         sums: see `Sums`.
@@ -85,27 +113,20 @@ def windowed_scan(
         p: channels per head.
     """
     (b, t, g, n), h = C.shape, ends.shape[2]
-    C = C.contiguous()
+    C = whole_tokens(C)
     y, final = C.new_empty(b, t, h, p), C.new_empty(b, h, p, n)
     kind, _ = KINDS[C.dtype]
     front, front_after = _pointers(sums.front), _pointers(written)
-    given = (_Piece * len(pieces))(*(_piece(piece) for piece in pieces))
+    given = (_Piece * len(pieces))(*(one.arguments() if one else _Piece() for one in pieces))
     arguments = _Windowed(
         *Sizes(b, t, h, p, g, n), *place,
-        ctypes.addressof(given), C.data_ptr(),
+        ctypes.addressof(given), C.data_ptr(), *C.stride()[:2],
         ctypes.addressof(front), ctypes.addressof(front_after),
         sums.back.data_ptr(), sums.back_decay.data_ptr(), ends.data_ptr(),
         y.data_ptr(), final.data_ptr(),
     )  # fmt: skip
     call(f"longrnn_windowed_scan_{kind}", arguments)
     return y, final
-
-
-def _piece(tensors: tuple[Tensor, ...] | None) -> _Piece:
-    if tensors is None:
-        return _Piece()
-    gain = tensors[1]
-    return _Piece(*(tensor.data_ptr() for tensor in tensors), gain.stride(0) // gain.shape[2])
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
@@ -116,13 +137,15 @@ def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]
 class _Piece(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "gain", "log_decay", "B")),
-        ("row", ctypes.c_long),
+        *((name, ctypes.c_long) for name in ("x_row", "x_token", "gain_row", "B_row", "B_token")),
     ]
 
 
 class _Windowed(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_long) for name in (*"bthpgn", *Place._fields)),
-        *((name, ctypes.c_void_p) for name in ("pieces", "C", "front", "front_after")),
+        *((name, ctypes.c_void_p) for name in ("pieces", "C")),
+        ("C_row", ctypes.c_long), ("C_token", ctypes.c_long),
+        *((name, ctypes.c_void_p) for name in ("front", "front_after")),
         *((name, ctypes.c_void_p) for name in ("back", "back_decay", "ends", "y", "final_state")),
-    ]
+    ]  # fmt: skip

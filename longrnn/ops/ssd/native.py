@@ -19,6 +19,7 @@ from longrnn.ops import native as kernels
 from longrnn.ops.again import gradients_of
 from longrnn.ops.native.gradients import scan_gradients
 from longrnn.ops.native.limited import limited_scan
+from longrnn.ops.native.scan import scan, segments_of
 from longrnn.ops.precision import own_precision
 from longrnn.ops.rows import all_finite, finite_rows, run_by_finiteness
 from longrnn.ops.ssd import chunked
@@ -72,7 +73,7 @@ def _scan(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     if kernels.tracked((*inputs, state)):
         y, final, _ = _Scan.apply(*inputs, state)
         return y, final
-    return kernels.scan(*_wide(inputs, state))
+    return scan(*_wide(inputs, state))
 
 
 def _wide(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, ...]:
@@ -81,15 +82,15 @@ def _wide(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, ...]:
 
 
 class _Scan(torch.autograd.Function):
-    """`kernels.scan`, and the states that its backward pass needs."""
+    """`scan`, and the states that its backward pass needs."""
 
     @staticmethod
     def forward(
         x: Tensor, gain: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        kept = state.new_empty(kernels.segments_of(x.shape[1]), *state.shape)
+        kept = state.new_empty(segments_of(x.shape[1]), *state.shape)
         inputs = ScanInputs(x, gain, log_decay, B, C)
-        return *kernels.scan(*_wide(inputs, state), kept=kept), kept
+        return *scan(*_wide(inputs, state), kept=kept), kept
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:

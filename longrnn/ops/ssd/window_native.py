@@ -7,12 +7,23 @@ Notable choices:
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from longrnn import state as states
 from longrnn.ops import native as kernels
-from longrnn.ops.native.window import Place, Sums, restored, transposed, windowed_scan
+from longrnn.ops.native.window import (
+    Piece,
+    Place,
+    Sums,
+    readable_inputs,
+    restored,
+    transposed,
+    windowed_scan,
+)
 from longrnn.ops.rows import all_finite
 from longrnn.ops.ssd.base import ScanInputs
 from longrnn.ops.ssd.chunks import Chunk, fill
@@ -44,35 +55,94 @@ def windowed(
         (*inputs, *(tensor for _, tensor in states.leaves(carry)))
     ):
         return None
-    dtype, length, (_, _, heads, p) = carry.back.dtype, shape.chunk, inputs.x.shape
+    dtype, length, (_, time, heads, p) = carry.back.dtype, shape.chunk, inputs.x.shape
     place = Place(length, shape.rest, shape.between, phase % length, phase // length)
-    chunks = _chunks(inputs, carry.current, place.offset)
-    complete = (place.offset + inputs.x.shape[1]) // length
-    known, kept = [*carry.recent, *chunks], len(carry.recent)
-    # Chunk i of the call reads the pair that starts at chunk i of `known`, and itself.
-    pieces = [
-        _wide(chunk, dtype) if i <= len(chunks) or i >= kept else None
-        for i, chunk in enumerate(known)
+    call = _Call.of(inputs, carry.current, place.offset)
+    count, complete = len(call.spans), (place.offset + time) // length
+    # Chunk i of the call reads the pair of chunks that starts `between + 2` before it, and itself.
+    before = [
+        Piece(_readable(chunk, dtype)) if i <= count else None
+        for i, chunk in enumerate(carry.recent)
     ]
-    ends = torch.cat(
-        [carry.totals, carry.totals.new_empty(len(carry.totals), len(chunks), heads)], 1
-    )
-    sums, written = _sums(carry, place, len(chunks), complete)
+    ends = torch.cat([carry.totals, carry.totals.new_empty(len(carry.totals), count, heads)], 1)
+    sums, written = _sums(carry, place, count, complete)
+    pieces = [*before, *call.pieces(dtype)]
     y, state = windowed_scan(pieces, inputs.C.to(dtype), place, sums, written, ends, p)
     if not all_finite(y):
         return None
-    after = carry._replace(phase=(carry.phase + inputs.x.shape[1]) % shape.block)
+    after = carry._replace(phase=(carry.phase + time) % shape.block)
     if complete:
-        # Kept chunks are shared; new ones are copied, so that the whole input can be freed.
-        new = [_copied(chunk) for chunk in known[max(complete, kept) : kept + complete]]
+        # Kept chunks are shared.
+        recent = (*carry.recent, *call.kept(complete, len(carry.recent)))[-len(carry.recent) :]
         after = _moved(after, sums, written, p)._replace(
-            current=states.tree_map(torch.zeros_like, carry.current),
-            recent=(*known[complete:kept], *new),
-            totals=ends[:, complete : complete + kept].clone(),
+            recent=recent, totals=ends[:, complete : complete + len(recent)].clone()
         )
-    if complete < len(chunks):
-        after = after._replace(current=_copied(chunks[-1]))
+    if call.last is not None or place.offset:
+        after = after._replace(current=call.last or call.empty)
     return y, state, after
+
+
+class _Call(NamedTuple):
+    """The inputs of a call as chunks.
+
+    Attributes:
+        inputs: in the dtypes that a carry keeps.
+        spans: the first token of each chunk in the call, and the one after its last.
+        filled: the chunks that are not whole in the call, by their number: with the tokens before
+            it, or with zeros after it.
+        empty: a chunk without tokens.
+        last: the last chunk, if it is not complete.
+    """
+
+    inputs: Chunk
+    spans: list[tuple[int, int]]
+    filled: dict[int, Chunk]
+    empty: Chunk
+    last: Chunk | None
+
+    @classmethod
+    def of(cls, inputs: ScanInputs, current: Chunk, offset: int) -> _Call:
+        """Cuts the inputs of a call whose first chunk has `offset` tokens in `current`."""
+        length, time = current.x.shape[1], inputs.x.shape[1]
+        pairs = zip(inputs[:4], current, strict=True)
+        x, gain, log_decay, B = (one.to(like.dtype) for one, like in pairs)
+        own = ScanInputs(x, gain, log_decay, B, inputs.C)
+        starts = [0, *range(length - offset, time, length)]
+        spans = list(pairwise([*starts, time]))
+        # Without tokens, `current` is empty itself.
+        empty = states.tree_map(torch.zeros_like, current) if offset else current
+        filled, last = {}, None
+        for number, (start, stop) in enumerate(spans):
+            first = 0 if number else offset
+            if stop - start < length:
+                filled[number] = fill(empty if number else current, own.slice(start, stop), first)
+                last = filled[number] if first + stop - start < length else None
+        return cls(Chunk(*own[:4]), spans, filled, empty, last)
+
+    def pieces(self, dtype: torch.dtype) -> list[Piece]:
+        """The chunks as the kernel reads them."""
+        inputs = _readable(self.inputs, dtype)
+        return [
+            Piece(_readable(self.filled[number], dtype))
+            if number in self.filled
+            else Piece(inputs, start)
+            for number, (start, _) in enumerate(self.spans)
+        ]
+
+    def kept(self, complete: int, most: int) -> list[Chunk]:
+        """The last of the `complete` chunks that are complete, at most `most`.
+
+        They are copied, so that the whole input can be freed.
+        """
+        chosen = range(max(0, complete - most), complete)
+        whole = [number for number in chosen if number not in self.filled]
+        copies = [self.filled[number] for number in chosen if number in self.filled]
+        if whole:
+            span = slice(self.spans[whole[0]][0], self.spans[whole[-1]][1])
+            tail = (tensor[:, span].clone() for tensor in self.inputs)
+            parts = (tensor.split(self.empty.x.shape[1], dim=1) for tensor in tail)
+            copies += [Chunk(*tensors) for tensors in zip(*parts, strict=True)]
+        return copies
 
 
 def _moved(carry: WindowCarry, sums: Sums, written: list[Tensor | None], p: int) -> WindowCarry:
@@ -85,23 +155,6 @@ def _moved(carry: WindowCarry, sums: Sums, written: list[Tensor | None], p: int)
     )
     back = restored(sums.back, p)
     return carry._replace(front=tuple(front), back=back, back_decay=sums.back_decay)
-
-
-def _chunks(inputs: ScanInputs, current: Chunk, offset: int) -> list[Chunk]:
-    """The chunks of a call, in the dtypes of `current`: views, but for those that are not whole."""
-    length, time = current.x.shape[1], inputs.x.shape[1]
-    pairs = zip(inputs[:4], current, strict=True)
-    x, gain, log_decay, B = (tensor.to(like.dtype).contiguous() for tensor, like in pairs)
-    inputs = ScanInputs(x, gain, log_decay, B, inputs.C)
-    empty = states.tree_map(torch.zeros_like, current)
-    chunks, start = [], 0
-    while start < time:
-        stop = min(time, start + length - offset)
-        part = inputs.slice(start, stop)
-        whole = stop - start == length
-        chunks.append(Chunk(*part[:4]) if whole else fill(current, part, offset))
-        current, start, offset = empty, stop, 0
-    return chunks
 
 
 def _sums(
@@ -122,17 +175,5 @@ def _sums(
     return Sums([tiles.get(id(state)) for state in carry.front], back, back_decay), written
 
 
-def _wide(chunk: Chunk, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The tensors of a chunk in `dtype`, whose rows are contiguous and equally far apart."""
-    tensors = tuple(tensor.to(dtype) for tensor in chunk)
-    # Of a view of the inputs a tensor that was cast is a copy, and the others are not.
-    distances = {tensor.stride(0) / tensor[0].numel() for tensor in tensors}
-    if len(distances) == 1 and all(tensor[0].is_contiguous() for tensor in tensors):
-        return tensors
-    return tuple(tensor.contiguous() for tensor in tensors)
-
-
-def _copied(chunk: Chunk) -> Chunk:
-    return states.tree_map(
-        lambda tensor: tensor.clone(memory_format=torch.contiguous_format), chunk
-    )
+def _readable(chunk: Chunk, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return readable_inputs(tensor.to(dtype) for tensor in chunk)

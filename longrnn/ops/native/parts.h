@@ -1,0 +1,123 @@
+// What is before and after the recurrence of a Mamba-2: the convolution of its inputs with its activation,
+// and the gated norm of its output. The cell computes them together with the recurrence; a layer whose
+// recurrence is edited calls them alone.
+
+#pragma once
+#include "simd.h"
+
+namespace {
+
+template <class T> struct Convolution {
+  long b, t, c, k;
+  const T *x;              // (b, t, c)
+  long x_row, x_token;
+  const T *before;         // (b, k - 1, c), the last inputs before x
+  const T *weight, *bias;  // (k, c), (c,) or null
+  T *y;                    // (b, t, c)
+  T *after;                // (b, k - 1, c), the last inputs
+
+  // The input `at` tokens after the first of a row.
+  const T *input(long row, long at) const {
+    return at < 0 ? before + (row * (k - 1) + at + k - 1) * c : x + row * x_row + at * x_token;
+  }
+};
+
+// y = silu(convolution of x over time)
+template <class T> void convolve(const Convolution<T> &s, int threads) {
+  constexpr int W = Lane<T>::W;
+  const long c = s.c;
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
+  for (long row = 0; row < s.b; row++)
+    for (long i = 0; i < s.t; i++) {
+      T *to = s.y + (row * s.t + i) * c;
+      const T *from[16];
+      for (long tap = 0; tap < s.k; tap++) from[tap] = s.input(row, i + tap - (s.k - 1));
+      long j = 0;
+      for (; j + W <= c; j += W) {
+        Vec<T> sum = s.bias ? load<T>(s.bias + j) : Vec<T>{};
+        for (long tap = 0; tap < s.k; tap++) sum += load<T>(s.weight + tap * c + j) * load<T>(from[tap] + j);
+        store<T>(to + j, silu<T>(sum));
+      }
+      for (; j < c; j++) {
+        T sum = s.bias ? s.bias[j] : T(0);
+        for (long tap = 0; tap < s.k; tap++) sum += s.weight[tap * c + j] * from[tap][j];
+        to[j] = sum / (T(1) + std::exp(-sum));
+      }
+    }
+}
+
+template <class T> void keep_inputs(const Convolution<T> &s) {
+  const long taps = s.k - 1;
+  for (long row = 0; row < s.b; row++)
+    for (long tap = 0; tap < taps; tap++)
+      std::memcpy(s.after + (row * taps + tap) * s.c, s.input(row, s.t + tap - taps), s.c * sizeof(T));
+}
+
+template <class T> struct Gate {
+  long tokens, h, p, groups;
+  T eps;
+  const T *scanned;     // (tokens, h p), the output of the recurrence
+  const T *x, *z;       // (tokens, h p)
+  long x_token, z_token;
+  const T *D, *weight;  // (h,), (h p,)
+  T *y;                 // (tokens, h p), may be `scanned`
+};
+
+// y = norm((scanned + D x) silu(z)) weight
+template <class T> void gate(const Gate<T> &s, int threads) {
+  constexpr int W = Lane<T>::W;
+  const long d = s.h * s.p, size = d / s.groups;
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (long token = 0; token < s.tokens; token++) {
+    T *y = s.y + token * d;
+    const T *x = s.x + token * s.x_token, *z = s.z + token * s.z_token, *from = s.scanned + token * d;
+    for (long head = 0; head < s.h; head++)
+      for (long i = head * s.p; i < head * s.p + s.p; i++) y[i] = from[i] + s.D[head] * x[i];
+    for (long group = 0; group < s.groups; group++) {
+      const long first = group * size, last = first + size;
+      Vec<T> squares{};
+      T square = 0;
+      long i = first;
+      for (; i + W <= last; i += W) {
+        const Vec<T> gated = load<T>(y + i) * silu<T>(load<T>(z + i));
+        store<T>(y + i, gated);
+        squares += gated * gated;
+      }
+      for (int k = 0; k < W; k++) square += squares[k];
+      for (; i < last; i++) {
+        y[i] *= z[i] / (T(1) + std::exp(-z[i]));
+        square += y[i] * y[i];
+      }
+      const T scale = T(1) / std::sqrt(square / T(size) + s.eps);
+      for (i = first; i < last; i++) y[i] = y[i] * scale * s.weight[i];
+    }
+  }
+}
+
+template <class T> bool all_finite(const T *from, long n) {  // 0 times what is not finite is NaN
+  constexpr int W = Lane<T>::W;
+  Vec<T> sums{};
+  T sum = 0;
+  long i = 0;
+  for (; i + W <= n; i += W) sums += load<T>(from + i) * T(0);
+  for (; i < n; i++) sum += from[i] * T(0);
+  for (int k = 0; k < W; k++) sum += sums[k];
+  return sum == T(0);
+}
+
+// Work of a token in both, in units of multiplications, per channel.
+constexpr double WORK_PER_CHANNEL = 32;
+
+// Both return whether every entry of y is finite.
+template <class T> int convolution(const Convolution<T> &s) {
+  convolve<T>(s, threads_for(double(s.b) * s.t * s.c * WORK_PER_CHANNEL));
+  keep_inputs<T>(s);
+  return all_finite<T>(s.y, s.b * s.t * s.c);
+}
+template <class T> int gated_norm(const Gate<T> &s) {
+  const long channels = s.tokens * s.h * s.p;
+  gate<T>(s, threads_for(double(channels) * WORK_PER_CHANNEL));
+  return all_finite<T>(s.y, channels);
+}
+
+}  // namespace
