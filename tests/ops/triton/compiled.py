@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from longrnn.ops.triton import limited, recurrence, recurrence_gradient
+from longrnn.ops.triton import limited, recurrence, recurrence_gradient, windowed
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {
@@ -153,6 +153,29 @@ def _recurrence(dtype: torch.dtype, wide: torch.dtype, part: str, *, rounded: bo
     return lambda: launches_of(run, limited, recurrence, recurrence_gradient)
 
 
+def _windowed(dtype: torch.dtype, wide: torch.dtype, *, rounded: bool = True) -> Case:
+    """A case: a window of 8,000 tokens, in segments of 512."""
+
+    def run() -> None:
+        time, h, p, n = 65_536, 80, 64, 128
+
+        def empty(*shape: int, dtype: torch.dtype = wide) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        read = time + 16 * 512
+        x, B = empty(1, read, h, p, dtype=dtype), empty(1, read, 1, n, dtype=dtype)
+        tokens = x, empty(1, read, h), empty(1, read, h), B
+        window = windowed.Window(512, 320, 14, 3, complete=time // 512)
+        stacks = windowed.Stacks(
+            empty(14, 1, h, p, n), 0, empty(1, h, p, n),
+            empty(1, h, dtype=FP64), empty(16, 1, h, dtype=FP64),
+        )  # fmt: skip
+        C = empty(1, time, 1, n, dtype=dtype)
+        windowed.forward(tokens, C, window, stacks, 64, rounded=rounded)
+
+    return lambda: launches_of(run, windowed, recurrence)
+
+
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 CASES: dict[str, Case] = {
     "walk-one": _recurrence(BF16, FP32, "walk"),
@@ -163,6 +186,10 @@ CASES: dict[str, Case] = {
     "limited-two": _recurrence(BF16, FP32, "limited", rounded=False),
     "limited-float32": _recurrence(FP32, FP32, "limited"),
     "limited-float64": _recurrence(FP64, FP64, "limited"),
+    "windowed-one": _windowed(BF16, FP32),
+    "windowed-two": _windowed(BF16, FP32, rounded=False),
+    "windowed-float32": _windowed(FP32, FP32),
+    "windowed-float64": _windowed(FP64, FP64),
     "backward-one": _recurrence(BF16, FP32, "backward"),
     "backward-float32": _recurrence(FP32, FP32, "backward"),
     "backward-float64": _recurrence(FP64, FP64, "backward"),

@@ -20,7 +20,7 @@ MOST_SPILLED = 256
 # Bytes of shared memory that one program may use.
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
 # Kernels without a matrix product.
-WITHOUT_PRODUCTS = {"passing", "by_token", "limited_by_token"}
+WITHOUT_PRODUCTS = {"passing", "by_token", "limited_by_token", "sliding"}
 
 
 def results(architecture: int, case: str) -> list[dict[str, Any]]:
@@ -49,6 +49,10 @@ def results(architecture: int, case: str) -> list[dict[str, Any]]:
                 "limited-two",
                 "limited-float32",
                 "limited-float64",
+                "windowed-one",
+                "windowed-two",
+                "windowed-float32",
+                "windowed-float64",
                 "backward-one",
                 "backward-float32",
                 "backward-float64",
