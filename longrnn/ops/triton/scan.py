@@ -32,13 +32,13 @@ from longrnn.ops.triton.chunk import (
 from longrnn.ops.triton.device import product
 
 # Numbers that differ from call to call: no kernel is compiled again for them.
-VARYING = ("time", "segment", "heads", "segments")
+VARYING = ("time", "segment", "heads", "segments", "skip")
 
 
 @triton.jit(do_not_specialize=VARYING)
 def walk(
     x, gain, log_decay, B, first, every, last, total_out,
-    time, segment, heads, x_row, x_token, B_row, B_token,
+    time, segment, heads, skip, x_row, x_token, B_row, B_token,
     H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
     BP: tl.constexpr, BN: tl.constexpr, L: tl.constexpr, MODE: tl.constexpr,
     REVERSE: tl.constexpr, FROM_ZERO: tl.constexpr, EVERY: tl.constexpr, LAST: tl.constexpr,
@@ -56,6 +56,7 @@ def walk(
             the state after it.
         last: LAST: the state after each segment; REVERSE: the gradient of the state before it.
         total_out: LAST: the sum of the log decays of each segment, `(segments, heads)` float64.
+        skip: tokens before the first of these segments, whole segments.
     """
     ACC: tl.constexpr = last.dtype.element_ty
     program = tl.program_id(0).to(tl.int64)
@@ -69,14 +70,14 @@ def walk(
     else:
         state = tl.load(first + program * (P * N) + offsets, mask=exists, other=0.0)
     whole = tl.zeros((), tl.float64)
-    begin = number * segment
+    begin = skip + number * segment
     end = tl.minimum(begin + segment, time)
     count = tl.cdiv(end - begin, L).to(tl.int32)
     for k in range(count):
         start = begin + (count - 1 - k if REVERSE else k) * L
         left = tl.minimum(end - start, L).to(tl.int32)
         if EVERY:
-            at = every + (start // L * heads + head) * (P * N)
+            at = every + ((start - skip) // L * heads + head) * (P * N)
             tl.store(at + offsets, state.to(every.dtype.element_ty), mask=exists)
         row = (b * time + start) * H + h
         log_decays = tl.load(log_decay + row + j * H, mask=j < left, other=0.0)
@@ -128,7 +129,7 @@ def scan(
     time, segment, heads, x_row, x_token, B_row, B_token, C_row, C_token,
     H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
     BP: tl.constexpr, BN: tl.constexpr, L: tl.constexpr, MODE: tl.constexpr, FINAL: tl.constexpr,
-    FROM_ZERO: tl.constexpr = False, ADD: tl.constexpr = False,
+    FROM_ZERO: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """y of one segment.
 

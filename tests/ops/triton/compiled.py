@@ -80,8 +80,18 @@ def launches_of(run: Callable[[], object], *modules: Any) -> list[Launch]:
     return found
 
 
-def compiled(launch: Launch, architecture: int) -> dict[str, Any]:
-    """Registers, bytes that do not fit into them, shared memory, and whether tensor cores run."""
+class Compiled(NamedTuple):
+    """What a kernel is compiled for: types, values and divisors of its arguments, and options."""
+
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[tuple[int], Any]
+    attributes: dict[tuple[int], list[Any]]
+    options: dict[str, int]
+
+
+def specialised(launch: Launch) -> Compiled:
+    """What Triton compiles for a launch; equal for launches that share a compiled kernel."""
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int], list[Any]] = {}
@@ -99,9 +109,14 @@ def compiled(launch: Launch, architecture: int) -> dict[str, Any]:
             signature[name] = "i32" if abs(value) < 2**31 else "i64"
             if value % 16 == 0 and not parameter.do_not_specialize:
                 attributes[(number,)] = [["tt.divisibility", 16]]
-    source = ASTSource(launch.kernel, signature, constants, attributes)
+    return Compiled(launch.kernel, signature, constants, attributes, launch.options)
+
+
+def compiled(given: Compiled, architecture: int) -> dict[str, Any]:
+    """Registers, bytes that do not fit into them, shared memory, and whether tensor cores run."""
+    source = ASTSource(given.kernel, given.signature, given.constants, given.attributes)
     target = GPUTarget("cuda", architecture, 32)
-    built = triton.compile(source, target=target, options=launch.options)
+    built = triton.compile(source, target=target, options=given.options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
         file.flush()
@@ -110,8 +125,8 @@ def compiled(launch: Launch, architecture: int) -> dict[str, Any]:
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
     return {
-        "kernel": launch.kernel.__name__,
-        "warps": launch.options.get("num_warps", 4),
+        "kernel": given.kernel.__name__,
+        "warps": given.options.get("num_warps", 4),
         "registers": int(found[1]),
         "spilled_bytes": int(found[2]),
         "shared_bytes": built.metadata.shared,
@@ -198,12 +213,10 @@ CASES: dict[str, Case] = {
 
 def main(architecture: str, *names: str) -> None:
     for name in names:
-        distinct: dict[str, Launch] = {}
-        for launch in CASES[name]():
-            fixed = {k: v for k, v in launch.arguments.items() if not isinstance(v, Tensor)}
-            distinct.setdefault(f"{launch.kernel.__name__} {fixed}", launch)
-        for launch in distinct.values():
-            print(json.dumps({"case": name, **compiled(launch, int(architecture))}), flush=True)
+        found = map(specialised, CASES[name]())
+        distinct = {f"{one.kernel.__name__} {one[1:]}": one for one in found}
+        for one in distinct.values():
+            print(json.dumps({"case": name, **compiled(one, int(architecture))}), flush=True)
 
 
 if __name__ == "__main__":

@@ -165,3 +165,18 @@ def test_auto_takes_the_kernels_on_cuda_alone() -> None:
     expected = BACKENDS[resolve("auto", DEVICE)](inputs, state)
     for ours, theirs in zip(select("auto")(inputs, state), expected, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_gradients_are_those_of_the_reference_when_segments_are_computed_in_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two segments of 16 tokens at a time, and the fifth alone, with two rows."""
+    from longrnn.ops.triton import recurrence_gradient
+
+    tensors = draw(67, batch=2, heads=1)
+    bytes_per_segment = tensors[-1].numel() * 8
+    monkeypatch.setattr(recurrence_gradient, "BYTES_AT_ONCE", 2 * bytes_per_segment)
+    ours, theirs = (gradients(run, tensors) for run in (triton.ssd, chunked.ssd))
+    for one, other in zip(ours, theirs, strict=True):
+        assert_near(one, other, 1e-10)
