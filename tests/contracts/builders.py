@@ -21,6 +21,7 @@ from longrnn.mixers import MIXERS, Edit, Mixer
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.recurrent import BLOCKS
 from longrnn.ops.ssd import BACKENDS, SSD, chunked, rescale, triton, window, window_carry
+from longrnn.ops.triton import interpreting
 from longrnn.positions import POSITIONS
 from longrnn.state import LMState, PyTree, leaves, tree_map
 
@@ -113,6 +114,11 @@ def with_kernels(table: Mapping[SSD, object]) -> list[str]:
         table: which backends these are: `rescale.LIMITED` or `window.WINDOWED`.
     """
     return ["chunked", *(name for name, ssd in BACKENDS.items() if ssd in table)]
+
+
+def is_interpreted(mixer: Mapping[str, Any]) -> bool:
+    """Whether a cell runs in Triton's interpreter, where tests must be small."""
+    return mixer.get("backend") == "triton" and interpreting()
 
 
 def generator(seed: int) -> torch.Generator:

@@ -34,6 +34,7 @@ from tests.contracts.builders import (
     differentiable,
     functional,
     generator,
+    is_interpreted,
     random_start,
     random_tokens,
     recurrent,
@@ -256,7 +257,7 @@ def test_state_norm(backend: str, names: tuple[str, ...], value: float) -> None:
         (r, backend)
         for backend in with_kernels(WINDOWED)
         # In Triton's interpreter one case takes as long as all of another backend.
-        for r in ([3, 13] if backend == "triton" else [1, 3, 4, 6, 8, 13, 60])
+        for r in ([13] if backend == "triton" else [1, 3, 4, 6, 8, 13, 60])
     ],
 )
 @every_trouble
@@ -318,15 +319,16 @@ MODELS = [
 @pytest.mark.parametrize(("spec", "mixer"), MODELS, ids=spec_id)
 def test_every_model(spec: dict[str, Any], mixer: dict[str, Any]) -> None:
     """A token with a non-finite embedding affects no earlier token and no other row."""
-    # Kernels see no positions, and take minutes for all of them in Triton's interpreter.
-    few = mixer.get("backend") == "triton" and interpreting()
-    for number, position in enumerate(POSITION_SPECS[:1] if few else POSITION_SPECS):
+    # Kernels see no positions.
+    small = is_interpreted(mixer)
+    for number, position in enumerate(POSITION_SPECS[:1] if small else POSITION_SPECS):
         model = build_mitigated(
             [spec],
             mixer,
             position=position["kind"],
             block=BLOCK_KINDS[number % 2],
             tie_embeddings=False,
+            n_layers=1 if small else 2,
         )
         with torch.no_grad():
             recurrent(model).embedding.weight[VOCAB - 1, 3:5] = (NAN, INF, -INF)[number % 3]
