@@ -18,7 +18,8 @@ from hypothesis import settings
 
 import longrnn
 from longrnn.errors import UserError
-from tests import messages
+from longrnn.ops import triton as kernels
+from tests import interpreter, messages
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
@@ -64,6 +65,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda") is not None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Makes Triton's interpreter faster for tests of the kernels."""
+    if "triton" in item.nodeid and kernels.available() and kernels.interpreting():
+        interpreter.speed_up()
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -24,10 +24,11 @@ class Window(Edit):
     Args:
         window: in tokens.
         heads: `(h,)` bool, the heads to limit.
+        chunk: tokens per chunk of the carry of a scanning cell; None for the usual number.
     """
 
-    def __init__(self, window: int, heads: Tensor) -> None:
-        self.window = window
+    def __init__(self, window: int, heads: Tensor, chunk: int | None = None) -> None:
+        self.window, self.chunk = window, chunk
         inside, outside = heads.nonzero()[:, 0], (~heads).nonzero()[:, 0]
         self.reads_device = len(inside) > 0  # the phase of its blocks
         self._n_inside, self._n_outside = len(inside), len(outside)
@@ -43,17 +44,20 @@ class Window(Edit):
         assert isinstance(mixer, ScanningMixer)
         like, memory = mixer.inputs_like(), mixer.memory(state)
         if self._n_outside == 0:
-            return init_carry(like, memory, self.window)  # keeps B shared within a group
+            return init_carry(
+                like, memory, self.window, self.chunk
+            )  # keeps B shared within a group
         with_time = ScanInputs(*(tensor[None] for tensor in like))
         chosen = ScanInputs(*(tensor[0] for tensor in _take_heads(with_time, self.inside.value)))
-        return init_carry(chosen, memory[:, self.inside.on(memory.device)], self.window)
+        inside = memory[:, self.inside.on(memory.device)]
+        return init_carry(chosen, inside, self.window, self.chunk)
 
     @property
     def redefines_recurrence(self) -> bool:
         return self._n_inside > 0
 
     def reach(self) -> int | None:
-        return None if self._n_outside else reach(self.window)
+        return None if self._n_outside else reach(self.window, self.chunk)
 
     def blank_carry(self, carry: PyTree, tokens: int) -> PyTree:
         return blank(carry, self.window, tokens)
@@ -101,12 +105,16 @@ class SlidingWindow(Mitigation):
 
     Args:
         window: w >= 1, in tokens.
+        chunk: tokens per chunk of what a scanning cell remembers, at most `window`; by default 64.
+            It changes no result beyond rounding. The carry holds one state per chunk of the window:
+            longer chunks need less memory, and more time on a CPU.
         layers: see `Mitigation`.
         heads: see `Mitigation`.
         diagnosis: see `Mitigation`.
     """
 
     window: int
+    chunk: int | None = None
 
     name = "sliding_window"
     stage = Stage.SCAN
@@ -117,6 +125,11 @@ class SlidingWindow(Mitigation):
             raise UserError(
                 f"window must be at least 1, not {self.window}: set the number of tokens to keep"
             )
+        if self.chunk is not None and not 1 <= self.chunk <= self.window:
+            raise UserError(
+                f"chunk must be from 1 up to the window of {self.window} tokens, not {self.chunk}: "
+                "leave it out for chunks of the usual length"
+            )
 
     @classmethod
     def undefined(cls, mixer: type[Mixer]) -> str | None:
@@ -125,7 +138,12 @@ class SlidingWindow(Mitigation):
         return None
 
     def bind(self, layer: int, mixer: Mixer, heads: Tensor) -> Edit:
-        return Window(self.window, heads)
+        if self.chunk is not None and not isinstance(mixer, ScanningMixer):
+            raise UserError(
+                f"chunk={self.chunk} cuts the window of a cell that scans, and the cell of layer "
+                f"{layer} computes one token after another: leave out chunk"
+            )
+        return Window(self.window, heads, self.chunk)
 
 
 def _take_heads(inputs: ScanInputs, heads: Tensor) -> ScanInputs:

@@ -26,6 +26,7 @@ from longrnn.ops.collectives import ContextGroup, gather, receive, send
 from longrnn.ops.packed_rows import PackedRows
 from longrnn.ops.ssd import SSD, ScanInputs
 from longrnn.ops.ssd.decays import split_decay
+from longrnn.ops.ssd.ends import end_state
 from longrnn.state import PyTree, leaves, reset
 
 
@@ -108,7 +109,7 @@ class _ContextScan(Edit):
     def scan(
         self, inputs: ScanInputs, state: Tensor, carry: _Passed, ssd: SSD
     ) -> tuple[Tensor, Tensor, PyTree]:
-        _, end = ssd(inputs, torch.zeros_like(state))
+        end = end_state(inputs, torch.zeros_like(state), ssd)
         # In float64: over a long share, a sum in float32 loses the digits of a slow decay.
         total = inputs.log_decay.double().sum(1)
         flow, (totals, ends) = gather(self.group, carry.flow, total, end)

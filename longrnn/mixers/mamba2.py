@@ -27,6 +27,7 @@ from longrnn.ops.native.layer import Layer, Norm
 from longrnn.ops.norm import gated_rms_norm
 from longrnn.ops.packed_rows import PackedRows
 from longrnn.ops.ssd import PARTIAL, ScanInputs, resolve, select
+from longrnn.ops.steps import UNLIMITED, step_sizes
 from longrnn.state import PyTree
 
 
@@ -194,7 +195,9 @@ class Mamba2(ScanningMixer):
         if rows is not None:
             xBC = rows.without_padding(xBC)
         inner, B, C = self._split(xBC)
-        steps = self._steps(inner, dt, state.ssm.dtype)
+        limit, dtype = self._dt_range(), state.ssm.dtype
+        dt = step_sizes(dt, self.dt_bias, limit, dtype, fused=fused)
+        steps = Steps(inner, dt, self.rates().to(dtype))
         y, ssm, carry = self.recur(steps, B, C, state.ssm, edit, carry, rows)
         gated = self.gated(y.flatten(2), z, inner, backend)
         return self.out_proj(gated), Mamba2State(conv, ssm), carry
@@ -257,8 +260,7 @@ class Mamba2(ScanningMixer):
 
     def _dt_range(self) -> tuple[float, float]:
         """Least and largest dt."""
-        least, largest = (0.0, math.inf) if self.dt_limit is None else self.dt_limit
-        return least, largest
+        return UNLIMITED if self.dt_limit is None else self.dt_limit
 
     def _fused(self, projected: Tensor, state: Mamba2State) -> tuple[Tensor, Mamba2State] | None:
         """Computes everything between the projections in C++; None if that is not possible."""
@@ -289,13 +291,6 @@ class Mamba2(ScanningMixer):
         inner = inner.unflatten(-1, (self.n_heads, self.head_dim))
         B = B.unflatten(-1, (self.n_groups, self.d_state))
         return inner, B, C.unflatten(-1, (self.n_groups, self.d_state))
-
-    def _steps(self, inner: Tensor, dt: Tensor, dtype: torch.dtype) -> Steps:
-        """Inner x, step and rate, from the dt that `in_proj` computes."""
-        dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype))
-        if self.dt_limit is not None:
-            dt = dt.clamp(*self.dt_limit)
-        return Steps(inner, dt, self.rates().to(dtype))
 
     def memory(self, state: Mamba2State) -> Tensor:
         return state.ssm

@@ -29,7 +29,13 @@ def gradients_of(
     again = [None if tensor is None else tensor.view_as(tensor) for tensor in tensors]
     found = run(*again)
     outputs = (found,) if isinstance(found, Tensor) else found
-    pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
+    pairs = [
+        (out, grad)
+        for out, grad in zip(outputs, grads, strict=True)
+        if grad is not None and out.requires_grad  # such as zeros, which depend on nothing
+    ]
+    if not pairs:
+        return (None,) * len(wants)
     wanted = [one for one, wish in zip(again, wants, strict=True) if wish and one is not None]
     outputs, grads = zip(*pairs, strict=True)
     found = torch.autograd.grad(outputs, wanted, grads, create_graph=True, allow_unused=True)

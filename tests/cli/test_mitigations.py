@@ -228,6 +228,8 @@ SPECS: list[tuple[str, tuple[str, ...]]] = [
     ("token_filter(threshold=-0.1)", ("threshold must be at least 0",)),
     ("sliding_window(window=0)", ("window must be at least 1, not 0",)),
     ("sliding_window(window=-8)", ("window must be at least 1",)),
+    ("sliding_window(window=8, chunk=9)", ("chunk must be from 1 up to the window of 8 tokens",)),
+    ("sliding_window(window=8, chunk=0)", ("chunk must be from 1", "not 0: leave it out")),
     ("sliding_window(window=2.5)", ("option 'window'",)),
     ("sliding_window(window=8k)", ("option 'window'",)),
     ("forget_more(decay_scale=0)", ("decay_scale must be above 0",)),

@@ -6,7 +6,7 @@ entry whose defaults do not suit a small model needs a line in the tables below.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -20,7 +20,8 @@ from longrnn.mitigations import MITIGATIONS, Mitigated, mitigation
 from longrnn.mixers import MIXERS, Edit, Mixer
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.recurrent import BLOCKS
-from longrnn.ops.ssd import chunked, rescale, triton, window, window_carry
+from longrnn.ops.ssd import BACKENDS, SSD, chunked, rescale, triton, window, window_carry
+from longrnn.ops.triton import interpreting
 from longrnn.positions import POSITIONS
 from longrnn.state import LMState, PyTree, leaves, tree_map
 
@@ -104,6 +105,20 @@ def small_chunks(chunk: int = 4, chunks_at_once: int = 2) -> Iterator[None]:
             patch.setattr(module, "SEGMENT", chunk * chunks_at_once)
         patch.setattr(window, "CHUNKS_AT_ONCE", chunks_at_once)
         yield
+
+
+def with_kernels(table: Mapping[SSD, object]) -> list[str]:
+    """`chunked` and the backends that have kernels of their own for a changed recurrence.
+
+    Args:
+        table: which backends these are: `rescale.LIMITED` or `window.WINDOWED`.
+    """
+    return ["chunked", *(name for name, ssd in BACKENDS.items() if ssd in table)]
+
+
+def is_interpreted(mixer: Mapping[str, Any]) -> bool:
+    """Whether a cell runs in Triton's interpreter, where tests must be small."""
+    return mixer.get("backend") == "triton" and interpreting()
 
 
 def generator(seed: int) -> torch.Generator:

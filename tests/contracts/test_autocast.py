@@ -15,9 +15,9 @@ from torch import Tensor
 
 from longrnn.mixers import StepwiseMixer
 from longrnn.mixers.base import Edit
-from longrnn.ops.ssd import BACKENDS, ScanInputs, chunked
-from longrnn.ops.ssd.rescale import rescaled_ssd
-from longrnn.ops.ssd.window import windowed_ssd
+from longrnn.ops.ssd import BACKENDS, SSD, ScanInputs
+from longrnn.ops.ssd.rescale import LIMITED, rescaled_ssd
+from longrnn.ops.ssd.window import WINDOWED, windowed_ssd
 from longrnn.ops.ssd.window_carry import init_carry
 from longrnn.state import PyTree, leaves
 from tests.contracts.builders import (
@@ -36,6 +36,7 @@ from tests.contracts.builders import (
     random_tokens,
     random_tree,
     spec_id,
+    with_kernels,
 )
 
 NARROW = torch.bfloat16
@@ -63,33 +64,39 @@ def scan_inputs(time: int = TIME) -> tuple[ScanInputs, Tensor]:
     return ScanInputs(x, gain, -normal(time, 4).square(), B, C), normal(4, 3, 5)
 
 
-def limited(inputs: ScanInputs, state: Tensor) -> PyTree:
+def plain(inputs: ScanInputs, state: Tensor, ssd: SSD) -> PyTree:
+    return ssd(inputs, state)
+
+
+def limited(inputs: ScanInputs, state: Tensor, ssd: SSD) -> PyTree:
     limit = torch.tensor([0.5, 1.0, 4.0, 1e3], dtype=torch.float64)
-    return rescaled_ssd(inputs, state, limit, chunked.ssd)
+    return rescaled_ssd(inputs, state, limit, ssd)
 
 
-def windowed(inputs: ScanInputs, state: Tensor) -> PyTree:
+def windowed(inputs: ScanInputs, state: Tensor, ssd: SSD) -> PyTree:
     like = ScanInputs(*(tensor[0, :1] for tensor in inputs))
-    return windowed_ssd(inputs, init_carry(like, state, 70), 70, chunked.ssd)
+    return windowed_ssd(inputs, init_carry(like, state, 70), 70, ssd)
 
 
-RECURRENCES: dict[str, Callable[[ScanInputs, Tensor], PyTree]] = {
-    **BACKENDS,
-    "state_norm": limited,
-    "sliding_window": windowed,
-}
+RECURRENCES = [
+    *((plain, backend) for backend in BACKENDS),
+    *((limited, backend) for backend in with_kernels(LIMITED)),
+    *((windowed, backend) for backend in with_kernels(WINDOWED)),
+]
 
 
 @pytest.mark.parametrize("time", [1, TIME])
-@pytest.mark.parametrize("name", list(RECURRENCES))
-def test_recurrences_keep_their_precision(name: str, time: int) -> None:
+@pytest.mark.parametrize(("recurrence", "backend"), RECURRENCES)
+def test_recurrences_keep_their_precision(
+    recurrence: Callable[[ScanInputs, Tensor, SSD], PyTree], backend: str, time: int
+) -> None:
     """Values and gradients are the same bits with and without autocast."""
     inputs, state = scan_inputs(time)
     tensors = [tensor.requires_grad_() for tensor in (*inputs, state)]
 
     def outcome(*, cast: bool) -> tuple[PyTree, Any]:
         with torch.autocast("cpu", dtype=NARROW, enabled=cast):
-            results = RECURRENCES[name](ScanInputs(*tensors[:5]), tensors[5])
+            results = recurrence(ScanInputs(*tensors[:5]), tensors[5], BACKENDS[backend])
         loss = results[0].sum() + results[1].square().sum()
         return results, torch.autograd.grad(loss, tensors, materialize_grads=True)
 

@@ -9,6 +9,10 @@ from torch import Tensor
 from longrnn.ops.conv import causal_conv
 from longrnn.ops.cross_entropy import token_cross_entropy, weighted_cross_entropy
 from longrnn.ops.norm import gated_rms_norm, rms_norm
+from longrnn.ops.ssd import BACKENDS, ScanInputs
+from longrnn.ops.ssd.window import windowed_ssd
+from longrnn.ops.ssd.window_carry import init_carry
+from longrnn.ops.steps import step_sizes
 from tests.contracts.builders import assert_near, build_mixer, generator
 
 pytestmark = pytest.mark.cuda
@@ -45,6 +49,36 @@ def test_convolution() -> None:
         )[0],
         *(draw(2, 2500, 300), draw(2, 3, 300), draw(300, 4), draw(300)),
     )
+
+
+def test_step_sizes() -> None:
+    """dt is float32, and the gradient of its input is rounded once."""
+    both(
+        lambda raw, bias, fused: step_sizes(
+            raw, bias, (1e-3, 2.0), torch.promote_types(raw.dtype, torch.float32), fused=fused
+        ),
+        *(draw(2, 700, 80), draw(80)),
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("window", "chunk"), [(1000, None), (2100, 512)])
+def test_windows(window: int, chunk: int | None) -> None:
+    """The shape of Mamba-2 2.7B, in two calls; one begins inside a chunk."""
+    x, B, C = draw(1, 3000, 80, 64), draw(1, 3000, 1, 128), draw(1, 3000, 1, 128)
+    gain, log_decay = draw(1, 3000, 80).float().abs(), -0.01 * draw(1, 3000, 80).float().abs()
+    inputs = ScanInputs(x, gain, log_decay, B, C)
+    found = {}
+    for name in ("triton", "chunked"):
+        like = ScanInputs(*(tensor[0, :1] for tensor in inputs))
+        carry = init_carry(like, torch.zeros(1, 80, 64, 128, device=GPU), window, chunk)
+        y, states = [], carry.back
+        for part in (inputs.slice(0, 1300), inputs.slice(1300, 3000)):
+            one, states, carry = windowed_ssd(part, carry, window, BACKENDS[name])
+            y.append(one)
+        found[name] = torch.cat(y, 1), states
+    for ours, theirs in zip(found["triton"], found["chunked"], strict=True):
+        assert_near(ours, theirs, 2e-5)
 
 
 @pytest.mark.parametrize("groups", [1, 8])

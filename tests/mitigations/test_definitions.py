@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longrnn import state as states
+from longrnn.errors import UserError
 from longrnn.mitigations import Mitigated
 from longrnn.models import RecurrentLM
+from longrnn.ops.ssd.window_carry import WindowCarry
 from longrnn.state import LMState
 from tests.contracts.builders import (
     BLOCK_KINDS,
@@ -170,6 +172,22 @@ def test_windows_of_all_heads_in_groups(options: Spec) -> None:
     for mixer in ("mamba2", WIDE | {"head_dim": 4}):
         with small_chunks(4, 2):
             assert_as_defined([spec], mixer, [1, 20, 4, 9], batch=2)
+
+
+@pytest.mark.parametrize(("r", "chunk"), [(7, 1), (9, 9), (30, 7), (150, 80)])
+def test_the_length_of_chunks_changes_no_result(r: int, chunk: int) -> None:
+    """But the number of states in the carry."""
+    spec = {"kind": "sliding_window", "window": r, "chunk": chunk}
+    assert_as_defined([spec], ONE_GROUP, [1, 90, 4, 30], n_layers=1)
+    model = build_mitigated([spec], ONE_GROUP, n_layers=1)
+    carries: Any = model.edits[0].init_carry(model.mixers[0], 1)
+    (carry,) = [one for one in carries if isinstance(one, WindowCarry)]
+    assert len(carry.front) == r // chunk - 1
+
+
+def test_a_cell_without_chunks_refuses_their_length() -> None:
+    with pytest.raises(UserError, match="computes one token after another: leave out chunk"):
+        build_mitigated([{"kind": "sliding_window", "window": 9, "chunk": 4}], "lstm")
 
 
 @pytest.mark.parametrize("mixer", ["lstm", "gru"])

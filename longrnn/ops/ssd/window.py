@@ -20,7 +20,8 @@ Notable choices:
 - Slots that are not filled yet hold zeros, which add nothing, so shapes do not depend on how many
   tokens were consumed. Rows at different phases (after the reset of one row) run in groups of equal
   phase.
-- For the backend `native` without gradients, all this is one call of C++ (`native/window.h`).
+- For the backend `native` without gradients, all this is one call of C++ (`native/window.h`), and
+  for the backend `triton` a few kernels, with gradients too (`triton/window.py`).
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from torch.nn import functional as F
 
 from longrnn.ops.precision import own_precision
 from longrnn.ops.rows import all_finite, finite_rows, run_by_finiteness, run_by_phase
-from longrnn.ops.ssd import native, window_native
+from longrnn.ops.ssd import native, triton, window_native, window_triton
 from longrnn.ops.ssd.base import SSD, ScanInputs
 from longrnn.ops.ssd.chunks import cut, fill, join, stack
 from longrnn.ops.ssd.decays import FLOOR
-from longrnn.ops.ssd.window_carry import WindowCarry, WindowShape, shape_of
+from longrnn.ops.ssd.window_carry import WindowCarry, WindowShape, shape_in
 from longrnn.state import tree_map
 
-# How many chunks are computed at once.
-CHUNKS_AT_ONCE = 8
+# How many chunks are computed at once: so many, and of long ones no more tokens than these have.
+CHUNKS_AT_ONCE, TOKENS_AT_ONCE = 8, 512
 
 
 def windowed_ssd(
@@ -63,20 +64,30 @@ def windowed_ssd(
         y `(b, t, h, p)`, the state of the last token's window `(b, h, p, n)`, and the carry.
     """
     with own_precision(carry.back):
-        run = partial(_one_phase, shape_of(window), WINDOWED.get(ssd))
+        run = partial(_one_phase, shape_in(carry, window), WINDOWED.get(ssd))
         return run_by_phase(run, carry.phase, inputs, carry)
 
 
+Found = tuple[Tensor, Tensor, WindowCarry]
 # Backends with kernels for the window, which return None for calls that they cannot compute.
-Kernels = Callable[
-    [ScanInputs, WindowCarry, WindowShape, int], tuple[Tensor, Tensor, WindowCarry] | None
-]
-WINDOWED: dict[SSD, Kernels] = {native.ssd: window_native.windowed}
+Kernels = Callable[[ScanInputs, WindowCarry, WindowShape, int], Found | None]
+
+
+def _in_triton(
+    inputs: ScanInputs, carry: WindowCarry, shape: WindowShape, phase: int
+) -> Found | None:
+    def in_torch(inputs: ScanInputs, carry: WindowCarry) -> Found:
+        return _one_phase(shape, None, inputs, carry, phase)
+
+    return window_triton.windowed(inputs, carry, shape, phase, in_torch)
+
+
+WINDOWED: dict[SSD, Kernels] = {native.ssd: window_native.windowed, triton.ssd: _in_triton}
 
 
 def _one_phase(
     shape: WindowShape, kernels: Kernels | None, inputs: ScanInputs, carry: WindowCarry, phase: int
-) -> tuple[Tensor, Tensor, WindowCarry]:
+) -> Found:
     """`windowed_ssd` for rows that are all at one phase."""
     if kernels is not None and (found := kernels(inputs, carry, shape, phase)) is not None:
         return found
@@ -110,7 +121,8 @@ def _run(
         offset = phase % shape.chunk
         room = shape.chunk - offset
         whole = (time - start) // shape.chunk if offset == 0 else 0
-        size = min(whole, CHUNKS_AT_ONCE) * shape.chunk if whole else min(room, time - start)
+        most = min(CHUNKS_AT_ONCE, max(1, TOKENS_AT_ONCE // shape.chunk))
+        size = min(whole, most) * shape.chunk if whole else min(room, time - start)
         part = inputs.slice(start, start + size)
         y, state, carry = _chunks(part, carry, shape, phase)
         outputs.append(y)

@@ -1,4 +1,8 @@
-"""What a sliding window remembers: the last chunks of inputs, and two stacks of chunk states."""
+"""What a sliding window remembers: the last chunks of inputs, and two stacks of chunk states.
+
+A state takes as much memory as the inputs of a few hundred tokens: longer chunks need less memory,
+and more products per token. Each call reads the length of the chunks from its carry.
+"""
 
 from __future__ import annotations
 
@@ -57,29 +61,37 @@ class WindowShape(NamedTuple):
         return max(1, self.between) * self.chunk
 
 
-def shape_of(window: int) -> WindowShape:
-    """Cuts a window of at least one token."""
-    chunk = min(CHUNK, window)
+def shape_of(window: int, chunk: int | None = None) -> WindowShape:
+    """Cuts a window of at least one token into chunks, of CHUNK tokens by default."""
+    chunk = min(CHUNK, window) if chunk is None else chunk
     return WindowShape(window, chunk, window // chunk, window % chunk)
 
 
-def init_carry(like: ScanInputs, state: Tensor, window: int) -> WindowCarry:
+def shape_in(carry: WindowCarry, window: int) -> WindowShape:
+    """How the window of a carry is cut."""
+    return shape_of(window, carry.current.x.shape[1])
+
+
+def init_carry(
+    like: ScanInputs, state: Tensor, window: int, chunk: int | None = None
+) -> WindowCarry:
     """The carry before the first token.
 
     Args:
         like: inputs of one token without the batch axis; only shapes and dtypes are used.
         state: `(b, h, p, n)`; only its shape, device and dtype are used.
         window: in tokens, at least 1.
+        chunk: tokens per chunk, at most `window`; None for CHUNK.
     """
-    shape, rows = shape_of(window), len(state)
+    shape, rows = shape_of(window, chunk), len(state)
 
-    def chunk(tensor: Tensor) -> Tensor:
+    def slots(tensor: Tensor) -> Tensor:
         return torch.zeros(
             rows, shape.chunk, *tensor.shape[1:], dtype=tensor.dtype, device=state.device
         )
 
     # One chunk of zeros serves as all of them, because chunks are never changed in place.
-    empty = Chunk(*(chunk(tensor) for tensor in like[:4]))
+    empty = Chunk(*(slots(tensor) for tensor in like[:4]))
     wide = {"dtype": torch.float64, "device": state.device}
     return WindowCarry(
         phase=torch.zeros(rows, dtype=torch.long, device=state.device),
@@ -92,19 +104,19 @@ def init_carry(like: ScanInputs, state: Tensor, window: int) -> WindowCarry:
     )
 
 
-def reach(window: int) -> int:
+def reach(window: int, chunk: int | None = None) -> int:
     """After how many tokens a carry no longer depends on the one before them, but for its phase.
 
     Its chunks are then new, and so is each sum of the two stacks: a block may have begun before
     these tokens, so that only the next one lies within them.
     """
-    shape = shape_of(window)
+    shape = shape_of(window, chunk)
     return max(2 * shape.block, (shape.whole + 2) * shape.chunk)
 
 
 def blank(carry: WindowCarry, window: int, tokens: int) -> WindowCarry:
     """An empty carry with the phase of the one `tokens` tokens after `carry`; see `reach`."""
-    shape = shape_of(window)
+    shape = shape_in(carry, window)
     empty = tree_map(torch.zeros_like, carry)
     # Without chunks between, no token changes the stacks.
     stacks = {"back": carry.back, "back_decay": carry.back_decay} if shape.between == 0 else {}

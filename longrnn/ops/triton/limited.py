@@ -46,7 +46,8 @@ def forward(given: Operands, how: Plan, limits: Tensor) -> tuple[Tensor, Tensor]
         scan[how.segments * given.heads, tiles](
             x, gain, log_decay, given.B, given.C, before, final, y, trouble,
             time, how.segment, given.heads, *strides,
-            **sizes, L=how.chunk, MODE=how.mode, FINAL=False, num_warps=8,
+            **sizes, L=how.chunk, MODE=how.mode, FINAL=False, FROM_ZERO=False, ADD=False,
+            num_warps=8,
         )  # fmt: skip
         limited_by_token[(given.heads,)](
             *given[:5], limits, before, final, y, beyond, trouble,

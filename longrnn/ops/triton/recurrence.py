@@ -143,7 +143,8 @@ def forward(
         if not sequential:
             scan[how.segments * given.heads, tiles](
                 *args, *strides_of(x, given.B, given.C),
-                **sizes, L=how.chunk, MODE=how.mode, FINAL=before is None, num_warps=8,
+                **sizes, L=how.chunk, MODE=how.mode, FINAL=before is None,
+                FROM_ZERO=False, ADD=False, num_warps=8,
             )  # fmt: skip
         by_token[given.heads, tiles](
             *args, how.segments, *strides_of(x, given.B, given.C),
@@ -158,6 +159,14 @@ def segment_states(given: Operands, how: Plan, final: Tensor) -> Tensor:
     return states_between(
         (given.x, given.gain, given.log_decay, given.B), given.state, given, how, final
     )
+
+
+def end_state(given: Operands, how: Plan) -> Tensor:
+    """The state after the last token, `(b, h, p, n)`, without y."""
+    final = torch.empty_like(given.state)
+    with on_device(final):
+        segment_states(given, how, final)
+    return final
 
 
 def states_between(
@@ -201,8 +210,21 @@ def start_walk(
     how: Plan,
     *,
     reverse: bool,
+    skip: int = 0,
 ) -> None:
-    """Starts the kernel `walk`; tensors that are None are neither read nor written."""
+    """Starts the kernel `walk`; tensors that are None are neither read nor written.
+
+    Args:
+        tensors: see `states_between`.
+        first: as in `walk`, like the next three.
+        every: see above.
+        last: see above.
+        total: see above.
+        given: for sizes.
+        how: its `segments` run, from token `skip` on.
+        reverse: see `walk`.
+        skip: a multiple of a segment.
+    """
     sizes = sizes_of(given)
     x, _, _, B = tensors
     any_state = given.state
@@ -212,7 +234,7 @@ def start_walk(
         any_state if every is None else every,
         any_state if last is None else last,
         any_state if total is None else total,
-        given.x.shape[1], how.segment, given.heads, *strides_of(x, B),
+        given.x.shape[1], how.segment, given.heads, skip, *strides_of(x, B),
         **sizes, L=how.chunk, MODE=how.mode, REVERSE=reverse,
         FROM_ZERO=first is None, EVERY=every is not None, LAST=last is not None, num_warps=4,
     )  # fmt: skip

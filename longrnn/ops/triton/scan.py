@@ -32,13 +32,13 @@ from longrnn.ops.triton.chunk import (
 from longrnn.ops.triton.device import product
 
 # Numbers that differ from call to call: no kernel is compiled again for them.
-VARYING = ("time", "segment", "heads", "segments")
+VARYING = ("time", "segment", "heads", "segments", "skip")
 
 
 @triton.jit(do_not_specialize=VARYING)
 def walk(
     x, gain, log_decay, B, first, every, last, total_out,
-    time, segment, heads, x_row, x_token, B_row, B_token,
+    time, segment, heads, skip, x_row, x_token, B_row, B_token,
     H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
     BP: tl.constexpr, BN: tl.constexpr, L: tl.constexpr, MODE: tl.constexpr,
     REVERSE: tl.constexpr, FROM_ZERO: tl.constexpr, EVERY: tl.constexpr, LAST: tl.constexpr,
@@ -56,6 +56,7 @@ def walk(
             the state after it.
         last: LAST: the state after each segment; REVERSE: the gradient of the state before it.
         total_out: LAST: the sum of the log decays of each segment, `(segments, heads)` float64.
+        skip: tokens before the first of these segments, whole segments.
     """
     ACC: tl.constexpr = last.dtype.element_ty
     program = tl.program_id(0).to(tl.int64)
@@ -69,13 +70,14 @@ def walk(
     else:
         state = tl.load(first + program * (P * N) + offsets, mask=exists, other=0.0)
     whole = tl.zeros((), tl.float64)
-    begin = number * segment
-    count = tl.cdiv(tl.minimum(time - begin, segment), L).to(tl.int32)
+    begin = skip + number * segment
+    end = tl.minimum(begin + segment, time)
+    count = tl.cdiv(end - begin, L).to(tl.int32)
     for k in range(count):
         start = begin + (count - 1 - k if REVERSE else k) * L
-        left = tl.minimum(time - start, L).to(tl.int32)
+        left = tl.minimum(end - start, L).to(tl.int32)
         if EVERY:
-            at = every + (start // L * heads + head) * (P * N)
+            at = every + ((start - skip) // L * heads + head) * (P * N)
             tl.store(at + offsets, state.to(every.dtype.element_ty), mask=exists)
         row = (b * time + start) * H + h
         log_decays = tl.load(log_decay + row + j * H, mask=j < left, other=0.0)
@@ -127,13 +129,14 @@ def scan(
     time, segment, heads, x_row, x_token, B_row, B_token, C_row, C_token,
     H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
     BP: tl.constexpr, BN: tl.constexpr, L: tl.constexpr, MODE: tl.constexpr, FINAL: tl.constexpr,
+    FROM_ZERO: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """y of one segment.
 
     Args:
-        first: the state before each segment, `(segments, heads, p, n)`.
-        final: FINAL: the state after the only segment.
-        y: `(b, t, h, p)`, contiguous.
+        first: the state before each segment, `(segments, heads, p, n)`; not read where FROM_ZERO.
+        final: FINAL: the state after the last segment, `(heads, p, n)`.
+        y: `(b, t, h, p)`, contiguous; ADD: what it contains is added.
         trouble: `(heads, segments, p tiles)` int32: 1 where y is not finite.
     """
     ACC: tl.constexpr = first.dtype.element_ty
@@ -143,14 +146,18 @@ def scan(
     j, n = tl.arange(0, L), tl.arange(0, BN)
     p = tl.program_id(1) * BP + tl.arange(0, BP)
     offsets, exists = state_offsets(n, p, P, N)
-    state = tl.load(first + program * (P * N) + offsets, mask=exists, other=0.0)
+    if FROM_ZERO:
+        state = tl.zeros((BN, BP), ACC)
+    else:
+        state = tl.load(first + program * (P * N) + offsets, mask=exists, other=0.0)
     # 0 while everything is finite: 0 · NaN and 0 · ∞ are NaN.
     zero = tl.zeros((L, BP), ACC)
     begin = number * segment
-    count = tl.cdiv(tl.minimum(time - begin, segment), L).to(tl.int32)
+    end = tl.minimum(begin + segment, time)
+    count = tl.cdiv(end - begin, L).to(tl.int32)
     for k in range(count):
         start = begin + k * L
-        left = tl.minimum(time - start, L).to(tl.int32)
+        left = tl.minimum(end - start, L).to(tl.int32)
         row = (b * time + start) * H + h
         log_decays = tl.load(log_decay + row + j * H, mask=j < left, other=0.0)
         gains = tl.load(gain + row + j * H, mask=j < left, other=0.0).to(ACC)
@@ -164,18 +171,21 @@ def scan(
         out = product(Cs, state, ACC, Bs.dtype, MODE) * tl.exp(high)[:, None]
         xs = load_tile(x, b, start, h * P, x_row, x_token, j, p, left, P)
         out += product(scores, xs, ACC, Bs.dtype, MODE)
-        zero += 0.0 * out
         inside = (j < left)[:, None] & (p < P)[None, :]
         at = y + row * P + (j[:, None] * (H * P) + p[None, :])
+        if ADD:
+            out += tl.load(at, mask=inside, other=0.0).to(ACC)
+        zero += 0.0 * out
         tl.store(at, out.to(y.dtype.element_ty), mask=inside)
 
         weighted = xs.to(ACC) * (decay_to_end(high, low, total, ACC) * gains)[:, None]
         added = product(tl.trans(Bs), weighted, ACC, Bs.dtype, MODE)
         state = decayed(state, added, total, ACC)
-    if FINAL:
-        tl.store(final + program * (P * N) + offsets, state, mask=exists)
-    found = tl.sum(tl.sum(zero, 1), 0)
     segments = tl.num_programs(0) // heads
+    if FINAL:  # noqa: SIM102 (known when the kernel is compiled)
+        if number == segments - 1:
+            tl.store(final + head * (P * N) + offsets, state, mask=exists)
+    found = tl.sum(tl.sum(zero, 1), 0)
     at = (head * segments + number) * tl.num_programs(1) + tl.program_id(1)
     tl.store(trouble + at, (found != 0.0).to(tl.int32))
 

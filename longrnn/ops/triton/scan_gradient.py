@@ -36,7 +36,7 @@ from longrnn.ops.triton.scan import VARYING
 @triton.jit(do_not_specialize=VARYING)
 def grad_x(
     x, gain, log_decay, B, C, grad_y, before, after, dx, dgain, dlog_decay,
-    time, heads, x_row, x_token, B_row, B_token, C_row, C_token, y_row, y_token,
+    time, heads, skip, x_row, x_token, B_row, B_token, C_row, C_token, y_row, y_token,
     H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
     BP: tl.constexpr, BN: tl.constexpr, L: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
@@ -48,10 +48,11 @@ def grad_x(
         dx: `(b, t, h, p)`, contiguous.
         dgain: `(b, t, h)`.
         dlog_decay: `(b, t, h)`.
+        skip: tokens before the first of these chunks.
     """
     ACC: tl.constexpr = dgain.dtype.element_ty
     program = tl.program_id(0).to(tl.int64)
-    head, start = program % heads, program // heads * L
+    head, start = program % heads, skip + program // heads * L
     b, h = head // H, head % H
     j, n = tl.arange(0, L), tl.arange(0, BN)
     left = tl.minimum(time - start, L).to(tl.int32)
@@ -99,7 +100,7 @@ def grad_x(
 @triton.jit(do_not_specialize=VARYING)
 def grad_bc(
     x, gain, log_decay, B, C, grad_y, before, after, dB, dC,
-    time, heads, x_row, x_token, B_row, B_token, C_row, C_token, y_row, y_token,
+    time, heads, skip, x_row, x_token, B_row, B_token, C_row, C_token, y_row, y_token,
     H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
     BP: tl.constexpr, BN: tl.constexpr, L: tl.constexpr, MODE: tl.constexpr,
     AT_ONCE: tl.constexpr,
@@ -111,6 +112,7 @@ def grad_bc(
         after: D of every chunk.
         dB: `(b, t, H / AT_ONCE, n)`, contiguous.
         dC: likewise.
+        skip: as for `grad_x`.
     """
     ACC: tl.constexpr = dB.dtype.element_ty
     PARTS: tl.constexpr = H // AT_ONCE
@@ -118,7 +120,7 @@ def grad_bc(
     part, program = program % PARTS, program // PARTS
     rows = heads // H
     b, chunk = program % rows, program // rows
-    start = chunk * L
+    start = skip + chunk * L
     j, n = tl.arange(0, L), tl.arange(0, BN)
     left = tl.minimum(time - start, L).to(tl.int32)
     grad_weights = tl.zeros((L, L), ACC)

@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from longrnn.ops.triton import limited, recurrence, recurrence_gradient
+from longrnn.ops.triton import limited, recurrence, recurrence_gradient, windowed
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {
@@ -80,8 +80,18 @@ def launches_of(run: Callable[[], object], *modules: Any) -> list[Launch]:
     return found
 
 
-def compiled(launch: Launch, architecture: int) -> dict[str, Any]:
-    """Registers, bytes that do not fit into them, shared memory, and whether tensor cores run."""
+class Compiled(NamedTuple):
+    """What a kernel is compiled for: types, values and divisors of its arguments, and options."""
+
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[tuple[int], Any]
+    attributes: dict[tuple[int], list[Any]]
+    options: dict[str, int]
+
+
+def specialised(launch: Launch) -> Compiled:
+    """What Triton compiles for a launch; equal for launches that share a compiled kernel."""
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int], list[Any]] = {}
@@ -99,9 +109,14 @@ def compiled(launch: Launch, architecture: int) -> dict[str, Any]:
             signature[name] = "i32" if abs(value) < 2**31 else "i64"
             if value % 16 == 0 and not parameter.do_not_specialize:
                 attributes[(number,)] = [["tt.divisibility", 16]]
-    source = ASTSource(launch.kernel, signature, constants, attributes)
+    return Compiled(launch.kernel, signature, constants, attributes, launch.options)
+
+
+def compiled(given: Compiled, architecture: int) -> dict[str, Any]:
+    """Registers, bytes that do not fit into them, shared memory, and whether tensor cores run."""
+    source = ASTSource(given.kernel, given.signature, given.constants, given.attributes)
     target = GPUTarget("cuda", architecture, 32)
-    built = triton.compile(source, target=target, options=launch.options)
+    built = triton.compile(source, target=target, options=given.options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
         file.flush()
@@ -110,8 +125,8 @@ def compiled(launch: Launch, architecture: int) -> dict[str, Any]:
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
     return {
-        "kernel": launch.kernel.__name__,
-        "warps": launch.options.get("num_warps", 4),
+        "kernel": given.kernel.__name__,
+        "warps": given.options.get("num_warps", 4),
         "registers": int(found[1]),
         "spilled_bytes": int(found[2]),
         "shared_bytes": built.metadata.shared,
@@ -153,6 +168,29 @@ def _recurrence(dtype: torch.dtype, wide: torch.dtype, part: str, *, rounded: bo
     return lambda: launches_of(run, limited, recurrence, recurrence_gradient)
 
 
+def _windowed(dtype: torch.dtype, wide: torch.dtype, *, rounded: bool = True) -> Case:
+    """A case: a window of 8,000 tokens, in segments of 512."""
+
+    def run() -> None:
+        time, h, p, n = 65_536, 80, 64, 128
+
+        def empty(*shape: int, dtype: torch.dtype = wide) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        read = time + 16 * 512
+        x, B = empty(1, read, h, p, dtype=dtype), empty(1, read, 1, n, dtype=dtype)
+        tokens = x, empty(1, read, h), empty(1, read, h), B
+        window = windowed.Window(512, 320, 14, 3, complete=time // 512)
+        stacks = windowed.Stacks(
+            empty(14, 1, h, p, n), 0, empty(1, h, p, n),
+            empty(1, h, dtype=FP64), empty(16, 1, h, dtype=FP64),
+        )  # fmt: skip
+        C = empty(1, time, 1, n, dtype=dtype)
+        windowed.forward(tokens, C, window, stacks, 64, rounded=rounded)
+
+    return lambda: launches_of(run, windowed, recurrence)
+
+
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 CASES: dict[str, Case] = {
     "walk-one": _recurrence(BF16, FP32, "walk"),
@@ -163,6 +201,10 @@ CASES: dict[str, Case] = {
     "limited-two": _recurrence(BF16, FP32, "limited", rounded=False),
     "limited-float32": _recurrence(FP32, FP32, "limited"),
     "limited-float64": _recurrence(FP64, FP64, "limited"),
+    "windowed-one": _windowed(BF16, FP32),
+    "windowed-two": _windowed(BF16, FP32, rounded=False),
+    "windowed-float32": _windowed(FP32, FP32),
+    "windowed-float64": _windowed(FP64, FP64),
     "backward-one": _recurrence(BF16, FP32, "backward"),
     "backward-float32": _recurrence(FP32, FP32, "backward"),
     "backward-float64": _recurrence(FP64, FP64, "backward"),
@@ -171,12 +213,10 @@ CASES: dict[str, Case] = {
 
 def main(architecture: str, *names: str) -> None:
     for name in names:
-        distinct: dict[str, Launch] = {}
-        for launch in CASES[name]():
-            fixed = {k: v for k, v in launch.arguments.items() if not isinstance(v, Tensor)}
-            distinct.setdefault(f"{launch.kernel.__name__} {fixed}", launch)
-        for launch in distinct.values():
-            print(json.dumps({"case": name, **compiled(launch, int(architecture))}), flush=True)
+        found = map(specialised, CASES[name]())
+        distinct = {f"{one.kernel.__name__} {one[1:]}": one for one in found}
+        for one in distinct.values():
+            print(json.dumps({"case": name, **compiled(one, int(architecture))}), flush=True)
 
 
 if __name__ == "__main__":

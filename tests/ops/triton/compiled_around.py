@@ -10,7 +10,7 @@ import sys
 import torch
 from torch import Tensor
 
-from longrnn.ops.triton import convolution, loss, norm, token
+from longrnn.ops.triton import convolution, loss, norm, steps, token
 from tests.ops.triton import compiled
 from tests.ops.triton.compiled import Case, launches_of
 
@@ -67,6 +67,17 @@ def _norm(dtype: torch.dtype, *, back: bool) -> Case:
     return lambda: launches_of(run, norm)
 
 
+def _steps(dtype: torch.dtype, *, back: bool) -> Case:
+    def run() -> None:
+        raw, bias, limit = _projected(T, dtype)[..., -H:], _empty(H, dtype=FP32), (0.0, 1.0)
+        if back:
+            steps.backward(raw, bias, limit, _empty(1, T, H, dtype=FP32))
+        else:
+            steps.forward(raw, bias, limit, FP32)
+
+    return lambda: launches_of(run, steps)
+
+
 def _token(dtype: torch.dtype) -> Case:
     def run() -> None:
         rates = (_empty(H, dtype=FP32) for _ in range(3))
@@ -94,6 +105,8 @@ CASES: dict[str, Case] = {
     "gated-norm-backward": _gated_norm(BF16, back=True),
     "norm": _norm(BF16, back=False),
     "norm-backward": _norm(BF16, back=True),
+    "steps": _steps(BF16, back=False),
+    "steps-backward": _steps(BF16, back=True),
     "token": _token(BF16),
     "token-float32": _token(FP32),
     "loss": _loss(None),

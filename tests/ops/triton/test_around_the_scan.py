@@ -19,6 +19,7 @@ from longrnn.ops.conv import causal_conv
 from longrnn.ops.cross_entropy import token_cross_entropy, weighted_cross_entropy
 from longrnn.ops.norm import gated_rms_norm, rms_norm
 from longrnn.ops.packed_rows import PackedRows
+from longrnn.ops.steps import UNLIMITED, step_sizes
 from longrnn.state import clone
 from tests.contracts.builders import (
     D_MODEL,
@@ -105,6 +106,33 @@ def test_gated_norm_of_a_sum(dtype: torch.dtype) -> None:
     shape = (2, 5, 12)
     tensors = [normal(*shape), normal(*shape, seed=1), normal(2, 5, 20), normal(3), normal(12)]
     assert_fused(run, tensors, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=spec_id)
+@pytest.mark.parametrize("limit", [UNLIMITED, (0.3, 1.5)], ids=str)
+def test_step_sizes(limit: tuple[float, float], dtype: torch.dtype) -> None:
+    """Values and gradients over two tiles of tokens, at large, small and limited steps."""
+
+    def run(wide: Tensor, bias: Tensor, *, fused: bool) -> Any:
+        # Inputs are cast to `wide.dtype` by the caller, as weights and states are.
+        return step_sizes(5 * wide[..., 2:], bias, limit, wide.dtype, fused=fused)
+
+    assert_fused(run, [normal(2, 37, 5), normal(3)], dtype)
+
+
+def test_step_sizes_of_narrow_inputs_are_wide() -> None:
+    """The gradient of the input has its dtype, and NaN stays NaN."""
+    raw = normal(1, 5, 3).detach().bfloat16()
+    raw[0, 2, 1] = torch.nan
+    raw.requires_grad_()
+    bias = normal(3).detach().float()
+    found, wanted = (
+        step_sizes(raw, bias, (0.0, 1.0), torch.float32, fused=fused) for fused in (True, False)
+    )
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, wanted, equal_nan=True)
+    (grad,) = torch.autograd.grad(found[:, :2].sum(), raw)
+    assert grad.dtype == torch.bfloat16
 
 
 def test_second_derivatives_of_a_fused_norm() -> None:

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,13 +21,13 @@ MOST_SPILLED = 256
 # Bytes of shared memory that one program may use.
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
 # Kernels without a matrix product.
-WITHOUT_PRODUCTS = {"passing", "by_token", "limited_by_token"}
+WITHOUT_PRODUCTS = {"passing", "by_token", "limited_by_token", "sliding"}
 
 
-def results(architecture: int, case: str) -> list[dict[str, Any]]:
-    """What each kernel of a case uses: see `tests.ops.triton.compiled`."""
+def results(architecture: int, cases: Sequence[str]) -> list[dict[str, Any]]:
+    """What each kernel of some cases uses: see `tests.ops.triton.compiled`."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.ops.triton.compiled", str(architecture), case]
+    command = [sys.executable, "-m", "tests.ops.triton.compiled", str(architecture), *cases]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=540, check=False
     )
@@ -34,33 +35,36 @@ def results(architecture: int, case: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+FORWARD = ("forward-one", "forward-two", "forward-float32", "forward-float64")
+LIMITED = ("limited-two", "limited-float32", "limited-float64")
+WINDOWED = ("windowed-one", "windowed-two", "windowed-float32", "windowed-float64")
+BACKWARD = ("backward-one", "backward-float32", "backward-float64")
+
+
 @pytest.mark.parametrize("architecture", sorted(SHARED))
 @pytest.mark.parametrize(
-    "case",
+    "cases",
     [
-        "walk-one",
+        ("walk-one",),
         *(
-            pytest.param(case, marks=pytest.mark.slow)
-            for case in (
-                "forward-one",
-                "forward-two",
-                "forward-float32",
-                "forward-float64",
-                "limited-two",
-                "limited-float32",
-                "limited-float64",
-                "backward-one",
-                "backward-float32",
-                "backward-float64",
-            )
+            pytest.param(cases, marks=pytest.mark.slow)
+            for cases in (FORWARD, LIMITED, WINDOWED, BACKWARD)
         ),
     ],
+    ids=lambda cases: cases[0],
 )
-def test_kernels_fit(architecture: int, case: str) -> None:
-    found = results(architecture, case)
-    assert found
+def test_kernels_fit(architecture: int, cases: Sequence[str]) -> None:
+    found = results(architecture, cases)
+    assert {one["case"] for one in found} == set(cases)
     for one in found:
         assert one["spilled_bytes"] <= MOST_SPILLED, one
         assert one["shared_bytes"] <= SHARED[architecture], one
         products = one["kernel"] not in WITHOUT_PRODUCTS
         assert one["tensor_cores"] == products, one
+
+
+def test_every_case_is_compiled() -> None:
+    listed = {"walk-one", *FORWARD, *LIMITED, *WINDOWED, *BACKWARD}
+    from tests.ops.triton.compiled import CASES
+
+    assert listed == set(CASES)

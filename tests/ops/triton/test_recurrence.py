@@ -11,6 +11,7 @@ from torch import Tensor
 
 from longrnn.ops import triton as kernels
 from longrnn.ops.ssd import BACKENDS, ScanInputs, chunked, reference, resolve, select, triton
+from longrnn.ops.ssd.ends import end_state
 from tests.contracts.builders import TOLERANCE, assert_near, generator
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=str(kernels.missing()))
@@ -97,6 +98,36 @@ def test_a_row_that_is_not_finite_has_the_gradients_of_the_definition() -> None:
         assert_near(one[other.isfinite()], other[other.isfinite()], 1e-10)
 
 
+@pytest.mark.usefixtures("small_segments")
+@pytest.mark.parametrize("time", [9, 35])
+def test_the_final_state_alone_is_that_of_the_recurrence(
+    time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Value and gradients, and no y is computed; one segment and several."""
+    from longrnn.ops.triton import recurrence
+
+    monkeypatch.setattr(recurrence, "scan", None)
+    tensors, found = draw(time), []
+    for fused in (True, False):
+        leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+        inputs, state = ScanInputs(*leaves[:-1]), leaves[-1]
+        final = end_state(inputs, state, triton.ssd) if fused else chunked.ssd(inputs, state)[1]
+        total = final.square().sum()
+        found.append([final, *torch.autograd.grad(total, leaves, materialize_grads=True)])
+    for ours, theirs in zip(*found, strict=True):
+        assert_near(ours, theirs, 1e-10)
+
+
+def test_a_final_state_that_is_not_finite_is_that_of_the_recurrence() -> None:
+    """NaN before a document starts does not reach its state."""
+    tensors = draw(20)
+    tensors[3][:, 4] = NAN
+    tensors[2][:, 11] = -INF
+    inputs, state = ScanInputs(*tensors[:-1]), tensors[-1]
+    assert triton.end_state(inputs, state) is None
+    assert_near(end_state(inputs, state, triton.ssd), reference.ssd(inputs, state)[1], 1e-10)
+
+
 def test_second_derivatives_equal_finite_differences() -> None:
     tensors = [tensor.detach().clone().requires_grad_() for tensor in draw(2, heads=1)]
 
@@ -165,3 +196,18 @@ def test_auto_takes_the_kernels_on_cuda_alone() -> None:
     expected = BACKENDS[resolve("auto", DEVICE)](inputs, state)
     for ours, theirs in zip(select("auto")(inputs, state), expected, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_gradients_are_those_of_the_reference_when_segments_are_computed_in_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two segments of 16 tokens at a time, and the fifth alone, with two rows."""
+    from longrnn.ops.triton import recurrence_gradient
+
+    tensors = draw(67, batch=2, heads=1)
+    bytes_per_segment = tensors[-1].numel() * 8
+    monkeypatch.setattr(recurrence_gradient, "BYTES_AT_ONCE", 2 * bytes_per_segment)
+    ours, theirs = (gradients(run, tensors) for run in (triton.ssd, chunked.ssd))
+    for one, other in zip(ours, theirs, strict=True):
+        assert_near(one, other, 1e-10)
