@@ -196,7 +196,7 @@ class Mamba2(ScanningMixer):
             xBC = rows.without_padding(xBC)
         inner, B, C = self._split(xBC)
         limit, dtype = self._dt_range(), state.ssm.dtype
-        dt = step_sizes(dt, self.dt_bias, limit, dtype, fused=fused)
+        dt = step_sizes(dt, self.dt_bias, limit, dtype, fused=backend == "triton")
         steps = Steps(inner, dt, self.rates().to(dtype))
         y, ssm, carry = self.recur(steps, B, C, state.ssm, edit, carry, rows)
         gated = self.gated(y.flatten(2), z, inner, backend)

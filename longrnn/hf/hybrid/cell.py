@@ -67,7 +67,9 @@ class SharedMamba2(Mamba2):
             return self._family.projection(self.layer)
         return super().__getattr__(name)
 
-    def gated(self, y: Tensor, z: Tensor, inner: Tensor | None, *, fused: bool) -> Tensor:
+    def gated(self, y: Tensor, z: Tensor, inner: Tensor | None, backend: str) -> Tensor:
+        if self._fits_kernel:
+            return super().gated(y, z, inner, backend)
         if inner is not None:
             y = torch.addcmul(y.unflatten(2, inner.shape[2:]), inner, self.D[:, None]).flatten(2)
         return self._gate(y, z)
