@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.mitigations import Mitigated
-from longrnn.models import RecurrentLM, recurrent
+from longrnn.models import RecurrentLM, segments
 from longrnn.models.vectors import Vectors
 from longrnn.ops.collectives import ContextGroup
 from longrnn.state import LMState
@@ -37,7 +37,7 @@ MASKS = {"is_token": IS_TOKEN, "is_document_start": IS_START}
 
 def check(model: RecurrentLM | Mitigated, state: LMState, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compares calls on embeddings, and calls that read every layer, with a plain call."""
-    monkeypatch.setattr(recurrent, "SEGMENT_TOKENS", 1)
+    monkeypatch.setattr(segments, "segment_tokens", lambda d_model: 1)
     plain = model.model if isinstance(model, Mitigated) else model
     assert isinstance(plain, RecurrentLM)
     tokens = random_tokens(2, 7 * TIMES)

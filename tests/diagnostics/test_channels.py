@@ -50,6 +50,7 @@ class Loop:
         with torch.no_grad(), patch.context() as context:
             context.setattr(mamba2, "gated_rms_norm", keep)
             context.setattr(mamba2.Mamba2, "_fused", lambda *_: None)  # the norm is inside
+            context.setattr(mamba2.parts, "gated_norm", lambda *_: None)
             for time in range(tokens.shape[1]):
                 logits, state = model(tokens[:, time : time + 1], state)
                 if kind == "mamba2":

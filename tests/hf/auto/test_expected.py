@@ -17,7 +17,7 @@ from longrnn.errors import UserError
 from longrnn.hf.auto import LongRNNConfig, LongRNNForCausalLM, StateCache
 from longrnn.hf.auto import pretrained as pretrained_module
 from longrnn.mixers import MIXERS
-from longrnn.models import RecurrentLM, recurrent
+from longrnn.models import RecurrentLM, segments
 from longrnn.positions import POSITIONS
 from longrnn.state import leaves
 from tests.contracts.builders import mitigation_spec, random_state, random_tokens
@@ -134,7 +134,7 @@ def test_hidden_states_have_gradients(
     kind: str, padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model computes with the returned tensors, padded or not, however long the rows are."""
-    monkeypatch.setattr(recurrent, "SEGMENT_TOKENS", 1)
+    monkeypatch.setattr(segments, "segment_tokens", lambda d_model: 1)
     model, tokens = build_auto(kind), random_tokens(2, 70)
     mask = MASK.repeat(1, 10) if padded else None
     output = model(tokens, attention_mask=mask, output_hidden_states=True, logits_to_keep=2)
