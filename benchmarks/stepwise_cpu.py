@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from benchmarks.prefill_cpu import mebibytes
 from benchmarks.timing import add_threads, in_a_process, interleaved, use_threads, write_json
 from benchmarks.training_cpu import stepper
-from longrnn.mixers import Edit
+from longrnn.mixers import Edit, init_carries
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.state import LMState
 from longrnn.tasks import TASKS, Batch
@@ -70,7 +70,7 @@ class Stepwise(RecurrentLM):
     ) -> tuple[Tensor, LMState]:
         identity = [Edit()] * len(self.mixers)
         start = self.init_state(len(tokens)) if state is None else state
-        start = start._replace(extra=self.init_carries(len(tokens), identity))
+        start = start._replace(extra=init_carries(self.mixers, len(tokens), identity))
         hidden, after = super().hidden(tokens, start, keep=keep, edits=identity, **options)
         return hidden, after._replace(extra=())
 

@@ -48,7 +48,7 @@ Checkpoints = Annotated[
     list[str],
     typer.Argument(
         help="Names of embedded checkpoints, or folders; CHECKPOINT+MITIGATION evaluates a "
-        "checkpoint under a mitigation.",
+        "checkpoint under a mitigation, CHECKPOINT+float32 in another dtype.",
         show_default=False,
     ),
 ]

@@ -112,10 +112,10 @@ def _option(name: str, value: str) -> Item:
 
 def _is_mitigation(name: str) -> bool:
     """Whether the text of a mitigation may be this."""
-    from longrnn.hf.specs import BEYOND
+    from longrnn.hf.specs import BEYOND, DTYPE_NAMES
     from longrnn.mitigations import MITIGATIONS
 
-    kinds = (BEYOND, *MITIGATIONS)
+    kinds = (BEYOND, *DTYPE_NAMES, *MITIGATIONS)
     return name.partition("-")[0] in kinds or name.endswith((".yaml", ".yml"))
 
 

@@ -17,7 +17,7 @@ from longrnn.hf import hub, lora
 from longrnn.hf.embedded import embedded
 from longrnn.hf.layouts import LAYOUTS, Layout, rename
 from longrnn.hf.sizes import check_sizes, quietly, stored_bytes
-from longrnn.hf.specs import mitigated, split_spec
+from longrnn.hf.specs import mitigated, split_dtype, split_spec
 from longrnn.hf.weights import read_weights
 from longrnn.mitigations import Mitigated
 from longrnn.models.base import EditableModel
@@ -82,8 +82,8 @@ def load(
         name_or_path: the name of an embedded checkpoint (`passkey-tiny`); a folder with a
             checkpoint of `longrnn train`, a Mamba-2 in the layout of mamba-ssm or transformers, or
             any other causal Hugging Face language model; or `organisation/model` on the Hub. A
-            mitigation may follow after a plus, `CHECKPOINT+MITIGATION`, unless a path with that
-            whole name exists.
+            mitigation may follow after a plus, `CHECKPOINT+MITIGATION`, and before it a dtype,
+            `CHECKPOINT+float32`, unless a path with that whole name exists.
         backend: implementation of the recurrence; see `longrnn.mixers.mamba2.Mamba2`.
         device: None for the CPU; `balanced` divides the layers of a model that transformers runs
             among all devices, as the device_map of that name does, and puts any other on one.
@@ -108,19 +108,22 @@ def load(
             f"a model cannot be computed in {dtype!r}: give torch.float16, torch.bfloat16, "
             "torch.float32 or torch.float64"
         )
-    name, spec = split_spec(str(name_or_path))
-    if spec is not None:
+    name, own = split_spec(str(name_or_path))
+    named, spec = split_dtype(own)
+    if named is not None and dtype not in (None, named):
+        raise UserError(f"{name_or_path} names another dtype than dtype={dtype}: give one of them")
+    if own is not None:
         plain = load(
             name,
             backend=backend,
             device=device,
-            dtype=dtype,
+            dtype=dtype or named,
             revision=revision,
             beyond=beyond,
             weights=weights,
         )
         assert not isinstance(plain, Mitigated)  # `name` names no mitigation
-        return mitigated(plain, spec)
+        return plain if spec is None else mitigated(plain, spec)
     folder = resolve(name_or_path, revision)
     # Hashing releases the global interpreter lock, so it runs in parallel to reading and building.
     with ThreadPoolExecutor(1) as pool:

@@ -8,7 +8,7 @@ import torch
 
 from longrnn.errors import UserError
 from longrnn.hf.loading import load
-from longrnn.hf.specs import mitigated, split_spec
+from longrnn.hf.specs import mitigated, split_dtype, split_spec
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.mitigations import Mitigated
 from longrnn.models.base import LanguageModel
@@ -37,7 +37,7 @@ class OpenCheckpoint(NamedTuple):
 
     @property
     def checkpoint(self) -> str:
-        """`source` without its mitigation."""
+        """`source` without its dtype and mitigation."""
         return split_spec(self.source)[0]
 
     def refuse_unfit(self) -> None:
@@ -60,7 +60,7 @@ def open_checkpoint(
     """Load a model and its tokenizer.
 
     Args:
-        source: `CHECKPOINT` or `CHECKPOINT+MITIGATION`, as `load` takes it.
+        source: `CHECKPOINT`, `CHECKPOINT+DTYPE` or either with `+MITIGATION`, as `load` takes it.
         mitigation: a mitigation in addition to that of `source`.
         name: its name in results; None for `source`, with the further mitigation after a plus.
         device: None for the CPU.
@@ -70,8 +70,9 @@ def open_checkpoint(
         UserError: as `load` and `load_tokenizer`.
     """
     checkpoint, own = split_spec(source)
+    dtype, own = split_dtype(own)
     specs = [spec for spec in (own, mitigation) if spec is not None]
-    plain = load(checkpoint, device=device, weights=weights)
+    plain = load(checkpoint, device=device, dtype=dtype, weights=weights)
     assert not isinstance(plain, Mitigated)  # `checkpoint` names no mitigation
     model = mitigated(plain, specs or None)
     label = "+".join(filter(None, (source, mitigation)))

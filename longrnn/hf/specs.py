@@ -1,4 +1,4 @@
-"""Parses `CHECKPOINT+MITIGATION` and applies the mitigation to a loaded model."""
+"""Parses `CHECKPOINT+DTYPE+MITIGATION` and applies the mitigation to a loaded model."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+import torch
+
 from longrnn.errors import UserError
 from longrnn.hf.embedded import embedded
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.mitigations.spec import parse, split
 from longrnn.models import EditableModel, RecurrentLM
+from longrnn.models.checkpoint import DTYPES
 
 if TYPE_CHECKING:
     from longrnn.hf.adapter import HFLanguageModel
@@ -26,6 +29,8 @@ TRAINED = "trained"
 BEYOND = "beyond"
 # Likewise: limits the attention layers of a hybrid.
 WINDOW = "attention_window"
+# Likewise: load the weights in this dtype.
+DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
 def split_spec(text: str) -> tuple[str, str | None]:
@@ -42,6 +47,21 @@ def split_spec(text: str) -> tuple[str, str | None]:
     else:
         cut = pluses[0] if pluses else len(text)
     return text[:cut], text[cut + 1 :] if cut < len(text) else None
+
+
+def split_dtype(spec: str | None) -> tuple[torch.dtype | None, str | None]:
+    """Split the dtype of the weights off what follows a checkpoint: `float32+state_norm(…)`.
+
+    Raises:
+        UserError: there are several.
+    """
+    parts = [] if spec is None else split(spec)
+    found = [DTYPE_NAMES[part] for part in parts if part in DTYPE_NAMES]
+    if not found:
+        return None, spec
+    if len(found) > 1:
+        raise UserError(f"{spec} has {len(found)} dtypes: give one of {', '.join(DTYPE_NAMES)}")
+    return found[0], "+".join(part for part in parts if part not in DTYPE_NAMES) or None
 
 
 @overload

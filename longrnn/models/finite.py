@@ -164,4 +164,7 @@ def _cause(model: LanguageModel) -> str:
     for name, weight in weights:
         if not bool(weight.isfinite().all()):
             return f"its weight {name} is not finite; take an earlier checkpoint"
-    return "its values overflow; use a wider dtype such as float32, or shorter texts"
+    return (
+        "its values overflow; use a wider dtype (CHECKPOINT+float32, or load(dtype=…)), or shorter "
+        "texts"
+    )

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import longrnn
 from longrnn.errors import UserError
+from longrnn.evaluation.harness.options import build_model
 from longrnn.hf.embedded import embedded
 from longrnn.hf.loading import load, load_recurrent
 from longrnn.hf.opened import open_checkpoint
-from longrnn.hf.specs import split_spec
+from longrnn.hf.specs import DTYPE_NAMES, split_spec
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.models import RecurrentLM
@@ -43,6 +46,22 @@ def test_a_path_with_a_plus_that_exists_wins(tmp_path: Path) -> None:
     assert split_spec(f"{both}+{SPEC}") == (str(both), SPEC)
     assert isinstance(load(f"{both}+{SPEC}"), Mitigated)
     assert isinstance(load(f"{tmp_path / 'a'}+{SPEC}"), Mitigated)
+
+
+@pytest.mark.parametrize("name", sorted(DTYPE_NAMES))
+def test_a_dtype_may_follow_a_checkpoint(name: str) -> None:
+    """In every function that loads a checkpoint by its name, with and without a mitigation."""
+    source, dtype = f"passkey-tiny+{name}", DTYPE_NAMES[name]
+    models: list[Any] = [load(source), load(f"{source}+{SPEC}"), load(source, dtype=dtype)]
+    models += [open_checkpoint(source, SPEC).model, build_model(source, SPEC, "auto", None, "cpu")]
+    for model in models:
+        assert next(model.parameters()).dtype == dtype
+    opened = open_checkpoint(f"{source}+{SPEC}")
+    assert (opened.checkpoint, opened.mitigation) == ("passkey-tiny", SPEC)
+    with pytest.raises(UserError, match="names another dtype"):
+        load(source, dtype=torch.float32 if dtype != torch.float32 else torch.float64)
+    with pytest.raises(UserError, match="has 2 dtypes: give one"):
+        load(f"{source}+float16")
 
 
 def test_an_opened_checkpoint_records_its_source() -> None:

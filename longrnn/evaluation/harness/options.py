@@ -11,7 +11,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
 from longrnn.errors import UserError
 from longrnn.hf.loading import load
-from longrnn.hf.specs import mitigated, split_spec
+from longrnn.hf.specs import mitigated, split_dtype, split_spec
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.models import LanguageModel
 
@@ -81,9 +81,12 @@ def build_model(
             raise UserError(f"{dtype!r} is not a supported dtype: use float32, bfloat16 or float16")
         where = device or ("cuda" if torch.cuda.is_available() else "cpu")
         name, own = split_spec(str(source))
+        named, own = split_dtype(own)
+        if named is not None and kind not in (None, named):
+            raise UserError(f"{source} names another dtype than dtype={dtype}: give one of them")
         specs = [] if own is None else [own]
         specs += [spec] if isinstance(spec, str) else spec or []
-        model = load(name, backend=backend, device=where, dtype=kind)
+        model = load(name, backend=backend, device=where, dtype=kind or named)
         assert not isinstance(model, Mitigated)  # `name` names no mitigation
         return mitigated(model, specs or None)
     return model if spec is None else Mitigated(model, mitigation(spec))
