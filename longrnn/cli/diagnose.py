@@ -86,7 +86,7 @@ def states(
     from longrnn.diagnostics.states_summary import summary
     from longrnn.evaluation.texts import read_documents
     from longrnn.hf.loading import load
-    from longrnn.hf.specs import mitigated, split_dtype, split_spec
+    from longrnn.hf.specs import mitigated, split_mitigation
     from longrnn.hf.tokenizer import load_tokenizer
     from longrnn.hf.training_length import required_training_length
     from longrnn.mitigations import Mitigated
@@ -94,10 +94,9 @@ def states(
     if not text and not newlines:
         raise UserError("give --text FILE, --newlines, or both")
     tokens, trained = parse_length(length), required_training_length(checkpoint, train_length)
-    name, own = split_spec(checkpoint)
-    dtype, own = split_dtype(own)
+    name, own = split_mitigation(checkpoint)
     specs = [spec for spec in (own, mitigation) if spec is not None]
-    plain = load(name, device=pick_device(device), dtype=dtype)
+    plain = load(name, device=pick_device(device))
     assert not isinstance(plain, Mitigated)  # `name` names no mitigation
     reader_of(plain)  # refuses a model without readable states before it refuses a mitigation
     model = mitigated(plain, specs or None)

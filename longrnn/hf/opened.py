@@ -8,7 +8,7 @@ import torch
 
 from longrnn.errors import UserError
 from longrnn.hf.loading import load
-from longrnn.hf.specs import mitigated, split_dtype, split_spec
+from longrnn.hf.specs import mitigated, split_mitigation, split_spec
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.mitigations import Mitigated
 from longrnn.models.base import LanguageModel
@@ -69,10 +69,9 @@ def open_checkpoint(
     Raises:
         UserError: as `load` and `load_tokenizer`.
     """
-    checkpoint, own = split_spec(source)
-    dtype, own = split_dtype(own)
+    checkpoint, own = split_mitigation(source)
     specs = [spec for spec in (own, mitigation) if spec is not None]
-    plain = load(checkpoint, device=device, dtype=dtype, weights=weights)
+    plain = load(checkpoint, device=device, weights=weights)
     assert not isinstance(plain, Mitigated)  # `checkpoint` names no mitigation
     model = mitigated(plain, specs or None)
     label = "+".join(filter(None, (source, mitigation)))

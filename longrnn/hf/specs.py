@@ -64,6 +64,13 @@ def split_dtype(spec: str | None) -> tuple[torch.dtype | None, str | None]:
     return found[0], "+".join(part for part in parts if part not in DTYPE_NAMES) or None
 
 
+def split_mitigation(text: str) -> tuple[str, str | None]:
+    """Split `CHECKPOINT+DTYPE+MITIGATION` into what `load` takes and the mitigation, if any."""
+    name, own = split_spec(text)
+    dtype, spec = split_dtype(own)
+    return (name if dtype is None else f"{name}+{str(dtype).removeprefix('torch.')}"), spec
+
+
 @overload
 def mitigated(
     model: EditableModelT, spec: str | Sequence[str] | None

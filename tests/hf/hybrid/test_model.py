@@ -240,7 +240,7 @@ def test_padding_is_refused() -> None:
 def test_weights_of_recurrences_are_not_rounded_on_loading(
     kind: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """The rest has the requested dtype, and other models of transformers load as before."""
+    """The rest has the requested dtype, and the class of the model is as before."""
     theirs = architecture(kind)
     before = type(theirs)._keep_in_fp32_modules_strict
     theirs.save_pretrained(tmp_path)
@@ -252,4 +252,7 @@ def test_weights_of_recurrences_are_not_rounded_on_loading(
             assert torch.equal(getattr(ours, name), getattr(original, name).float()), name
         assert ours.get_parameter("conv1d.weight").dtype == dtype
     assert model(tokens(1, 12, seed=1) % 60).logits.isfinite().all()
+    named = load(f"{tmp_path}+{str(dtype).removeprefix('torch.')}+forget_more")
+    assert isinstance(named, Mitigated)
+    assert named.model.fingerprint() == model.fingerprint()
     assert type(theirs)._keep_in_fp32_modules_strict == before
