@@ -110,6 +110,8 @@ def _recurrence(bench: Bench, name: str, peer: dict[str, float | None]) -> None:
     )
     with torch.no_grad():
         _mitigated(bench, name, inputs, state, plain)
+    if is_fast:  # in torch operators this takes seconds
+        _limited_backward(bench, name, inputs, state, backward)
 
 
 def _mitigated(
@@ -134,6 +136,19 @@ def _mitigated(
     limit = WINDOW if name == FAST else None
     what = f"{name}, window of {sizes.window:,}, {part.x.shape[1]:,} tokens"
     bench.compare(what, ms, shorter, against, limit=limit)
+
+
+def _limited_backward(
+    bench: Bench, name: str, inputs: ScanInputs, state: Tensor, plain: float | None
+) -> None:
+    """The backward pass of the limited recurrence, relative to the plain one."""
+    limits = torch.full((bench.sizes.heads,), LIMIT, dtype=torch.float64, device=bench.device)
+
+    def call(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return rescaled_ssd(ScanInputs(*tensors[:-1]), tensors[-1], limits, BACKENDS[name])
+
+    _, _, backward = _forward_and_backward(bench, call, [*inputs, state])
+    bench.compare(f"{name}, state_norm, backward", backward, plain, f"{name}, plain")
 
 
 def _time_operation(
