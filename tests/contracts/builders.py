@@ -179,14 +179,15 @@ def random_tokens(batch: int, time: int, seed: int = 0) -> Tensor:
 
 
 def random_tree(like: PyTree, seed: int = 0) -> PyTree:
-    """A tree of the shape of `like`: normal where it is real, small counts where it is integer."""
+    """A tree like `like`, on its device: normal where it is real, small counts otherwise."""
     randomness = generator(seed)
 
     def draw(leaf: Tensor) -> Tensor:
         if not leaf.is_floating_point():
-            return torch.randint(100, leaf.shape, generator=randomness, dtype=leaf.dtype)
+            drawn = torch.randint(100, leaf.shape, generator=randomness, dtype=leaf.dtype)
+            return drawn.to(leaf.device)
         wide = torch.randn(leaf.shape, generator=randomness, dtype=torch.float64)
-        return wide.to(leaf.dtype)
+        return wide.to(leaf.device, leaf.dtype)
 
     return tree_map(draw, like)
 
