@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -12,9 +12,30 @@ from longrnn.mixers.context import Share, run_share
 from longrnn.models.config import RecurrentConfig
 from longrnn.models.recompute import recomputed
 from longrnn.ops.native.layer import Layer, Norm
-from longrnn.ops.norm import rms_norm
+from longrnn.ops.norm import add_rms_norm
 from longrnn.ops.packed_rows import PackedRows
 from longrnn.state import PyTree
+
+
+class Residual(NamedTuple):
+    """The residual stream between two layers, as a sum that the next norm computes.
+
+    Attributes:
+        x: `(b, t, d)`.
+        branch: `(b, t, d)`, the output of the last cell; None if x is the sum already.
+    """
+
+    x: Tensor
+    branch: Tensor | None = None
+
+    def sum(self) -> Tensor:
+        """The residual stream, `(b, t, d)`."""
+        return self.x if self.branch is None else self.x + self.branch
+
+    def from_token(self, first: int) -> Residual:
+        """Without the tokens before `first`."""
+        branch = None if self.branch is None else self.branch[:, first:]
+        return Residual(self.x[:, first:], branch) if first else self
 
 
 class Block(nn.Module, ABC):
@@ -29,11 +50,11 @@ class Block(nn.Module, ABC):
     mixer: Mixer
 
     @abstractmethod
-    def run(self, x: Tensor, *cell: Any) -> tuple[Tensor, PyTree]:
-        """Returns the output of the layer, and the state of its cell.
+    def run(self, before: Residual, *cell: Any) -> tuple[Residual, PyTree]:
+        """Returns the residual stream after the layer, and the state of its cell.
 
         Args:
-            x: `(b, t, d)`.
+            before: the residual stream before it.
             cell: the other arguments of `cell`.
         """
 
@@ -56,16 +77,17 @@ class Block(nn.Module, ABC):
 
     def forward(
         self,
-        x: Tensor,
+        before: Residual,
         state: PyTree,
         edit: Edit | None,
         rows: PackedRows | None = None,
         share: Share | None = None,
-    ) -> tuple[Tensor, PyTree]:
+    ) -> tuple[Residual, PyTree]:
         if self.recompute:
-            # Inside the module, so that its hooks (shards, DDP) run as without recomputation.
-            return recomputed(self.run, x, state, edit, rows, share)
-        return self.run(x, state, edit, rows, share)
+            # Added here, so that one tensor is kept and not two. Inside the module, so that its
+            # hooks (shards, DDP) run as without recomputation.
+            return recomputed(self.run, Residual(before.sum()), state, edit, rows, share)
+        return self.run(before, state, edit, rows, share)
 
 
 class ResidualBlock(Block):
@@ -81,12 +103,11 @@ class ResidualBlock(Block):
     def native_layer(self) -> Layer | None:
         return self.mixer.residual_layer(Norm(self.norm.weight, self.eps))
 
-    def run(self, x: Tensor, *cell: Any) -> tuple[Tensor, PyTree]:
-        normed = rms_norm(x, self.norm.weight, self.eps)
-        if self.wide:
-            normed = normed.to(self.norm.weight.dtype)
+    def run(self, before: Residual, *cell: Any) -> tuple[Residual, PyTree]:
+        dtype = self.norm.weight.dtype if self.wide else None
+        x, normed = add_rms_norm(*before, self.norm.weight, self.eps, dtype=dtype)
         y, state = self.cell(normed, *cell)
-        return x + y, state
+        return Residual(x, y), state
 
 
 class PlainBlock(Block):
@@ -96,8 +117,9 @@ class PlainBlock(Block):
         super().__init__()
         self.mixer = mixer
 
-    def run(self, x: Tensor, *cell: Any) -> tuple[Tensor, PyTree]:
-        return self.cell(x, *cell)
+    def run(self, before: Residual, *cell: Any) -> tuple[Residual, PyTree]:
+        y, state = self.cell(before.sum(), *cell)
+        return Residual(y), state
 
 
 BLOCKS: dict[str, type[ResidualBlock] | type[PlainBlock]] = {
