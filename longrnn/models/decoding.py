@@ -167,4 +167,4 @@ def _copy(buffers: LMState, values: LMState) -> None:
         into.append(buffer)
         source.append(value)
     for into, source in by_dtype.values():
-        torch._foreach_copy_(into, source)
+        torch.ops.aten._foreach_copy_(into, source)

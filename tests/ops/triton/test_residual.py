@@ -20,8 +20,8 @@ from tests.contracts.builders import (
     assert_near,
     build_model,
     mixer_spec,
-    random_start,
     random_tokens,
+    random_tree,
     spec_id,
 )
 from tests.ops.triton.fused import assert_fused, normal
@@ -127,7 +127,7 @@ def test_models(name: str, again: str, as_on_a_gpu: None, monkeypatch: pytest.Mo
     """Logits, states and gradients of padded and packed rows, whatever is recomputed."""
     model, tokens = MODELS[name](), random_tokens(2, 6)
     model.gradient_checkpointing_enable(again)
-    given = random_start(model, 2)
+    given = random_tree(model.init_state(2), 1)
     is_token, starts = torch.ones(2, 6, dtype=torch.bool), torch.zeros(2, 6, dtype=torch.bool)
     is_token[0, 2] = is_token[1, 5] = False
     starts[0, 4] = True
