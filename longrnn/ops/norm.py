@@ -54,7 +54,8 @@ def add_rms_norm(
         dtype: of the norm; None for that of the sum.
         fused: see `gated_rms_norm`.
     """
-    if branch is None or not _is_fused(fused, x, branch, weight):
+    same = branch is not None and x.shape == branch.shape  # kernels do not broadcast
+    if branch is None or not (same and _is_fused(fused, x, branch, weight)):
         total = x if branch is None else x + branch
         normed = rms_norm(total, weight, eps, fused=fused)
         return total, normed if dtype is None else normed.to(dtype)
