@@ -11,6 +11,7 @@ from longrnn.mixers import Edit, Mixer
 from longrnn.mixers.context import Share, run_share
 from longrnn.models.config import RecurrentConfig
 from longrnn.models.recompute import recomputed
+from longrnn.ops.hooks import unhooked
 from longrnn.ops.native.layer import Layer, Norm
 from longrnn.ops.norm import add_rms_norm
 from longrnn.ops.packed_rows import PackedRows
@@ -27,6 +28,11 @@ class Residual(NamedTuple):
 
     x: Tensor
     branch: Tensor | None = None
+
+    @classmethod
+    def of(cls, stream: Tensor | Residual) -> Residual:
+        """A residual stream, added up or not."""
+        return stream if isinstance(stream, Residual) else cls(stream)
 
     def sum(self) -> Tensor:
         """The residual stream, `(b, t, d)`."""
@@ -77,17 +83,25 @@ class Block(nn.Module, ABC):
 
     def forward(
         self,
-        before: Residual,
+        before: Tensor | Residual,
         state: PyTree,
         edit: Edit | None,
         rows: PackedRows | None = None,
         share: Share | None = None,
-    ) -> tuple[Residual, PyTree]:
+    ) -> tuple[Tensor | Residual, PyTree]:
+        """Returns the residual stream after the layer, in the form in which it was given."""
+        cell = state, edit, rows, share
+        if isinstance(before, Residual):
+            return self.run(before, *cell)
         if self.recompute:
-            # Added here, so that one tensor is kept and not two. Inside the module, so that its
-            # hooks (shards, DDP) run as without recomputation.
-            return recomputed(self.run, Residual(before.sum()), state, edit, rows, share)
-        return self.run(before, state, edit, rows, share)
+            # Inside the module, so that its hooks (shards, DDP) run as without recomputation.
+            return recomputed(self._added, before, *cell)
+        return self._added(before, *cell)
+
+    def _added(self, x: Tensor, *cell: Any) -> tuple[Tensor, PyTree]:
+        """`run`, from a tensor to a tensor."""
+        after, state = self.run(Residual(x), *cell)
+        return after.sum(), state
 
 
 class ResidualBlock(Block):
@@ -126,3 +140,13 @@ BLOCKS: dict[str, type[ResidualBlock] | type[PlainBlock]] = {
     "residual": ResidualBlock,
     "plain": PlainBlock,
 }
+
+
+def deferred(blocks: nn.ModuleList, x: Tensor) -> Tensor | Residual:
+    """The input of the first of some `Block`s, in the form in which they pass the stream on.
+
+    That is a `Residual` where nothing else reads it. Hooks read and change tensors, and blocks that
+    are recomputed keep their input, which is one tensor once it is added up.
+    """
+    recompute = any(block.recompute for block in blocks)
+    return x if recompute or not unhooked(*blocks) else Residual(x)

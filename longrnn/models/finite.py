@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from longrnn.errors import UserError
 from longrnn.models.base import LanguageModel, LMOutput
-from longrnn.models.blocks import Residual
 from longrnn.state import LMState, leaves
 
 # Logits, over all rows and tokens, that one call may hold.
@@ -139,8 +138,6 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield output
-    elif isinstance(output, Residual):
-        yield output.sum()
     elif isinstance(output, dict):
         for part in output.values():
             yield from _tensors(part)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from longrnn.errors import UserError, nearest
 from longrnn.mixers import MIXERS, Edit, EditedState, Mixer, init_carries
 from longrnn.models.base import LMOutput, fingerprint
-from longrnn.models.blocks import BLOCKS, Residual
+from longrnn.models.blocks import BLOCKS, Residual, deferred
 from longrnn.models.checks import check_state, check_targets, check_tokens
 from longrnn.models.config import RecurrentConfig
 from longrnn.models.context import ContextGroup, hidden_of_share
@@ -298,7 +298,7 @@ class RecurrentLM(RecomputedModel):
             at_once = self._token_stack.run(self.blocks, x, state.layers)
             if at_once is not None:
                 return Residual(at_once[0]), LMState(position, at_once[1])
-        between = Residual(x)
+        between = deferred(self.blocks, x)
         layers, carries = [], []
         for index, (block, layer) in enumerate(zip(self.blocks, state.layers, strict=True)):
             between = vectors(index, between)
@@ -309,7 +309,7 @@ class RecurrentLM(RecomputedModel):
                 between, (layer, carry) = block(between, before, edits[index], rows)
                 carries.append(carry)
             layers.append(layer)
-        return between, LMState(position, tuple(layers), tuple(carries))
+        return Residual.of(between), LMState(position, tuple(layers), tuple(carries))
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits of the SHA-256 of configuration and weights.

@@ -64,12 +64,12 @@ class ArrangedVectors:
         self.time = time
         self._on_layer, self._arranged = vectors.on_layer, arranged
 
-    def __call__(self, number: int, between: Residual) -> Residual:
+    def __call__(self, number: int, between: Tensor | Residual) -> Tensor | Residual:
         """What the next layer reads, `(b, t', d)`."""
         if self._on_layer is None:
             return between
-        x = self._on_layer(number, self._arranged.restore(between.sum(), self.time))
-        return Residual(self._arranged.arrange(x))
+        x = self._arranged.restore(Residual.of(between).sum(), self.time)
+        return self._arranged.arrange(self._on_layer(number, x))
 
     def last(self, number: int, x: Tensor) -> Tensor:
         """The same for vectors that were moved back, `(b, t, d)`."""

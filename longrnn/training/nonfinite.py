@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longrnn.models.blocks import Residual
 from longrnn.state import LMState
 from longrnn.tasks import Batch
 from longrnn.training.objective import Objective
@@ -155,8 +154,6 @@ def _floats(tree: Any) -> Iterator[Tensor]:
     if isinstance(tree, Tensor):
         if tree.is_floating_point():
             yield tree
-    elif isinstance(tree, Residual):
-        yield tree.sum()
     elif isinstance(tree, (tuple, list)):
         for branch in tree:
             yield from _floats(branch)

@@ -198,3 +198,20 @@ def test_no_sum_is_launched_between_layers(as_on_a_gpu: None) -> None:
 
     # Gradients of x, which D multiplies too, and of dt, which scales decay and input.
     assert per_layer(additions) == 2
+
+
+def test_hooks_of_a_layer_read_and_change_tensors(as_on_a_gpu: None) -> None:
+    """A layer with hooks receives and returns the residual stream added up."""
+    model, tokens = build_model("gru", n_layers=3), random_tokens(2, 4)
+    plain = model(tokens).logits
+    seen: list[Tensor] = []
+    block = model.blocks[1]
+    with block.register_forward_hook(lambda _, args, output: seen.extend((args[0], output[0]))):
+        hooked = model(tokens).logits
+    wanted: list[Tensor] = []
+    model(tokens, vectors=Vectors(on_layer=lambda number, x: wanted.append(x) or x))
+    assert_near(hooked, plain, 1e-12)
+    for one, exact in zip(seen, wanted[1:3], strict=True):
+        assert_near(one, exact, 1e-12)
+    block.register_forward_pre_hook(lambda _, args: (0 * args[0], *args[1:]))
+    assert not torch.allclose(model(tokens).logits, plain)
