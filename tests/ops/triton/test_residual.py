@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longrnn.models import RecurrentLM
 from longrnn.models.decoding import StaticDecoder
+from longrnn.models.quantise import quantise
 from longrnn.models.vectors import Vectors
 from longrnn.ops import triton as kernels
 from longrnn.ops.norm import add_rms_norm
@@ -19,6 +20,7 @@ from tests.contracts.builders import (
     DTYPES,
     assert_near,
     build_model,
+    generator,
     mixer_spec,
     random_tokens,
     random_tree,
@@ -215,3 +217,46 @@ def test_hooks_of_a_layer_read_and_change_tensors(as_on_a_gpu: None) -> None:
         assert_near(one, exact, 1e-12)
     block.register_forward_pre_hook(lambda _, args: (0 * args[0], *args[1:]))
     assert not torch.allclose(model(tokens).logits, plain)
+
+
+def quantised(model: RecurrentLM) -> None:
+    """Projections with weights in 8 bits."""
+    quantise(model, "int8")
+
+
+def adapted(model: RecurrentLM) -> None:
+    """LoRA on the output projections, with weights that are not 0."""
+    peft = pytest.importorskip("peft")
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["out_proj"]), model)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(weight, generator=generator(1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", [quantised, adapted], ids=lambda one: one.__name__)
+def test_other_projections(
+    change: Callable[[RecurrentLM], None], as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the output projection is does not matter: its result is added by the next norm."""
+    model, tokens = build_model("mamba2", n_layers=3, dtype=torch.float32), random_tokens(2, 5)
+    change(model)
+    ours = model(tokens)
+    monkeypatch.setattr(kernels, "runs", lambda fused, *tensors: False)
+    exact = model(tokens)
+    assert_near(ours.logits, exact.logits, 1e-5)
+    for (name, one), (_, other) in zip(leaves(ours.state), leaves(exact.state), strict=True):
+        assert_near(one, other, 1e-5, name)
+
+
+def test_function_transforms_use_the_operators() -> None:
+    """torch.func and forward-mode derivatives see differentiable operations."""
+    x, branch, weight = (normal(*shape).detach() for shape in ((2, 3, 6), (2, 3, 6), (6,)))
+
+    def loss(x: Tensor, fused: bool) -> Tensor:
+        return torch.cat(added(x, branch, weight, fused=fused)).pow(3).sum()
+
+    gradient = torch.func.grad(loss)(x, True)
+    assert_near(gradient, torch.func.grad(loss)(x, False), 1e-12)
+    slope = torch.func.jvp(lambda x: loss(x, True), (x,), (branch,))[1]
+    assert_near(slope, (gradient * branch).sum(), 1e-12)
