@@ -252,7 +252,10 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     codes: list[int] = []
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        codes.append(program.main([*command[command.index("--child") :]]))
+        try:
+            codes.append(program.main([*command[command.index("--child") :]]))
+        except MemoryError:  # stands for a process that dies
+            codes.append(-9)
         return subprocess.CompletedProcess(command, codes[-1])
 
     monkeypatch.setattr(subprocess, "run", run)
@@ -287,6 +290,26 @@ def test_after_a_lost_device_another_process_goes_on(
         ("bad", FAILED),
         ("last", PASSED),
     ]
+
+
+def test_after_a_process_that_died_another_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_this_process: list[int]
+) -> None:
+    """The row names the piece in which it died."""
+
+    def run(bench: Bench) -> None:
+        bench.record.begin(bench.part, "build")
+        if bench.record.begin(bench.part, "bad"):
+            raise MemoryError
+        bench.attempt("last", lambda: bench.check("last", 0.0, 0.0))
+
+    monkeypatch.setitem(program.PARTS, "kernels", program.Part(run, 100))
+    record = Record(tmp_path / "gpu.json", {})
+    program.run_child("kernels", record, dry=True)
+    assert in_this_process == [-9, 0]
+    died, last = record.rows
+    assert died.reason == "its process ended with -9, in bad"
+    assert (last.name, last.status) == ("last", PASSED)
 
 
 def test_processes_that_make_no_progress_end(

@@ -135,7 +135,8 @@ def run_child(
     """Runs one part in a process of its own, and reads what it found.
 
     A kernel with a wrong address leaves no usable device behind, and one that never ends cannot be
-    interrupted from within. After the first kind, another process runs the rest of the part.
+    interrupted from within. After the first kind, or if the process dies, another one runs the rest
+    of the part.
 
     Args:
         name: of the part.
@@ -145,22 +146,24 @@ def run_child(
     """
     assert record.path is not None
     seconds = PARTS[name].seconds if seconds is None else seconds
-    until, code = time.time() + seconds, LOST
-    while code == LOST:
+    until = time.time() + seconds
+    while True:
         begun = len(record.begun)
         code = _process(name, record, until, dry=dry)
-        if code == LOST and (len(record.begun) == begun or until - time.time() < RESTART):
-            break
-    if code is None:
-        last = [piece for part, piece in record.begun if part == name]
-        where = f" in {last[-1]}" if last else ""
-        reason = f"it did not end within its {seconds:.0f} s{where}"
-    elif code == LOST:
-        reason = "the device was lost, and another process could not go on"
-    else:
-        reason = f"its process ended with {code}"
-    if code != 0:
-        record.add(Row(name, f"part {name}", FAILED, reason=reason))
+        goes_on = len(record.begun) > begun and until - time.time() > RESTART
+        reason = ""
+        if code is None:
+            reason = f"it did not end within its {seconds:.0f} s"
+        elif code not in (0, LOST):
+            reason = f"its process ended with {code}"
+        elif code == LOST and not goes_on:
+            reason = "the device was lost, and there was no time or use for another process"
+        if reason:
+            pieces = [piece for part, piece in record.begun if part == name]
+            where = f", in {pieces[-1]}" if pieces else ""
+            record.add(Row(name, f"part {name}", FAILED, reason=reason + where))
+        if code in (0, None) or not goes_on:
+            return
 
 
 def _process(name: str, record: Record, until: float, *, dry: bool) -> int | None:

@@ -78,6 +78,7 @@ class Bench:
             return
         try:
             work()
+            self._synchronize()  # an error of a kernel belongs to the piece that started it
         except Exception as error:
             # A benchmark of kernels that may fail in any way: the error is the result.
             traceback.print_exc()
@@ -89,13 +90,15 @@ class Bench:
 
     def is_lost(self) -> bool:
         """Whether every later call of the device fails in this process."""
-        if self.device.type != "cuda":
-            return False
         try:
-            torch.cuda.synchronize(self.device)
+            self._synchronize()
         except Exception:  # of any type: torch has several for errors of a device
             return True
         return False
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def add(self, name: str, status: str, **values: Any) -> None:
         self.record.add(Row(self.part, name, status, **values))
