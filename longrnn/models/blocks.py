@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from longrnn.mixers import Edit, Mixer
@@ -15,6 +16,7 @@ from longrnn.ops.hooks import unhooked
 from longrnn.ops.native.layer import Layer, Norm
 from longrnn.ops.norm import add_rms_norm
 from longrnn.ops.packed_rows import PackedRows
+from longrnn.ops.precision import autocasts
 from longrnn.state import PyTree
 
 
@@ -118,10 +120,17 @@ class ResidualBlock(Block):
         return self.mixer.residual_layer(Norm(self.norm.weight, self.eps))
 
     def run(self, before: Residual, *cell: Any) -> tuple[Residual, PyTree]:
-        dtype = self.norm.weight.dtype if self.wide else None
+        dtype = self._input_dtype(before.x)
         x, normed = add_rms_norm(*before, self.norm.weight, self.eps, dtype=dtype)
         y, state = self.cell(normed, *cell)
         return Residual(x, y), state
+
+    def _input_dtype(self, x: Tensor) -> torch.dtype | None:
+        """The dtype of the cell's input; None for that of the residual stream."""
+        if self.mixer.projections and autocasts(x):
+            # That of the first projection, which would cast it in another pass.
+            return torch.get_autocast_dtype(x.device.type)
+        return self.norm.weight.dtype if self.wide else None
 
 
 class PlainBlock(Block):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longrnn.models import RecurrentLM
+from longrnn.models import RecurrentLM, blocks
 from longrnn.models.decoding import StaticDecoder
 from longrnn.models.quantise import quantise
 from longrnn.models.vectors import Vectors
@@ -260,3 +260,26 @@ def test_function_transforms_use_the_operators() -> None:
     assert_near(gradient, torch.func.grad(loss)(x, False), 1e-12)
     slope = torch.func.jvp(lambda x: loss(x, True), (x,), (branch,))[1]
     assert_near(slope, (gradient * branch).sum(), 1e-12)
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_autocast_casts_nothing_between_norm_and_projection(
+    is_fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The norm writes what the first projection reads: the same bits in one pass less."""
+    plain = kernels.runs
+    monkeypatch.setattr(kernels, "runs", lambda fused, *given: is_fused and plain(True, *given))
+    model, tokens = build_model("mamba2", n_layers=3, dtype=torch.float32), random_tokens(2, 5)
+    seen: list[torch.dtype] = []
+    model.mixers[1].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+
+    def outcome() -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(tokens).logits
+        return [logits, *torch.autograd.grad(logits.float().sum(), list(model.parameters()))]
+
+    ours = outcome()
+    monkeypatch.setattr(blocks, "autocasts", lambda x: False)
+    for one, exact in zip(ours, outcome(), strict=True):
+        assert torch.equal(one, exact)
+    assert seen == [torch.bfloat16, torch.float32]
