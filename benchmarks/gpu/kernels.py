@@ -145,15 +145,17 @@ def _norms(bench: Bench) -> None:
         return (gated_rms_norm(y, z, weight, 1e-5, 1, fused=fused),)
 
     def added(x: Tensor, branch: Tensor, weight: Tensor, *, fused: bool) -> tuple[Tensor, ...]:
-        return add_rms_norm(x, branch, weight, 1e-5, fused=fused)
+        return add_rms_norm(x, branch, weight, 1e-5, dtype=branch.dtype, fused=fused)
 
     weight = torch.randn(sizes.d_inner, device=device)
     _time_operation(
         bench, "gated RMSNorm", gated, [draw(sizes.d_inner), draw(sizes.d_inner), weight]
     )
-    x, branch, narrow = draw(sizes.d_model), draw(sizes.d_model), weight[: sizes.d_model]
-    # The sum and two gradients are read, and one gradient is written, which both parts share.
-    back = 4 * nbytes([x])
+    # As in training under autocast: the stream is float32, branch and norm are bfloat16.
+    branch, narrow = draw(sizes.d_model), weight[: sizes.d_model]
+    x = torch.randn(branch.shape, device=device)
+    # The sum and two gradients are read, and two gradients are written.
+    back = 3 * nbytes([x]) + 2 * nbytes([branch])
     _time_operation(bench, "residual + RMSNorm", added, [x, branch, narrow], back=back)
 
 
