@@ -110,7 +110,8 @@ def test_residual_in_float32() -> None:
 
     def outcome(fused: bool) -> list[Tensor]:
         given = [one.clone().requires_grad_() for one in (x, branch, weight)]
-        total, normed = add_rms_norm(*given, 1e-5, dtype=NARROW, fused=fused)
+        wide, narrow, factor = given
+        total, normed = add_rms_norm(wide, narrow, factor, 1e-5, dtype=NARROW, fused=fused)
         loss = total.square().sum() + normed.float().pow(3).sum()
         return [total, normed, *torch.autograd.grad(loss, given)]
 
