@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.harness import Bench, error
-from benchmarks.gpu.inputs import backends, projected, randomness, scan_inputs
+from benchmarks.gpu.inputs import LIMIT, backends, projected, randomness, scan_inputs
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.mixers import MIXERS
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.decoding import CallingDecoder, StaticDecoder, captured
 from longrnn.ops.ssd import BACKENDS, ScanInputs
+from longrnn.ops.ssd.rescale import rescaled_ssd
+from longrnn.ops.ssd.window import windowed_ssd
+from longrnn.ops.ssd.window_carry import init_carry
 from longrnn.state import leaves
 
 # Largest errors, relative to the largest entry: inputs in float32; inputs in bfloat16 without
@@ -31,12 +34,13 @@ MITIGATIONS = ("state_norm(threshold=1)", "sliding_window(window={window})")
 
 def run(bench: Bench) -> None:
     """All checks; each backend that computes on this device has its own."""
-    names = backends(bench.device)
+    names = backends(bench)
     for name in names:
         for dtype in (torch.float32, torch.bfloat16):
             short = str(dtype).removeprefix("torch.")
             bench.attempt(f"{name}, {short}", partial(_against_the_loop, bench, name, dtype))
         bench.attempt(f"{name}, repeated", partial(_repeated, bench, name))
+        bench.attempt(f"{name}, mitigated", partial(_changed, bench, name))
     for kind in MIXERS:
         bench.attempt(f"model of {kind}", partial(_model, bench, kind))
     for text in MITIGATIONS:
@@ -66,6 +70,24 @@ def _against_the_loop(bench: Bench, name: str, dtype: torch.dtype) -> None:
     limits = (TRAINING, GRADIENTS) if narrow else (FLOAT32, FLOAT32)
     bench.check(f"{name}, {short}, values with gradients", max(errors[:2]), limits[0])
     bench.check(f"{name}, {short}, gradients", max(errors[2:]), limits[1])
+
+
+@torch.no_grad()
+def _changed(bench: Bench, name: str) -> None:
+    """The limited and the windowed recurrence in bfloat16, against plain torch in float64."""
+    sizes, window = bench.sizes, bench.sizes.checked_tokens // 5
+    wide = projected(sizes, sizes.checked_tokens, bench.device, torch.bfloat16)
+    limits = torch.full((sizes.heads,), LIMIT, dtype=torch.float64, device=bench.device)
+    given, start = scan_inputs(sizes, wide)
+    pairs = ((name, given, start), ("chunked", _cast(given, torch.float64), start.double()))
+    limited, windowed = [], []
+    for backend, inputs, state in pairs:
+        limited.append(rescaled_ssd(inputs, state, limits, BACKENDS[backend]))
+        carry = init_carry(ScanInputs(*(one[0, :1] for one in inputs)), state, window)
+        windowed.append(windowed_ssd(inputs, carry, window, BACKENDS[backend])[:2])
+    for what, (ours, exact) in (("state_norm", limited), (f"window of {window}", windowed)):
+        found = max(error(a, b) for a, b in zip(ours, exact, strict=True))
+        bench.check(f"{name}, bfloat16, {what}", found, EVALUATION)
 
 
 def _outcome(name: str, inputs: ScanInputs, state: Tensor) -> list[Tensor]:

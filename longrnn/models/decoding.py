@@ -160,5 +160,11 @@ def _call(model: LanguageModel, tokens: Tensor, state: LMState) -> tuple[Tensor,
 
 
 def _copy(buffers: LMState, values: LMState) -> None:
+    # Tensors of one dtype at a time, which a GPU copies in few launches for all layers.
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for (_, buffer), (_, value) in zip(leaves(buffers), leaves(values), strict=True):
-        buffer.copy_(value)
+        into, source = by_dtype.setdefault(buffer.dtype, ([], []))
+        into.append(buffer)
+        source.append(value)
+    for into, source in by_dtype.values():
+        torch.ops.aten._foreach_copy_(into, source)
