@@ -8,6 +8,7 @@ from longrnn.mixers.edits import (
     Steps,
     Update,
     UpdateRule,
+    fewest,
     init_carries,
 )
 from longrnn.mixers.gru import GRU
@@ -33,5 +34,6 @@ __all__ = [
     "StepwiseMixer",
     "Update",
     "UpdateRule",
+    "fewest",
     "init_carries",
 ]

@@ -20,7 +20,8 @@ such values, for example A, as arguments.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from longrnn.errors import UserError
 from longrnn.ops.native.stepwise import UpdateRule
 from longrnn.ops.ssd import SSD, ScanInputs
 from longrnn.ops.window import StepwiseCarry
-from longrnn.state import PyTree
+from longrnn.state import PyTree, clone
 
 if TYPE_CHECKING:
     from longrnn.mixers.base import Mixer
@@ -89,11 +90,11 @@ class Edit:
     """Changes or observes the recurrence of one layer; each hook is the identity by default.
 
     Every hook takes the carry and returns its result and the new carry. No hook changes an argument
-    in place.
+    in place, but for a carry from `static_carry`.
 
     Attributes:
-        reads_device: whether the hooks for one token read values back from the device, so that a
-            CUDA graph cannot capture them.
+        reads_device: whether the hooks for one token read values back from the device, even with a
+            carry from `static_carry`, so that a CUDA graph cannot capture them.
     """
 
     reads_device = False
@@ -169,6 +170,21 @@ class Edit:
         """
         return carry
 
+    def static_carry(self, carry: PyTree) -> PyTree:
+        """The carry as tokens in a CUDA graph read and change it; see `CapturableModel`.
+
+        Hooks take it for one token in place of the carry, and may change it in place.
+        """
+        return clone(carry)
+
+    def carry_after_static(self, carry: PyTree, static: PyTree) -> PyTree:
+        """The carry after the tokens that `static`, made from `carry`, has consumed since."""
+        return clone(static)
+
+    def static_tokens(self, carry: PyTree) -> Tensor | None:
+        """How many tokens of each row `static_carry` serves, `(b,)`; None for any number."""
+        return None
+
     @property
     def redefines_recurrence(self) -> bool:
         """Whether stage 3 is overridden, which at most one edit of a layer may do."""
@@ -181,6 +197,12 @@ def init_carries(
     """The carry of each layer's edit before the first token."""
     pairs = zip(mixers, edits, strict=True)
     return tuple(edit.init_carry(mixer, batch_size) for mixer, edit in pairs)
+
+
+def fewest(counts: Iterable[Tensor | None]) -> Tensor | None:
+    """The least count of each row, `(b,)`; None, for any number, if all are None."""
+    limits = [count for count in counts if count is not None]
+    return reduce(torch.minimum, limits) if limits else None
 
 
 def _no_rule(edit: Edit, carry: PyTree) -> UpdateRule | None:
@@ -228,6 +250,18 @@ class Composed(Edit):
             edit.blank_carry(own, tokens) if n == last else own
             for n, (edit, own) in enumerate(zip(self.edits, carry, strict=True))
         )
+
+    def static_carry(self, carry: PyTree) -> PyTree:
+        pairs = zip(self.edits, carry, strict=True)
+        return tuple(edit.static_carry(own) for edit, own in pairs)
+
+    def carry_after_static(self, carry: PyTree, static: PyTree) -> PyTree:
+        triples = zip(self.edits, carry, static, strict=True)
+        return tuple(edit.carry_after_static(own, new) for edit, own, new in triples)
+
+    def static_tokens(self, carry: PyTree) -> Tensor | None:
+        pairs = zip(self.edits, carry, strict=True)
+        return fewest(edit.static_tokens(own) for edit, own in pairs)
 
     def edit_steps(self, steps: Steps, carry: PyTree) -> tuple[Steps, PyTree]:
         carries = []
