@@ -40,6 +40,7 @@ def run(bench: Bench) -> None:
         for how in ("graph", "calls"):
             name = f"decoding by {how}, {rows} rows"
             bench.attempt(name, partial(_decode, bench, lm, rows, how), seconds=5)
+    bench.attempt("decoding under a window", partial(_decode_window, bench, lm), seconds=15)
     for name, text in MITIGATIONS.items():
         mitigated = partial(_mitigated, bench, lm, text.format(sizes.window), name, seconds)
         bench.attempt(f"prefill with {name}", mitigated, seconds=20)
@@ -98,8 +99,18 @@ def _mitigated(bench: Bench, model: RecurrentLM, spec: str, name: str, plain: li
     bench.compare(f"prefill of {length:,}, {name}, per token", timed, expected, "plain")
 
 
+def _decode_window(bench: Bench, model: RecurrentLM) -> None:
+    """Milliseconds per token of one row in the first chunk of a window, by a graph and by calls."""
+    window, chunk = bench.sizes.window, bench.sizes.window // 16
+    mitigated = Mitigated(model, mitigation(f"sliding_window(window={window}, chunk={chunk})"))
+    for how in ("graph", "calls"):
+        _decode(bench, mitigated, 1, how, ", window")
+
+
 @torch.no_grad()
-def _decode(bench: Bench, model: RecurrentLM, rows: int, how: str) -> None:
+def _decode(
+    bench: Bench, model: RecurrentLM | Mitigated, rows: int, how: str, under: str = ""
+) -> None:
     """Milliseconds per token of `rows` rows, by a CUDA graph or by calls of the model."""
     sizes = bench.sizes
     state = model.init_state(rows)
@@ -117,9 +128,10 @@ def _decode(bench: Bench, model: RecurrentLM, rows: int, how: str) -> None:
 
     decoder.step(tokens, None)  # captures the graph
     ms = bench.once(decode)
-    states = nbytes(leaf for _, leaf in leaves(state))
+    # A token reads some chunks of a window only.
+    states = nbytes(leaf for _, leaf in leaves(state.layers))
     cost = Cost(nbytes(model.parameters()) + 2 * states)
-    limit = DECODE_MS if rows == 1 and by_graph else None
+    limit = DECODE_MS if rows == 1 and by_graph and not under else None
     each = None if ms is None else ms / sizes.decoded
-    name = f"decoding by {'a graph' if by_graph else 'calls'}, {rows} rows, per token"
+    name = f"decoding by {'a graph' if by_graph else 'calls'}, {rows} rows{under}, per token"
     bench.figure(name, each, "ms", cost=cost, limit=limit)

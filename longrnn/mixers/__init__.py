@@ -1,14 +1,13 @@
 """Sequence mixers: the recurrent cells, one per file."""
 
 from longrnn.mixers.base import MIXERS, Mixer, ScanningMixer
+from longrnn.mixers.composed import Composed, fewest
 from longrnn.mixers.edits import (
-    Composed,
     Edit,
     EditedState,
     Steps,
     Update,
     UpdateRule,
-    fewest,
     init_carries,
 )
 from longrnn.mixers.gru import GRU

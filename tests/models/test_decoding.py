@@ -14,6 +14,7 @@ from longrnn.mitigations import Mitigated, mitigation
 from longrnn.models import generate
 from longrnn.models.base import CapturableModel, LMOutput
 from longrnn.models.decoding import CallingDecoder, StaticDecoder, captured, decoder
+from longrnn.ops import triton as kernels
 from longrnn.state import LMState, PyTree, clone, join, leaves, nbytes, take, tree_map
 from tests.contracts.builders import (
     DEFINED,
@@ -29,7 +30,7 @@ from tests.contracts.builders import (
     recurrent,
     spec_id,
 )
-from tests.devices import GPU, CopyCounter
+from tests.devices import GPU, CopyCounter, ReadCounter
 
 TOKENS = 12
 DECODERS = (CallingDecoder, StaticDecoder)
@@ -236,6 +237,31 @@ def test_a_token_neither_waits_for_the_device_nor_copies_to_it(build: Any) -> No
         static.step(tokens, None)
         static.step(tokens, done)
     assert counter.copies == []
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not kernels.available(), reason=str(kernels.missing()))
+def test_triton_kernels_under_a_window_read_nothing_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before the end of a chunk; logits and states are those of calls."""
+    mixer = {"kind": "mamba2", "d_state": 6, "head_dim": 16, "backend": "triton"}
+    specs = [mitigation_spec("forget_more"), window(7, chunk=5)]
+    model: Any = build_mitigated(specs, mixer, n_layers=1)
+    model.to("cpu" if kernels.interpreting() else "cuda")
+    plain = build_mitigated(specs, {**mixer, "backend": "chunked"}, n_layers=1)
+    start = plain(random_tokens(1, 12)).state
+    calls, static = CallingDecoder(plain, start), StaticDecoder(model, start)
+    lists: list[Tensor] = []
+    tolist = Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda self: lists.append(self) or tolist(self))
+    for tokens in random_tokens(2, 1, seed=1):
+        lists.clear()
+        with ReadCounter() as counter:
+            logits = static.step(tokens, None)
+        assert counter.reads == lists == []
+        assert_near(logits, calls.step(tokens, None), 1e-10)
+        assert_trees_near(static.state, calls.state, 1e-10)
 
 
 def test_what_reads_the_device_is_not_capturable() -> None:
