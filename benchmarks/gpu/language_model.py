@@ -44,6 +44,7 @@ def run(bench: Bench) -> None:
         for how in ("graph", "calls"):
             name = f"decoding by {how}, {rows} rows"
             bench.attempt(name, partial(_decode, bench, lm, rows, how), seconds=5)
+    bench.attempt("decoding under a window", partial(_decode_window, bench, lm), seconds=15)
     times: dict[int, float | None] = {}
     for length in (sizes.piece, sizes.tokens, sizes.long):
         # Twice the estimate from a shorter one, because it is an estimate.
@@ -108,8 +109,18 @@ def _mitigated(
     bench.figure(f"{what}, peak memory", bench.peak_gib(), "GiB")
 
 
+def _decode_window(bench: Bench, model: RecurrentLM) -> None:
+    """Milliseconds per token of one row in the first chunk of a window, by a graph and by calls."""
+    window, chunk = bench.sizes.window, bench.sizes.window // 16
+    mitigated = Mitigated(model, mitigation(f"sliding_window(window={window}, chunk={chunk})"))
+    for how in ("graph", "calls"):
+        _decode(bench, mitigated, 1, how, ", window")
+
+
 @torch.no_grad()
-def _decode(bench: Bench, model: RecurrentLM, rows: int, how: str) -> None:
+def _decode(
+    bench: Bench, model: RecurrentLM | Mitigated, rows: int, how: str, under: str = ""
+) -> None:
     """Milliseconds per token of `rows` rows, by a CUDA graph or by calls of the model."""
     sizes = bench.sizes
     state = model.init_state(rows)
@@ -127,10 +138,10 @@ def _decode(bench: Bench, model: RecurrentLM, rows: int, how: str) -> None:
 
     decoder.step(tokens, None)  # compiles the kernels and captures the graph
     ms = bench.on_host(decode, repeats=REPEATS)
-    states = nbytes(leaf for _, leaf in leaves(state))
-    # The whole embedding is read, as the head.
+    # The whole embedding is read, as the head; of a window a token reads some chunks only.
+    states = nbytes(leaf for _, leaf in leaves(state.layers))
     cost = Cost(nbytes(model.parameters()) + 2 * states)
-    limit = DECODE_MS if rows == 1 and by_graph else None
+    limit = DECODE_MS if rows == 1 and by_graph and not under else None
     each = None if ms is None else ms / sizes.decoded
-    name = f"decoding by {'a graph' if by_graph else 'calls'}, {rows} rows, per token"
+    name = f"decoding by {'a graph' if by_graph else 'calls'}, {rows} rows{under}, per token"
     bench.figure(name, each, "ms", cost=cost, limit=limit)

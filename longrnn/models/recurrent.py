@@ -33,7 +33,7 @@ from longrnn.ops.norm import add_rms_norm
 from longrnn.ops.packed_rows import PackedRows
 from longrnn.positions import POSITIONS
 from longrnn.ranges import check_ranges
-from longrnn.state import LMState, PyTree
+from longrnn.state import LMState, PyTree, clone
 
 
 class RecurrentLM(RecomputedModel):
@@ -88,8 +88,20 @@ class RecurrentLM(RecomputedModel):
 
     @property
     def is_capturable(self) -> bool:
-        """See `CapturableModel`; a table of positions compares its length with the position."""
-        return self.max_length is None and not any(mixer.reads_device for mixer in self.mixers)
+        """See `CapturableModel`."""
+        return not any(mixer.reads_device for mixer in self.mixers)
+
+    def static_state(self, state: LMState) -> LMState:
+        """See `CapturableModel`."""
+        return clone(state)
+
+    def state_after(self, state: LMState, static: LMState) -> LMState:
+        """See `CapturableModel`."""
+        return clone(static)
+
+    def static_tokens(self, state: LMState) -> Tensor | None:
+        """See `CapturableModel`; a table of positions has an end."""
+        return None if self.max_length is None else (self.max_length - state.position).clamp(min=0)
 
     @property
     def mixers(self) -> list[Mixer]:
@@ -142,8 +154,8 @@ class RecurrentLM(RecomputedModel):
                 whose first token is not a start continues the given state. None for no start.
             context: the processes that hold the rows together. Tokens, masks, `keep` and logits are
                 then of the share of this process, states of all: see `longrnn.models.context`.
-            checked: whether ids and state are known to be valid, as those of generated tokens are.
-                Comparing ids with the vocabulary would wait for the device.
+            checked: whether ids, state and positions are known to be valid, as those of generated
+                tokens are. Comparing ids with the vocabulary would wait for the device.
             vectors: what replaces embeddings and the vectors between layers; not with `context`.
 
         Raises:
@@ -201,7 +213,8 @@ class RecurrentLM(RecomputedModel):
             hidden, state = hidden_of_share(self, *given)
             kept = Residual(hidden).from_token(arranged.first_kept(keep))
             return self._output(kept, arranged, keep), state
-        return self._read(state, keep, edits, arranged, ArrangedVectors(vectors, arranged, time))
+        vectors_of = ArrangedVectors(vectors, arranged, time)
+        return self._read(state, keep, edits, arranged, vectors_of, checked)
 
     @torch.no_grad()
     def token_losses(
@@ -225,6 +238,7 @@ class RecurrentLM(RecomputedModel):
         edits: Sequence[Edit] | None,
         arranged: Arrangement,
         vectors: ArrangedVectors,
+        positions_checked: bool,
     ) -> tuple[Tensor, LMState]:
         """`hidden` of checked arguments."""
         tokens, rows = vectors.source, arranged.rows
@@ -237,7 +251,7 @@ class RecurrentLM(RecomputedModel):
         for start in range(0, tokens.shape[1], width):
             part = tokens[:, start : start + width]
             part_rows = rows.slice(start, start + width) if rows is not None else None
-            run = (part, state, edits, part_rows, vectors)
+            run = (part, state, edits, part_rows, vectors, positions_checked)
             if self.recomputation == "segment" and not vectors.is_read:
                 after, state = recomputed(self._segment, *run)
             else:
@@ -263,7 +277,7 @@ class RecurrentLM(RecomputedModel):
         return arranged.restore(add_rms_norm(*after, weight, eps, dtype=dtype)[1], keep)
 
     def embed(
-        self, tokens: Tensor, position: Tensor, rows: PackedRows | None
+        self, tokens: Tensor, position: Tensor, rows: PackedRows | None, *, checked: bool = False
     ) -> tuple[Tensor, Tensor]:
         """The input of the first block, and the positions after the tokens.
 
@@ -271,6 +285,7 @@ class RecurrentLM(RecomputedModel):
             tokens: `(b, t)` int64, or their embeddings `(b, t, d)`.
             position: `(b,)` int64, that of the first token.
             rows: where documents and padding begin; None without any.
+            checked: see `PositionalEncoding.forward`.
         """
         embeddings = self.embedding(tokens) if tokens.ndim == 2 else tokens
         if rows is None:
@@ -279,7 +294,7 @@ class RecurrentLM(RecomputedModel):
             after = position + time
         else:
             positions, after = rows.positions(position)
-        x = self.merge(self.position(embeddings, positions))
+        x = self.merge(self.position(embeddings, positions, checked=checked))
         if rows is not None:
             x = rows.without_padding(x)
         return x.to(torch.promote_types(x.dtype, torch.float32)) if self._wide else x, after
@@ -291,9 +306,10 @@ class RecurrentLM(RecomputedModel):
         edits: Sequence[Edit] | None,
         rows: PackedRows | None,
         vectors: ArrangedVectors,
+        positions_checked: bool,
     ) -> tuple[Residual, LMState]:
         """The residual stream after the blocks, for one segment."""
-        x, position = self.embed(tokens, state.position, rows)
+        x, position = self.embed(tokens, state.position, rows, checked=positions_checked)
         if tokens.shape[1] == 1 and edits is None and rows is None and not vectors.is_read:
             at_once = self._token_stack.run(self.blocks, x, state.layers)
             if at_once is not None:

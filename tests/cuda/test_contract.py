@@ -195,7 +195,7 @@ def test_a_generated_token_does_not_wait_for_the_gpu(build: Any) -> None:
     model = build().to(GPU)
     if not (isinstance(model, CapturableModel) and model.is_capturable):
         pytest.skip("reads the device, and says so")
-    state = model(random_tokens(2, 5).to(GPU)).state
+    state = model.static_state(model(random_tokens(2, 5).to(GPU)).state)
     token = torch.zeros(2, 1, dtype=torch.long, device=GPU)
     state = model(token, state, keep=1, checked=True).state  # copies constants
     torch.cuda.set_sync_debug_mode("error")

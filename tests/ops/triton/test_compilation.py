@@ -38,6 +38,7 @@ def results(architecture: int, cases: Sequence[str]) -> list[dict[str, Any]]:
 FORWARD = ("forward-one", "forward-two", "forward-float32", "forward-float64")
 LIMITED = ("limited-two", "limited-float32", "limited-float64")
 WINDOWED = ("windowed-one", "windowed-two", "windowed-float32", "windowed-float64")
+WINDOW_STEP = ("window-step-two", "window-step-float32", "window-step-float64")
 BACKWARD = ("backward-one", "backward-float32", "backward-float64")
 
 
@@ -48,7 +49,7 @@ BACKWARD = ("backward-one", "backward-float32", "backward-float64")
         ("walk-one",),
         *(
             pytest.param(cases, marks=pytest.mark.slow)
-            for cases in (FORWARD, LIMITED, WINDOWED, BACKWARD)
+            for cases in (FORWARD, LIMITED, WINDOWED, WINDOW_STEP, BACKWARD)
         ),
     ],
     ids=lambda cases: cases[0],
@@ -64,7 +65,7 @@ def test_kernels_fit(architecture: int, cases: Sequence[str]) -> None:
 
 
 def test_every_case_is_compiled() -> None:
-    listed = {"walk-one", *FORWARD, *LIMITED, *WINDOWED, *BACKWARD}
+    listed = {"walk-one", *FORWARD, *LIMITED, *WINDOWED, *WINDOW_STEP, *BACKWARD}
     from tests.ops.triton.compiled import CASES
 
     assert listed == set(CASES)
