@@ -39,6 +39,10 @@ from longrnn.results import Results, Row
 
 # Tokens of the stretches whose mean loss a row records, beside its buckets.
 STRETCH = 64
+OVERLAPPING_TOGETHER = (
+    "overlapping windows are read from empty states, one process each: leave out "
+    "--context-parallel, and the processes share the windows"
+)
 
 
 class Bucket(NamedTuple):
@@ -235,10 +239,7 @@ def _parts(
     """Yield the losses of windows in parts, with the position where a part begins."""
     if overlap is not None:
         if context is not None:
-            raise UserError(
-                "overlapping windows are read from empty states, one process each: leave out "
-                "--context-parallel, and the processes share the windows"
-            )
+            raise UserError(OVERLAPPING_TOGETHER)
         yield from overlapping_losses(model, windows, overlap, rows=rows, progress=progress)
         return
     parts = (
