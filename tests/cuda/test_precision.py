@@ -38,6 +38,8 @@ def test_float32_cells_are_not_rounded_to_tf32(
 ) -> None:
     """cuDNN would round the factors of products to 11 bits, an error of some 1e-4 at this width."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    if hasattr(torch.backends.cudnn, "rnn"):
+        monkeypatch.setattr(torch.backends.cudnn, "fp32_precision", "tf32")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         mixer = MIXERS.build({"kind": kind}, 128, 128).double()
