@@ -49,13 +49,12 @@ def context_group(options: PerplexityOptions, device: str) -> ContextGroup | Non
         UserError: the launch does not have that many processes, or windows overlap.
     """
     from longrnn import processes
-    from longrnn.evaluation.perplexity import OVERLAPPING_TOGETHER
+    from longrnn.evaluation.perplexity import refuse_together
     from longrnn.models.context import ContextGroup
 
     if options.context_parallel == 1:
         return None
-    if options.overlap is not None:
-        raise UserError(OVERLAPPING_TOGETHER)
+    refuse_together(options.overlap)
     return ContextGroup.of(processes.form_teams(options.context_parallel, device))
 
 

@@ -39,10 +39,6 @@ from longrnn.results import Results, Row
 
 # Tokens of the stretches whose mean loss a row records, beside its buckets.
 STRETCH = 64
-OVERLAPPING_TOGETHER = (
-    "overlapping windows are read from empty states, one process each: leave out "
-    "--context-parallel, and the processes share the windows"
-)
 
 
 class Bucket(NamedTuple):
@@ -228,6 +224,19 @@ def losses(
     return sums
 
 
+def refuse_together(overlap: Overlap | None) -> None:
+    """Refuses overlapping windows for several processes that read each window together.
+
+    Raises:
+        UserError: there is an overlap.
+    """
+    if overlap is not None:
+        raise UserError(
+            "overlapping windows are read from empty states, one process each: leave out "
+            "--context-parallel, and the processes share the windows"
+        )
+
+
 def _parts(
     model: LanguageModel,
     windows: Tensor,
@@ -239,7 +248,7 @@ def _parts(
     """Yield the losses of windows in parts, with the position where a part begins."""
     if overlap is not None:
         if context is not None:
-            raise UserError(OVERLAPPING_TOGETHER)
+            refuse_together(overlap)
         yield from overlapping_losses(model, windows, overlap, rows=rows, progress=progress)
         return
     parts = (
