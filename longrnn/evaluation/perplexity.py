@@ -224,6 +224,19 @@ def losses(
     return sums
 
 
+def refuse_together(overlap: Overlap | None) -> None:
+    """Refuses overlapping windows for several processes that read each window together.
+
+    Raises:
+        UserError: there is an overlap.
+    """
+    if overlap is not None:
+        raise UserError(
+            "overlapping windows are read from empty states, one process each: leave out "
+            "--context-parallel, and the processes share the windows"
+        )
+
+
 def _parts(
     model: LanguageModel,
     windows: Tensor,
@@ -235,10 +248,7 @@ def _parts(
     """Yield the losses of windows in parts, with the position where a part begins."""
     if overlap is not None:
         if context is not None:
-            raise UserError(
-                "overlapping windows are read from empty states, one process each: leave out "
-                "--context-parallel, and the processes share the windows"
-            )
+            refuse_together(overlap)
         yield from overlapping_losses(model, windows, overlap, rows=rows, progress=progress)
         return
     parts = (

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from longrnn.models.base import CapturableModel, LanguageModel
+from longrnn.ops.triton import on_device
 from longrnn.state import LMState, clone, leaves, reset
 
 # Capturing a graph takes about as long as this many tokens.
@@ -124,7 +125,9 @@ class StaticDecoder:
         some_done = done is not None
         if some_done not in self._runs:
             before = clone(self._buffers)  # preparing a run may consume tokens
-            self._runs[some_done] = self._prepare(lambda: self._compute(some_done))
+            # A graph records the streams of the current device, which may be another GPU.
+            with on_device(self._tokens):
+                self._runs[some_done] = self._prepare(lambda: self._compute(some_done))
             _copy(self._buffers, before)
         self._tokens.copy_(tokens)
         if done is not None:

@@ -33,11 +33,16 @@ def refuse_tf32(like: Tensor) -> None:
 
     By default cuDNN rounds the factors of float32 products to 11 significant bits (TF32), also
     inside its recurrent cells. The setting is read by the backward pass too, which runs after the
-    call, so it is not restored. The setting for recurrent cells alone would make later reads of
-    `torch.backends.cudnn.allow_tf32` raise.
+    call, so it is not restored.
 
     Args:
         like: any tensor of the computation; nothing happens if it is on the CPU.
     """
-    if like.device.type != "cpu":
-        torch.backends.cudnn.allow_tf32 = False
+    if like.device.type == "cpu":
+        return
+    cudnn = torch.backends.cudnn
+    cudnn.allow_tf32 = False
+    if hasattr(cudnn, "rnn"):
+        # From torch 2.9 on, the line above means the precision of `torch.backends.fp32_precision`,
+        # which may be TF32. Both operators, or reading `allow_tf32` would raise from now on.
+        cudnn.rnn.fp32_precision = cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]

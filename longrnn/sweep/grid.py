@@ -16,7 +16,7 @@ from longrnn.models.recurrent import RecurrentConfig
 from longrnn.positions import POSITIONS
 from longrnn.registry import Registry, keyword_options
 from longrnn.tasks import TASKS
-from longrnn.training.checks import check
+from longrnn.training.checks import check, check_one_process
 from longrnn.training.config import TrainConfig
 from longrnn.training.folder import HARMLESS
 from longrnn.training.initial_states import INITIAL_STATES
@@ -93,6 +93,7 @@ def expand(base: TrainConfig, axes: Axes, folder: Path) -> list[GridRun]:
         name = run_name(values)
         try:
             config = applied(base, values)
+            check_one_process(config)
             check(config)
         except UserError as error:
             raise UserError(f"run {name}: {error}") from error

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.mitigations import Mitigated, mitigation
-from longrnn.models import generate
+from longrnn.mixers import MIXERS
+from longrnn.models import decoding, generate
 from longrnn.models.base import CapturableModel, LMOutput
 from longrnn.models.decoding import CallingDecoder, StaticDecoder, captured, decoder
 from longrnn.ops import triton as kernels
@@ -298,6 +300,39 @@ def test_a_cpu_decodes_by_calls() -> None:
     """A graph needs a GPU."""
     model = build_model("lstm")
     assert isinstance(decoder(model, model.init_state(1), 1000), CallingDecoder)
+
+
+def test_a_graph_is_captured_on_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current device may be another GPU, whose graph would record nothing."""
+    model, current = build_model("gru"), ["cuda:0"]
+
+    @contextmanager
+    def on_device(tensor: Tensor) -> Iterator[None]:
+        current.append(str(tensor.device))
+        yield
+        current.pop()
+
+    def prepare(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        assert current[-1] == "cpu"
+        return run
+
+    monkeypatch.setattr(decoding, "on_device", on_device)
+    static = StaticDecoder(model, model.init_state(2), prepare=prepare)
+    done = torch.tensor([True, False])
+    for mask in (None, done):
+        static.step(torch.zeros(2, dtype=torch.long), mask)
+    assert current == ["cuda:0"]
+
+
+@pytest.mark.cuda
+@torch.no_grad()
+def test_a_model_on_another_gpu_than_the_current_one_generates_the_same_tokens() -> None:
+    """Of two GPUs, or of one under both of its names."""
+    prompt, last = random_tokens(2, 5), f"cuda:{torch.cuda.device_count() - 1}"
+    for kind in MIXERS:
+        wanted = generate(build_model(kind), prompt, max_new_tokens=30)
+        model = build_model(kind).to(last)
+        assert generate(model, prompt.to(last), max_new_tokens=30).tokens == wanted.tokens
 
 
 @pytest.mark.cuda

@@ -45,6 +45,17 @@ def test_cells_of_cudnn_refuse_tf32(kind: str, packed: bool) -> None:
     assert not torch.backends.cudnn.allow_tf32
 
 
+@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "rnn"), reason="torch has one setting")
+@pytest.mark.usefixtures("tf32")
+def test_cells_of_cudnn_refuse_tf32_for_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a program has chosen it for all products, and its own settings can be read."""
+    monkeypatch.setattr(torch.backends, "fp32_precision", "tf32")
+    mixer = build_mixer({"kind": "gru"}, torch.float32).to(GPU)
+    mixer(torch.zeros(2, 3, D_MODEL + 2, device=GPU), mixer.init_state(2))
+    assert torch.backends.cudnn.rnn.fp32_precision == "ieee"  # type: ignore[attr-defined]
+    assert not torch.backends.cudnn.allow_tf32
+
+
 def test_a_device_without_autocast_has_none() -> None:
     """The meta device is one; asking torch about it raises."""
     assert not autocasts(torch.empty(1, device=GPU))

@@ -16,8 +16,11 @@ import torch
 
 from longrnn import load
 from longrnn.errors import UserError
+from longrnn.models.context import ContextGroup
 from longrnn.training import checkpoint
+from longrnn.training.context import Mesh
 from longrnn.training.trainer import Trainer
+from tests.devices import GPU
 from tests.launched import launch, launched
 from tests.training.runs import TEXTS, metrics, tiny, train, write_config
 
@@ -119,6 +122,18 @@ def test_every_way_to_train(kind: str, changes: dict[str, Any], tmp_path: Path) 
     done = launched("train", write_config(many, tmp_path / "c.yaml"), "--quiet", processes=3)
     assert (tmp_path / "many/model.safetensors").is_file(), done.stderr
     assert_like(tmp_path / "one", tmp_path / "many")
+
+
+def test_processes_on_gpus_exchange_tensors_on_gpus() -> None:
+    """NCCL does not take those of the CPU, on which rows that are not finite are found."""
+
+    class Group(ContextGroup):
+        def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+            assert tensor.device == GPU
+            return torch.tensor([[1, 0, 1], [1, 1, 0]])
+
+    mesh = Mesh(0, 1, Group(None, 0, 2), GPU)
+    assert mesh.in_all(torch.tensor([True, False, True])).tolist() == [True, False, False]
 
 
 def test_a_number_of_processes_that_does_not_divide_is_refused(tmp_path: Path) -> None:

@@ -6,12 +6,13 @@ place, and in a slow test they run under Triton's interpreter.
 
 from __future__ import annotations
 
+import importlib.abc
 import json
 import os
 import subprocess
 import sys
 import tarfile
-from importlib.util import find_spec
+from importlib.util import find_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,28 @@ def test_without_the_package_the_backend_is_refused() -> None:
     with pytest.raises(UserError, match="pip install"):
         select("mamba_ssm")
     assert resolve("auto") != "mamba_ssm"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("0 active drivers ([])"), OSError("no libcuda.so")])
+def test_a_package_that_cannot_be_loaded_is_refused(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its compiled parts raise other errors than ImportError on another machine."""
+
+    class Loader(importlib.abc.Loader):
+        def exec_module(self, module: Any) -> None:
+            raise error
+
+    class Finder(importlib.abc.MetaPathFinder):
+        def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+            return spec_from_loader(name, Loader()) if name == "mamba_ssm" else None
+
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    for name in [name for name in sys.modules if name.split(".")[0] == "mamba_ssm"]:
+        monkeypatch.delitem(sys.modules, name)
+    mamba_ssm.combined.cache_clear()
+    with pytest.raises(UserError, match="cannot be imported.*pip install mamba-ssm, or use"):
+        resolve("mamba_ssm")
 
 
 # Runs mamba-ssm's own kernels on a CPU and prints the largest relative error of each result.
