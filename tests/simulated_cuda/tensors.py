@@ -139,15 +139,15 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         raise RuntimeError("a graph captures no copy from pageable memory")
     changes_shape = torch.Tag.inplace_view in func.tags
     plain_args, plain_kwargs = tree_map(inner, (args, kwargs))
-    func = ONLY_ON_GPUS.get(func, func)
-    found = func(*plain_args, **plain_kwargs)
+    run: Any = ONLY_ON_GPUS.get(func, func)
+    found = run(*plain_args, **plain_kwargs)
     if on_gpu and DEVICE.graph is not None and not changes_shape:
         frozen = tree_map(_frozen, (args, kwargs))
-        DEVICE.graph.record(func, *frozen, tree_map(_alias, found))
+        DEVICE.graph.record(run, *frozen, tree_map(_alias, found))
     if changes_shape and ours:
         with no_dispatch():  # the same change of the shape
             func(*args, **kwargs)
-    known = {id(one.on_cpu): one for one in ours}
+    known = {id(inner(one)): one for one in ours}
 
     def outer(value: Any) -> Any:
         if not isinstance(value, Tensor) or is_on_gpu(value):
