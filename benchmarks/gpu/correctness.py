@@ -172,16 +172,22 @@ def _decoding(bench: Bench, spec: str) -> None:
     bench.check(f"decoding by a graph and by calls{under}", found, FLOAT32)
 
 
-@torch.no_grad()
 def _mitigated(bench: Bench, spec: str, backend: str) -> None:
-    """Logits under a mitigation, on this device and in plain torch on the CPU."""
+    """Logits and gradients under a mitigation, on this device and in plain torch on the CPU."""
     mixer = bench.sizes.mixer
     exact = Mitigated(_build(bench, {**mixer, "backend": "chunked"}), mitigation(spec))
     model = _build(bench, {**mixer, "backend": backend}).to(bench.device)
     ours = Mitigated(model, mitigation(spec))
     tokens = _tokens(bench)
-    found = error(ours(tokens.to(bench.device)).logits, exact(tokens).logits)
+    with torch.no_grad():
+        found = error(ours(tokens.to(bench.device)).logits, exact(tokens).logits)
     bench.check(f"{spec}, {backend}, against the CPU", found, MODELS)
+    gradients = []
+    for one, given in ((ours, tokens.to(bench.device)), (exact, tokens)):
+        one(given).logits.logsumexp(-1).mean().backward()
+        flat = [p.grad.cpu().flatten() for p in one.parameters() if p.grad is not None]
+        gradients.append(torch.cat(flat))
+    bench.check(f"{spec}, {backend}, gradients, against the CPU", error(*gradients), MODELS)
 
 
 @torch.no_grad()

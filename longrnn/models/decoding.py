@@ -68,6 +68,7 @@ class CallingDecoder:
 
     def __init__(self, model: LanguageModel, state: LMState) -> None:
         self._model, self._state = model, state
+        # How many tokens need no comparison of their positions with the end of a table.
         self._checked = _Left(model.static_tokens(state)) if _is_capturable(model) else None
 
     @property
@@ -142,7 +143,7 @@ class StaticDecoder:
         return logits[:, -1]
 
     def _call(self, tokens: Tensor, done: Tensor | None) -> Tensor:
-        """Consumes a token by a call with the state itself, and makes new buffers' values of it."""
+        """Consumes a token by a call with the state itself, and gives the buffers new values."""
         before = self.state
         logits, after = self._model(tokens[:, None], before, keep=1)
         self._origin = after if done is None else reset(after, before, done)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,7 @@ from tests.contracts.builders import (
     assert_trees_equal,
     build_mitigated,
     build_model,
+    generator,
     mitigation_spec,
     random_tokens,
     recurrent,
@@ -204,6 +206,33 @@ def models() -> Iterator[Any]:
     for mixer, specs in [*chains, *WINDOWS]:
         name = f"{window_id(specs)}-{spec_id(mixer)}"
         yield pytest.param(lambda m=mixer, s=specs: build_mitigated(s, m), id=name)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: build_mitigated([mitigation_spec("token_filter"), window(7, chunk=3)]),
+        lambda: build_mitigated([window(5)], "lstm", position="learned"),
+    ],
+    ids=["mamba2", "lstm"],
+)
+def test_texts_from_buffers_are_those_from_calls(
+    build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With padding in the prompt, and rows that end at different tokens."""
+    model, found = build(), []
+    prompt, is_token = random_tokens(4, 6), torch.ones(4, 6, dtype=torch.bool)
+    is_token[0, :2] = is_token[2, :5] = False
+    for Decoder in DECODERS:
+        module = sys.modules["longrnn.models.generate"]
+        monkeypatch.setattr(module, "decoder", lambda model, state, _, D=Decoder: D(model, state))
+        options: Any = {"temperature": 1.0, "generator": generator(3), "is_token": is_token}
+        found.append(generate(model, prompt, max_new_tokens=30, stop=[[2], [5]], **options))
+    called, static = found
+    assert static.tokens == called.tokens
+    assert len({len(row) for row in called.tokens}) > 1
+    assert_trees_near(static.state, called.state, 1e-10)
 
 
 class OnGPU:

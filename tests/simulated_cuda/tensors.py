@@ -142,8 +142,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     run: Any = ONLY_ON_GPUS.get(func, func)
     found = run(*plain_args, **plain_kwargs)
     if on_gpu and DEVICE.graph is not None and not changes_shape:
-        frozen = tree_map(_frozen, (args, kwargs))
-        DEVICE.graph.record(run, *frozen, tree_map(_alias, found))
+        known_args, known_kwargs = tree_map(_frozen, (args, kwargs))
+        DEVICE.graph.record(run, known_args, known_kwargs, tree_map(_alias, found))
     if changes_shape and ours:
         with no_dispatch():  # the same change of the shape
             func(*args, **kwargs)

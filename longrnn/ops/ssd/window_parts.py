@@ -29,7 +29,7 @@ from longrnn.ops.ssd.ends import end_state
 from longrnn.ops.ssd.window_carry import WindowShape
 
 
-def outputs(known: Chunk, C: Tensor, shape: WindowShape, ssd: SSD) -> Tensor:
+def outputs(known: Chunk, C: Tensor, shape: WindowShape, ssd: SSD, dtype: torch.dtype) -> Tensor:
     """The outputs of a call that begins at the start of a segment.
 
     Args:
@@ -37,6 +37,7 @@ def outputs(known: Chunk, C: Tensor, shape: WindowShape, ssd: SSD) -> Tensor:
         C: `(b, t, g, n)`.
         shape: see `WindowShape`.
         ssd: a plain recurrence.
+        dtype: of its states.
 
     Returns:
         y `(b, t, h, p)`.
@@ -44,6 +45,7 @@ def outputs(known: Chunk, C: Tensor, shape: WindowShape, ssd: SSD) -> Tensor:
     length, time = shape.chunk, C.shape[1]
     missing = -time % length
     known = Chunk(*(_padded(tensor, missing) for tensor in known))
+    known = known._replace(gain=known.gain.to(dtype))  # gives other tensors their dtype
     new = (one[:, (shape.whole + 1) * length :] for one in known)
     own = ScanInputs(*new, C=_padded(C, missing))
     decays = _decays(known.log_decay, length)
@@ -100,7 +102,7 @@ def _edges(known: Chunk, rows: ScanInputs, decays: _Decays, shape: WindowShape, 
     """What the pair before those between adds to each row, at the start of its segment."""
     length, rest, b = shape.chunk, shape.rest, len(known.x)
     segments = len(rows.x) // b
-    # Row r of segment c, and the token that leaves the window after it.
+    # The token at (c, r) is the oldest one in the window of row r of segment c.
     row = torch.arange(length, device=known.x.device)
     start = length - rest + 1
     x, gain, _, B = (one[:, start : start + segments * length] for one in known)

@@ -167,7 +167,7 @@ class _Again(NamedTuple):
         def y_of(inputs: ScanInputs, carry: WindowCarry) -> Tensor:
             known = Chunk(*_joined(carry.recent, carry.current, inputs, offset))
             C = F.pad(inputs.C, (0, 0, 0, 0, offset, 0)) if offset else inputs.C
-            return outputs(known, C, shape, triton.ssd)[:, offset:]
+            return outputs(known, C, shape, triton.ssd, state.dtype)[:, offset:]
 
         segments = (offset + inputs.x.shape[1]) // shape.chunk + shape.whole
         states_of_row = segments * state.numel() * state.element_size()

@@ -41,12 +41,11 @@ def draw(time: int, dtype: torch.dtype = torch.float64) -> ScanInputs:
 
 
 def found_and_wanted(
-    inputs: ScanInputs, w: int, segment: int, time: int
+    inputs: ScanInputs, w: int, segment: int, dtype: torch.dtype = torch.float64
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs of the last `time` tokens and gradients, of `outputs` and of the definition."""
-    shape = shape_of(w, segment)
-    first = (shape.whole + 1) * segment
-    y = outputs(Chunk(*inputs[:4]), inputs.C[:, first:], shape, chunked.ssd)
+    """Outputs of the tokens after the known ones and gradients, of `outputs` and the definition."""
+    shape, first = shape_of(w, segment), known(w, segment)
+    y = outputs(Chunk(*inputs[:4]), inputs.C[:, first:], shape, chunked.ssd, dtype)
     exact = ScanInputs(*(tensor.detach().double().requires_grad_() for tensor in inputs))
     wanted = definition(exact, w)[0][:, first:]
     weights = torch.randn(y.shape, generator=generator(5), dtype=torch.float64)
@@ -54,7 +53,8 @@ def found_and_wanted(
         [out, *torch.autograd.grad((out * weights.to(out)).sum(), given)]
         for out, given in ((y, inputs), (wanted, exact))
     ]
-    return results[0], [one.to(y.dtype) for one in results[1]]
+    pairs = zip(*results, strict=True)
+    return results[0], [one.to(own.dtype) for own, one in pairs]
 
 
 def known(w: int, segment: int) -> int:
@@ -68,9 +68,16 @@ def test_outputs_and_gradients_are_those_of_the_definition(
 ) -> None:
     inputs = draw(known(w, segment) + time, dtype)
     names = ("y", *ScanInputs._fields)
-    for name, ours, exact in zip(names, *found_and_wanted(inputs, w, segment, time), strict=True):
+    for name, ours, exact in zip(names, *found_and_wanted(inputs, w, segment, dtype), strict=True):
         # A window of one token has no decays, and gradients of 0.
         assert_near(ours, exact, TOLERANCE[dtype], name, scale=1e-3)
+
+
+def test_narrow_inputs_are_computed_in_the_dtype_of_the_states() -> None:
+    inputs = draw(known(13, 4) + 30, torch.float32)
+    found, wanted = found_and_wanted(inputs, 13, 4)
+    assert found[0].dtype == torch.float64
+    assert_near(found[0], wanted[0], TOLERANCE[torch.float64])
 
 
 @pytest.mark.parametrize("time", [5, 60])
@@ -84,7 +91,9 @@ def test_a_call_is_at_most_four_recurrences(time: int) -> None:
         return chunked.ssd(inputs, state)
 
     inputs = draw(known(30, 4) + time)
-    outputs(Chunk(*inputs[:4]), inputs.C[:, known(30, 4) :], shape_of(30, 4), counted)
+    outputs(
+        Chunk(*inputs[:4]), inputs.C[:, known(30, 4) :], shape_of(30, 4), counted, torch.float64
+    )
     assert calls == 4
 
 
@@ -94,7 +103,7 @@ def test_a_decay_to_zero_removes_what_came_before() -> None:
     with torch.no_grad():
         inputs.log_decay[:, [9, 18, 27, 33]] = -torch.inf
         lowest = inputs._replace(log_decay=inputs.log_decay.clamp(min=-1e4).requires_grad_())
-    found, _ = found_and_wanted(inputs, 13, 4, 30)
-    _, wanted = found_and_wanted(lowest, 13, 4, 30)
+    found, _ = found_and_wanted(inputs, 13, 4)
+    _, wanted = found_and_wanted(lowest, 13, 4)
     for ours, exact in zip(found, wanted, strict=True):
         assert_near(ours, exact, 1e-10)
