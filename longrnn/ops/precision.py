@@ -26,9 +26,14 @@ def own_precision(like: Tensor) -> AbstractContextManager[object]:
     Args:
         like: any tensor of the computation; only its device is used.
     """
-    autocast = torch.autocast(like.device.type, enabled=False) if autocasts(like) else OFF
+    autocast = without_autocast(like)
     rounds = like.device.type == "cuda" and getattr(CUBLAS, TF32) not in (EXACT, "none")
     return _without_tf32(autocast) if rounds else autocast
+
+
+def without_autocast(like: Tensor) -> AbstractContextManager[object]:
+    """A context in which autocast is off on the device of a tensor, and TF32 as it is set."""
+    return torch.autocast(like.device.type, enabled=False) if autocasts(like) else OFF
 
 
 @contextmanager
