@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from longrnn.ops import triton as kernels
 from longrnn.ops.linear import matmul_nt
-from longrnn.ops.precision import autocasts, own_precision
+from longrnn.ops.precision import autocasts, without_autocast
 
 # Logits of one piece, over all its tokens, on a CPU and on other devices.
 MAX_LOGITS = 2**23
@@ -101,7 +101,7 @@ def token_cross_entropy(
     pairs = zip(hidden.flatten(0, -2).split(rows), targets.flatten().split(rows), strict=True)
     losses = [hidden.new_empty(0, dtype=wide)]
     predictions = [targets.new_empty(0)]
-    with own_precision(hidden):
+    with without_autocast(hidden):
         logits_of = _logits_in(wide, head.to(dtype))
         for x, target in pairs:
             found = _losses(logits_of(x.to(dtype)), target.clamp(min=0), None, fused)
@@ -203,7 +203,7 @@ class _HeadLoss(torch.autograd.Function):
         trained = None if grad_hidden is None and grad_head is None else dtype
         loss = hidden.new_zeros((), dtype=wide)
         predictions = torch.empty_like(targets)
-        with own_precision(hidden):
+        with without_autocast(hidden):
             logits_of = _logits_in(wide, narrow)
             for start in range(0, len(hidden), rows):
                 part = slice(start, start + rows)

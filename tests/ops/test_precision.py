@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from longrnn.ops import precision
 from longrnn.ops.norm import gated_rms_norm, rms_norm
 from longrnn.ops.precision import autocasts, own_precision
 from tests.contracts.builders import D_MODEL, build_mixer, generator
@@ -54,6 +57,44 @@ def test_cells_of_cudnn_refuse_tf32_for_everything(monkeypatch: pytest.MonkeyPat
     mixer(torch.zeros(2, 3, D_MODEL + 2, device=GPU), mixer.init_state(2))
     assert torch.backends.cudnn.rnn.fp32_precision == "ieee"  # type: ignore[attr-defined]
     assert not torch.backends.cudnn.allow_tf32
+
+
+@pytest.fixture
+def matmul_settings() -> Iterator[None]:
+    """The settings of torch for products of float32 matrices, which are restored."""
+    before = torch.get_float32_matmul_precision()
+    own, general = (
+        getattr(one, "fp32_precision", None) for one in (precision.CUBLAS, torch.backends)
+    )
+    yield
+    torch.set_float32_matmul_precision(before)
+    if own is not None:
+        torch.backends.fp32_precision = general  # type: ignore[attr-defined]
+        precision.CUBLAS.fp32_precision = own
+
+
+@pytest.mark.usefixtures("matmul_settings")
+@pytest.mark.parametrize("everything", [False, True])
+def test_products_of_a_recurrence_refuse_tf32(everything: bool) -> None:
+    """On a GPU, also where a program has chosen it; its choice holds again afterwards."""
+    if everything and precision.TF32 == "allow_tf32":
+        pytest.skip("torch has no setting for everything")
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
+    if everything:
+        torch.backends.fp32_precision = "tf32"  # type: ignore[attr-defined]
+        precision.CUBLAS.fp32_precision = "none"
+    else:
+        torch.set_float32_matmul_precision("high")
+    chosen = getattr(precision.CUBLAS, precision.TF32)
+    assert chosen not in (precision.EXACT, "none")
+    with own_precision(torch.ones(1)):
+        assert getattr(precision.CUBLAS, precision.TF32) == chosen
+    with own_precision(on_gpu):
+        assert getattr(precision.CUBLAS, precision.TF32) == precision.EXACT
+        with own_precision(on_gpu):
+            pass
+        assert getattr(precision.CUBLAS, precision.TF32) == precision.EXACT
+    assert getattr(precision.CUBLAS, precision.TF32) == chosen
 
 
 def test_a_device_without_autocast_has_none() -> None:

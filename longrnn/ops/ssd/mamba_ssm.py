@@ -109,6 +109,8 @@ def longest_call(inputs: ScanInputs, state: Tensor) -> tuple[int, str]:
     }
     limits["y"] = OFFSETS // (rows * heads * head_dim)
     limits["the states of chunks"] = OFFSETS // state.numel() * CHUNK
+    # C Bᵀ within each chunk, for each group.
+    limits["the products of C and B"] = OFFSETS // (rows * inputs.B.shape[2] * CHUNK)
     name = min(limits, key=limits.__getitem__)
     return max(0, limits[name]), name
 

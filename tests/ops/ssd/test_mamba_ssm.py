@@ -190,14 +190,27 @@ def test_the_longest_call(rows: int, width: int, longest: int, name: str) -> Non
     assert offset <= 2**31 < offset + width
 
 
+def test_many_groups_of_small_states_shorten_the_longest_call() -> None:
+    """The kernels keep C Bᵀ of each chunk and group, 256 numbers per token and group."""
+    inputs, state = plain(9)
+    groups = [one.new_empty(2, 9, 64, 5) for one in (inputs.B, inputs.C)]
+    found = mamba_ssm.longest_call(inputs._replace(B=groups[0], C=groups[1]), state)
+    assert found == (2**31 // (2 * 64 * 256), "the products of C and B")
+
+
 @pytest.mark.usefixtures("loop")
 def test_a_call_beyond_the_longest_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message names the limit; one token less is computed."""
-    monkeypatch.setattr(mamba_ssm, "OFFSETS", 2 * 9 * 12)  # two rows, nine tokens, 4 heads × 3
-    monkeypatch.setattr(mamba_ssm, "CHUNK", 2**20)
-    mamba_ssm.ssd(*plain(9))
+    monkeypatch.setattr(mamba_ssm, "OFFSETS", 2 * 9 * 1200)  # two rows of nine tokens
+
+    def spread(time: int) -> tuple[ScanInputs, Tensor]:
+        inputs, state = plain(time)
+        x = torch.zeros(2, time, 1200)[..., :12].unflatten(-1, (4, 3))
+        return inputs._replace(x=x), state
+
+    mamba_ssm.ssd(*spread(9))
     with pytest.raises(UserError, match="a call of 10 tokens is too long.*at most 8 tokens"):
-        mamba_ssm.ssd(*plain(10))
+        mamba_ssm.ssd(*spread(10))
 
 
 def small(backend: str) -> RecurrentLM:
