@@ -159,7 +159,7 @@ VocabSize = Annotated[
     int | None, typer.Option(help="Vocabulary size of the task.", show_default="as in training")
 ]
 SequenceLength = Annotated[
-    int | None, typer.Option(help="Length of a sequence in tokens.", show_default="as in training")
+    str | None, typer.Option(help="Length of a sequence in tokens.", show_default="as in training")
 ]
 HeldOut = Annotated[
     int | None,

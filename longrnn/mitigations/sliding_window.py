@@ -16,6 +16,7 @@ from longrnn.ops.ssd.window import windowed_ssd
 from longrnn.ops.ssd.window_carry import blank, init_carry, reach
 from longrnn.ops.window import StepwiseCarry, init_stepwise, slide
 from longrnn.state import PyTree
+from longrnn.units import TokenCount
 
 
 class Window(Edit):
@@ -113,8 +114,8 @@ class SlidingWindow(Mitigation):
         diagnosis: see `Mitigation`.
     """
 
-    window: int
-    chunk: int | None = None
+    window: TokenCount
+    chunk: TokenCount | None = None
 
     name = "sliding_window"
     stage = Stage.SCAN
