@@ -17,7 +17,7 @@ from longrnn.lock_owner import read_owner
 from longrnn.results import Row, read_results
 from tests.cli.conftest import CLI
 from tests.launched import launch, launched
-from tests.training.runs import run
+from tests.training.forks import run
 
 
 @pytest.fixture
