@@ -22,9 +22,10 @@ from pathlib import Path
 from tests.training.runs import ENVIRONMENT
 
 SERVER = multiprocessing.get_context("forkserver")
-# torch._dynamo is what building an optimizer imports.
+# Most of what a command imports; building an optimizer imports torch._dynamo.
 SERVER.set_forkserver_preload(
     ["longrnn.training.trainer", "longrnn.cli.app", "omegaconf", "yaml", "torch._dynamo"]
+    + ["longrnn.evaluation.passkey", "scipy.stats", "matplotlib.pyplot", "pydantic"]
 )
 LIMIT = 100  # seconds that anything may take
 
