@@ -104,7 +104,7 @@ def _main(
 def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """One process, to its end."""
     with tempfile.TemporaryDirectory() as folder:
-        process = Fork(*arguments, folder=Path(folder), **environment)
+        process = Fork(*arguments, folder=Path(folder), before=None, **environment)
         code = process.end()
         return subprocess.CompletedProcess(arguments, code, process.out, process.err)
 
@@ -131,7 +131,7 @@ def group(
 
 def pair(*arguments: str | Path, folder: Path, **environment: str) -> list[Fork]:
     """Two processes that gloo joins, as a launcher starts them."""
-    return group(*arguments, folder=folder, size=2, **environment)
+    return group(*arguments, folder=folder, size=2, before=None, **environment)
 
 
 def rows(output: Path) -> int:
