@@ -271,7 +271,7 @@ def perplexity(
     device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
-    """Evaluate the loss on long texts, overall and by position, with intervals over documents.
+    """Evaluate the loss on long texts, overall and by position, with intervals over windows.
 
     A text that is longer than --length is split into windows, each of which starts from a new
     state. The same command resumes an interrupted run; more texts or lengths add to the results.

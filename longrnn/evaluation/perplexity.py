@@ -42,7 +42,7 @@ STRETCH = 64
 
 
 class Bucket(NamedTuple):
-    """Mean loss over documents, at the positions from `start` up to but not including `stop`.
+    """Mean loss over windows, at the positions from `start` up to but not including `stop`.
 
     Attributes:
         start: the first position.
@@ -266,12 +266,12 @@ def scored(row: Row, bucket: int | None = None) -> Scored:
 
 
 def summarise(rows: Sequence[Row]) -> tuple[Bucket, list[Bucket]]:
-    """Return the mean loss over documents, of whole windows and by bucket.
+    """Return the mean loss over windows, of whole ones and by bucket.
 
     Intervals are Student's t.
 
     Args:
-        rows: rows of `evaluate`, all of one length; each counts as one document.
+        rows: rows of `evaluate`, all of one length; each window counts once.
     """
     length = rows[0]["length"]
     known = all(row.get("bucket_bytes") is not None for row in rows)

@@ -74,7 +74,7 @@ class BitsPerByte(Evaluation):
     Every text is cut into parts with equal numbers of characters, each of which is read once from
     an empty state. A column has the positions between the previous length and its own, in tokens of
     the first model; other models score the same bytes, cut at borders of all tokenizers (see
-    `longrnn.evaluation.windows.shared_places`). Each part counts as one document.
+    `longrnn.evaluation.windows.shared_places`). Each part is one sample.
 
     Args:
         title: see `Evaluation`.
