@@ -148,21 +148,7 @@ def evaluate_windows(
                 rows=batch_size,
                 context=context,
             )
-            results.append(
-                {
-                    "text": window.document.name,
-                    "text_sha256": window.document.sha256,
-                    "length": length,
-                    "window": window.number,
-                    "start": window.start,
-                    "bytes": window.n_bytes(),
-                    "bucket_bytes": window.bytes_between(edges(length)),
-                    "nats_per_token": float(by_bucket.sum() / length),
-                    "buckets": (by_bucket / _sizes(edges(length))).tolist(),
-                    "stretches": _rounded(by_stretch / _sizes(_stretch_edges(length))),
-                }
-                for window, by_bucket, by_stretch in zip(batch, buckets, stretches, strict=True)
-            )
+            results.append(map(_row, batch, buckets, stretches))
     results.collect()
     rows = {_identity(row): row for row in results.rows if "bytes" in row}
     # Earlier versions did not record the bytes of the buckets, which follow from the text.
@@ -170,6 +156,23 @@ def evaluate_windows(
         {"bucket_bytes": window.bytes_between(edges(window.length)), **rows[key]}
         for key, window in requested.items()
     ]
+
+
+def _row(window: Window, by_bucket: Tensor, by_stretch: Tensor) -> Row:
+    """A row of results from the sums of losses, in nats, of each bucket and stretch."""
+    length = window.length
+    return {
+        "text": window.document.name,
+        "text_sha256": window.document.sha256,
+        "length": length,
+        "window": window.number,
+        "start": window.start,
+        "bytes": window.n_bytes(),
+        "bucket_bytes": window.bytes_between(edges(length)),
+        "nats_per_token": float(by_bucket.sum() / length),
+        "buckets": (by_bucket / _sizes(edges(length))).tolist(),
+        "stretches": _rounded(by_stretch / _sizes(_stretch_edges(length))),
+    }
 
 
 def _batches(windows: Sequence[Window], batch_size: int) -> Iterator[list[Window]]:
