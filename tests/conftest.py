@@ -71,7 +71,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Makes Triton's interpreter faster for tests of the kernels."""
-    if "triton" in item.nodeid and kernels.available() and kernels.interpreting():
+    if (
+        ("triton" in item.nodeid or "gpu" in item.nodeid)
+        and kernels.available()
+        and kernels.interpreting()
+    ):
         interpreter.speed_up()
 
 

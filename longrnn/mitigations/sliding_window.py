@@ -32,6 +32,7 @@ from longrnn.ops.window import (
     stepwise_left,
 )
 from longrnn.state import PyTree
+from longrnn.units import TokenCount
 
 
 class Window(Edit):
@@ -155,8 +156,8 @@ class SlidingWindow(Mitigation):
         diagnosis: see `Mitigation`.
     """
 
-    window: int
-    chunk: int | None = None
+    window: TokenCount
+    chunk: TokenCount | None = None
 
     name = "sliding_window"
     stage = Stage.SCAN

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import maybe_current_level  # pyright: ignore[reportMissingImports]
 from torch.nn import functional as F
 
 from longrnn.errors import UserError
 from longrnn.ops import triton as kernels
 from longrnn.ops.again import gradients_of
 from longrnn.ops.precision import own_precision
+from longrnn.ops.transforms import takes_plain_operations
 
 if TYPE_CHECKING:
     from longrnn.ops.triton.norm import Normed
@@ -107,8 +107,7 @@ def _normed(
     skip: Tensor | None = None,
     D: Tensor | None = None,
 ) -> Tensor:
-    # torch.func transforms differentiable operations only.
-    if torch.is_grad_enabled() and maybe_current_level() is None:
+    if torch.is_grad_enabled() and not takes_plain_operations():
         return _Norm.apply(x, gate, weight, skip, D, eps, groups, fused)
     if _is_fused(fused, x, gate, weight, skip, D):
         return _kernel(x, gate, weight, skip, D, eps, groups, keep=False).y

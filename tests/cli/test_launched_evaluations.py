@@ -19,7 +19,8 @@ from longrnn.models.context import ContextGroup
 from longrnn.results import Row, read_results
 from tests.cli.conftest import CLI
 from tests.launched import launch, launched
-from tests.training.runs import run, tiny, train
+from tests.training.forks import run
+from tests.training.runs import tiny, train
 
 
 @pytest.fixture

@@ -61,6 +61,20 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 DTYPES = list(TOLERANCE)
 
 
+def with_positions(cases: Mapping[str, tuple[Any, ...]]) -> list[Any]:
+    """Cases of cells and mitigations, each with a position encoding as its last argument.
+
+    A cell without a mitigation is combined with every encoding. The others have one each, in turns:
+    an encoding changes the input of the first cell, and no mitigation sees it.
+    """
+    kinds, found = list(POSITIONS), []
+    for number, (name, (specs, mixer)) in enumerate(cases.items()):
+        plain = all(spec["kind"] == "none" for spec in specs)
+        for position in kinds if plain else [kinds[number % len(kinds)]]:
+            found.append(pytest.param(specs, mixer, position, id=f"{name}-{position}"))
+    return found
+
+
 def mixer_spec(kind: str) -> dict[str, Any]:
     return {"kind": kind, **MIXER_OPTIONS.get(kind, {})}
 
