@@ -22,7 +22,7 @@ from longrnn.training.context import Mesh
 from longrnn.training.trainer import Trainer
 from tests.devices import GPU
 from tests.launched import launch, launched
-from tests.training.runs import TEXTS, metrics, tiny, train, write_config
+from tests.training.runs import MAMBA2, TEXTS, metrics, tiny, train, write_config
 
 STEPS: dict[str, Any] = {"max_steps": 4, "logging_steps": 1, "save_steps": 2}
 TEXT = {"kind": "text", "files": TEXTS, "max_segments": 5}
@@ -153,3 +153,11 @@ def test_repeated_segments_are_refused_before_anything_starts(tmp_path: Path) ->
     task = {"kind": "passkey", "max_repeat": 4, "max_segments": 2}
     with pytest.raises(UserError, match="repeated segments are read by one process each"):
         tiny("passkey", tmp_path, context_parallel_size=2, task=task)
+
+
+def test_a_backend_that_refuses_some_inputs_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    model = {**MAMBA2, "mixer": {**MAMBA2["mixer"], "backend": "mamba_ssm"}}
+    with pytest.raises(UserError, match="mamba_ssm refuses some inputs.*set model.mixer.backend"):
+        tiny("passkey", tmp_path, context_parallel_size=2, model=model)
