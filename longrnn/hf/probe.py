@@ -118,10 +118,9 @@ def _find_way(model: HFLanguageModel, tokens: Tensor) -> str | None:
     except Exception as error:  # likewise
         return one_line(error)
     if not whole.isfinite().all():
-        narrow = whole.dtype.itemsize < 4
         raise UserError(
             f"this {model.kind} gives logits that are not finite in {whole.dtype}, so its values "
-            f"overflow: {'load it with dtype float32' if narrow else 'take another checkpoint'}"
+            f"overflow: load it with a wider dtype such as float32, or take another checkpoint"
         )
     tolerance = TOLERANCE.get(whole.dtype, NARROW_TOLERANCE)
     if histories(model.like) != {name for name, _ in leaves(model.like)}:

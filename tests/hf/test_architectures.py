@@ -114,5 +114,5 @@ def test_finite_weights_whose_values_overflow_are_refused() -> None:
     with torch.no_grad():
         theirs.lm_head.weight.fill_(6e4)
         theirs.model.norm.weight.fill_(6e4)
-    with pytest.raises(UserError, match="so its values overflow: load it with dtype float32"):
+    with pytest.raises(UserError, match="so its values overflow: load it with a wider dtype"):
         HFLanguageModel(theirs)
