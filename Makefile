@@ -22,7 +22,7 @@ test: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal
 
 slow: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -m slow

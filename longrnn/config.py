@@ -16,6 +16,7 @@ from longrnn.errors import UserError, nearest
 from longrnn.files import expand_home
 from longrnn.ranges import choices_of, meaning_of_true
 from longrnn.text import read_mapping, read_regular
+from longrnn.units import with_counts
 
 C = TypeVar("C")
 # The value of a key that the user must give.
@@ -167,6 +168,18 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {prefix.rstrip("."): tree}
 
 
+def nested(keys: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The mapping that `flat` turned into dotted keys, for keys that begin with `prefix`."""
+    tree: dict[str, Any] = {}
+    for key, value in keys.items():
+        *above, last = key.removeprefix(prefix).split(".")
+        inner = tree
+        for name in above:
+            inner = inner.setdefault(name, {})
+        inner[last] = value
+    return tree
+
+
 def _emptied(kind: Any, values: dict[str, Any], prefix: str = "") -> Iterator[str]:
     """Dotted keys of the free mappings that `values` gives as empty.
 
@@ -190,15 +203,18 @@ def _given(hint: Any) -> Any:
 
 
 def _words(kind: Any, values: dict[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
-    """`values` with the word that YAML 1.1 reads as a boolean where a key takes a text.
+    """`values` as their keys mean them: words that are not booleans, and numbers for `4k`.
 
-    `no` comes back where it is a choice of the key, and true where it means one of them.
+    YAML 1.1 reads some words as booleans. `no` comes back where it is a choice of the key, and true
+    where it means one of them.
 
     Raises:
-        UserError: any other boolean for a text, whose spelling is lost.
+        UserError: any other boolean for a text, whose spelling is lost; or a text that is not a
+            valid length, for a number of tokens.
     """
     hints = get_type_hints(kind)
-    words = dict(values)
+    annotated = get_type_hints(kind, include_extras=True)
+    words = with_counts(values, annotated, f"{source}, key {prefix}")
     for field in fields(kind):
         name, value = field.name, values.get(field.name)
         hint = _given(hints[name])

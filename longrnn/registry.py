@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 
 from longrnn.config import refuse_booleans, takes_text
 from longrnn.errors import UserError, nearest
+from longrnn.units import with_counts
 
 T = TypeVar("T")
 M = TypeVar("M", bound=type)
@@ -76,7 +77,37 @@ class Registry(Mapping[str, "type[T]"], Generic[T]):
         member = self[kind]
         return member(*context, **self.check(kind, options))
 
+    def complete(self, spec: Mapping[str, Any]) -> dict[str, Any]:
+        """`spec` with the default of every option that it leaves out and that has one.
+
+        A default that depends on other options is that of the member's `derived_options`.
+
+        Args:
+            spec: see `build`.
+
+        Raises:
+            UserError: unknown kind, unknown option, or a value of the wrong type.
+        """
+        kind = spec.get("kind")
+        if not isinstance(kind, str):
+            return dict(spec)
+        member = self[kind]
+        given = {name: value for name, value in spec.items() if name != "kind"}
+        defaults = getattr(member.__init__, "__kwdefaults__", None) or {}
+        options = {**defaults, **self._typed(kind, given)}
+        derived = getattr(member, "derived_options", dict)(options)
+        return {"kind": kind, **options, **derived}
+
     def check(self, kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """`options` converted to the types that the member's constructor states, none missing."""
+        typed = self._typed(kind, options)
+        optional = getattr(self[kind].__init__, "__kwdefaults__", None) or {}
+        for name in keyword_options(self[kind]):
+            if name not in options and name not in optional:
+                raise UserError(f"{self.family} {kind!r} needs its option {name!r}: give it")
+        return typed
+
+    def _typed(self, kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
         """`options` converted to the types that the member's constructor states."""
         # omegaconf is imported here so that `import longrnn` and `--help` stay fast.
         from omegaconf import OmegaConf
@@ -89,14 +120,13 @@ class Registry(Mapping[str, "type[T]"], Generic[T]):
                 raise UserError(f"{self.family} {kind!r} has no option {name!r}: {remedy}")
             if takes_text(known[name]):
                 refuse_booleans(options[name], f"{self.family} {kind!r}, option {name!r}")
-        optional = getattr(self[kind].__init__, "__kwdefaults__", None) or {}
-        for name in known:
-            if name not in options and name not in optional:
-                raise UserError(f"{self.family} {kind!r} needs its option {name!r}: give it")
+        options = with_counts(
+            options, keyword_options(self[kind], annotated=True), f"{self.family} {kind!r}, option "
+        )
         given = [(name, known[name], field()) for name in options]
         schema = OmegaConf.structured(make_dataclass(f"{kind}_options", given))
         try:
-            merged = OmegaConf.merge(schema, dict(options))
+            merged = OmegaConf.merge(schema, options)
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0]
             raise UserError(
@@ -125,9 +155,15 @@ def _entries(value: Any) -> Any:
     return value if isinstance(value, list) else [value]
 
 
-def keyword_options(member: type) -> dict[str, Any]:
-    """Name and type of every keyword-only parameter of a class's constructor."""
+def keyword_options(member: type, *, annotated: bool = False) -> dict[str, Any]:
+    """Name and type of every keyword-only parameter of a class's constructor.
+
+    Args:
+        member: the class.
+        annotated: whether a type keeps its annotations, such as that of `TokenCount`.
+    """
     # The fields of a dataclass may come from another module, with its names for their types.
-    hints = get_type_hints(member if is_dataclass(member) else member.__init__)
+    source = member if is_dataclass(member) else member.__init__
+    hints = get_type_hints(source, include_extras=annotated)
     parameters = inspect.signature(member.__init__).parameters.values()
     return {p.name: hints[p.name] for p in parameters if p.kind is p.KEYWORD_ONLY}

@@ -149,9 +149,13 @@ def reset(state: S, initial: S, where: Tensor) -> S:
 
     Args:
         where: `(b,)` bool.
+
+    A tensor that both trees share is returned as it is, and not copied.
     """
 
     def select(old: Tensor, new: Tensor) -> Tensor:
+        if old is new:
+            return old
         return torch.where(where.view(-1, *[1] * (old.ndim - 1)), new, old)
 
     return tree_map(select, state, initial)

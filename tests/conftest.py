@@ -56,10 +56,12 @@ def _recording(self: UserError, *parts: object) -> None:
 UserError.__init__ = _recording  # type: ignore[method-assign]
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `cuda` where torch finds no GPU."""
-    import torch
-
+    """Marks tests of kernels that run on a GPU here, and skips tests marked `cuda` without one."""
+    for item in items:
+        if getattr(getattr(item, "module", None), "DEVICE", None) == "cuda":
+            item.add_marker(pytest.mark.cuda)
     if torch.cuda.is_available():
         return
     for item in items:
@@ -69,7 +71,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Makes Triton's interpreter faster for tests of the kernels."""
-    if "triton" in item.nodeid and kernels.available() and kernels.interpreting():
+    if (
+        ("triton" in item.nodeid or "gpu" in item.nodeid)
+        and kernels.available()
+        and kernels.interpreting()
+    ):
         interpreter.speed_up()
 
 

@@ -1,32 +1,75 @@
-"""Commands under `accelerate launch`, as several real processes on one CPU."""
+"""Commands as several real processes on one CPU, as `accelerate launch` starts them.
+
+Notable choices:
+- `launch` runs accelerate's launcher itself.
+- `launched` gives forks of a server the environment that the launcher would give them: the same
+  processes, without seconds of imports in each. The tests of the launchers use `launch`.
+"""
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
+
+from tests.training.forks import group
 from tests.training.runs import ENVIRONMENT
 
 REPOSITORY = Path(__file__).parents[1]
-CPU2 = REPOSITORY / "configs/accelerate/cpu2.yaml"
+CPU2 = ("--config_file", str(REPOSITORY / "configs/accelerate/cpu2.yaml"))
 
 
-def launch(*arguments: str | Path, processes: int = 2) -> subprocess.Popen[str]:
-    """Start `longrnn` with arguments in several processes, on a port of its own."""
+def launch(
+    *arguments: str | Path, processes: int = 2, flags: tuple[str, ...] = CPU2
+) -> subprocess.Popen[str]:
+    """Start `longrnn` under `accelerate launch` with some flags, on a port of its own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CPU2)]
-    command += ["--num_processes", str(processes), "--main_process_port", port]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *flags]
+    command += ["--num_processes", str(processes)]
+    command += ["--main_process_port", port] if "--cpu" not in flags else []
     command += ["-m", "longrnn.cli", *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT)
 
 
-def launched(*arguments: str | Path, processes: int = 2) -> subprocess.CompletedProcess[str]:
-    """`launch`, to its end."""
-    process = launch(*arguments, processes=processes)
+def ended(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    """A process, at its end."""
     out, err = process.communicate(timeout=300)
-    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def launched(
+    *arguments: str | Path,
+    processes: int = 2,
+    flags: tuple[str, ...] = CPU2,
+    before: Callable[[], None] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """The processes that `launch` starts, to their end; the first exit code that is not 0."""
+    environment = _variables(processes, flags)
+    with tempfile.TemporaryDirectory() as folder:
+        started = group(
+            *arguments, folder=Path(folder), size=processes, before=before, **environment
+        )
+        codes = [process.end() for process in started]
+        out = "".join(process.out for process in started)
+        err = "".join(process.err for process in started)
+    return subprocess.CompletedProcess(arguments, next(filter(None, codes), 0), out, err)
+
+
+def _variables(processes: int, flags: tuple[str, ...]) -> dict[str, str]:
+    """The environment variables that accelerate sets for the processes that it starts."""
+    port = ("--main_process_port", "0")
+    given = [*flags, "--num_processes", str(processes), *port, "-m", "longrnn.cli"]
+    options, *_ = _validate_launch_command(launch_command_parser().parse_args(given))
+    assert options.use_fsdp or options.multi_gpu  # else accelerate starts one process
+    variables = prepare_multi_gpu_env(options)
+    return {name: value for name, value in variables.items() if os.environ.get(name) != value}

@@ -44,7 +44,7 @@ PROGRAMS = {
         "bamba longrnn",
     ),
     "int8_cpu": (
-        ["--layers", "1", "--d-model", "64", "--vocab", "64", "--window", "8192"],
+        ["--layers", "1", "--d-model", "64", "--vocab", "64", "--text", str(ROOT / "LICENSE")],
         "weights int8",
     ),
     "mitigations_cpu": (

@@ -82,7 +82,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 KINDS = ("ours", "native", "hf", "run", "transformer", "checkpoint")
-FLIPS = {".safetensors": 40, ".bin": 40, ".json": 12}
+FLIPS = {".safetensors": 16, ".bin": 16, ".json": 6}
 
 
 @pytest.mark.parametrize("kind", KINDS)

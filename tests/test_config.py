@@ -211,7 +211,7 @@ def numeric_keys(kind: Any, prefix: str = "") -> dict[str, Any]:
         if text.startswith("RecurrentConfig") or text == "LengthConfig":
             inner = RecurrentConfig if text.startswith("R") else LengthConfig
             found |= numeric_keys(inner, f"{prefix}{declared.name}.")
-        elif {"int", "float"} & set(re.findall(r"\w+", text)):
+        elif {"int", "float", "TokenCount"} & set(re.findall(r"\w+", text)):
             found[f"{prefix}{declared.name}"] = declared
     return found
 
@@ -315,7 +315,7 @@ def test_options_of_a_kind_are_numbers_and_words(tmp_path: Path) -> None:
     assert MIXERS.check("mamba2", {"bias": False}) == {"bias": False}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"validation"}))  # tasks, too
 @pytest.mark.parametrize("value", [-1, 0, float("inf"), -0.5, [-1.0, 2.0], [2.0, 1.0], [0.0, 0.0]])
 def test_numeric_options_of_every_kind(family: str, value: Any) -> None:
     """An option is refused in one sentence, or builds a member whose weights are finite."""

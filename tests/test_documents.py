@@ -9,6 +9,7 @@ import runpy
 import shlex
 import sys
 from collections.abc import Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,12 @@ def parse(command: Any, words: list[str], complete: bool) -> None:
             pytest.fail(error.format_message())
 
 
+# What typer builds anew at every call.
+longrnn_commands = cache(partial(typer.main.get_command, app))
+
+
 def parse_longrnn(words: list[str], complete: bool) -> None:
-    parse(typer.main.get_command(app), words, complete)
+    parse(longrnn_commands(), words, complete)
     if words[0] == "train" and len(words) > 1 and (ROOT / words[1]).is_file():
         overrides = [word for word in words[2:] if not word.startswith("--")]
         load_config(TrainConfig, ROOT / words[1], overrides)

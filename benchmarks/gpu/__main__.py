@@ -3,14 +3,16 @@
 Parts, in this order:
   ceilings     how fast the device copies memory and multiplies matrices
   correctness  recurrences, models and mitigations against float64, the CPU and themselves
-  kernels      each operation at 65,536 tokens of mamba2-2.7b, beside mamba-ssm if installed
+  kernels      each operation at 65,536 tokens of mamba2-2.7b
+  mamba_ssm    the recurrence beside that of mamba-ssm, where it is installed
   model        prefill and decoding of a 2.7B model with random weights in bfloat16
   training     a training step of 8 × 8,192 tokens
 
 Each part runs in its own process, which is ended after the part's budget; what it found until then
-counts. Results are written to --json after every row. A bound is what the bytes and operations of a
-shape need at the measured ceilings. The exit code is 1 if a check failed or a part ended early, 2
-without a GPU.
+counts. If a kernel leaves the device unusable, another process goes on behind it. Results are
+written to --json after every row. A bound is what the bytes and operations of a shape need at the
+measured ceilings. The exit code is 1 if a check failed or a part ended early, 2 without a GPU.
+Products of float32 matrices are computed in float32, whatever the environment says of TF32.
 
 --dry-run runs every part at a tiny size on the CPU, in one process and without any time.
 
@@ -37,7 +39,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.gpu.harness import Bench
+from benchmarks.gpu.harness import Bench, DeviceLostError
 from benchmarks.gpu.record import FAILED, HEADER, Record, Row
 from benchmarks.gpu.sizes import DRY, FULL
 from longrnn.programs import module_command, module_environment
@@ -57,13 +59,18 @@ def _imported(module: str) -> Callable[[Bench], None]:
 
 PARTS = {
     "ceilings": Part(_imported("ceilings"), 30),
-    "correctness": Part(_imported("correctness"), 130),
-    "kernels": Part(_imported("kernels"), 110),
-    "model": Part(_imported("language_model"), 150),
-    "training": Part(_imported("training_step"), 110),
+    "correctness": Part(_imported("correctness"), 125),
+    "kernels": Part(_imported("kernels"), 80),
+    "mamba_ssm": Part(_imported("peer"), 85),
+    "model": Part(_imported("language_model"), 115),
+    "training": Part(_imported("training_step"), 85),
 }
 # Seconds before the end of its budget at which a part starts nothing more.
 RESERVE = 5.0
+# Seconds that another process of a part must have.
+RESTART = 20.0
+# Exit code of a process that cannot use the device any more.
+LOST = 3
 PACKAGES = ("torch", "triton", "mamba-ssm", "causal-conv1d", "longrnn")
 
 
@@ -116,6 +123,7 @@ def about(*, dry: bool) -> dict[str, Any]:
 
 def run_part(name: str, record: Record, *, dry: bool, seconds: float) -> None:
     """Runs one part in this process, which may take `seconds`."""
+    torch.set_float32_matmul_precision("highest")
     device = torch.device("cpu" if dry else "cuda")
     deadline = time.monotonic() + seconds - RESERVE
     PARTS[name].run(Bench(record, name, DRY if dry else FULL, device, deadline))
@@ -127,7 +135,8 @@ def run_child(
     """Runs one part in a process of its own, and reads what it found.
 
     A kernel with a wrong address leaves no usable device behind, and one that never ends cannot be
-    interrupted from within.
+    interrupted from within. After the first kind, or if the process dies, another one runs the rest
+    of the part.
 
     Args:
         name: of the part.
@@ -136,20 +145,39 @@ def run_child(
         seconds: instead of the part's budget.
     """
     assert record.path is not None
-    record.save()
     seconds = PARTS[name].seconds if seconds is None else seconds
-    options = ["--child", name, "--until", str(time.time() + seconds), "--json", str(record.path)]
+    until = time.time() + seconds
+    while True:
+        begun = len(record.begun)
+        code = _process(name, record, until, dry=dry)
+        goes_on = len(record.begun) > begun and until - time.time() > RESTART
+        reason = ""
+        if code is None:
+            reason = f"it did not end within its {seconds:.0f} s"
+        elif code not in (0, LOST):
+            reason = f"its process ended with {code}"
+        elif code == LOST and not goes_on:
+            reason = "the device was lost, and there was no time or use for another process"
+        if reason:
+            pieces = [piece for part, piece in record.begun if part == name]
+            where = f", in {pieces[-1]}" if pieces else ""
+            record.add(Row(name, f"part {name}", FAILED, reason=reason + where))
+        if code in (0, None) or not goes_on:
+            return
+
+
+def _process(name: str, record: Record, until: float, *, dry: bool) -> int | None:
+    """The exit code of one process of a part, whose rows are then in the record; None if killed."""
+    record.save()
+    options = ["--child", name, "--until", str(until), "--json", str(record.path)]
     command = module_command("benchmarks.gpu", *options, *["--dry-run"] * dry)
-    reason = ""
+    environment, left = module_environment("benchmarks.gpu"), until - time.time()
     try:
-        done = subprocess.run(command, env=module_environment("benchmarks.gpu"), timeout=seconds)
-        if done.returncode:
-            reason = f"its process ended with {done.returncode}"
+        return subprocess.run(command, env=environment, timeout=left).returncode
     except subprocess.TimeoutExpired:
-        reason = f"it did not end within its {seconds:.0f} s"
-    record.load()
-    if reason:
-        record.add(Row(name, f"part {name}", FAILED, reason=reason))
+        return None
+    finally:
+        record.load()
 
 
 def main(given: list[str] | None = None) -> int:
@@ -165,7 +193,10 @@ def main(given: list[str] | None = None) -> int:
     if args.child:
         record = Record(args.json, {})
         record.load()
-        run_part(args.child, record, dry=args.dry_run, seconds=args.until - time.time())
+        try:
+            run_part(args.child, record, dry=args.dry_run, seconds=args.until - time.time())
+        except DeviceLostError:
+            return LOST
         return 0
     with TemporaryDirectory() as folder:
         path = args.json or (None if args.dry_run else Path(folder) / "gpu.json")

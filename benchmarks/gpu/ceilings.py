@@ -12,7 +12,7 @@ def run(bench: Bench) -> None:
     sizes, device = bench.sizes, bench.device
 
     def copy() -> None:
-        source = torch.zeros(sizes.copied, dtype=torch.uint8, device=device)
+        source = torch.empty(sizes.copied, dtype=torch.uint8, device=device).random_()
         target = torch.empty_like(source)
         ms = bench.milliseconds(lambda: target.copy_(source))
         rate = None if ms is None else 2 * sizes.copied / ms * 1e3

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.harness import Bench, error
-from benchmarks.gpu.inputs import backends, projected, randomness, scan_inputs
+from benchmarks.gpu.inputs import LIMIT, backends, projected, randomness, scan_inputs
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.mixers import MIXERS
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.decoding import CallingDecoder, StaticDecoder, captured
 from longrnn.ops.ssd import BACKENDS, ScanInputs
 from longrnn.ops.ssd.rescale import UNLIMITED, rescaled_ssd
+from longrnn.ops.ssd.window import windowed_ssd
+from longrnn.ops.ssd.window_carry import init_carry
 from longrnn.state import leaves
 
 # Largest errors, relative to the largest entry: inputs in float32; inputs in bfloat16 without
@@ -29,18 +31,21 @@ MODELS = 1e-4
 DECODED = 8
 # A norm that every state of the random inputs exceeds by far: one that equals its limit to rounding
 # has a gradient on either side, and float32 and float64 may choose different ones.
-LIMIT = 0.2
+EXCEEDED = 0.2
+# Chunks shorter than these tokens.
+WINDOW = "sliding_window(window=23, chunk=5)"
 MITIGATIONS = ("state_norm(threshold=1)", "sliding_window(window={window})")
 
 
 def run(bench: Bench) -> None:
     """All checks; each backend that computes on this device has its own."""
-    names = backends(bench.device)
+    names = backends(bench)
     for name in names:
         for dtype in (torch.float32, torch.bfloat16):
             short = str(dtype).removeprefix("torch.")
             bench.attempt(f"{name}, {short}", partial(_against_the_loop, bench, name, dtype))
         bench.attempt(f"{name}, repeated", partial(_repeated, bench, name))
+        bench.attempt(f"{name}, mitigated", partial(_changed, bench, name))
         # The dry run has one dtype here: Triton's interpreter is slow, and has no bfloat16.
         for dtype in (torch.float32,) if bench.sizes.dry else (torch.float32, torch.bfloat16):
             short = str(dtype).removeprefix("torch.")
@@ -52,7 +57,8 @@ def run(bench: Bench) -> None:
         spec = text.format(window=bench.sizes.checked_tokens // 5)
         for name in names:
             bench.attempt(f"{spec}, {name}", partial(_mitigated, bench, spec, name))
-    bench.attempt("decoding by a graph", partial(_decoding, bench))
+    bench.attempt("decoding by a graph", partial(_decoding, bench, "none"))
+    bench.attempt("decoding by a graph, window", partial(_decoding, bench, WINDOW))
     for name in names:
         what = f"{name}, {bench.sizes.long:,} tokens"
         bench.attempt(what, partial(_long, bench, name, what), seconds=10)
@@ -80,7 +86,7 @@ def _against_the_loop(bench: Bench, name: str, dtype: torch.dtype) -> None:
 def _limited(bench: Bench, name: str, dtype: torch.dtype, what: str) -> None:
     """Values and gradients under a limit on the norm of the state, against float64 in torch."""
     sizes, narrow = bench.sizes, dtype != torch.float32
-    limits = torch.full((sizes.heads,), LIMIT, dtype=torch.float64, device=bench.device)
+    limits = torch.full((sizes.heads,), EXCEEDED, dtype=torch.float64, device=bench.device)
     limits[1::2] = UNLIMITED
     inputs, state = scan_inputs(sizes, projected(sizes, sizes.checked_tokens, bench.device, dtype))
     exact = _outcome("reference", _cast(inputs, torch.float64), state.double(), limits)
@@ -89,6 +95,24 @@ def _limited(bench: Bench, name: str, dtype: torch.dtype, what: str) -> None:
     bounds = (TRAINING, GRADIENTS) if narrow else (FLOAT32, FLOAT32)
     bench.check(f"{what}, values with gradients", max(errors[:2]), bounds[0])
     bench.check(f"{what}, gradients", max(errors[2:]), bounds[1])
+
+
+@torch.no_grad()
+def _changed(bench: Bench, name: str) -> None:
+    """The limited and the windowed recurrence in bfloat16, against plain torch in float64."""
+    sizes, window = bench.sizes, bench.sizes.checked_tokens // 5
+    wide = projected(sizes, sizes.checked_tokens, bench.device, torch.bfloat16)
+    limits = torch.full((sizes.heads,), LIMIT, dtype=torch.float64, device=bench.device)
+    given, start = scan_inputs(sizes, wide)
+    pairs = ((name, given, start), ("chunked", _cast(given, torch.float64), start.double()))
+    limited, windowed = [], []
+    for backend, inputs, state in pairs:
+        limited.append(rescaled_ssd(inputs, state, limits, BACKENDS[backend]))
+        carry = init_carry(ScanInputs(*(one[0, :1] for one in inputs)), state, window)
+        windowed.append(windowed_ssd(inputs, carry, window, BACKENDS[backend])[:2])
+    for what, (ours, exact) in (("state_norm", limited), (f"window of {window}", windowed)):
+        found = max(error(a, b) for a, b in zip(ours, exact, strict=True))
+        bench.check(f"{name}, bfloat16, {what}", found, EVALUATION)
 
 
 def _outcome(
@@ -165,9 +189,10 @@ def _model(bench: Bench, kind: str) -> None:
 
 
 @torch.no_grad()
-def _decoding(bench: Bench) -> None:
+def _decoding(bench: Bench, spec: str) -> None:
     """Logits and states of a CUDA graph are those of calls; without a GPU, those of its buffers."""
-    model = _build(bench, bench.sizes.mixer).to(bench.device)
+    plain = _build(bench, bench.sizes.mixer).to(bench.device)
+    model = Mitigated(plain, mitigation(spec))
     prompt = _tokens(bench).to(bench.device)
     state = model(prompt).state
     prepare = captured if bench.device.type == "cuda" else None
@@ -177,19 +202,27 @@ def _decoding(bench: Bench) -> None:
         logits = [decoder.step(tokens, None).clone() for tokens in prompt[:, :DECODED].t()]
         results.append([*logits, *(leaf for _, leaf in leaves(decoder.state))])
     pairs = [(a, b) for a, b in zip(*results, strict=True) if a.is_floating_point()]
-    bench.check("decoding by a graph and by calls", max(error(a, b) for a, b in pairs), FLOAT32)
+    under = "" if spec == "none" else f", {spec}"
+    found = max(error(a, b) for a, b in pairs)
+    bench.check(f"decoding by a graph and by calls{under}", found, FLOAT32)
 
 
-@torch.no_grad()
 def _mitigated(bench: Bench, spec: str, backend: str) -> None:
-    """Logits under a mitigation, on this device and in plain torch on the CPU."""
+    """Logits and gradients under a mitigation, on this device and in plain torch on the CPU."""
     mixer = bench.sizes.mixer
     exact = Mitigated(_build(bench, {**mixer, "backend": "chunked"}), mitigation(spec))
     model = _build(bench, {**mixer, "backend": backend}).to(bench.device)
     ours = Mitigated(model, mitigation(spec))
     tokens = _tokens(bench)
-    found = error(ours(tokens.to(bench.device)).logits, exact(tokens).logits)
+    with torch.no_grad():
+        found = error(ours(tokens.to(bench.device)).logits, exact(tokens).logits)
     bench.check(f"{spec}, {backend}, against the CPU", found, MODELS)
+    gradients = []
+    for one, given in ((ours, tokens.to(bench.device)), (exact, tokens)):
+        one(given).logits.logsumexp(-1).mean().backward()
+        flat = [p.grad.cpu().flatten() for p in one.parameters() if p.grad is not None]
+        gradients.append(torch.cat(flat))
+    bench.check(f"{spec}, {backend}, gradients, against the CPU", error(*gradients), MODELS)
 
 
 @torch.no_grad()

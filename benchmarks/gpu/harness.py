@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,6 +18,13 @@ from longrnn.files import one_line
 
 # Seconds that all repeats of one timed call may take together.
 SECONDS = 2.0
+# Bytes that are written before each timed call: more than the caches of a GPU hold. Meanwhile the
+# host starts the kernels of the call, so that its own time does not count.
+FLUSHED = 2**28
+
+
+class DeviceLostError(Exception):
+    """A kernel has failed in a way after which this process cannot use the device."""
 
 
 class Bench:
@@ -42,33 +50,62 @@ class Bench:
     def seconds_left(self) -> float:
         return self.deadline - time.monotonic()
 
-    def attempt(self, name: str, work: Callable[[], object], *, seconds: float = 1.0) -> None:
+    def attempt(
+        self,
+        name: str,
+        work: Callable[[], object],
+        *,
+        seconds: float = 1.0,
+        again: bool = False,
+    ) -> None:
         """Runs a piece of the part; an error of it becomes a failed row.
 
+        A piece that an earlier process of the part has begun is left out.
+
         Args:
-            name: of the row, if the piece does not run to its end.
+            name: of the piece, and of the row if it does not run to its end.
             work: adds its own rows.
             seconds: what it is expected to take; it is not started if less is left.
+            again: whether each process of the part needs what it does.
+
+        Raises:
+            DeviceLostError: later pieces need another process.
         """
         if not self.sizes.dry and self.seconds_left < seconds:
             self.skip(name, f"about {seconds:.0f} s needed, {self.seconds_left:.0f} s left")
             return
+        if not self.record.begin(self.part, name) and not again:
+            return
         try:
             work()
+            self._synchronize()  # an error of a kernel belongs to the piece that started it
         except Exception as error:
             # A benchmark of kernels that may fail in any way: the error is the result.
             traceback.print_exc()
             self.add(name, FAILED, reason=f"{type(error).__name__}: {one_line(error)}")
-        finally:
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            if self.is_lost():
+                raise DeviceLostError(name) from error
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def is_lost(self) -> bool:
+        """Whether every later call of the device fails in this process."""
+        try:
+            self._synchronize()
+        except Exception:  # of any type: torch has several for errors of a device
+            return True
+        return False
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def add(self, name: str, status: str, **values: Any) -> None:
         self.record.add(Row(self.part, name, status, **values))
 
-    def skip(self, name: str, reason: str) -> None:
-        """Records that something was not run, and why."""
-        self.add(name, NOT_RUN, reason=reason)
+    def skip(self, name: str, reason: str, **limit: Any) -> None:
+        """Records that something was not run, and why; `limit` is what it would have had."""
+        self.add(name, NOT_RUN, reason=reason, **limit)
 
     def fits(self, name: str, bytes_needed: float) -> bool:
         """Whether so much device memory is free; records a row that was not run where it is not."""
@@ -80,7 +117,10 @@ class Bench:
         return free >= bytes_needed
 
     def check(self, name: str, error: float, limit: float) -> None:
-        """Records an error, which passes up to the limit; NaN fails."""
+        """Records an error, which passes up to the limit; NaN and infinity fail."""
+        if not math.isfinite(error):
+            self.add(name, FAILED, limit=limit, unit="error", reason=f"the error is {error}")
+            return
         status = PASSED if error <= limit else FAILED
         self.add(name, status, value=error, limit=limit, unit="error")
 
@@ -92,30 +132,39 @@ class Bench:
     def milliseconds(self, call: Callable[[], object]) -> float | None:
         """The median time of a call on the device; in a dry run it is called once, untimed.
 
-        A slow call is repeated less often: all repeats together take about SECONDS.
+        Caches are flushed before each call. A slow call is repeated less often: all repeats
+        together take about SECONDS. The first two calls do not count, if there are others.
         """
         if self.sizes.dry:
             call()
             return None
         call()  # compiles kernels
-        times = [_timed(call)]
+        flushed = torch.empty(FLUSHED, dtype=torch.uint8, device=self.device)
+        times = [_timed(call, flushed)]
         repeats = min(self.sizes.repeats, int(1e3 * SECONDS / times[0]))
-        times += [_timed(call) for _ in range(repeats)]
+        times += [_timed(call, flushed) for _ in range(repeats)]
         return median(times[1:] or times)
 
-    def once(self, call: Callable[[], object]) -> float | None:
-        """Milliseconds of one call on the host's clock, the device included; None in a dry run.
+    def on_host(self, call: Callable[[], object], *, repeats: int = 1) -> float | None:
+        """The median time of a long call on the host's clock, the device included, in ms.
 
-        For calls so long that repeating them would exceed the budget.
+        None in a dry run, which calls it once.
+
+        Args:
+            call: has run before, so that its kernels are compiled.
+            repeats: of the call, fewer if they would take more than SECONDS.
         """
         if self.sizes.dry:
             call()
             return None
-        torch.cuda.synchronize(self.device)
-        begun = time.perf_counter()
-        call()
-        torch.cuda.synchronize(self.device)
-        return 1e3 * (time.perf_counter() - begun)
+        times: list[float] = []
+        while len(times) < repeats and sum(times) < 1e3 * SECONDS:
+            torch.cuda.synchronize(self.device)
+            begun = time.perf_counter()
+            call()
+            torch.cuda.synchronize(self.device)
+            times.append(1e3 * (time.perf_counter() - begun))
+        return median(times)
 
     def figure(
         self,
@@ -144,6 +193,7 @@ class Bench:
     ) -> None:
         """Records a figure, its ratio to another one, and a limit of that ratio."""
         ratio = None if value is None or other is None else value / other
+        missing = value is not None and other is None
         self.add(
             name,
             _status(value, ratio, limit),
@@ -154,11 +204,13 @@ class Bench:
             against=against,
             limit=limit,
             limit_of="ratio",
+            reason=f"there is no time of {against} to compare with" if missing else "",
         )
 
     def _bound(self, cost: Cost | None) -> float | None:
         ceilings = self.record.ceilings
-        return cost.bound_ms(ceilings) if cost is not None and ceilings else None
+        known = {"bytes_per_second", "flops_per_second"} <= set(ceilings)
+        return cost.bound_ms(ceilings) if cost is not None and known else None
 
     def reset_peak(self) -> None:
         if self.device.type == "cuda":
@@ -171,9 +223,10 @@ class Bench:
         return torch.cuda.max_memory_allocated(self.device) / 2**30
 
 
-def _timed(call: Callable[[], object]) -> float:
-    """Milliseconds of one call on the current GPU."""
+def _timed(call: Callable[[], object], flushed: Tensor) -> float:
+    """Milliseconds of one call on the current GPU, after its caches were filled with `flushed`."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    flushed.zero_()
     begin.record()
     call()
     end.record()

@@ -7,19 +7,38 @@ import math
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.harness import Bench
+from benchmarks.gpu.record import FAILED
 from benchmarks.gpu.sizes import Sizes
+from longrnn.ops import triton
 from longrnn.ops.ssd import BACKENDS, ScanInputs
 
 # Range of dt and of −A in a new Mamba-2.
 DT, RATES = (1e-3, 1e-1), (1.0, 16.0)
+# Norm of a state that these inputs reach.
+LIMIT = 4.0
 # The loop over tokens, and the C++ kernels, which hand tensors of a GPU to `chunked`.
 NOT_TIMED = ("reference", "native")
+# The backend that the limits of times are for.
+FAST = "triton"
 
 
-def backends(device: torch.device) -> list[str]:
-    """The backends that compute on a device in their own way, without the reference."""
-    left_out = NOT_TIMED if device.type == "cuda" else NOT_TIMED[:1]
+def backends(bench: Bench) -> list[str]:
+    """The backends that compute on this device in their own way, without the reference.
+
+    On a GPU a row says if FAST is not among them: nothing else would show that it was not checked.
+    """
+    on_gpu = bench.device.type == "cuda"
+    if on_gpu and FAST not in BACKENDS:
+        bench.add(f"backend {FAST}", FAILED, reason=triton.missing() or "")
+    left_out = NOT_TIMED if on_gpu else NOT_TIMED[:1]
     return [name for name in BACKENDS if name not in left_out]
+
+
+def scan_operands(bench: Bench) -> tuple[ScanInputs, Tensor]:
+    """Inputs of the timed recurrence in bfloat16, and its initial state."""
+    sizes = bench.sizes
+    return scan_inputs(sizes, projected(sizes, sizes.tokens, bench.device, torch.bfloat16))
 
 
 def projected(sizes: Sizes, tokens: int, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -1,116 +1,76 @@
-"""Part 3: each operation of a layer at the shapes of a long prefill, beside mamba-ssm's."""
+"""Part 3: each operation of a layer at the shapes of a long prefill."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu.harness import Bench
-from benchmarks.gpu.inputs import backends, projected, scan_inputs
-from benchmarks.gpu.peers import peer_scan
+from benchmarks.gpu.inputs import FAST, LIMIT, backends, projected, scan_operands
 from benchmarks.gpu.sizes import Cost, nbytes, scan_flops
+from benchmarks.gpu.timing import Call, backward_ms, forward_ms, kept_ms
+from longrnn.ops import triton
 from longrnn.ops.conv import causal_conv
 from longrnn.ops.cross_entropy import weighted_cross_entropy
-from longrnn.ops.norm import gated_rms_norm, rms_norm
+from longrnn.ops.norm import add_rms_norm, gated_rms_norm
 from longrnn.ops.ssd import BACKENDS, ScanInputs
 from longrnn.ops.ssd.rescale import rescaled_ssd
 from longrnn.ops.ssd.window import windowed_ssd
 from longrnn.ops.ssd.window_carry import init_carry
 
-# Largest ratios that pass, of the backend FAST: to mamba-ssm, and to the plain recurrence.
-FAST = "triton"
-FORWARD, BACKWARD, STATE_NORM, WINDOW = 1.3, 1.6, 1.4, 1.5
+# Largest ratios of the backend FAST to its plain recurrence that pass.
+STATE_NORM, WINDOW = 1.4, 1.5
 # Each product of a forward pass has two in the backward pass.
 BACKWARD_PRODUCTS = 2
-# Norm of a state that the random inputs reach.
-LIMIT = 4.0
 
 
 def run(bench: Bench) -> None:
     """Times the operations of one layer, and the head with its loss."""
-    peer: dict[str, float | None] = {"forward": None, "backward": None}
-    bench.attempt("mamba_ssm", partial(_peer, bench, peer), seconds=5)
-    for name in backends(bench.device):
-        bench.attempt(f"{name}, recurrence", partial(_recurrence, bench, name, peer), seconds=5)
+    # The one that the limits are for comes first.
+    for name in sorted(backends(bench), key=lambda name: name != FAST):
+        bench.attempt(f"{name}, recurrence", partial(_recurrence, bench, name), seconds=5)
     for name, work in (("convolution", _convolution), ("norms", _norms), ("head", _head)):
         bench.attempt(name, partial(work, bench), seconds=5)
     bench.attempt("projections", partial(_projections, bench), seconds=3)
 
 
-def _inputs(bench: Bench) -> tuple[ScanInputs, Tensor]:
-    sizes = bench.sizes
-    return scan_inputs(sizes, projected(sizes, sizes.tokens, bench.device, torch.bfloat16))
+def recurrence_cost(inputs: ScanInputs, state: Tensor, *, back: bool = False) -> Cost:
+    """What the recurrence reads and writes once; its output is in the dtype of the state.
 
-
-def _forward_and_backward(
-    bench: Bench, call: Callable[..., tuple[Tensor, ...]], tensors: list[Tensor]
-) -> tuple[float | None, float | None, float | None]:
-    """Milliseconds of a call without gradients, of one with, and of its backward pass."""
-    with torch.no_grad():
-        plain = bench.milliseconds(lambda: call(*tensors))
-        # Dense gradients: those of a sum would be views of one number, which kernels copy first.
-        grads = [torch.randn_like(out) for out in call(*tensors)]
-    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-    kept = bench.milliseconds(lambda: call(*leaves))
-    both = bench.milliseconds(lambda: torch.autograd.grad(call(*leaves), leaves, grads))
-    backward = None if kept is None or both is None else both - kept
-    return plain, kept, backward
-
-
-def _peer(bench: Bench, found: dict[str, float | None]) -> None:
-    """The recurrence of mamba-ssm, which the others are compared with."""
-    call = peer_scan(bench.device)
-    if isinstance(call, str):
-        bench.skip("mamba_ssm, recurrence", call)
-        return
-    inputs, state = _inputs(bench)
-    plain, _, backward = _forward_and_backward(bench, call, [*inputs, state])
-    bench.figure("mamba_ssm, recurrence, forward", plain, "ms", cost=_cost(inputs, state))
-    bench.figure("mamba_ssm, recurrence, backward", backward, "ms")
-    found.update(forward=plain, backward=backward)
-
-
-def _cost(inputs: ScanInputs, state: Tensor, *, backward: bool = False) -> Cost:
-    """Inputs are read once, and outputs written once; the backward pass does both again."""
+    The backward pass reads inputs, initial state and the gradients of both outputs, and writes the
+    gradients of all tensors.
+    """
     _, tokens, heads, head_dim = inputs.x.shape
     flops = scan_flops(tokens, heads, head_dim, state.shape[-1], inputs.B.shape[2])
-    moved = nbytes([*inputs, inputs.x, state, state])
-    # It reads inputs and the gradient of the output, and writes a gradient for each input.
-    return Cost(2 * moved, BACKWARD_PRODUCTS * flops) if backward else Cost(moved, flops)
+    given, y = nbytes([*inputs, state]), inputs.x.numel() * state.element_size()
+    outputs = y + nbytes([state])
+    if back:
+        return Cost(2 * given + outputs, BACKWARD_PRODUCTS * flops)
+    return Cost(given + outputs, flops)
 
 
-def _recurrence(bench: Bench, name: str, peer: dict[str, float | None]) -> None:
+def _recurrence(bench: Bench, name: str) -> None:
     """Forward, backward, and the two mitigations that are recurrences of their own."""
-    inputs, state = _inputs(bench)
+    inputs, state = scan_operands(bench)
+    tensors = [*inputs, state]
 
     def call(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         return BACKENDS[name](ScanInputs(*tensors[:-1]), tensors[-1])
 
-    plain, kept, backward = _forward_and_backward(bench, call, [*inputs, state])
-    is_fast = name == FAST
-    bench.compare(
-        f"{name}, recurrence, forward",
-        plain,
-        peer["forward"],
-        "mamba_ssm",
-        cost=_cost(inputs, state),
-        limit=FORWARD if is_fast else None,
-    )
-    bench.figure(f"{name}, recurrence, forward with gradients", kept, "ms")
-    bench.compare(
-        f"{name}, recurrence, backward",
-        backward,
-        peer["backward"],
-        "mamba_ssm",
-        cost=_cost(inputs, state, backward=True),
-        limit=BACKWARD if is_fast else None,
-    )
+    cost = recurrence_cost(inputs, state)
+    plain = forward_ms(bench, call, tensors)
+    bench.figure(f"{name}, recurrence, forward", plain, "ms", cost=cost)
+    # Before the backward pass: an error there does not hide these two.
     with torch.no_grad():
         _mitigated(bench, name, inputs, state, plain)
-    if is_fast:  # in torch operators this takes seconds
+    kept = kept_ms(bench, call, tensors)
+    bench.figure(f"{name}, recurrence, forward with gradients", kept, "ms")
+    cost = recurrence_cost(inputs, state, back=True)
+    backward = backward_ms(bench, call, tensors)
+    bench.figure(f"{name}, recurrence, backward", backward, "ms", cost=cost)
+    if name == FAST:  # in torch operators this takes seconds
         _limited_backward(bench, name, inputs, state, backward)
 
 
@@ -147,34 +107,32 @@ def _limited_backward(
     def call(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         return rescaled_ssd(ScanInputs(*tensors[:-1]), tensors[-1], limits, BACKENDS[name])
 
-    _, _, backward = _forward_and_backward(bench, call, [*inputs, state])
-    bench.compare(f"{name}, state_norm, backward", backward, plain, f"{name}, plain")
+    ms = backward_ms(bench, call, [*inputs, state])
+    bench.compare(f"{name}, state_norm, backward", ms, plain, f"{name}, plain")
 
 
 def _time_operation(
-    bench: Bench,
-    name: str,
-    call: Callable[..., Tensor],
-    fused: Callable[..., Tensor],
-    tensors: list[Tensor],
+    bench: Bench, name: str, call: Call, tensors: list[Tensor], *, back: int | None = None
 ) -> None:
-    """Records forward and backward of an operation that reads and writes everything once.
+    """Records forward and backward of an operation, beside it in plain torch.
 
     Args:
         bench: the part.
         name: of the operation.
-        call: it in plain torch.
-        fused: it in a Triton kernel, where one can run.
-        tensors: the arguments of both.
+        call: of the tensors and `fused`, whether a Triton kernel computes it.
+        tensors: its arguments.
+        back: bytes that the backward pass moves; by default it reads the arguments and the
+            gradients of the outputs, and writes gradients of the arguments.
     """
+    fused, plain = (partial(call, fused=one) for one in (triton.available(), False))
     with torch.no_grad():
-        moved = nbytes([*tensors, call(*tensors)])
-    # Backward, inputs and the gradient of the output are read, gradients of the inputs written.
-    costs = (Cost(moved), Cost(moved + nbytes(tensors)))
-    plain, _, plain_backward = _forward_and_backward(bench, lambda *x: (call(*x),), tensors)
-    found, _, backward = _forward_and_backward(bench, lambda *x: (fused(*x),), tensors)
-    bench.compare(f"{name}, forward", found, plain, "plain torch", cost=costs[0])
-    bench.compare(f"{name}, backward", backward, plain_backward, "plain torch", cost=costs[1])
+        outputs = nbytes(plain(*tensors))
+    given = nbytes(tensors)
+    back = 2 * given + outputs if back is None else back
+    passes = (("forward", forward_ms, given + outputs), ("backward", backward_ms, back))
+    for which, measure, moved in passes:
+        ms, other = (measure(bench, one, tensors) for one in (fused, plain))
+        bench.compare(f"{name}, {which}", ms, other, "plain torch", cost=Cost(moved))
 
 
 def _convolution(bench: Bench) -> None:
@@ -185,29 +143,35 @@ def _convolution(bench: Bench) -> None:
     bias = torch.randn(sizes.d_conv_input, device=device)
     state = torch.randn(1, 3, sizes.d_conv_input, device=device).bfloat16()
 
-    def call(x: Tensor, weight: Tensor, bias: Tensor, fused: bool | None = False) -> Tensor:
-        return causal_conv(x, weight, bias, state, activation=True, fused=fused)[0]
+    def call(x: Tensor, weight: Tensor, bias: Tensor, *, fused: bool) -> tuple[Tensor, ...]:
+        return causal_conv(x, weight, bias, state, activation=True, fused=fused)[:1]
 
-    fused = partial(call, fused=None)
-    _time_operation(bench, "convolution with SiLU", call, fused, [x, weight, bias])
+    _time_operation(bench, "convolution with SiLU", call, [x, weight, bias])
 
 
 def _norms(bench: Bench) -> None:
+    """The norm after the recurrence, and the sum and the norm before the next layer."""
     sizes, device = bench.sizes, bench.device
-    shape = (1, sizes.tokens, sizes.d_inner)
-    y, z = (torch.randn(shape, device=device).bfloat16() for _ in range(2))
+
+    def draw(width: int) -> Tensor:
+        return torch.randn(1, sizes.tokens, width, device=device).bfloat16()
+
+    def gated(y: Tensor, z: Tensor, weight: Tensor, *, fused: bool) -> tuple[Tensor, ...]:
+        return (gated_rms_norm(y, z, weight, 1e-5, 1, fused=fused),)
+
+    def added(x: Tensor, branch: Tensor, weight: Tensor, *, fused: bool) -> tuple[Tensor, ...]:
+        return add_rms_norm(x, branch, weight, 1e-5, dtype=branch.dtype, fused=fused)
+
     weight = torch.randn(sizes.d_inner, device=device)
-
-    def gated(y: Tensor, z: Tensor, weight: Tensor, fused: bool | None = False) -> Tensor:
-        return gated_rms_norm(y, z, weight, 1e-5, 1, fused=fused)
-
-    def plain(x: Tensor, weight: Tensor, fused: bool | None = False) -> Tensor:
-        return rms_norm(x, weight, 1e-5, fused=fused)
-
-    _time_operation(bench, "gated RMSNorm", gated, partial(gated, fused=None), [y, z, weight])
-    x = torch.randn(1, sizes.tokens, sizes.d_model, device=device).bfloat16()
-    narrow = weight[: sizes.d_model]
-    _time_operation(bench, "RMSNorm", plain, partial(plain, fused=None), [x, narrow])
+    _time_operation(
+        bench, "gated RMSNorm", gated, [draw(sizes.d_inner), draw(sizes.d_inner), weight]
+    )
+    # As in training under autocast: the stream is float32, branch and norm are bfloat16.
+    branch, narrow = draw(sizes.d_model), weight[: sizes.d_model]
+    x = torch.randn(branch.shape, device=device)
+    # The sum and two gradients are read, and two gradients are written.
+    back = 3 * nbytes([x]) + 2 * nbytes([branch])
+    _time_operation(bench, "residual + RMSNorm", added, [x, branch, narrow], back=back)
 
 
 def _head(bench: Bench) -> None:
@@ -218,17 +182,18 @@ def _head(bench: Bench) -> None:
     targets = torch.randint(sizes.vocab_size, (sizes.tokens,), device=device)
     weights = torch.full((sizes.tokens,), 1 / sizes.tokens, device=device)
 
-    def call(fused: bool | None) -> object:
+    def call(fused: bool) -> object:
         with torch.autocast(device.type, torch.bfloat16):
             loss, _ = weighted_cross_entropy(hidden, head, targets, weights, fused=fused)
         return torch.autograd.grad(loss, (hidden, head))
 
     flops = 3 * 2.0 * sizes.tokens * sizes.d_model * sizes.vocab_size
     cost = Cost(nbytes([hidden, hidden, head, head]), flops)
-    plain = bench.milliseconds(lambda: call(False))
-    bench.reset_peak()
-    ms = bench.milliseconds(lambda: call(None))
+    fused = triton.available()
+    plain, ms = (bench.milliseconds(lambda one=one: call(one)) for one in (False, fused))
     bench.compare("head, loss and gradients", ms, plain, "plain torch", cost=cost)
+    bench.reset_peak()
+    call(fused)
     bench.figure("head, loss and gradients, peak memory", bench.peak_gib(), "GiB")
 
 

@@ -52,18 +52,32 @@ class Record:
     Args:
         path: the file; None for none.
         about: device, versions, command and date.
+
+    Attributes:
+        ceilings: bytes and operations per second, once they are measured.
+        rows: the results.
+        begun: part and name of each piece of work that was started.
     """
 
     def __init__(self, path: Path | None, about: dict[str, Any]) -> None:
         self.path, self.about = path, about
         self.ceilings: dict[str, float] = {}
         self.rows: list[Row] = []
+        self.begun: list[list[str]] = []
 
     def add(self, row: Row) -> None:
         """Adds a row, prints it and saves all rows."""
         self.rows.append(row)
         print(line(row), flush=True)
         self.save()
+
+    def begin(self, part: str, name: str) -> bool:
+        """Records that a piece of work starts; false if it has been started before."""
+        if [part, name] in self.begun:
+            return False
+        self.begun.append([part, name])
+        self.save()
+        return True
 
     def save(self) -> None:
         """Writes the file as it is now; a reader sees the old or the new content."""
@@ -72,6 +86,7 @@ class Record:
                 **self.about,
                 "ceilings": self.ceilings,
                 "rows": [asdict(row) for row in self.rows],
+                "begun": self.begun,
             }
             write_atomic(self.path, json.dumps(content, indent=2) + "\n")
 
@@ -81,16 +96,29 @@ class Record:
         content = json.loads(self.path.read_text())
         self.ceilings = content.pop("ceilings")
         self.rows = [Row(**row) for row in content.pop("rows")]
+        self.begun = content.pop("begun")
         self.about = content
 
     def count(self, status: str) -> int:
         return sum(row.status == status for row in self.rows)
 
     def summary(self) -> str:
-        """How many rows passed, failed, were measured and were not run."""
+        """What failed, what was not checked, and how many rows have each status."""
+        unchecked = [row for row in self.rows if row.limit is not None and row.status == MEASURED]
+        missing = [row for row in self.rows if row.status == NOT_RUN] + unchecked
+        listed = (
+            ("Failed", [row for row in self.rows if row.status == FAILED]),
+            ("Not checked", missing),
+        )
+        lines = [
+            f"{title}: {row.part}: {' '.join(line(row).split())}"
+            for title, rows in listed
+            for row in rows
+        ]
         statuses = (PASSED, FAILED, MEASURED, RAN, NOT_RUN)
         counts = {status: self.count(status) for status in statuses}
-        return "; ".join(f"{count} {status}" for status, count in counts.items() if count)
+        counted = "; ".join(f"{count} {status}" for status, count in counts.items() if count)
+        return "\n".join([*lines, counted])
 
 
 HEADER = f"{'':50} {'value':>12} {'unit':9} {'bound':>9} {'÷ bound':>8} {'ratio':>8}  result"

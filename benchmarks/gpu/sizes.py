@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from longrnn.inference.prefill import PREFILL_TOKENS
 from longrnn.models.recurrent import RecurrentConfig
 
 # Tokens of a chunk in the count of operations of the recurrence.
@@ -28,11 +29,13 @@ class Sizes:
         product: rows and columns of the matrices that measure the ceiling of products.
         checked_tokens: of the comparisons with a loop over tokens.
         small_d_model: width of the models that are compared with a CPU.
-        tokens: of the timed recurrence and of the shorter prefill.
+        tokens: of the timed recurrence and of a prefill.
         long: of the longest call and the longer prefill.
-        piece: tokens of a call where the longest one is repeated in pieces.
+        piece: tokens of a call where the longest one is repeated in pieces, and of the shortest
+            prefill, which is one call.
         compared: last tokens that are compared after the longest call.
         window: of sliding_window.
+        window_chunk: tokens per chunk of its carry in the whole model, as advised for long windows.
         decoded: tokens of the timed decoding.
         train_rows: rows of the training step.
         train_tokens: tokens per row of the training step.
@@ -52,9 +55,10 @@ class Sizes:
     small_d_model: int = 256
     tokens: int = 65_536
     long: int = 1_048_576
-    piece: int = 65_536
+    piece: int = PREFILL_TOKENS
     compared: int = 4096
     window: int = 8192
+    window_chunk: int = 512
     decoded: int = 64
     train_rows: int = 8
     train_tokens: int = 8192
@@ -96,13 +100,14 @@ DRY = Sizes(
     mixer={"kind": "mamba2", "d_state": 16, "head_dim": 16},
     copied=2**16,
     product=32,
-    checked_tokens=70,
+    checked_tokens=40,
     small_d_model=32,
-    tokens=128,
-    long=256,
-    piece=64,
+    tokens=64,
+    long=128,
+    piece=32,
     compared=32,
-    window=32,
+    window=16,
+    window_chunk=8,
     decoded=4,
     train_rows=2,
     train_tokens=64,

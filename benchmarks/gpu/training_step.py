@@ -1,4 +1,4 @@
-"""Part 5: a training step of the full model in bfloat16, with checkpointing over time."""
+"""Part 6: a training step of the full model in bfloat16, with checkpointing over time."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _step(bench: Bench) -> None:
 
     step()  # compiles kernels and creates the moments of AdamW
     bench.reset_peak()
-    ms = bench.once(step)
+    ms = bench.on_host(step)
     tokens = batch.tokens.numel()
     flops = tokens * flops_per_token(model)
     rates = (None, None) if ms is None else (tokens / ms * 1e3, flops / ms * 1e3)

@@ -59,10 +59,10 @@ def states(
     ] = None,
     length: Annotated[str, typer.Option(help="Length of a prompt in tokens.")] = "64k",
     train_length: TrainLength = None,
-    every: Annotated[int, typer.Option(help="Tokens between two measurements.")] = 128,
+    every: Annotated[str, typer.Option(help="Tokens between two measurements.")] = "128",
     first: Annotated[
-        int, typer.Option(help="First tokens of the prompt whose share of the state is measured.")
-    ] = 128,
+        str, typer.Option(help="First tokens of the prompt whose share of the state is measured.")
+    ] = "128",
     mitigation: Mitigation = None,
     output: Annotated[
         Path | None,
@@ -113,8 +113,8 @@ def states(
         train_length=trained,
         output=folder,
         checkpoint=checkpoint,
-        every=every,
-        first=first,
+        every=parse_length(every),
+        first=parse_length(first),
         quiet=quiet,
     )
     report, *pictures = write_report(diagnosis, folder)

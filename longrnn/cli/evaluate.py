@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,7 @@ from longrnn.cli.results_folders import results_folder
 from longrnn.cli.sequences import evaluate_sequences
 from longrnn.errors import UserError
 from longrnn.processes import is_main, start
+from longrnn.results import Row
 from longrnn.units import parse_length, parse_lengths
 
 app = typer.Typer(
@@ -103,10 +105,9 @@ def passkey(
 
     Example: longrnn eval passkey passkey-tiny 'passkey-tiny+forget_more' --lengths 1k,16k --n 20
     """
-    from longrnn.diagnostics.plots import passkey_by_position, passkey_heat_map
     from longrnn.evaluation import passkey as measure
     from longrnn.evaluation.passkey_grid import Grid, insertion_points
-    from longrnn.evaluation.tables import print_cost, print_passkey, print_passkey_inserted
+    from longrnn.evaluation.tables import print_cost
     from longrnn.evaluation.texts import read_documents
     from longrnn.hf.opened import open_checkpoint
 
@@ -141,6 +142,18 @@ def passkey(
     )
     if not is_main():
         return
+    picture = _show_passkeys(rows, folder, inserted=bool(inserted))
+    if chunk is None and not naive:
+        print_cost(measure.cost(models, grid, tasks=tasks))
+    typer.echo(f"{folder / 'results.jsonl'}\n{picture}")
+
+
+def _show_passkeys(rows: Sequence[Row], folder: Path, *, inserted: bool) -> Path:
+    """Prints and draws recall by length, and by depth or insertion point; returns the picture."""
+    from longrnn.diagnostics.plots import passkey_by_position, passkey_heat_map
+    from longrnn.evaluation.passkey import by_model
+    from longrnn.evaluation.tables import print_passkey, print_passkey_inserted
+
     picture = folder / ("positions.png" if inserted else "heatmap.png")
     draw, show = (
         (passkey_by_position, print_passkey_inserted)
@@ -148,18 +161,16 @@ def passkey(
         else (passkey_heat_map, print_passkey)
     )
     draw(rows, picture)
-    for name, own in measure.by_model(rows).items():
+    for name, own in by_model(rows).items():
         show(name, own)
-    if chunk is None and not naive:
-        print_cost(measure.cost(models, grid, tasks=tasks))
-    typer.echo(f"{folder / 'results.jsonl'}\n{picture}")
+    return picture
 
 
 VocabSize = Annotated[
     int | None, typer.Option(help="Vocabulary size of the task.", show_default="as in training")
 ]
 SequenceLength = Annotated[
-    int | None, typer.Option(help="Length of a sequence in tokens.", show_default="as in training")
+    str | None, typer.Option(help="Length of a sequence in tokens.", show_default="as in training")
 ]
 HeldOut = Annotated[
     int | None,
@@ -271,7 +282,7 @@ def perplexity(
     device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
-    """Evaluate the loss on long texts, overall and by position, with intervals over documents.
+    """Evaluate the loss on long texts, overall and by position, with intervals over windows.
 
     A text that is longer than --length is split into windows, each of which starts from a new
     state. The same command resumes an interrupted run; more texts or lengths add to the results.

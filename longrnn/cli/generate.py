@@ -18,8 +18,8 @@ def generate(
         Path | None, typer.Option(help="A file with the text to continue.")
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option(help="Maximum number of tokens to generate.")
-    ] = 100,
+        str, typer.Option(help="Maximum number of tokens to generate.")
+    ] = "100",
     temperature: Annotated[
         float, typer.Option(help="Sampling temperature; 0 takes the most likely token.")
     ] = 0.0,
@@ -52,6 +52,7 @@ def generate(
     from longrnn.models.generate import stream
     from longrnn.seeds import seeded
     from longrnn.text import check_text, read_text
+    from longrnn.units import parse_length
 
     if (prompt is None) == (prompt_file is None):
         raise UserError("give either --prompt or --prompt-file")
@@ -60,16 +61,17 @@ def generate(
     check_text("--prompt", prompt or "", remedy="give it in a file, with --prompt-file")
     for text in stop or []:
         check_text("--stop", text, remedy="give text in UTF-8")
+    most = parse_length(max_new_tokens)
     target = pick_device(device)
     opened = open_checkpoint(checkpoint, mitigation, device=target, weights=weights)
     model, tokenizer = opened.model, opened.tokenizer
     ids = torch.tensor([tokenizer.encode(prompt or "")], dtype=torch.long, device=target)
-    refuse_long(model, ids.shape[1] + max_new_tokens)
+    refuse_long(model, ids.shape[1] + most)
     shown = ""
     for generation in stream(
         model,
         ids,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=most,
         temperature=temperature,
         top_p=top_p,
         stop=[tokenizer.encode(text) for text in stop or []],

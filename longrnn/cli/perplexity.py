@@ -46,13 +46,15 @@ def context_group(options: PerplexityOptions, device: str) -> ContextGroup | Non
     """The processes with which this one reads each window together; None without any.
 
     Raises:
-        UserError: the launch does not have that many processes.
+        UserError: the launch does not have that many processes, or windows overlap.
     """
     from longrnn import processes
+    from longrnn.evaluation.perplexity import refuse_together
     from longrnn.models.context import ContextGroup
 
     if options.context_parallel == 1:
         return None
+    refuse_together(options.overlap)
     return ContextGroup.of(processes.form_teams(options.context_parallel, device))
 
 
@@ -90,6 +92,7 @@ def measure_one(
     from longrnn.inference.length_limit import refuse_long
 
     # Bad input is refused before a long evaluation begins.
+    context = context_group(options, device)
     model, documents = _open(variant, mitigation, device, options)
     refuse_long(model.model, options.longest(options.length))
     trained = training_length(model.source, options.train_length)
@@ -101,7 +104,7 @@ def measure_one(
         overlap=options.overlap,
         batch_size=options.batch_size,
         quiet=options.quiet,
-        context=context_group(options, device),
+        context=context,
     )
     if not is_main():
         return []
@@ -131,6 +134,7 @@ def measure_all(
     from longrnn.hf.training_length import training_length
     from longrnn.inference.length_limit import refuse_long
 
+    context = context_group(options, device)
     opened = [_open(variant, mitigation, device, options) for variant in variants]
     models, documents = [model for model, _ in opened], [texts for _, texts in opened]
     trained = [training_length(model.source, options.train_length) for model in models]
@@ -142,7 +146,7 @@ def measure_all(
             "positions count tokens, and the tokenizers of these models differ: leave out "
             "--by-position, or measure the models one by one"
         )
-    files, context = _files(models, folder), context_group(options, device)
+    files = _files(models, folder)
     measured = [
         evaluate_windows(
             model.model,
@@ -178,11 +182,18 @@ def measure_all(
 def _open(
     variant: str, mitigation: str | None, device: str, options: PerplexityOptions
 ) -> tuple[OpenCheckpoint, list[Document]]:
-    """A model, and the texts tokenized for it."""
+    """A model, and the texts tokenized for it.
+
+    Raises:
+        UserError: the model cannot be loaded, or not be divided over processes as requested.
+    """
     from longrnn.evaluation.texts import newlines, read_documents
     from longrnn.hf.opened import open_checkpoint
+    from longrnn.inference.context import divisible
 
     model = open_checkpoint(variant, mitigation, device=device)
+    if options.context_parallel > 1:
+        divisible(model.model)
     documents = read_documents(options.texts, model.tokenizer, model.model)
     if options.newlines:
         documents.append(newlines(model.tokenizer, options.length + 1))

@@ -11,13 +11,14 @@ from longrnn.cli.results_folders import results_folder
 from longrnn.config import read_recorded
 from longrnn.errors import UserError, nearest
 from longrnn.processes import is_main
+from longrnn.units import parse_length
 
 
 def evaluate_sequences(
     checkpoint: str,
     kind: str | None,
     vocab_size: int | None,
-    length: int | None,
+    length: str | None,
     n: int | None,
     output: Path | None,
     device: str,
@@ -44,6 +45,7 @@ def evaluate_sequences(
     from longrnn.inference.length_limit import refuse_long
     from longrnn.tasks import TASKS, SequenceTask
 
+    tokens = None if length is None else parse_length(length)
     trained = read_recorded(resolve(split_spec(checkpoint)[0]))
     options = dict(trained.get("task", {}))
     trained_kind = str(options.pop("kind", None))
@@ -58,19 +60,19 @@ def evaluate_sequences(
     kind = trained_kind if kind is None else kind
     if kind != trained_kind:
         options = {}
-    elif length is None:
-        length = trained.get("length", {}).get("max")
+    elif tokens is None:
+        tokens = trained.get("length", {}).get("max")
     if vocab_size is not None:
         options["vocab_size"] = vocab_size
-    if "vocab_size" not in options or length is None:
+    if "vocab_size" not in options or tokens is None:
         raise UserError(f"{checkpoint} was not trained on {kind}: give --vocab-size and --length")
     task = TASKS.build({"kind": kind, **options}, None)
     assert isinstance(task, SequenceTask)
     model = load(checkpoint, device=pick_device(device))
-    refuse_long(model, task.width(length))
+    refuse_long(model, task.width(tokens))
     folder = lock_output(output or results_folder(kind, [checkpoint]))
     rows = measure.evaluate(
-        model, task, length=length, n=n, output=folder / "results.jsonl", quiet=quiet
+        model, task, length=tokens, n=n, output=folder / "results.jsonl", quiet=quiet
     )
     if not is_main():
         return

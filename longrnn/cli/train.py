@@ -70,8 +70,10 @@ def train(
 
         settings = load_config(TrainConfig, config, overrides or [])
         if dry_run:
+            from longrnn.training.checks import check
             from longrnn.training.memory import memory_of, report
 
+            check(settings)
             typer.echo(report(memory_of(settings)))
             return
         from longrnn.training.extension import extended

@@ -18,7 +18,7 @@ import yaml
 
 from longrnn import processes
 from longrnn.comparison.suites import Evaluation, Measurement, Suite
-from longrnn.comparison.suites.base import CELLS, RECORD
+from longrnn.comparison.suites.base import CELLS, RECORD, settings
 from longrnn.errors import UserError
 from longrnn.files import file_name, write_atomic
 from longrnn.hf.opened import OpenCheckpoint
@@ -201,10 +201,13 @@ def _record(folder: Path, suite: Suite) -> str:
         return yaml.safe_dump(suite.identity, sort_keys=False)
     remedy = "choose another output"
     before = read_mapping(path, remedy)
-    if before.keys() != suite.identity.keys() or not isinstance(before["evaluations"], dict):
+    recorded = before.get("evaluations")
+    whole = isinstance(recorded, dict) and all(isinstance(one, dict) for one in recorded.values())
+    if before.keys() != suite.identity.keys() or not whole:
         raise UserError(f"{path} is damaged: {remedy}")
     # Adding or removing an evaluation does not affect the results of the others.
-    known, requested = before["evaluations"], suite.identity["evaluations"]
+    known = {name: settings(options) for name, options in before["evaluations"].items()}
+    requested = suite.identity["evaluations"]
     differ = [name for name in requested if name in known and known[name] != requested[name]]
     if before["seed"] != suite.identity["seed"]:
         differ.append("seed")

@@ -112,20 +112,7 @@ def diagnose(
     """
     reader = reader_of(model)
     length = len(prompts[0].tokens)
-    if every < 1 or first < 1 or train_length < 1:
-        raise UserError(
-            "every, first and the training length must be at least 1: give positive numbers"
-        )
-    if length <= train_length:
-        raise UserError(
-            f"collapse shows beyond the training length of {format_length(train_length)}: "
-            f"give a --length above it, not {format_length(length)}"
-        )
-    if first >= length:
-        raise UserError(
-            f"first must be below the length of {format_length(length)}, not {first}: give a "
-            "smaller one"
-        )
+    _check_settings(length, train_length, every=every, first=first)
     named = _named(prompts)
     stops = _stops(length, train_length, every)
     drawn = set(_thinned(stops))
@@ -169,6 +156,24 @@ def diagnose(
     write_atomic(output / "channels.jsonl", "".join(lines))
     write_atomic(output / "diagnosis.yaml", yaml_of(found))
     return found
+
+
+def _check_settings(length: int, train_length: int, *, every: int, first: int) -> None:
+    """Refuses settings of `diagnose` that are out of range."""
+    if every < 1 or first < 1 or train_length < 1:
+        raise UserError(
+            "every, first and the training length must be at least 1: give positive numbers"
+        )
+    if length <= train_length:
+        raise UserError(
+            f"collapse shows beyond the training length of {format_length(train_length)}: "
+            f"give a --length above it, not {format_length(length)}"
+        )
+    if first >= length:
+        raise UserError(
+            f"first must be below the length of {format_length(length)}, not {first}: give a "
+            "smaller one"
+        )
 
 
 def text_prompt(document: Document, length: int) -> Prompt:

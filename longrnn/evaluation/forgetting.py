@@ -38,7 +38,7 @@ def forgetting(rows: Sequence[Row], train_length: int) -> Forgetting | None:
     """Evaluate the criterion of robust forgetting on the rows of `perplexity.evaluate`.
 
     The published criterion: on long prompts the loss by position never exceeds 2 × the maximum
-    inside the training length. Compared are mean losses, over all documents, of stretches of
+    inside the training length. Compared are mean losses, over all windows, of stretches of
     consecutive positions. A stretch is an eighth of the training length, rounded down to a multiple
     of STRETCH = 64 tokens, and at least that. Stretches that end within the training length are
     inside (at least the first one), and all others are beyond. NaN counts as an infinite loss.

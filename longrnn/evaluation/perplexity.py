@@ -42,7 +42,7 @@ STRETCH = 64
 
 
 class Bucket(NamedTuple):
-    """Mean loss over documents, at the positions from `start` up to but not including `stop`.
+    """Mean loss over windows, at the positions from `start` up to but not including `stop`.
 
     Attributes:
         start: the first position.
@@ -148,21 +148,7 @@ def evaluate_windows(
                 rows=batch_size,
                 context=context,
             )
-            results.append(
-                {
-                    "text": window.document.name,
-                    "text_sha256": window.document.sha256,
-                    "length": length,
-                    "window": window.number,
-                    "start": window.start,
-                    "bytes": window.n_bytes(),
-                    "bucket_bytes": window.bytes_between(edges(length)),
-                    "nats_per_token": float(by_bucket.sum() / length),
-                    "buckets": (by_bucket / _sizes(edges(length))).tolist(),
-                    "stretches": _rounded(by_stretch / _sizes(_stretch_edges(length))),
-                }
-                for window, by_bucket, by_stretch in zip(batch, buckets, stretches, strict=True)
-            )
+            results.append(map(_row, batch, buckets, stretches))
     results.collect()
     rows = {_identity(row): row for row in results.rows if "bytes" in row}
     # Earlier versions did not record the bytes of the buckets, which follow from the text.
@@ -170,6 +156,23 @@ def evaluate_windows(
         {"bucket_bytes": window.bytes_between(edges(window.length)), **rows[key]}
         for key, window in requested.items()
     ]
+
+
+def _row(window: Window, by_bucket: Tensor, by_stretch: Tensor) -> Row:
+    """A row of results from the sums of losses, in nats, of each bucket and stretch."""
+    length = window.length
+    return {
+        "text": window.document.name,
+        "text_sha256": window.document.sha256,
+        "length": length,
+        "window": window.number,
+        "start": window.start,
+        "bytes": window.n_bytes(),
+        "bucket_bytes": window.bytes_between(edges(length)),
+        "nats_per_token": float(by_bucket.sum() / length),
+        "buckets": (by_bucket / _sizes(edges(length))).tolist(),
+        "stretches": _rounded(by_stretch / _sizes(_stretch_edges(length))),
+    }
 
 
 def _batches(windows: Sequence[Window], batch_size: int) -> Iterator[list[Window]]:
@@ -224,6 +227,19 @@ def losses(
     return sums
 
 
+def refuse_together(overlap: Overlap | None) -> None:
+    """Refuses overlapping windows for several processes that read each window together.
+
+    Raises:
+        UserError: there is an overlap.
+    """
+    if overlap is not None:
+        raise UserError(
+            "overlapping windows are read from empty states, one process each: leave out "
+            "--context-parallel, and the processes share the windows"
+        )
+
+
 def _parts(
     model: LanguageModel,
     windows: Tensor,
@@ -235,10 +251,7 @@ def _parts(
     """Yield the losses of windows in parts, with the position where a part begins."""
     if overlap is not None:
         if context is not None:
-            raise UserError(
-                "overlapping windows are read from empty states, one process each: leave out "
-                "--context-parallel, and the processes share the windows"
-            )
+            refuse_together(overlap)
         yield from overlapping_losses(model, windows, overlap, rows=rows, progress=progress)
         return
     parts = (
@@ -266,12 +279,12 @@ def scored(row: Row, bucket: int | None = None) -> Scored:
 
 
 def summarise(rows: Sequence[Row]) -> tuple[Bucket, list[Bucket]]:
-    """Return the mean loss over documents, of whole windows and by bucket.
+    """Return the mean loss over windows, of whole ones and by bucket.
 
     Intervals are Student's t.
 
     Args:
-        rows: rows of `evaluate`, all of one length; each counts as one document.
+        rows: rows of `evaluate`, all of one length; each window counts once.
     """
     length = rows[0]["length"]
     known = all(row.get("bucket_bytes") is not None for row in rows)

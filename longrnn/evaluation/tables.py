@@ -38,9 +38,9 @@ def print_perplexity(rows: Sequence[Row], by_position: bool) -> None:
             span = f"[{bucket.start:,}, {bucket.stop:,})"
             table.add_row(span, _loss(bucket.nats), _bits(bucket.bits))
         print_table(table, 80)
-    intervals = f"n = {n} documents, 95 % intervals"
+    intervals = f"n = {n} windows, 95 % intervals"
     if n == 1:
-        intervals = "one document: no interval can be given"
+        intervals = "one window: no interval can be given"
     print(
         f"{_loss(whole.nats)} nats per token, {_bits(whole.bits)} bits per byte, "
         f"perplexity {exp(min(whole.nats.mean, 700)):,.2f} ({intervals})"
@@ -141,7 +141,7 @@ def print_forgetting(
         f"{format_length(trained)} the loss reaches {found.beyond:.3f} nats (from position "
         f"{found.beyond_at:,}), {found.beyond / found.inside:.2f} × its largest inside "
         f"({found.inside:.3f}, from position {found.inside_at:,}); at most {FACTOR:g} × is robust. "
-        f"Means over stretches of {found.width} tokens and all documents."
+        f"Means over stretches of {found.width} tokens and all windows."
     )
     if found.inside > log(vocab_size):
         print(

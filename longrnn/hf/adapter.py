@@ -25,7 +25,7 @@ from longrnn.errors import UserError
 from longrnn.hf.cache import NotForkableError
 from longrnn.hf.carriers import Carrier, find_carrier
 from longrnn.hf.positions import longest, scaling_by_length, table_of_positions
-from longrnn.hf.probe import find_dtypes, find_reading
+from longrnn.hf.probe import find_dtypes, find_reading, refuse_nonfinite_weights
 from longrnn.mitigations.weights import CachedValue
 from longrnn.models.base import LMOutput, fingerprint
 from longrnn.models.checks import check_state, check_tokens
@@ -81,6 +81,7 @@ class HFLanguageModel(nn.Module):
         self._carrier = carrier
         self.rows_together, self.tokens_together, self.gives_positions = True, True, False
         self.like: PyTree = ()
+        refuse_nonfinite_weights(self)
         reason = find_reading(self)
         if reason is not None:
             raise self._refusal(reason)

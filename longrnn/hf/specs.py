@@ -15,6 +15,7 @@ from longrnn.mitigations import Mitigated, mitigation
 from longrnn.mitigations.spec import parse, split
 from longrnn.models import EditableModel, RecurrentLM
 from longrnn.models.checkpoint import DTYPES
+from longrnn.units import TokenCount, with_counts
 
 if TYPE_CHECKING:
     from longrnn.hf.adapter import HFLanguageModel
@@ -112,7 +113,8 @@ def mitigated(model: Any, spec: str | Sequence[str] | None) -> Any:
         _, options = parse(part)
         if options.keys() != {"window"}:
             raise UserError(f"{part} needs one option, window: write {WINDOW}(window=4096)")
-        model.window_attention(options["window"])
+        window = with_counts(options, {"window": TokenCount}, f"{WINDOW}, ")["window"]
+        model.window_attention(window)
     if BEYOND in parts:
         model.go_beyond()
     return Mitigated(model, mitigation(others)) if others else model

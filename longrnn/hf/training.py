@@ -27,7 +27,7 @@ from longrnn.state import LMState
 from longrnn.text import Tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 # Factor of the head's weights while its logits are checked.
 PROBE = 256.0
@@ -157,7 +157,27 @@ def build_transformer(options: Mapping[str, Any]) -> TransformerLM:
     Raises:
         UserError: an unknown type or option, or values that contradict each other.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    config = whole_config(options)
+    kind = config.model_type
+    try:
+        model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # transformers raises many kinds for sizes that do not fit
+        raise _not_built(kind, error) from error
+    return TransformerLM(model)
+
+
+def whole_config(options: Mapping[str, Any]) -> PretrainedConfig:
+    """The Hugging Face configuration of `build_transformer`, with all options.
+
+    Args:
+        options: see `build_transformer`.
+
+    Raises:
+        UserError: see `build_transformer`.
+    """
+    from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
 
     given = dict(options)
@@ -169,12 +189,15 @@ def build_transformer(options: Mapping[str, Any]) -> TransformerLM:
         if name not in known:
             raise UserError(f"transformer: {kind} has no option {name!r}: {nearest(name, known)}")
     try:
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **given))
-    except Exception as error:  # transformers raises many kinds for sizes that do not fit
-        raise UserError(
-            f"transformer: these options do not build a {kind} ({one_line(error)}): correct them"
-        ) from error
-    return TransformerLM(model)
+        return AutoConfig.for_model(kind, **given)
+    except Exception as error:
+        raise _not_built(kind, error) from error
+
+
+def _not_built(kind: str, error: Exception) -> UserError:
+    return UserError(
+        f"transformer: these options do not build a {kind} ({one_line(error)}): correct them"
+    )
 
 
 def save_transformer(

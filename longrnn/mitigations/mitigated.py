@@ -15,7 +15,7 @@ from longrnn.mitigations.base import COLLAPSING, Chain, Mitigation
 from longrnn.mitigations.selection import select
 from longrnn.mitigations.values import check_sizes
 from longrnn.mitigations.weights import CachedValue
-from longrnn.mixers import Composed, Mixer, init_carries
+from longrnn.mixers import Composed, Mixer, fewest, init_carries
 from longrnn.models.base import (
     CapturableModel,
     EditableModel,
@@ -107,6 +107,34 @@ class Mitigated(nn.Module):
         """See `CapturableModel`."""
         capturable = isinstance(self.model, CapturableModel) and self.model.is_capturable
         return capturable and not any(edit.reads_device for edit in self.edits)
+
+    def static_state(self, state: LMState) -> LMState:
+        """See `CapturableModel`."""
+        inner, extra = self._parts(state)
+        pairs = zip(self.edits, extra.carry, strict=True)
+        carry = tuple(edit.static_carry(own) for edit, own in pairs)
+        found = inner.static_state(state._replace(extra=()))
+        return found._replace(extra=MitigatedState(extra.tag.clone(), carry))
+
+    def state_after(self, state: LMState, static: LMState) -> LMState:
+        """See `CapturableModel`."""
+        inner, extra = self._parts(state)
+        triples = zip(self.edits, extra.carry, static.extra.carry, strict=True)
+        carry = tuple(edit.carry_after_static(own, new) for edit, own, new in triples)
+        found = inner.state_after(state._replace(extra=()), static._replace(extra=()))
+        return found._replace(extra=MitigatedState(extra.tag, carry))
+
+    def static_tokens(self, state: LMState) -> Tensor | None:
+        """See `CapturableModel`."""
+        inner, extra = self._parts(state)
+        pairs = zip(self.edits, extra.carry, strict=True)
+        counts = (edit.static_tokens(own) for edit, own in pairs)
+        return fewest([inner.static_tokens(state), *counts])
+
+    def _parts(self, state: LMState) -> tuple[CapturableModel, MitigatedState]:
+        """The model without mitigation, which must be capturable, and `state.extra`."""
+        assert isinstance(self.model, CapturableModel)
+        return self.model, self._extra(state)
 
     @property
     def config(self) -> Any:

@@ -1,8 +1,8 @@
 """Sequence mixers: the recurrent cells, one per file."""
 
 from longrnn.mixers.base import MIXERS, Mixer, ScanningMixer
+from longrnn.mixers.composed import Composed, fewest
 from longrnn.mixers.edits import (
-    Composed,
     Edit,
     EditedState,
     Steps,
@@ -33,5 +33,6 @@ __all__ = [
     "StepwiseMixer",
     "Update",
     "UpdateRule",
+    "fewest",
     "init_carries",
 ]

@@ -31,6 +31,7 @@ class Mixer(nn.Module, ABC):
         recurrent_weights: names of the parameters that determine the recurrence.
         wide_weights: names of the parameters that are never cast to a narrower dtype.
         projections: names of the linear layers that may be replaced by others of the same sizes.
+            A cell with some reads its input by the first one alone.
         reads_device: whether a call for one token reads values back from the device, so that a CUDA
             graph cannot capture it.
     """

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from longrnn.mixers.base import Mixer, ScanningMixer
-from longrnn.mixers.edits import Composed, Edit, EditedState
+from longrnn.mixers.composed import Composed
+from longrnn.mixers.edits import Edit, EditedState
 from longrnn.ops.collectives import ContextGroup, gather, receive, send
 from longrnn.ops.packed_rows import PackedRows
 from longrnn.ops.ssd import SSD, ScanInputs

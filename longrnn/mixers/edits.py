@@ -1,7 +1,7 @@
 """`Edit`: the hooks through which the recurrence of a cell is changed or observed.
 
 Mitigations, diagnostics and segment repetition all use these hooks. A cell calls them in a fixed
-order, so several edits of one layer compose stage by stage (`Composed`):
+order, so several edits of one layer compose stage by stage (`longrnn.mixers.composed`):
 
 | stage | scanning cells, once per call | stepwise cells, once per token |
 | --- | --- | --- |
@@ -26,11 +26,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from longrnn.errors import UserError
 from longrnn.ops.native.stepwise import UpdateRule
 from longrnn.ops.ssd import SSD, ScanInputs
 from longrnn.ops.window import StepwiseCarry
-from longrnn.state import PyTree
+from longrnn.state import PyTree, clone
 
 if TYPE_CHECKING:
     from longrnn.mixers.base import Mixer
@@ -89,11 +88,11 @@ class Edit:
     """Changes or observes the recurrence of one layer; each hook is the identity by default.
 
     Every hook takes the carry and returns its result and the new carry. No hook changes an argument
-    in place.
+    in place, but for a carry from `static_carry`.
 
     Attributes:
-        reads_device: whether the hooks for one token read values back from the device, so that a
-            CUDA graph cannot capture them.
+        reads_device: whether the hooks for one token read values back from the device, even with a
+            carry from `static_carry`, so that a CUDA graph cannot capture them.
     """
 
     reads_device = False
@@ -169,6 +168,21 @@ class Edit:
         """
         return carry
 
+    def static_carry(self, carry: PyTree) -> PyTree:
+        """The carry as tokens in a CUDA graph read and change it; see `CapturableModel`.
+
+        Hooks take it for one token in place of the carry, and may change it in place.
+        """
+        return clone(carry)
+
+    def carry_after_static(self, carry: PyTree, static: PyTree) -> PyTree:
+        """The carry after the tokens that `static`, made from `carry`, has consumed since."""
+        return clone(static)
+
+    def static_tokens(self, carry: PyTree) -> Tensor | None:
+        """How many tokens of each row `static_carry` serves, `(b,)`; None for any number."""
+        return None
+
     @property
     def redefines_recurrence(self) -> bool:
         """Whether stage 3 is overridden, which at most one edit of a layer may do."""
@@ -186,101 +200,3 @@ def init_carries(
 def _no_rule(edit: Edit, carry: PyTree) -> UpdateRule | None:
     """The `update_rule` of an edit whose hooks must be called."""
     return None
-
-
-class Composed(Edit):
-    """Several edits of one layer combined: stage by stage, and in list order within a stage.
-
-    The carry is a tuple with the carry of each edit.
-
-    Args:
-        edits: at most one of them redefines the recurrence.
-
-    Raises:
-        UserError: two of them do.
-    """
-
-    def __init__(self, edits: Sequence[Edit]) -> None:
-        self.edits = tuple(edits)
-        last = [n for n, edit in enumerate(self.edits) if edit.redefines_recurrence]
-        if len(last) > 1:
-            raise UserError(
-                f"{len(last)} edits redefine the recurrence of one layer, and only one can: "
-                "give one of them"
-            )
-        self._last = last[0] if last else None
-        self.reads_device = any(edit.reads_device for edit in self.edits)
-
-    @property
-    def redefines_recurrence(self) -> bool:
-        return self._last is not None
-
-    def init_carry(self, mixer: Mixer, batch_size: int) -> PyTree:
-        return tuple(edit.init_carry(mixer, batch_size) for edit in self.edits)
-
-    def reach(self) -> int | None:
-        # What the others of a chain remember, if anything, has no limit that they know of.
-        return None if self._last is None else self.edits[self._last].reach()
-
-    def blank_carry(self, carry: PyTree, tokens: int) -> PyTree:
-        last = self._last
-        return tuple(
-            edit.blank_carry(own, tokens) if n == last else own
-            for n, (edit, own) in enumerate(zip(self.edits, carry, strict=True))
-        )
-
-    def edit_steps(self, steps: Steps, carry: PyTree) -> tuple[Steps, PyTree]:
-        carries = []
-        for edit, own in zip(self.edits, carry, strict=True):
-            steps, own = edit.edit_steps(steps, own)
-            carries.append(own)
-        return steps, tuple(carries)
-
-    def edit_inputs(self, inputs: ScanInputs, carry: PyTree) -> tuple[ScanInputs, PyTree]:
-        carries = []
-        for edit, own in zip(self.edits, carry, strict=True):
-            inputs, own = edit.edit_inputs(inputs, own)
-            carries.append(own)
-        return inputs, tuple(carries)
-
-    def scan(
-        self, inputs: ScanInputs, state: Tensor, carry: PyTree, ssd: SSD
-    ) -> tuple[Tensor, Tensor, PyTree]:
-        if self._last is None:
-            return super().scan(inputs, state, carry, ssd)
-        last = self._last
-        y, state, own = self.edits[last].scan(inputs, state, carry[last], ssd)
-        return y, state, (*carry[:last], own, *carry[last + 1 :])
-
-    def edit_update(self, update: Update, carry: PyTree) -> tuple[Update, PyTree]:
-        carries = []
-        for edit, own in zip(self.edits, carry, strict=True):
-            update, own = edit.edit_update(update, own)
-            carries.append(own)
-        return update, tuple(carries)
-
-    def advance(self, memory: Tensor, update: Update, carry: PyTree) -> tuple[Tensor, PyTree]:
-        if self._last is None:
-            return super().advance(memory, update, carry)
-        last = self._last
-        memory, own = self.edits[last].advance(memory, update, carry[last])
-        return memory, (*carry[:last], own, *carry[last + 1 :])
-
-    def update_rule(self, carry: PyTree) -> UpdateRule | None:
-        whole = UpdateRule()
-        for edit, own in zip(self.edits, carry, strict=True):
-            rule = edit.update_rule(own)
-            if rule is None:
-                return None
-            whole = UpdateRule(
-                keep=whole.keep * rule.keep,
-                add=whole.add * rule.add,
-                limit=min(whole.limit, rule.limit),
-                window=whole.window or rule.window,
-            )
-        return whole
-
-    def carry_after(self, carry: PyTree, window: StepwiseCarry | None) -> PyTree:
-        # At most one edit redefines the recurrence, so at most one has a window.
-        pairs = zip(self.edits, carry, strict=True)
-        return tuple(edit.carry_after(own, window) for edit, own in pairs)

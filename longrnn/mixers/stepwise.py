@@ -18,6 +18,7 @@ from longrnn.ops.linear import linear
 from longrnn.ops.native import stepwise as native
 from longrnn.ops.packed_rows import PackedRows
 from longrnn.ops.precision import own_precision, refuse_tf32
+from longrnn.ops.transforms import in_forward_mode
 from longrnn.ops.unroll import unroll
 from longrnn.state import PyTree
 
@@ -92,7 +93,7 @@ class StepwiseMixer(Mixer):
         # Autocast is off: a memory with 8 significant bits loses small additions.
         with own_precision(x):
             x = x.to(self.cell.all_weights[0][0].dtype)
-            fused = edit is None and self.has_kernel
+            fused = edit is None and self.has_kernel and not in_forward_mode()
             edit = edit or Edit()
             found = None
             if self.native_first or not fused:
@@ -105,7 +106,7 @@ class StepwiseMixer(Mixer):
         self, x: Tensor, state: PyTree, edit: Edit | None, carry: PyTree, rows: PackedRows
     ) -> tuple[Tensor, PyTree, PyTree]:
         packs = self.has_kernel and (self.packs_on_cpu or x.device.type != "cpu")
-        if edit is not None or not packs:
+        if edit is not None or not packs or in_forward_mode():
             return super().run_packed(x, state, edit, carry, rows)
         refuse_tf32(x)
         with own_precision(x):

@@ -49,7 +49,8 @@ def check_tokens(tokens: Tensor, vocab_size: int, is_token: Tensor | None = None
         tokens = tokens.masked_fill(~check_mask("is_token", is_token, tokens), 0)
     if tokens.numel() == 0:
         return tokens
-    low, high = (int(bound) for bound in tokens.aminmax())
+    # Read from the device at once.
+    low, high = map(int, torch.stack(tokens.aminmax()).cpu())
     if low < 0 or high >= vocab_size:
         raise UserError(
             f"token id {low if low < 0 else high} is outside the vocabulary of {vocab_size}: "

@@ -21,6 +21,7 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.mixers import Edit, EditedState
 from longrnn.mixers.context import Share, SharedState
+from longrnn.models.blocks import Residual, deferred
 from longrnn.models.recompute import recomputed
 from longrnn.ops.collectives import ContextGroup, Record, begin, end, from_last
 from longrnn.ops.packed_rows import PackedRows
@@ -125,15 +126,16 @@ def _layers(
     """The output of the last block, the state of each layer after the share, and the flow."""
     rows = shares[0].rows
     x, _ = model.embed(tokens, state.position, rows)
+    between = deferred(model.blocks, x)
     layers = []
     parts = zip(model.blocks, state.layers, shares, strict=True)
     for index, (block, layer, share) in enumerate(parts):
         edit = None if edits is None else edits[index]
         before = layer if edit is None else EditedState(layer, state.extra[index])
-        x, after = block(x, SharedState(before, flow), edit, rows, share)
+        between, after = block(between, SharedState(before, flow), edit, rows, share)
         flow = after.flow
         layers.append(after.state)
-    return x, tuple(layers), flow
+    return Residual.of(between).sum(), tuple(layers), flow
 
 
 class _Counts(NamedTuple):

@@ -2,18 +2,20 @@
 
 A small model's token takes a GPU less time than the CPU needs to start its kernels. A CUDA graph
 starts them all at once, but reads and writes fixed addresses. `StaticDecoder` therefore holds
-buffers for the token and the state. A state is copied in, and copied out again as a value.
+buffers for the token and the state. A state is copied in, and copied out again as a value. Of the
+carry of a window, gigabytes in a large model, only what a token reads is in the buffers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
 from longrnn.models.base import CapturableModel, LanguageModel
+from longrnn.ops.triton import on_device
 from longrnn.state import LMState, clone, leaves, reset
 
 # Capturing a graph takes about as long as this many tokens.
@@ -35,10 +37,11 @@ class Decoder(Protocol):
 
         Args:
             tokens: `(b,)` int64, valid ids.
-            done: `(b,)` bool, rows that keep their state; None for none.
+            done: `(b,)` bool, rows that keep their state, which is not changed in place later; None
+                for none.
 
         Returns:
-            Logits `(b, v)`, valid until the next call.
+            Logits `(b, v)`, valid until the next call. Those of rows that are done have no meaning.
         """
         ...
 
@@ -51,10 +54,13 @@ def decoder(model: LanguageModel, state: LMState, tokens: int) -> Decoder:
         state: before the first token.
         tokens: how many will be generated at most.
     """
-    capturable = isinstance(model, CapturableModel) and model.is_capturable
-    if capturable and state.position.is_cuda and tokens >= MIN_GRAPH_TOKENS:
+    if _is_capturable(model) and state.position.is_cuda and tokens >= MIN_GRAPH_TOKENS:
         return StaticDecoder(model, state, prepare=captured)
     return CallingDecoder(model, state)
+
+
+def _is_capturable(model: LanguageModel) -> TypeGuard[CapturableModel]:
+    return isinstance(model, CapturableModel) and model.is_capturable
 
 
 class CallingDecoder:
@@ -62,51 +68,68 @@ class CallingDecoder:
 
     def __init__(self, model: LanguageModel, state: LMState) -> None:
         self._model, self._state = model, state
+        # How many tokens need no comparison of their positions with the end of a table.
+        self._checked = _Left(model.static_tokens(state)) if _is_capturable(model) else None
 
     @property
     def state(self) -> LMState:
         return self._state
 
     def step(self, tokens: Tensor, done: Tensor | None) -> Tensor:
-        logits, after = _call(self._model, tokens, self._state)
+        checked = self._checked is not None and self._checked.consume(done)
+        options = {"checked": True} if checked else {}
+        logits, after = self._model(tokens[:, None], self._state, keep=1, **options)
         self._state = after if done is None else reset(after, self._state, done)
-        return logits
+        if _is_capturable(self._model) and not checked:
+            self._checked = _Left(self._model.static_tokens(self._state))
+        return logits[:, -1]
 
 
 class StaticDecoder:
     """Works on buffers whose addresses never change.
 
+    How many tokens `CapturableModel.static_state` serves is read once, and then counted on the
+    host. The token after them is computed by a call of the model, which gives new values for the
+    buffers: where a row reaches the end of a chunk of a window, or of a table of positions.
+
     Args:
-        model: its calls allocate nothing but what they compute, and read nothing back.
-        state: before the first token; it is copied.
+        model: its calls allocate nothing but what they compute.
+        state: before the first token; it is not changed.
         prepare: turns the function that computes a token into one that is called instead, as
             `captured` does; by default the function itself is called.
     """
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: CapturableModel,
         state: LMState,
         *,
         prepare: Callable[[Callable[[], Tensor]], Callable[[], Tensor]] | None = None,
     ) -> None:
-        self._model, self._state = model, clone(state)
-        self._tokens = torch.zeros_like(state.position)
-        self._done = torch.zeros_like(state.position, dtype=torch.bool)
+        self._model = model
+        # The state that the buffers were made from.
+        self._origin, self._buffers = state, model.static_state(state)
+        self._left = _Left(model.static_tokens(state))
+        self._tokens = torch.zeros_like(self._buffers.position)
+        self._done = torch.zeros_like(self._tokens, dtype=torch.bool)
         self._prepare = prepare or (lambda run: run)
         # Without and with rows that keep their state, which take another pass over it.
         self._runs: dict[bool, Callable[[], Tensor]] = {}
 
     @property
     def state(self) -> LMState:
-        return clone(self._state)
+        return self._model.state_after(self._origin, self._buffers)
 
     def step(self, tokens: Tensor, done: Tensor | None) -> Tensor:
+        if not self._left.consume(done):
+            return self._call(tokens, done)
         some_done = done is not None
         if some_done not in self._runs:
-            before = clone(self._state)  # preparing a run may consume tokens
-            self._runs[some_done] = self._prepare(lambda: self._compute(some_done))
-            _copy(self._state, before)
+            before = clone(self._buffers)  # preparing a run may consume tokens
+            # A graph records the streams of the current device, which may be another GPU.
+            with on_device(self._tokens):
+                self._runs[some_done] = self._prepare(lambda: self._compute(some_done))
+            _copy(self._buffers, before)
         self._tokens.copy_(tokens)
         if done is not None:
             self._done.copy_(done)
@@ -114,9 +137,50 @@ class StaticDecoder:
 
     def _compute(self, some_done: bool) -> Tensor:
         """Consumes the buffered token, and replaces the buffered state."""
-        logits, after = _call(self._model, self._tokens, self._state)
-        _copy(self._state, reset(after, self._state, self._done) if some_done else after)
-        return logits
+        before = self._buffers
+        logits, after = self._model(self._tokens[:, None], before, keep=1, checked=True)
+        _copy(before, reset(after, before, self._done) if some_done else after)
+        return logits[:, -1]
+
+    def _call(self, tokens: Tensor, done: Tensor | None) -> Tensor:
+        """Consumes a token by a call with the state itself, and gives the buffers new values."""
+        before = self.state
+        logits, after = self._model(tokens[:, None], before, keep=1)
+        self._origin = after if done is None else reset(after, before, done)
+        self._left = _Left(self._model.static_tokens(self._origin))
+        _copy(self._buffers, self._model.static_state(self._origin))
+        return logits[:, -1]
+
+
+class _Left:
+    """How many more tokens each row may consume, counted on the host.
+
+    Args:
+        counts: `(b,)`, read from the device; None for any number.
+    """
+
+    def __init__(self, counts: Tensor | None) -> None:
+        self._counts = None if counts is None else counts.tolist()
+        # Rows that keep their state, as they were read last.
+        self._done: Tensor | None = None
+        self._is_done: list[bool] = []
+
+    def consume(self, done: Tensor | None) -> bool:
+        """Counts a token of each row but those that are done; false, and none, if one has no more.
+
+        Args:
+            done: see `Decoder.step`; it is read only when it is another tensor than before.
+        """
+        if self._counts is None:
+            return True
+        if done is not None and done is not self._done:
+            self._done, self._is_done = done, done.tolist()
+        rows = [n for n in range(len(self._counts)) if done is None or not self._is_done[n]]
+        if any(self._counts[n] == 0 for n in rows):
+            return False
+        for n in rows:
+            self._counts[n] -= 1
+        return True
 
 
 def captured(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -152,13 +216,14 @@ def captured(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return replay
 
 
-def _call(model: LanguageModel, tokens: Tensor, state: LMState) -> tuple[Tensor, LMState]:
-    """Logits `(b, v)` and state after a token that a model has generated itself."""
-    checked = {"checked": True} if isinstance(model, CapturableModel) else {}
-    logits, after = model(tokens[:, None], state, keep=1, **checked)
-    return logits[:, -1], after
-
-
 def _copy(buffers: LMState, values: LMState) -> None:
+    """Copies values into buffers, but for values that were changed in place there."""
+    # Tensors of one dtype at a time, which a GPU copies in few launches for all layers.
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for (_, buffer), (_, value) in zip(leaves(buffers), leaves(values), strict=True):
-        buffer.copy_(value)
+        if buffer is not value:
+            into, source = by_dtype.setdefault(buffer.dtype, ([], []))
+            into.append(buffer)
+            source.append(value)
+    for into, source in by_dtype.values():
+        torch.ops.aten._foreach_copy_(into, source)

@@ -130,20 +130,20 @@ def _recording(model: LanguageModel) -> Iterator[list[str]]:
 
 def _is_bad(output: Any) -> bool:
     """Whether an output holds NaN or infinity."""
-    return not all(bool(tensor.isfinite().all()) for tensor in _tensors(output))
+    return not all(bool(tensor.isfinite().all()) for tensor in floating_tensors(output))
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """The floating-point tensors in the output of a module."""
+def floating_tensors(output: Any) -> Iterator[Tensor]:
+    """The floating-point tensors in the inputs or the output of a module, mappings included."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield output
     elif isinstance(output, dict):
         for part in output.values():
-            yield from _tensors(part)
+            yield from floating_tensors(part)
     elif isinstance(output, (tuple, list)):
         for part in output:
-            yield from _tensors(part)
+            yield from floating_tensors(part)
 
 
 def _bad_leaf(state: LMState) -> str | None:

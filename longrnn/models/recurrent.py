@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from longrnn.errors import UserError, nearest
 from longrnn.mixers import MIXERS, Edit, EditedState, Mixer, init_carries
 from longrnn.models.base import LMOutput, fingerprint
-from longrnn.models.blocks import BLOCKS
+from longrnn.models.blocks import BLOCKS, Residual, deferred
 from longrnn.models.checks import check_state, check_targets, check_tokens
 from longrnn.models.config import RecurrentConfig
 from longrnn.models.context import ContextGroup, hidden_of_share
@@ -29,11 +29,11 @@ from longrnn.models.vectors import ArrangedVectors, Vectors
 from longrnn.ops.cross_entropy import token_cross_entropy
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear
-from longrnn.ops.norm import rms_norm
+from longrnn.ops.norm import add_rms_norm
 from longrnn.ops.packed_rows import PackedRows
 from longrnn.positions import POSITIONS
 from longrnn.ranges import check_ranges
-from longrnn.state import LMState, PyTree
+from longrnn.state import LMState, PyTree, clone
 
 
 class RecurrentLM(RecomputedModel):
@@ -88,8 +88,20 @@ class RecurrentLM(RecomputedModel):
 
     @property
     def is_capturable(self) -> bool:
-        """See `CapturableModel`; a table of positions compares its length with the position."""
-        return self.max_length is None and not any(mixer.reads_device for mixer in self.mixers)
+        """See `CapturableModel`."""
+        return not any(mixer.reads_device for mixer in self.mixers)
+
+    def static_state(self, state: LMState) -> LMState:
+        """See `CapturableModel`."""
+        return clone(state)
+
+    def state_after(self, state: LMState, static: LMState) -> LMState:
+        """See `CapturableModel`."""
+        return clone(static)
+
+    def static_tokens(self, state: LMState) -> Tensor | None:
+        """See `CapturableModel`; a table of positions has an end."""
+        return None if self.max_length is None else (self.max_length - state.position).clamp(min=0)
 
     @property
     def mixers(self) -> list[Mixer]:
@@ -142,8 +154,8 @@ class RecurrentLM(RecomputedModel):
                 whose first token is not a start continues the given state. None for no start.
             context: the processes that hold the rows together. Tokens, masks, `keep` and logits are
                 then of the share of this process, states of all: see `longrnn.models.context`.
-            checked: whether ids and state are known to be valid, as those of generated tokens are.
-                Comparing ids with the vocabulary would wait for the device.
+            checked: whether ids, state and positions are known to be valid, as those of generated
+                tokens are. Comparing ids with the vocabulary would wait for the device.
             vectors: what replaces embeddings and the vectors between layers; not with `context`.
 
         Raises:
@@ -199,8 +211,10 @@ class RecurrentLM(RecomputedModel):
         if context is not None:
             given = arranged.tokens, arranged.rows, state, edits, context
             hidden, state = hidden_of_share(self, *given)
-            return self._output(hidden[:, arranged.first_kept(keep) :], arranged, keep), state
-        return self._read(state, keep, edits, arranged, ArrangedVectors(vectors, arranged, time))
+            kept = Residual(hidden).from_token(arranged.first_kept(keep))
+            return self._output(kept, arranged, keep), state
+        vectors_of = ArrangedVectors(vectors, arranged, time)
+        return self._read(state, keep, edits, arranged, vectors_of, checked)
 
     @torch.no_grad()
     def token_losses(
@@ -224,6 +238,7 @@ class RecurrentLM(RecomputedModel):
         edits: Sequence[Edit] | None,
         arranged: Arrangement,
         vectors: ArrangedVectors,
+        positions_checked: bool,
     ) -> tuple[Tensor, LMState]:
         """`hidden` of checked arguments."""
         tokens, rows = vectors.source, arranged.rows
@@ -232,35 +247,37 @@ class RecurrentLM(RecomputedModel):
         first = arranged.first_kept(given)
         width = segment_width(len(tokens), tokens.device, self.config.d_model, self.recomputation)
         width = max(1, tokens.shape[1]) if vectors.is_read else width
-        kept: list[Tensor] = []
+        kept: list[Residual] = []
         for start in range(0, tokens.shape[1], width):
             part = tokens[:, start : start + width]
             part_rows = rows.slice(start, start + width) if rows is not None else None
-            run = (part, state, edits, part_rows, vectors)
+            run = (part, state, edits, part_rows, vectors, positions_checked)
             if self.recomputation == "segment" and not vectors.is_read:
-                hidden, state = recomputed(self._segment, *run)
+                after, state = recomputed(self._segment, *run)
             else:
-                hidden, state = self._segment(*run)
+                after, state = self._segment(*run)
             unwanted = max(0, first - start)
-            if unwanted < hidden.shape[1]:
-                kept.append(hidden[:, unwanted:] if unwanted else hidden)
+            if unwanted < part.shape[1]:
+                kept.append(after.from_token(unwanted))
         if not kept:
             return self.embedding.weight.new_zeros(len(tokens), keep, self.config.d_model), state
-        hidden = torch.cat(kept, 1) if len(kept) > 1 else kept[0]
-        hidden = self._output(hidden, arranged, given)
+        one = len(kept) == 1
+        after = kept[0] if one else Residual(torch.cat([each.sum() for each in kept], 1))
+        hidden = self._output(after, arranged, given)
         if vectors.is_read:
             hidden = vectors.last(len(self.blocks), hidden)[:, given - keep :]
         return hidden, state
 
-    def _output(self, hidden: Tensor, arranged: Arrangement, keep: int) -> Tensor:
+    def _output(self, after: Residual, arranged: Arrangement, keep: int) -> Tensor:
         """The input of the head, `(b, keep, d)`, from the output of the last block."""
-        if self.norm is not None:
-            hidden = rms_norm(hidden, self.norm.weight, self.config.norm_eps)
-        hidden = arranged.restore(hidden, keep)
-        return hidden.to(self.embedding.weight.dtype) if self._wide else hidden
+        if self.norm is None:
+            return arranged.restore(after.sum(), keep)
+        dtype = self.embedding.weight.dtype if self._wide else None
+        weight, eps = self.norm.weight, self.config.norm_eps
+        return arranged.restore(add_rms_norm(*after, weight, eps, dtype=dtype)[1], keep)
 
     def embed(
-        self, tokens: Tensor, position: Tensor, rows: PackedRows | None
+        self, tokens: Tensor, position: Tensor, rows: PackedRows | None, *, checked: bool = False
     ) -> tuple[Tensor, Tensor]:
         """The input of the first block, and the positions after the tokens.
 
@@ -268,6 +285,7 @@ class RecurrentLM(RecomputedModel):
             tokens: `(b, t)` int64, or their embeddings `(b, t, d)`.
             position: `(b,)` int64, that of the first token.
             rows: where documents and padding begin; None without any.
+            checked: see `PositionalEncoding.forward`.
         """
         embeddings = self.embedding(tokens) if tokens.ndim == 2 else tokens
         if rows is None:
@@ -276,7 +294,7 @@ class RecurrentLM(RecomputedModel):
             after = position + time
         else:
             positions, after = rows.positions(position)
-        x = self.merge(self.position(embeddings, positions))
+        x = self.merge(self.position(embeddings, positions, checked=checked))
         if rows is not None:
             x = rows.without_padding(x)
         return x.to(torch.promote_types(x.dtype, torch.float32)) if self._wide else x, after
@@ -288,24 +306,26 @@ class RecurrentLM(RecomputedModel):
         edits: Sequence[Edit] | None,
         rows: PackedRows | None,
         vectors: ArrangedVectors,
-    ) -> tuple[Tensor, LMState]:
-        """`hidden` of one segment, before the last norm."""
-        x, position = self.embed(tokens, state.position, rows)
+        positions_checked: bool,
+    ) -> tuple[Residual, LMState]:
+        """The residual stream after the blocks, for one segment."""
+        x, position = self.embed(tokens, state.position, rows, checked=positions_checked)
         if tokens.shape[1] == 1 and edits is None and rows is None and not vectors.is_read:
             at_once = self._token_stack.run(self.blocks, x, state.layers)
             if at_once is not None:
-                return at_once[0], LMState(position, at_once[1])
+                return Residual(at_once[0]), LMState(position, at_once[1])
+        between = deferred(self.blocks, x)
         layers, carries = [], []
         for index, (block, layer) in enumerate(zip(self.blocks, state.layers, strict=True)):
-            x = vectors(index, x)
+            between = vectors(index, between)
             if edits is None:
-                x, layer = block(x, layer, None, rows)
+                between, layer = block(between, layer, None, rows)
             else:
                 before = EditedState(layer, state.extra[index])
-                x, (layer, carry) = block(x, before, edits[index], rows)
+                between, (layer, carry) = block(between, before, edits[index], rows)
                 carries.append(carry)
             layers.append(layer)
-        return x, LMState(position, tuple(layers), tuple(carries))
+        return Residual.of(between), LMState(position, tuple(layers), tuple(carries))
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits of the SHA-256 of configuration and weights.

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from longrnn.errors import UserError
+from longrnn.models.blocks import Residual
 from longrnn.models.packing import Arrangement
 from longrnn.ops.collectives import ContextGroup
 
@@ -63,11 +64,12 @@ class ArrangedVectors:
         self.time = time
         self._on_layer, self._arranged = vectors.on_layer, arranged
 
-    def __call__(self, number: int, x: Tensor) -> Tensor:
-        """What the next layer reads after `x`, `(b, t', d)`."""
+    def __call__(self, number: int, between: Tensor | Residual) -> Tensor | Residual:
+        """What the next layer reads, `(b, t', d)`."""
         if self._on_layer is None:
-            return x
-        return self._arranged.arrange(self._on_layer(number, self._arranged.restore(x, self.time)))
+            return between
+        x = self._arranged.restore(Residual.of(between).sum(), self.time)
+        return self._arranged.arrange(self._on_layer(number, x))
 
     def last(self, number: int, x: Tensor) -> Tensor:
         """The same for vectors that were moved back, `(b, t, d)`."""

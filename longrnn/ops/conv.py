@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from longrnn.ops import triton as kernels
 from longrnn.ops.again import gradients_of
 from longrnn.ops.packed_rows import PackedRows
+from longrnn.ops.transforms import takes_plain_operations
 
 
 def causal_conv(
@@ -51,18 +52,39 @@ def causal_conv(
         dtype of `state`.
     """
     if rows is not None:
-        y = _Convolution.apply(x, state, weight, bias, False, fused)
+        y = _convolved(x, state, weight, bias, False, fused)
         padded = torch.cat([state.to(x.dtype), x], dim=1)
         y = _at_starts(y, padded, weight, bias, rows)
         after = _last_inputs(padded, weight.shape[1] - 1, rows).to(state.dtype)
         return F.silu(y) if activation else y, after
-    y = _Convolution.apply(x, state, weight, bias, activation, fused)
+    y = _convolved(x, state, weight, bias, activation, fused)
     width, time = state.shape[1], x.shape[1]
     # Copies, because a slice would keep the whole input in memory.
     after = x[:, max(0, time - width) :].to(state.dtype, copy=True)
     if time < width:
         after = torch.cat([state[:, time:], after], dim=1)
     return y, after
+
+
+def _convolved(
+    x: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: bool,
+    fused: bool | None,
+) -> Tensor:
+    """The sum over the k taps, activated and rounded."""
+    if takes_plain_operations():
+        return _in_torch(x, state, weight, bias, activation)
+    return _Convolution.apply(x, state, weight, bias, activation, fused)
+
+
+def _in_torch(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: bool
+) -> Tensor:
+    y, _ = _sum(x, state, weight, bias)
+    return (F.silu(y) if activation else y).to(x.dtype)
 
 
 def _sum(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -143,8 +165,7 @@ class _Convolution(torch.autograd.Function):
         if torch.is_grad_enabled():
 
             def run(*tensors: Tensor) -> Tensor:
-                y, _ = _sum(*tensors)
-                return (F.silu(y) if ctx.activation else y).to(x.dtype)
+                return _in_torch(*tensors, activation=ctx.activation)
 
             return *gradients_of(run, tensors, wants, (grad_y,)), None, None
         if ctx.fused:

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longrnn.errors import UserError
 from longrnn.ops import triton as kernels
 from longrnn.ops.linear import matmul_nt
-from longrnn.ops.precision import autocasts
+from longrnn.ops.precision import autocasts, without_autocast
+from longrnn.ops.transforms import in_forward_mode
 
 # Logits of one piece, over all its tokens, on a CPU and on other devices.
 MAX_LOGITS = 2**23
@@ -55,7 +57,7 @@ def weighted_cross_entropy(
     Under autocast the factors of the products are rounded to its dtype. The logits are float32 or
     wider, because rounding a logit near 20 to 8 bits changes the loss in steps of 0.1. A token of
     weight 0 adds nothing to the loss and the gradients, even if its hidden vector is not finite.
-    The loss is differentiable once, with respect to `hidden` and `head`.
+    The loss is differentiable once, with respect to `hidden` and `head`, by a backward pass.
 
     Args:
         hidden: `(…, d)`.
@@ -64,7 +66,15 @@ def weighted_cross_entropy(
         weights: `(…,)`, one per token; they get no gradient.
         max_logits: how many logits may exist at a time; None for `most_logits`.
         fused: whether a Triton kernel reads the logits; see `longrnn.ops.triton.runs`.
+
+    Raises:
+        UserError: in forward-mode differentiation.
     """
+    if in_forward_mode():
+        raise UserError(
+            "this loss has no forward-mode derivative: use torch.nn.functional.cross_entropy with "
+            "the logits of the model"
+        )
     weights = weights.detach() * (targets >= 0)
     rows, dtype = _rows(hidden, head, max_logits), _factors(hidden)
     loss, predictions = _HeadLoss.apply(
@@ -101,7 +111,7 @@ def token_cross_entropy(
     pairs = zip(hidden.flatten(0, -2).split(rows), targets.flatten().split(rows), strict=True)
     losses = [hidden.new_empty(0, dtype=wide)]
     predictions = [targets.new_empty(0)]
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden):
         logits_of = _logits_in(wide, head.to(dtype))
         for x, target in pairs:
             found = _losses(logits_of(x.to(dtype)), target.clamp(min=0), None, fused)
@@ -203,7 +213,7 @@ class _HeadLoss(torch.autograd.Function):
         trained = None if grad_hidden is None and grad_head is None else dtype
         loss = hidden.new_zeros((), dtype=wide)
         predictions = torch.empty_like(targets)
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_autocast(hidden):
             logits_of = _logits_in(wide, narrow)
             for start in range(0, len(hidden), rows):
                 part = slice(start, start + rows)

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from longrnn.errors import UserError
 from longrnn.ops import native
 from longrnn.ops.native.layer import Stored
+from longrnn.ops.transforms import in_forward_mode
 
 # Fewer rows than this are as fast with MKL; the gradient of the input would be slower.
 MIN_ROWS = 32
@@ -169,6 +170,7 @@ def _suits(a: Tensor, b: Tensor) -> bool:
         and len(a) >= MIN_ROWS
         and a.numel() * len(b) >= MIN_PRODUCTS
         and not torch.is_autocast_enabled("cpu")
+        and not in_forward_mode()
     )
 
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import maybe_current_level  # pyright: ignore[reportMissingImports]
 from torch.nn import functional as F
 
 from longrnn.errors import UserError
 from longrnn.ops import triton as kernels
 from longrnn.ops.again import gradients_of
 from longrnn.ops.precision import own_precision
+from longrnn.ops.transforms import takes_plain_operations
 
 if TYPE_CHECKING:
     from longrnn.ops.triton.norm import Normed
@@ -29,6 +29,43 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, fused: bool | None = None
     Computed in float32 or wider, returned in the dtype of `x`. Fused: see `gated_rms_norm`.
     """
     return _normed(x, None, weight, eps, 1, fused)
+
+
+def add_rms_norm(
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    *,
+    dtype: torch.dtype | None = None,
+    fused: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A residual connection and the norm after it: x + branch, and `rms_norm` of this sum.
+
+    One Triton kernel computes both where it runs. On a GPU a matrix product that adds to x instead
+    (`torch.addmm`) would copy x first, and needs both in one dtype, which they do not have under
+    autocast or with a residual in float32.
+
+    Args:
+        x: `(…, d)`.
+        branch: `(…, d)`; None for nothing.
+        weight: `(d,)`.
+        eps: added to the mean square.
+        dtype: of the norm; None for that of the sum.
+        fused: see `gated_rms_norm`.
+    """
+    same = branch is not None and x.shape == branch.shape  # kernels do not broadcast
+    if branch is None or not (same and _is_fused(fused, x, branch, weight)):
+        total = x if branch is None else x + branch
+        normed = rms_norm(total, weight, eps, fused=fused)
+        return total, normed if dtype is None else normed.to(dtype)
+    dtype = torch.promote_types(x.dtype, branch.dtype) if dtype is None else dtype
+    if torch.is_grad_enabled():
+        return _AddedNorm.apply(x, branch, weight, eps, dtype)
+    from longrnn.ops.triton import residual
+
+    found = residual.forward(x, branch, weight, eps, dtype)
+    return found.total, found.y
 
 
 def gated_rms_norm(
@@ -70,8 +107,7 @@ def _normed(
     skip: Tensor | None = None,
     D: Tensor | None = None,
 ) -> Tensor:
-    # torch.func transforms differentiable operations only.
-    if torch.is_grad_enabled() and maybe_current_level() is None:
+    if torch.is_grad_enabled() and not takes_plain_operations():
         return _Norm.apply(x, gate, weight, skip, D, eps, groups, fused)
     if _is_fused(fused, x, gate, weight, skip, D):
         return _kernel(x, gate, weight, skip, D, eps, groups, keep=False).y
@@ -188,3 +224,41 @@ class _Norm(torch.autograd.Function):
         grad_gate = torch.ops.aten.silu_backward(grad_silu, gate.to(scale.dtype))
         grad_x = grad_inner.mul_(silu).to(ctx.dtype)
         return grad_x, grad_gate.to(gate.dtype), grad_weight, *[None] * 5
+
+
+class _AddedNorm(torch.autograd.Function):
+    """`add_rms_norm` in Triton kernels, with a backward pass from the sum and 1 / rms."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, branch: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        from longrnn.ops.triton import residual
+
+        found = residual.forward(x, branch, weight, eps, dtype)
+        ctx.save_for_backward(found.total, weight, found.scale)
+        ctx.eps, ctx.dtype, ctx.dtypes = eps, dtype, (x.dtype, branch.dtype)
+        # Nothing reads the sum after the last norm: its gradient is not filled with zeros.
+        ctx.set_materialize_grads(False)
+        return found.total, found.y
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_total: Tensor | None, grad: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        total, weight, scale = ctx.saved_tensors
+        if grad is not None and not torch.is_grad_enabled():
+            from longrnn.ops.triton import residual
+
+            found = residual.backward(total, weight, scale, grad_total, grad, ctx.dtypes)
+            return *found, None, None
+
+        def run(total: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            return total, rms_norm(total, weight, ctx.eps, fused=False).to(ctx.dtype)
+
+        of_total, of_weight = grad_total, None
+        if grad is not None:
+            wants = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[2]
+            of_total, of_weight = gradients_of(run, (total, weight), wants, (grad_total, grad))
+        parts = (None if of_total is None else of_total.to(one) for one in ctx.dtypes)
+        return *parts, of_weight, None, None

@@ -18,7 +18,21 @@ def is_transformed() -> bool:
     return (
         torch.compiler.is_compiling()
         or maybe_current_level() is not None
-        or forward_ad._current_level >= 0
+        or in_forward_mode()
         or _get_tracing_state() is not None
         or _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None
     )
+
+
+def in_forward_mode() -> bool:
+    """Whether torch computes derivatives forward: in a `dual_level`, or under `torch.func.jvp`.
+
+    Our autograd functions and the kernels of `torch.nn` have backward passes only. Operations that
+    torch differentiates take their place.
+    """
+    return forward_ad._current_level >= 0
+
+
+def takes_plain_operations() -> bool:
+    """Whether an autograd function without `setup_context` would be refused."""
+    return maybe_current_level() is not None or in_forward_mode()

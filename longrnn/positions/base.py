@@ -40,13 +40,27 @@ class PositionalEncoding(nn.Module, ABC):
 
         Args:
             x: `(b, t, d)`, the token vectors.
-            positions: `(b, t)` int64, absolute, from 0.
+            positions: `(b, t)` int64, absolute, from 0. `forward` refuses those past the end of a
+                table, unless nothing depends on their rows.
 
         Returns:
             `(b, t, d)` in the dtype of `x`.
         """
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, *, checked: bool = False) -> Tensor:
+        """Computes x'.
+
+        Args:
+            x: `(b, t, d)`, the token vectors.
+            positions: `(b, t)` int64, absolute, from 0.
+            checked: whether all positions are known to exist, where they matter. Comparing them
+                with `n_positions` would wait for the device.
+
+        Raises:
+            UserError: a position past the end of the table.
+        """
+        if self.n_positions is not None and not checked:
+            _check_end(positions, self.n_positions)
         encoding = self.encode(x, positions)
         return torch.cat([x, encoding], dim=-1) if self.combine == "concat" else x + encoding
 
@@ -55,18 +69,18 @@ class PositionalEncoding(nn.Module, ABC):
 
 
 def look_up(table: Tensor, positions: Tensor) -> Tensor:
-    """Rows of `table` at `positions`.
+    """Rows of `table` at `positions`; the last one where a row of the batch has ended past it."""
+    return table[positions.clamp(max=len(table) - 1)]
 
-    Raises:
-        UserError: a position past the end of the table.
-    """
+
+def _check_end(positions: Tensor, count: int) -> None:
+    """Raises a `UserError` for a position past the end of a table of `count` positions."""
     last = int(positions.max())
-    if last >= len(table):
+    if last >= count:
         raise UserError(
-            f"position {last} is past the end of the table of {len(table)} positions: build the "
+            f"position {last} is past the end of the table of {count} positions: build the "
             f"model with position.max_length of at least {last + 1}, or use 'sinusoidal'"
         )
-    return table[positions]
 
 
 POSITIONS: Registry[PositionalEncoding] = Registry("position")

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from longrnn.errors import UserError
 from longrnn.positions.base import POSITIONS, PositionalEncoding, look_up
+from longrnn.units import TokenCount
 
 
 @POSITIONS.register("learned")
@@ -21,7 +22,9 @@ class Learned(PositionalEncoding):
         combine: `concat` or `add`.
     """
 
-    def __init__(self, d_model: int, *, max_length: int = 128, combine: str = "concat") -> None:
+    def __init__(
+        self, d_model: int, *, max_length: TokenCount = 128, combine: str = "concat"
+    ) -> None:
         super().__init__(d_model, combine)
         if max_length < 1:
             raise UserError(f"max_length must be at least 1, not {max_length}: give a longer table")

@@ -21,5 +21,5 @@ class NoEncoding(PositionalEncoding):
     def encode(self, x: Tensor, positions: Tensor) -> Tensor:
         return x.new_zeros(())
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, *, checked: bool = False) -> Tensor:
         return x

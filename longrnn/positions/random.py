@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from longrnn.errors import UserError
 from longrnn.positions.base import POSITIONS, PositionalEncoding, look_up
 from longrnn.seeds import seeded
+from longrnn.units import TokenCount
 
 
 @POSITIONS.register("random")
@@ -27,7 +28,12 @@ class Random(PositionalEncoding):
     table: Tensor
 
     def __init__(
-        self, d_model: int, *, max_length: int = 128, seed: int = 0, combine: str = "concat"
+        self,
+        d_model: int,
+        *,
+        max_length: TokenCount = 128,
+        seed: int = 0,
+        combine: str = "concat",
     ) -> None:
         super().__init__(d_model, combine)
         if max_length < 1:

@@ -11,26 +11,16 @@ from typing import Any, NamedTuple
 from longrnn.config import build_config, flat
 from longrnn.errors import UserError, nearest
 from longrnn.files import file_name
-from longrnn.mixers import MIXERS
 from longrnn.models.recurrent import RecurrentConfig
-from longrnn.positions import POSITIONS
-from longrnn.registry import Registry, keyword_options
-from longrnn.tasks import TASKS
-from longrnn.training.checks import check
+from longrnn.registry import keyword_options
+from longrnn.training.checks import check, check_one_process
 from longrnn.training.config import TrainConfig
+from longrnn.training.differences import FAMILIES, with_defaults
 from longrnn.training.folder import HARMLESS
-from longrnn.training.initial_states import INITIAL_STATES
 from longrnn.training.models import tokenizer_of
 from longrnn.training.sources import build_task
 
 Axes = dict[str, list[str]]
-# Mappings with a `kind`, and the registry with the options of each.
-FAMILIES: dict[str, Registry[Any]] = {
-    "model.position": POSITIONS,
-    "model.mixer": MIXERS,
-    "task": TASKS,
-    "initial_state": INITIAL_STATES,
-}
 
 
 class GridRun(NamedTuple):
@@ -48,7 +38,8 @@ class GridRun(NamedTuple):
 
     def content(self) -> dict[str, Any]:
         """The configuration as dotted keys, without keys that do not affect the result."""
-        return {k: v for k, v in flat(asdict(self.config)).items() if k not in HARMLESS}
+        keys = with_defaults(flat(asdict(self.config)))
+        return {key: value for key, value in keys.items() if key not in HARMLESS}
 
 
 def parse_axes(items: Sequence[str]) -> Axes:
@@ -93,6 +84,7 @@ def expand(base: TrainConfig, axes: Axes, folder: Path) -> list[GridRun]:
         name = run_name(values)
         try:
             config = applied(base, values)
+            check_one_process(config)
             check(config)
         except UserError as error:
             raise UserError(f"run {name}: {error}") from error

@@ -34,6 +34,7 @@ from longrnn.progress import Progress
 from longrnn.results import Results, Row, read_results
 from longrnn.sweep.grid import GridRun
 from longrnn.tasks import TASKS, SequenceTask
+from longrnn.training.differences import with_defaults
 from longrnn.training.metrics import read_metrics
 
 # Seconds between checks whether the sweep is to stop.
@@ -248,4 +249,4 @@ def _measured(point: GridRun, device: str, folder: Path) -> Row:
 def _row(rows: Sequence[Row], point: GridRun) -> Row | None:
     """The row of a run, if it is done with this very configuration."""
     content = point.content()
-    return next((row for row in reversed(rows) if row["config"] == content), None)
+    return next((row for row in reversed(rows) if with_defaults(row["config"]) == content), None)

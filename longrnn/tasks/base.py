@@ -40,6 +40,8 @@ class Batch(NamedTuple):
             default 1.
         is_token: `(b, t)` bool, false for the padding at the end of a row, which does not change
             its state; None where there is none.
+        n_scored: number of targets that are not negative, of a batch that was checked and counted
+            before it was moved to a device (`Objective.placed`); None for any other.
     """
 
     tokens: Tensor
@@ -50,6 +52,7 @@ class Batch(NamedTuple):
     query_length: int = 0
     repeat: Tensor | None = None
     is_token: Tensor | None = None
+    n_scored: int | None = None
 
     @property
     def begins(self) -> Tensor:
@@ -74,7 +77,7 @@ class Batch(NamedTuple):
 
     def rows(self, start: int, stop: int) -> Batch:
         """The rows from `start` up to `stop`."""
-        return self._map(lambda field: field[start:stop])
+        return self._map(lambda field: field[start:stop])._replace(n_scored=None)
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on `device`; a pinned one is copied while the caller continues."""
@@ -100,7 +103,7 @@ def joined(parts: Sequence[Batch]) -> Batch:
             blank = UNSCORED if name == "targets" else 0
             column = [F.pad(x, (0, width - x.shape[1]), value=blank) for x in column]
         columns[name] = torch.cat(column) if isinstance(column[0], Tensor) else column[0]
-    return Batch(**columns)
+    return Batch(**{**columns, "n_scored": None})
 
 
 def _block_seed(seed: int, block: int) -> int:

@@ -16,6 +16,7 @@ from longrnn.tasks.held_out import part_of
 from longrnn.tasks.packed_streams import PackedStreams, Piece, WholeDocuments
 from longrnn.tasks.text import open_corpus
 from longrnn.text import ByteTokenizer, Tokenizer
+from longrnn.units import TokenCount
 
 
 @TASKS.register("instruct")
@@ -70,7 +71,7 @@ class Instruct(Task):
         subset: str | None = None,
         revision: str | None = None,
         append_eos: bool = True,
-        max_tokens: int | None = None,
+        max_tokens: TokenCount | None = None,
     ) -> None:
         if (corpus is None) == (data is None):
             raise UserError(

@@ -9,6 +9,7 @@ from longrnn.errors import UserError
 from longrnn.tasks.base import TASKS, UNSCORED, Batch, row_starts
 from longrnn.tasks.sequence import SequenceTask
 from longrnn.text import Tokenizer
+from longrnn.units import TokenCount
 
 # Beyond the end of a sequence in what `draw` gives.
 NOTHING = -1
@@ -41,7 +42,7 @@ class ReverseVariable(SequenceTask):
         vocab_size: int = 32,
         held_out: int = 1024,
         seed: int = 0,
-        min_length: int = 32,
+        min_length: TokenCount = 32,
     ) -> None:
         super().__init__(tokenizer, vocab_size=vocab_size, held_out=held_out, seed=seed)
         if min_length < 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from longrnn.tasks.held_out import part_of
 from longrnn.tasks.packed_streams import PackedStreams
 from longrnn.tasks.streams import Streams
 from longrnn.text import ByteTokenizer, Tokenizer
+from longrnn.units import TokenCount
 
 
 @TASKS.register("text")
@@ -77,7 +78,7 @@ class Text(Task):
         revision: str | None = None,
         split_on: str | None = None,
         append_eos: bool = False,
-        max_tokens: int | None = None,
+        max_tokens: TokenCount | None = None,
     ) -> None:
         if [bool(files), corpus is not None, data is not None].count(True) != 1:
             raise UserError(
@@ -91,12 +92,18 @@ class Text(Task):
             )
         tokenizer = tokenizer or ByteTokenizer()
         self.vocab_size, self.max_segments = tokenizer.vocab_size, max_segments
-        self.packing = data is not None if packing is None else packing
+        self.packing = self.derived_options({"data": data, "packing": packing})["packing"]
         whole = Texts(files, tokenizer) if files else open_corpus(corpus, data, tokenizer)
         self.documents: Documents = part_of(whole, part)
         self._rows: Rows | None = None  # of packed rows, made when the first one is drawn
         self._starts: tuple[int, NDArray[np.int64], NDArray[np.int64]] | None = None
         self._streams: dict[tuple[int, int, int], Streams | PackedStreams] = {}
+
+    @staticmethod
+    def derived_options(options: Mapping[str, Any]) -> dict[str, Any]:
+        """The value of `packing` where it is left out, see `Registry.complete`."""
+        given = options["packing"]
+        return {"packing": options["data"] is not None if given is None else given}
 
     def sample(self, batch_size: int, *, length: int, generator: torch.Generator) -> Batch:
         return self._draw(range(batch_size), batch_size, length, generator)

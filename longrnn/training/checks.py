@@ -22,15 +22,24 @@ from longrnn.training.sources import build_task
 from longrnn.training.validation import Validation
 
 
-def check(config: TrainConfig) -> None:
-    """Raises what a `Trainer` on one process would raise for a configuration.
+def check_one_process(config: TrainConfig) -> None:
+    """Refuses keys of a launch of several processes, where each run has one.
 
     Raises:
-        UserError: the configuration is invalid.
+        UserError: such keys.
     """
     for name in ("num_processes", "context_parallel_size"):
         if (value := getattr(config, name)) not in (None, 1):
             raise UserError(f"each run has one process here: leave out {name}={value}")
+
+
+def check(config: TrainConfig) -> None:
+    """Raises what a `Trainer` would raise for a configuration, whatever the launch.
+
+    Raises:
+        UserError: the configuration is invalid.
+    """
+    _check_groups(config)
     config = replace(config)  # which building a model fills in
     _, tokenizer = models.tokenizer_of(config)
     task = build_task(config.task, tokenizer, name=config.tokenizer or "")
@@ -38,8 +47,10 @@ def check(config: TrainConfig) -> None:
     with torch.random.fork_rng(devices=[]):
         if config.model is not None and config.init_from is None and not config.transformer:
             check_vocabulary(config.model.vocab_size, config, task)
-            # A vocabulary of 1 keeps this model small.
-            model = RecurrentLM(replace(config.model, vocab_size=1))
+            with torch.device("meta"):  # nothing here reads its weights
+                model = RecurrentLM(replace(config.model, vocab_size=1))
+            if config.context_parallel_size > 1:
+                check_divisible(model)
         else:
             model = models.build(config)
             check_model(model, config, task)
@@ -60,6 +71,19 @@ def check(config: TrainConfig) -> None:
             check_vocabulary(config.model.vocab_size, config, validation.task)
     source.check()
     check_positions(model, source)
+
+
+def _check_groups(config: TrainConfig) -> None:
+    """Refuses groups of processes that do not divide the number of processes, where it is given."""
+    if config.num_processes is None:
+        return
+    for name in ("context_parallel_size", "shard_size"):
+        size = getattr(config, name)
+        if size is not None and config.num_processes % size:
+            raise UserError(
+                f"{name}={size} does not divide num_processes={config.num_processes}: set a "
+                "multiple of it"
+            )
 
 
 def check_vocabulary(vocab_size: int, config: TrainConfig, task: Task) -> None:

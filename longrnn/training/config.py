@@ -14,6 +14,7 @@ from longrnn.models.recurrent import RecurrentConfig
 from longrnn.ranges import LARGEST_FLOAT32, check_ranges, choice, count, number, within
 from longrnn.training.config_checks import check_features
 from longrnn.training.initial_states import uses_streams
+from longrnn.units import TokenCount
 
 SAMPLING = ("fixed", "log_uniform")
 TRACKERS = ("none", "tensorboard", "wandb", "trackio")
@@ -37,8 +38,8 @@ class LengthConfig:
             use `max` from the first step on.
     """
 
-    max: int = count(256)
-    min: int = count(1)
+    max: TokenCount = count(256)
+    min: TokenCount = count(1)
     sampling: str = choice("fixed", SAMPLING)
     grow_steps: int = count(0, at_least=0)
 
@@ -163,7 +164,7 @@ class TrainConfig:
     seed: int = count(0, at_least=-(2**63), at_most=2**64 - 1)  # what torch.manual_seed takes
     max_steps: int = count(1000, at_most=MOST_STEPS)
     per_device_train_batch_size: int = count(16)
-    batch_tokens: int | None = count(None)
+    batch_tokens: TokenCount | None = count(None)
     gradient_accumulation_steps: int = count(1)
     context_parallel_size: int = count(1)
     num_processes: int | None = count(None)
@@ -198,7 +199,7 @@ class TrainConfig:
     spike_threshold: float = number(10.0, above=1)
     validation: dict[str, Any] = field(default_factory=dict)
     eval_steps: int = count(500)
-    eval_length: int | None = count(None)
+    eval_length: TokenCount | None = count(None)
     eval_samples: int = count(16)
     per_device_eval_batch_size: int = count(8)
     metric_for_best_model: str = choice("loss", BEST)

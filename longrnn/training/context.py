@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from accelerate import Accelerator
 from torch import Tensor
 
@@ -24,11 +25,13 @@ class Mesh(NamedTuple):
         rank: which part of the rows this process reads.
         size: number of parts, each with the same number of rows.
         group: the processes that read the same part; None if each reads its own.
+        device: of the tensors that the processes of a group can exchange.
     """
 
     rank: int
     size: int
     group: ContextGroup | None
+    device: torch.device = torch.device("cpu")
 
     @property
     def saves_states(self) -> bool:
@@ -44,7 +47,8 @@ class Mesh(NamedTuple):
         """`(b,)` bool: whether each row has the property in all processes that read it."""
         if self.group is None:
             return rows
-        return self.group.gather(rows.long()).bool().all(0)
+        found = self.group.gather(rows.long().to(self.device))
+        return found.bool().all(0).to(rows.device)
 
 
 def mesh_of(accelerator: Accelerator, size: int) -> Mesh:
@@ -66,4 +70,5 @@ def mesh_of(accelerator: Accelerator, size: int) -> Mesh:
     import torch.distributed as dist
 
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
-    return Mesh(rank // size, world // size, ContextGroup.of(groups[rank // size]))
+    group = ContextGroup.of(groups[rank // size])
+    return Mesh(rank // size, world // size, group, accelerator.device)

@@ -7,17 +7,17 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from longrnn.checksums import damage
-from longrnn.config import dump_config, flat, read_recorded
+from longrnn.config import dump_config, read_recorded
 from longrnn.errors import UserError
 from longrnn.files import leftovers, naming, write_atomic
 from longrnn.locks import FOLDER_LOCK, Lock
 from longrnn.training import checkpoint, extension, replay
 from longrnn.training.config import TrainConfig
+from longrnn.training.differences import differences
 
 # What a run writes into its output folder itself.
 FILES = ("train.yaml", "metrics.jsonl", "config.json", "model.safetensors")
@@ -177,9 +177,9 @@ def _check_origin(origin: Path, config: TrainConfig, processes: int) -> None:
     recorded = read_recorded(origin.parent)
     if not recorded:
         raise UserError(f"{origin} has no train.yaml in the folder above: put it back from a copy")
-    validation = {key for key in flat(asdict(config)) if key.split(".")[0] == "validation"}
-    validation |= {key for key in flat(recorded) if key.split(".")[0] == "validation"}
-    difference = differences(recorded, config, HARMLESS | SCHEDULE | validation)
+    # The validation data may differ in every option.
+    recorded["validation"] = config.validation
+    difference = differences(recorded, config, HARMLESS | SCHEDULE)
     if difference:
         raise UserError(
             f"resume_from_checkpoint={origin} is of a run with another configuration "
@@ -218,26 +218,6 @@ def _stopped(output_dir: Path) -> bool:
     failed = [replay.steps(path) for path in replay.files(output_dir)]
     saved = [checkpoint.steps(path) for path in checkpoint.checkpoints(output_dir)]
     return max(failed, default=0) > max(saved, default=0)
-
-
-def differences(recorded: dict[str, Any], config: TrainConfig, allowed: set[str]) -> str:
-    """The keys that differ between a recorded and a given configuration, except `allowed` ones.
-
-    A key that an older record lacks has its default. The model of `init_from` or `transformer` is
-    not compared, nor is a tokenizer that comes from `init_from`.
-    """
-    # Every schedule but `constant` has another learning rate at every step of a longer run.
-    skipped = allowed | ({"max_steps"} if config.lr_scheduler_type == "constant" else set())
-    skipped |= {"tokenizer"} if config.tokenizer is None else set()
-    before = flat(asdict(TrainConfig())) | flat(recorded)
-    now = flat(asdict(config))
-    by_model = config.init_from is not None or bool(config.transformer)
-    keys = [k for k in {**before, **now} if before.get(k) != now.get(k) and k not in skipped]
-    return ", ".join(
-        f"{key}: {before.get(key)} there, {now.get(key)} here"
-        for key in keys
-        if not (by_model and key.split(".")[0] == "model")
-    )
 
 
 def append_metrics(output_dir: Path, row: dict[str, float]) -> None:

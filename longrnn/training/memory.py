@@ -157,7 +157,10 @@ def _block(mixer: Mamba2, d_model: int, narrow: int, *, fused: bool) -> int:
 
 
 def memory_of(config: TrainConfig) -> TrainingMemory:
-    """The memory of a step of a run, on each of its devices; copies of the model, not shards.
+    """The memory of a step of a run, on each of its devices.
+
+    The model is divided by `shard_size`, and copied without it: a launch with shards over all
+    processes is not part of the configuration.
 
     Raises:
         UserError: the model is not a Mamba-2.
@@ -179,6 +182,7 @@ def memory_of(config: TrainConfig) -> TrainingMemory:
         tokens=-(-config.length.max // config.context_parallel_size) * config.segments_per_step,
         mixed_precision=config.mixed_precision,
         gradient_checkpointing=config.gradient_checkpointing,
+        shards=config.shard_size or 1,
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
 

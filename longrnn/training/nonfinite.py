@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longrnn.models.finite import floating_tensors
 from longrnn.state import LMState
 from longrnn.tasks import Batch
 from longrnn.training.objective import Objective
@@ -124,7 +125,7 @@ def examine(
 
 def _record_nonfinite(seen: Examination, label: str, tree: Any) -> None:
     """Records whether values in `tree` are not finite, and in which rows."""
-    for values in _floats(tree):
+    for values in floating_tensors(tree):
         finite = values.isfinite()
         if values.ndim and len(values) == len(seen.finite_rows):
             seen.finite_rows &= finite.reshape(len(finite), -1).all(1).cpu()
@@ -142,21 +143,12 @@ def _hooks(seen: Examination, name: str, module: nn.Module) -> Iterator[Any]:
 
     def left(module: nn.Module, inputs: Any, output: Any) -> None:
         _record_nonfinite(seen, after, output)
-        first = next(_floats(output), None)
+        first = next(floating_tensors(output), None)
         if first is not None and name:
             seen.sizes.setdefault(_short(name), OutputSize()).add(first)
 
     yield module.register_forward_pre_hook(entered)
     yield module.register_forward_hook(left)
-
-
-def _floats(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        if tree.is_floating_point():
-            yield tree
-    elif isinstance(tree, (tuple, list)):
-        for branch in tree:
-            yield from _floats(branch)
 
 
 def _short(name: str) -> str:

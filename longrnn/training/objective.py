@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from longrnn.errors import UserError
 from longrnn.models import RecurrentLM
+from longrnn.models.checks import check_tokens
 from longrnn.models.context import ContextGroup, from_shares, share_of
 from longrnn.ops.cross_entropy import token_cross_entropy, weighted_cross_entropy
 from longrnn.ops.hooks import own_weight
@@ -43,6 +44,18 @@ def packing_of(batch: Batch, columns: slice) -> dict[str, Tensor]:
     """
     masks = {"is_document_start": batch.inner_starts(), "is_token": batch.is_token}
     return {name: mask[:, columns] for name, mask in masks.items() if mask is not None}
+
+
+def _places(where: Tensor, count: int | None) -> Tensor:
+    """The indices at which `where` is true, ascending.
+
+    Args:
+        where: `(n,)` bool.
+        count: their number, if it is known, so that nothing is read from the device.
+    """
+    if count is None:
+        return where.nonzero()[:, 0]
+    return (~where).byte().argsort(stable=True)[:count]
 
 
 class Objective(nn.Module):
@@ -87,6 +100,31 @@ class Objective(nn.Module):
             predictions.append(predicted)
         return StepOutput(torch.stack(losses).mean(), state, predictions)
 
+    def placed(self, batches: Sequence[Batch], device: torch.device) -> list[Batch]:
+        """Batches on a device, on which `forward` reads nothing back from it.
+
+        Ids are compared with the vocabulary, targets counted, and starts of documents inside the
+        rows looked for where the batches are.
+
+        Args:
+            batches: on the host.
+            device: of the model.
+
+        Raises:
+            UserError: ids outside the vocabulary.
+        """
+        if device.type == "cpu":
+            return [batch.to(device) for batch in batches]
+        found = []
+        for batch in batches:
+            check_tokens(batch.tokens, self.model.vocab_size, batch.is_token)
+            count = int((batch.targets >= 0).sum())
+            starts = batch.begins if batch.inner_starts() is None else batch.is_document_start
+            found.append(
+                batch._replace(is_document_start=starts).to(device)._replace(n_scored=count)
+            )
+        return found
+
     def init_state(self, rows: int) -> LMState:
         """The zero state of `rows` rows, with the carries of the edits."""
         if self.edits is None or not isinstance(self.model, RecurrentLM):
@@ -122,10 +160,14 @@ class Objective(nn.Module):
         packing: Mapping[str, Tensor] | None = None,
         repeat: Tensor | None = None,
         context: ContextGroup | None = None,
+        *,
+        checked: bool = False,
     ) -> tuple[Tensor, LMState]:
         """The input of the head and the new state, under the edits."""
         if self.edits is None or not isinstance(self.model, RecurrentLM):
-            return read_repeatedly(self.model, tokens, state, repeat, packing, context)
+            return read_repeatedly(
+                self.model, tokens, state, repeat, packing, context, checked=checked
+            )
         if repeat is not None:
             raise UserError(
                 "repeated segments and a mitigation cannot be combined: set max_repeat=1, or leave "
@@ -139,6 +181,7 @@ class Objective(nn.Module):
             is_document_start=masks.get("is_document_start"),
             is_token=masks.get("is_token"),
             context=context,
+            checked=checked,
         )
 
     def _columns(self, start: int, stop: int) -> slice:
@@ -153,13 +196,12 @@ class Objective(nn.Module):
         time = batch.tokens.shape[1]
         body = self._columns(0, time - batch.query_length)
         packing = packing_of(batch, body)
-        hidden, state = self._hidden(
-            batch.tokens[:, body], state, packing, batch.repeat, self.context
-        )
+        how: dict[str, Any] = {"context": self.context, "checked": batch.n_scored is not None}
+        hidden, state = self._hidden(batch.tokens[:, body], state, packing, batch.repeat, **how)
         read = [body]
         if batch.query_length:
             read.append(self._columns(time - batch.query_length, time))
-            query, _ = self._hidden(batch.tokens[:, read[1]], state, context=self.context)
+            query, _ = self._hidden(batch.tokens[:, read[1]], state, **how)
             hidden = torch.cat([hidden, query], dim=1)
         weights = batch.weights
         if weights is None:
@@ -172,7 +214,7 @@ class Objective(nn.Module):
             )
             weights = weights * self.context.size
         # Logits are computed only at targets: a reversal task has them in its second half only.
-        scored = (targets.flatten() >= 0).nonzero()[:, 0]
+        scored = _places(targets.flatten() >= 0, None if self.context else batch.n_scored)
         loss, predicted = weighted_cross_entropy(
             hidden.flatten(0, 1).index_select(0, scored),
             own_weight(self.model.head),

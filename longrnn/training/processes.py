@@ -21,7 +21,7 @@ from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list, 
 
 from longrnn.config import flat
 from longrnn.errors import Terminated, UserError
-from longrnn.files import write_atomic
+from longrnn.files import one_line, write_atomic
 from longrnn.training.config import PRECISIONS, TrainConfig
 from longrnn.training.sharding import unseen_by_accelerate
 
@@ -58,15 +58,21 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
             f"pip install longrnn[{EXTRAS.get(config.report_to, 'trackers')}]"
         )
     with unseen_by_accelerate():
-        accelerator = Accelerator(
-            cpu=not torch.cuda.is_available(),
-            mixed_precision=config.mixed_precision,
-            # The trainer divides by the number of micro-batches itself; without this, accelerate
-            # would divide again by ACCELERATE_GRADIENT_ACCUMULATION_STEPS.
-            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-            log_with=None if config.report_to == "none" else config.report_to,
-            project_dir=config.output_dir,
-        )
+        try:
+            accelerator = Accelerator(
+                cpu=not torch.cuda.is_available(),
+                mixed_precision=config.mixed_precision,
+                # The trainer divides by the number of micro-batches itself; without this,
+                # accelerate would divide again by ACCELERATE_GRADIENT_ACCUMULATION_STEPS.
+                gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+                log_with=None if config.report_to == "none" else config.report_to,
+                project_dir=config.output_dir,
+            )
+        except ValueError as error:  # accelerate's settings belong to the process
+            raise UserError(
+                f"accelerate refuses the settings of this run ({one_line(error)}): start it in a "
+                "new Python process, for example with `longrnn train`"
+            ) from error
     if config.mixed_precision == "fp16" and accelerator.device.type == "cpu":
         raise UserError(
             "mixed_precision=fp16 needs a GPU, and this run is on a CPU, where it would train in "

@@ -74,6 +74,8 @@ def read_repeatedly(
     times: Tensor | None,
     packing: Mapping[str, Tensor] | None = None,
     context: ContextGroup | None = None,
+    *,
+    checked: bool = False,
 ) -> tuple[Tensor, LMState]:
     """`model.hidden(tokens, state)`, but with the state after `times` readings.
 
@@ -85,6 +87,7 @@ def read_repeatedly(
         packing: further arguments of `model.hidden` for packed rows: `is_document_start` and
             `is_token`; None for rows of one document.
         context: the processes that hold the rows together; None for one.
+        checked: whether ids and state are known to be valid.
 
     Raises:
         UserError: a cell whose state is not a linear function of the previous one, packed rows, or
@@ -93,6 +96,8 @@ def read_repeatedly(
     if times is None or bool((times == 1).all()):
         packing = packing or {}
         shared: dict[str, Any] = {} if context is None else {"context": context}
+        if isinstance(model, RecurrentLM):
+            shared["checked"] = checked
         return model.hidden(
             tokens,
             state,

@@ -62,10 +62,11 @@ def save_failure(
     process = next((rank for rank, one in enumerate(reports) if one is not None), 0)
     reported = where or reports[process] or ALL_FINITE
 
-    weights = sharding.gathered(objective.model.state_dict())
+    writes = accelerator.process_index == process
+    weights = sharding.gathered(objective.model.state_dict(), keep=writes)
 
     def write() -> None:
-        if accelerator.process_index != process:
+        if not writes:
             return
         index = bad[0] if bad else 0
         segments, state = micros[index]

@@ -120,13 +120,14 @@ class Saver:
         """
         step = counters["step"]
         folder = checkpoint.partial(self.output_dir, step)
-        weights = sharding.gathered(model.state_dict())
-        moments = sharding.gathered(optimizer.state_dict())
+        is_main = self.accelerator.is_main_process
+        weights = sharding.gathered(model.state_dict(), keep=is_main)
+        moments = sharding.gathered(optimizer.state_dict(), keep=is_main)
 
         def write() -> None:
             if self.mesh.saves_states:
                 checkpoint.write_tensors(folder / f"carry-{self.mesh.rank}.pt", carried)
-            if not self.accelerator.is_main_process:
+            if not is_main:
                 return
             models.save(model, folder, self.tokenizer, weights, self.mitigation, self.base)
             content = {
@@ -155,7 +156,8 @@ class Saver:
 
     def write_final(self, model: Trained) -> None:
         """Writes the model into the output folder itself."""
-        weights = sharding.gathered(model.state_dict())
+        is_main = self.accelerator.is_main_process
+        weights = sharding.gathered(model.state_dict(), keep=is_main)
         arguments = (self.output_dir, self.tokenizer, weights, self.mitigation, self.base)
         on_main(self.accelerator, lambda: models.save(model, *arguments))
         if self.merge:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -38,7 +38,6 @@ from longrnn.training.objective import Objective
 from longrnn.training.optim import build_optimizer
 
 USE_FSDP = "ACCELERATE_USE_FSDP"
-T = TypeVar("T")
 
 
 def is_requested() -> bool:
@@ -129,13 +128,25 @@ def shard(objective: Objective, mesh: DeviceMesh, mixed_precision: str) -> None:
     register_fsdp_forward_method(objective, "token_losses")
 
 
-def gathered(tree: T) -> T:
-    """Replaces shards in nested mappings and lists by whole tensors; all processes must call it."""
+def gathered(tree: Any, *, keep: bool) -> Any:
+    """Replaces shards in nested mappings and lists by whole tensors on the CPU.
+
+    One tensor after another is gathered and copied, so that the device holds a single whole tensor
+    at a time.
+
+    Args:
+        tree: of the same structure in all processes, all of which call this; whatever is not a
+            shard stays as it is.
+        keep: whether this process uses the result; elsewhere None stands for every shard.
+    """
     if isinstance(tree, Mapping):
-        return {name: gathered(branch) for name, branch in tree.items()}  # type: ignore[return-value]
+        return {name: gathered(branch, keep=keep) for name, branch in tree.items()}
     if isinstance(tree, list):
-        return [gathered(branch) for branch in tree]  # type: ignore[return-value]
-    return tree.full_tensor() if isinstance(tree, DTensor) else tree  # type: ignore[return-value]
+        return [gathered(branch, keep=keep) for branch in tree]
+    if not isinstance(tree, DTensor):
+        return tree
+    whole = tree.full_tensor()  # every process takes part
+    return whole.cpu() if keep else None
 
 
 def sharded_weights(whole: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:

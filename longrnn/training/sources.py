@@ -78,15 +78,14 @@ def tokenized(
         )
     if len(listed) == 1 and (Path(listed[0]).expanduser() / HEADER).is_file():
         return given | {"data": str(Path(listed[0]).expanduser())}
+    checked = TASKS.complete(given)
     kind = given.pop("kind")
-    defaults: dict[str, Any] = getattr(TASKS[kind].__init__, "__kwdefaults__", None) or {}
-    checked = defaults | TASKS.check(kind, given)
     if checked.get("files") or checked.get("corpus"):
         return {"kind": kind, **given}  # which the task refuses
     del given["data"]
     reading = {key: value for key, value in checked.items() if key in READING}
     rest = {key: value for key, value in given.items() if key not in READING}
-    packing = {"packing": True} if checked.get("packing") is None else {}
+    packing = {key: checked[key] for key in ("packing",) if key in checked}
     reader = _reader(kind, tokenizer, reading)
     corpus = _corpus(listed, reader, reading, tokenizer, name=name, quiet=quiet)
     return {"kind": kind, **rest, **packing, "corpus": str(corpus)}

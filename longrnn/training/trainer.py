@@ -35,7 +35,7 @@ from longrnn.training.initial_states import INITIAL_STATES, Context
 from longrnn.training.metrics import Sums
 from longrnn.training.mitigated import check_initial_state, edits_of, record_mitigation
 from longrnn.training.models import Trained
-from longrnn.training.objective import Objective
+from longrnn.training.objective import Objective, StepOutput
 from longrnn.training.optim import clip, fill, freeze, learning_rate, set_learning_rate
 from longrnn.training.prefetch import Prefetch
 from longrnn.training.processes import (
@@ -237,7 +237,7 @@ class Trainer:
         config, n_micro = self.config, self.config.gradient_accumulation_steps
         set_learning_rate(self.optimizer, self.step, config)
         sums = Sums(stop=torch.tensor([float(stop)]))
-        ends: list[LMState] = []
+        outputs: list[tuple[list[Batch], StepOutput]] = []
         for micro in range(n_micro):
             # Scores and counts read the batch on the host, which needs no copy from the device.
             on_host = self.batches.segments(self.data_step, micro)
@@ -249,13 +249,15 @@ class Trainer:
                 with self.accelerator.autocast():
                     output = self.objective(segments, start)
                 self.accelerator.backward(output.loss / n_micro)
-            ends.append(output.state)
-            sums.add({"loss": output.loss.detach().cpu()[None]})
+            outputs.append((on_host, output._replace(loss=output.loss.detach())))
+        norm = clip(self.accelerator, self.objective, config)
+        # Read when the device has been given all this work.
+        for on_host, output in outputs:
+            sums.add({"loss": output.loss.cpu()[None]})
             for batch, predicted in zip(on_host, output.predictions, strict=True):
                 self.tokens += batch.tokens.numel() * self.mesh.size
                 self.throughput.add(batch)
                 sums.add(self.task.score(predicted.cpu(), batch))
-        norm = clip(self.accelerator, self.objective, config)
         if config.peft is not None and not self._adapters_checked:
             models.check_adapters(self.model, self.total)  # at the first step
             self._adapters_checked = True
@@ -270,8 +272,8 @@ class Trainer:
             return {"stop": means["stop"], "rolled_back": 1.0}
         self.spikes.record(means["loss"])
         self.skipped_in_a_row = 0
-        for micro, state in enumerate(ends):
-            self.starts.after(state, micro)
+        for micro, (_, output) in enumerate(outputs):
+            self.starts.after(output.state, micro)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return means | {"grad_norm": float(norm if norm is not None else 0.0)}
@@ -281,7 +283,7 @@ class Trainer:
         return self._placed(self.batches.segments(self.data_step, micro), micro)
 
     def _placed(self, on_host: list[Batch], micro: int) -> tuple[list[Batch], LMState]:
-        segments = [batch.to(self.accelerator.device) for batch in on_host]
+        segments = self.whole_objective().placed(on_host, self.accelerator.device)
         return segments, self.starts.before(segments[0], self.data_step, micro)
 
     @property

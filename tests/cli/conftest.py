@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import pytest
 import torch
+import typer
 
 from longrnn.cli.app import run
 from longrnn.config import build_config
@@ -37,10 +39,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+# The commands with their parameters, which typer builds anew for every call.
+_commands = cache(typer.main.get_command)
+
+
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> CLI:
     """Runs `longrnn …` in an empty folder."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(typer.main, "get_command", _commands)
 
     def call(*arguments: str | Path) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["longrnn", *map(str, arguments)])

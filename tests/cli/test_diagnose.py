@@ -113,7 +113,7 @@ def test_a_mitigation(cli: CLI, models: Path, text: list[str], tmp_path: Path) -
         (["--length", "64"], ("beyond the training length of 64", "give a --length above it")),
         (["--length", "x"], ("'x' is not a valid length",)),
         (["--train-length", "0"], ("'0' is not a valid length",)),
-        (["--every", "0"], ("at least 1",)),
+        (["--every", "0"], ("'0' is not a valid length",)),
         (["--first", "600"], ("first must be below",)),
         (["--mitigation", "slidingwindow"], ("unknown mitigation",)),
         (["--device", "abacus"], ("cannot be used",)),

@@ -68,7 +68,7 @@ def test_eval_passkey_insertion_points(
     [
         ("backwards", ["--n", "0"], ("n must be between 1 and the 16",)),
         ("backwards", ["--n", "17"], ("n must be between 1 and the 16",)),
-        ("backwards", ["--n", "2", "--length", "0"], ("length must be at least 1",)),
+        ("backwards", ["--n", "2", "--length", "0"], ("'0' is not a valid length",)),
         ("backwards", ["--n", "2", "--length", "1"], ("hold out at most half",)),
         ("backwards", ["--vocab-size", "0"], ("vocab_size >= 2",)),
         ("backwards", ["--vocab-size", "9"], ("needs a model with 10 ids",)),
@@ -143,7 +143,7 @@ def test_eval_task_options(cli: CLI, models: Path) -> None:
         (["--prompt-file", "none.txt"], ("no text file none.txt",)),
         (["--prompt-file", "bytes.txt"], ("bytes.txt is not UTF-8",)),
         (["--prompt-file", "."], ("cannot be read", "give a file of UTF-8 text")),
-        (["--prompt", "a", "--max-new-tokens", "-1"], ("max_new_tokens",)),
+        (["--prompt", "a", "--max-new-tokens", "-1"], ("'-1' is not a valid length",)),
         (["--prompt", "a", "--temperature", "-1"], ("temperature",)),
         (["--prompt", "a", "--top-p", "0"], ("top_p in (0, 1]",)),
         (["--prompt", "a", "--device", "tpu0"], ("cannot be used",)),

@@ -38,7 +38,7 @@ def test_eval_perplexity(cli: CLI, models: Path, texts: list[str], tmp_path: Pat
     folder = Path("results/perplexity/text")
     written = f"{folder}/results.jsonl\n{folder}/loss_by_position_200.png\n"
     assert result.out.endswith(written)
-    for piece in ("[0, 1)", "[128, 200)", "(n = 5 documents, 95 % intervals)", "bits per byte"):
+    for piece in ("[0, 1)", "[128, 200)", "(n = 5 windows, 95 % intervals)", "bits per byte"):
         assert piece in result.out
     assert "forgets robustly: yes. Beyond the training length of 64" in result.out
     assert re.search(r"1\.0\d × its largest inside .* at most 2 × is robust", result.out)
@@ -59,11 +59,11 @@ def test_eval_perplexity(cli: CLI, models: Path, texts: list[str], tmp_path: Pat
     assert read_results(tmp_path / folder / "results.jsonl")[1] == rows
 
 
-def test_one_document_has_no_interval(cli: CLI, models: Path, texts: list[str]) -> None:
+def test_one_window_has_no_interval(cli: CLI, models: Path, texts: list[str]) -> None:
     """A single document gives no interval."""
     command = ["eval", "perplexity", models / "text", *texts[:2], "--length", "600", "--quiet"]
     result = cli(*command, "--by-position")
-    assert "one document: no interval can be given" in result.out
+    assert "one window: no interval can be given" in result.out
     assert "inf" not in result.out
     assert "not judged without a training length: give --train-length" in result.out
 

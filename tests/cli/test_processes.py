@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from longrnn.results import read_results
-from tests.training.runs import run, signal_after, start
+from tests.training.forks import run
+from tests.training.runs import signal_after, start
 
 HEAVY = {"torch", "transformers", "accelerate", "matplotlib", "scipy", "numpy", "omegaconf"}
 

@@ -61,6 +61,20 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 DTYPES = list(TOLERANCE)
 
 
+def with_positions(cases: Mapping[str, tuple[Any, ...]]) -> list[Any]:
+    """Cases of cells and mitigations, each with a position encoding as its last argument.
+
+    A cell without a mitigation is combined with every encoding. The others have one each, in turns:
+    an encoding changes the input of the first cell, and no mitigation sees it.
+    """
+    kinds, found = list(POSITIONS), []
+    for number, (name, (specs, mixer)) in enumerate(cases.items()):
+        plain = all(spec["kind"] == "none" for spec in specs)
+        for position in kinds if plain else [kinds[number % len(kinds)]]:
+            found.append(pytest.param(specs, mixer, position, id=f"{name}-{position}"))
+    return found
+
+
 def mixer_spec(kind: str) -> dict[str, Any]:
     return {"kind": kind, **MIXER_OPTIONS.get(kind, {})}
 
@@ -179,14 +193,15 @@ def random_tokens(batch: int, time: int, seed: int = 0) -> Tensor:
 
 
 def random_tree(like: PyTree, seed: int = 0) -> PyTree:
-    """A tree of the shape of `like`: normal where it is real, small counts where it is integer."""
+    """A tree like `like`, on its device: normal where it is real, small counts otherwise."""
     randomness = generator(seed)
 
     def draw(leaf: Tensor) -> Tensor:
         if not leaf.is_floating_point():
-            return torch.randint(100, leaf.shape, generator=randomness, dtype=leaf.dtype)
+            drawn = torch.randint(100, leaf.shape, generator=randomness, dtype=leaf.dtype)
+            return drawn.to(leaf.device)
         wide = torch.randn(leaf.shape, generator=randomness, dtype=torch.float64)
-        return wide.to(leaf.dtype)
+        return wide.to(leaf.device, leaf.dtype)
 
     return tree_map(draw, like)
 

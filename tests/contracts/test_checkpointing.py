@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.mitigations import Mitigated
-from longrnn.models import RecurrentLM, segments
+from longrnn.models import RecurrentLM, recurrent
 from longrnn.models.recompute import GRANULARITIES
 from longrnn.state import LMState
 from tests.contracts import builders
@@ -33,19 +33,19 @@ from tests.contracts.builders import (
     spec_id,
 )
 
-TIME = 150
+TIME = 40
 every_granularity = pytest.mark.parametrize("every", [g for g in GRANULARITIES if g != "no"])
 
 
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two segments of 64 tokens and a rest."""
-    monkeypatch.setattr(segments, "segment_tokens", lambda d_model: 128)
+    """Two segments of 16 tokens and a rest."""
+    monkeypatch.setattr(recurrent, "segment_width", lambda *given: 16)
 
 
 def assert_same_bits(model: RecurrentLM | Mitigated, state: LMState, every: str) -> None:
     """Values, final state and gradients with and without recomputation, state carried over."""
-    tokens, sizes = random_tokens(2, TIME), [90, 60]
+    tokens, sizes = random_tokens(2, TIME), [24, 16]
     inner = builders.recurrent(model) if isinstance(model, Mitigated) else model
     expected = model_outcome(model, tokens, state, sizes)
     runs = count_calls(inner, model, tokens, state)
@@ -140,7 +140,7 @@ def test_without_gradients_nothing_is_computed_twice(every: str) -> None:
     calls: list[None] = []
     model.mixers[0].register_forward_pre_hook(lambda *_: calls.append(None))
     with torch.no_grad():
-        model(random_tokens(2, 64))
+        model(random_tokens(2, 16))
     assert len(calls) == 1
 
 

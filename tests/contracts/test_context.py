@@ -35,6 +35,7 @@ from tests.contracts.builders import (
     MIXER_SPECS,
     assert_same,
     build_model,
+    mitigation_spec,
     random_start,
     random_state,
     random_tokens,
@@ -85,6 +86,22 @@ def test_every_mitigation_of_every_cell(
 ) -> None:
     """Also mitigations that remember tokens, or limit a norm."""
     check(pool, {"mixer": mixer, "mitigations": [mitigation]}, FEWER)
+
+
+# A cell and its mitigations.
+CHAINS = [
+    ["mamba2", "scale_delta", "power_decay", "token_filter", "forget_more", "state_norm"],
+    ["mamba2", "scale_decay", "token_filter", "forget_more", "sliding_window"],
+    ["gru", "forget_more", "state_norm"],
+    ["lstm", "sliding_window", "forget_more"],
+]
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids="+".join)
+def test_chains_of_mitigations(chain: list[str], pool: Pool) -> None:
+    """Multipliers before a limit or a window, in segments whose states are carried."""
+    mixer, *kinds = chain
+    check(pool, {"mixer": mixer, "mitigations": [mitigation_spec(kind) for kind in kinds]}, FEWER)
 
 
 @pytest.mark.parametrize("mixer", MIXERS)

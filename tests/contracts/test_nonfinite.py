@@ -8,6 +8,7 @@ sliding_window. For whole models see `test_nonfinite_models`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -239,6 +240,24 @@ def test_state_norm(backend: str, names: tuple[str, ...], value: float) -> None:
                 assert_equal_or_both_not_finite(ours, theirs, f"{name} {sizes}")
 
 
+@cache
+def windowed_loop(
+    r: int, names: tuple[str, ...], value: float
+) -> tuple[ScanInputs, Tensor, Tensor]:
+    """Inputs, outputs and final state of the definition of a window, for all backends."""
+    inputs, state = draw()
+    inputs = with_trouble(inputs, names, value)
+    # The decay of a window's first token is of what is outside.
+    first = inputs._replace(log_decay=torch.zeros_like(inputs.log_decay))
+    y = []
+    for t in range(TIME):
+        state = torch.zeros_like(state)
+        for number, i in enumerate(range(max(0, t - r + 1), t + 1)):
+            state = step(inputs if number else first, i, state)
+        y.append(read(inputs, t, state))
+    return inputs, torch.stack(y, 1), state
+
+
 @pytest.mark.parametrize(
     ("r", "backend"),
     [
@@ -251,19 +270,10 @@ def test_state_norm(backend: str, names: tuple[str, ...], value: float) -> None:
 @every_trouble
 def test_sliding_window(r: int, backend: str, names: tuple[str, ...], value: float) -> None:
     """Outputs and states are finite again once the token has left the window."""
-    inputs, state = draw()
-    inputs = with_trouble(inputs, names, value)
     if r > BAD and names == ("log_decay",):
         pytest.skip("before the first token there is nothing that NaN could multiply")
-    # The decay of a window's first token is of what is outside.
-    first = inputs._replace(log_decay=torch.zeros_like(inputs.log_decay))
-    y = []
-    for t in range(TIME):
-        state = torch.zeros_like(state)
-        for number, i in enumerate(range(max(0, t - r + 1), t + 1)):
-            state = step(inputs if number else first, i, state)
-        y.append(read(inputs, t, state))
-    expected, final = torch.stack(y, 1), state
+    inputs, expected, final = windowed_loop(r, names, value)
+    state = torch.zeros_like(final)
     if r < TIME - BAD:
         assert final.isfinite().all()
     with small_chunks():

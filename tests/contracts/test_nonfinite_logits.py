@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,10 @@ from longrnn.models.checkpoint import save_model
 from longrnn.models.finite import find_nonfinite
 from longrnn.progress import Progress
 from longrnn.state import LMState
+from longrnn.tasks import Batch
 from longrnn.tasks.repeated import whole
+from longrnn.training.nonfinite import examine
+from longrnn.training.objective import Objective
 from tests.cli.conftest import CLI, cli  # noqa: F401
 from tests.contracts.builders import build_mitigated, build_model, mitigation_spec, random_tokens
 
@@ -108,6 +113,24 @@ def test_the_layer_is_named(mixer: str, layer: int) -> None:
     assert reason is not None
     assert f"it starts in layer {layer}, blocks.{layer}.mixer" in reason
     assert "take an earlier checkpoint" in reason
+
+
+def test_an_overflow_of_the_residual_stream_is_that_of_its_layer() -> None:
+    """A sum that overflows is named as the output of its layer, although the next norm adds it."""
+    model = build_model("gru", vocab_size=256, n_layers=3, dtype=torch.float16)
+    with torch.no_grad():
+        model.embedding.weight[7] = 60_000
+    model.mixers[1].register_forward_hook(
+        lambda module, args, output: (torch.full_like(output[0], 60_000), output[1])
+    )
+    tokens = torch.tensor([[1, 7]])
+    reason = find_nonfinite(model, tokens)
+    assert reason is not None
+    assert "it starts in layer 1, blocks.1)" in reason
+    batch = Batch(tokens, tokens, torch.tensor([True]))
+    seen = examine(Objective(model), [batch], model.init_state(1), nullcontext())
+    assert seen.layer == "in the output of blocks.1"
+    assert seen.sizes["blocks.1"].largest == math.inf
 
 
 def test_the_layer_is_named_under_a_mitigation() -> None:

@@ -1,6 +1,6 @@
 """A token whose embedding is not finite changes nothing before it, and no other row of the batch.
 
-For every cell × position × mitigation, at every split, with gradients.
+For every cell, position encoding and mitigation, at every split, with gradients.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from longrnn import state as states
 from longrnn.ops.ssd import BACKENDS
+from longrnn.positions import POSITIONS
 from longrnn.state import LMState, leaves
 from tests.contracts.builders import (
     BLOCK_KINDS,
     DEFINED,
-    POSITION_SPECS,
     VOCAB,
     assert_near,
     build_mitigated,
@@ -29,37 +29,36 @@ from tests.contracts.builders import (
     recurrent,
     small_chunks,
     spec_id,
+    with_positions,
 )
 from tests.contracts.test_nonfinite import INF, NAN, assert_equal_or_both_not_finite
 
-MODELS = [
-    (spec, mixer | backend)
+MODELS = {
+    f"{spec_id(spec)}-{spec_id(mixer | backend)}": ([spec], mixer | backend)
     for spec, mixer in DEFINED
     for backend in ([{"backend": b} for b in BACKENDS] if mixer["kind"] == "mamba2" else [{}])
-]
+}
 
 
-@pytest.mark.parametrize(("spec", "mixer"), MODELS, ids=spec_id)
-def test_every_model(spec: dict[str, Any], mixer: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("specs", "mixer", "position"), with_positions(MODELS))
+def test_every_model(specs: list[dict[str, Any]], mixer: dict[str, Any], position: str) -> None:
     """A token with a non-finite embedding affects no earlier token and no other row."""
-    # Kernels see no positions.
-    small = is_interpreted(mixer)
-    for number, position in enumerate(POSITION_SPECS[:1] if small else POSITION_SPECS):
-        model = build_mitigated(
-            [spec],
-            mixer,
-            position=position["kind"],
-            block=BLOCK_KINDS[number % 2],
-            tie_embeddings=False,
-            n_layers=1 if small else 2,
-        )
-        with torch.no_grad():
-            recurrent(model).embedding.weight[VOCAB - 1, 3:5] = (NAN, INF, -INF)[number % 3]
-        tokens = random_tokens(2, 15).clamp(max=VOCAB - 2)
-        broken = tokens.clone()
-        broken[0, 5] = VOCAB - 1
-        with small_chunks():
-            _assert_contained(model, tokens, broken, 5)
+    small, number = is_interpreted(mixer), list(POSITIONS).index(position)
+    model = build_mitigated(
+        specs,
+        mixer,
+        position=position,
+        block=BLOCK_KINDS[number % 2],
+        tie_embeddings=False,
+        n_layers=1 if small else 2,
+    )
+    with torch.no_grad():
+        recurrent(model).embedding.weight[VOCAB - 1, 3:5] = (NAN, INF, -INF)[number % 3]
+    tokens = random_tokens(2, 15).clamp(max=VOCAB - 2)
+    broken = tokens.clone()
+    broken[0, 5] = VOCAB - 1
+    with small_chunks():
+        _assert_contained(model, tokens, broken, 5)
 
 
 def _assert_contained(model: Any, tokens: Tensor, broken: Tensor, bad: int) -> None:

@@ -48,6 +48,7 @@ from tests.contracts.builders import (
     small_chunks,
     spec_id,
     splits,
+    with_positions,
 )
 
 POSITION_KINDS = [spec["kind"] for spec in POSITION_SPECS]
@@ -150,12 +151,11 @@ CASES = {spec_id(spec): ([], spec) for spec in MIXER_SPECS} | {
 every_case = pytest.mark.parametrize(("specs", "mixer"), CASES.values(), ids=CASES)
 
 
-@pytest.mark.parametrize("position", POSITION_KINDS)
-@every_case
+@pytest.mark.parametrize(("specs", "mixer", "position"), with_positions(CASES))
 def test_documents_are_those_of_separate_rows(
     specs: list[dict[str, Any]], mixer: dict[str, Any], position: str
 ) -> None:
-    """Every cell × position × mitigation, in one call and in pieces, over several chunks."""
+    """Every cell, position and mitigation, in one call and in pieces, over several chunks."""
     small = is_interpreted(mixer)
     model = build(specs, mixer, position, "residual", n_layers=1 if small else 2)
     batch, time, pieces = (2, 17, [1, 9, 7]) if small else (3, 37, [1, 13, 1, 22])

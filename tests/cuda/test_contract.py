@@ -132,14 +132,16 @@ def test_mitigations(spec: dict[str, Any], mixer: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("every", [one for one in GRANULARITIES if one != "no"])
 @pytest.mark.parametrize("kind", list(MIXERS))
-def test_recomputation_gives_the_same_bits(kind: str, every: str) -> None:
-    """Two runs, with and without recomputation, have equal gradients."""
+def test_recomputation_gives_the_same_gradients(kind: str, every: str) -> None:
+    """Gradients with and without recomputation; blocks alone add up the stream by themselves."""
     model = build_model(kind, dtype=torch.float32).to(GPU)
     tokens, state = random_tokens(2, sum(SPLIT)).to(GPU), model.init_state(2)
     plain = outcome(model, tokens, state)
     model.gradient_checkpointing_enable(every)
     for name, one in outcome(model, tokens, state).items():
-        assert torch.equal(one, plain[name]), name
+        if every == "segment":
+            assert torch.equal(one, plain[name]), name
+        assert_near(one, plain[name], 1e-6, name)
 
 
 @pytest.mark.parametrize("kind", list(MIXERS))
@@ -193,7 +195,7 @@ def test_a_generated_token_does_not_wait_for_the_gpu(build: Any) -> None:
     model = build().to(GPU)
     if not (isinstance(model, CapturableModel) and model.is_capturable):
         pytest.skip("reads the device, and says so")
-    state = model(random_tokens(2, 5).to(GPU)).state
+    state = model.static_state(model(random_tokens(2, 5).to(GPU)).state)
     token = torch.zeros(2, 1, dtype=torch.long, device=GPU)
     state = model(token, state, keep=1, checked=True).state  # copies constants
     torch.cuda.set_sync_debug_mode("error")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from longrnn.ops.conv import causal_conv
 from longrnn.ops.cross_entropy import token_cross_entropy, weighted_cross_entropy
-from longrnn.ops.norm import gated_rms_norm, rms_norm
+from longrnn.ops.norm import add_rms_norm, gated_rms_norm, rms_norm
 from longrnn.ops.ssd import BACKENDS, ScanInputs
 from longrnn.ops.ssd.window import windowed_ssd
 from longrnn.ops.ssd.window_carry import init_carry
@@ -92,6 +92,32 @@ def test_norms(groups: int) -> None:
         lambda x, weight, fused: rms_norm(x, weight, 1e-5, fused=fused),
         *(draw(2, 700, 2560), draw(2560)),
     )
+
+
+def test_residual_and_norm() -> None:
+    """The width of Mamba-2 2.7B; the norm is that of the rounded sum."""
+    both(
+        lambda x, branch, weight, fused: torch.cat(
+            add_rms_norm(x, branch, weight, 1e-5, fused=fused)
+        ),
+        *(draw(2, 700, 2560), draw(2, 701, 2560)[:, 1:], draw(2560)),
+    )
+
+
+def test_residual_in_float32() -> None:
+    """A wide stream, a narrow branch and a narrow norm; each gradient has its own dtype."""
+    x, branch, weight = draw(2, 700, 2560).float(), draw(2, 700, 2560), draw(2560)
+
+    def outcome(fused: bool) -> list[Tensor]:
+        given = [one.clone().requires_grad_() for one in (x, branch, weight)]
+        wide, narrow, factor = given
+        total, normed = add_rms_norm(wide, narrow, factor, 1e-5, dtype=NARROW, fused=fused)
+        loss = total.square().sum() + normed.float().pow(3).sum()
+        return [total, normed, *torch.autograd.grad(loss, given)]
+
+    for ours, theirs in zip(outcome(True), outcome(False), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert_near(ours, theirs.double(), TOLERANCE)
 
 
 def test_losses() -> None:

@@ -169,8 +169,8 @@ def row(nats: list[float], *, length: int | None = None, bytes_per_token: int = 
     }
 
 
-def test_intervals_over_documents() -> None:
-    """Intervals are over documents, and a single document has none."""
+def test_intervals_over_windows() -> None:
+    """Intervals are over windows, and a single window has none."""
     from scipy import stats
 
     rows = [row([1.0]), row([2.0]), row([4.0], bytes_per_token=4)]
@@ -220,7 +220,7 @@ def test_forgetting() -> None:
     assert found == (True, 64, 3.0, 0, 5.9, 192)
     found = forgetting([row([3.0, 1.0, 2.0, 6.1])], train_length=128)
     assert found == (False, 64, 3.0, 0, 6.1, 192)
-    # What is compared is the mean over documents.
+    # What is compared is the mean over windows.
     found = forgetting([row([3.0, 1.0, 2.0, 6.1]), row([3.0, 1.0, 2.0, 1.0])], train_length=128)
     assert found is not None
     assert found.robust

@@ -94,5 +94,25 @@ def test_weights_that_are_not_finite_are_named_as_the_reason(value: float) -> No
     theirs = causal("llama")
     with torch.no_grad():
         theirs.model.norm.weight[3] = value
-    with pytest.raises(UserError, match="not finite in torch.float32, so its weights hold NaN"):
+    with pytest.raises(UserError, match=r"the weight model.norm.weight of this llama has NaN or"):
+        HFLanguageModel(theirs)
+
+
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
+def test_weights_that_few_tokens_read_are_checked(value: float) -> None:
+    """A damaged row of the embedding is found, which no short text reads."""
+    theirs = causal("llama", vocab_size=256, tie_word_embeddings=False)
+    with torch.no_grad():
+        theirs.model.embed_tokens.weight[200, 3] = value
+    with pytest.raises(UserError, match=r"the weight model.embed_tokens.weight of this llama has"):
+        HFLanguageModel(theirs)
+
+
+def test_finite_weights_whose_values_overflow_are_refused() -> None:
+    """Finite weights may still give logits that are not."""
+    theirs = causal("llama").half()
+    with torch.no_grad():
+        theirs.lm_head.weight.fill_(6e4)
+        theirs.model.norm.weight.fill_(6e4)
+    with pytest.raises(UserError, match="so its values overflow: load it with a wider dtype"):
         HFLanguageModel(theirs)

@@ -1,7 +1,9 @@
-"""Decoding from static buffers gives the bits of calls, and waits for the device nowhere."""
+"""Decoding from static buffers gives what calls give, and waits for the device nowhere."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -9,11 +11,11 @@ import torch
 from torch import Tensor
 
 from longrnn.mitigations import Mitigated, mitigation
-from longrnn.mitigations.mitigated import MitigatedState
-from longrnn.models import LanguageModel, generate
-from longrnn.models.base import CapturableModel
+from longrnn.mixers import MIXERS
+from longrnn.models import decoding, generate
+from longrnn.models.base import LMOutput
 from longrnn.models.decoding import CallingDecoder, StaticDecoder, captured, decoder
-from longrnn.state import clone, take
+from longrnn.state import LMState, take, tree_map
 from tests.contracts.builders import (
     DEFINED,
     MIXER_SPECS,
@@ -22,78 +24,80 @@ from tests.contracts.builders import (
     assert_trees_equal,
     build_mitigated,
     build_model,
+    mitigation_spec,
     random_tokens,
     recurrent,
     spec_id,
 )
 from tests.devices import GPU, CopyCounter
-
-TOKENS = 12
-
-
-def assert_same_bits(model: LanguageModel) -> None:
-    """Both decoders, with a row that ends, from a state that was carried in."""
-    start = model(random_tokens(3, 5)).state
-    given = clone(start)
-    calls, static = CallingDecoder(model, start), StaticDecoder(model, start)
-    done = torch.tensor([False, True, False])
-    for index, tokens in enumerate(random_tokens(TOKENS, 3, seed=1)):
-        kept, values = static.state, clone(static.state)
-        mask = done if index > TOKENS // 2 else None
-        assert torch.equal(static.step(tokens, mask), calls.step(tokens, mask))
-        assert_trees_equal(static.state, calls.state)
-        assert_trees_equal(kept, values)
-    assert_trees_equal(start, given)
+from tests.models.decoders import (
+    TOKENS,
+    WINDOWS,
+    assert_same,
+    window_id,
+)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("spec", MIXER_SPECS, ids=spec_id)
 def test_static_buffers_give_the_bits_of_calls(spec: dict[str, Any]) -> None:
     """Logits and states of every cell; states are values before and after."""
-    assert_same_bits(build_model(spec))
+    assert_same(build_model(spec))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("spec", "mixer"), DEFINED, ids=spec_id)
 def test_static_buffers_carry_every_mitigation(spec: dict[str, Any], mixer: dict[str, Any]) -> None:
-    """The carry is part of the buffers."""
-    assert_same_bits(build_mitigated([spec], mixer))
+    """The carry is part of the buffers; the sums of a window are added up in another order."""
+    tolerance = 1e-10 if spec["kind"] == "sliding_window" else 0
+    assert_same(build_mitigated([spec], mixer), tolerance=tolerance)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("spec", POSITION_SPECS, ids=spec_id)
 def test_static_buffers_count_positions(spec: dict[str, Any]) -> None:
     """The position advances inside the buffers."""
-    assert_same_bits(build_model("lstm", spec["kind"]))
+    assert_same(build_model("lstm", spec["kind"]))
 
 
-def capturable() -> list[Any]:
-    """All cells and mitigations whose models say that a graph can capture them."""
-    models = [(spec_id(spec), lambda spec=spec: build_model(spec)) for spec in MIXER_SPECS]
-    models += [
-        (f"{spec_id(spec)}-{spec_id(mixer)}", lambda s=spec, m=mixer: build_mitigated([s], m))
-        for spec, mixer in DEFINED
-    ]
-    return [
-        pytest.param(build, id=name)
-        for name, build in models
-        if isinstance(model := build(), CapturableModel) and model.is_capturable
-    ]
+def models() -> Iterator[Any]:
+    """All cells, mitigations and encodings of positions, and windows with other mitigations."""
+    for spec in MIXER_SPECS:
+        yield pytest.param(lambda spec=spec: build_model(spec), id=spec_id(spec))
+    for spec in POSITION_SPECS:
+        yield pytest.param(lambda kind=spec["kind"]: build_model("lstm", kind), id=spec_id(spec))
+    chains = [(mixer, [spec]) for spec, mixer in DEFINED]
+    for mixer, specs in [*chains, *WINDOWS]:
+        name = f"{window_id(specs)}-{spec_id(mixer)}"
+        yield pytest.param(lambda m=mixer, s=specs: build_mitigated(s, m), id=name)
+
+
+class OnGPU:
+    """A model on the GPU, whose static states are made from states on the CPU."""
+
+    def __init__(self, model: Any, start: LMState) -> None:
+        self.model, self.static = model, model.static_state(start)
+        (recurrent(model) if isinstance(model, Mitigated) else model).to(GPU)
+
+    def static_state(self, state: LMState) -> LMState:
+        return tree_map(lambda leaf: leaf.to(GPU), self.static)
+
+    def static_tokens(self, state: LMState) -> None:
+        return None
+
+    def __call__(self, tokens: Tensor, state: LMState, **options: Any) -> LMOutput:
+        return self.model(tokens, state, **options)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("build", capturable())
+@pytest.mark.parametrize("build", list(models()))
 def test_a_token_neither_waits_for_the_device_nor_copies_to_it(build: Any) -> None:
-    """Of a model that says so; constants are copied by the first token."""
+    """Of every model; constants are copied by the first token."""
     model = build()
-    inner = recurrent(model) if isinstance(model, Mitigated) else model
-    inner.to(GPU)
-    start = inner.init_state(2)
-    if isinstance(model, Mitigated):
-        # With any tag: the right one is a hash of weights, which have no values here.
-        start = inner.init_state(2, model.edits)
-        start = start._replace(extra=MitigatedState(start.position, start.extra))
-    static = StaticDecoder(model, start)
+    assert model.is_capturable
+    start = model(random_tokens(2, 5)).state
+    moved: Any = OnGPU(model, start)
+    static = StaticDecoder(moved, start)
     tokens = torch.zeros(2, dtype=torch.long, device=GPU)
     done = torch.zeros(2, dtype=torch.bool, device=GPU)
     static.step(tokens, None)
@@ -103,18 +107,16 @@ def test_a_token_neither_waits_for_the_device_nor_copies_to_it(build: Any) -> No
     assert counter.copies == []
 
 
-@pytest.mark.parametrize("spec", ["none", "forget_more", "state_norm(threshold=1.0)"])
-@pytest.mark.parametrize("kind", ["lstm", "gru", "mamba2"])
-def test_models_without_tables_and_windows_are_capturable(kind: str, spec: str) -> None:
-    """What the decoder of a GPU needs."""
-    assert Mitigated(build_model(kind), mitigation(spec)).is_capturable
-
-
 def test_what_reads_the_device_is_not_capturable() -> None:
-    """A window branches on its phase, and a table of positions refuses its end."""
-    window = mitigation("sliding_window(window=3)")
-    assert not Mitigated(build_model("mamba2"), window).is_capturable
-    assert not build_model("lstm", "learned").is_capturable
+    """Cells and edits say so."""
+    model = build_mitigated([mitigation_spec("forget_more")])
+    assert model.is_capturable
+    model.edits[1].reads_device = True
+    assert not model.is_capturable
+    plain = build_model("mamba2")
+    assert plain.is_capturable
+    plain.mixers[0].reads_device = True
+    assert not plain.is_capturable
 
 
 @pytest.mark.parametrize("stop", [[], [[VOCAB + 1]]], ids=["free", "stop"])
@@ -139,6 +141,39 @@ def test_a_cpu_decodes_by_calls() -> None:
     """A graph needs a GPU."""
     model = build_model("lstm")
     assert isinstance(decoder(model, model.init_state(1), 1000), CallingDecoder)
+
+
+def test_a_graph_is_captured_on_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current device may be another GPU, whose graph would record nothing."""
+    model, current = build_model("gru"), ["cuda:0"]
+
+    @contextmanager
+    def on_device(tensor: Tensor) -> Iterator[None]:
+        current.append(str(tensor.device))
+        yield
+        current.pop()
+
+    def prepare(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        assert current[-1] == "cpu"
+        return run
+
+    monkeypatch.setattr(decoding, "on_device", on_device)
+    static = StaticDecoder(model, model.init_state(2), prepare=prepare)
+    done = torch.tensor([True, False])
+    for mask in (None, done):
+        static.step(torch.zeros(2, dtype=torch.long), mask)
+    assert current == ["cuda:0"]
+
+
+@pytest.mark.cuda
+@torch.no_grad()
+def test_a_model_on_another_gpu_than_the_current_one_generates_the_same_tokens() -> None:
+    """Of two GPUs, or of one under both of its names."""
+    prompt, last = random_tokens(2, 5), f"cuda:{torch.cuda.device_count() - 1}"
+    for kind in MIXERS:
+        wanted = generate(build_model(kind), prompt, max_new_tokens=30)
+        model = build_model(kind).to(last)
+        assert generate(model, prompt.to(last), max_new_tokens=30).tokens == wanted.tokens
 
 
 @pytest.mark.cuda

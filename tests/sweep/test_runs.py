@@ -26,11 +26,11 @@ from longrnn.sweep.runs import Sweep, _environment, _measured
 from longrnn.sweep.table import differences, markdown, means, parse_baseline, verdict
 from longrnn.training import checkpoint
 from tests.holders import held
+from tests.training.forks import run
 from tests.training.runs import (
     ENVIRONMENT,
     last_checkpoint,
     metrics,
-    run,
     signal_after,
     start,
     tiny,

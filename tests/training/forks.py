@@ -11,7 +11,9 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
@@ -20,22 +22,32 @@ from pathlib import Path
 from tests.training.runs import ENVIRONMENT
 
 SERVER = multiprocessing.get_context("forkserver")
-# torch._dynamo is what building an optimizer imports.
+# Most of what a command imports; building an optimizer imports torch._dynamo.
 SERVER.set_forkserver_preload(
     ["longrnn.training.trainer", "longrnn.cli.app", "omegaconf", "yaml", "torch._dynamo"]
+    + ["longrnn.evaluation.passkey", "scipy.stats", "matplotlib.pyplot", "pydantic"]
 )
 LIMIT = 100  # seconds that anything may take
 
 
 class Fork:
-    """`longrnn …` as a process; its output goes to files in `folder`."""
+    """`longrnn …` as a process; its output goes to files in `folder`.
 
-    def __init__(self, *arguments: str | Path, folder: Path, **environment: str) -> None:
+    `before` is a function of a module, which the process calls first.
+    """
+
+    def __init__(
+        self,
+        *arguments: str | Path,
+        folder: Path,
+        before: Callable[[], None] | None = None,
+        **environment: str,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._out, self._err = folder / "out", folder / "err"
         variables = {**ENVIRONMENT, **environment}
         self.process: ForkServerProcess = SERVER.Process(
-            target=_main, args=([*map(str, arguments)], self._out, self._err, variables)
+            target=_main, args=([*map(str, arguments)], self._out, self._err, variables, before)
         )
         self.process.start()
 
@@ -70,28 +82,56 @@ class Fork:
         return self.process.exitcode
 
 
-def _main(arguments: list[str], out: Path, err: Path, environment: dict[str, str]) -> None:
+def _main(
+    arguments: list[str],
+    out: Path,
+    err: Path,
+    environment: dict[str, str],
+    before: Callable[[], None] | None,
+) -> None:
     os.environ.update(environment)
     for path, descriptor in ((out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
     sys.argv = ["longrnn", *arguments]
-    from longrnn.cli.app import run
+    if before is not None:
+        before()
+    from longrnn.cli.app import run as run_command
 
-    run()
+    run_command()
+
+
+def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """One process, to its end."""
+    with tempfile.TemporaryDirectory() as folder:
+        process = Fork(*arguments, folder=Path(folder), before=None, **environment)
+        code = process.end()
+        return subprocess.CompletedProcess(arguments, code, process.out, process.err)
+
+
+def group(
+    *arguments: str | Path,
+    folder: Path,
+    size: int,
+    before: Callable[[], None] | None = None,
+    **environment: str,
+) -> list[Fork]:
+    """Processes that gloo joins, as a launcher starts them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+    world |= {"MASTER_PORT": port, **environment}
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+    return [
+        Fork(*arguments, folder=folder / own["RANK"], before=before, **world, **own)
+        for own in ranks
+    ]
 
 
 def pair(*arguments: str | Path, folder: Path, **environment: str) -> list[Fork]:
     """Two processes that gloo joins, as a launcher starts them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    world |= environment
-    return [
-        Fork(*arguments, folder=folder / str(rank), RANK=str(rank), LOCAL_RANK=str(rank), **world)
-        for rank in (0, 1)
-    ]
+    return group(*arguments, folder=folder, size=2, before=None, **environment)
 
 
 def rows(output: Path) -> int:

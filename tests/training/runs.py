@@ -155,13 +155,6 @@ def start(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`start`, to its end."""
-    process = start(*arguments, **environment)
-    out, err = process.communicate(timeout=120)
-    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
-
-
 def signal_after(
     process: subprocess.Popen[str], path: Path, number: signal.Signals, *, lines: int = 0
 ) -> None:

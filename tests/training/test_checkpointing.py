@@ -14,7 +14,7 @@ from longrnn.errors import UserError
 from longrnn.training.config import TrainConfig
 from tests.hf.test_training import LLAMA
 from tests.training.runs import TEXTS, assert_same_run, metrics, tiny, train, write_config
-from tests.training.test_processes import CPU2, FSDP2, SHORT, launch
+from tests.training.test_processes import CPU2, FSDP2, SHORT, trained
 
 # Rows so many that a step goes through several segments of the model.
 ROWS = 12
@@ -57,7 +57,7 @@ def test_two_processes_train_like_one(every: str, devices: tuple[str, ...], tmp_
     train(tiny("carry", tmp_path / "one", per_device_train_batch_size=ROWS, **SHORT))
     two = {"per_device_train_batch_size": ROWS // 2, "num_processes": 2, **SHORT}
     config = tiny("carry", tmp_path / "two", gradient_checkpointing=every, **two)
-    done = launch(config, tmp_path, *devices)
+    done = trained(config, tmp_path, devices)
     assert (tmp_path / "two/model.safetensors").is_file(), done.stderr
     for row, wanted in zip(metrics(tmp_path / "two"), metrics(tmp_path / "one"), strict=True):
         assert row == pytest.approx(wanted, rel=1e-4, abs=1e-5)

@@ -16,10 +16,13 @@ import torch
 
 from longrnn import load
 from longrnn.errors import UserError
+from longrnn.models.context import ContextGroup
 from longrnn.training import checkpoint
+from longrnn.training.context import Mesh
 from longrnn.training.trainer import Trainer
+from tests.devices import GPU
 from tests.launched import launch, launched
-from tests.training.runs import TEXTS, metrics, tiny, train, write_config
+from tests.training.runs import MAMBA2, TEXTS, metrics, tiny, train, write_config
 
 STEPS: dict[str, Any] = {"max_steps": 4, "logging_steps": 1, "save_steps": 2}
 TEXT = {"kind": "text", "files": TEXTS, "max_segments": 5}
@@ -121,6 +124,18 @@ def test_every_way_to_train(kind: str, changes: dict[str, Any], tmp_path: Path) 
     assert_like(tmp_path / "one", tmp_path / "many")
 
 
+def test_processes_on_gpus_exchange_tensors_on_gpus() -> None:
+    """NCCL does not take those of the CPU, on which rows that are not finite are found."""
+
+    class Group(ContextGroup):
+        def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+            assert tensor.device == GPU
+            return torch.tensor([[1, 0, 1], [1, 1, 0]])
+
+    mesh = Mesh(0, 1, Group(None, 0, 2), GPU)
+    assert mesh.in_all(torch.tensor([True, False, True])).tolist() == [True, False, False]
+
+
 def test_a_number_of_processes_that_does_not_divide_is_refused(tmp_path: Path) -> None:
     """One process cannot be two."""
     with pytest.raises(UserError, match="context_parallel_size=2 does not divide the 1 process"):
@@ -138,3 +153,11 @@ def test_repeated_segments_are_refused_before_anything_starts(tmp_path: Path) ->
     task = {"kind": "passkey", "max_repeat": 4, "max_segments": 2}
     with pytest.raises(UserError, match="repeated segments are read by one process each"):
         tiny("passkey", tmp_path, context_parallel_size=2, task=task)
+
+
+def test_a_backend_that_refuses_some_inputs_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    model = {**MAMBA2, "mixer": {**MAMBA2["mixer"], "backend": "mamba_ssm"}}
+    with pytest.raises(UserError, match="mamba_ssm refuses some inputs.*set model.mixer.backend"):
+        tiny("passkey", tmp_path, context_parallel_size=2, model=model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,16 @@ def tuned(run: Path, source: str, **changes: Any) -> TrainConfig:
     return config
 
 
-@layouts
-@narrow
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("start", list(INITIAL_STATES))
+# Half of all combinations of layout, dtype, precision and start, with all of any three of them.
+FACTORS = (LAYOUTS, NARROW, ("no", "bf16"), INITIAL_STATES)
+HALF = [
+    case for case in product(*map(enumerate, FACTORS)) if sum(number for number, _ in case) % 2 == 0
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype", "precision", "start"), [[value for _, value in case] for case in HALF]
+)
 def test_a_narrow_checkpoint_is_trained_in_float32(
     layout: str, dtype: torch.dtype, precision: str, start: str, tmp_path: Path
 ) -> None:

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from longrnn.training import checkpoint
-from tests.training.forks import Fork, kill_at_random, pair, rows
+from tests.training.forks import Fork, kill_at_random, pair, rows, run
 from tests.training.runs import (
     assert_same_run,
     last_checkpoint,
     metrics,
-    run,
     signal_after,
     start,
     tiny,

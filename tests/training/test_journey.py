@@ -64,7 +64,10 @@ def test_two_processes_train_like_one(
     peft = [PEFT] if adapters else []
     rows = "per_device_train_batch_size"
     one = Fork(
-        *command(shelf, tmp_path / "one", f"{rows}=4", *peft), folder=tmp_path / "log", **cache
+        *command(shelf, tmp_path / "one", f"{rows}=4", *peft),
+        folder=tmp_path / "log",
+        before=None,
+        **cache,
     )
     assert one.end() == 0, one.err
     two = command(shelf, tmp_path / "two", f"{rows}=2", "num_processes=2", *peft)

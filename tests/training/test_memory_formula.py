@@ -18,7 +18,7 @@ from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.recompute import GRANULARITIES
 from longrnn.tasks import Batch
 from longrnn.training.config import TrainConfig
-from longrnn.training.memory import training_memory
+from longrnn.training.memory import memory_of, training_memory
 from longrnn.training.objective import Objective
 from longrnn.training.optim import build_optimizer
 from tests.training.runs import tiny, write_config
@@ -105,3 +105,32 @@ def test_a_dry_run_prints_the_memory_and_writes_nothing(tmp_path: Path) -> None:
     assert "activations" in done.output
     assert "together" in done.output
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["mitigation=sliding_windw(window=3)"], "did you mean 'sliding_window'"),
+        (["model.vocab_size=5"], "the model has 5: set model.vocab_size=25"),
+        (["task.files=[missing.txt]"], "no text file missing.txt"),
+        (["num_processes=4", "context_parallel_size=3"], "does not divide num_processes=4: set"),
+        (["num_processes=4", "shard_size=3"], "shard_size=3 does not divide num_processes=4"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would_refuse(
+    changes: list[str], message: str, tmp_path: Path
+) -> None:
+    """Before hours in the queue of a cluster, and without its GPUs."""
+    path = write_config(tiny("fitted_noise", tmp_path / "run"), tmp_path / "config.yaml")
+    done = CliRunner().invoke(app, ["train", str(path), "--dry-run", *changes])
+    assert isinstance(done.exception, UserError)
+    assert message in str(done.exception)
+
+
+def test_shards_divide_weights_gradients_and_moments(tmp_path: Path) -> None:
+    """`shard_size` of a configuration is that of its memory."""
+    whole = memory_of(tiny("carry", tmp_path))
+    shared = memory_of(tiny("carry", tmp_path, shard_size=2))
+    for name in ("weights", "gradients", "optimizer"):
+        assert getattr(shared, name) == getattr(whole, name) // 2
+    assert shared.activations == whole.activations

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
+from longrnn.errors import UserError
 from longrnn.mixers import Mamba2
 from longrnn.models import RecurrentLM
 from longrnn.ops.ssd import ScanInputs, select
@@ -46,3 +48,11 @@ def test_weights_states_and_decays_stay_float32(tmp_path: Path) -> None:
     assert {moment.dtype for moment in moments if moment.ndim} == wide
     carried = trainer.starts.before(trainer.source.segments(2, 0)[0], 2, 0)
     assert {leaf.dtype for _, leaf in leaves(carried.layers)} == wide
+
+
+def test_another_precision_in_the_same_process_is_refused(tmp_path: Path) -> None:
+    """accelerate has one precision per process, as a notebook with two runs finds out."""
+    Trainer(tiny("carry", tmp_path / "one"), quiet=True).train()
+    with pytest.raises(UserError, match="accelerate refuses .*: start it in a new Python process"):
+        Trainer(tiny("carry", tmp_path / "two", mixed_precision="bf16"), quiet=True)
+    assert not (tmp_path / "two").exists()

@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from longrnn.errors import UserError
 from longrnn.mixers import MIXERS
 from longrnn.models import RecurrentLM
 from longrnn.state import LMState, leaves
 from longrnn.tasks import Batch
 from longrnn.training.objective import Objective
 from tests.contracts.builders import VOCAB, build_model, generator, random_state, random_tokens
+from tests.devices import GPU, CopyCounter
 
 TIME, QUERY_LENGTH = 20, 6
 
@@ -74,3 +76,47 @@ def test_bf16_autocast(kind: str) -> None:
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
     exact = defined(model, given, state)[0].item()
     assert output.loss.item() == pytest.approx(exact, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["rnn", "gru", "lstm"])
+@pytest.mark.parametrize("query_length", [0, QUERY_LENGTH])
+def test_a_step_does_not_wait_for_the_device(kind: str, query_length: int) -> None:
+    """Two segments, forward and backward: what depends on the batch is counted on the host.
+
+    Mamba-2 runs on a GPU in kernels that the meta device does not have.
+    """
+    model = build_model(kind).to(GPU)
+    given = batch(weighted=False, query_length=query_length)
+    starts = torch.ones(2, TIME, dtype=torch.bool)
+    starts[:, 1:] = False
+    given = given._replace(is_document_start=starts)
+    objective = Objective(model)
+    (placed,) = objective.placed([given], GPU)
+    with CopyCounter() as counter:
+        output = objective([placed, placed], objective.init_state(2))
+        output.loss.backward()
+    assert counter.copies == []
+    assert output.predictions[0].shape == (2, TIME)
+
+
+def test_a_batch_that_was_counted_before_gives_the_same_step() -> None:
+    """Loss, predictions and gradients have the same bits."""
+    model, given = build_model("gru"), batch(weighted=True, query_length=QUERY_LENGTH)
+    counted = given._replace(n_scored=int((given.targets >= 0).sum()))
+    assert Objective(model).placed([given], GPU)[0].n_scored == counted.n_scored
+    assert counted.rows(0, 1).n_scored is None
+    state, weights = random_state(model, 2), list(model.parameters())
+    outputs = [Objective(model)([one], state) for one in (given, counted)]
+    assert torch.equal(outputs[0].loss, outputs[1].loss)
+    assert torch.equal(outputs[0].predictions[0], outputs[1].predictions[0])
+    gradients = [torch.autograd.grad(output.loss, weights) for output in outputs]
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_ids_are_checked_before_they_reach_a_gpu() -> None:
+    """There they would end the process."""
+    given = batch(weighted=False, query_length=0)
+    given.tokens[1, 3] = VOCAB
+    with pytest.raises(UserError, match=f"token id {VOCAB} is outside the vocabulary"):
+        Objective(build_model("gru")).placed([given], GPU)

@@ -6,10 +6,9 @@ Judged by what was written: gloo aborts about one run in ten at its very end.
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -22,38 +21,36 @@ from longrnn.text import ByteTokenizer
 from longrnn.training.config import TrainConfig
 from longrnn.training.documents import build_corpus
 from longrnn.training.trainer import Trainer
-from tests.training.runs import ENVIRONMENT, TEXTS, metrics, run, tiny, train, write_config
+from tests.launched import CPU2, REPOSITORY, ended, launch, launched
+from tests.training.forks import run
+from tests.training.runs import ENVIRONMENT, TEXTS, metrics, tiny, train, write_config
 
-REPOSITORY = Path(__file__).parents[2]
 SHORT: dict[str, Any] = {"max_steps": 5, "logging_steps": 1, "save_steps": 3}
 
 
-def launch(
+def trained(
     config: TrainConfig,
     folder: Path,
-    *flags: str,
-    use_cpu: bool = True,
-    program: tuple[str, ...] = ("-m", "longrnn.cli", "train"),
-    options: tuple[str, ...] = (),
-) -> subprocess.CompletedProcess[str]:
-    """Runs `program` on a configuration under `accelerate launch`, on a port of its own."""
+    flags: tuple[str, ...],
+    *options: str,
+    before: Callable[[], None] | None = None,
+    processes: int = 2,
+) -> CompletedProcess[str]:
+    """Trains a configuration in several processes."""
     path = write_config(config, folder / "config.yaml")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "accelerate.commands.launch", *flags]
-    command += ["--main_process_port", port] if "--cpu" not in flags else []
-    command += [*program, str(path), "--quiet", *options]
-    environment = dict(ENVIRONMENT)
-    if not use_cpu:
-        del environment["ACCELERATE_USE_CPU"]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=environment, cwd=REPOSITORY
-    )
+    arguments = ("train", path, "--quiet", *options)
+    return launched(*arguments, processes=processes, flags=flags, before=before)
 
 
-CPU2 = ("--config_file", "configs/accelerate/cpu2.yaml")
-FSDP2 = ("--config_file", "configs/accelerate/cpu2_fsdp2.yaml")
+def trained_by_launcher(
+    config: TrainConfig, folder: Path, *flags: str, processes: int = 2
+) -> CompletedProcess[str]:
+    """Trains a configuration under `accelerate launch` itself."""
+    path = write_config(config, folder / "config.yaml")
+    return ended(launch("train", path, "--quiet", processes=processes, flags=flags))
+
+
+FSDP2 = ("--config_file", str(REPOSITORY / "configs/accelerate/cpu2_fsdp2.yaml"))
 CONFIGS = sorted((REPOSITORY / "configs/accelerate").glob("*.yaml"))
 
 
@@ -81,7 +78,7 @@ def test_two_processes_train_like_one(kind: str, tmp_path: Path) -> None:
     one = tiny(kind, tmp_path / "one", per_device_train_batch_size=4, **how)
     two = tiny(kind, tmp_path / "two", per_device_train_batch_size=2, num_processes=2, **how)
     train(one)
-    done = launch(two, tmp_path, *CPU2)
+    done = trained_by_launcher(two, tmp_path, *CPU2)
     assert (tmp_path / "two/model.safetensors").is_file(), done.stderr
     expected, rows = metrics(tmp_path / "one"), metrics(tmp_path / "two")
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
@@ -96,45 +93,35 @@ def test_two_processes_train_like_one(kind: str, tmp_path: Path) -> None:
     assert load(checkpoint).fingerprint() == load(tmp_path / "two").fingerprint()
 
 
-# Trains, and writes what part of the weights each process holds.
-SHARDS = """
-import json, sys
-from pathlib import Path
-from longrnn.cli.app import run
-from longrnn.training.trainer import Trainer
+def record_shards() -> None:
+    """Lets every process of a run write what part of the weights it holds."""
+    whole_run = Trainer.train
 
-trained = Trainer.train
+    def train(self: Trainer) -> None:
+        held = sum(getattr(p, "_local_tensor", p).numel() for p in self.objective.parameters())
+        whole = sum(p.numel() for p in self.objective.parameters())
+        name = f"held-{self.accelerator.process_index}.json"
+        (Path(self.config.output_dir).parent / name).write_text(json.dumps([held, whole]))
+        whole_run(self)
 
-def train(self):
-    held = sum(getattr(p, "_local_tensor", p).numel() for p in self.objective.parameters())
-    whole = sum(p.numel() for p in self.objective.parameters())
-    rank = self.accelerator.process_index
-    Path(sys.argv[-2]).with_name(f"held-{rank}.json").write_text(json.dumps([held, whole]))
-    return trained(self)
-
-Trainer.train = train
-sys.argv.insert(1, "train")
-run()
-"""
+    Trainer.train = train  # type: ignore[method-assign]
 
 
 def test_shards_train_like_one_process(tmp_path: Path) -> None:
     """FSDP2: the model is sharded and trains like one process; checkpoints hold whole tensors and
     resume exactly."""
-    script = tmp_path / "shards.py"
-    script.write_text(SHARDS)
     changes = {"lr_scheduler_type": "constant", "freeze": ["*.D"], **SHORT}
     # Rows so many that a step walks through several segments, each through every block.
     one = tiny("carry", tmp_path / "one", per_device_train_batch_size=12, **changes)
     two = {"per_device_train_batch_size": 6, "num_processes": 2, **changes}
     first = tiny("carry", tmp_path / "two", **{**two, "max_steps": 3})
     train(one)
-    done = launch(first, tmp_path, *FSDP2, program=(str(script),))
+    done = trained(first, tmp_path, FSDP2, before=record_shards)
     assert (tmp_path / "two/model.safetensors").is_file(), done.stderr
     held = [json.loads((tmp_path / f"held-{rank}.json").read_text()) for rank in (0, 1)]
     assert held[0][0] + held[1][0] == held[0][1] == held[1][1]
     assert max(held[0][0], held[1][0]) < 0.6 * held[0][1]
-    done = launch(tiny("carry", tmp_path / "two", **two), tmp_path, *FSDP2, options=("--resume",))
+    done = trained(tiny("carry", tmp_path / "two", **two), tmp_path, FSDP2, "--resume")
     rows = metrics(tmp_path / "two")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5], done.stderr
     for row, wanted in zip(rows, metrics(tmp_path / "one"), strict=True):
@@ -165,8 +152,8 @@ def test_every_way_of_sharding_trains_like_one_process(
     one = tiny("carry", tmp_path / "one", per_device_train_batch_size=12, **how, **precision)
     many = {"per_device_train_batch_size": rows, "num_processes": processes, **how, **changes}
     train(one)
-    flags = (*FSDP2, "--num_processes", str(processes))
-    done = launch(tiny("carry", tmp_path / "many", **many), tmp_path, *flags)
+    config = tiny("carry", tmp_path / "many", **many)
+    done = trained(config, tmp_path, FSDP2, processes=processes)
     found, expected = metrics(tmp_path / "many"), metrics(tmp_path / "one")
     assert [row["step"] for row in found] == [1, 2, 3, 4, 5], done.stderr
     # Sums of bfloat16 products depend on how rows are divided.
@@ -179,6 +166,31 @@ def test_every_way_of_sharding_trains_like_one_process(
         # Five steps of AdamW may move a weight by five times the learning rate.
         limit = 2 * 5 * many.get("learning_rate", 2e-3) if tolerance > 1e-4 else 1e-4
         assert (value - weights[0][name]).abs().max() <= limit, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "rows", "changes"),
+    [(2, 4, {}), (4, 2, {"shard_size": 2}), (4, 2, {})],
+    ids=["one-group", "hybrid", "two-groups"],
+)
+def test_shards_and_context_parallelism_together(
+    processes: int, rows: int, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Processes that divide rows and weights give the losses and weights of one process."""
+    how = {"max_steps": 4, "logging_steps": 1, "save_steps": 2}
+    train(tiny("streams", tmp_path / "one", per_device_train_batch_size=4, **how))
+    how |= {"per_device_train_batch_size": rows, "context_parallel_size": 2, **changes}
+    many = tiny("streams", tmp_path / "many", num_processes=processes, **how)
+    done = launch(many, tmp_path, *FSDP2, "--num_processes", str(processes))
+    found, expected = metrics(tmp_path / "many"), metrics(tmp_path / "one")
+    assert [row["step"] for row in found] == [1, 2, 3, 4], done.stderr
+    for row, wanted in zip(found, expected, strict=True):
+        assert row["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
+        assert row["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+    weights = [load(tmp_path / name).state_dict() for name in ("one", "many")]
+    for name, value in weights[1].items():
+        torch.testing.assert_close(value, weights[0][name], atol=1e-5, rtol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -283,19 +295,23 @@ def test_launch_configurations(path: Path) -> None:
 def test_one_process_under_accelerate(tmp_path: Path) -> None:
     """A launch of one process trains exactly like the plain command."""
     config = tiny("reverse", tmp_path / "launched", **SHORT)
-    done = launch(config, tmp_path, "--config_file", "configs/accelerate/cpu1.yaml")
+    flags = ("--config_file", str(REPOSITORY / "configs/accelerate/cpu1.yaml"))
+    done = trained_by_launcher(config, tmp_path, *flags, processes=1)
     assert done.returncode == 0, done.stderr
     train(tiny("reverse", tmp_path / "plain", **SHORT))
     assert metrics(tmp_path / "launched") == metrics(tmp_path / "plain")
 
 
 @pytest.mark.slow
-def test_multi_gpu_without_the_cpu_flag_is_synchronised_or_refused(tmp_path: Path) -> None:
+def test_multi_gpu_without_the_cpu_flag_is_synchronised_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two processes are synchronised or refused."""
     two = tiny("passkey", tmp_path / "two", num_processes=2, **SHORT)
-    flags = ("--multi_gpu", "--num_processes", "2", "--num_machines", "1")
+    flags = ("--multi_gpu", "--num_machines", "1")
     flags += ("--mixed_precision", "no", "--dynamo_backend", "no")
-    done = launch(two, tmp_path, *flags, use_cpu=False)
+    monkeypatch.delitem(ENVIRONMENT, "ACCELERATE_USE_CPU")
+    done = trained_by_launcher(two, tmp_path, *flags)
     if (tmp_path / "two/model.safetensors").is_file():
         train(tiny("passkey", tmp_path / "one", per_device_train_batch_size=4, **SHORT))
         losses = [[row["loss"] for row in metrics(tmp_path / n)] for n in ("one", "two")]
@@ -308,7 +324,7 @@ def test_multi_gpu_without_the_cpu_flag_is_synchronised_or_refused(tmp_path: Pat
 def test_one_process_where_two_were_asked_for_is_refused(tmp_path: Path) -> None:
     """A launch of 2 that starts only one process is refused."""
     two = tiny("passkey", tmp_path / "two", num_processes=2, **SHORT)
-    done = launch(two, tmp_path, "--cpu", "--num_processes", "2", "--num_machines", "1")
+    done = trained_by_launcher(two, tmp_path, "--cpu", "--num_machines", "1")
     assert done.returncode != 0
     assert "error: 2 processes were requested and this one sees 1: launch with" in done.stderr
     assert not (tmp_path / "two").exists()

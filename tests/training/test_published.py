@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,7 @@ def test_every_run_of_the_grid_builds(name: str) -> None:
         assert run.config.model.vocab_size == run.config.task["vocab_size"] + 1
 
 
-@pytest.mark.parametrize("position", POSITIONS)
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(("position", "name"), zip(POSITIONS, cycle(PUBLISHED), strict=False))
 def test_two_steps_on_a_cpu(name: str, position: str, tmp_path: Path) -> None:
     """The published model trains at the published length; only rows and steps are fewer."""
     axes = parse_axes([f"position.kind={position}"])

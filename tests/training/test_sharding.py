@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from longrnn.errors import UserError
 from longrnn.mixers import Mamba2
@@ -101,6 +103,48 @@ def test_without_mixed_precision_everything_is_float32() -> None:
     for (name, theirs), ours in zip(whole.named_parameters(), trained.parameters(), strict=True):
         assert isinstance(ours.grad, DTensor)
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, msg=name)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_whole_tensors_are_gathered_one_at_a_time_and_kept_by_the_writer_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No process holds two whole tensors on its device; the writer copies each to the CPU."""
+    trained = objective()
+    sharding.shard(trained, sharding.build_mesh("cpu", 1, None), "no")
+    optimizer = torch.optim.AdamW(trained.parameters())
+    step(trained)
+    optimizer.step()
+    on_device: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    most, gather = 0, DTensor.full_tensor
+
+    class OnDevice(Tensor):
+        """A whole tensor on a GPU: `cpu` copies it."""
+
+        def cpu(self, *_: Any) -> Tensor:  # type: ignore[override]
+            return self.as_subclass(Tensor).clone()
+
+    def full_tensor(self: DTensor) -> Tensor:
+        nonlocal most
+        whole = gather(self).clone().as_subclass(OnDevice)
+        on_device.add(whole)
+        most = max(most, len(on_device))
+        return whole
+
+    monkeypatch.setattr(DTensor, "full_tensor", full_tensor)
+    trees = {"weights": trained.model.state_dict(), "optimizer": optimizer.state_dict()}
+    with torch.no_grad():
+        kept = sharding.gathered(trees, keep=True)
+        dropped = sharding.gathered(trees, keep=False)
+    assert most == 1
+    assert not any(isinstance(leaf, DTensor) for leaf in tree_leaves((kept, dropped)))
+    assert {type(leaf) for leaf in tree_leaves(kept["weights"])} == {Tensor}
+    assert set(dropped["weights"].values()) == {None}
+    moments = [entries["exp_avg"] for entries in dropped["optimizer"]["state"].values()]
+    assert set(moments) == {None}
+    for name, weight in trained.model.state_dict().items():
+        assert isinstance(weight, DTensor)
+        assert torch.equal(kept["weights"][name], gather(weight)), name
 
 
 def accelerator(processes: int) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -169,11 +169,25 @@ def read_suite(name_or_path: str) -> Suite:
         except UserError as error:
             raise UserError(f"{path}: {error}") from error
         evaluations.append(evaluation)
-        identities[title] = {
-            name: value for name, value in options.items() if name not in evaluation.GROWING
-        }
+        identities[title] = settings(options)
     identity = {"seed": config.seed, "evaluations": identities}
     return Suite(name, evaluations, identity, path.read_text())
+
+
+def settings(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all options of an evaluation, given or not, but for those that may grow.
+
+    Options that an earlier version recorded and that are not valid any more stay as they are.
+    """
+    if options.get("kind") not in EVALUATIONS:
+        return dict(options)
+    growing = EVALUATIONS[options["kind"]].GROWING
+    lasting = {name: value for name, value in options.items() if name not in growing}
+    try:
+        whole = EVALUATIONS.complete(lasting)
+    except UserError:
+        return lasting
+    return {name: value for name, value in whole.items() if name not in growing}
 
 
 def _find(name_or_path: str) -> Path:

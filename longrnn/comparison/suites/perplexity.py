@@ -31,7 +31,7 @@ from longrnn.intervals import figure
 from longrnn.progress import Progress
 from longrnn.results import Results, Row
 from longrnn.text import read_text
-from longrnn.units import format_length, parse_length
+from longrnn.units import TokenCount, format_length
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class BitsPerByte(Evaluation):
     Every text is cut into parts with equal numbers of characters, each of which is read once from
     an empty state. A column has the positions between the previous length and its own, in tokens of
     the first model; other models score the same bytes, cut at borders of all tokenizers (see
-    `longrnn.evaluation.windows.shared_places`). Each part counts as one document.
+    `longrnn.evaluation.windows.shared_places`). Each part is one sample.
 
     Args:
         title: see `Evaluation`.
@@ -99,8 +99,8 @@ class BitsPerByte(Evaluation):
         lengths: list[str],
         windows: int = 4,
         batch_size: int = 4,
-        context: str | int | None = None,
-        stride: str | int | None = None,
+        context: TokenCount | None = None,
+        stride: TokenCount | None = None,
     ) -> None:
         super().__init__(title, seed)
         self.texts = [Path(text) for text in dict.fromkeys(texts)]
@@ -111,7 +111,7 @@ class BitsPerByte(Evaluation):
         self.overlap: Overlap | None = None
         self._parts: dict[str, list[Part]] = {}  # by model
         if context is not None and stride is not None:
-            self.overlap = Overlap(parse_length(str(context)), parse_length(str(stride)))
+            self.overlap = Overlap(context, stride)
             self.overlap.check()
         elif context is not None or stride is not None:
             raise UserError(

@@ -59,6 +59,13 @@ class Sequences(Evaluation):
         self.widths = {length: self.task.width(length) for length in self.lengths}
         self._metric = Metric(f"{title}, share of right answers", mean, paired_mean)
 
+    @staticmethod
+    def derived_options(options: Mapping[str, Any]) -> dict[str, Any]:
+        """The task with its defaults, but for a seed, which by default is that of the suite."""
+        given = options["task"]
+        whole = TASKS.complete(given)
+        return {"task": {k: v for k, v in whole.items() if k != "seed" or k in given}}
+
     def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
         for model in models:
             if model.model.vocab_size < self.task.vocab_size:

@@ -37,6 +37,7 @@ from longrnn.ops.ssd.decays import (
     split_decay,
 )
 from longrnn.ops.ssd.gradient import segment_gradient
+from longrnn.ops.transforms import in_forward_mode
 
 CHUNK = 64
 SEGMENT = 512
@@ -125,7 +126,7 @@ def _read(inputs: ScanInputs, state: Tensor) -> Tensor:
 
 def _segment(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
     """`_scan`, with a backward pass that computes intermediate values again."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or in_forward_mode():
         return _scan(inputs, state, chunk)
     return _Scan.apply(*inputs, state, chunk)
 

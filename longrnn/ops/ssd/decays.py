@@ -67,3 +67,24 @@ def exp_in_place(log_decay: Tensor) -> Tensor:
     """exp, computed in place, and 0 below FLOOR; no other code may hold the argument."""
     log_decay.detach().masked_fill_(log_decay < FLOOR, -torch.inf)
     return log_decay.exp_()
+
+
+def floored_exp(log_decay: Tensor, dtype: torch.dtype) -> Tensor:
+    """exp in `dtype`, and 0 below FLOOR; only entries that are masked out later exceed 0."""
+    value = log_decay.clamp(max=0).to(dtype)
+    return value.masked_fill(value < FLOOR, -torch.inf).exp()
+
+
+def add_decayed(to: Tensor, log_decay: Tensor, state: Tensor) -> Tensor:
+    """to + exp(log_decay) · state, the decay in two halves so that a long memory does not drift.
+
+    Args:
+        to: `(b, h, p, n)`, as `state` is.
+        log_decay: `(b, h)` float64.
+    """
+    decay = log_decay.exp()
+    high = decay.to(to.dtype)
+    low = (decay - high).detach().to(to.dtype)
+    return torch.addcmul(
+        torch.addcmul(to, low[..., None, None], state), high[..., None, None], state
+    )

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longrnn.errors import UserError
+from longrnn.files import one_line
 from longrnn.ops.precision import own_precision
 from longrnn.ops.ssd.base import ScanInputs
 
@@ -75,12 +76,24 @@ def combined() -> Callable[..., Any]:
         from mamba_ssm.ops.triton.ssd_combined import (  # pyright: ignore[reportMissingImports]
             mamba_chunk_scan_combined,
         )
-    except ImportError as error:
+    except Exception as error:  # compiled parts raise OSError or RuntimeError on another machine
         raise UserError(
             f"the backend mamba_ssm needs the package mamba-ssm, which cannot be imported "
-            f'({error}): pip install mamba-ssm, or use backend="triton" or backend="chunked"'
+            f'({one_line(error)}): pip install mamba-ssm, or use backend="triton" or '
+            'backend="chunked"'
         ) from error
     return mamba_chunk_scan_combined
+
+
+def missing(device: str) -> str | None:
+    """Why the backend cannot run on a type of device, and what to do; None if it can."""
+    if device not in DEVICES:
+        return "it runs on NVIDIA GPUs only: use backend=auto"
+    try:
+        combined()
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def longest_call(inputs: ScanInputs, state: Tensor) -> tuple[int, str]:
@@ -96,6 +109,8 @@ def longest_call(inputs: ScanInputs, state: Tensor) -> tuple[int, str]:
     }
     limits["y"] = OFFSETS // (rows * heads * head_dim)
     limits["the states of chunks"] = OFFSETS // state.numel() * CHUNK
+    # C Bᵀ within each chunk, for each group.
+    limits["the products of C and B"] = OFFSETS // (rows * inputs.B.shape[2] * CHUNK)
     name = min(limits, key=limits.__getitem__)
     return max(0, limits[name]), name
 

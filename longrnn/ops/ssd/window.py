@@ -20,6 +20,8 @@ Notable choices:
 - Slots that are not filled yet hold zeros, which add nothing, so shapes do not depend on how many
   tokens were consumed. Rows at different phases (after the reset of one row) run in groups of equal
   phase.
+- In a CUDA graph, where no phase can be read, `window_step` computes the tokens of a chunk but for
+  its last one.
 - For the backend `native` without gradients, all this is one call of C++ (`native/window.h`), and
   for the backend `triton` a few kernels, with gradients too (`triton/window.py`).
 """
@@ -40,7 +42,7 @@ from longrnn.ops.rows import all_finite, finite_rows, run_by_finiteness, run_by_
 from longrnn.ops.ssd import native, triton, window_native, window_triton
 from longrnn.ops.ssd.base import SSD, ScanInputs
 from longrnn.ops.ssd.chunks import cut, fill, join, stack
-from longrnn.ops.ssd.decays import FLOOR
+from longrnn.ops.ssd.decays import add_decayed, floored_exp
 from longrnn.ops.ssd.window_carry import WindowCarry, WindowShape, shape_in
 from longrnn.state import tree_map
 
@@ -147,7 +149,7 @@ def _chunks(
     # The first token's decay applies to earlier chunks only, and must not touch this one.
     total = F.pad(decays[:, :, 1:], (0, 0, 1, 0)).cumsum(2)  # b m j h, from the first token
     from_before = total + decays[:, :, :1]
-    to_token = _exp(from_before[:, :, offset:], dtype)
+    to_token = floored_exp(from_before[:, :, offset:], dtype)
     ends = torch.cat([carry.totals, from_before[:, :, -1]], dim=1)  # b (K + 2 + m) h
     between = torch.stack(
         [ends[:, i + 2 : i + shape.whole + 1].sum(1) for i in range(m)], dim=1
@@ -156,7 +158,7 @@ def _chunks(
     # The token's own chunk, up to itself.
     scores = (C @ B.transpose(3, 4)).tril(diagonal=offset)  # b m g i j
     by_head = total.transpose(2, 3)
-    decay = _exp(by_head[..., offset:, None] - by_head[..., None, :], dtype)
+    decay = floored_exp(by_head[..., offset:, None] - by_head[..., None, :], dtype)
     y = _by_head(scores, decay) @ u.transpose(2, 3)  # b m h i p
 
     # The two oldest chunks, from the first column that is still in the window of the first token.
@@ -164,7 +166,7 @@ def _chunks(
     old = join(*(stack(known[i : i + m], length, dtype) for i in range(2)))
     old_decay = old.log_decay.double().clamp(min=-1e4)
     after = F.pad(old_decay[:, :, 1:], (0, 0, 0, 1)).flip(2).cumsum(2).flip(2)  # to the pair's end
-    to_start = _exp(after + between[:, :, None], dtype)[:, :, first:]
+    to_start = floored_exp(after + between[:, :, None], dtype)[:, :, first:]
     old_u = _by_group(old.u[:, :, first:] * to_start[..., None], B.shape[2])
     old_B = old.B[:, :, :, first:]
     before = (C @ old_B.transpose(3, 4)).triu() @ old_u  # b m g i (r p)
@@ -187,7 +189,7 @@ def _chunks(
     if not alone:
         older = sums[:, -1] + old_u[:, -1, :, row:].transpose(2, 3) @ old_B[:, -1, :, row:]
         older = older.unflatten(2, (-1, p)).flatten(1, 2)  # b h p n
-        state = _add(state, from_before[:, -1, -1], older)
+        state = add_decayed(state, from_before[:, -1, -1], older)
 
     if last < length:
         carry = carry._replace(current=chunks[0])
@@ -222,11 +224,11 @@ def _slide(
     front, back, back_decay, sums = list(carry.front), carry.back, carry.back_decay, []
     slot = phase // shape.chunk
     for i in range(u.shape[1]):
-        sums.append(_add(back, back_decay, front[slot]))
+        sums.append(add_decayed(back, back_decay, front[slot]))
         if not complete:
             break
         own, decay = _state(u[:, i], B[:, i], total[:, i]), whole[:, i]
-        back = own if slot == 0 else _add(own, decay, back)
+        back = own if slot == 0 else add_decayed(own, decay, back)
         back_decay = back_decay + decay
         front[slot] = own
         slot += 1
@@ -234,7 +236,7 @@ def _slide(
             # The block is complete: replace its states by sums to its end, and start a new block.
             decays = torch.cat([carry.totals, whole[:, : i + 1]], dim=1)
             for j in range(slot - 2, -1, -1):
-                front[j] = _add(front[j + 1], decays[:, j + 1 - slot :].sum(1), front[j])
+                front[j] = add_decayed(front[j + 1], decays[:, j + 1 - slot :].sum(1), front[j])
             back, back_decay, slot = torch.zeros_like(back), torch.zeros_like(back_decay), 0
     after = carry._replace(front=tuple(front), back=back, back_decay=back_decay)
     return torch.stack(sums, dim=1), after
@@ -242,7 +244,7 @@ def _slide(
 
 def _state(u: Tensor, B: Tensor, total: Tensor) -> Tensor:
     """Σ_j u_j B_j^T, decayed to the end: `(b, h, p, n)` from `(b, j, h, p)`, `(b, g, j, n)`."""
-    to_end = _exp(total[:, -1:] - total, u.dtype)
+    to_end = floored_exp(total[:, -1:] - total, u.dtype)
     weighted = _by_group((u * to_end[..., None])[:, None], B.shape[1])[:, 0]  # b g j (r p)
     return (weighted.transpose(2, 3) @ B).unflatten(2, (-1, u.shape[3])).flatten(1, 2)
 
@@ -252,23 +254,7 @@ def _by_group(x: Tensor, groups: int) -> Tensor:
     return rearrange(x, "b m j (g r) p -> b m g j (r p)", g=groups)
 
 
-def _add(to: Tensor, log_decay: Tensor, state: Tensor) -> Tensor:
-    """to + exp(log_decay) · state, the decay in two halves so that a long memory does not drift."""
-    decay = log_decay.exp()
-    high = decay.to(to.dtype)
-    low = (decay - high).detach().to(to.dtype)
-    return torch.addcmul(
-        torch.addcmul(to, low[..., None, None], state), high[..., None, None], state
-    )
-
-
 def _by_head(scores: Tensor, decay: Tensor) -> Tensor:
     """Scores of groups `(b, m, g, i, j)` times decays of heads `(b, m, h, i, j)`."""
     groups = scores.shape[2]
     return (scores[:, :, :, None] * decay.unflatten(2, (groups, -1))).flatten(2, 3)
-
-
-def _exp(log_decay: Tensor, dtype: torch.dtype) -> Tensor:
-    """exp in `dtype`, and 0 below FLOOR; only entries that are masked out later exceed 0."""
-    value = log_decay.clamp(max=0).to(dtype)
-    return value.masked_fill(value < FLOOR, -torch.inf).exp()

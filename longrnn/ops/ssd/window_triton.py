@@ -3,14 +3,16 @@
 Notable choices:
 - The kernels begin at the start of a chunk: a call that begins inside one computes its tokens
   again, which the carry holds.
-- Gradients keep the inputs of the call and its carry. The backward pass computes the call again in
-  torch and differentiates that.
+- Gradients keep the inputs of the call and its carry. The backward pass computes y again from plain
+  recurrences (`window_parts`), whose backward passes are kernels. Where more than the gradients of
+  the inputs through y is needed, as where segments of a text are checkpointed, it computes the call
+  again in torch and differentiates that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,9 +27,14 @@ from longrnn.ops.ssd import triton
 from longrnn.ops.ssd.base import ScanInputs
 from longrnn.ops.ssd.chunks import Chunk
 from longrnn.ops.ssd.window_carry import WindowCarry, WindowShape
+from longrnn.ops.ssd.window_parts import outputs
 
 Found = tuple[Tensor, Tensor, WindowCarry]
 InTorch = Callable[[ScanInputs, WindowCarry], Found]
+Run = Callable[..., tuple[Tensor, ...]]
+
+# The backward pass computes as many rows at a time as have states of segments of this many bytes.
+BYTES_AT_ONCE = 2**30
 
 
 def windowed(
@@ -53,7 +60,10 @@ def windowed(
     rounded = tracked(tensors)
     with torch.no_grad():
         found = _forward(inputs, carry, shape, phase, rounded=rounded)
-    return _differentiable(found, inputs, carry, in_torch) if found and rounded else found
+    if found is None or not rounded:
+        return found
+    again = _Again.of(inputs, carry, shape, phase, in_torch)
+    return _differentiable(found, inputs, carry, again)
 
 
 def _forward(
@@ -135,10 +145,37 @@ def _part(tokens: Chunk, start: int, length: int) -> Chunk:
     return states.tree_map(copied, tokens)
 
 
-def _differentiable(
-    found: Found, inputs: ScanInputs, carry: WindowCarry, in_torch: InTorch
-) -> Found:
-    """What the kernels found, with gradients of `in_torch`."""
+class _Again(NamedTuple):
+    """How a call is computed again in differentiable operations.
+
+    Attributes:
+        whole: all results of the call.
+        outputs: y alone; it depends on the tokens in the carry, and not on its sums.
+        rows: for how many rows at a time `outputs` runs, so that few states exist at once.
+    """
+
+    whole: InTorch
+    outputs: Callable[[ScanInputs, WindowCarry], Tensor]
+    rows: int
+
+    @classmethod
+    def of(
+        cls, inputs: ScanInputs, carry: WindowCarry, shape: WindowShape, phase: int, whole: InTorch
+    ) -> _Again:
+        offset, state = phase % shape.chunk, carry.back[0]
+
+        def y_of(inputs: ScanInputs, carry: WindowCarry) -> Tensor:
+            known = Chunk(*_joined(carry.recent, carry.current, inputs, offset))
+            C = F.pad(inputs.C, (0, 0, 0, 0, offset, 0)) if offset else inputs.C
+            return outputs(known, C, shape, triton.ssd, state.dtype)[:, offset:]
+
+        segments = (offset + inputs.x.shape[1]) // shape.chunk + shape.whole
+        states_of_row = segments * state.numel() * state.element_size()
+        return cls(whole, y_of, max(1, BYTES_AT_ONCE // states_of_row))
+
+
+def _differentiable(found: Found, inputs: ScanInputs, carry: WindowCarry, again: _Again) -> Found:
+    """What the kernels found, with gradients of `again`."""
     given = (inputs, carry)
     before = [leaf for _, leaf in states.leaves(given)]
     same = {id(leaf) for leaf in before}
@@ -149,44 +186,68 @@ def _differentiable(
         for number, leaf in enumerate(results)
         if leaf.is_floating_point() and id(leaf) not in same
     ]
+    assert new[0] == 0  # y
 
-    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-        again = [leaf for _, leaf in states.leaves(in_torch(*states.unflatten(given, tensors)))]
-        return tuple(again[number] for number in new)
+    def whole(*tensors: Tensor) -> tuple[Tensor, ...]:
+        found = [leaf for _, leaf in states.leaves(again.whole(*states.unflatten(given, tensors)))]
+        return tuple(found[number] for number in new)
 
-    outputs = _Again.apply(run, [results[number] for number in new], *before)
-    for number, output in zip(new, outputs, strict=True):
+    def y_alone(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return (again.outputs(*states.unflatten(given, tensors)),)
+
+    values = [results[number] for number in new]
+    wrapped = _Known.apply(whole, y_alone, again.rows, values, *before)
+    for number, output in zip(new, wrapped, strict=True):
         results[number] = output
     return states.unflatten(found, results)
 
 
-class _Again(torch.autograd.Function):
-    """Values that are known, whose backward pass computes them again in `run`."""
+class _Known(torch.autograd.Function):
+    """Values that are known, whose backward pass computes them again.
+
+    In `whole`, or in `y_alone` where only the gradients of the `ScanInputs`, which are the first
+    tensors, through the first value are needed.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, run: Callable[..., tuple[Tensor, ...]], values: list[Tensor], *tensors: Tensor
+        ctx: Any, whole: Run, y_alone: Run, rows: int, values: list[Tensor], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.run = run
+        ctx.whole, ctx.y_alone, ctx.rows = whole, y_alone, rows
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         return tuple(values)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        tensors, wants = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        tensors, wants = ctx.saved_tensors, ctx.needs_input_grad[4:]
         if all(grad is None for grad in grads):
-            return (None,) * (2 + len(tensors))
+            return (None,) * (4 + len(tensors))
+        of_inputs = not any(wants[len(ScanInputs._fields) :])
+        grad_y, others = grads[0], grads[1:]
         with own_precision(tensors[0]):
             if torch.is_grad_enabled():
-                found = gradients_of(ctx.run, tensors, wants, grads)
+                found = gradients_of(ctx.whole, tensors, wants, grads)
+            elif of_inputs and grad_y is not None and all(one is None for one in others):
+                found = _gradients_of_rows(ctx.y_alone, tensors, wants, grad_y, ctx.rows)
             else:
-                found = _gradients(ctx.run, tensors, wants, grads)
-        return None, None, *found
+                found = _gradients(ctx.whole, tensors, wants, grads)
+        return None, None, None, None, *found
+
+
+def _gradients_of_rows(
+    run: Run, tensors: Sequence[Tensor], wants: Sequence[bool], grad: Tensor, rows: int
+) -> list[Tensor | None]:
+    """`_gradients` of `rows` rows at a time, each of which depends on its own rows alone."""
+    parts = [
+        _gradients(run, part[:-1], wants, part[-1:])
+        for part in zip(*(one.split(rows) for one in (*tensors, grad)), strict=True)
+    ]
+    return [None if one[0] is None else torch.cat(one) for one in zip(*parts, strict=True)]
 
 
 def _gradients(
-    run: Callable[..., tuple[Tensor, ...]],
+    run: Run,
     tensors: Sequence[Tensor],
     wants: Sequence[bool],
     grads: Sequence[Tensor | None],

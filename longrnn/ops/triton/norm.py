@@ -19,8 +19,6 @@ from longrnn.ops.triton import on_device, readable
 
 # Programs of the backward pass per group, each with its own sum of the weight's gradient.
 PROGRAMS = 512
-# The widest group that fits into the registers of a program.
-WIDEST = 16384
 
 
 class Normed(NamedTuple):
@@ -149,11 +147,6 @@ def normalise_backward(
         tl.store(grad_D + first * (G * W) + at, of_D, mask=exists)
 
 
-def suits(x: Tensor, groups: int) -> bool:
-    """Whether there is anything to compute, and a group of channels fits into a program."""
-    return x.numel() > 0 and x.shape[-1] // groups <= WIDEST
-
-
 def forward(
     x: Tensor,
     weight: Tensor,
@@ -184,7 +177,7 @@ def forward(
     rows = x.numel() // d
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     scale = torch.empty(rows, groups, dtype=wide, device=x.device)
-    values, written = _rows(x), readable(y)
+    values, written = rows_of(x), readable(y)
     gates, skips, factors = _others(values, gate, skip, D)
     total = torch.empty(rows, d, dtype=written.dtype, device=x.device) if keep else values
     with on_device(x):
@@ -227,13 +220,13 @@ def backward(
     """
     d = total.shape[-1]
     rows = total.numel() // d
-    values, own = _rows(total), _rows(grad)
+    values, own = rows_of(total), rows_of(grad)
     gates, skips, factors = _others(values, gate, skip, D)
 
     def like(one: Tensor | None, dtype: torch.dtype) -> Tensor:
         return own if one is None else torch.empty(rows, d, dtype=dtype, device=own.device)
 
-    grad_x, grad_gate = like(total, _stored(dtype)), like(gate, gates.dtype)
+    grad_x, grad_gate = like(total, stored(dtype)), like(gate, gates.dtype)
     grad_skip = like(skip, skips.dtype)
     sums = torch.empty(2, min(rows, PROGRAMS), d, dtype=scale.dtype, device=own.device)
     with on_device(total):
@@ -257,8 +250,8 @@ def _others(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gate, skip and D as kernels read them; any tensor in place of those that are None."""
     return (
-        values if gate is None else _rows(gate),
-        values if skip is None else _rows(skip),
+        values if gate is None else rows_of(gate),
+        values if skip is None else rows_of(skip),
         values if D is None else readable(D.contiguous()),
     )
 
@@ -272,16 +265,21 @@ def _sizes(d: int, groups: int, D: Tensor | None, dtype: torch.dtype) -> dict[st
         "BLOCK": triton.next_power_of_2(width),
         "ACC": tl.float64 if dtype == torch.float64 else tl.float32,
         "SKIP": D is not None,
-        # 32 threads hold at most 32 entries each.
-        "num_warps": min(16, max(1, triton.next_power_of_2(width) // 1024)),
+        "num_warps": warps(width),
     }
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def warps(width: int) -> int:
+    """Warps of a program that holds `width` numbers: 32 threads hold at most 32 each."""
+    return min(16, max(1, triton.next_power_of_2(width) // 1024))
+
+
+def rows_of(tensor: Tensor) -> Tensor:
     """`(rows, d)` with a contiguous last axis; a view of a wider tensor stays one."""
     tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
     return readable(tensor.flatten(0, -2))
 
 
-def _stored(dtype: torch.dtype) -> torch.dtype:
+def stored(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which kernels store values of a dtype: see `readable`."""
     return readable(torch.empty(0, dtype=dtype)).dtype

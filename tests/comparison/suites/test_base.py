@@ -42,14 +42,27 @@ def test_what_makes_another_suite(tmp_path: Path) -> None:
     suite = read_suite(write(tmp_path / "mine.yaml", text))
     assert suite.name == "mine"
     assert suite.text == text
-    assert suite.identity == {
-        "seed": 7,
-        "evaluations": {"two": {"kind": "passkey", "n_keys": 2}},
-    }
+    options = {"kind": "passkey", "n_keys": 2, "filler": None}
+    assert suite.identity == {"seed": 7, "evaluations": {"two": options}}
     (evaluation,) = suite.evaluations
     assert isinstance(evaluation, PasskeyRetrieval)
     assert (evaluation.title, evaluation.seed, evaluation.n) == ("two", 7, 3)
     assert evaluation.lengths == [200, 1024]
+
+
+def test_defaults_that_are_written_out_keep_a_suite(tmp_path: Path) -> None:
+    """An option with its default value and one that is left out give the same suite."""
+    for kind, default in (
+        ("passkey, lengths: [1k]", "n_keys: 1"),
+        ("perplexity, texts: [a], lengths: [1k]", "windows: 4"),
+        ("task, task: {kind: recall}, lengths: [8]", "task: {kind: recall, vocab_size: 32}"),
+    ):
+        plain = read_suite(write(tmp_path / "a.yaml", f"evaluations: [{{kind: {kind}}}]"))
+        if default.startswith("task"):
+            text = f"evaluations: [{{kind: task, lengths: [8], {default}}}]"
+        else:
+            text = f"evaluations: [{{kind: {kind}, {default}}}]"
+        assert read_suite(write(tmp_path / "b.yaml", text)).identity == plain.identity
 
 
 @pytest.mark.parametrize(

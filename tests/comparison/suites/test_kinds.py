@@ -175,7 +175,7 @@ def test_perplexity_beyond_the_model(tmp_path: Path) -> None:
 def test_overlapping_windows_reach_beyond_the_model(tmp_path: Path) -> None:
     """Windows of 200 tokens score a text of 512 with a maximum of 300, and their cost is shown."""
     short = small_model("short", position=SHORT)
-    evaluation = perplexity(tmp_path, context="200", stride=100)
+    evaluation = perplexity(tmp_path, context=200, stride=100)
     found = points(evaluation, short, tmp_path / "short.jsonl")
     losses, costs = found[::2], found[1::2]
     assert [len(point.samples) for point in losses] == [6, 6, 6]

@@ -73,6 +73,16 @@ def test_a_window_out_of_range_is_refused(window: Any) -> None:
         model.window_attention(window)
 
 
+def test_a_window_is_written_as_a_length(tmp_path: Path) -> None:
+    """`0.0625k` is 64, as for every number of tokens."""
+    folder = with_bytes(causal("falcon_h1", vocab_size=256), tmp_path / "hybrid")
+    model = load(f"{folder}+attention_window(window=0.0625k)")
+    assert isinstance(model, HybridLM)
+    assert model.attention_window == 64
+    with pytest.raises(UserError, match="window: '4x' is not a valid length: write tokens such as"):
+        load(f"{folder}+attention_window(window=4x)")
+
+
 def test_other_models_have_no_window(tmp_path: Path) -> None:
     folder = with_bytes(causal("llama", vocab_size=256), tmp_path / "llama")
     with pytest.raises(UserError, match="computed by transformers: leave it out"):

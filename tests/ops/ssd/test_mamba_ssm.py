@@ -6,12 +6,13 @@ place, and in a slow test they run under Triton's interpreter.
 
 from __future__ import annotations
 
+import importlib.abc
 import json
 import os
 import subprocess
 import sys
 import tarfile
-from importlib.util import find_spec
+from importlib.util import find_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
@@ -189,14 +190,27 @@ def test_the_longest_call(rows: int, width: int, longest: int, name: str) -> Non
     assert offset <= 2**31 < offset + width
 
 
+def test_many_groups_of_small_states_shorten_the_longest_call() -> None:
+    """The kernels keep C Bᵀ of each chunk and group, 256 numbers per token and group."""
+    inputs, state = plain(9)
+    groups = [one.new_empty(2, 9, 64, 5) for one in (inputs.B, inputs.C)]
+    found = mamba_ssm.longest_call(inputs._replace(B=groups[0], C=groups[1]), state)
+    assert found == (2**31 // (2 * 64 * 256), "the products of C and B")
+
+
 @pytest.mark.usefixtures("loop")
 def test_a_call_beyond_the_longest_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message names the limit; one token less is computed."""
-    monkeypatch.setattr(mamba_ssm, "OFFSETS", 2 * 9 * 12)  # two rows, nine tokens, 4 heads × 3
-    monkeypatch.setattr(mamba_ssm, "CHUNK", 2**20)
-    mamba_ssm.ssd(*plain(9))
+    monkeypatch.setattr(mamba_ssm, "OFFSETS", 2 * 9 * 1200)  # two rows of nine tokens
+
+    def spread(time: int) -> tuple[ScanInputs, Tensor]:
+        inputs, state = plain(time)
+        x = torch.zeros(2, time, 1200)[..., :12].unflatten(-1, (4, 3))
+        return inputs._replace(x=x), state
+
+    mamba_ssm.ssd(*spread(9))
     with pytest.raises(UserError, match="a call of 10 tokens is too long.*at most 8 tokens"):
-        mamba_ssm.ssd(*plain(10))
+        mamba_ssm.ssd(*spread(10))
 
 
 def small(backend: str) -> RecurrentLM:
@@ -248,6 +262,28 @@ def test_without_the_package_the_backend_is_refused() -> None:
     with pytest.raises(UserError, match="pip install"):
         select("mamba_ssm")
     assert resolve("auto") != "mamba_ssm"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("0 active drivers ([])"), OSError("no libcuda.so")])
+def test_a_package_that_cannot_be_loaded_is_refused(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its compiled parts raise other errors than ImportError on another machine."""
+
+    class Loader(importlib.abc.Loader):
+        def exec_module(self, module: Any) -> None:
+            raise error
+
+    class Finder(importlib.abc.MetaPathFinder):
+        def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+            return spec_from_loader(name, Loader()) if name == "mamba_ssm" else None
+
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    for name in [name for name in sys.modules if name.split(".")[0] == "mamba_ssm"]:
+        monkeypatch.delitem(sys.modules, name)
+    mamba_ssm.combined.cache_clear()
+    with pytest.raises(UserError, match="cannot be imported.*pip install mamba-ssm, or use"):
+        resolve("mamba_ssm")
 
 
 # Runs mamba-ssm's own kernels on a CPU and prints the largest relative error of each result.

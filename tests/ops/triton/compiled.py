@@ -27,11 +27,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from longrnn.ops.ssd import ScanInputs
+from longrnn.ops.ssd.chunks import Chunk
+from longrnn.ops.ssd.window_step import Older, StaticWindow
 from longrnn.ops.triton import (
     limited,
     limited_gradient,
     recurrence,
     recurrence_gradient,
+    window_step,
     windowed,
 )
 
@@ -201,6 +205,29 @@ def _windowed(dtype: torch.dtype, wide: torch.dtype, *, rounded: bool = True) ->
     return lambda: launches_of(run, windowed, recurrence)
 
 
+def _window_step(dtype: torch.dtype, wide: torch.dtype) -> Case:
+    """A case: one token of a window of 8,000 tokens, in chunks of 512."""
+
+    def run() -> None:
+        h, p, n = 80, 64, 128
+
+        def empty(*shape: int, dtype: torch.dtype = wide) -> Tensor:
+            return torch.empty(2, *shape, dtype=dtype, device="meta")
+
+        def tokens(time: int) -> tuple[Tensor, ...]:
+            x, B = empty(time, h, p, dtype=dtype), empty(time, 1, n, dtype=dtype)
+            return x, empty(time, h), empty(time, h), B
+
+        token = ScanInputs(*tokens(1), C=empty(1, 1, n, dtype=dtype))
+        x, weight, _, B = tokens(831)
+        offset = torch.empty(2, dtype=torch.int64, device="meta")
+        start = empty(h, p, n)
+        static = StaticWindow(offset, Chunk(*tokens(512)), Older(x, B, weight), start)
+        window_step.step(token, static)
+
+    return lambda: launches_of(run, window_step)
+
+
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 CASES: dict[str, Case] = {
     "walk-one": _recurrence(BF16, FP32, "walk"),
@@ -219,6 +246,9 @@ CASES: dict[str, Case] = {
     "windowed-two": _windowed(BF16, FP32, rounded=False),
     "windowed-float32": _windowed(FP32, FP32),
     "windowed-float64": _windowed(FP64, FP64),
+    "window-step-two": _window_step(BF16, FP32),
+    "window-step-float32": _window_step(FP32, FP32),
+    "window-step-float64": _window_step(FP64, FP64),
     "backward-one": _recurrence(BF16, FP32, "backward"),
     "backward-float32": _recurrence(FP32, FP32, "backward"),
     "backward-float64": _recurrence(FP64, FP64, "backward"),

@@ -10,7 +10,7 @@ import sys
 import torch
 from torch import Tensor
 
-from longrnn.ops.triton import convolution, loss, norm, steps, token
+from longrnn.ops.triton import convolution, loss, norm, residual, steps, token
 from tests.ops.triton import compiled
 from tests.ops.triton.compiled import Case, launches_of
 
@@ -67,6 +67,21 @@ def _norm(dtype: torch.dtype, *, back: bool) -> Case:
     return lambda: launches_of(run, norm)
 
 
+def _residual(dtype: torch.dtype, *, back: bool) -> Case:
+    """The stream in `dtype`, and the branch and the norm in bfloat16."""
+
+    def run() -> None:
+        x, branch = (_empty(1, T, H * P // 2, dtype=one) for one in (dtype, BF16))
+        weight = _empty(H * P // 2)
+        if back:
+            scale = _empty(T, dtype=FP32)
+            residual.backward(x, weight, scale, x, branch, (dtype, BF16))
+        else:
+            residual.forward(x, branch, weight, 1e-5, BF16)
+
+    return lambda: launches_of(run, residual)
+
+
 def _steps(dtype: torch.dtype, *, back: bool) -> Case:
     def run() -> None:
         raw, bias, limit = _projected(T, dtype)[..., -H:], _empty(H, dtype=FP32), (0.0, 1.0)
@@ -105,6 +120,10 @@ CASES: dict[str, Case] = {
     "gated-norm-backward": _gated_norm(BF16, back=True),
     "norm": _norm(BF16, back=False),
     "norm-backward": _norm(BF16, back=True),
+    "residual": _residual(BF16, back=False),
+    "residual-backward": _residual(BF16, back=True),
+    "residual-float32": _residual(FP32, back=False),
+    "residual-float32-backward": _residual(FP32, back=True),
     "steps": _steps(BF16, back=False),
     "steps-backward": _steps(BF16, back=True),
     "token": _token(BF16),

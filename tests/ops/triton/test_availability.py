@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -29,3 +34,19 @@ def test_kernels_refuse_tensors_that_they_cannot_read() -> None:
     assert kernels.suits([plain, None])
     assert not kernels.suits([plain, plain.to("meta")])
     assert not torch.vmap(lambda one: one * kernels.suits([one]))(plain).any()
+
+
+@pytest.mark.slow
+def test_the_check_of_an_installation_has_the_tests_of_the_kernels() -> None:
+    """Where kernels are not interpreted, `-m cuda` selects the tests that run them on the GPU."""
+    folder = Path(__file__).parent
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "cuda", "-n", "0"]
+    done = subprocess.run(
+        [*command, str(folder)],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        cwd=folder.parents[2],
+    )
+    for name in ("recurrence", "limited", "window"):
+        assert f"test_{name}.py" in done.stdout, done.stdout[-2000:]

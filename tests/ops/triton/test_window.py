@@ -144,6 +144,32 @@ def test_gradients_are_those_of_torch(w: int, chunk: int, sizes: list[int]) -> N
         assert_near(ours, theirs, 1e-10, scale=1.0)
 
 
+@pytest.mark.usefixtures("only_kernels")
+@pytest.mark.parametrize(
+    ("w", "chunk", "time", "rows"),
+    [(11, 4, 6, 2), *(pytest.param(34, 16, 21, rows, marks=pytest.mark.slow) for rows in (1, 2))],
+)
+def test_gradients_of_the_inputs_through_the_outputs_are_computed_in_kernels(
+    w: int, chunk: int, time: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in training, where the carry is detached; one row after another where states are large."""
+    known = 2 * w + 1
+    inputs, state = draw(known + time, rows=rows)
+    before = windowed_ssd(inputs.slice(0, known), empty(inputs, state, w, chunk), w, triton.ssd)[2]
+    monkeypatch.setattr(window_triton, "BYTES_AT_ONCE", 1)
+    given = [tensor.clone().requires_grad_() for tensor in inputs.slice(known, known + time)]
+    y = windowed_ssd(ScanInputs(*given), before, w, triton.ssd)[0]
+    weights = torch.randn(y.shape, generator=generator(5), dtype=y.dtype).to(y.device)
+    found = torch.autograd.grad((y * weights).sum(), given)
+    joined = (
+        torch.cat([tensor[:, :known], leaf], dim=1)
+        for tensor, leaf in zip(inputs, given, strict=True)
+    )
+    wanted = (definition(ScanInputs(*joined), w)[0][:, known:] * weights).sum()
+    for ours, exact in zip(found, torch.autograd.grad(wanted, given), strict=True):
+        assert_near(ours, exact, 1e-10)
+
+
 def test_a_call_with_gradients_keeps_its_inputs_and_its_carry_alone() -> None:
     """The torch path keeps scores, decays and states of every chunk."""
     inputs, state = draw(64)
@@ -231,6 +257,26 @@ def test_a_decay_to_zero_removes_what_came_before() -> None:
         for ssd in (triton.ssd, chunked.ssd)
     )
     assert_all_near(found, wanted, 1e-11)
+
+
+def test_a_training_step_computes_nothing_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The carry that a model starts from needs no gradient, nor does the one that it returns."""
+    spec = {"kind": "sliding_window", "window": 5, "chunk": 4}
+    found = []
+    for backend in ("triton", "chunked"):
+        mixer = {"kind": "mamba2", "d_state": 5, "head_dim": 16, "backend": backend}
+        model = build_mitigated([spec], mixer, n_layers=1).to(DEVICE)
+        with monkeypatch.context() as patch:
+            if backend == "triton":
+                patch.setattr(window, "_run", lambda *_: pytest.fail("computed in torch"))
+            state = None
+            for tokens in random_tokens(1, 12).to(DEVICE).split(6, dim=1):
+                logits, state = model(tokens, state)
+                logits.logsumexp(-1).square().sum().backward()
+                state = model.adopt(states.detach(state))
+        found.append([one.grad for one in model.parameters()])
+    for ours, theirs in zip(*found, strict=True):
+        assert_near(ours, theirs, 1e-10)
 
 
 CHAINS: list[list[dict[str, Any]]] = [
