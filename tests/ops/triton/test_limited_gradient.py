@@ -44,7 +44,15 @@ def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rescale, "_in_torch", None)
 
 
-def draw(time: int, *, batch: int = 1, heads: int = 2, groups: int = 1) -> list[Tensor]:
+def draw(
+    time: int,
+    *,
+    batch: int = 1,
+    heads: int = 2,
+    groups: int = 1,
+    head_dim: int = 3,
+    d_state: int = 5,
+) -> list[Tensor]:
     """x, gain, log_decay, B, C and a state, in float64."""
     randomness = generator(2)
 
@@ -52,8 +60,10 @@ def draw(time: int, *, batch: int = 1, heads: int = 2, groups: int = 1) -> list[
         shape = (batch, *shape)
         return torch.randn(shape, generator=randomness, dtype=torch.float64).to(DEVICE)
 
-    fields = normal(time, heads, 3), normal(time, heads), -0.1 * normal(time, heads).square()
-    return [*fields, normal(time, groups, 5), normal(time, groups, 5), 2 * normal(heads, 3, 5)]
+    decays = -0.1 * normal(time, heads).square()
+    of_heads = normal(time, heads, head_dim), normal(time, heads), decays
+    of_groups = (normal(time, groups, d_state) for _ in range(2))
+    return [*of_heads, *of_groups, 2 * normal(heads, head_dim, d_state)]
 
 
 def limits_of(limits: Sequence[float]) -> Tensor:
@@ -113,6 +123,12 @@ def test_gradients_are_those_of_the_loop(
     tensors[1][:, 9:13, 0] = 0
     tensors[2][:, 9:13, 0] = -0.01
     assert_as_the_loop([tensor.to(dtype) for tensor in tensors], LIMITS, tolerance)
+
+
+@pytest.mark.usefixtures("kernels_alone")
+def test_a_state_of_several_tiles_has_the_gradients_of_the_loop() -> None:
+    """A program reads 32 channels at a time; the last tile is not full."""
+    assert_as_the_loop(draw(18, heads=1, head_dim=40, d_state=17), [5.0])
 
 
 @pytest.mark.usefixtures("kernels_alone")
