@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.cuda import test_contract, test_precision, test_work
+from tests.cuda import test_contract, test_fused, test_precision, test_work
 from tests.mixers import test_modes
-from tests.models import test_decoding
+from tests.models import test_decoding, test_decoding_windows
 from tests.simulated_cuda import simulated
 
 pytestmark = [
@@ -26,7 +26,7 @@ SPLIT = [21, 6, 1, 1]
 ELSEWHERE = (
     test_modes.test_both_modes_give_the_same_values_and_gradients,
     test_decoding.test_a_graph_gives_the_bits_of_calls,
-    test_decoding.test_a_graph_under_a_window_gives_what_calls_give,
+    test_decoding_windows.test_a_graph_under_a_window_gives_what_calls_give,
     test_decoding.test_a_model_on_another_gpu_than_the_current_one_generates_the_same_tokens,
 )
 # What the simulation leaves out: parts of names.
@@ -36,7 +36,7 @@ REASONS = {
     "test_batches_for_a_gpu_are_page_locked": "memory is that of the CPU",
 }
 
-for module in (test_contract, test_precision, test_work):
+for module in (test_contract, test_fused, test_precision, test_work):
     globals().update({name: one for name, one in vars(module).items() if name.startswith("test_")})
 globals().update({test.__name__: test for test in ELSEWHERE})
 
@@ -57,9 +57,10 @@ def simulated_gpu(
 ) -> Iterator[None]:
     """A simulated device, with and without Triton."""
     fused, name = request.param == "kernels", request.node.name
-    if fused and "mamba2" not in name:
+    of_kernels = hasattr(test_fused, request.node.originalname)
+    if fused and not of_kernels and "mamba2" not in name:
         pytest.skip("only Mamba-2 has kernels")
-    if not fused and "triton" in name:
+    if not fused and (of_kernels or "triton" in name):
         pytest.skip("where Triton is missing")
     for part, reason in REASONS.items():
         if part in name:

@@ -182,7 +182,7 @@ def test_shards_and_context_parallelism_together(
     train(tiny("streams", tmp_path / "one", per_device_train_batch_size=4, **how))
     how |= {"per_device_train_batch_size": rows, "context_parallel_size": 2, **changes}
     many = tiny("streams", tmp_path / "many", num_processes=processes, **how)
-    done = launch(many, tmp_path, *FSDP2, "--num_processes", str(processes))
+    done = trained(many, tmp_path, FSDP2, processes=processes)
     found, expected = metrics(tmp_path / "many"), metrics(tmp_path / "one")
     assert [row["step"] for row in found] == [1, 2, 3, 4], done.stderr
     for row, wanted in zip(found, expected, strict=True):
