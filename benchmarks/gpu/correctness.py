@@ -16,7 +16,7 @@ from longrnn.mixers import MIXERS
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.decoding import CallingDecoder, StaticDecoder, captured
 from longrnn.ops.ssd import BACKENDS, ScanInputs
-from longrnn.ops.ssd.rescale import rescaled_ssd
+from longrnn.ops.ssd.rescale import UNLIMITED, rescaled_ssd
 from longrnn.ops.ssd.window import windowed_ssd
 from longrnn.ops.ssd.window_carry import init_carry
 from longrnn.state import leaves
@@ -29,6 +29,9 @@ FLOAT32, EVALUATION, TRAINING, GRADIENTS = 1e-5, 2e-5, 8e-3, 2e-2
 MODELS = 1e-4
 # Tokens decoded by a graph and by calls.
 DECODED = 8
+# A norm that every state of the random inputs exceeds by far: one that equals its limit to rounding
+# has a gradient on either side, and float32 and float64 may choose different ones.
+EXCEEDED = 0.2
 # Chunks shorter than these tokens.
 WINDOW = "sliding_window(window=23, chunk=5)"
 MITIGATIONS = ("state_norm(threshold=1)", "sliding_window(window={window})")
@@ -43,6 +46,11 @@ def run(bench: Bench) -> None:
             bench.attempt(f"{name}, {short}", partial(_against_the_loop, bench, name, dtype))
         bench.attempt(f"{name}, repeated", partial(_repeated, bench, name))
         bench.attempt(f"{name}, mitigated", partial(_changed, bench, name))
+        # The dry run has one dtype here: Triton's interpreter is slow, and has no bfloat16.
+        for dtype in (torch.float32,) if bench.sizes.dry else (torch.float32, torch.bfloat16):
+            short = str(dtype).removeprefix("torch.")
+            what = f"{name}, {short}, state_norm"
+            bench.attempt(what, partial(_limited, bench, name, dtype, what))
     for kind in MIXERS:
         bench.attempt(f"model of {kind}", partial(_model, bench, kind))
     for text in MITIGATIONS:
@@ -75,6 +83,20 @@ def _against_the_loop(bench: Bench, name: str, dtype: torch.dtype) -> None:
     bench.check(f"{name}, {short}, gradients", max(errors[2:]), limits[1])
 
 
+def _limited(bench: Bench, name: str, dtype: torch.dtype, what: str) -> None:
+    """Values and gradients under a limit on the norm of the state, against float64 in torch."""
+    sizes, narrow = bench.sizes, dtype != torch.float32
+    limits = torch.full((sizes.heads,), EXCEEDED, dtype=torch.float64, device=bench.device)
+    limits[1::2] = UNLIMITED
+    inputs, state = scan_inputs(sizes, projected(sizes, sizes.checked_tokens, bench.device, dtype))
+    exact = _outcome("reference", _cast(inputs, torch.float64), state.double(), limits)
+    ours = _outcome(name, inputs, state, limits)
+    errors = [error(a, b) for a, b in zip(ours, exact, strict=True)]
+    bounds = (TRAINING, GRADIENTS) if narrow else (FLOAT32, FLOAT32)
+    bench.check(f"{what}, values with gradients", max(errors[:2]), bounds[0])
+    bench.check(f"{what}, gradients", max(errors[2:]), bounds[1])
+
+
 @torch.no_grad()
 def _changed(bench: Bench, name: str) -> None:
     """The limited and the windowed recurrence in bfloat16, against plain torch in float64."""
@@ -93,10 +115,23 @@ def _changed(bench: Bench, name: str) -> None:
         bench.check(f"{name}, bfloat16, {what}", found, EVALUATION)
 
 
-def _outcome(name: str, inputs: ScanInputs, state: Tensor) -> list[Tensor]:
-    """Outputs, final state, and the gradients of a fixed functional of both."""
+def _outcome(
+    name: str, inputs: ScanInputs, state: Tensor, limits: Tensor | None = None
+) -> list[Tensor]:
+    """Outputs, final state, and the gradients of a fixed functional of both.
+
+    Args:
+        name: of the backend.
+        inputs: see `ScanInputs`.
+        state: `(b, h, p, n)`.
+        limits: the largest norm of each head's state, `(h,)`; None without state_norm.
+    """
     tensors = [tensor.detach().requires_grad_() for tensor in (*inputs, state)]
-    y, final = BACKENDS[name](ScanInputs(*tensors[:-1]), tensors[-1])
+    again, ssd = ScanInputs(*tensors[:-1]), BACKENDS[name]
+    if limits is None:
+        y, final = ssd(again, tensors[-1])
+    else:
+        y, final = rescaled_ssd(again, tensors[-1], limits, ssd)
     # The same weights whatever the dtype.
     draw = randomness(y.device, 3)
     weights = [

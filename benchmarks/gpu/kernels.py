@@ -70,6 +70,8 @@ def _recurrence(bench: Bench, name: str) -> None:
     cost = recurrence_cost(inputs, state, back=True)
     backward = backward_ms(bench, call, tensors)
     bench.figure(f"{name}, recurrence, backward", backward, "ms", cost=cost)
+    if name == FAST:  # in torch operators this takes seconds
+        _limited_backward(bench, name, inputs, state, backward)
 
 
 def _mitigated(
@@ -94,6 +96,19 @@ def _mitigated(
     limit = WINDOW if name == FAST else None
     what = f"{name}, window of {sizes.window:,}, {part.x.shape[1]:,} tokens"
     bench.compare(what, ms, shorter, against, limit=limit)
+
+
+def _limited_backward(
+    bench: Bench, name: str, inputs: ScanInputs, state: Tensor, plain: float | None
+) -> None:
+    """The backward pass of the limited recurrence, relative to the plain one."""
+    limits = torch.full((bench.sizes.heads,), LIMIT, dtype=torch.float64, device=bench.device)
+
+    def call(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return rescaled_ssd(ScanInputs(*tensors[:-1]), tensors[-1], limits, BACKENDS[name])
+
+    ms = backward_ms(bench, call, [*inputs, state])
+    bench.compare(f"{name}, state_norm, backward", ms, plain, f"{name}, plain")
 
 
 def _time_operation(

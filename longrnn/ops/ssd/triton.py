@@ -50,27 +50,6 @@ def ssd(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     return recurrence.forward(given, how, sequential=sequential)[:2]
 
 
-def limited_ssd(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
-    """The recurrence with a limit on the norm of the state, where `runs_kernels` holds.
-
-    Args:
-        inputs: see `ScanInputs`.
-        state: `(b, h, p, n)`.
-        limit: `(h,)` float64, infinity for none.
-    """
-    from longrnn.ops.triton import limited, recurrence
-
-    given = recurrence.operands(*inputs, state)
-    how = recurrence.plan(given, CHUNK, SEGMENT, rounded=False)
-    return limited.forward(given, how, limit.contiguous())
-
-
-def runs_kernels(inputs: ScanInputs, state: Tensor) -> bool:
-    """Whether `ssd` computes these tensors in kernels and no gradient is needed."""
-    tensors = (*inputs, state)
-    return kernels.suits(tensors) and not tracked(tensors)
-
-
 def end_state(inputs: ScanInputs, state: Tensor) -> Tensor | None:
     """The final state of `ssd` without y, from a fourth of the products.
 
@@ -134,7 +113,7 @@ class _Recurrence(torch.autograd.Function):
         _, _, before, trouble = output
         ctx.mark_non_differentiable(*(one for one in (before, trouble) if one is not None))
         ctx.save_for_backward(*inputs[2:], before)
-        ctx.finite = _FiniteRows(trouble, rows=len(x))
+        ctx.finite = FiniteRows(trouble, rows=len(x))
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -197,7 +176,7 @@ def _sequential_gradients(tensors: Sequence[Tensor], grads: Any) -> list[Tensor]
     return list(torch.autograd.grad(outputs, leaves, grads, materialize_grads=True))
 
 
-class _FiniteRows:
+class FiniteRows:
     """Which rows of a batch are finite, read from the GPU without waiting in the forward pass.
 
     Args:

@@ -82,7 +82,7 @@ def operands(
     return Operands(
         x,
         gain.to(state.dtype).contiguous(),
-        log_decay.contiguous(),
+        log_decay.to(torch.promote_types(log_decay.dtype, state.dtype)).contiguous(),
         B,
         C,
         state.contiguous(),

@@ -43,6 +43,26 @@ class Gradients(NamedTuple):
     state: Tensor
 
 
+class OfLimit(NamedTuple):
+    """What `grad_x` reads under a limit on the norm of the state.
+
+    See `longrnn.ops.triton.limit_gradient`.
+
+    Attributes:
+        scales: s_t, `(b, t, h)`.
+        tau: τ_t, `(b, t, h)`.
+        with_start: ⟨h_t, S⟩, `(b, t, h)`.
+        contributions: E of every chunk, `(chunks, b h, L, L)`.
+        taken: the terms of τ in G_t B_t, `(chunks, b h, L, p)`.
+    """
+
+    scales: Tensor
+    tau: Tensor
+    with_start: Tensor
+    contributions: Tensor
+    taken: Tensor
+
+
 def backward(
     given: Operands,
     how: Plan,
@@ -99,7 +119,7 @@ def _in_groups(
     at_once = min(how.segments, at_once)
     shape = (at_once * chunks, *state.shape)
     at_starts, at_ends = (state.new_empty(shape, dtype=narrow) for _ in range(2))
-    found = _empty_gradients(given, grad_state)
+    found = empty_gradients(given, grad_state)
     ahead = (given.x, given.gain, given.log_decay, given.B)
     back = (grad_y, given.gain, given.log_decay, given.C)
     total = state.new_empty(state.shape[:2], dtype=torch.float64)
@@ -111,16 +131,11 @@ def _in_groups(
             ahead, before[start:stop], at_starts, None, None, given, part, reverse=False, skip=skip
         )
         start_walk(back, after[start:stop], at_ends, *ends, given, part, reverse=True, skip=skip)
-        _chunk_gradients(given, part, skip, grad_y, at_starts, at_ends, found)
-    g = given.B.shape[2]
-    if found.B.shape[2] == g:
-        return found
-    return found._replace(
-        B=found.B.unflatten(2, (g, -1)).sum(3), C=found.C.unflatten(2, (g, -1)).sum(3)
-    )
+        chunk_gradients(given, part, skip, grad_y, at_starts, at_ends, found)
+    return summed(found, given.B.shape[2])
 
 
-def _empty_gradients(given: Operands, grad_state: Tensor) -> Gradients:
+def empty_gradients(given: Operands, grad_state: Tensor) -> Gradients:
     """Tensors for the gradients; those of B and C for some heads of a group each."""
     state = given.state
     b, time, h, _ = given.x.shape
@@ -131,7 +146,16 @@ def _empty_gradients(given: Operands, grad_state: Tensor) -> Gradients:
     return Gradients(given.x.new_empty(given.x.shape), dgain, dlog_decay, dB, dC, grad_state)
 
 
-def _chunk_gradients(
+def summed(found: Gradients, groups: int) -> Gradients:
+    """Adds up the parts of a group in the gradients of B and C."""
+    if found.B.shape[2] == groups:
+        return found
+    return found._replace(
+        B=found.B.unflatten(2, (groups, -1)).sum(3), C=found.C.unflatten(2, (groups, -1)).sum(3)
+    )
+
+
+def chunk_gradients(
     given: Operands,
     part: Plan,
     skip: int,
@@ -139,6 +163,7 @@ def _chunk_gradients(
     at_starts: Tensor,
     at_ends: Tensor,
     found: Gradients,
+    of_limit: OfLimit | None = None,
 ) -> None:
     """Writes the gradients of some segments.
 
@@ -150,6 +175,7 @@ def _chunk_gradients(
         at_starts: the state before each of their chunks.
         at_ends: the gradient of the state after each of them.
         found: of the whole call.
+        of_limit: of a limit on the norm of the state.
     """
     b, time, h, _ = given.x.shape
     chunks = triton.cdiv(min(part.segments * part.segment, time - skip), part.chunk)
@@ -159,5 +185,9 @@ def _chunk_gradients(
     sizes: dict[str, Any] = sizes_of(given) | {"L": part.chunk, "MODE": part.mode, "num_warps": 8}
     # Tiles of float64 that are loaded ahead of time would fill the shared memory of an A100.
     sizes["num_stages"] = 2 if given.state.dtype == torch.float64 else 3
-    grad_x[(chunks * given.heads,)](*args, found.x, found.gain, found.log_decay, *numbers, **sizes)
+    any_state = given.state
+    grad_x[(chunks * given.heads,)](
+        *args, found.x, found.gain, found.log_decay, *(of_limit or (any_state,) * 5),
+        *numbers, **sizes, LIMITED=of_limit is not None,
+    )  # fmt: skip
     grad_bc[(chunks * b * parts,)](*args, found.B, found.C, *numbers, **sizes, AT_ONCE=h // parts)

@@ -1,4 +1,5 @@
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false
 """Kernels of the gradient of the recurrence, one chunk per program.
 
 With W_ij = (C_i · B_j) exp(Σ log_decay over (j, i]) inside a chunk, S the state before it, D the
@@ -33,12 +34,47 @@ from longrnn.ops.triton.device import product
 from longrnn.ops.triton.scan import VARYING
 
 
+@triton.jit
+def _crossing(terms, from_start, to_end):
+    """The terms whose decay contains that of token t, `(t,)` float64.
+
+    Args:
+        terms: from token j to i > j, `(i, j)`; 0 elsewhere.
+        from_start: from the start of the chunk to a token, `(i,)`.
+        to_end: from a token to the end of the chunk, `(j,)`.
+    """
+    # j < t ≤ i: those that end at t or later, less those that begin there.
+    crossing = from_start.to(tl.float64) + tl.sum(terms, 1) - tl.sum(terms, 0)
+    ending = to_end.to(tl.float64)
+    return tl.cumsum(crossing, 0, reverse=True) + (tl.cumsum(ending, 0) - ending)
+
+
+@triton.jit
+def _less_tau(terms, from_start, taus, with_start, table, j):
+    """`terms` and `from_start` of `_crossing`, less those of τ.
+
+    Args:
+        terms: without those of τ.
+        from_start: likewise, without the decay.
+        taus: `(j,)`.
+        with_start: pointers to ⟨h_t, S⟩ of each token.
+        table: pointer to E of the chunk.
+        j: numbers of the tokens.
+    """
+    L: tl.constexpr = j.shape[0]
+    from_start -= taus * tl.load(with_start, mask=taus != 0.0, other=0.0)
+    earlier = (taus != 0.0)[:, None] & (j[:, None] > j[None, :])
+    entries = tl.load(table + (j[:, None] * L + j[None, :]), mask=earlier, other=0.0)
+    return terms - taus[:, None] * entries, from_start
+
+
 @triton.jit(do_not_specialize=VARYING)
 def grad_x(
     x, gain, log_decay, B, C, grad_y, before, after, dx, dgain, dlog_decay,
+    scales, tau, with_start, contributions, taken,
     time, heads, skip, x_row, x_token, B_row, B_token, C_row, C_token, y_row, y_token,
     H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
-    BP: tl.constexpr, BN: tl.constexpr, L: tl.constexpr, MODE: tl.constexpr,
+    BP: tl.constexpr, BN: tl.constexpr, L: tl.constexpr, MODE: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
     """The gradients of x, gain and log_decay in one chunk of one head.
 
@@ -48,6 +84,12 @@ def grad_x(
         dx: `(b, t, h, p)`, contiguous.
         dgain: `(b, t, h)`.
         dlog_decay: `(b, t, h)`.
+        scales: LIMITED: see `longrnn.ops.triton.limit_gradient`, as the next four; dgain is then
+            that of the gain without its scale.
+        tau: see above.
+        with_start: see above.
+        contributions: see above.
+        taken: see above.
         skip: tokens before the first of these chunks.
     """
     ACC: tl.constexpr = dgain.dtype.element_ty
@@ -63,6 +105,9 @@ def grad_x(
     Bs = load_tile(B, b, start, h // R * N, B_row, B_token, j, n, left, N)
     Cs = load_tile(C, b, start, h // R * N, C_row, C_token, j, n, left, N)
     weights = product(Cs, tl.trans(Bs), ACC, Bs.dtype, MODE) * decay_between(high, low, j)
+    if LIMITED:
+        taus = tl.load(tau + row + j * H, mask=j < left, other=0.0)
+        written = tl.where(tl.sum((taus != 0.0).to(tl.int32), 0) > 0, left, 0)
 
     # Sums over the channels: dy_i · x_j, and what the gradients of the decays and gains need.
     alike = tl.zeros((L, L), ACC)
@@ -82,17 +127,21 @@ def grad_x(
         du = product(Bs, D, ACC, Bs.dtype, MODE) * decay_to_end(high, low, total, ACC)[:, None]
         to_end += tl.sum(du * xs.to(ACC), 1)
         du += product(tl.trans(weights), dys, ACC, Bs.dtype, MODE)
+        if LIMITED:
+            at = taken + program * (L * P) + (j[:, None] * P + p[None, :])
+            known = (j < written)[:, None] & (p < P)[None, :]
+            du -= tl.load(at, mask=known, other=0.0)
         inner += tl.sum(du * xs.to(ACC), 1)
         at = dx + row * P + (j[:, None] * (H * P) + p[None, :])
         inside = (j < left)[:, None] & (p < P)[None, :]
         tl.store(at, (du * gains[:, None]).to(dx.dtype.element_ty), mask=inside)
-    tl.store(dgain + row + j * H, inner, mask=j < left)
-
     terms = tl.where(j[:, None] > j[None, :], alike * weights * gains[None, :], 0.0)
-    # Terms with j < t ≤ i: those that end at t or later, less those that begin there.
-    crossing = (from_start * tl.exp(high)).to(tl.float64) + tl.sum(terms, 1) - tl.sum(terms, 0)
-    ending = (to_end * gains).to(tl.float64)
-    found = tl.cumsum(crossing, 0, reverse=True) + (tl.cumsum(ending, 0) - ending)
+    if LIMITED:
+        inner *= tl.load(scales + row + j * H, mask=j < left, other=0.0)
+        table = contributions + program * (L * L)
+        terms, from_start = _less_tau(terms, from_start, taus, with_start + row + j * H, table, j)
+    tl.store(dgain + row + j * H, inner, mask=j < left)
+    found = _crossing(terms, from_start * tl.exp(high), to_end * gains)
     found += tl.exp(total) * through
     tl.store(dlog_decay + row + j * H, found.to(dlog_decay.dtype.element_ty), mask=j < left)
 

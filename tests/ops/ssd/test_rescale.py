@@ -13,6 +13,7 @@ from longrnn.ops.ssd import ScanInputs, chunked
 from longrnn.ops.ssd.rescale import rescaled_ssd
 from longrnn.state import leaves, tree_map
 from tests.contracts.builders import assert_near, build_model, generator, random_state
+from tests.contracts.limits import limited_loop
 
 SIZES = [1e-30, 1e-19, 1e-10, 1.0, 1e10, 1e18, 1e19, 1e25, 1e37]
 LIMITS = torch.tensor([0.5, 2.0, 1e-3, 30.0], dtype=torch.float64)
@@ -32,23 +33,8 @@ def draw(dtype: torch.dtype) -> tuple[ScanInputs, Tensor]:
     return inputs, normal(4, 3, 5).to(dtype)
 
 
-def loop(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
-    """h_t = ĥ_t · min(1, p / ‖ĥ_t‖), ĥ_t the state of the plain recurrence, in float64."""
-    x, gain, log_decay, B, C = (tensor.double() for tensor in inputs)
-    x = x * gain[..., None]
-    B, C = (tensor.repeat_interleave(2, dim=2) for tensor in (B, C))
-    h, y = state.double(), []
-    for t in range(x.shape[1]):
-        h = log_decay[:, t].exp()[..., None, None] * h + x[:, t, ..., None] * B[:, t, :, None]
-        norm = h.square().sum((2, 3), keepdim=True).sqrt()
-        p = limit[:, None, None]
-        h = torch.where(norm > p, h * (p / norm), h)
-        y.append(torch.einsum("bhpn,bhn->bhp", h, C[:, t]))
-    return torch.stack(y, 1), h
-
-
 def assert_as_the_loop(inputs: ScanInputs, state: Tensor, limit: Tensor, sizes: list[int]) -> None:
-    expected = loop(inputs, state, limit)
+    expected = limited_loop(inputs, state, limit)
     outputs = []
     for piece in zip(*(tensor.split(sizes, dim=1) for tensor in inputs), strict=True):
         y, state = rescaled_ssd(ScanInputs(*piece), state, limit, chunked.ssd)
@@ -100,22 +86,6 @@ def test_a_large_state_gets_the_norm_of_its_limit(size: float) -> None:
     _, after = rescaled_ssd(inputs, size * state, LIMITS, chunked.ssd)
     norms = after.double().flatten(2).norm(dim=-1)
     torch.testing.assert_close(norms, LIMITS.expand(2, -1), rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("size", [1.0, 1e13, 1e19])
-def test_gradients(size: float) -> None:
-    """Both ways of computing, against autograd of the loop, in every input."""
-    inputs, state = draw(torch.float64)
-    inputs = inputs._replace(x=size * inputs.x)
-    tensors = [tensor.requires_grad_() for tensor in (*inputs, state)]
-    outcomes = []
-    for run in (loop, lambda i, s, p: rescaled_ssd(i, s, p, chunked.ssd)):
-        y, final = run(ScanInputs(*tensors[:5]), tensors[5], LIMITS)
-        weights = torch.randn(y.shape, generator=generator(4), dtype=torch.float64)
-        outcomes.append(torch.autograd.grad((y * weights).sum() + final.sum(), tensors))
-    for name, theirs, ours in zip((*ScanInputs._fields, "state"), *outcomes, strict=True):
-        # A state at its limit keeps its norm, so that terms of size 1 cancel in that of the gain.
-        assert_near(ours, theirs, 1e-9, name, scale=1.0 if name == "gain" else 1e-12)
 
 
 @pytest.mark.parametrize("size", SIZES)

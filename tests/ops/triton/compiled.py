@@ -30,7 +30,14 @@ from triton.runtime.jit import JITFunction
 from longrnn.ops.ssd import ScanInputs
 from longrnn.ops.ssd.chunks import Chunk
 from longrnn.ops.ssd.window_step import Older, StaticWindow
-from longrnn.ops.triton import limited, recurrence, recurrence_gradient, window_step, windowed
+from longrnn.ops.triton import (
+    limited,
+    limited_gradient,
+    recurrence,
+    recurrence_gradient,
+    window_step,
+    windowed,
+)
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {
@@ -143,8 +150,8 @@ def _recurrence(dtype: torch.dtype, wide: torch.dtype, part: str, *, rounded: bo
     Args:
         dtype: of x, B and C.
         wide: of the state.
-        part: `forward`, `backward`, `limited` for a limit on the norm of the state, or `walk` for
-            the states between segments alone.
+        part: `forward`, `backward`, `limited` and `limited-backward` for a limit on the norm of the
+            state, or `walk` for the states between segments alone.
         rounded: see `longrnn.ops.triton.recurrence.plan`.
     """
 
@@ -158,17 +165,21 @@ def _recurrence(dtype: torch.dtype, wide: torch.dtype, part: str, *, rounded: bo
             x.unflatten(2, (h, p)), gain, gain, B[:, :, None], C[:, :, None], state
         )
         how = recurrence.plan(given, 64, 2048, rounded=rounded)
+        y = torch.empty(1, time, h, p, dtype=wide, device="meta")
         if part == "walk":
             recurrence.segment_states(given, how, state)
         elif part == "limited":
-            limited.forward(given, how, torch.empty(h, dtype=torch.float64, device="meta"))
+            limits = torch.empty(h, dtype=torch.float64, device="meta")
+            limited.forward(given, how, limits)
+        elif part == "limited-backward":
+            before = torch.empty(how.segments, *state.shape, dtype=wide, device="meta")
+            limited_gradient.backward(given, how, gain, before, y, state)
         elif part == "backward":
-            y = torch.empty(1, time, h, p, dtype=wide, device="meta")
             recurrence_gradient.backward(given, how, None, y, state)
         else:
             recurrence.forward(given, how)
 
-    return lambda: launches_of(run, limited, recurrence, recurrence_gradient)
+    return lambda: launches_of(run, limited, limited_gradient, recurrence, recurrence_gradient)
 
 
 def _windowed(dtype: torch.dtype, wide: torch.dtype, *, rounded: bool = True) -> Case:
@@ -227,6 +238,10 @@ CASES: dict[str, Case] = {
     "limited-two": _recurrence(BF16, FP32, "limited", rounded=False),
     "limited-float32": _recurrence(FP32, FP32, "limited"),
     "limited-float64": _recurrence(FP64, FP64, "limited"),
+    "limited-one": _recurrence(BF16, FP32, "limited"),
+    "limited-backward-one": _recurrence(BF16, FP32, "limited-backward"),
+    "limited-backward-float32": _recurrence(FP32, FP32, "limited-backward"),
+    "limited-backward-float64": _recurrence(FP64, FP64, "limited-backward"),
     "windowed-one": _windowed(BF16, FP32),
     "windowed-two": _windowed(BF16, FP32, rounded=False),
     "windowed-float32": _windowed(FP32, FP32),

@@ -36,7 +36,8 @@ def results(architecture: int, cases: Sequence[str]) -> list[dict[str, Any]]:
 
 
 FORWARD = ("forward-one", "forward-two", "forward-float32", "forward-float64")
-LIMITED = ("limited-two", "limited-float32", "limited-float64")
+LIMITED = ("limited-one", "limited-two", "limited-float32", "limited-float64")
+LIMITED_BACKWARD = ("limited-backward-one", "limited-backward-float32", "limited-backward-float64")
 WINDOWED = ("windowed-one", "windowed-two", "windowed-float32", "windowed-float64")
 WINDOW_STEP = ("window-step-two", "window-step-float32", "window-step-float64")
 BACKWARD = ("backward-one", "backward-float32", "backward-float64")
@@ -49,7 +50,14 @@ BACKWARD = ("backward-one", "backward-float32", "backward-float64")
         ("walk-one",),
         *(
             pytest.param(cases, marks=pytest.mark.slow)
-            for cases in (FORWARD, LIMITED, WINDOWED, WINDOW_STEP, BACKWARD)
+            for cases in (
+                FORWARD,
+                LIMITED,
+                LIMITED_BACKWARD,
+                WINDOWED,
+                WINDOW_STEP,
+                BACKWARD,
+            )
         ),
     ],
     ids=lambda cases: cases[0],
@@ -65,7 +73,7 @@ def test_kernels_fit(architecture: int, cases: Sequence[str]) -> None:
 
 
 def test_every_case_is_compiled() -> None:
-    listed = {"walk-one", *FORWARD, *LIMITED, *WINDOWED, *WINDOW_STEP, *BACKWARD}
+    listed = {"walk-one", *FORWARD, *LIMITED, *LIMITED_BACKWARD, *WINDOWED, *WINDOW_STEP, *BACKWARD}
     from tests.ops.triton.compiled import CASES
 
     assert listed == set(CASES)

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from longrnn.ops import triton as kernels
-from longrnn.ops.ssd import ScanInputs, on_device, select, triton
+from longrnn.ops.ssd import ScanInputs, on_device, rescale, select, triton
 from longrnn.ops.ssd.rescale import UNLIMITED, rescaled_ssd
 from tests.contracts.builders import assert_near, generator
+from tests.contracts.limits import limited_loop
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=str(kernels.missing()))
 DEVICE = "cpu" if kernels.interpreting() else "cuda"
@@ -38,29 +39,20 @@ def draw(dtype: torch.dtype) -> tuple[ScanInputs, Tensor]:
 
 
 def loop(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """h_t = ĥ_t · min(1, p / ‖ĥ_t‖), ĥ_t the state of the plain recurrence, in float64."""
-    x, gain, log_decay, B, C = (tensor.double() for tensor in inputs)
-    h, p, y = state.double(), LIMITS.to(DEVICE)[:, None, None], []
-    for t in range(TIME):
-        added = (gain[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None]
-        h = log_decay[:, t].exp()[..., None, None] * h + added
-        scale = (p / h.flatten(2).norm(dim=-1)[..., None, None]).clamp(max=1)
-        h = torch.where(p < UNLIMITED, h * scale, h)
-        y.append((h @ C[:, t, :, :, None])[..., 0])
-    return torch.stack(y, 1), h
+    return limited_loop(inputs, state, LIMITS.to(DEVICE))
 
 
 # The size of x at one token: as the others, beyond what squares of float32 hold, not finite.
 @pytest.mark.parametrize(
     ("dtype", "size"), [(torch.float64, 1.0), (torch.float32, 1e25), (torch.float64, torch.nan)]
 )
-def test_equals_the_loop(dtype: torch.dtype, size: float) -> None:
+def test_equals_the_loop(dtype: torch.dtype, size: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every head keeps its limit, whichever kernel computes it."""
     inputs, state = draw(dtype)
     x = inputs.x.clone()
     x[:, EVENT, 1] *= size
     inputs = inputs._replace(x=x)
-    assert triton.runs_kernels(inputs, state)
+    monkeypatch.setattr(rescale, "_in_torch", None)
     found = rescaled_ssd(inputs, state, LIMITS.to(DEVICE), triton.ssd)
     tolerance = 1e-10 if dtype == torch.float64 else 2e-6
     for axis, ours, theirs in zip((2, 1), found, loop(inputs, state), strict=True):
@@ -71,12 +63,7 @@ def test_equals_the_loop(dtype: torch.dtype, size: float) -> None:
             assert_near(one[finite], other[finite], tolerance, f"head {head}")
 
 
-def test_calls_that_need_gradients_use_torch() -> None:
-    """The kernels of the limit have no backward pass; the plain recurrence in them has one."""
-    inputs, state = draw(torch.float64)
-    state.requires_grad_()
-    assert not triton.runs_kernels(inputs, state)
-    with torch.no_grad():
-        assert triton.runs_kernels(inputs, state)
+def test_tensors_of_a_gpu_run_these_kernels() -> None:
+    state = draw(torch.float64)[1]
     automatic = on_device(select("auto"), state.device)
     assert (automatic is triton.ssd) == (DEVICE == "cuda")
