@@ -68,8 +68,13 @@ class CallingDecoder:
 
     def __init__(self, model: LanguageModel, state: LMState) -> None:
         self._model, self._state = model, state
-        # How many tokens need no comparison of their positions with the end of a table.
-        self._checked = _Left(model.static_tokens(state)) if _is_capturable(model) else None
+        self._capturable = model if _is_capturable(model) else None
+        self._count()
+
+    def _count(self) -> None:
+        """Counts the tokens that need no comparison of their positions with the end of a table."""
+        model = self._capturable
+        self._checked = None if model is None else _Left(model.static_tokens(self._state))
 
     @property
     def state(self) -> LMState:
@@ -80,8 +85,8 @@ class CallingDecoder:
         options = {"checked": True} if checked else {}
         logits, after = self._model(tokens[:, None], self._state, keep=1, **options)
         self._state = after if done is None else reset(after, self._state, done)
-        if _is_capturable(self._model) and not checked:
-            self._checked = _Left(self._model.static_tokens(self._state))
+        if not checked:
+            self._count()
         return logits[:, -1]
 
 

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a re
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 12
 NORM = "passkey-tiny-short+state_norm(threshold=2)"
 WINDOW = "passkey-tiny-short+sliding_window(window=100)"
-PASSKEY = ["--lengths", "192", "--n", "1", "--depths", "2", "--quiet"]
-LENGTH = ["--text", "a.txt", "--length", "256", "--quiet"]
+PASSKEY = ["--lengths", "160", "--n", "1", "--depths", "2", "--quiet"]
+LENGTH = ["--text", "a.txt", "--length", "192", "--quiet"]
 COMMANDS = {
     "passkey": ["eval", "passkey", "passkey-tiny", NORM, WINDOW, *PASSKEY],
     "one prompt at a time": ["eval", "passkey", "passkey-tiny", *PASSKEY, "--naive"],
@@ -109,7 +109,9 @@ def test_generation(options: list[str], cli: CLI) -> None:
     assert found.out == wanted.out
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "precision", ["bf16", *(pytest.param(one, marks=pytest.mark.slow) for one in ("no", "fp16"))]
+)
 def test_training(precision: str, cli: CLI, fresh_accelerate: None, tmp_path: Path) -> None:
     """A run, another that resumes it, and a look at its gradients."""
     content = {
