@@ -25,12 +25,12 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
 from longrnn.ops import triton as kernels
 from longrnn.ops.ssd import BACKENDS
 from tests.simulated_cuda.device import CPU, CUDA, DEVICE, FUNCTIONS
 from tests.simulated_cuda.tensors import Functions, Operations, inner, is_on_gpu
+from tests.simulated_cuda.trees import leaves_of, mapped
 
 __all__ = ["simulated", "waits"]
 
@@ -70,10 +70,10 @@ def _launcher(call: Any) -> Any:
     """`GridExecutor.__call__` with the checks of a GPU."""
 
     def launch(self: Any, *args: Any, **named: Any) -> None:
-        tensors = [one for one in tree_leaves((args, named)) if isinstance(one, Tensor)]
+        tensors = [one for one in leaves_of((args, named)) if isinstance(one, Tensor)]
         if not all(map(is_on_gpu, tensors)):
             raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
-        plain_args, plain_named = tree_map(inner, (args, named))
+        plain_args, plain_named = mapped(inner, (args, named))
         run = partial(call, self, *plain_args, **plain_named)
         # Inside a kernel, the interpreter's own tensors are on no device.
         with _disable_current_modes():

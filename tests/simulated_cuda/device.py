@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from tests.simulated_cuda.trees import leaves_of
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -21,10 +22,10 @@ class Graph:
         self._calls: list[Callable[[], None]] = []
 
     def record(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
-        results = [one for one in tree_leaves(found) if isinstance(one, Tensor)]
+        results = [one for one in leaves_of(found) if isinstance(one, Tensor)]
 
         def again() -> None:
-            new = [one for one in tree_leaves(func(*args, **kwargs)) if isinstance(one, Tensor)]
+            new = [one for one in leaves_of(func(*args, **kwargs)) if isinstance(one, Tensor)]
             for old, one in zip(results, new, strict=True):
                 if old.data_ptr() != one.data_ptr():
                     old.copy_(one)

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.simulated_cuda.device import CPU, CUDA, DEVICE
+from tests.simulated_cuda.trees import leaves_of, mapped
 
 aten = torch.ops.aten
 # Operations that read both devices: copies, and indices on the CPU.
@@ -116,7 +116,7 @@ def inner(value: Any) -> Any:
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     """One operation, on the device of its tensors."""
-    tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+    tensors = [one for one in leaves_of((args, kwargs)) if isinstance(one, Tensor)]
     ours = [one for one in tensors if is_on_gpu(one)]
     name = func.overloadpacket.__name__
     target = kwargs.get("device")
@@ -138,12 +138,12 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if name == "_to_copy" and on_gpu and not ours and DEVICE.graph is not None:
         raise RuntimeError("a graph captures no copy from pageable memory")
     changes_shape = torch.Tag.inplace_view in func.tags
-    plain_args, plain_kwargs = tree_map(inner, (args, kwargs))
+    plain_args, plain_kwargs = mapped(inner, (args, kwargs))
     run: Any = ONLY_ON_GPUS.get(func, func)
     found = run(*plain_args, **plain_kwargs)
     if on_gpu and DEVICE.graph is not None and not changes_shape:
-        known_args, known_kwargs = tree_map(_frozen, (args, kwargs))
-        DEVICE.graph.record(run, known_args, known_kwargs, tree_map(_alias, found))
+        known_args, known_kwargs = mapped(_frozen, (args, kwargs))
+        DEVICE.graph.record(run, known_args, known_kwargs, mapped(_alias, found))
     if changes_shape and ours:
         with no_dispatch():  # the same change of the shape
             func(*args, **kwargs)
@@ -156,7 +156,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
             return known[id(value)]
         return SimulatedTensor(value) if on_gpu else value
 
-    return tree_map(outer, found)
+    return mapped(outer, found)
 
 
 def _indices(args: Any) -> list[Tensor | None]:
@@ -187,19 +187,19 @@ class Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is not torch.device:
-            args, kwargs = tree_map(_numbered, (args, kwargs))
+            args, kwargs = mapped(_numbered, (args, kwargs))
         if func in _MOVES:
             device, dtype, copy = _MOVES[func](*args[1:], **kwargs)
             if device in (None, CPU, CUDA):
                 return _moved(args[0], device, dtype, copy)
-        if str(kwargs.get("device")) == "cpu" and any(map(is_on_gpu, tree_leaves((args, kwargs)))):
+        if str(kwargs.get("device")) == "cpu" and any(map(is_on_gpu, leaves_of((args, kwargs)))):
             kwargs = {name: value for name, value in kwargs.items() if name != "device"}
             return _ToCPU.apply(func(*args, **kwargs))
         if func is Tensor.new_tensor and is_on_gpu(args[0]):
             return func(*args, **{"device": CUDA, **kwargs})
         _check_generator(args, kwargs)
         outside = DEVICE.inside_ours
-        DEVICE.inside_ours = any(map(is_on_gpu, tree_leaves((args, kwargs))))
+        DEVICE.inside_ours = any(map(is_on_gpu, leaves_of((args, kwargs))))
         try:
             return func(*args, **kwargs)
         finally:
@@ -211,7 +211,7 @@ def _check_generator(args: Any, kwargs: Any) -> None:
     drawn = kwargs.get("generator")
     if drawn is None:
         return
-    ours = str(kwargs.get("device")).startswith("cuda") or any(map(is_on_gpu, tree_leaves(args)))
+    ours = str(kwargs.get("device")).startswith("cuda") or any(map(is_on_gpu, leaves_of(args)))
     if (drawn.device.type == "cuda") != ours:
         raise RuntimeError(f"Expected a generator of the other device, found {drawn.device}")
 
