@@ -21,6 +21,26 @@ SLOW = tl.constexpr(-0.69)
 
 
 @triton.jit
+def chunk_of_program(time, heads, skip, H: tl.constexpr, L: tl.constexpr):
+    """What a program of a grid of chunks · heads computes.
+
+    Args:
+        time: how many tokens a row has.
+        heads: of all rows.
+        skip: tokens before the first chunk.
+        H: heads of a row.
+        L: tokens of a chunk.
+
+    Returns:
+        The number of the program, int64; the row of the batch and the head in it; the first token
+        of the chunk, int64, and how many of its tokens exist.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    head, start = program % heads, skip + program // heads * L
+    return program, head // H, head % H, start, tl.minimum(time - start, L).to(tl.int32)
+
+
+@triton.jit
 def load_tile(base, row, token, offset, row_stride, token_stride, j, column, left, WIDTH):
     """Entries `[token + j, offset + column]` of a row of a `(b, t, …)` tensor, `(j, column)`.
 

@@ -42,6 +42,7 @@ import triton
 import triton.language as tl
 
 from longrnn.ops.triton.chunk import (
+    chunk_of_program,
     decay_between,
     decay_to_end,
     decayed,
@@ -196,11 +197,8 @@ def limit_inputs(
         skip: tokens before the first of these chunks.
     """
     ACC: tl.constexpr = taken.dtype.element_ty
-    program = tl.program_id(0).to(tl.int64)
-    head, start = program % heads, skip + program // heads * L
-    b, h = head // H, head % H
+    program, b, h, start, left = chunk_of_program(time, heads, skip, H, L)
     j, n = tl.arange(0, L), tl.arange(0, BN)
-    left = tl.minimum(time - start, L).to(tl.int32)
     row = (b * time + start) * H + h
     taus = tl.load(tau + row + j * H, mask=j < left, other=0.0)
     if tl.sum((taus != 0.0).to(tl.int32), 0) > 0:

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from longrnn.ops.triton.chunk import (
+    chunk_of_program,
     decay_between,
     decay_to_end,
     load_tile,
@@ -93,11 +94,8 @@ def grad_x(
         skip: tokens before the first of these chunks.
     """
     ACC: tl.constexpr = dgain.dtype.element_ty
-    program = tl.program_id(0).to(tl.int64)
-    head, start = program % heads, skip + program // heads * L
-    b, h = head // H, head % H
+    program, b, h, start, left = chunk_of_program(time, heads, skip, H, L)
     j, n = tl.arange(0, L), tl.arange(0, BN)
-    left = tl.minimum(time - start, L).to(tl.int32)
     row = (b * time + start) * H + h
     log_decays = tl.load(log_decay + row + j * H, mask=j < left, other=0.0)
     gains = tl.load(gain + row + j * H, mask=j < left, other=0.0).to(ACC)
