@@ -27,6 +27,7 @@ RECORDED = "train.yaml"
 RECORDED_TYPES: dict[str, tuple[type, ...]] = {
     "task": (dict,),
     "task.kind": (str,),
+    "transformer": (dict,),
     "length": (dict,),
     "length.max": (int,),
     "max_grad_norm": (int, float),

@@ -48,7 +48,7 @@ class Registry(Mapping[str, "type[T]"], Generic[T]):
         return self._members.get(name, default)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._members
+        return isinstance(name, str) and name in self._members
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._members)

@@ -36,7 +36,8 @@ def train(
         bool,
         typer.Option(
             "--dry-run",
-            help="Check the configuration and print the memory of a step; train nothing.",
+            help="Check the configuration and its data, which must be here, and print the memory "
+            "of a step; train nothing.",
         ),
     ] = False,
     extend_to: Annotated[

@@ -36,15 +36,17 @@ SPLITS = ((6, 4, 2), (7, 1, 1, 3))
 def refuse_nonfinite_weights(model: HFLanguageModel) -> None:
     """Refuse a model with NaN or infinity in a weight, which short texts need not show.
 
-    One pass over the weights, 2 to 3 percent of the time of loading. Weights on the meta device,
-    which are loaded when they are used, and those of dtypes without a minimum are not read.
+    One pass over the weights, 2 to 3 percent of the time of loading. Not read are weights on the
+    meta device, which are loaded when they are used, those of dtypes without a minimum, and those
+    of other types of tensors, as quantised ones are, which need not know these operations.
 
     Raises:
         UserError: names the first such weight.
     """
     names, bounds = [], []
     for name, weight in model.model.named_parameters():
-        if weight.dtype in ORDERED and weight.device.type != "meta" and weight.numel():
+        is_plain = type(weight) is nn.Parameter and weight.dtype in ORDERED
+        if is_plain and weight.device.type != "meta" and weight.numel():
             names.append(name)
             bounds.append(torch.stack(weight.detach().aminmax()).isfinite().all())
     for name, finite in zip(names, bounds, strict=True):

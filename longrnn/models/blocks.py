@@ -16,7 +16,7 @@ from longrnn.ops.hooks import unhooked
 from longrnn.ops.native.layer import Layer, Norm
 from longrnn.ops.norm import add_rms_norm
 from longrnn.ops.packed_rows import PackedRows
-from longrnn.ops.precision import autocasts
+from longrnn.ops.precision import autocasts, product_dtype
 from longrnn.state import PyTree
 
 
@@ -129,7 +129,7 @@ class ResidualBlock(Block):
         """The dtype of the cell's input; None for that of the residual stream."""
         if self.mixer.projections and autocasts(x):
             # That of the first projection, which would cast it in another pass.
-            return torch.get_autocast_dtype(x.device.type)
+            return product_dtype(x)
         return self.norm.weight.dtype if self.wide else None
 
 

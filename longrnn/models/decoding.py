@@ -83,7 +83,8 @@ class CallingDecoder:
     def step(self, tokens: Tensor, done: Tensor | None) -> Tensor:
         checked = self._checked is not None and self._checked.consume(done)
         options = {"checked": True} if checked else {}
-        logits, after = self._model(tokens[:, None], self._state, keep=1, **options)
+        before = self._state if checked or self._checked is None else _at_zero(self._state, done)
+        logits, after = self._model(tokens[:, None], before, keep=1, **options)
         self._state = after if done is None else reset(after, self._state, done)
         if not checked:
             self._count()
@@ -150,7 +151,7 @@ class StaticDecoder:
     def _call(self, tokens: Tensor, done: Tensor | None) -> Tensor:
         """Consumes a token by a call with the state itself, and gives the buffers new values."""
         before = self.state
-        logits, after = self._model(tokens[:, None], before, keep=1)
+        logits, after = self._model(tokens[:, None], _at_zero(before, done), keep=1)
         self._origin = after if done is None else reset(after, before, done)
         self._left = _Left(self._model.static_tokens(self._origin))
         _copy(self._buffers, self._model.static_state(self._origin))
@@ -186,6 +187,17 @@ class _Left:
         for n in rows:
             self._counts[n] -= 1
         return True
+
+
+def _at_zero(state: LMState, done: Tensor | None) -> LMState:
+    """`state` with the rows that are done at position 0.
+
+    Their next position may be past the end of a table, and the call would refuse it. Nothing that
+    it computes for them is used.
+    """
+    if done is None:
+        return state
+    return state._replace(position=state.position.masked_fill(done, 0))
 
 
 def captured(run: Callable[[], Tensor]) -> Callable[[], Tensor]:

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from longrnn.errors import UserError
 from longrnn.ops import triton as kernels
 from longrnn.ops.linear import matmul_nt
-from longrnn.ops.precision import autocasts, without_autocast
+from longrnn.ops.precision import product_dtype, without_autocast
 from longrnn.ops.transforms import in_forward_mode
 
 # Logits of one piece, over all its tokens, on a CPU and on other devices.
@@ -76,7 +76,7 @@ def weighted_cross_entropy(
             "the logits of the model"
         )
     weights = weights.detach() * (targets >= 0)
-    rows, dtype = _rows(hidden, head, max_logits), _factors(hidden)
+    rows, dtype = _rows(hidden, head, max_logits), product_dtype(hidden)
     loss, predictions = _HeadLoss.apply(
         hidden.flatten(0, -2), head, targets.flatten(), weights.flatten(), rows, dtype, fused
     )
@@ -106,7 +106,7 @@ def token_cross_entropy(
     Returns:
         −log softmax(hidden headᵀ)[targets] in nats, and the most likely ids, both `(…,)`.
     """
-    rows, dtype = _rows(hidden, head, max_logits), _factors(hidden)
+    rows, dtype = _rows(hidden, head, max_logits), product_dtype(hidden)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     pairs = zip(hidden.flatten(0, -2).split(rows), targets.flatten().split(rows), strict=True)
     losses = [hidden.new_empty(0, dtype=wide)]
@@ -118,11 +118,6 @@ def token_cross_entropy(
             losses.append(found.losses.masked_fill(target < 0, 0))
             predictions.append(found.predictions)
     return torch.cat(losses).view_as(targets), torch.cat(predictions).view_as(targets)
-
-
-def _factors(hidden: Tensor) -> torch.dtype:
-    """The dtype of the factors of products: that of autocast, if it is enabled."""
-    return torch.get_autocast_dtype(hidden.device.type) if autocasts(hidden) else hidden.dtype
 
 
 def _rows(hidden: Tensor, head: Tensor, max_logits: int | None) -> int:

@@ -54,6 +54,16 @@ def autocasts(like: Tensor) -> bool:
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
+def product_dtype(like: Tensor) -> torch.dtype:
+    """The dtype of the factors of products with a tensor: that of autocast, if it is enabled.
+
+    Autocast leaves float64 as it is.
+    """
+    if not autocasts(like) or like.dtype == torch.float64:
+        return like.dtype
+    return torch.get_autocast_dtype(like.device.type)
+
+
 def refuse_tf32(like: Tensor) -> None:
     """Makes cuDNN compute float32 in float32, from now on and for the whole process.
 

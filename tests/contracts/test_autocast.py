@@ -168,3 +168,15 @@ def test_a_state_may_enter_and_leave_autocast(kind: str) -> None:
     with autocast():
         after = model(tokens, state).state
     assert_trees_equal(random_tree(after, 1), random_tree(model.init_state(2), 1))
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("spec", MIXER_SPECS, ids=spec_id)
+def test_a_float64_model_computes_in_float64(spec: dict[str, Any], wide: bool) -> None:
+    """Autocast leaves products of float64 as they are."""
+    model, tokens = build_model(spec, residual_in_fp32=wide), random_tokens(2, 20)
+    expected = model(tokens).logits
+    losses = model.token_losses(tokens[:, :-1], tokens[:, 1:])[0]
+    with autocast():
+        assert_near(model(tokens).logits, expected, 1e-12)
+        assert_near(model.token_losses(tokens[:, :-1], tokens[:, 1:])[0], losses, 1e-12)

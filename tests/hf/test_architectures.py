@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from longrnn import state as states
 from longrnn.errors import UserError
@@ -106,6 +108,23 @@ def test_weights_that_few_tokens_read_are_checked(value: float) -> None:
         theirs.model.embed_tokens.weight[200, 3] = value
     with pytest.raises(UserError, match=r"the weight model.embed_tokens.weight of this llama has"):
         HFLanguageModel(theirs)
+
+
+class Quantised(Tensor):
+    """A weight whose type knows the operations of a layer only, as those of quantised ones."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.aminmax:
+            raise NotImplementedError("aminmax of a quantised weight")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_weights_of_other_types_are_not_checked() -> None:
+    theirs = causal("llama")
+    head = theirs.lm_head.weight.detach().clone().as_subclass(Quantised)
+    theirs.lm_head.weight = nn.Parameter(head, requires_grad=False)
+    assert HFLanguageModel(theirs)(tokens(1, 4)).logits.isfinite().all()
 
 
 def test_finite_weights_whose_values_overflow_are_refused() -> None:

@@ -13,7 +13,7 @@ from longrnn.errors import UserError
 from longrnn.models import generate
 from longrnn.models.decoding import CallingDecoder, StaticDecoder, captured
 from longrnn.ops import triton as kernels
-from longrnn.state import join, nbytes
+from longrnn.state import join, nbytes, take
 from tests.contracts.builders import (
     assert_near,
     build_mitigated,
@@ -111,6 +111,24 @@ def test_a_table_of_positions_ends_where_it_ends_in_calls(kind: str) -> None:
     for each in decoders:
         with pytest.raises(UserError, match=f"position {end} is past"):
             each.step(tokens, done)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("Decoder", DECODERS)
+@pytest.mark.parametrize("mixer", ["mamba2", "lstm"])
+def test_a_row_that_ended_with_the_table_does_not_stop_the_chunks_of_others(
+    mixer: str, Decoder: Any
+) -> None:
+    """The last token of a chunk of a window needs a call, which compares all positions."""
+    model: Any = build_mitigated([window(4)], mixer, position="learned")
+    end, done = model.max_length, torch.tensor([True, False])
+    state = model(random_tokens(2, 2)).state
+    decoder = Decoder(model, state._replace(position=torch.tensor([end, end - 10])))
+    alone = Decoder(model, take(state, [1])._replace(position=torch.tensor([end - 10])))
+    for tokens in random_tokens(10, 2):
+        found, wanted = decoder.step(tokens, done), alone.step(tokens[1:], None)
+        assert_near(found[1:], wanted, 1e-10)
+    assert decoder.state.position.tolist() == [end, end]
 
 
 @torch.no_grad()

@@ -62,7 +62,7 @@ class Sequences(Evaluation):
     @staticmethod
     def derived_options(options: Mapping[str, Any]) -> dict[str, Any]:
         """The task with its defaults, but for a seed, which by default is that of the suite."""
-        given = options["task"]
+        given = options.get("task", {})  # a damaged record may lack it
         whole = TASKS.complete(given)
         return {"task": {k: v for k, v in whole.items() if k != "seed" or k in given}}
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from longrnn.bundled import bundled
 from longrnn.comparison.suites import read_suite
+from longrnn.comparison.suites.base import settings
 from longrnn.comparison.suites.passkey import PasskeyRetrieval
 from longrnn.errors import UserError
 from longrnn.inference.length_limit import out_of_reach
@@ -133,3 +135,10 @@ def test_out_of_reach() -> None:
     )
     assert out_of_reach(mitigated, 300) is None
     assert "300" in str(out_of_reach(mitigated, 301))
+
+
+@pytest.mark.parametrize("record", [{"kind": "task"}, {"kind": ["task"]}, {}], ids=str)
+def test_settings_of_a_damaged_record_differ_from_those_of_a_suite(record: dict[str, Any]) -> None:
+    """They are compared, and not an error of Python."""
+    whole = {"kind": "task", "task": {"kind": "reverse"}, "lengths": ["8"]}
+    assert settings(record) != settings(whole)
