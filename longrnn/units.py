@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Annotated, Any, get_args
 
 from longrnn.errors import UserError
 
 UNITS = {"": 1, "k": 1024, "m": 1024**2}
+# As Python and YAML write numbers, with a unit or an exponent.
+LENGTH = r"(\d+(?:_\d+)*(?:\.\d+)?(?:[eE]\+?\d{1,2}(?![kKmM]))?)([kKmM])?"
 TOKENS = "tokens"
 TokenCount = Annotated[int, TOKENS]
 
 
 def parse_length(text: str) -> int:
-    """Tokens that `4k`, `1.5k`, `1M` or `256` mean.
+    """Tokens that `4k`, `1.5k`, `1M`, `256`, `1_000` or `1e6` mean.
 
     Raises:
         UserError: anything else, and lengths below 1.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text.strip())
-    length = float(match[1]) * UNITS[match[2].lower()] if match else 0.0
+    match = re.fullmatch(LENGTH, text.strip())
+    length = Decimal(match[1]) * UNITS[(match[2] or "").lower()] if match else Decimal(0)
     if not 1 <= length < 2**63 or length != int(length):
         raise UserError(f"{text!r} is not a valid length: write tokens such as 256, 4k or 1M")
     return int(length)
@@ -47,7 +50,8 @@ def format_length(length: int) -> str:
 def with_counts(values: Mapping[str, Any], hints: Mapping[str, Any], where: str) -> dict[str, Any]:
     """`values` with the number that a text such as `4k` means, where a key counts tokens.
 
-    Texts of digits, and values of other types, are left to the checks of types and ranges.
+    A float counts too, because YAML reads `1e6` as one. Texts of digits, and values of other types,
+    are left to the checks of types and ranges.
 
     Args:
         values: of options or keys.
@@ -55,14 +59,14 @@ def with_counts(values: Mapping[str, Any], hints: Mapping[str, Any], where: str)
         where: what stands before the name in errors.
 
     Raises:
-        UserError: a text that is not a valid length.
+        UserError: a text or a float that is not a valid length.
     """
     read = dict(values)
     for name, value in values.items():
         text = isinstance(value, str) and not re.fullmatch(r"[+-]?\d+", value)
-        if text and is_token_count(hints.get(name)):
+        if (text or isinstance(value, float)) and is_token_count(hints.get(name)):
             try:
-                read[name] = parse_length(value)
+                read[name] = parse_length(str(value).removesuffix(".0"))
             except UserError as error:
                 raise UserError(f"{where}{name}: {error}") from error
     return read

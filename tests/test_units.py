@@ -13,7 +13,9 @@ from longrnn.units import format_length, parse_length, parse_lengths
 @pytest.mark.parametrize(
     ("text", "length"),
     [("1", 1), ("256", 256), ("4k", 4096), ("4K", 4096), (" 16k ", 16384)]
-    + [("1M", 2**20), ("1m", 2**20), ("1.5k", 1536), ("0.5k", 512), ("1000", 1000)],
+    + [("1M", 2**20), ("1m", 2**20), ("1.5k", 1536), ("0.5k", 512), ("1000", 1000)]
+    + [("1_000", 1000), ("1_5k", 15360), ("1e6", 10**6), ("1E+3", 1000), ("1.5e1", 15)]
+    + [("9007199254740993", 2**53 + 1)],
 )
 def test_lengths_that_parse(text: str, length: int) -> None:
     """Units are powers of 1024, in either case."""
@@ -22,8 +24,25 @@ def test_lengths_that_parse(text: str, length: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", " ", "0", "0k", "-1", "4x", "k", "4kk", "1e3", "1.5", "0.3k", "4 k", "1,5k", "inf"]
-    + ["nan", "+4", "0x10", "9" * 400, "1_000"],
+    [
+        "",
+        " ",
+        "0",
+        "0k",
+        "-1",
+        "4x",
+        "k",
+        "4kk",
+        "1e3k",
+        "1e-3",
+        "1e",
+        "1.5",
+        "0.3k",
+        "4 k",
+        "1,5k",
+        "inf",
+    ]
+    + ["nan", "+4", "0x10", "9" * 400, "1e99", "1e999", "_1", "1_", "1__0"],
 )
 def test_what_is_no_length_is_refused(text: str) -> None:
     """Anything else is refused with a `UserError`, and never rounded."""

@@ -106,9 +106,9 @@ def finetune(
             "--no-evaluate"
         )
     if dry_run:
-        from longrnn.training.memory import memory_of, report
+        from longrnn.training.memory import report
 
-        typer.echo(dump_config(settings) + report(memory_of(settings)))
+        typer.echo(dump_config(settings) + report(settings))
         return
     with terminable():
         from longrnn.training.trainer import Trainer

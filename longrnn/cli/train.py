@@ -72,10 +72,10 @@ def train(
         settings = load_config(TrainConfig, config, overrides or [])
         if dry_run:
             from longrnn.training.checks import check
-            from longrnn.training.memory import memory_of, report
+            from longrnn.training.memory import report
 
             check(settings)
-            typer.echo(report(memory_of(settings)))
+            typer.echo(report(settings))
             return
         from longrnn.training.extension import extended
         from longrnn.training.trainer import Trainer

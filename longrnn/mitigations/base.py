@@ -105,7 +105,7 @@ class Mitigation:
     @classmethod
     def undefined(cls, mixer: type[Mixer]) -> str | None:
         """Why this mitigation is not defined for a kind of cell; None if it is."""
-        return None
+        return without_hooks(mixer)
 
     def bind(self, layer: int, mixer: Mixer, heads: Tensor) -> Edit:
         """Builds the edit of one layer.
@@ -155,7 +155,14 @@ def without_steps(mixer: type[Mixer]) -> str | None:
         return None
     if issubclass(mixer, StepwiseMixer) and mixer.gated:
         return "it has gates and no step size dt; use forget_more or state_norm"
-    return "it has no step size dt; use state_norm"
+    return without_hooks(mixer) or "it has no step size dt; use state_norm"
+
+
+def without_hooks(mixer: type[Mixer]) -> str | None:
+    """Why no mitigation reaches the recurrence of a kind of cell; None if one can."""
+    if issubclass(mixer, ScanningMixer | StepwiseMixer):
+        return None
+    return "it does not call the hooks of an edit; use a StepwiseMixer or ScanningMixer"
 
 
 class Chain:
@@ -204,6 +211,10 @@ class NoMitigation(Mitigation):
 
     def __init__(self) -> None:
         super().__init__()
+
+    @classmethod
+    def undefined(cls, mixer: type[Mixer]) -> str | None:
+        return None
 
 
 def is_indices(value: Any) -> bool:

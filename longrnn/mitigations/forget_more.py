@@ -72,7 +72,7 @@ class ForgetMore(Mitigation):
     def undefined(cls, mixer: type[Mixer]) -> str | None:
         if issubclass(mixer, StepwiseMixer) and not mixer.gated:
             return "its new state is not a gated sum of the old one and an input; use state_norm"
-        return None
+        return super().undefined(mixer)
 
     def bind(self, layer: int, mixer: Mixer, heads: Tensor) -> Edit:
         return Multiply(

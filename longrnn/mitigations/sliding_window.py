@@ -178,7 +178,7 @@ class SlidingWindow(Mitigation):
     def undefined(cls, mixer: type[Mixer]) -> str | None:
         if issubclass(mixer, StepwiseMixer) and not mixer.gated:
             return "its state is not a sum over past inputs; use state_norm"
-        return None
+        return super().undefined(mixer)
 
     def bind(self, layer: int, mixer: Mixer, heads: Tensor) -> Edit:
         if self.chunk is not None and not isinstance(mixer, ScanningMixer):

@@ -28,7 +28,8 @@ class Mixer(nn.Module, ABC):
 
     Attributes:
         n_heads: number of heads, the parts of a state that mitigations treat separately.
-        recurrent_weights: names of the parameters that determine the recurrence.
+        recurrent_weights: names of the parameters that determine the recurrence;
+            `longrnn diagnose gradients` and DataParallel need them.
         wide_weights: names of the parameters that are never cast to a narrower dtype.
         projections: names of the linear layers that may be replaced by others of the same sizes.
             A cell with some reads its input by the first one alone.
@@ -169,8 +170,9 @@ class Mixer(nn.Module, ABC):
 
     def init_state(self, batch_size: int) -> PyTree:
         """The zero state of `batch_size` rows, on the parameters' device."""
-        # By name, because a replica of DataParallel has no parameters, only attributes.
-        device = attrgetter(self.recurrent_weights[0])(self).device
+        # By name where there is one: a replica of DataParallel has no parameters, only attributes.
+        names = self.recurrent_weights or [name for name, _ in self.named_parameters()]
+        device = attrgetter(names[0])(self).device
 
         def zeros(leaf: Tensor) -> Tensor:
             return torch.zeros(batch_size, *leaf.shape, dtype=leaf.dtype, device=device)

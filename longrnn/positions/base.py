@@ -40,8 +40,7 @@ class PositionalEncoding(nn.Module, ABC):
 
         Args:
             x: `(b, t, d)`, the token vectors.
-            positions: `(b, t)` int64, absolute, from 0. `forward` refuses those past the end of a
-                table, unless nothing depends on their rows.
+            positions: `(b, t)` int64, absolute, from 0, below `n_positions` if there is one.
 
         Returns:
             `(b, t, d)` in the dtype of `x`.
@@ -53,24 +52,22 @@ class PositionalEncoding(nn.Module, ABC):
         Args:
             x: `(b, t, d)`, the token vectors.
             positions: `(b, t)` int64, absolute, from 0.
-            checked: whether all positions are known to exist, where they matter. Comparing them
-                with `n_positions` would wait for the device.
+            checked: whether all positions are known to exist, but for rows on which nothing
+                depends. Comparing them with `n_positions` would wait for the device.
 
         Raises:
             UserError: a position past the end of the table.
         """
-        if self.n_positions is not None and not checked:
-            _check_end(positions, self.n_positions)
+        if self.n_positions is not None:
+            if not checked:
+                _check_end(positions, self.n_positions)
+            # Rows that have ended may be past the end of the table.
+            positions = positions.clamp(max=self.n_positions - 1)
         encoding = self.encode(x, positions)
         return torch.cat([x, encoding], dim=-1) if self.combine == "concat" else x + encoding
 
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, combine={self.combine}"
-
-
-def look_up(table: Tensor, positions: Tensor) -> Tensor:
-    """Rows of `table` at `positions`; the last one where a row of the batch has ended past it."""
-    return table[positions.clamp(max=len(table) - 1)]
 
 
 def _check_end(positions: Tensor, count: int) -> None:

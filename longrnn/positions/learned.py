@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from longrnn.errors import UserError
-from longrnn.positions.base import POSITIONS, PositionalEncoding, look_up
+from longrnn.positions.base import POSITIONS, PositionalEncoding
 from longrnn.units import TokenCount
 
 
@@ -35,4 +35,4 @@ class Learned(PositionalEncoding):
         return len(self.table)
 
     def encode(self, x: Tensor, positions: Tensor) -> Tensor:
-        return look_up(self.table, positions).to(x.dtype)
+        return self.table[positions].to(x.dtype)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.errors import UserError
-from longrnn.positions.base import POSITIONS, PositionalEncoding, look_up
+from longrnn.positions.base import POSITIONS, PositionalEncoding
 from longrnn.seeds import seeded
 from longrnn.units import TokenCount
 
@@ -47,4 +47,4 @@ class Random(PositionalEncoding):
         return len(self.table)
 
     def encode(self, x: Tensor, positions: Tensor) -> Tensor:
-        return look_up(self.table, positions).to(x.dtype)
+        return self.table[positions].to(x.dtype)

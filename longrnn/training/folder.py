@@ -127,9 +127,11 @@ def _check_owner(output_dir: Path, config: TrainConfig, *, resume: bool, extend:
         allowed |= {"max_steps"} if extend else set()
         difference = differences(read_recorded(output_dir), config, allowed)
         if difference:
+            steps_only = not differences(read_recorded(output_dir), config, allowed | {"max_steps"})
+            remedy = "add --extend-to STEPS for a longer run, or " if steps_only else ""
             raise UserError(
                 f"{output_dir} holds a run with another configuration ({difference}): "
-                "choose another output_dir"
+                f"{remedy}choose another output_dir"
             )
         if not resume:
             raise UserError(

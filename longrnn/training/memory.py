@@ -31,6 +31,10 @@ FUSED_TENSORS = 4
 LOGITS_TENSORS = 3
 
 
+class NotModelledError(UserError):
+    """A valid model for which this module has no formula."""
+
+
 class TrainingMemory(NamedTuple):
     """Bytes of a training step on one device.
 
@@ -76,10 +80,10 @@ def training_memory(
         device: `cpu` or `cuda`, which process segments and losses in pieces of different sizes.
 
     Raises:
-        UserError: another kind of model.
+        NotModelledError: another kind of model.
     """
     if config.mixer["kind"] != "mamba2" or config.block != "residual":
-        raise UserError(
+        raise NotModelledError(
             f"the memory of {config.mixer['kind']} cells in {config.block} blocks is not modelled: "
             "measure a step of a small batch"
         )
@@ -163,14 +167,15 @@ def memory_of(config: TrainConfig) -> TrainingMemory:
     processes is not part of the configuration.
 
     Raises:
-        UserError: the model is not a Mamba-2.
+        NotModelledError: the model is not a Mamba-2.
     """
     model = config.model
     if config.init_from is not None or model is None:
         trained = models.build(config)
         if not isinstance(trained, RecurrentLM):
-            raise UserError(
-                "the memory of a transformer is not modelled: measure a step of a small batch"
+            raise NotModelledError(
+                "the memory of a Hugging Face model is not modelled: "
+                "measure a step of a small batch"
             )
         model = trained.config
     rows = config.per_device_train_batch_size
@@ -187,7 +192,11 @@ def memory_of(config: TrainConfig) -> TrainingMemory:
     )
 
 
-def report(memory: TrainingMemory) -> str:
-    """One line per part, in MiB."""
+def report(config: TrainConfig) -> str:
+    """The memory of a step of a valid configuration in MiB, one line per part, or why not."""
+    try:
+        memory = memory_of(config)
+    except NotModelledError as reason:
+        return f"The configuration is valid; {reason}."
     lines = [f"{name:<12}{value / 2**20:>12,.0f} MiB" for name, value in memory._asdict().items()]
     return "\n".join([*lines, f"{'together':<12}{memory.total / 2**20:>12,.0f} MiB"])

@@ -37,6 +37,7 @@ def found(written: dict[str, Any], other: dict[str, Any]) -> str:
         ({"mitigation": "none"}, {}),
         ({"transformer": {**LLAMA, "hidden_act": "silu"}}, {"transformer": LLAMA}),
         ({"length": {"max": "4k"}}, {"length": {"max": 4096}}),
+        ({"length": {"max": 1e3}}, {"length": {"max": "1_000"}}),
         ({"model": {"mixer": {"kind": "mamba2", "A_init": [1, 16]}}}, {}),
         ({"model": {}}, {}),
     ],

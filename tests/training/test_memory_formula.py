@@ -97,6 +97,15 @@ def test_other_models_are_refused(change: dict[str, Any]) -> None:
         training_memory(RecurrentConfig(**change), rows=1, tokens=8)
 
 
+def test_a_dry_run_accepts_models_without_a_formula(tmp_path: Path) -> None:
+    """A valid GRU passes `--dry-run`, which says that its memory is not computed."""
+    path = write_config(tiny("reverse", tmp_path / "run"), tmp_path / "config.yaml")
+    done = CliRunner().invoke(app, ["train", str(path), "--dry-run"])
+    assert done.exit_code == 0, done.output
+    assert "The configuration is valid; the memory of gru cells" in done.output
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_dry_run_prints_the_memory_and_writes_nothing(tmp_path: Path) -> None:
     """`longrnn train CONFIG --dry-run`."""
     path = write_config(tiny("carry", tmp_path / "run"), tmp_path / "config.yaml")

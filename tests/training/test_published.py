@@ -83,7 +83,7 @@ def test_every_run_of_the_grid_builds(name: str) -> None:
         assert run.config.model.vocab_size == run.config.task["vocab_size"] + 1
 
 
-@pytest.mark.parametrize(("position", "name"), zip(POSITIONS, cycle(PUBLISHED), strict=False))
+@pytest.mark.parametrize(("position", "name"), list(zip(POSITIONS, cycle(PUBLISHED))))
 def test_two_steps_on_a_cpu(name: str, position: str, tmp_path: Path) -> None:
     """The published model trains at the published length; only rows and steps are fewer."""
     axes = parse_axes([f"position.kind={position}"])

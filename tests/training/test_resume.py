@@ -222,10 +222,11 @@ def test_a_run_with_a_constant_rate_may_become_longer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("schedule", ["cosine", "warmup_stable_decay"])
 def test_a_run_whose_rate_knows_its_end_may_not(schedule: str, tmp_path: Path) -> None:
     """max_steps must not change if the schedule depends on it."""
-    train(tiny("reverse", tmp_path, max_steps=2, lr_scheduler_type=schedule))
-    for changed in (schedule, "constant"):
-        longer = tiny("reverse", tmp_path, max_steps=4, lr_scheduler_type=changed)
-        with pytest.raises(UserError, match=r"holds a run with another configuration \("):
+    warmup = {"warmup_steps": 0}
+    train(tiny("reverse", tmp_path, max_steps=2, lr_scheduler_type=schedule, **warmup))
+    for changed, remedy in ((schedule, "add --extend-to STEPS"), ("constant", "choose another")):
+        longer = tiny("reverse", tmp_path, max_steps=4, lr_scheduler_type=changed, **warmup)
+        with pytest.raises(UserError, match=rf"with another configuration \(.*: {remedy}"):
             Trainer(longer, resume=True, quiet=True)
 
 

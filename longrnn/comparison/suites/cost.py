@@ -24,6 +24,7 @@ from longrnn.intervals import figure
 from longrnn.models.finite import refuse_nonfinite
 from longrnn.progress import Progress
 from longrnn.results import Results, Row
+from longrnn.units import TokenCount
 
 # Columns, by the keys of `cost.measure`.
 METRICS = {
@@ -51,7 +52,9 @@ class Cost(Evaluation):
 
     GROWING: ClassVar[tuple[str, ...]] = ("lengths",)
 
-    def __init__(self, title: str, seed: int, *, lengths: list[str], decode: int = 32) -> None:
+    def __init__(
+        self, title: str, seed: int, *, lengths: list[str], decode: TokenCount = 32
+    ) -> None:
         super().__init__(title, seed)
         self.lengths, self.decode = sorted_lengths(lengths), decode
         if decode < 1:

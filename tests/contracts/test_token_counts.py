@@ -1,0 +1,49 @@
+"""An option that is a number of tokens takes every way of writing one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from longrnn.comparison.suites import EVALUATIONS
+from longrnn.errors import UserError
+from longrnn.mitigations import MITIGATIONS
+from longrnn.mixers import MIXERS
+from longrnn.positions import POSITIONS
+from longrnn.registry import Registry, keyword_options
+from longrnn.tasks import TASKS
+from longrnn.units import is_token_count
+
+FAMILIES: tuple[Registry[Any], ...] = (EVALUATIONS, MITIGATIONS, MIXERS, POSITIONS, TASKS)
+COUNTS = [
+    pytest.param(family, kind, name, id=f"{family.family}-{kind}-{name}")
+    for family in FAMILIES
+    for kind in family
+    for name, hint in keyword_options(family[kind], annotated=True).items()
+    if is_token_count(hint)
+]
+
+
+def read(family: Registry[Any], kind: str, name: str, value: object) -> object:
+    """The number that the registry makes of an option's value."""
+    return family.complete({"kind": kind, name: value})[name]
+
+
+@pytest.mark.parametrize("value", ["4k", "4K", "4_096", "4096", 4096, 4096.0, "4.096e3"])
+@pytest.mark.parametrize(("family", "kind", "name"), COUNTS)
+def test_every_form_is_the_same_number(
+    family: Registry[Any], kind: str, name: str, value: object
+) -> None:
+    """Text, integers and whole floats, which YAML makes of `1e6`, are the same number."""
+    assert read(family, kind, name, value) == 4096
+
+
+@pytest.mark.parametrize("value", ["4x", 4096.5, float("inf"), float("nan")])
+@pytest.mark.parametrize(("family", "kind", "name"), COUNTS)
+def test_what_is_not_a_number_of_tokens_is_refused(
+    family: Registry[Any], kind: str, name: str, value: object
+) -> None:
+    """The error names the option and the value."""
+    with pytest.raises(UserError, match=rf"{name}: '{value}' is not a valid length"):
+        read(family, kind, name, value)
