@@ -215,7 +215,7 @@ def _words(kind: Any, values: dict[str, Any], source: str, prefix: str = "") -> 
     """
     hints = get_type_hints(kind)
     annotated = get_type_hints(kind, include_extras=True)
-    words = with_counts(values, annotated, f"{source}, key {prefix}")
+    words = with_counts(values, annotated, f"{source}, key", prefix)
     for field in fields(kind):
         name, value = field.name, values.get(field.name)
         hint = _given(hints[name])

@@ -121,7 +121,7 @@ class Registry(Mapping[str, "type[T]"], Generic[T]):
             if takes_text(known[name]):
                 refuse_booleans(options[name], f"{self.family} {kind!r}, option {name!r}")
         options = with_counts(
-            options, keyword_options(self[kind], annotated=True), f"{self.family} {kind!r}, option "
+            options, keyword_options(self[kind], annotated=True), f"{self.family} {kind!r}, option"
         )
         given = [(name, known[name], field()) for name in options]
         schema = OmegaConf.structured(make_dataclass(f"{kind}_options", given))

@@ -47,7 +47,9 @@ def format_length(length: int) -> str:
     return str(length)
 
 
-def with_counts(values: Mapping[str, Any], hints: Mapping[str, Any], where: str) -> dict[str, Any]:
+def with_counts(
+    values: Mapping[str, Any], hints: Mapping[str, Any], where: str, prefix: str = ""
+) -> dict[str, Any]:
     """`values` with the number that a text such as `4k` means, where a key counts tokens.
 
     A float counts too, because YAML reads `1e6` as one. Texts of digits, and values of other types,
@@ -57,6 +59,7 @@ def with_counts(values: Mapping[str, Any], hints: Mapping[str, Any], where: str)
         values: of options or keys.
         hints: types by name, with annotations.
         where: what stands before the name in errors.
+        prefix: of the name in errors, such as `length.`.
 
     Raises:
         UserError: a text or a float that is not a valid length.
@@ -68,7 +71,7 @@ def with_counts(values: Mapping[str, Any], hints: Mapping[str, Any], where: str)
             try:
                 read[name] = parse_length(str(value).removesuffix(".0"))
             except UserError as error:
-                raise UserError(f"{where}{name}: {error}") from error
+                raise UserError(f"{where} {prefix + name!r}: {error}") from error
     return read
 
 

@@ -113,7 +113,7 @@ def mitigated(model: Any, spec: str | Sequence[str] | None) -> Any:
         _, options = parse(part)
         if options.keys() != {"window"}:
             raise UserError(f"{part} needs one option, window: write {WINDOW}(window=4096)")
-        window = with_counts(options, {"window": TokenCount}, f"{WINDOW}, ")["window"]
+        window = with_counts(options, {"window": TokenCount}, f"{WINDOW}, option")["window"]
         model.window_attention(window)
     if BEYOND in parts:
         model.go_beyond()

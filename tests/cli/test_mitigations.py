@@ -231,7 +231,7 @@ SPECS: list[tuple[str, tuple[str, ...]]] = [
     ("sliding_window(window=8, chunk=9)", ("chunk must be from 1 up to the window of 8 tokens",)),
     ("sliding_window(window=8, chunk=0)", ("chunk must be from 1", "not 0: leave it out")),
     ("sliding_window(window=2.5)", ("option 'window'",)),
-    ("sliding_window(window=8x)", ("option window: '8x' is not a valid length",)),
+    ("sliding_window(window=8x)", ("option 'window': '8x' is not a valid length",)),
     ("forget_more(decay_scale=0)", ("decay_scale must be above 0",)),
     ("forget_more(decay_scale=1.1)", ("decay_scale must be at most 1",)),
     ("forget_more(input_scale=-1)", ("input_scale must be above 0",)),

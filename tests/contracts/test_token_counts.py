@@ -45,5 +45,5 @@ def test_what_is_not_a_number_of_tokens_is_refused(
     family: Registry[Any], kind: str, name: str, value: object
 ) -> None:
     """The error names the option and the value."""
-    with pytest.raises(UserError, match=rf"{name}: '{value}' is not a valid length"):
+    with pytest.raises(UserError, match=rf"'{name}': '{value}' is not a valid length"):
         read(family, kind, name, value)

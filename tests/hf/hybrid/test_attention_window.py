@@ -79,7 +79,9 @@ def test_a_window_is_written_as_a_length(tmp_path: Path) -> None:
     model = load(f"{folder}+attention_window(window=0.0625k)")
     assert isinstance(model, HybridLM)
     assert model.attention_window == 64
-    with pytest.raises(UserError, match="window: '4x' is not a valid length: write tokens such as"):
+    with pytest.raises(
+        UserError, match="option 'window': '4x' is not a valid length: write tokens such as"
+    ):
         load(f"{folder}+attention_window(window=4x)")
 
 
