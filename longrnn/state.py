@@ -35,13 +35,12 @@ class LMState(NamedTuple):
 
     Attributes:
         position: `(b,)` int64, tokens consumed so far: the only source of absolute positions.
-        layers: one entry per layer, its structure owned by that layer's mixer.
-        extra: what a mitigation carries.
+        layers: one entry per layer, its structure owned by that layer: the state of its cell, and
+            what an edit of the cell remembers.
     """
 
     position: Tensor
     layers: tuple[PyTree, ...]
-    extra: PyTree = ()
 
 
 class History(NamedTuple):

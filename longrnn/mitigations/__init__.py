@@ -1,8 +1,12 @@
-"""Mitigations of state collapse: one per file, each an edit of the recurrence."""
+"""Mitigations of state collapse: one per file, each an edit of the recurrence as data."""
 
-from longrnn.mitigations.base import MITIGATIONS, Chain, Mitigation, NoMitigation, Stage
+from __future__ import annotations
+
+from typing import Any
+
+from longrnn.mitigations.base import MITIGATIONS, Chain, Mitigation, NoMitigation
+from longrnn.mitigations.bind import Bound, bind
 from longrnn.mitigations.forget_more import ForgetMore
-from longrnn.mitigations.mitigated import Mitigated, MitigatedState
 from longrnn.mitigations.scaling import PowerDecay, ScaleDecay, ScaleDelta
 from longrnn.mitigations.sliding_window import SlidingWindow
 from longrnn.mitigations.spec import mitigation
@@ -11,18 +15,23 @@ from longrnn.mitigations.token_filter import TokenFilter
 
 __all__ = [
     "MITIGATIONS",
+    "Bound",
     "Chain",
     "ForgetMore",
     "Mitigated",
-    "MitigatedState",
     "Mitigation",
     "NoMitigation",
     "PowerDecay",
     "ScaleDecay",
     "ScaleDelta",
     "SlidingWindow",
-    "Stage",
     "StateNorm",
     "TokenFilter",
+    "bind",
     "mitigation",
 ]
+
+
+def Mitigated(model: Any, mitigation: Any) -> Any:  # noqa: N802
+    """`model.under(mitigation)`."""
+    return model.under(mitigation)

@@ -1,7 +1,7 @@
 """The interface of a mitigation: frozen options, and the edit of the recurrence that they define.
 
-A mitigation is independent of any model. `bind` turns its options into the `Edit` of one layer (see
-`longrnn.mixers.edits` for the hooks and their order), which stores nothing that depends on weights.
+A mitigation is independent of any model. `bind` turns its options into the `Edit` of one layer, which
+holds nothing that depends on weights.
 """
 
 from __future__ import annotations
@@ -9,25 +9,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
+from longrnn.cells import Cell, Edit
 from longrnn.errors import UserError
 from longrnn.mitigations.values import Range, frozen, listed
-from longrnn.mixers import Edit, Mixer, ScanningMixer, StepwiseMixer
 from longrnn.registry import Registry, keyword_options
 
 COLLAPSING = "collapsing"
-
-
-class Stage(IntEnum):
-    """Where in the recurrence a mitigation acts. Stages apply in this order in every chain."""
-
-    STEPS = 1  # the step dt and the rate A
-    MULTIPLIERS = 2  # factors of the decays and of the inputs
-    SCAN = 3  # the recurrence itself; at most one mitigation
 
 
 @dataclass(frozen=True)
@@ -62,7 +53,6 @@ class Mitigation:
 
     Attributes:
         name: name in the registry.
-        stage: where it acts.
         numbers: allowed values of the options that are numbers, per model, layer or head.
         calibration: where the numbers come from, if they were read from a file.
 
@@ -76,7 +66,6 @@ class Mitigation:
     calibration: Calibration | None = field(default=None, init=False, compare=False, repr=False)
 
     name: ClassVar[str] = "none"
-    stage: ClassVar[Stage] = Stage.STEPS
     numbers: ClassVar[Mapping[str, Range]] = {}
 
     def __post_init__(self) -> None:
@@ -103,17 +92,16 @@ class Mitigation:
     # Implemented by subclasses
 
     @classmethod
-    def undefined(cls, mixer: type[Mixer]) -> str | None:
+    def undefined(cls, cell: type[Cell]) -> str | None:
         """Why this mitigation is not defined for a kind of cell; None if it is."""
-        return without_hooks(mixer)
+        return None
 
-    def bind(self, layer: int, mixer: Mixer, heads: Tensor) -> Edit:
+    def bind(self, layer: int, heads: Tensor) -> Edit:
         """Builds the edit of one layer.
 
         Args:
             layer: index of the layer.
-            mixer: its cell. The edit depends on the kind and sizes of it, never on its weights.
-            heads: `(h,)` bool, the heads to change.
+            heads: `(h,)` bool, the heads to change, of which there is at least one.
         """
         return Edit()
 
@@ -149,49 +137,30 @@ class Mitigation:
         object.__setattr__(self, name, value)
 
 
-def without_steps(mixer: type[Mixer]) -> str | None:
+def without_steps(cell: type[Cell]) -> str | None:
     """Why a change of step sizes is not defined for a kind of cell; None if it is."""
-    if issubclass(mixer, ScanningMixer):
+    if cell.scans:
         return None
-    if issubclass(mixer, StepwiseMixer) and mixer.gated:
+    if cell.gated:
         return "it has gates and no step size dt; use forget_more or state_norm"
-    return without_hooks(mixer) or "it has no step size dt; use state_norm"
-
-
-def without_hooks(mixer: type[Mixer]) -> str | None:
-    """Why no mitigation reaches the recurrence of a kind of cell; None if one can."""
-    if issubclass(mixer, ScanningMixer | StepwiseMixer):
-        return None
-    return "it does not call the hooks of an edit; use a StepwiseMixer or ScanningMixer"
+    return "it has no step size dt; use state_norm"
 
 
 class Chain:
     """Several mitigations combined.
 
-    They apply stage by stage, whatever their order in the list: first all that change the step dt
-    and the rate A, then the multipliers of decays and inputs, then the one that redefines the
-    recurrence. Within a stage they apply in list order. At most one may redefine the recurrence,
-    because a second one would act on a state that the first has already changed.
+    They apply stage by stage (see `longrnn.cells.edit`), and within a stage in the order of the
+    list. A head may have one sliding window or a limit of its norm, and not both.
 
     Args:
         members: mitigations and chains.
-
-    Raises:
-        UserError: two members redefine the recurrence.
     """
 
     def __init__(self, members: Sequence[Mitigation | Chain]) -> None:
-        flat = [part for member in members for part in member.parts()]
-        scans = [part.name for part in flat if part.stage is Stage.SCAN]
-        if len(scans) > 1:
-            raise UserError(
-                f"{' and '.join(scans)} both redefine the recurrence and have no meaning "
-                "together: choose one"
-            )
-        self._parts = tuple(sorted(flat, key=lambda part: part.stage))
+        self._parts = tuple(part for member in members for part in member.parts())
 
     def parts(self) -> tuple[Mitigation, ...]:
-        """The mitigations in the order in which they apply."""
+        """The mitigations in order."""
         return self._parts
 
     def describe(self) -> str:
@@ -211,10 +180,6 @@ class NoMitigation(Mitigation):
 
     def __init__(self) -> None:
         super().__init__()
-
-    @classmethod
-    def undefined(cls, mixer: type[Mixer]) -> str | None:
-        return None
 
 
 def is_indices(value: Any) -> bool:

@@ -7,38 +7,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from longrnn.mitigations.base import MITIGATIONS, Mitigation, Stage
-from longrnn.mitigations.values import Constant, Range, per_head
-from longrnn.mixers import Edit, Mixer, StepwiseMixer, Update, UpdateRule
-from longrnn.ops.ssd import ScanInputs
-from longrnn.state import PyTree
-
-
-class Multiply(Edit):
-    """Multiplies decays and inputs of each head.
-
-    Args:
-        decay: `(h,)` float64, in (0, 1].
-        scale: `(h,)` float64, the factor of the inputs.
-    """
-
-    def __init__(self, decay: Tensor, scale: Tensor) -> None:
-        self.log_decay, self.scale = Constant(decay.log()), Constant(scale)
-        self._numbers = decay.tolist(), scale.tolist()
-
-    def edit_inputs(self, inputs: ScanInputs, carry: PyTree) -> tuple[ScanInputs, PyTree]:
-        log_decay = inputs.log_decay + self.log_decay.like(inputs.log_decay)
-        gain = inputs.gain * self.scale.like(inputs.gain)
-        return inputs._replace(gain=gain, log_decay=log_decay), carry
-
-    def edit_update(self, update: Update, carry: PyTree) -> tuple[Update, PyTree]:
-        assert update.keep is not None
-        (decay,), (scale,) = self._numbers
-        return Update(add=update.add * scale, keep=update.keep * decay), carry
-
-    def update_rule(self, carry: PyTree) -> UpdateRule | None:
-        (decay,), (scale,) = self._numbers
-        return UpdateRule(keep=decay, add=scale)
+from longrnn.cells import Cell, Edit
+from longrnn.mitigations.base import MITIGATIONS, Mitigation
+from longrnn.mitigations.values import Range, per_head
 
 
 @MITIGATIONS.register("forget_more")
@@ -62,20 +33,19 @@ class ForgetMore(Mitigation):
     input_scale: Any = 0.75
 
     name = "forget_more"
-    stage = Stage.MULTIPLIERS
     numbers: ClassVar = {
         "decay_scale": Range(above=0, most=1),
         "input_scale": Range(above=0, most=1),
     }
 
     @classmethod
-    def undefined(cls, mixer: type[Mixer]) -> str | None:
-        if issubclass(mixer, StepwiseMixer) and not mixer.gated:
-            return "its new state is not a gated sum of the old one and an input; use state_norm"
-        return super().undefined(mixer)
+    def undefined(cls, cell: type[Cell]) -> str | None:
+        if cell.gated:
+            return None
+        return "its new state is not a gated sum of the old one and an input; use state_norm"
 
-    def bind(self, layer: int, mixer: Mixer, heads: Tensor) -> Edit:
-        return Multiply(
-            per_head(self.decay_scale, layer, heads, alone=1.0),
-            per_head(self.input_scale, layer, heads, alone=1.0),
+    def bind(self, layer: int, heads: Tensor) -> Edit:
+        return Edit(
+            keep=per_head(self.decay_scale, layer, heads, alone=1.0),
+            add=per_head(self.input_scale, layer, heads, alone=1.0),
         )

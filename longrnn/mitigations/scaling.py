@@ -7,49 +7,36 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from longrnn.cells import Cell, Edit, Steps
 from longrnn.mitigations.base import MITIGATIONS, Mitigation, without_steps
-from longrnn.mitigations.values import Constant, Range, per_head
-from longrnn.mixers import Edit, Mixer, Steps
-from longrnn.state import PyTree
-
-
-class Factors(Edit):
-    """One factor per head: `scale`, `(h,)` float64; 1 changes nothing."""
-
-    def __init__(self, scale: Tensor) -> None:
-        self.scale = Constant(scale)
+from longrnn.mitigations.values import Range, per_head
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling(Mitigation):
-    """Base of mitigations with one factor per layer and head, in (0, ∞).
-
-    Attributes:
-        edit: the class of the edit that applies the factors.
-    """
+    """Base of mitigations with one factor per layer and head, in (0, ∞)."""
 
     scale: Any = 1.0
 
     numbers: ClassVar = {"scale": Range(above=0, below=math.inf)}
-    edit: ClassVar[type[Factors]] = Factors
 
     @classmethod
-    def undefined(cls, mixer: type[Mixer]) -> str | None:
-        return without_steps(mixer)
+    def undefined(cls, cell: type[Cell]) -> str | None:
+        return without_steps(cell)
 
-    def bind(self, layer: int, mixer: Mixer, heads: Tensor) -> Edit:
-        return self.edit(per_head(self.scale, layer, heads, alone=1.0))
+    def bind(self, layer: int, heads: Tensor) -> Edit:
+        scale = per_head(self.scale, layer, heads, alone=1.0)
+        return Edit(steps=(partial(self.apply, scale=scale),))
 
-
-class ScaledSteps(Factors):
-    """dt' = s · dt."""
-
-    def edit_steps(self, steps: Steps, carry: PyTree) -> tuple[Steps, PyTree]:
-        return steps._replace(dt=steps.dt * self.scale.like(steps.dt)), carry
+    @staticmethod
+    def apply(steps: Steps, scale: Tensor) -> Steps:
+        """Applies the factors `(h,)` float64."""
+        raise TypeError("implemented by the subclasses")
 
 
 @MITIGATIONS.register("scale_delta")
@@ -69,14 +56,10 @@ class ScaleDelta(Scaling):
     """
 
     name = "scale_delta"
-    edit = ScaledSteps
 
-
-class ScaledRates(Factors):
-    """A' = s · A."""
-
-    def edit_steps(self, steps: Steps, carry: PyTree) -> tuple[Steps, PyTree]:
-        return steps._replace(A=steps.A * self.scale.like(steps.A)), carry
+    @staticmethod
+    def apply(steps: Steps, scale: Tensor) -> Steps:
+        return steps._replace(dt=steps.dt * scale.to(steps.dt))
 
 
 @MITIGATIONS.register("scale_decay")
@@ -92,16 +75,10 @@ class ScaleDecay(Scaling):
     """
 
     name = "scale_decay"
-    edit = ScaledRates
 
-
-class PoweredRates(Factors):
-    """|A|' = |A|^s."""
-
-    def edit_steps(self, steps: Steps, carry: PyTree) -> tuple[Steps, PyTree]:
-        # In float64, which is cheap for one number per head, so that s is not rounded.
-        power = (-steps.A.double()).pow(self.scale.on(steps.A.device))
-        return steps._replace(A=-power.to(steps.A)), carry
+    @staticmethod
+    def apply(steps: Steps, scale: Tensor) -> Steps:
+        return steps._replace(A=steps.A * scale.to(steps.A))
 
 
 @MITIGATIONS.register("power_decay")
@@ -120,4 +97,9 @@ class PowerDecay(Scaling):
     """
 
     name = "power_decay"
-    edit = PoweredRates
+
+    @staticmethod
+    def apply(steps: Steps, scale: Tensor) -> Steps:
+        # In float64, which is cheap for one number per head, so that s is not rounded.
+        power = (-steps.A.double()).pow(scale.to(steps.A.device))
+        return steps._replace(A=-power.to(steps.A))

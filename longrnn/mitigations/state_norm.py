@@ -2,44 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from longrnn.mitigations.base import MITIGATIONS, Mitigation, Stage
-from longrnn.mitigations.values import Constant, Range, per_head
-from longrnn.mixers import Edit, Mixer, Update, UpdateRule
-from longrnn.ops.ssd import SSD, ScanInputs
-from longrnn.ops.ssd.rescale import UNLIMITED, rescaled_ssd, scale_of
-from longrnn.state import PyTree
-
-
-class Limit(Edit):
-    """Limits the norm of each head's state; `limit` is `(h,)` float64."""
-
-    def __init__(self, limit: Tensor) -> None:
-        self.limit = Constant(limit)
-        self._limits = bool((limit < UNLIMITED).any())
-
-    @property
-    def redefines_recurrence(self) -> bool:
-        return self._limits
-
-    def scan(
-        self, inputs: ScanInputs, state: Tensor, carry: PyTree, ssd: SSD
-    ) -> tuple[Tensor, Tensor, PyTree]:
-        y, state = rescaled_ssd(inputs, state, self.limit.on(state.device), ssd)
-        return y, state, carry
-
-    def advance(self, memory: Tensor, update: Update, carry: PyTree) -> tuple[Tensor, PyTree]:
-        memory = update.apply(memory)
-        # In float64, because the scale of a memory of 1e37 underflows float32.
-        scale = scale_of(self.limit.on(memory.device), memory, (-1,))
-        return (memory * scale).to(memory.dtype), carry
-
-    def update_rule(self, carry: PyTree) -> UpdateRule | None:
-        return UpdateRule(limit=float(self.limit.value))
+from longrnn.cells import Edit
+from longrnn.mitigations.base import MITIGATIONS, Mitigation
+from longrnn.mitigations.values import Range, per_head
 
 
 @MITIGATIONS.register("state_norm")
@@ -61,9 +32,7 @@ class StateNorm(Mitigation):
     threshold: Any
 
     name = "state_norm"
-    stage = Stage.SCAN
     numbers: ClassVar = {"threshold": Range(above=0)}
 
-    def bind(self, layer: int, mixer: Mixer, heads: Tensor) -> Edit:
-        limit = per_head(self.threshold, layer, heads, alone=UNLIMITED)
-        return Limit(limit.clamp(max=UNLIMITED))
+    def bind(self, layer: int, heads: Tensor) -> Edit:
+        return Edit(limit=per_head(self.threshold, layer, heads, alone=math.inf))

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from longrnn.cells import Cell, Edit, Steps
 from longrnn.mitigations.base import MITIGATIONS, Mitigation, without_steps
-from longrnn.mitigations.values import Constant, Range, per_head
-from longrnn.mixers import Edit, Mixer, Steps
-from longrnn.state import PyTree
+from longrnn.mitigations.values import Range, per_head
 
 # Below every step: a head with this threshold ignores no token.
 NEVER = -1.0
-
-
-class Filter(Edit):
-    """Sets short steps to 0; `threshold` is `(h,)` float64."""
-
-    def __init__(self, threshold: Tensor) -> None:
-        self.threshold = Constant(threshold)
-
-    def edit_steps(self, steps: Steps, carry: PyTree) -> tuple[Steps, PyTree]:
-        # In the dtype of dt, so that a threshold taken from a step equals this step.
-        short = steps.dt <= self.threshold.like(steps.dt)
-        # x too, because 0 times an infinite input would be NaN in the state.
-        x = torch.where(short[..., None], torch.zeros_like(steps.x), steps.x)
-        return steps._replace(x=x, dt=steps.dt.masked_fill(short, 0)), carry
 
 
 @MITIGATIONS.register("token_filter")
@@ -55,8 +41,23 @@ class TokenFilter(Mitigation):
     numbers: ClassVar = {"threshold": Range(least=0)}
 
     @classmethod
-    def undefined(cls, mixer: type[Mixer]) -> str | None:
-        return without_steps(mixer)
+    def undefined(cls, cell: type[Cell]) -> str | None:
+        return without_steps(cell)
 
-    def bind(self, layer: int, mixer: Mixer, heads: Tensor) -> Edit:
-        return Filter(per_head(self.threshold, layer, heads, alone=NEVER))
+    def bind(self, layer: int, heads: Tensor) -> Edit:
+        threshold = per_head(self.threshold, layer, heads, alone=NEVER)
+        return Edit(steps=(partial(ignore_short, threshold=threshold),))
+
+
+def ignore_short(steps: Steps, threshold: Tensor) -> Steps:
+    """Sets steps at or below the threshold of their head to 0.
+
+    Args:
+        steps: of a call.
+        threshold: `(h,)` float64.
+    """
+    # In the dtype of dt, so that a threshold taken from a step equals this step.
+    short = steps.dt <= threshold.to(steps.dt)
+    # x too, because 0 times an infinite input would be NaN in the state.
+    x = torch.where(short[..., None], torch.zeros_like(steps.x), steps.x)
+    return steps._replace(x=x, dt=steps.dt.masked_fill(short, 0))

@@ -108,39 +108,6 @@ def per_head(value: Any, layer: int, heads: Tensor, alone: float) -> Tensor:
     return torch.where(heads, filled, alone)
 
 
-class Constant:
-    """A tensor that never changes, copied to each device once.
-
-    A copy in every call would wait for the device, and cannot be captured in a CUDA graph.
-
-    Args:
-        value: on the CPU; it must not be changed afterwards.
-    """
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-        self._copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-
-    def __repr__(self) -> str:
-        return f"Constant({self.value.tolist()})"
-
-    def __reduce__(self) -> tuple[type[Constant], tuple[Tensor]]:
-        return type(self), (self.value,)
-
-    def on(self, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-        """The value on a device, in its own dtype or in another one."""
-        key = device, self.value.dtype if dtype is None else dtype
-        if key not in self._copies:
-            # Not an inference tensor: a later call may need gradients.
-            with torch.inference_mode(False):
-                self._copies[key] = self.value.to(*key)
-        return self._copies[key]
-
-    def like(self, tensor: Tensor) -> Tensor:
-        """The value on the device and in the dtype of a tensor."""
-        return self.on(tensor.device, tensor.dtype)
-
-
 def listed(value: Any) -> Any:
     """Converts tuples to lists, as they are written in a spec."""
     return [listed(item) for item in value] if isinstance(value, tuple) else value

@@ -1,15 +1,17 @@
-"""Language models built from the mixers, their checkpoints, and text generation."""
+"""Language models built from the cells, their checkpoints, and text generation."""
 
-from longrnn.models.base import EditableModel, LanguageModel, LMOutput
+from longrnn.models.base import LanguageModel, LMOutput
+from longrnn.models.config import RecurrentConfig
 from longrnn.models.generate import Generation, generate
-from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
+from longrnn.models.recurrent import RecurrentLM
+from longrnn.ops.rows import Rows
 
 __all__ = [
-    "EditableModel",
     "Generation",
     "LMOutput",
     "LanguageModel",
     "RecurrentConfig",
     "RecurrentLM",
+    "Rows",
     "generate",
 ]

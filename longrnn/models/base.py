@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from longrnn.mixers import Edit, Mixer
+from longrnn.cells import Cell, Edit
+from longrnn.errors import UserError
+from longrnn.mitigations import Chain, Mitigation, bind
+from longrnn.models.checks import check_targets, check_tokens
+from longrnn.ops.rows import Rows
 from longrnn.state import LMState, PyTree
+
+# Logits, over all rows and tokens, that one call for losses may hold.
+MAX_LOGITS = 2**25
 
 
 class LMOutput(NamedTuple):
@@ -21,25 +31,49 @@ class LMOutput(NamedTuple):
     state: LMState
 
 
-class LanguageModel(Protocol):
-    """Maps tokens and a state to logits and a state, and never changes the given state."""
+class LanguageModel(nn.Module, ABC):
+    """Maps tokens and a state to logits and a state, and never changes the given state.
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
-        ...
+    Attributes:
+        vocab_size: number of token ids.
+        edits: the changes of the recurrence of each cell, None for no change; see `under`.
+        mitigation: what they come from; None without.
+        mitigated_heads: per part of the mitigation and layer, the changed heads, `(h,)` bool.
+    """
+
+    vocab_size: int
+    mitigation: Chain | None = None
+    mitigated_heads: Sequence[Sequence[Tensor]] = ()
+    _edits: Sequence[Edit | None] | None = None
+    _mitigation_fingerprint = ""
 
     @property
     def max_length(self) -> int | None:
         """How many tokens a sequence may have; None for any number."""
-        ...
+        return None
 
+    @property
+    def cells(self) -> list[Cell]:
+        """The recurrent cells of longrnn in this model, first layer first; empty for others."""
+        return []
+
+    @property
+    def edits(self) -> Sequence[Edit | None]:
+        """One per cell."""
+        return [None] * len(self.cells) if self._edits is None else self._edits
+
+    @abstractmethod
     def init_state(self, batch_size: int) -> LMState:
         """The state before the first token of `batch_size` rows."""
-        ...
 
-    def __call__(
-        self, tokens: Tensor, state: LMState | None = None, *, keep: int | None = None
+    @abstractmethod
+    def forward(
+        self,
+        tokens: Tensor,
+        state: LMState | None = None,
+        *,
+        keep: int | None = None,
+        rows: Rows | None = None,
     ) -> LMOutput:
         """Consumes tokens.
 
@@ -47,26 +81,31 @@ class LanguageModel(Protocol):
             tokens: `(b, t)` integers, b >= 1; t = 0 is allowed and changes nothing.
             state: of the same batch; None for `init_state`.
             keep: return logits for the last `keep` tokens only (0 is allowed); None for all.
+            rows: where documents and padding begin; None for rows of one document without padding.
 
-        `RecurrentLM` and `Mitigated` also take padded and packed rows, with the keyword arguments
-        `is_token` and `is_document_start` (see `RecurrentLM.forward`); an implementation that
-        cannot refuses them with a `UserError`.
+        Raises:
+            UserError: ids outside the vocabulary, the state of another model, or rows that this
+                model cannot read.
         """
-        ...
 
-    def fingerprint(self) -> str:
-        """A short hash of configuration and weights; equal hashes mean equal models."""
-        ...
+    @abstractmethod
+    def weights_fingerprint(self) -> str:
+        """16 hexadecimal digits of the SHA-256 of configuration and weights."""
 
+    def cell_states(self, state: LMState) -> list[PyTree]:
+        """The state of each cell."""
+        return list(state.layers)
 
-@runtime_checkable
-class LossModel(LanguageModel, Protocol):
-    """A `LanguageModel` that computes losses without a tensor of all logits."""
+    def memories(self, state: LMState) -> list[Tensor]:
+        """The recurrent state of each cell by head, `(b, h, p, n)`; n is 1 in a stepwise cell."""
+        triples = zip(self.cells, self.cell_states(state), self.edits, strict=True)
+        return [cell.memory(own, edit) for cell, own, edit in triples]
 
+    @torch.no_grad()
     def token_losses(
         self, tokens: Tensor, targets: Tensor, state: LMState | None = None
     ) -> tuple[Tensor, LMState]:
-        """The loss of each token, without gradients.
+        """The loss of each token, without gradients and without a tensor of all logits.
 
         Args:
             tokens: `(b, t)` integers.
@@ -74,116 +113,67 @@ class LossModel(LanguageModel, Protocol):
             state: of the same batch; None for `init_state`.
 
         Returns:
-            Losses in nats, `(b, t)` float32 or wider, computed from logits that are not rounded to
-            the dtype of the weights; and the state after the last token.
+            Losses in nats, `(b, t)` float32 or wider, and the state after the last token.
         """
-        ...
+        tokens = check_tokens(tokens, self.vocab_size)
+        check_targets(targets, tokens, self.vocab_size)
+        state = self.init_state(len(tokens)) if state is None else state
+        width = max(1, MAX_LOGITS // (len(tokens) * self.vocab_size))
+        losses = []
+        for piece, target in zip(tokens.split(width, 1), targets.split(width, 1), strict=True):
+            logits, state = self(piece, state)
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).transpose(1, 2)
+            found = F.cross_entropy(wide, target.clamp(min=0), reduction="none")
+            losses.append(found.masked_fill(target < 0, 0))
+        return torch.cat(losses, 1), state
 
+    def under(self, mitigation: Mitigation | Chain | Sequence[Mitigation | Chain] | None) -> Self:
+        """The model under a mitigation: a shallow copy that shares all weights with this one.
 
-@runtime_checkable
-class CapturableModel(LanguageModel, Protocol):
-    """A `LanguageModel` whose calls for generated tokens need not wait for the device."""
+        Args:
+            mitigation: one or several, added to those that the model has; None for the plain model.
 
-    @property
-    def is_capturable(self) -> bool:
-        """Whether a call for one token with `checked` reads nothing back from the device.
-
-        A CUDA graph can then capture it, with the state in the form of `static_state`.
+        Raises:
+            UserError: a model without cells of longrnn, a mitigation that is not defined for them,
+                layers or heads that do not exist, numbers calibrated for another model, or members
+                that exclude each other.
         """
-        ...
+        copied = copy.copy(self)
+        if mitigation is None:
+            copied.__dict__.update(
+                _edits=None, mitigation=None, mitigated_heads=(), _mitigation_fingerprint=""
+            )
+            return copied
+        if not self.cells:
+            raise UserError(
+                "a mitigation changes a recurrence that longrnn computes, and this model has none: "
+                "give an RNN, GRU, LSTM or Mamba-2 model, or a hybrid with Mamba-2 layers"
+            )
+        members = [mitigation] if isinstance(mitigation, Mitigation | Chain) else list(mitigation)
+        whole = members if self.mitigation is None else [self.mitigation, *members]
+        # The plain model is what numbers are calibrated for.
+        bound = bind(whole, self.cells, self.weights_fingerprint())
+        copied.__dict__.update(
+            _edits=bound.edits,
+            mitigation=bound.mitigation,
+            mitigated_heads=bound.heads,
+            _mitigation_fingerprint=bound.fingerprint,
+        )
+        return copied
 
-    def static_state(self, state: LMState) -> LMState:
-        """A state as the tokens in a CUDA graph read and change it, at fixed addresses.
+    def fingerprint(self) -> str:
+        """A short hash of configuration, weights and mitigation; equal hashes mean equal models."""
+        weights = self.weights_fingerprint()
+        if self.mitigation is None:
+            return weights
+        whole = f"{weights}/{self._mitigation_fingerprint}"
+        return hashlib.sha256(whole.encode()).hexdigest()[:16]
 
-        It belongs to one decoder, shares no memory with `state`, and has the same shapes for every
-        state of the same batch. A call with it may change its carry in place.
-        """
-        ...
-
-    def state_after(self, state: LMState, static: LMState) -> LMState:
-        """The state after the tokens that `static`, made from `state`, has consumed since."""
-        ...
-
-    def static_tokens(self, state: LMState) -> Tensor | None:
-        """How many tokens of each row a CUDA graph may compute, `(b,)` int64; None for any number.
-
-        The next one needs a call with the state itself, which may read the device: it ends a chunk
-        of a window, or is past the end of a table of positions, so that the call refuses it.
-        """
-        ...
-
-    def __call__(
-        self,
-        tokens: Tensor,
-        state: LMState | None = None,
-        *,
-        keep: int | None = None,
-        checked: bool = False,
-    ) -> LMOutput:
-        """`LanguageModel.__call__`; `checked` leaves out the checks of ids, state and positions."""
-        ...
-
-
-@runtime_checkable
-class EditableModel(LanguageModel, Protocol):
-    """A `LanguageModel` whose recurrent layers can be edited and read.
-
-    `RecurrentLM` is one, and so is a Hugging Face model whose Mamba-2 layers run on the cells of
-    longrnn. "Layer" means a recurrent layer here; others, such as attention, are not counted.
-    """
-
-    @property
-    def mixers(self) -> list[Mixer]:
-        """The cell of each layer, first layer first."""
-        ...
-
-    @property
-    def mixer_kind(self) -> str:
-        """The kind of the cells in the registry of mixers."""
-        ...
-
-    def mixer_states(self, state: LMState) -> list[PyTree]:
-        """The state of the cell of each layer."""
-        ...
-
-    def init_state(self, batch_size: int, edits: Sequence[Edit] | None = None) -> LMState:
-        """The state before the first token; with edits, `extra` holds one carry per layer."""
-        ...
-
-    def __call__(
-        self,
-        tokens: Tensor,
-        state: LMState | None = None,
-        *,
-        keep: int | None = None,
-        edits: Sequence[Edit] | None = None,
-        is_token: Tensor | None = None,
-        is_document_start: Tensor | None = None,
-    ) -> LMOutput:
-        """`LanguageModel.__call__` with one edit per layer; see `RecurrentLM.forward`."""
-        ...
-
-    def token_losses(
-        self,
-        tokens: Tensor,
-        targets: Tensor,
-        state: LMState | None = None,
-        *,
-        edits: Sequence[Edit] | None = None,
-    ) -> tuple[Tensor, LMState]:
-        """`LossModel.token_losses` with one edit per layer."""
-        ...
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The weights."""
-        ...
-
-    def buffers(self) -> Iterator[Tensor]:
-        """Tensors that belong to the model and are not trained."""
-        ...
+    def extra_repr(self) -> str:
+        return "" if self.mitigation is None else f"mitigation={self.mitigation}"
 
 
-def fingerprint(config: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
+def hash_weights(config: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
     """16 hexadecimal digits of the SHA-256 of a configuration and of weights."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     # Transforms of torch.func wrap the weights, and wrapped tensors have no bytes to read.

@@ -19,15 +19,12 @@ from longrnn.checksums import remove_checksums, write_checksums
 from longrnn.config import build_config
 from longrnn.errors import UserError
 from longrnn.files import one_line, read_json, write_atomic
-from longrnn.models.quantise import refuse_to_save
-from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
-from longrnn.ops.ssd import KERNELS, PARTIAL, resolve
+from longrnn.models.config import RecurrentConfig
+from longrnn.models.recurrent import RecurrentLM
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-# Backends that not every machine can run.
-MACHINE_DEPENDENT = {*KERNELS.values(), *PARTIAL}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -49,11 +46,10 @@ def save_model(
         mitigation: the spec of the one under which the model was trained; by default the model's.
 
     Raises:
-        UserError: the weights of the model were rounded to fewer bits, or tied weights differ.
+        UserError: tied weights differ.
     """
     from safetensors.torch import save
 
-    refuse_to_save(model)
     whole = model.state_dict() if weights is None else weights
     tensors = {name: tensor.contiguous() for name, tensor in whole.items()}
     if model.config.tie_embeddings:
@@ -177,7 +173,7 @@ def build_model(
         UserError: a weight is missing, unexpected, or of another shape or dtype, or this machine
             cannot run the backend.
     """
-    _select_backend(config, backend, source)
+    _select_backend(config, backend)
     given = dict(tensors)
     if config.tie_embeddings:
         given.setdefault("head.weight", given.get("embedding.weight", torch.empty(0)))
@@ -206,23 +202,14 @@ def build_model(
     return model.eval()
 
 
-def _select_backend(config: RecurrentConfig, backend: str, source: Path) -> None:
+def _select_backend(config: RecurrentConfig, backend: str) -> None:
     """Writes the backend that computes a model into its configuration.
 
-    Raises:
-        UserError: an unknown backend was given, or one that this machine cannot run.
+    `auto` is that of the configuration if this version has it; else each call chooses.
     """
-    if backend != "auto":
-        resolve(backend)
-        config.mixer = {**config.mixer, "backend": backend}
-        return
-    recorded = config.mixer.get("backend", "auto")
-    if recorded in MACHINE_DEPENDENT:
-        try:
-            resolve(recorded)
-        except UserError as error:
-            logger.warning("%s names the backend %s; auto is used: %s", source, recorded, error)
-            config.mixer = {**config.mixer, "backend": "auto"}
+    known = backend if backend != "auto" else config.mixer.get("backend", "auto")
+    if "backend" in config.mixer or known != "auto":
+        config.mixer = {**config.mixer, "backend": known}
 
 
 def cast_weights(model: RecurrentLM, dtype: torch.dtype | None) -> RecurrentLM:
@@ -234,7 +221,7 @@ def cast_weights(model: RecurrentLM, dtype: torch.dtype | None) -> RecurrentLM:
     """
     if dtype is None:
         return model
-    kept = [mixer.get_parameter(name) for mixer in model.mixers for name in mixer.wide_weights]
+    kept = [cell.get_parameter(name) for cell in model.cells for name in cell.wide_weights]
     values = [parameter.data for parameter in kept]
     model.to(dtype)
     for parameter, value in zip(kept, values, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from operator import index
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,9 +13,9 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.models.base import LanguageModel
 from longrnn.models.checks import check_tokens
-from longrnn.models.decoding import decoder
 from longrnn.models.finite import explain_nonfinite
-from longrnn.state import LMState, take
+from longrnn.ops.rows import Rows
+from longrnn.state import LMState, reset, take
 
 # Returned in place of a token, so that the check needs no synchronisation of its own.
 NOT_FINITE = -1
@@ -44,7 +44,7 @@ def generate(
     top_p: float = 1.0,
     stop: Sequence[Sequence[int]] = (),
     generator: torch.Generator | None = None,
-    is_token: Tensor | None = None,
+    rows: Rows | None = None,
 ) -> Generation:
     """Continues each row of a prompt.
 
@@ -57,16 +57,14 @@ def generate(
         top_p: sample among the fewest tokens whose probabilities reach this sum.
         stop: sequences of ids; a row ends after the first one that it generates.
         generator: source of randomness, on the model's device.
-        is_token: `(b, t)` bool, false at padding of the prompt, which may stand anywhere; None for
-            no padding. Each row gives what it gives alone.
+        rows: where padding stands in the prompt, and documents begin; None for no padding. Each row
+            gives what it gives alone.
 
     Raises:
         UserError: an empty prompt, options out of range, logits that are not finite, or padding for
             a model that cannot read it.
     """
-    run = _Run(
-        model, prompt, state, max_new_tokens, temperature, top_p, generator, is_token=is_token
-    )
+    run = _Run(model, prompt, state, max_new_tokens, temperature, top_p, generator, rows)
     stops = _stops(stop)
     if stops:
         rows = list(run.rows(stops))[-1]
@@ -87,12 +85,10 @@ def stream(
     top_p: float = 1.0,
     stop: Sequence[Sequence[int]] = (),
     generator: torch.Generator | None = None,
-    is_token: Tensor | None = None,
+    rows: Rows | None = None,
 ) -> Iterator[Generation]:
     """Like `generate`, but yields the result so far before the first and after every token."""
-    run = _Run(
-        model, prompt, state, max_new_tokens, temperature, top_p, generator, is_token=is_token
-    )
+    run = _Run(model, prompt, state, max_new_tokens, temperature, top_p, generator, rows)
     for rows in run.rows(_stops(stop)):
         yield Generation([list(row) for row in rows], run.state)
 
@@ -116,31 +112,29 @@ class _Run:
         temperature: float,
         top_p: float,
         generator: torch.Generator | None,
-        *,
-        is_token: Tensor | None,
+        rows: Rows | None,
     ) -> None:
-        prompt = check_tokens(prompt, model.vocab_size, is_token)
+        prompt = check_tokens(prompt, model.vocab_size, rows)
         if prompt.shape[1] == 0:
             raise UserError("the prompt is empty: give at least one token")
-        masks: dict[str, Any] = {}
-        if is_token is not None and not bool(is_token.all()):
-            prompt, masks["is_token"] = _left_padded(prompt, is_token.to(prompt.device))
+        if rows is not None:
+            if not bool(rows.count.all()):
+                row = int((rows.count == 0).nonzero()[0])
+                raise UserError(
+                    f"row {row} of the prompt is all padding: give at least one token per row"
+                )
+            prompt, rows = rows.left_padded(prompt)
         if max_new_tokens < 0 or not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
             raise UserError(
                 "max_new_tokens and temperature must be 0 or more and finite, and top_p in (0, 1]: "
                 f"give such numbers, not {max_new_tokens}, {temperature} and {top_p}"
             )
-        self._model, self._prompt, self._before, self._masks = model, prompt, state, masks
+        self._model, self._prompt, self._before, self._rows = model, prompt, state, rows
         self._max_new_tokens = max_new_tokens
         self._choose = partial(_choose, temperature=temperature, top_p=top_p, generator=generator)
-        logits, self._after_prompt = model(prompt, state, keep=1, **masks)
-        self._logits = logits[:, -1]
-        self._decoder = decoder(model, self._after_prompt, max_new_tokens)
-
-    @property
-    def state(self) -> LMState:
-        """The state after the last token, which later tokens do not change."""
-        return self._decoder.state
+        given = {} if rows is None else {"rows": rows}  # a Hugging Face model takes no rows
+        logits, self.state = model(prompt, state, keep=1, **given)
+        self._logits, self._after_prompt = logits[:, -1], self.state
 
     def advance(self, done: Tensor | None) -> Tensor:
         """Chooses and consumes the next token of each row.
@@ -152,7 +146,13 @@ class _Run:
             The tokens, `(b,)`; NOT_FINITE where a logit is not finite.
         """
         token = self._choose(self._logits)
-        self._logits = self._decoder.step(token.clamp(min=0), done)
+        before = self.state
+        if done is not None:
+            # The next position of a row that is done may be past the end of a table of positions.
+            before = before._replace(position=before.position.masked_fill(done, 0))
+        logits, after = self._model(token.clamp(min=0)[:, None], before, keep=1)
+        self.state = after if done is None else reset(after, self.state, done)
+        self._logits = logits[:, -1]
         return token
 
     def rows(self, stops: list[list[int]]) -> Iterator[list[list[int]]]:
@@ -194,28 +194,10 @@ class _Run:
         if columns:
             tokens = torch.stack(columns, dim=1)[row : row + 1]
             explain_nonfinite(self._model, tokens, take(self._after_prompt, [row]))
-        explain_nonfinite(
-            self._model, *_without_padding(row, self._prompt, self._before, **self._masks)
-        )
-
-
-def _left_padded(prompt: Tensor, is_token: Tensor) -> tuple[Tensor, Tensor]:
-    """The prompt and its mask with all padding in front, so that each row ends with a token."""
-    count = is_token.sum(1)
-    if not bool(count.all()):
-        row = int((count == 0).nonzero()[0])
-        raise UserError(f"row {row} of the prompt is all padding: give at least one token per row")
-    order = is_token.long().argsort(dim=1, stable=True)[:, -int(count.max()) :]
-    return prompt.gather(1, order), is_token.gather(1, order)
-
-
-def _without_padding(
-    row: int, tokens: Tensor, state: LMState | None, is_token: Tensor | None = None
-) -> tuple[Tensor, LMState | None]:
-    """The arguments of a call, of one row only where there is padding."""
-    if is_token is None:
-        return tokens, state
-    return tokens[row, is_token[row]][None], None if state is None else take(state, [row])
+        tokens, before = self._prompt[row : row + 1], self._before
+        if self._rows is not None:
+            tokens = self._rows.arrange(self._prompt)[row : row + 1, : int(self._rows.count[row])]
+        explain_nonfinite(self._model, tokens, None if before is None else take(before, [row]))
 
 
 def _stops(stop: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -8,35 +8,42 @@ Notable choices:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from longrnn.cells import MIXERS, Cell
 from longrnn.errors import UserError, nearest
-from longrnn.mixers import MIXERS, Edit, EditedState, Mixer, init_carries
-from longrnn.models.base import LMOutput, fingerprint
-from longrnn.models.blocks import BLOCKS, Residual, deferred
+from longrnn.models.base import LanguageModel, LMOutput, hash_weights
+from longrnn.models.blocks import BLOCKS
 from longrnn.models.checks import check_state, check_targets, check_tokens
 from longrnn.models.config import RecurrentConfig
-from longrnn.models.context import ContextGroup, hidden_of_share
-from longrnn.models.packing import Arrangement
-from longrnn.models.recompute import RecomputedModel, recomputed
-from longrnn.models.segments import segment_width
 from longrnn.models.token_stack import TokenStack
-from longrnn.models.vectors import ArrangedVectors, Vectors
-from longrnn.ops.cross_entropy import token_cross_entropy
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear
-from longrnn.ops.norm import add_rms_norm
-from longrnn.ops.packed_rows import PackedRows
+from longrnn.ops.loss import token_cross_entropy
+from longrnn.ops.norm import rms_norm
+from longrnn.ops.rows import Rows
 from longrnn.positions import POSITIONS
 from longrnn.ranges import check_ranges
-from longrnn.state import LMState, PyTree, clone
+from longrnn.state import LMState
+
+# What the backward pass computes again at a time: nothing, one block of one segment, or one segment
+# with all its blocks. Of the latter only tokens and states are kept.
+GRANULARITIES = ("no", "block", "segment")
+# Tokens of one segment, over all rows, on a CPU: at least so many, and as many as have so many
+# numbers between two layers; chosen with benchmarks/prefill_cpu.py.
+SEGMENT_TOKENS, SEGMENT_NUMBERS = 512, 2**18
+# The same on other devices, where every segment costs some hundred launches per layer, and with
+# recomputation by segment, which keeps the activations of one segment at a time.
+DEVICE_SEGMENT_TOKENS, RECOMPUTED_SEGMENT_TOKENS = 2**16, 2**13
+# A window is computed in blocks of its own length, up to so many tokens.
+MAX_WINDOW_SEGMENT = 2**14
 
 
-class RecurrentLM(RecomputedModel):
+class RecurrentLM(LanguageModel):
     """A `LanguageModel`: embedding, positional encoding, blocks and head.
 
     Args:
@@ -44,10 +51,14 @@ class RecurrentLM(RecomputedModel):
 
     Attributes:
         trained_under: the spec of the mitigation under which the model was trained; None without.
+        recomputation: one of `GRANULARITIES`. (Not `gradient_checkpointing`: transformers and PEFT
+            take a module's attribute of that name for a switch, and any word for on.)
 
     Raises:
         UserError: unknown kinds or options, or sizes that do not fit together.
     """
+
+    recomputation = "no"
 
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__()
@@ -87,43 +98,39 @@ class RecurrentLM(RecomputedModel):
         return self.position.n_positions
 
     @property
-    def is_capturable(self) -> bool:
-        """See `CapturableModel`."""
-        return not any(mixer.reads_device for mixer in self.mixers)
-
-    def static_state(self, state: LMState) -> LMState:
-        """See `CapturableModel`."""
-        return clone(state)
-
-    def state_after(self, state: LMState, static: LMState) -> LMState:
-        """See `CapturableModel`."""
-        return clone(static)
-
-    def static_tokens(self, state: LMState) -> Tensor | None:
-        """See `CapturableModel`; a table of positions has an end."""
-        return None if self.max_length is None else (self.max_length - state.position).clamp(min=0)
-
-    @property
-    def mixers(self) -> list[Mixer]:
+    def cells(self) -> list[Cell]:
         """The cells, first layer first."""
         return [block.mixer for block in self.blocks]  # type: ignore[misc]
 
-    @property
-    def mixer_kind(self) -> str:
-        """The kind of the cells in the registry of mixers."""
-        return self.config.mixer["kind"]
-
-    def mixer_states(self, state: LMState) -> list[PyTree]:
-        """The state of the cell of each layer."""
-        return list(state.layers)
-
-    def init_state(self, batch_size: int, edits: Sequence[Edit] | None = None) -> LMState:
-        """The zero state of `batch_size` rows; with edits, `extra` holds one carry per layer."""
+    def init_state(self, batch_size: int) -> LMState:
+        """The state of `batch_size` rows before the first token."""
         device = self.embedding.weight.device
         position = torch.zeros(batch_size, dtype=torch.long, device=device)
-        layers = tuple(mixer.init_state(batch_size) for mixer in self.mixers)
-        carries = () if edits is None else init_carries(self.mixers, batch_size, edits)
-        return LMState(position, layers, carries)
+        pairs = zip(self.cells, self.edits, strict=True)
+        return LMState(position, tuple(cell.init_state(batch_size, edit) for cell, edit in pairs))
+
+    def gradient_checkpointing_enable(self, every: str = "block") -> None:
+        """Computes activations again in the backward pass instead of keeping them.
+
+        Args:
+            every: `block` keeps the input of each block and its state at each segment; `segment`
+                keeps the states alone, and computes all blocks of a segment again at once; `no`
+                keeps everything.
+
+        Raises:
+            UserError: another word.
+        """
+        if every not in GRANULARITIES:
+            raise UserError(
+                f"unknown gradient_checkpointing {every!r}: {nearest(every, GRANULARITIES)}"
+            )
+        self.recomputation = every
+        for block in self.blocks:
+            block.recompute = every == "block"  # type: ignore[assignment]
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keeps all activations, as by default."""
+        self.gradient_checkpointing_enable("no")
 
     def forward(
         self,
@@ -131,49 +138,10 @@ class RecurrentLM(RecomputedModel):
         state: LMState | None = None,
         *,
         keep: int | None = None,
-        edits: Sequence[Edit] | None = None,
-        is_token: Tensor | None = None,
-        is_document_start: Tensor | None = None,
-        context: ContextGroup | None = None,
-        checked: bool = False,
-        vectors: Vectors | None = None,
+        rows: Rows | None = None,
     ) -> LMOutput:
-        """Consumes tokens; see `LanguageModel`.
-
-        Args:
-            tokens: `(b, t)` int64.
-            state: of the same batch; None for `init_state`.
-            keep: return logits for the last `keep` tokens only, padding included; None for all.
-            edits: one per layer; `extra` then holds their carries, one per layer, in the given
-                and in the returned state.
-            is_token: `(b, t)` bool, false at padding, which may stand anywhere in a row and have
-                any id. It changes neither the state nor any other output, and its own hidden
-                vectors are 0. None for no padding.
-            is_document_start: `(b, t)` bool. Before such a token the state of the row, carries and
-                position included, is that of `init_state`, whatever it was, NaN included. A row
-                whose first token is not a start continues the given state. None for no start.
-            context: the processes that hold the rows together. Tokens, masks, `keep` and logits are
-                then of the share of this process, states of all: see `longrnn.models.context`.
-            checked: whether ids, state and positions are known to be valid, as those of generated
-                tokens are. Comparing ids with the vocabulary would wait for the device.
-            vectors: what replaces embeddings and the vectors between layers; not with `context`.
-
-        Raises:
-            UserError: ids outside the vocabulary, the state of another model or batch size, a
-                state without the carries of the edits, masks or vectors of another shape or dtype,
-                or a document that starts at padding.
-        """
-        hidden, state = self.hidden(
-            tokens,
-            state,
-            keep=keep,
-            edits=edits,
-            is_token=is_token,
-            is_document_start=is_document_start,
-            context=context,
-            checked=checked,
-            vectors=vectors,
-        )
+        """Consumes tokens; see `LanguageModel.forward`. Hidden vectors at padding are 0."""
+        hidden, state = self.hidden(tokens, state, keep=keep, rows=rows)
         return LMOutput(self.head(hidden), state)  # the module, which may have an adapter
 
     def hidden(
@@ -182,110 +150,67 @@ class RecurrentLM(RecomputedModel):
         state: LMState | None = None,
         *,
         keep: int | None = None,
-        edits: Sequence[Edit] | None = None,
-        is_token: Tensor | None = None,
-        is_document_start: Tensor | None = None,
-        context: ContextGroup | None = None,
-        checked: bool = False,
-        vectors: Vectors | None = None,
+        rows: Rows | None = None,
     ) -> tuple[Tensor, LMState]:
         """`forward` without the head: returns the head's input, `(b, t, d)`, and the state.
 
-        For losses that do not hold all logits at once (`longrnn.ops.cross_entropy`).
+        For losses that do not hold all logits at once (`longrnn.ops.loss`).
+
+        Args:
+            tokens: `(b, t)` integers, or embeddings `(b, t, d)` in their place.
+            state: see `forward`.
+            keep: see `forward`.
+            rows: see `forward`.
         """
-        if not checked:
-            tokens = check_tokens(tokens, self.vocab_size, is_token)
+        if not tokens.is_floating_point():
+            tokens = check_tokens(tokens, self.vocab_size, rows)
         if state is None:
-            state = self.init_state(len(tokens), edits)
-        elif not checked:
-            like = tuple(mixer.state_like() for mixer in self.mixers)
-            check_state(state, like, len(tokens), edits)
+            state = self.init_state(len(tokens))
+        else:
+            check_state(state, self.cells, self.edits, len(tokens))
         time = tokens.shape[1]
         keep = time if keep is None else min(keep, time)
         if keep < 0:
             raise UserError(f"keep must be at least 0, not {keep}: give 0 for no logits")
-
-        vectors = Vectors() if vectors is None else vectors
-        vectors.check(tokens, self.config.d_model, context)
-        arranged = Arrangement(tokens, is_token, is_document_start)
-        if context is not None:
-            given = arranged.tokens, arranged.rows, state, edits, context
-            hidden, state = hidden_of_share(self, *given)
-            kept = Residual(hidden).from_token(arranged.first_kept(keep))
-            return self._output(kept, arranged, keep), state
-        vectors_of = ArrangedVectors(vectors, arranged, time)
-        return self._read(state, keep, edits, arranged, vectors_of, checked)
+        source = tokens if rows is None else rows.arrange(tokens)
+        first = time - keep if rows is None else rows.first_kept(keep)
+        part_of = None if rows is None else rows.slice(0, source.shape[1])
+        width, kept = self._segment_width(len(tokens)), []
+        for start in range(0, source.shape[1], width):
+            part = source[:, start : start + width]
+            own = None if part_of is None else part_of.slice(start, start + width)
+            if self.recomputation == "segment" and torch.is_grad_enabled():
+                after, state = checkpoint(
+                    self._segment, part, state, own, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                after, state = self._segment(part, state, own)
+            kept.append(after[:, max(0, first - start) :])
+        if not kept:
+            return self.embedding.weight.new_zeros(len(tokens), keep, self.config.d_model), state
+        hidden = torch.cat(kept, dim=1) if len(kept) > 1 else kept[0]
+        if self.norm is not None:
+            hidden = rms_norm(hidden, self.norm.weight, self.config.norm_eps)
+            hidden = hidden.to(self.embedding.weight.dtype) if self._wide else hidden
+        return hidden if rows is None else rows.restore(hidden, keep), state
 
     @torch.no_grad()
     def token_losses(
-        self,
-        tokens: Tensor,
-        targets: Tensor,
-        state: LMState | None = None,
-        *,
-        edits: Sequence[Edit] | None = None,
+        self, tokens: Tensor, targets: Tensor, state: LMState | None = None
     ) -> tuple[Tensor, LMState]:
-        """See `LossModel.token_losses`; `edits` as in `forward`."""
+        """See `LanguageModel.token_losses`; logits are not rounded to the dtype of the weights."""
         tokens = check_tokens(tokens, self.vocab_size)
         check_targets(targets, tokens, self.vocab_size)
-        hidden, state = self.hidden(tokens, state, edits=edits)
+        hidden, state = self.hidden(tokens, state)
         return token_cross_entropy(hidden, own_weight(self.head), targets)[0], state
 
-    def _read(
-        self,
-        state: LMState,
-        keep: int,
-        edits: Sequence[Edit] | None,
-        arranged: Arrangement,
-        vectors: ArrangedVectors,
-        positions_checked: bool,
-    ) -> tuple[Tensor, LMState]:
-        """`hidden` of checked arguments."""
-        tokens, rows = vectors.source, arranged.rows
-        # What is read between layers are the vectors of all tokens at once.
-        given = vectors.time if vectors.is_read else keep
-        first = arranged.first_kept(given)
-        width = segment_width(len(tokens), tokens.device, self.config.d_model, self.recomputation)
-        width = max(1, tokens.shape[1]) if vectors.is_read else width
-        kept: list[Residual] = []
-        for start in range(0, tokens.shape[1], width):
-            part = tokens[:, start : start + width]
-            part_rows = rows.slice(start, start + width) if rows is not None else None
-            run = (part, state, edits, part_rows, vectors, positions_checked)
-            if self.recomputation == "segment" and not vectors.is_read:
-                after, state = recomputed(self._segment, *run)
-            else:
-                after, state = self._segment(*run)
-            unwanted = max(0, first - start)
-            if unwanted < part.shape[1]:
-                kept.append(after.from_token(unwanted))
-        if not kept:
-            return self.embedding.weight.new_zeros(len(tokens), keep, self.config.d_model), state
-        one = len(kept) == 1
-        after = kept[0] if one else Residual(torch.cat([each.sum() for each in kept], 1))
-        hidden = self._output(after, arranged, given)
-        if vectors.is_read:
-            hidden = vectors.last(len(self.blocks), hidden)[:, given - keep :]
-        return hidden, state
-
-    def _output(self, after: Residual, arranged: Arrangement, keep: int) -> Tensor:
-        """The input of the head, `(b, keep, d)`, from the output of the last block."""
-        if self.norm is None:
-            return arranged.restore(after.sum(), keep)
-        dtype = self.embedding.weight.dtype if self._wide else None
-        weight, eps = self.norm.weight, self.config.norm_eps
-        return arranged.restore(add_rms_norm(*after, weight, eps, dtype=dtype)[1], keep)
-
-    def embed(
-        self, tokens: Tensor, position: Tensor, rows: PackedRows | None, *, checked: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def embed(self, tokens: Tensor, position: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
         """The input of the first block, and the positions after the tokens.
 
         Args:
             tokens: `(b, t)` int64, or their embeddings `(b, t, d)`.
             position: `(b,)` int64, that of the first token.
             rows: where documents and padding begin; None without any.
-            checked: see `PositionalEncoding.forward`.
         """
         embeddings = self.embedding(tokens) if tokens.ndim == 2 else tokens
         if rows is None:
@@ -294,40 +219,43 @@ class RecurrentLM(RecomputedModel):
             after = position + time
         else:
             positions, after = rows.positions(position)
-        x = self.merge(self.position(embeddings, positions, checked=checked))
+        x = self.merge(self.position(embeddings, positions))
         if rows is not None:
             x = rows.without_padding(x)
         return x.to(torch.promote_types(x.dtype, torch.float32)) if self._wide else x, after
 
     def _segment(
-        self,
-        tokens: Tensor,
-        state: LMState,
-        edits: Sequence[Edit] | None,
-        rows: PackedRows | None,
-        vectors: ArrangedVectors,
-        positions_checked: bool,
-    ) -> tuple[Residual, LMState]:
+        self, tokens: Tensor, state: LMState, rows: Rows | None
+    ) -> tuple[Tensor, LMState]:
         """The residual stream after the blocks, for one segment."""
-        x, position = self.embed(tokens, state.position, rows, checked=positions_checked)
-        if tokens.shape[1] == 1 and edits is None and rows is None and not vectors.is_read:
-            at_once = self._token_stack.run(self.blocks, x, state.layers)
-            if at_once is not None:
-                return Residual(at_once[0]), LMState(position, at_once[1])
-        between = deferred(self.blocks, x)
-        layers, carries = [], []
-        for index, (block, layer) in enumerate(zip(self.blocks, state.layers, strict=True)):
-            between = vectors(index, between)
-            if edits is None:
-                between, layer = block(between, layer, None, rows)
-            else:
-                before = EditedState(layer, state.extra[index])
-                between, (layer, carry) = block(between, before, edits[index], rows)
-                carries.append(carry)
+        x, position = self.embed(tokens, state.position, rows)
+        plain = rows is None and self._edits is None
+        if plain and self._token_stack.suits(self.blocks, x, state.layers):
+            x, layers = self._token_stack.run(x, state.layers)
+            return x, LMState(position, tuple(layers))
+        layers = []
+        for block, layer, edit in zip(self.blocks, state.layers, self.edits, strict=True):
+            x, layer = block(x, layer, edit, rows)
             layers.append(layer)
-        return Residual.of(between), LMState(position, tuple(layers), tuple(carries))
+        return x, LMState(position, tuple(layers))
 
-    def fingerprint(self) -> str:
+    def _segment_width(self, batch_size: int) -> int:
+        """How many tokens of each row go through all layers together.
+
+        Longer segments cost fewer calls, and shorter ones stay in the caches of a CPU.
+        """
+        windows = [edit.window or 0 for edit in self.edits if edit is not None]
+        least = min(max(windows, default=0), MAX_WINDOW_SEGMENT)
+        if self.embedding.weight.device.type == "cpu":
+            tokens = min(
+                4 * SEGMENT_TOKENS, max(SEGMENT_TOKENS, SEGMENT_NUMBERS // self.config.d_model)
+            )
+            return max(64, tokens // max(1, batch_size), least)
+        by_segment = self.recomputation == "segment"
+        tokens = RECOMPUTED_SEGMENT_TOKENS if by_segment else DEVICE_SEGMENT_TOKENS
+        return max(1024, tokens // max(1, batch_size), least)
+
+    def weights_fingerprint(self) -> str:
         """16 hexadecimal digits of the SHA-256 of configuration and weights.
 
         The backend is left out, because it changes the speed of a model and not its outputs.
@@ -337,4 +265,4 @@ class RecurrentLM(RecomputedModel):
         # This option is newer than existing calibrations, whose fingerprints lack it.
         if not config["residual_in_fp32"]:
             del config["residual_in_fp32"]
-        return fingerprint(config, self.state_dict())
+        return hash_weights(config, self.state_dict())

@@ -1,37 +1,38 @@
-"""One token of all blocks of a model in one call of C++.
+"""One token of all residual Mamba-2 blocks of a model in one call of C++.
 
-Everything that a call reads of the modules is found once and used until it changes: another tensor,
-module or number in its place, other memory or another dtype of a tensor, a hook. Looking for such
-changes takes a tenth of the time of finding everything again. Values are read anew in each call.
+A token of a layer takes less time than the calls of Python around it, whose code and data the
+weights of each layer drive out of the caches. What the kernel reads of the modules is packed once,
+and packed again when one of them has changed: another tensor, module or option in its place, or
+other memory or another dtype of a tensor. Values are read anew in each call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Sequence
 from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
-from longrnn.models.blocks import Block
-from longrnn.ops import native
-from longrnn.ops.hooks import unhooked
-from longrnn.ops.native.layer import Layer, Prepared, suits
-from longrnn.ops.transforms import is_transformed
+from longrnn.cells import Mamba2
+from longrnn.models.blocks import ResidualBlock
+from longrnn.ops import cpu
+from longrnn.ops.linear import Linear
+from longrnn.ops.mamba2 import Mamba2State
 from longrnn.state import PyTree
 
-# What decides whether the kernel can compute the blocks, and what its arguments depend on besides.
-_KIND = attrgetter("dtype"), Tensor.is_contiguous
-_PLACE = Tensor.data_ptr, Tensor.numel  # another device is another address
+OPTIONS = ("backend", "gate", "n_groups", "norm_eps", "dt_limit")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class TokenStack:
-    """Remembers what was found of the blocks of one model. A copy of it remembers nothing."""
+    """Remembers what was packed of the blocks of one model. A copy of it remembers nothing."""
 
     def __init__(self) -> None:
-        self._found: _Found | None = None
+        self._packed: _Packed | None = None
+        self._memory = _Recycled()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenStack:
         return TokenStack()
@@ -39,110 +40,144 @@ class TokenStack:
     def __reduce__(self) -> tuple[type[TokenStack], tuple[()]]:
         return TokenStack, ()
 
-    def run(
-        self, blocks: nn.ModuleList, x: Tensor, states: Sequence[PyTree]
-    ) -> tuple[Tensor, tuple[PyTree, ...]] | None:
-        """Computes one token per row; None if that is not possible in one call.
+    def suits(self, blocks: nn.ModuleList, x: Tensor, states: Sequence[PyTree]) -> bool:
+        """Whether `run` computes this call.
 
         Args:
-            blocks: `Block`s.
-            x: `(b, 1, d)`.
-            states: of the cell of each block; they are not changed.
-
-        Returns:
-            The output of the last block `(b, 1, d)`, and the states after the token.
+            blocks: of the model.
+            x: `(b, t, d)`.
+            states: of the cell of each block.
         """
-        if is_transformed() or x.device.type != "cpu" or not native.available():
-            return None
-        if torch.is_autocast_enabled("cpu"):
-            return None
+        if x.shape[1] != 1 or len(x) > cpu.FEW_ROWS or torch.is_autocast_enabled("cpu"):
+            return False
         # A local name, because other threads may replace the attribute.
-        found = self._found
-        if found is None or not found.is_of(blocks):
-            self._found = found = _Found(blocks)
-        if found.prepared is None:
-            return None
-        if torch.is_grad_enabled() and native.tracked(
-            (x, *found.tensors, *chain.from_iterable(states))
-        ):
-            return None
-        if not unhooked(*found.modules):
-            return None
-        after = found.prepared.step(x, states)
-        if after is None:
-            return None
-        pairs = zip(states, after[1], strict=True)
-        return after[0], tuple(type(state)(*pair) for state, pair in pairs)
+        packed = self._packed
+        if packed is None or not packed.is_of(blocks):
+            self._packed = packed = _Packed(blocks)
+        given = [x, *(leaf for state in states for leaf in state)]
+        return (
+            packed.layers is not None
+            and x.dtype in cpu.MIXED
+            and cpu.refusal(given) is None
+            and not cpu.tracked([*given, *packed.tensors])
+            and not any(packed.hooks)
+            and not torch_module._has_any_global_hook()
+        )
+
+    def run(self, x: Tensor, states: Sequence[Mamba2State]) -> tuple[Tensor, list[Mamba2State]]:
+        """The output of the last block `(b, 1, d)`, and the states after one token per row."""
+        assert self._packed is not None and self._packed.layers is not None
+        after = self._memory.take(len(states), states[0].ssm)
+        y, conv, ssm = cpu.layers(self._packed.layers, x, states, after)
+        return y, [Mamba2State(*pair) for pair in zip(conv, ssm, strict=True)]
 
 
-class _Found:
-    """What blocks consist of, and the arguments of the kernel.
+class _Recycled:
+    """Memory for states, used again as soon as no tensor has it.
+
+    A state is a value, so the one after a token is in other memory than the one before. The C
+    library would return memory of this size to the operating system, which clears the pages of new
+    memory: that took a fifth of the time per token of a 130m model.
+    """
+
+    def __init__(self) -> None:
+        self._own: list[Tensor] = []
+
+    def take(self, count: int, like: Tensor) -> Tensor:
+        """An undefined tensor `(count, …)` of the shape of `like`, on the CPU."""
+        shape = (count, *like.shape)
+        kept, self._own = self._own, []  # while another thread looks for memory, there is none
+        found = next((one for one in kept if one.shape == shape and _is_free(one)), None)
+        if found is None:
+            # Not an inference tensor: a later call may need gradients.
+            with torch.inference_mode(False):
+                found = torch.empty(shape, dtype=like.dtype, device="cpu")
+        self._own = [one for one in kept if one is not found and one.shape == shape][:1] + [found]
+        return found
+
+
+def _is_free(tensor: Tensor) -> bool:
+    """Whether no other tensor has the memory of this one."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2  # one, and this call
+
+
+class _Packed:
+    """The blocks of a model as the kernel reads them.
 
     Attributes:
-        prepared: None if the kernel cannot compute these blocks.
-        tensors: that the kernel reads.
-        modules: that it computes.
+        layers: None if the kernel cannot compute these blocks.
+        tensors: all weights that it reads.
+        hooks: the dictionaries of hooks of all modules that it computes.
     """
 
     def __init__(self, blocks: nn.ModuleList) -> None:
+        modules = list(blocks.modules())
+        slots = [
+            (holder, name)
+            for module in modules
+            for holder in (module._parameters, module._modules)
+            for name in holder
+        ]
+        slots += [
+            (vars(block.mixer), name)
+            for block in blocks
+            for name in OPTIONS
+            if name in vars(block.mixer)  # type: ignore[arg-type]
+        ]
         self._blocks, self._count = blocks, len(blocks)
-        slots = list(_slots(blocks))
-        self._holders, self._names, self._values = zip(*slots, strict=True)
-        self.prepared: Prepared | None = None
-        self.tensors: list[Tensor] = []
-        self.modules: list[nn.Module] = []
-        held = {id(value): value for value in self._values if isinstance(value, Tensor)}
-        layers = _layers(blocks) or []
-        read = [one for layer in layers for one in layer.tensors()]
-        # A tensor that is computed from a parameter would become stale.
-        if layers and all(id(one) in held for one in read) and native.in_memory(read):
-            self.prepared, self.tensors = Prepared(layers), read
-            self.modules = list(_computed(blocks))
-            self._watched, self._properties = read, (*_KIND, *_PLACE)
-        else:
-            self._watched, self._properties = (
-                list(held.values()),
-                (*_KIND, attrgetter("device")),
-            )
-        self._memory = self._read_memory()
+        self._holders, self._names = zip(*slots, strict=True)
+        self._values = self._held()
+        self.tensors = [one for one in self._values if isinstance(one, Tensor)]
+        self._memory = self._addresses()
+        self.hooks = [getattr(module, name) for module in modules for name in HOOKS]
+        suits = all(_suits(block) for block in blocks)
+        self.layers = cpu.pack_layers([_layer(block) for block in blocks]) if suits else None
 
     def is_of(self, blocks: nn.ModuleList) -> bool:
         """Whether these blocks consist of the same objects in the same memory."""
-        if blocks is not self._blocks or len(blocks) != self._count:
-            return False
-        same = all(map(is_, map(dict.get, self._holders, self._names), self._values))
-        return same and self._read_memory() == self._memory
+        return (
+            blocks is self._blocks
+            and len(blocks) == self._count
+            and all(map(is_, self._held(), self._values))
+            and self._addresses() == self._memory
+        )
 
-    def _read_memory(self) -> list[list[Any]]:
-        """Each property of all tensors at once: a loop over tensors costs more than the values."""
-        return [list(map(read, self._watched)) for read in self._properties]
+    def _held(self) -> list[Any]:
+        return list(map(dict.get, self._holders, self._names))
 
-
-def _layers(blocks: nn.ModuleList) -> list[Layer] | None:
-    layers = []
-    for block in blocks:
-        layer = block.native_layer() if isinstance(block, Block) else None
-        if layer is None:
-            return None
-        layers.append(layer)
-    return layers if suits(layers) else None
+    def _addresses(self) -> tuple[list[int], list[torch.dtype]]:
+        # One loop over all tensors per property: a loop over tensors in Python takes longer.
+        return list(map(Tensor.data_ptr, self.tensors)), list(map(attrgetter("dtype"), self.tensors))
 
 
-def _computed(blocks: nn.ModuleList) -> Iterator[nn.Module]:
-    """The modules whose calls a call of the kernel replaces."""
-    for block in blocks:
-        assert isinstance(block, Block)
-        yield block
-        yield block.mixer
-        yield from (block.mixer.get_submodule(name) for name in block.mixer.projections)
+def _suits(block: nn.Module) -> bool:
+    """Whether the kernel computes a block, gradients and hooks aside."""
+    if type(block) is not ResidualBlock or type(block.mixer) is not Mamba2:
+        return False
+    cell = block.mixer
+    products = cell.in_proj, cell.out_proj
+    weights = [block.norm.weight, *cell.weights()[:6], *(one.bias for one in products)]
+    return (
+        cell.backend in ("auto", "cpu")
+        and cell.gate is None
+        and all(type(one) is Linear for one in products)
+        and all(one.weight.dtype in cpu.FEW_KINDS for one in products)
+        and all(one is None or one.dtype in cpu.MIXED for one in weights)
+        and cell.state_like().ssm.dtype == torch.float32
+        and all("forward" not in vars(one) for one in block.modules())
+        and cpu.refusal(list(block.parameters())) is None
+        and all(one.is_contiguous() for one in block.parameters())
+        and cell.d_conv <= cpu.MOST_TAPS
+    )
 
 
-def _slots(blocks: nn.ModuleList) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Where the blocks hold tensors, modules and attributes: a dictionary, a key and the value."""
-    for module in blocks.modules():
-        for holder in (module._parameters, module._buffers, module._modules):
-            yield from ((holder, name, value) for name, value in holder.items())
-    for block in blocks:
-        for module in (block, block.mixer):
-            own = vars(module)
-            yield from ((own, name, own[name]) for name in own if not name.startswith("_"))
+def _layer(block: nn.Module) -> cpu.Layer:
+    cell: Any = block.mixer
+    return cpu.Layer(
+        (cell.in_proj.weight, cell.in_proj.bias),
+        (cell.out_proj.weight, cell.out_proj.bias),
+        block.norm.weight,  # type: ignore[union-attr]
+        block.eps,  # type: ignore[arg-type]
+        cell.weights(),
+        cell.state_like(),
+    )

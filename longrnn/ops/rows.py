@@ -1,83 +1,314 @@
-"""Computes groups of rows of a batch separately, such as the rows that hold NaN or infinity.
+"""Rows of a call that hold several documents, or padding.
 
-A matrix product over tokens excludes a token by multiplying it by 0, and 0 · NaN is NaN: one token
-that is not finite would reach outputs that do not depend on it. Masking the inputs of every product
-would cost each call several passes over large tensors. Instead the result is checked, and only the
-rows that are not finite are computed again, one token at a time.
+Padding may stand anywhere in a row. The model moves the tokens of each row to its left (`arrange`),
+so that cells see padding at the end of a row only, and moves its outputs back (`restore`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
-from longrnn.state import join, take
+from longrnn.errors import UserError
+from longrnn.state import join, reset, take, tree_map
 
-T = TypeVar("T")
-Rows = Tensor | Sequence[int]
+S = TypeVar("S")
+# More tokens than a document has: stands for a document that began before the call.
+BEFORE = 2**53
 
 
-def all_finite(tensor: Tensor) -> bool:
-    """Whether no entry is NaN or infinite, judged by the sum alone.
+class Documents(NamedTuple):
+    """The documents of a call, and the parts of documents that began before it; longest first.
 
-    A sum of finite entries may overflow, so false may be a false alarm; true is always right.
+    Attributes:
+        row: `(n,)` int64, the row of each.
+        first: `(n,)` int64, index of its first token in `(b · t,)`.
+        length: `(n,)` int64 on the CPU, its tokens in this call, at least 1.
+        begins: `(n,)` bool, whether it begins in this call.
+        last: `(b,)` int64, the last document of each row, or −1 for a row without tokens.
     """
-    return math.isfinite(tensor.detach().sum().item())
+
+    row: Tensor
+    first: Tensor
+    length: Tensor
+    begins: Tensor
+    last: Tensor
 
 
-def finite_rows(tensor: Tensor) -> Tensor:
-    """Which rows have no entry that is NaN or infinite, `(b,)` bool."""
-    return tensor.detach().flatten(1).isfinite().all(1)
-
-
-def run_groups(groups: Sequence[tuple[Rows, Callable[..., T]]], *arguments: object) -> T:
-    """Runs one function per group of rows, and joins the results in the order of the batch.
+class Rows:
+    """Where documents begin in the rows of a call, and where padding stands.
 
     Args:
-        groups: the row numbers of a group, and its function. Each row is in exactly one group.
-        arguments: trees of tensors whose first axis is the batch; each function gets its rows.
+        is_token: `(b, t)` bool, false at padding; None for no padding.
+        is_document_start: `(b, t)` bool, true at the first token of a document; None for no start.
+            Before such a token the state of the row is the initial one. A row whose first token is
+            not a start continues the given state.
+
+    Attributes:
+        is_start: `(b, t')` bool, after the tokens of each row were moved to its left; t' is the
+            largest number of tokens of a row.
+        count: `(b,)` int64, the tokens of each row; what follows them is padding.
+        has_starts: whether a document begins in this call.
+        has_padding: whether a row has padding.
+
+    Raises:
+        UserError: a mask that is not bool `(b, t)`, masks of two shapes, or a start at padding.
     """
-    parts = [run(*(take(argument, rows) for argument in arguments)) for rows, run in groups]
-    order = torch.cat([torch.as_tensor(rows) for rows, _ in groups])
-    return take(join(parts), order.argsort())
+
+    def __init__(
+        self, is_token: Tensor | None = None, is_document_start: Tensor | None = None
+    ) -> None:
+        masks = {"is_token": is_token, "is_document_start": is_document_start}
+        given = {name: mask for name, mask in masks.items() if mask is not None}
+        for name, mask in given.items():
+            if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 2:
+                raise UserError(
+                    f"{name} must be a bool tensor of shape (batch, time): give one entry per "
+                    "token, for example attention_mask.bool()"
+                )
+        if not given or len({mask.shape for mask in given.values()}) > 1:
+            shapes = [tuple(mask.shape) for mask in given.values()]
+            raise UserError(
+                f"rows need is_token or is_document_start, in one shape, and have {shapes}: give "
+                "one entry per token in each"
+            )
+        like = next(iter(given.values()))
+        starts = torch.zeros_like(like) if is_document_start is None else is_document_start
+        self._is_token, self._order, self._starts = None, None, starts
+        count = torch.full((len(like),), like.shape[1], device=like.device)
+        if is_token is not None and not bool(is_token.all()):
+            if bool((starts & ~is_token).any()):
+                raise UserError(
+                    "is_document_start is true at padding, which is not read: set it at the first "
+                    "token of the document"
+                )
+            self._is_token, count = is_token, is_token.sum(1)
+            self._order = (~is_token).long().argsort(dim=1, stable=True)[:, : int(count.max())]
+            starts = starts.gather(1, self._order)
+        self.shape = tuple(like.shape)
+        self._set(starts, count)
+
+    def _set(self, is_start: Tensor, count: Tensor) -> None:
+        self.is_start, self.count = is_start, count
+        self.has_starts = bool(is_start.any())
+        self.has_padding = bool((count < is_start.shape[1]).any())
+
+    def slice(self, start: int, stop: int) -> Rows | None:
+        """The part for moved tokens `start` up to `stop`; None if nothing about them is special."""
+        part = object.__new__(Rows)
+        is_start = self.is_start[:, start:stop]
+        part.shape = tuple(is_start.shape)
+        part._is_token, part._order = None, None
+        part._set(is_start, (self.count - start).clamp(0, is_start.shape[1]))
+        return part if part.has_starts or part.has_padding else None
+
+    def zero_padding(self, tokens: Tensor) -> Tensor:
+        """Tokens `(b, t)` with 0 at padding."""
+        return tokens if self._is_token is None else tokens.masked_fill(~self._is_token, 0)
+
+    def arrange(self, values: Tensor) -> Tensor:
+        """Moves tokens `(b, t)` or vectors `(b, t, d)` to the left of their rows."""
+        if self._order is None:
+            return values
+        index = self._order.view(*self._order.shape, *[1] * (values.ndim - 2))
+        return values.gather(1, index.expand(-1, -1, *values.shape[2:]))
+
+    def first_kept(self, keep: int) -> int:
+        """The first of the moved tokens among the last `keep` of the given ones, over all rows."""
+        if self._is_token is None:
+            return self.shape[1] - keep
+        return int(self._is_token[:, : self.shape[1] - keep].sum(1).min())
+
+    def restore(self, hidden: Tensor, keep: int) -> Tensor:
+        """Moves vectors back to where their tokens were given.
+
+        Args:
+            hidden: `(b, t', d)`, of the moved tokens from `first_kept(keep)` on.
+            keep: number of given tokens.
+
+        Returns:
+            `(b, keep, d)`, 0 at padding.
+        """
+        if self._is_token is None:
+            return hidden
+        index = self._is_token.cumsum(1) - 1 - self.first_kept(keep)
+        index, is_token = (one[:, self.shape[1] - keep :] for one in (index, self._is_token))
+        index = index.clamp(0, max(0, hidden.shape[1] - 1))[..., None]
+        if not hidden.shape[1]:
+            return hidden.new_zeros(len(hidden), keep, hidden.shape[2])
+        found = hidden.gather(1, index.expand(-1, -1, hidden.shape[2]))
+        return torch.where(is_token[..., None], found, 0)
+
+    def left_padded(self, tokens: Tensor) -> tuple[Tensor, Rows]:
+        """Tokens `(b, t)` with all padding in front, as little as possible, and their rows."""
+        if self._is_token is None:
+            return tokens, self
+        order = self._is_token.long().argsort(dim=1, stable=True)[:, -int(self.count.max()) :]
+        masks = (one.gather(1, order) for one in (self._is_token, self._starts))
+        return tokens.gather(1, order), Rows(*masks)
+
+    @cached_property
+    def is_padding(self) -> Tensor:
+        """`(b, t')` bool."""
+        time = torch.arange(self.is_start.shape[1], device=self.count.device)
+        return time >= self.count[:, None]
+
+    @cached_property
+    def since_start(self) -> Tensor:
+        """`(b, t')` int64, tokens of the same document before each token.
+
+        At least `BEFORE` where the document began before the call.
+        """
+        time = torch.arange(self.is_start.shape[1], device=self.count.device)
+        return time - time.where(self.is_start, -BEFORE).cummax(1).values
+
+    def positions(self, before: Tensor) -> tuple[Tensor, Tensor]:
+        """Absolute positions of the tokens, and the position after the last token of each row.
+
+        Args:
+            before: `(b,)` int64, the position before the call.
+
+        Returns:
+            `(b, t')` int64, 0 at padding, and `(b,)` int64.
+        """
+        time = torch.arange(self.is_start.shape[1], device=before.device)
+        since = self.since_start
+        positions = torch.where(since < BEFORE, since, before[:, None] + time)
+        positions = positions.masked_fill(self.is_padding, 0)
+        last = positions.gather(1, (self.count - 1).clamp(min=0)[:, None])[:, 0]
+        return positions, torch.where(self.count > 0, last + 1, before)
+
+    def without_padding(self, values: Tensor) -> Tensor:
+        """`values` `(b, t', …)` with zeros at padding."""
+        if not self.has_padding:
+            return values
+        shape = (*self.is_padding.shape, *[1] * (values.ndim - 2))
+        return values.masked_fill(self.is_padding.view(shape), 0)
+
+    def last(self, values: Tensor, count: int) -> Tensor:
+        """The last `count` values of each row's last document; 0 before its start.
+
+        Args:
+            values: `(b, l + t', …)`, with those of the l tokens before the call in front.
+            count: how many.
+        """
+        ahead = values.shape[1] - self.is_start.shape[1] - count
+        place = torch.arange(count, device=values.device)
+        index = ahead + self.count[:, None] + place
+        # A row without tokens keeps its values, though a document begins at none of its tokens.
+        since = self.since_start.gather(1, (self.count - 1).clamp(min=0)[:, None])
+        missing = (index < 0) | (count - 1 - place > since)
+        index, missing = (
+            one.view(-1, count, *[1] * (values.ndim - 2)) for one in (index.clamp(min=0), missing)
+        )
+        return torch.where(missing, 0, values.gather(1, index.expand(-1, -1, *values.shape[2:])))
+
+    @cached_property
+    def documents(self) -> Documents:
+        """See `Documents`."""
+        # On the CPU, because the loops over documents need their lengths.
+        is_start, count = self.is_start.cpu(), self.count.cpu()
+        begins = is_start.clone()
+        begins[:, 0] |= count > 0
+        row, time = begins.nonzero(as_tuple=True)
+        end = count[row]
+        end[:-1] = torch.where(row[1:] == row[:-1], time[1:], end[:-1])
+        length, order = (end - time).sort(descending=True, stable=True)
+        last = torch.full_like(count, -1)
+        # Documents are in the order of the text, so that the largest index of a row is its last.
+        last.scatter_reduce_(0, row, torch.arange(len(row)), "amax")
+        rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+        last = torch.where(last < 0, last, rank[last.clamp(min=0)]) if len(rank) else last
+        row, time, device = row[order], time[order], self.count.device
+        first = (row * is_start.shape[1] + time).to(device)
+        begins = is_start[row, time].to(device)
+        return Documents(row.to(device), first, length, begins, last.to(device))
 
 
-def run_by_finiteness(
-    finite: Tensor, fast: Callable[..., T], careful: Callable[..., T], *arguments: object
-) -> T:
-    """Runs `fast` on the finite rows and `careful` on the others.
+def run_documents(
+    run: Callable[[Tensor, S], tuple[Tensor, S]], x: Tensor, state: S, initial: S, rows: Rows
+) -> tuple[Tensor, S]:
+    """Runs each document as a row of a batch of its own, which every cell can do.
+
+    Nothing is padded: all documents run up to the end of the shortest one, the others up to the end
+    of the next, and so on.
 
     Args:
-        finite: `(b,)` bool, not all true.
-        fast: takes and returns trees of tensors whose first axis is the batch.
-        careful: the same function, computed one token at a time.
-        arguments: of both functions.
+        run: maps `(n, t, d)` and the states of n rows to outputs and states.
+        x: `(b, t, d)`.
+        state: of the b rows before the call.
+        initial: the initial state of one row.
+        rows: where documents and padding begin.
+
+    Returns:
+        Outputs `(b, t, d')`, 0 at padding, and the states after the last token of each row.
     """
-    if not bool(finite.any()):
-        return careful(*arguments)
-    groups = [(finite.nonzero()[:, 0], fast), ((~finite).nonzero()[:, 0], careful)]
-    return run_groups(groups, *arguments)
+    documents, flat = rows.documents, x.flatten(0, 1)
+    current, finished = _before(documents, state, initial), []
+    outputs, places = [], []
+    for start, stop, n in _ranges(documents.length):
+        place = documents.first[:n, None] + torch.arange(start, stop, device=x.device)
+        given = flat.index_select(0, place.flatten()).unflatten(0, place.shape)
+        y, current = run(given, tree_map(lambda leaf, n=n: leaf[:n], current))
+        outputs.append(y.flatten(0, 1))
+        places.append(place.flatten())
+        left = int((documents.length > stop).sum())
+        finished.append(tree_map(lambda leaf, left=left: leaf[left:], current))
+    after = _after(documents, state, join(finished[::-1]))
+    return _spread(torch.cat(outputs), torch.cat(places), x), after
 
 
-def run_by_phase(run: Callable[..., T], phase: Tensor, *arguments: object) -> T:
-    """Runs a function on the rows of each phase.
+def run_packed_sequence(
+    run: Callable[[PackedSequence, S], tuple[PackedSequence, S]],
+    x: Tensor,
+    state: S,
+    initial: S,
+    rows: Rows,
+) -> tuple[Tensor, S]:
+    """`run_documents` for the kernels of `torch.nn`, which run documents of any lengths at once."""
+    documents, flat = rows.documents, x.flatten(0, 1)
+    length = documents.length
+    runs = torch.arange(int(length[0]))[:, None] < length  # by time, then by document
+    time, document = (index.to(x.device) for index in runs.nonzero(as_tuple=True))
+    place = documents.first[document] + time
+    packed = PackedSequence(flat.index_select(0, place), runs.sum(1))
+    y, after = run(packed, _before(documents, state, initial))
+    return _spread(y.data, place, x), _after(documents, state, after)
+
+
+def _ranges(length: Tensor) -> Iterator[tuple[int, int, int]]:
+    """(start, stop, n): the first n documents have tokens `start` up to `stop`.
 
     Args:
-        run: takes the arguments of its rows and, last, their phase.
-        phase: `(b,)` int64.
-        arguments: trees of tensors whose first axis is the batch.
+        length: `(n,)`, largest first.
     """
-    phases = phase.tolist()
-    found = sorted(set(phases))
-    if len(found) == 1:
-        return run(*arguments, found[0])
+    start = 0
+    for stop in length.unique().tolist():
+        yield start, stop, int((length >= stop).sum())
+        start = stop
 
-    def of(one: int) -> Callable[..., T]:
-        return lambda *given: run(*given, one)
 
-    groups = [([row for row, other in enumerate(phases) if other == one], of(one)) for one in found]
-    return run_groups(groups, *arguments)
+def _before(documents: Documents, state: S, initial: S) -> S:
+    """The state of each document before its first token of the call."""
+    own = take(state, documents.row)
+    each = tree_map(lambda leaf: leaf.expand(len(documents.row), *leaf.shape[1:]), initial)
+    return reset(own, each, documents.begins)
+
+
+def _after(documents: Documents, state: S, after: S) -> S:
+    """The state of each row: that of its last document, or the given one if it has no token."""
+    last = documents.last
+    row = torch.arange(len(last), device=last.device)
+    return take(join([state, after]), torch.where(last < 0, row, len(last) + last))
+
+
+def _spread(values: Tensor, places: Tensor, x: Tensor) -> Tensor:
+    """`(b, t, d)` with `values` `(n, d)` at `places` `(n,)` of `(b · t,)`, and 0 elsewhere."""
+    b, t = x.shape[:2]
+    spread = values.new_zeros(b * t, values.shape[1])
+    return spread.index_copy(0, places, values).view(b, t, -1)

@@ -1,145 +1,172 @@
-"""A sliding window over m ← keep ∘ m + add, one token at a time, without any subtraction.
+"""The recurrence over the last w tokens only, from two plain scans.
 
-The sum over the window is kept in two stacks. In blocks of r tokens, the *front* holds sums from
-each slot to the end of the previous block, and the *back* is the sum over the current block. A
-token costs O(1) vector operations, and every r-th token O(r).
+    h_t = Σ_{i in (t − w, t]} a_{i+1} … a_t gain_i x_i B_iᵀ,   y_t = h_t C_t,   a = exp(log_decay)
+
+A call is cut into blocks of w tokens from its own start. The window of row r of a block consists of
+
+- the rows of its block up to r: a plain scan from the zero state, and
+- the rows after r of the w tokens before the block: a scan backward in time without decays, whose
+  inputs are weighted by their decay to the block's start, and whose output by the decay to row r.
+
+So no state is subtracted, and gradients and devices are those of the scan. Calls of few tokens are
+computed as attention to their windows. What is remembered are the inputs of the last w tokens; the
+state after them is their sum (`state_of`), which no later call needs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from longrnn.ops.rows import run_by_phase
-from longrnn.state import clone
+from longrnn.ops.rows import Rows
+from longrnn.ops.scan import NEVER, ScanInputs
+from longrnn.state import History
+
+# A call of at most so many tokens is computed as attention; chosen on a CPU.
+FEW = 16
+
+Scan = Callable[[ScanInputs, Tensor | None], tuple[Tensor, Tensor]]
 
 
-class Term(NamedTuple):
-    """`keep` and `add` of one token, or those of several tokens combined; `(b, d)` each."""
-
-    keep: Tensor
-    add: Tensor
-
-
-class StepwiseCarry(NamedTuple):
-    """What the window remembers.
+class Recent(NamedTuple):
+    """Inputs of the last tokens, at most w, flat by head or group; the newest is the last.
 
     Attributes:
-        phase: `(b,)` int64, number of tokens consumed, modulo r.
-        slots: r terms: those of the current block, followed by sums to the end of the previous one.
-        back: the combined term of the current block.
+        x: `(b, l, h p)`.
+        gain: `(b, l, h)`.
+        log_decay: `(b, l, h)`.
+        B: `(b, l, g n)`.
     """
 
-    phase: Tensor
-    slots: tuple[Term, ...]
-    back: Term
+    x: History
+    gain: History
+    log_decay: History
+    B: History
 
 
-def init_stepwise(memory: Tensor, window: int) -> StepwiseCarry:
-    """The carry before the first token; `memory` `(b, d)` gives batch, width, device and dtype."""
-    phase = torch.zeros(len(memory), dtype=torch.long, device=memory.device)
-    identity = Term(torch.ones_like(memory), torch.zeros_like(memory))
-    return StepwiseCarry(phase, (identity,) * window, identity)
+class _Inputs(NamedTuple):
+    """`Recent` by head: x `(b, l, h, p)`, gain and log_decay `(b, l, h)`, B `(b, l, g, n)`."""
+
+    x: Tensor
+    gain: Tensor
+    log_decay: Tensor
+    B: Tensor
+
+    def slice(self, start: int, stop: int) -> _Inputs:
+        return _Inputs(*(one[:, start:stop] for one in self))
 
 
-def slide(keep: Tensor, add: Tensor, carry: StepwiseCarry) -> tuple[Tensor, StepwiseCarry]:
-    """Consumes one token.
+def no_tokens(like: ScanInputs, rows: int) -> Recent:
+    """What is remembered before the first token; `like` gives sizes, dtypes and device."""
+    widths = (one.shape[2:].numel() for one in like[:4])
+    pairs = zip(like[:4], widths, strict=True)
+    return Recent(*(History(one.new_zeros(rows, 0, width)) for one, width in pairs))
+
+
+def windowed(
+    inputs: ScanInputs, recent: Recent, w: int, scan: Scan, rows: Rows | None = None
+) -> tuple[Tensor, Recent]:
+    """Computes the windowed recurrence.
 
     Args:
-        keep: `(b, d)`.
-        add: `(b, d)`.
-        carry: from `init_stepwise` or from the previous token.
+        inputs: t >= 1.
+        recent: of the tokens before.
+        w: tokens of the window, the present one included.
+        scan: computes the plain recurrence; None stands for the zero state.
+        rows: where documents and padding begin; the log decays are −∞ at starts.
 
     Returns:
-        The sum over the window, `(b, d)`, and the new carry.
+        y `(b, t, h, p)` in the dtype of the decays, and the inputs of the last w tokens.
     """
-    term = Term(keep.to(carry.back.keep.dtype), add.to(carry.back.add.dtype))
-    return run_by_phase(_slide, carry.phase, term, carry)
+    time = inputs.x.shape[1]
+    given = _Inputs(*inputs[:4])
+    pairs = zip(_by_head(recent, given), given, strict=True)
+    both = _Inputs(*(torch.cat(pair, dim=1) for pair in pairs))
+    read = both.x.shape[1]
+    last = (one[:, -w:] if rows is None else rows.last(one, min(w, read)) for one in both)
+    # A copy of a part, because a view would keep the whole in memory.
+    last = (one.clone() if read > 2 * w else one for one in last)
+    after = Recent(*(History(one.flatten(2)) for one in last))
+    both = both._replace(log_decay=both.log_decay.clamp(min=NEVER))
+    if time <= FEW:
+        return _attention(both, inputs.C, w), after
+    if read <= w:  # nothing has left the window
+        state = _sum(both.slice(0, read - time))
+        return scan(ScanInputs(*both.slice(read - time, read), inputs.C), state)[0], after
+    both = _Inputs(*(_front(one, max(0, w + time - read)) for one in both))
+    whole = time - time % w
+    outputs = []
+    if whole:
+        old, new = (both.slice(start, start + whole) for start in (0, w))
+        cut = (one.unflatten(1, (-1, w)).flatten(0, 1) for one in (*old, *new, inputs.C[:, :whole]))
+        parts = list(cut)
+        y = _block(_Inputs(*parts[:4]), _Inputs(*parts[4:8]), parts[8], scan)
+        outputs.append(y.unflatten(0, (len(inputs.x), -1)).flatten(1, 2))
+    if whole < time:
+        old, new = both.slice(whole, whole + w), both.slice(whole + w, w + time)
+        outputs.append(_block(old, new, inputs.C[:, whole:], scan))
+    return torch.cat(outputs, dim=1), after
 
 
-class StaticStepwise(NamedTuple):
-    """The window between two ends of blocks, in tensors whose addresses never change.
-
-    It belongs to one decoder. `slide_static` writes terms in place; slots from `phase` on have no
-    meaning.
-
-    Attributes:
-        phase: `(b,)` int64, number of tokens consumed in the block.
-        front: `(b, r, d)`, `add` of the sums from each slot to the end of the previous block.
-        keep: `(b, r, d)`, of the tokens of this block.
-        add: `(b, r, d)`, of the same tokens.
-        back: the combined term of the current block.
-    """
-
-    phase: Tensor
-    front: Tensor
-    keep: Tensor
-    add: Tensor
-    back: Term
+def state_of(recent: Recent, like: ScanInputs) -> Tensor:
+    """The state after the last token of `recent`, `(b, h, p, n)`; `like` gives the sizes."""
+    return _sum(_by_head(recent, _Inputs(*like[:4])))
 
 
-def static_stepwise(carry: StepwiseCarry) -> StaticStepwise:
-    """The window of a carry, from which it shares no memory."""
-    keep, add = (torch.stack(terms, dim=1) for terms in zip(*carry.slots, strict=True))
-    return StaticStepwise(carry.phase.clone(), add, keep, add.clone(), clone(carry.back))
+def _by_head(recent: Recent, like: _Inputs) -> _Inputs:
+    pairs = zip(recent, like, strict=True)
+    return _Inputs(*(one.entries.unflatten(-1, like.shape[2:]) for one, like in pairs))
 
 
-def stepwise_left(carry: StepwiseCarry) -> Tensor:
-    """How many tokens of each row can be consumed before one that completes a block, `(b,)`."""
-    return len(carry.slots) - 1 - carry.phase
+def _front(one: Tensor, count: int) -> Tensor:
+    """`one` `(b, l, …)` with `count` zeros in front of its tokens."""
+    return F.pad(one, (0, 0) * (one.ndim - 2) + (count, 0)) if count else one
 
 
-def slide_static(
-    keep: Tensor, add: Tensor, static: StaticStepwise
-) -> tuple[Tensor, StaticStepwise]:
-    """`slide` of a token that completes no block; reads no phase on the host."""
-    back, phase = static.back, static.phase
-    term = Term(keep.to(back.keep.dtype), add.to(back.add.dtype))
-    rows = torch.arange(len(phase), device=phase.device)
-    # Rows that have ended, and tokens of a warm-up, may stand past the last slot.
-    last = static.front.shape[1] - 1
-    slot = phase.clamp(max=last)
-    static.keep[rows, slot], static.add[rows, slot] = term
-    first = (phase == 0)[:, None]
-    # See `_slide`: the first term must not multiply the zeros of an empty back.
-    back = Term(*(torch.where(first, *pair) for pair in zip(term, _then(back, term), strict=True)))
-    older = static.front[rows, (phase + 1).clamp(max=last)]
-    memory = torch.addcmul(back.add, back.keep, older)
-    return memory, static._replace(phase=phase + 1, back=back)
+def _to_end(inputs: _Inputs) -> Tensor:
+    """The gain of each token times its decay to the last one, `(b, l, h)`."""
+    total = inputs.log_decay.clamp(min=NEVER).double().flip(1).cumsum(1).flip(1)
+    decay = F.pad(total[:, 1:], (0, 0, 0, 1)).exp()
+    return (inputs.gain.double() * decay).to(inputs.gain.dtype)
 
 
-def stepwise_after(carry: StepwiseCarry, static: StaticStepwise) -> StepwiseCarry:
-    """The carry after the tokens that `static`, made from `carry`, has consumed since."""
-    numbers = torch.arange(len(carry.slots), device=static.phase.device)
-    is_new = (numbers < static.phase[:, None])[..., None]
-    keep, add = (
-        torch.where(is_new, new, torch.stack(old, dim=1)).unbind(1)
-        for new, old in zip((static.keep, static.add), zip(*carry.slots, strict=True), strict=True)
+def _sum(inputs: _Inputs, weight: Tensor | None = None) -> Tensor:
+    """The state after the last token, `(b, h, p, n)`; `weight` `(b, l, h)` is `_to_end`."""
+    weight = _to_end(inputs) if weight is None else weight
+    groups = inputs.B.shape[2]
+    u = (inputs.x.to(weight.dtype) * weight[..., None]).unflatten(2, (groups, -1))
+    return torch.einsum("blgrp,blgn->bgrpn", u, inputs.B.to(weight.dtype)).flatten(1, 2)
+
+
+def _attention(both: _Inputs, C: Tensor, w: int) -> Tensor:
+    """y of the last tokens of `both`, each of which attends to the w tokens up to itself."""
+    dtype, time, groups = both.gain.dtype, C.shape[1], C.shape[2]
+    total = both.log_decay.double().cumsum(1).transpose(1, 2)  # b h j
+    place = torch.arange(both.x.shape[1], device=C.device)
+    distance = place[-time:, None] - place
+    outside = (distance < 0) | (distance >= w)
+    decay = (total[:, :, -time:, None] - total[:, :, None]).masked_fill(outside, -torch.inf).exp()
+    weights = (decay * both.gain.transpose(1, 2)[:, :, None]).to(dtype)  # b h i j
+    scores = torch.einsum("bign,bjgn->bgij", C.to(dtype), both.B.to(dtype))
+    weights = (weights.unflatten(1, (groups, -1)) * scores[:, :, None]).flatten(1, 2)
+    return torch.einsum("bhij,bjhp->bihp", weights, both.x.to(dtype))
+
+
+def _block(old: _Inputs, new: _Inputs, C: Tensor, scan: Scan) -> Tensor:
+    """y of the m <= w tokens `new`, `(b, m, h, p)`, given the w tokens before them."""
+    m, w = new.x.shape[1], old.x.shape[1]
+    y, _ = scan(ScanInputs(*new, C), None)
+    weight = _to_end(old)
+    # Row m − 1 reads the old rows from m on. Going backward from it, row r adds old row r + 1.
+    last = _sum(old.slice(m, w), weight[:, m:]) if m < w else None
+    x, weight, B = (
+        F.pad(one[:, 1:m], (0, 0) * (one.ndim - 2) + (0, 1)).flip(1)
+        for one in (old.x, weight, old.B)
     )
-    slots = tuple(Term(*terms) for terms in zip(keep, add, strict=True))
-    return StepwiseCarry(static.phase.clone(), slots, clone(static.back))
-
-
-def _slide(term: Term, carry: StepwiseCarry, slot: int) -> tuple[Tensor, StepwiseCarry]:
-    """`slide` for rows that are all at phase `slot`."""
-    slots, window = list(carry.slots), len(carry.slots)
-    # `keep` of a block's first token applies to the previous block only. It must not multiply
-    # the zeros of an empty back: 0 · NaN would be NaN.
-    back = term if slot == 0 else _then(carry.back, term)
-    slots[slot] = term
-    if slot + 1 < window:
-        memory = torch.addcmul(back.add, back.keep, slots[slot + 1].add)
-        return memory, StepwiseCarry(carry.phase + 1, tuple(slots), back)
-    memory = back.add
-    # The block is complete: replace its terms by sums to its end.
-    for i in range(window - 2, -1, -1):
-        slots[i] = _then(slots[i], slots[i + 1])
-    identity = Term(torch.ones_like(memory), torch.zeros_like(memory))
-    return memory, StepwiseCarry(torch.zeros_like(carry.phase), tuple(slots), identity)
-
-
-def _then(first: Term, second: Term) -> Term:
-    """The combined term of two consecutive terms."""
-    return Term(first.keep * second.keep, torch.addcmul(second.add, second.keep, first.add))
+    back, _ = scan(ScanInputs(x, weight, torch.zeros_like(weight), B, C.flip(1)), last)
+    since = new.log_decay.double().cumsum(1).exp().to(weight.dtype)
+    return torch.addcmul(y, since[..., None], back.flip(1))

@@ -1,0 +1,26 @@
+"""The recurrent cells."""
+
+from longrnn.cells.base import MIXERS, Cell, EditedState
+from longrnn.cells.edit import Edit, Steps, Update, merge
+from longrnn.cells.init import INITS
+from longrnn.cells.mamba2 import Mamba2
+from longrnn.cells.recurrent import GRU, LSTM, RNN
+from longrnn.cells.scanning import ScanningCell
+from longrnn.cells.stepwise import StepwiseCell
+
+__all__ = [
+    "GRU",
+    "INITS",
+    "LSTM",
+    "MIXERS",
+    "RNN",
+    "Cell",
+    "Edit",
+    "EditedState",
+    "Mamba2",
+    "ScanningCell",
+    "Steps",
+    "StepwiseCell",
+    "Update",
+    "merge",
+]

@@ -1,0 +1,157 @@
+"""The interface of a cell: (x, state) → (y, state), one code path for any number of tokens."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from longrnn.cells.edit import Edit
+from longrnn.ops.rows import Rows, run_documents
+from longrnn.registry import Registry
+from longrnn.state import PyTree, tree_map
+
+
+class EditedState(NamedTuple):
+    """The state of a cell whose edit has a window.
+
+    Attributes:
+        state: the cell's own state.
+        recent: what the edit remembers: the inputs of the last tokens.
+    """
+
+    state: PyTree
+    recent: PyTree
+
+
+class Cell(nn.Module, ABC):
+    """A recurrent cell over a whole sequence.
+
+    The constructor of every cell takes `d_input`, the width of its input, and `d_model`, the width
+    of its output; options are keyword-only. The recurrence itself is a submodule, `recurrence`,
+    which computes the edits; a forward hook of it observes every call.
+
+    Attributes:
+        n_heads: number of heads, the parts of a state that mitigations treat separately.
+        recurrent_weights: names of the parameters that determine the recurrence;
+            `longrnn diagnose gradients` and DataParallel need them.
+        wide_weights: names of the parameters that are never cast to a narrower dtype.
+        projections: names of the linear layers that may be replaced by others of the same sizes.
+            A cell with some reads its input by the first one alone.
+        scans: whether its state is computed by a scan, with a step dt and a rate A.
+        gated: whether its new memory is linear in the old one, given the gates.
+    """
+
+    n_heads = 1
+    recurrent_weights: tuple[str, ...] = ()
+    wide_weights: tuple[str, ...] = ()
+    projections: tuple[str, ...] = ()
+    scans = False
+    gated = True
+    recurrence: nn.Module
+
+    def __init__(self, d_input: int, d_model: int) -> None:
+        super().__init__()
+        self.d_input, self.d_model = d_input, d_model
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether a hook observes the recurrence, which kernels for whole layers would pass by."""
+        return bool(self.recurrence._forward_hooks or self.recurrence._forward_pre_hooks)
+
+    @abstractmethod
+    def state_like(self) -> PyTree:
+        """The state of one row without its batch axis, as tensors on the meta device."""
+
+    @abstractmethod
+    def run(self, x: Tensor, state: PyTree, edit: Edit | None) -> tuple[Tensor, PyTree]:
+        """`forward` for rows of one document without padding."""
+
+    @abstractmethod
+    def memory(self, state: PyTree, edit: Edit | None = None) -> Tensor:
+        """The part of a state that recurs, by head: `(b, h, p, n)`; n is 1 in a stepwise cell.
+
+        Args:
+            state: of this cell; an `EditedState` under a window.
+            edit: with which it was computed.
+        """
+
+    @abstractmethod
+    def no_tokens(self, batch_size: int, edit: Edit) -> PyTree:
+        """`EditedState.recent` before the first token, for an edit with a window."""
+
+    def run_packed(
+        self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows
+    ) -> tuple[Tensor, PyTree]:
+        """`forward` for packed rows; this implementation suits every cell."""
+
+        def run(x: Tensor, state: PyTree) -> tuple[Tensor, PyTree]:
+            return self.run(x, state, edit)
+
+        return run_documents(run, x, state, self.init_state(1, edit), rows)
+
+    def forward(
+        self, x: Tensor, state: PyTree, edit: Edit | None = None, rows: Rows | None = None
+    ) -> tuple[Tensor, PyTree]:
+        """Runs the cell.
+
+        Args:
+            x: `(b, t, d_input)`, t >= 1.
+            state: from `init_state` or an earlier call with the same edit; it is not changed.
+            edit: changes the recurrence.
+            rows: where documents and padding begin; None for rows of one document without padding.
+                Before the first token of a document the state is the initial one; padding does not
+                change it, and its outputs are 0.
+
+        Returns:
+            y `(b, t, d_model)`, and the state after the last token.
+        """
+        if edit is not None:
+            edit = edit.to(x.device)
+        if rows is None:
+            return self.run(x, state, edit)
+        return self.run_packed(x, state, edit, rows)
+
+    def init_state(self, batch_size: int, edit: Edit | None = None) -> PyTree:
+        """The state of `batch_size` rows before the first token, on the parameters' device."""
+        # By name where there is one: a replica of DataParallel has no parameters, only attributes.
+        names = self.recurrent_weights or [name for name, _ in self.named_parameters()]
+        device = attrgetter(names[0])(self).device
+
+        def zeros(leaf: Tensor) -> Tensor:
+            return torch.zeros(batch_size, *leaf.shape, dtype=leaf.dtype, device=device)
+
+        state = tree_map(zeros, self.state_like())
+        if edit is None or edit.window is None:
+            return state
+        return EditedState(state, self.no_tokens(batch_size, edit))
+
+    def watch_channels(self, observe: Callable[[Tensor], None]) -> RemovableHandle:
+        """Calls `observe` with the output by channel in every forward pass, until removed.
+
+        Args:
+            observe: gets `(b, t, channels)`. Each head has equally many channels, which are
+                adjacent. A cell without output projection has one channel per entry of y; a cell
+                with one gives the input of the projection, after any norm.
+        """
+        return self.register_forward_hook(lambda module, args, output: observe(output[0]))
+
+    def init_time_scales(self, scales: Tensor) -> bool:
+        """Initialises the gate that decides how long a new cell remembers, if it has one.
+
+        Args:
+            scales: `(d,)` for a stepwise cell, `(h,)` for a scanning one: number of tokens after
+                which about 1/e of the memory of a unit or head is left, at least 2.
+
+        Returns:
+            Whether the cell has such a gate.
+        """
+        return False
+
+
+MIXERS: Registry[Cell] = Registry("mixer")

@@ -1,0 +1,128 @@
+"""`Edit`: how the recurrence of one layer is changed, as data.
+
+A cell applies an edit in fixed stages, so that several edits of a layer merge into one:
+
+| stage | scanning cells | stepwise cells |
+| --- | --- | --- |
+| 1 `steps` | functions of the step dt and the rate A, and of x | |
+| 2 `keep`, `add` | factors of the decay and of the gain | factors of `Update.keep` and `Update.add` |
+| 3 `limit` | the largest norm of each head's state | the largest norm of the memory |
+| 3 `window` | the state is a sum over the last tokens | the memory is a sum over the last tokens |
+
+Stage 3 changes a head once: it has a limit or a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longrnn.errors import UserError
+
+
+class Steps(NamedTuple):
+    """What a scanning cell computes the inputs of its recurrence from.
+
+    Attributes:
+        x: `(b, t, h, p)`, not yet multiplied by dt.
+        dt: `(b, t, h)`, the step, at least 0, in the dtype of the state.
+        A: `(h,)`, the rate, below 0, in the dtype of the state.
+    """
+
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+
+
+class Update(NamedTuple):
+    """How one token changes a stepwise cell's memory: memory ← keep ∘ memory + add.
+
+    The memory is the recurrent vector: c of an LSTM, h of a GRU or an Elman cell.
+
+    Attributes:
+        add: `(b, d)`.
+        keep: `(b, d)`; None where the new memory is not a linear function of the old one (Elman);
+            `add` is then the new memory itself.
+    """
+
+    add: Tensor
+    keep: Tensor | None
+
+
+class Edit(NamedTuple):
+    """A change of the recurrence of one layer; None where a stage is unchanged.
+
+    An edit holds options and masks of heads, and nothing that depends on weights. A stepwise cell
+    counts as one head.
+
+    Attributes:
+        steps: functions without memory, applied in order.
+        keep: factor of the decay of each head, `(h,)` float64, in (0, 1].
+        add: factor of the input of each head, `(h,)` float64, above 0.
+        limit: largest norm of each head's state, `(h,)` float64; infinite for no limit.
+        window: number of last tokens that the state of a windowed head is a sum over.
+        heads: the windowed heads, `(h,)` bool; None for all.
+    """
+
+    steps: tuple[Callable[[Steps], Steps], ...] = ()
+    keep: Tensor | None = None
+    add: Tensor | None = None
+    limit: Tensor | None = None
+    window: int | None = None
+    heads: Tensor | None = None
+
+    def to(self, device: torch.device) -> Edit:
+        """The edit with its tensors on a device."""
+        return Edit(*(one.to(device) if isinstance(one, Tensor) else one for one in self))
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether no stage is changed."""
+        return not self.steps and all(part is None for part in self[1:5])
+
+
+def merge(edits: Sequence[Edit]) -> Edit:
+    """The edits of one layer as one: steps in order, products of factors, the smaller limits.
+
+    Raises:
+        UserError: two windows, or a limit and a window on the same head.
+    """
+    return reduce(_merged, edits, Edit())
+
+
+def _merged(one: Edit, other: Edit) -> Edit:
+    if one.window is not None and other.window is not None:
+        raise UserError(
+            f"two windows in one layer, of {one.window} and {other.window} tokens, have no meaning "
+            "together: give one of them"
+        )
+    windowed = one if other.window is None else other
+    whole = Edit(
+        steps=one.steps + other.steps,
+        keep=_combined(torch.mul, one.keep, other.keep),
+        add=_combined(torch.mul, one.add, other.add),
+        limit=_combined(torch.minimum, one.limit, other.limit),
+        window=windowed.window,
+        heads=windowed.heads,
+    )
+    if whole.window is not None and whole.limit is not None:
+        limited = whole.limit < torch.inf
+        both = limited if whole.heads is None else limited & whole.heads
+        if bool(both.any()):
+            raise UserError(
+                "state_norm and sliding_window both redefine the state of a head and have no "
+                "meaning together: choose one, or give them different heads"
+            )
+    return whole
+
+
+def _combined(
+    function: Callable[[Tensor, Tensor], Tensor], one: Tensor | None, other: Tensor | None
+) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return function(one, other)

@@ -1,0 +1,154 @@
+"""The recurrence of cells that scan, with the edits of a layer applied stage by stage."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from longrnn.cells.base import Cell, EditedState
+from longrnn.cells.edit import Edit, Steps
+from longrnn.ops.backend import Backend
+from longrnn.ops.rows import Rows
+from longrnn.ops.scan import ScanInputs
+from longrnn.ops.window import Recent, no_tokens, state_of, windowed
+from longrnn.state import PyTree, reset
+
+
+class Scan(nn.Module):
+    """Stage 3: the recurrence, with a limit of norms or a window. It has no weights."""
+
+    def forward(
+        self,
+        inputs: ScanInputs,
+        state: Tensor,
+        recent: Recent | None,
+        edit: Edit,
+        ops: Backend,
+        rows: Rows | None = None,
+    ) -> tuple[Tensor, Tensor, Recent | None]:
+        """Runs the recurrence.
+
+        Args:
+            inputs: after stage 2.
+            state: `(b, h, p, n)`. The entries of windowed heads are neither read nor changed.
+            recent: the last inputs of the windowed heads; None without a window.
+            edit: `limit`, `window` and `heads` are read.
+            ops: computes the plain recurrence and that with limits.
+            rows: where documents and padding begin.
+
+        Returns:
+            y `(b, t, h, p)`, and state and last inputs after the last token.
+        """
+        if edit.window is None or recent is None:
+            return *_plain(inputs, state, edit.limit, ops), recent
+        if edit.heads is None:
+            y, recent = windowed(inputs, recent, edit.window, ops.scan, rows)
+            return y, state, recent
+        inside, outside = edit.heads.nonzero()[:, 0], (~edit.heads).nonzero()[:, 0]
+        y_in, recent = windowed(inputs.heads(inside), recent, edit.window, ops.scan, rows)
+        limit = None if edit.limit is None else edit.limit[outside]
+        y_out, after = _plain(
+            inputs.heads(outside), state.index_select(1, outside), limit, ops
+        )
+        y = torch.cat([y_in, y_out], 2).index_select(2, torch.cat([inside, outside]).argsort())
+        return y, state.index_copy(1, outside, after), recent
+
+
+def _plain(
+    inputs: ScanInputs, state: Tensor, limit: Tensor | None, ops: Backend
+) -> tuple[Tensor, Tensor]:
+    return ops.scan(inputs, state) if limit is None else ops.limit(inputs, state, limit)
+
+
+class ScanningCell(Cell):
+    """A cell whose recurrence is h_t = exp(dt_t A) h_{t−1} + dt_t x_t B_tᵀ, y_t = h_t C_t."""
+
+    scans = True
+
+    def __init__(self, d_input: int, d_model: int) -> None:
+        super().__init__(d_input, d_model)
+        self.recurrence = Scan()
+
+    @abstractmethod
+    def inputs_like(self) -> ScanInputs:
+        """The inputs of the scan for one row without tokens, on the device of the weights."""
+
+    @abstractmethod
+    def own_memory(self, state: PyTree) -> Tensor:
+        """`memory` without a window."""
+
+    @abstractmethod
+    def run(
+        self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows | None = None
+    ) -> tuple[Tensor, PyTree]:
+        """`forward`, except for a state before a document that is not finite."""
+
+    def run_packed(
+        self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows
+    ) -> tuple[Tensor, PyTree]:
+        # A log decay of −∞ restarts the recurrence, where nothing before it is NaN or infinite.
+        initial = self.init_state(len(x), edit)
+        before = reset(state, initial, rows.is_start[:, 0])
+        y, after = self.run(x, before, edit, rows)
+        if rows.has_starts and not bool(y.detach().sum().isfinite()):
+            return super().run_packed(x, state, edit, rows)
+        return rows.without_padding(y), after
+
+    def scan(
+        self,
+        steps: Steps,
+        B: Tensor,
+        C: Tensor,
+        state: PyTree,
+        edit: Edit | None,
+        ops: Backend,
+        rows: Rows | None,
+    ) -> tuple[Tensor, Tensor, Recent | None]:
+        """Applies the stages of an edit.
+
+        Args:
+            steps: x must be 0 at padding.
+            B: `(b, t, g, n)`.
+            C: `(b, t, g, n)`.
+            state: the memory `(b, h, p, n)`, and the last inputs if the edit has a window.
+            edit: None for none.
+            ops: of the call.
+            rows: where documents and padding begin.
+        """
+        memory, recent = state
+        edit = Edit() if edit is None else edit
+        for change in edit.steps:
+            steps = change(steps)
+        x, gain, log_decay = steps.x, steps.dt, steps.dt * steps.A
+        if edit.keep is not None:
+            log_decay = log_decay + edit.keep.log().to(log_decay)
+        if edit.add is not None:
+            gain = gain * edit.add.to(gain)
+        if rows is not None:
+            log_decay = rows.without_padding(log_decay)
+            log_decay = log_decay.masked_fill(rows.is_start[..., None], -torch.inf)
+        inputs = ScanInputs(x, gain, log_decay, B, C)
+        y, after, recent = self.recurrence(inputs, memory, recent, edit, ops, rows)
+        if rows is not None and edit.limit is not None:
+            # A limit may change a state where nothing is added to it.
+            after = reset(after, memory, rows.count == 0)
+        return y, after, recent
+
+    def no_tokens(self, batch_size: int, edit: Edit) -> Recent:
+        return no_tokens(self._windowed(edit), batch_size)
+
+    def memory(self, state: PyTree, edit: Edit | None = None) -> Tensor:
+        if edit is None or edit.window is None:
+            return self.own_memory(state)
+        windowed = state_of(state.recent, self._windowed(edit))
+        if edit.heads is None:
+            return windowed
+        inside = edit.heads.nonzero()[:, 0].to(windowed.device)
+        return self.own_memory(state.state).index_copy(1, inside, windowed)
+
+    def _windowed(self, edit: Edit) -> ScanInputs:
+        """`inputs_like` of the windowed heads."""
+        like = self.inputs_like()
+        return like if edit.heads is None else like.heads(edit.heads.nonzero()[:, 0].to(like.x.device))

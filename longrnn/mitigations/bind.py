@@ -1,0 +1,168 @@
+"""Binds mitigations to the cells of a model: which heads of which layers they change, and how."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from torch import Tensor
+
+from longrnn.cells import MIXERS, Cell, Edit, merge
+from longrnn.errors import UserError
+from longrnn.mitigations.base import (
+    COLLAPSING,
+    MITIGATIONS,
+    Chain,
+    Mitigation,
+    is_indices,
+    is_pairs,
+)
+from longrnn.mitigations.values import check_sizes
+
+
+class Bound(NamedTuple):
+    """A mitigation of a model.
+
+    Attributes:
+        mitigation: the mitigations in order.
+        heads: per part and layer, the heads that are changed, `(h,)` bool.
+        edits: one per layer; None where nothing is changed.
+        fingerprint: of the mitigation's numbers and heads.
+    """
+
+    mitigation: Chain
+    heads: list[list[Tensor]]
+    edits: list[Edit | None]
+    fingerprint: str
+
+
+def bind(
+    mitigation: Mitigation | Chain | Sequence[Mitigation | Chain],
+    cells: Sequence[Cell],
+    fingerprint: str,
+) -> Bound:
+    """Binds mitigations to the cells of a model.
+
+    Args:
+        mitigation: one or several, which are combined as in `Chain`.
+        cells: of the model, first layer first.
+        fingerprint: of the model without mitigation.
+
+    Raises:
+        UserError: a mitigation that is not defined for the cells, layers or heads that do not
+            exist, numbers calibrated for another model, or members that exclude each other.
+    """
+    members = [mitigation] if isinstance(mitigation, Mitigation | Chain) else mitigation
+    chain = Chain(members)
+    for part in chain.parts():
+        _check(part, cells, fingerprint)
+    heads = [_select(part, cells, fingerprint) for part in chain.parts()]
+    edits = []
+    for layer in range(len(cells)):
+        pairs = zip(chain.parts(), heads, strict=True)
+        own = [part.bind(layer, masks[layer]) for part, masks in pairs if masks[layer].any()]
+        edit = merge(own)
+        edits.append(None if edit.changes_nothing else edit)
+    # The description has only the path of a diagnosis: add the heads that it lists.
+    named = "".join(
+        f"/{[mask.nonzero()[:, 0].tolist() for mask in masks]}"
+        for part, masks in zip(chain.parts(), heads, strict=True)
+        if part.heads == COLLAPSING
+    )
+    digest = hashlib.sha256(f"{chain.describe()}{named}".encode()).hexdigest()[:16]
+    return Bound(chain, heads, edits, digest)
+
+
+def check_defined(part: type[Mitigation] | Mitigation, cell: type[Cell]) -> None:
+    """Raises a `UserError` if a mitigation is not defined for a kind of cell."""
+    reason = part.undefined(cell)
+    if reason is not None:
+        kind = next((name for name, one in MIXERS.items() if issubclass(cell, one)), cell.__name__)
+        raise UserError(f"{part.name} is not defined for {kind}: {reason}")
+
+
+def support_table() -> str:
+    """A Markdown table of mitigations × cells, followed by the reasons for undefined pairs."""
+    lines = [
+        "| | " + " | ".join(MIXERS) + " |",
+        "| --- " * (len(MIXERS) + 1) + "|",
+    ]
+    notes: list[str] = []
+    for name, member in MITIGATIONS.items():
+        found = []
+        for cell in MIXERS.values():
+            reason = member.undefined(cell)
+            if reason is not None and reason not in notes:
+                notes.append(reason)
+            found.append("yes" if reason is None else f"no ({notes.index(reason) + 1})")
+        lines.append(f"| `{name}` | " + " | ".join(found) + " |")
+    lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, start=1))]
+    return "\n".join(lines)
+
+
+def _check(part: Mitigation, cells: Sequence[Cell], fingerprint: str) -> None:
+    """Refuses a mitigation that is not defined for cells or was calibrated for another model."""
+    known = part.calibration
+    if known is not None and known.fingerprint != fingerprint:
+        raise UserError(
+            f"{known.source} was calibrated for another model (fingerprint {known.fingerprint}, "
+            f"this model has {fingerprint}): calibrate again"
+        )
+    check_defined(part, type(cells[0]))
+    for option in part.numbers:
+        check_sizes(option, getattr(part, option), [cell.n_heads for cell in cells])
+
+
+def _select(part: Mitigation, cells: Sequence[Cell], fingerprint: str) -> list[Tensor]:
+    """The heads that a mitigation changes, per layer, `(h,)` bool.
+
+    Raises:
+        UserError: layers or heads that the model does not have, or a diagnosis that cannot be used.
+    """
+    counts = [cell.n_heads for cell in cells]
+    heads: Any = _collapsing(part, fingerprint) if part.heads == COLLAPSING else part.heads
+    every = range(len(counts))
+    layers = every if part.layers is None else part.layers
+    pairs: list[tuple[int, int | None]]
+    if heads is None:
+        pairs = [(layer, None) for layer in layers]
+    elif is_indices(heads):
+        pairs = [(layer, head) for layer in layers for head in heads]
+    else:
+        pairs = [(layer, head) for layer, head in heads]
+    for layer in (*layers, *(layer for layer, _ in pairs)):
+        if layer not in every:
+            raise UserError(f"the model has no layer {layer}: use 0 to {len(counts) - 1}")
+    masks = [torch.zeros(count, dtype=torch.bool) for count in counts]
+    for layer, head in pairs:
+        if head is not None and head >= counts[layer]:
+            raise UserError(f"layer {layer} has no head {head}: use 0 to {counts[layer] - 1}")
+        if layer in layers:
+            masks[layer][slice(None) if head is None else head] = True
+    return masks
+
+
+def _collapsing(part: Mitigation, fingerprint: str) -> list[list[int]]:
+    """The pairs [layer, head] that the diagnosis lists."""
+    path = Path(str(part.diagnosis))
+    if not path.is_file():
+        raise UserError(
+            f"no diagnosis file {path}: make one with `longrnn diagnose states CHECKPOINT`"
+        )
+    try:
+        found = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not YAML: make it again") from error
+    if not isinstance(found, dict) or not is_pairs(found.get(COLLAPSING)):
+        raise UserError(f"{path} is not a diagnosis: give the diagnosis.yaml of diagnose states")
+    if found.get("fingerprint") not in (None, fingerprint):
+        raise UserError(f"{path} is the diagnosis of another model: make one of this model")
+    if not found[COLLAPSING]:
+        raise UserError(
+            f"{path} lists no collapsing head: leave the mitigation out, or give its heads"
+        )
+    return found[COLLAPSING]

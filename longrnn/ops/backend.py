@@ -1,0 +1,92 @@
+"""Backends: the operations of a Mamba-2 layer, and which implementation of them computes a call.
+
+How a call finds its implementation: a cell holds the name of a backend, `auto` by default, and asks
+`choose` once per call, with the tensors that the call reads. `choose` returns a `Backend`, a tuple
+of functions, all of which can compute this call. `TORCH` has every operation in differentiable
+operations of torch, and defines them. The others are TORCH with some functions replaced: `CPU` by
+C++ kernels, and with gradients by those that have a backward pass (`CPU_GRADIENTS`); `FLA` and
+`MAMBA_SSM` by kernels of other libraries on a GPU. `auto` takes the first of these that covers the
+device, the dtypes and the need of gradients, and TORCH otherwise; a backend that is named is used
+or refused. A layer that is edited or packed is composed from `conv`, `scan` or `limit`, and `gate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from longrnn.errors import UserError, nearest
+from longrnn.ops import conv, cpu, gpu, limit, mamba2, norm, scan
+
+
+class Backend(NamedTuple):
+    """The operations of a Mamba-2 layer.
+
+    Attributes:
+        scan: `longrnn.ops.scan.scan`.
+        conv: `longrnn.ops.conv.conv`.
+        gate: `longrnn.ops.norm.gated_rms_norm`.
+        limit: `longrnn.ops.limit.limited`, with `scan` as the plain recurrence.
+        cell: (projected, weights, state) → (y, state): `longrnn.ops.mamba2.cell` of all of them.
+    """
+
+    scan: Callable[..., tuple[Tensor, Tensor]]
+    conv: Callable[..., tuple[Tensor, Tensor]]
+    gate: Callable[..., Tensor]
+    limit: Callable[..., tuple[Tensor, Tensor]]
+    cell: Callable[..., tuple[Tensor, mamba2.Mamba2State]]
+
+    def composed(self) -> Backend:
+        """The backend whose `cell` is composed from its other operations."""
+        return self._replace(cell=partial(mamba2.cell, self))
+
+
+def _with_scan(scan: Callable[..., tuple[Tensor, Tensor]]) -> Backend:
+    """TORCH with another recurrence."""
+    return TORCH._replace(scan=scan, limit=partial(limit.limited, plain=scan)).composed()
+
+
+TORCH = Backend(
+    scan.scan, conv.conv, norm.gated_rms_norm, limit.limited, cell=NotImplemented
+).composed()
+CPU = Backend(cpu.scan, cpu.conv, cpu.gate, cpu.limit, cpu.cell)
+CPU_GRADIENTS = _with_scan(cpu.scan)._replace(cell=cpu.cell)
+FLA, MAMBA_SSM = _with_scan(gpu.fla_scan), _with_scan(gpu.mamba_ssm_scan)
+
+BACKENDS = {"torch": TORCH, "cpu": CPU, "fla": FLA, "mamba_ssm": MAMBA_SSM}
+"""Backends by name, in the order in which documents list them."""
+
+
+def choose(name: str, tensors: Sequence[Tensor | None]) -> Backend:
+    """The backend of one call.
+
+    Args:
+        name: `auto`, or a name in `BACKENDS`.
+        tensors: everything that the call reads, the state last.
+
+    Raises:
+        UserError: the named backend cannot compute this call.
+    """
+    if name == "torch":
+        return TORCH
+    kinds = ["cpu", "fla", "mamba_ssm"] if name == "auto" else [name]
+    for kind in kinds:
+        reason = REFUSALS[kind](tensors)
+        if reason is None:
+            gradients = kind == "cpu" and cpu.tracked(tensors)
+            return CPU_GRADIENTS if gradients else BACKENDS[kind]
+        if name != "auto":
+            raise UserError(f"the backend {name} cannot compute this call: {reason}")
+    return TORCH
+
+
+REFUSALS = {"cpu": cpu.refusal, "fla": gpu.fla_refusal, "mamba_ssm": gpu.mamba_ssm_refusal}
+
+
+def check_name(name: str) -> None:
+    """Raises a `UserError` for a name that is neither `auto` nor in `BACKENDS`."""
+    if name != "auto" and name not in BACKENDS:
+        raise UserError(f"unknown backend {name!r}: {nearest(name, ['auto', *BACKENDS])}")

@@ -1,0 +1,41 @@
+// Fused CPU kernels: the functions that `longrnn.ops.cpu` calls, by the table in signatures.py.
+//
+// Notable choices:
+// - Plain C interface, no torch headers: it is compiled in seconds, and works with any torch version.
+//   `setup.py` compiles this file once per instruction set; `longrnn.ops.cpu` loads the best one.
+// - One translation unit: the headers, one per topic, have internal linkage, so that two libraries in
+//   one process cannot use each other's functions.
+
+#include "cell_gradient.h"
+#include "layers.h"
+#include "limited.h"
+#include "scan_gradient.h"
+#include "stepwise.h"
+
+#ifndef LONGRNN_SOURCES
+#define LONGRNN_SOURCES ""
+#endif
+
+namespace {
+
+// What `run` returns: 1, or 0 if the kernel cannot compute this; -1 if memory is missing.
+template <class Arguments> int guarded(int (*run)(const Arguments &), const void *arguments) {
+  try {
+    return run(*static_cast<const Arguments *>(arguments));
+  } catch (const std::bad_alloc &) {
+    return -1;
+  }
+}
+
+}  // namespace
+
+#define TYPED(kernel, Arguments)                                                                              \
+  int longrnn_##kernel##_f32(const void *s) { return guarded<Arguments<float>>(&kernel<float>, s); }   \
+  int longrnn_##kernel##_f64(const void *s) { return guarded<Arguments<double>>(&kernel<double>, s); }
+#define UNTYPED(kernel, Arguments) \
+  int longrnn_##kernel(const void *s) { return guarded<Arguments>(&kernel, s); }
+
+extern "C" {
+const char *longrnn_sources() { return LONGRNN_SOURCES; }  // see signatures.py
+KERNELS(TYPED, UNTYPED)
+}

@@ -1,0 +1,133 @@
+"""Loads the compiled kernels and calls them, with arguments packed by the table of `signatures`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from struct import Struct
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longrnn.ops.cpu import signatures
+
+# Instruction sets by the names that torch gives them, best first, and the suffix of the library.
+CAPABILITIES = {"AVX512": "avx512", "AVX2": "avx2", "DEFAULT": "generic"}
+SUFFIXES = {torch.float32: "_f32", torch.float64: "_f64"}
+REALS = {torch.float32: "f", torch.float64: "d"}
+POINTERS = ("in", "out", "doubles", "floats", "data")
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The kernels for this machine; None if there are none, or if they do not fit the sources."""
+    loaded = _loaded()
+    return loaded if loaded is not None and _is_current(loaded) else None
+
+
+def missing() -> str | None:
+    """Why the kernels cannot run, and what to do; None if they can."""
+    if library() is not None:
+        return None
+    if _loaded() is not None:
+        return (
+            "the C++ kernels were compiled from other sources than these: compile them again with "
+            "`pip install -e .` in the checkout"
+        )
+    return (
+        "the C++ kernels were not compiled: install longrnn from its source with a C++ compiler "
+        "(Debian: apt install g++)"
+    )
+
+
+def call(kernel: str, dtype: torch.dtype | None, **arguments: Any) -> bool:
+    """Calls a kernel.
+
+    Args:
+        kernel: its name in `signatures.KERNELS`.
+        dtype: of its tensors, float32 or float64; None for a kernel without a type.
+        arguments: numbers and tensors by the names of the fields; None for a null pointer.
+
+    Returns:
+        Whether the kernel could compute this.
+
+    Raises:
+        MemoryError: for its intermediate values.
+    """
+    found = _function(kernel, dtype)(pack(signatures.KERNELS[kernel], dtype, **arguments))
+    if found < 0:
+        raise MemoryError(f"not enough memory for the C++ kernel {kernel}")
+    return bool(found)
+
+
+def pack(struct: str, dtype: torch.dtype | None, **arguments: Any) -> bytes:
+    """A struct of `signatures.STRUCTS` in memory; see `call`."""
+    layout, fields = _layout(struct, dtype)
+    values: list[Any] = []
+    for kind, name in fields:
+        value = arguments[name]
+        if kind == "mixed":
+            narrow = value is not None and value.dtype == torch.bfloat16
+            values += (0 if value is None else value.data_ptr(), narrow)
+        elif kind in POINTERS:
+            values.append(0 if value is None else value.data_ptr())
+        else:
+            values.append(value)
+    return layout.pack(*values)
+
+
+@cache
+def _function(kernel: str, dtype: torch.dtype | None) -> Callable[[bytes], int]:
+    loaded = library()
+    assert loaded is not None, missing()
+    function = getattr(loaded, f"longrnn_{kernel}{'' if dtype is None else SUFFIXES[dtype]}")
+    function.argtypes = [ctypes.c_char_p]
+    return function
+
+
+@cache
+def _layout(struct: str, dtype: torch.dtype | None) -> tuple[Struct, list[tuple[str, str]]]:
+    fields = list(_flat(struct))
+    letters = {"long": "l", "double": "d", "mixed": "Pl"}
+    letters |= dict.fromkeys(POINTERS, "P")
+    letters["real"] = "f" if dtype is None else REALS[dtype]
+    return Struct("@" + "".join(letters[kind] for kind, _ in fields)), fields
+
+
+def _flat(struct: str) -> Iterator[tuple[str, str]]:
+    """The fields of a struct, with those of a struct in it in their place."""
+    for kind, name in signatures.fields(struct):
+        if kind in signatures.STRUCTS:
+            yield from _flat(kind)
+        else:
+            yield kind, name
+
+
+def _loaded() -> ctypes.CDLL | None:
+    """The library of the best instruction set; None if there is none that this machine can run."""
+    names = list(CAPABILITIES)
+    found = torch.backends.cpu.get_cpu_capability()
+    best = names.index(found) if found in names else len(names) - 1
+    for name in names[best:]:
+        for path in sorted(Path(__file__).parent.glob(f"_{CAPABILITIES[name]}.*")):
+            if path.suffix in (".so", ".pyd", ".dylib"):
+                # torch has loaded the OpenMP library that the kernels need: they share its threads.
+                return ctypes.CDLL(str(path))
+    return None
+
+
+def _is_current(loaded: ctypes.CDLL) -> bool:
+    """Whether a library was compiled from the sources that lie beside it, if there are any.
+
+    After an update of a checkout, an old library would read arguments of another layout.
+    """
+    expected = signatures.digest()
+    if expected is None:
+        return True
+    if not hasattr(loaded, "longrnn_sources"):
+        return False
+    loaded.longrnn_sources.restype = ctypes.c_char_p
+    return loaded.longrnn_sources().decode() == expected

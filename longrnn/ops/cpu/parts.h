@@ -1,0 +1,91 @@
+// What is before and after the recurrence of a Mamba-2: the convolution of its inputs with its activation,
+// and the gated norm of its output. The cell computes them together with the recurrence; a layer whose
+// recurrence is edited calls them alone.
+
+#pragma once
+#include "signatures.h"
+#include "simd.h"
+
+namespace {
+
+// The input `at` tokens after the first of a row.
+template <class T> inline const T *input_of(const Convolution<T> &s, long row, long at) {
+  return at < 0 ? s.before + (row * (s.k - 1) + at + s.k - 1) * s.c : s.x + row * s.x_row + at * s.x_token;
+}
+
+// y = silu(convolution of x over time)
+template <class T> void convolve(const Convolution<T> &s, int threads) {
+  constexpr int W = Lane<T>::W;
+  const long c = s.c;
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
+  for (long row = 0; row < s.b; row++)
+    for (long i = 0; i < s.t; i++) {
+      T *to = s.y + (row * s.t + i) * c;
+      const T *from[16];
+      for (long tap = 0; tap < s.k; tap++) from[tap] = input_of(s, row, i + tap - (s.k - 1));
+      long j = 0;
+      for (; j + W <= c; j += W) {
+        Vec<T> sum = s.bias ? load<T>(s.bias + j) : Vec<T>{};
+        for (long tap = 0; tap < s.k; tap++) sum += load<T>(s.weight + tap * c + j) * load<T>(from[tap] + j);
+        store<T>(to + j, silu<T>(sum));
+      }
+      for (; j < c; j++) {
+        T sum = s.bias ? s.bias[j] : T(0);
+        for (long tap = 0; tap < s.k; tap++) sum += s.weight[tap * c + j] * from[tap][j];
+        to[j] = sum / (T(1) + std::exp(-sum));
+      }
+    }
+}
+
+template <class T> void keep_inputs(const Convolution<T> &s) {
+  const long taps = s.k - 1;
+  for (long row = 0; row < s.b; row++)
+    for (long tap = 0; tap < taps; tap++)
+      std::memcpy(s.after + (row * taps + tap) * s.c, input_of(s, row, s.t + tap - taps), s.c * sizeof(T));
+}
+
+// y = norm((scanned + D x) silu(z)) weight
+template <class T> void gate(const Gate<T> &s, int threads) {
+  constexpr int W = Lane<T>::W;
+  const long d = s.h * s.p, size = d / s.groups;
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (long token = 0; token < s.tokens; token++) {
+    T *y = s.y + token * d;
+    const T *x = s.x + token * s.x_token, *z = s.z + token * s.z_token, *from = s.scanned + token * d;
+    for (long head = 0; head < s.h; head++)
+      for (long i = head * s.p; i < head * s.p + s.p; i++) y[i] = from[i] + s.D[head] * x[i];
+    for (long group = 0; group < s.groups; group++) {
+      const long first = group * size, last = first + size;
+      Vec<T> squares{};
+      T square = 0;
+      long i = first;
+      for (; i + W <= last; i += W) {
+        const Vec<T> gated = load<T>(y + i) * silu<T>(load<T>(z + i));
+        store<T>(y + i, gated);
+        squares += gated * gated;
+      }
+      for (int k = 0; k < W; k++) square += squares[k];
+      for (; i < last; i++) {
+        y[i] *= z[i] / (T(1) + std::exp(-z[i]));
+        square += y[i] * y[i];
+      }
+      const T scale = T(1) / std::sqrt(square / T(size) + s.eps);
+      for (i = first; i < last; i++) y[i] = y[i] * scale * s.weight[i];
+    }
+  }
+}
+
+// Work of a token in both, in units of multiplications, per channel.
+constexpr double WORK_PER_CHANNEL = 32;
+
+template <class T> int convolution(const Convolution<T> &s) {
+  convolve<T>(s, threads_for(double(s.b) * s.t * s.c * WORK_PER_CHANNEL));
+  keep_inputs<T>(s);
+  return 1;
+}
+template <class T> int gated_norm(const Gate<T> &s) {
+  gate<T>(s, threads_for(double(s.tokens) * s.h * s.p * WORK_PER_CHANNEL));
+  return 1;
+}
+
+}  // namespace

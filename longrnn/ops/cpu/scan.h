@@ -1,0 +1,181 @@
+// The recurrence of Mamba-2: chunks whose tiles are in cache, and single tokens.
+//
+// Notable choices:
+// - A chunk of a head is computed with its tiles in cache: scores C Bᵀ once per group of heads, then
+//   three small products per head. Products are register-blocked vector code, whose sums are in the
+//   dtype of the tensors.
+// - Numerics of the decays, and letters: see `tiles.h`.
+
+#pragma once
+#include "tiles.h"
+
+namespace {
+
+// States of so many bytes are driven out of the caches before the next token reads them, because the
+// weights of a layer with such a state are larger; chosen with benchmarks/peers_cpu.py.
+constexpr long STREAMED_BYTES = 1 << 19;
+
+// One token of one head: state ← decay state + x Bᵀ, y = state C. With `PAST_CACHES`, `after` is aligned and
+// n a multiple of the width of vectors.
+template <class T, bool PAST_CACHES = false>
+inline void one_token(long p, long n, const T *x, T gain, T log_decay, const T *B, const T *C, const T *before,
+                      T *after, T *y) {
+  constexpr int W = Lane<T>::W;
+  const double decay = std::exp(double(log_decay));
+  const T whole = decay < 0.5 ? T(0) : T(1);
+  const T rest = decay < 0.5 ? T(decay) : T(std::expm1(double(log_decay)));
+  for (long i = 0; i < p; i++) {
+    const T *from = before + i * n;
+    T *to = after + i * n;
+    const T add = x[i] * gain;
+    Vec<T> sums{};
+    long j = 0;
+    for (; j + W <= n; j += W) {
+      const Vec<T> old = load<T>(from + j);
+      const Vec<T> now = (rest * old + add * load<T>(B + j)) + whole * old;
+      if (PAST_CACHES) stream<T>(to + j, now);
+      else store<T>(to + j, now);
+      sums += now * load<T>(C + j);
+    }
+    T sum = 0;
+    for (int k = 0; k < W; k++) sum += sums[k];
+    for (; j < n; j++) {
+      to[j] = (rest * from[j] + add * B[j]) + whole * from[j];
+      sum += to[j] * C[j];
+    }
+    y[i] = sum;
+  }
+}
+
+template <class T> struct Work {  // tiles of one thread
+  long n, pp;
+  Buffer<T> right, scores, weights, inputs, scaled, memory, change, output;
+  Work(long n, long p)
+      : n(n), pp(padded<T>(p)), right(n * CHUNK), scores(CHUNK * CHUNK), weights(CHUNK * CHUNK),
+        inputs(CHUNK * pp), scaled(CHUNK * n), memory(n * pp), change(n * pp), output(CHUNK * pp) {}
+};
+
+// One chunk of `q` tokens of one head, whose gain x is in `w.inputs`. `w.memory` is the transposed state,
+// (n, p padded), and `scores` are C Bᵀ.
+template <class T>
+void chunk_of_inputs(const Scan<T> &s, Work<T> &w, const Decays &d, const T *scores, long row, long head, long start,
+                     long q, const T *B, const T *C) {
+  const long qp = padded<T>(q), pp = w.pp;
+  double kept[CHUNK];
+  for (long i = 0; i < q; i++) {  // scores times the decays from token j to token i
+    d.advance(kept, i);
+    const T *from = scores + i * CHUNK;
+    T *to = w.weights + i * CHUNK;
+    for (long j = 0; j <= i; j++) to[j] = from[j] * T(kept[j]);
+    const long stop = std::min(qp, i + ROWS);
+    for (long j = i + 1; j < stop; j++) to[j] = 0;
+  }
+  scale_rows<T>(C, s.bc_token, d.before, q, s.n, w.scaled);
+  T *y = s.y + ((row * s.t + start) * s.h + head) * s.p;
+  const bool direct = pp == s.p;
+  T *out = direct ? y : static_cast<T *>(w.output);
+  const long ldo = direct ? s.h * s.p : pp;
+  product<T>(q, pp, q, w.weights, CHUNK, 1, w.inputs, pp, out, ldo, false, LOWER_A);
+  product<T>(q, pp, s.n, w.scaled, s.n, 1, w.memory, pp, out, ldo, true);
+  if (!direct)
+    for (long i = 0; i < q; i++) std::memcpy(y + i * s.h * s.p, out + i * pp, s.p * sizeof(T));
+  scale_rows<T>(B, s.bc_token, d.after, q, s.n, w.scaled);
+  advance_state<T>(d, s.n, pp, q, w.scaled, 1, s.n, w.inputs, w.memory, w.change, w.memory);
+}
+
+// gain x of `q` tokens of a head, to `w.inputs`.
+template <class T> void read_inputs(const Scan<T> &s, Work<T> &w, long row, long head, long start, long q) {
+  const long at = (row * s.t + start) * s.h + head;
+  read_rows<T>(s.x + row * s.x_row + start * s.x_token + head * s.p, s.x_token, s.gain ? s.gain + at : nullptr, s.h, q,
+               s.p, w.pp, w.inputs);
+}
+
+template <class T>
+void chunk_of_head(const Scan<T> &s, Work<T> &w, long row, long head, long start, long q, const T *B, const T *C) {
+  read_inputs<T>(s, w, row, head, start, q);
+  const Decays d(s.log_decay + (row * s.t + start) * s.h + head, s.h, q);
+  chunk_of_inputs<T>(s, w, d, w.scores, row, head, start, q, B, C);
+}
+
+// How many of the r heads of a group one task computes: they are divided among threads only as far as
+// rows and groups do not suffice.
+inline long heads_per_task(long r, long rows_and_groups, int threads) {
+  const long parts = std::min(r, (threads + rows_and_groups - 1) / rows_and_groups);
+  return (r + parts - 1) / parts;
+}
+
+// Calls `chunk(w, row, head, start, q, B, C)` for every chunk and head, whose state is in `w.memory` and
+// whose scores are in `w.scores`. `prepare(w, q, B)` is called before, once per chunk and group.
+template <class T, class W, class Prepare, class Chunk>
+void chunks(const Scan<T> &s, int threads, Prepare prepare, Chunk chunk) {
+  const long r = s.h / s.g;
+  const long each = heads_per_task(r, s.b * s.g, threads), parts = (r + each - 1) / each;
+  PerThread<W> works(threads, s.n, s.p);
+  PerThread<Buffer<T>> states(threads, each * s.n * padded<T>(s.p));
+  const auto part_of = [&](T *all, long index) { return all ? all + index * s.p * s.n : nullptr; };
+#pragma omp parallel num_threads(threads)
+  {
+    W &w = works.mine();
+    T *const memories = states.mine();
+#pragma omp for schedule(static)
+    for (long task = 0; task < s.b * s.g * parts; task++) {
+      const long row = task / (s.g * parts), group = task / parts % s.g;
+      const long first = group * r + task % parts * each, last = std::min(group * r + r, first + each);
+      for (long head = first; head < last; head++)
+        read_state<T>(part_of(const_cast<T *>(s.state), row * s.h + head), s.p, s.n, w.pp, memories + (head - first) * s.n * w.pp);
+      T *const own = w.memory.data;
+      for (long start = 0; start < s.t; start += CHUNK) {
+        const long q = std::min(CHUNK, s.t - start), qp = padded<T>(q);
+        const long bc = row * s.bc_row + start * s.bc_token + group * s.n;
+        const T *B = s.B + bc, *C = s.C + bc;
+        transpose_chunk<T>(B, s.bc_token, q, s.n, w.right);
+        product<T>(q, qp, s.n, C, s.bc_token, 1, w.right, CHUNK, w.scores, CHUNK, false, LOWER_C);
+        prepare(w, q, B);
+        const bool keep = s.kept && start && start % s.segment == 0;
+        T *kept = keep ? s.kept + (start / s.segment - 1) * s.b * s.h * s.p * s.n : nullptr;
+        for (long head = first; head < last; head++) {
+          w.memory.data = memories + (head - first) * s.n * w.pp;
+          if (keep) write_state<T>(w.memory, s.p, s.n, w.pp, kept + (row * s.h + head) * s.p * s.n);
+          chunk(w, row, head, start, q, B, C);
+        }
+      }
+      w.memory.data = own;
+      for (long head = first; s.final_state && head < last; head++)
+        write_state<T>(memories + (head - first) * s.n * w.pp, s.p, s.n, w.pp, part_of(s.final_state, row * s.h + head));
+    }
+  }
+}
+
+template <class T> int scan(const Scan<T> &s) {
+  const long r = s.h / s.g;
+  const int threads = threads_for(double(s.b) * s.t * s.h * s.p * s.n);
+  if (s.t <= 2) {
+    // Few tokens: `state` and `final_state` are not null.
+    const bool past_caches = s.t == 1 && s.b * s.h * s.p * s.n * long(sizeof(T)) >= STREAMED_BYTES &&
+                             s.n % Lane<T>::W == 0 && reinterpret_cast<uintptr_t>(s.final_state) % BYTES == 0;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+      for (long task = 0; task < s.b * s.h; task++) {
+        const long row = task / s.h, head = task % s.h;
+        for (long i = 0; i < s.t; i++) {
+          const long at = (row * s.t + i) * s.h + head, bc = row * s.bc_row + i * s.bc_token + head / r * s.n;
+          T *after = s.final_state + task * s.p * s.n;
+          (past_caches ? one_token<T, true> : one_token<T, false>)(
+              s.p, s.n, s.x + row * s.x_row + i * s.x_token + head * s.p, s.gain ? s.gain[at] : T(1), s.log_decay[at],
+              s.B + bc, s.C + bc, i ? after : s.state + task * s.p * s.n, after, s.y + at * s.p);
+        }
+      }
+      if (past_caches) finish_streams();
+    }
+    return 1;
+  }
+  chunks<T, Work<T>>(
+      s, threads, [](Work<T> &, long, const T *) {},
+      [&](Work<T> &w, long row, long head, long start, long q, const T *B, const T *C) {
+        chunk_of_head<T>(s, w, row, head, start, q, B, C);
+      });
+  return 1;
+}
+
+}  // namespace

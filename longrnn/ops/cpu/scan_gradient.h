@@ -1,0 +1,261 @@
+// The gradient of the recurrence, from its inputs and the states that the forward pass kept.
+//
+// With u = gain x, W_ij = (C_i · B_j) decay(j, i] inside a chunk, S the state at its start, D the
+// gradient of the state at its end, and g the gradient of y,
+//
+//   du_j = Σ_i W_ij g_i + after_j D B_j,    dB_j = Σ_i decay(j, i] (g_i · u_j) C_i + after_j u_j D,
+//   dC_i = Σ_j decay(j, i] (g_i · u_j) B_j + before_i g_i S,    D before = decay D + Σ_i before_i g_i C_iᵀ.
+//
+// Notable choices:
+// - The forward pass keeps a state per segment. The states at the starts of a segment's chunks are
+//   computed again, then its chunks are read from the last to the first.
+// - The gradient of a log decay is the sum over all terms whose decay contains it, all of which are
+//   added: a difference of two sums over all tokens would leave its rounding to heads that forget at
+//   once. A term whose decay is 1 (j = i) is not part of it.
+// - What heads of a group add to the gradients of B and C is summed in tiles, so that its products with
+//   B and C are computed once per group.
+
+#pragma once
+#include "scan.h"
+
+namespace {
+
+template <class T> struct GradientWork {  // tiles of one thread
+  Buffer<T> B, C, B_t, C_t;                  // of the chunk: (q, n), and transposed (n, qp)
+  Buffer<T> scores, decays, weights, pairs;  // (q, qp): C Bᵀ, decay(j, i], their product, g uᵀ
+  Buffer<T> grad_scores;                       // gradient of the scores, summed over heads
+  Buffer<T> u, u_t, scaled_u;                // (q, pp) and (p, qp)
+  Buffer<T> g, scaled_g, scaled_g_t;
+  Buffer<T> grad_u;                            // (q, pp)
+  Buffer<T> part, grad_B, grad_C;                // (n, qp)
+  Buffer<T> change;                          // (n, pp)
+  GradientWork(long n, long pp)
+      : B(CHUNK * n), C(CHUNK * n), B_t(n * CHUNK), C_t(n * CHUNK), scores(CHUNK * CHUNK), decays(CHUNK * CHUNK),
+        weights(CHUNK * CHUNK), pairs(CHUNK * CHUNK), grad_scores(CHUNK * CHUNK), u(CHUNK * pp), u_t(pp * CHUNK),
+        scaled_u(pp * CHUNK), g(CHUNK * pp), scaled_g(CHUNK * pp), scaled_g_t(pp * CHUNK), grad_u(CHUNK * pp),
+        part(n * CHUNK), grad_B(n * CHUNK), grad_C(n * CHUNK), change(n * pp) {}
+};
+
+inline double sum_of(const double *from, long n) {  // n: whole vectors
+  Vec<double> sums{};
+  for (long i = 0; i < n; i += Lane<double>::W) sums += load<double>(from + i);
+  double sum = 0;
+  for (int i = 0; i < Lane<double>::W; i++) sum += sums[i];
+  return sum;
+}
+
+// Decays between tokens and weights of a head, 0 where j > i.
+template <class T> void weigh(const Decays &d, GradientWork<T> &w, long q) {
+  const long qp = padded<T>(q);
+  double kept[CHUNK];
+  for (long i = 0; i < q; i++) {
+    d.advance(kept, i);
+    T *decays = w.decays + i * CHUNK, *weights = w.weights + i * CHUNK;
+    const T *scores = w.scores + i * CHUNK;
+    for (long j = 0; j <= i; j++) {
+      decays[j] = T(kept[j]);
+      weights[j] = scores[j] * decays[j];
+    }
+    for (long j = i + 1; j < qp; j++) decays[j] = weights[j] = 0;
+  }
+}
+
+// Adds the gradient of the scores, and at [k] the terms of pairs j < k <= i to the gradient of log decay k.
+template <class T> void pairs_of_head(GradientWork<T> &w, long q, double *grad_log) {
+  constexpr int W = Lane<T>::W;
+  double columns[CHUNK] = {};  // at [j]: sum over the tokens i so far, which are read backwards
+  for (long i = q - 1; i >= 0; i--) {
+    T *pairs = w.pairs + i * CHUNK, *grad_scores = w.grad_scores + i * CHUNK;
+    const T *decays = w.decays + i * CHUNK, *weights = w.weights + i * CHUNK;
+    const long stop = padded<T>(i + 1);
+    for (long j = i + 1; j < stop; j++) pairs[j] = 0;
+    for (long j = 0; j < stop; j += W)
+      store<T>(grad_scores + j, load<T>(grad_scores + j) + load<T>(pairs + j) * load<T>(decays + j));
+    for (long j = 0; j < i; j++) columns[j] += double(pairs[j] * weights[j]);
+    columns[i] = 0;  // no token before i reads it
+    grad_log[i] += sum_of(columns, padded<double>(i));
+  }
+}
+
+// One chunk of `q` tokens of one head, whose first token is at `start`. `after` is the gradient of the
+// state at its end, and becomes that of the state at its start, which is `before`; both (n, pp).
+template <class T>
+void chunk_gradient(const ScanGradient<T> &s, GradientWork<T> &w, long row, long head, long start, long q,
+                    const T *before, T *after) {
+  constexpr int W = Lane<T>::W;
+  const Scan<T> &of = s.of;
+  const long n = of.n, p = of.p, pp = padded<T>(p), qp = padded<T>(q), at = (row * of.t + start) * of.h + head;
+  const T *gains = of.gain ? of.gain + at : nullptr;
+  const T *x = of.x + row * of.x_row + start * of.x_token + head * p;
+  const Decays d(of.log_decay + at, of.h, q);
+  read_rows<T>(x, of.x_token, gains, of.h, q, p, pp, w.u);
+  read_rows<T>(s.grad_y + at * p, of.h * p, nullptr, 0, q, p, pp, w.g);
+  scale_rows<T>(w.g, pp, d.before, q, pp, w.scaled_g);
+  transpose_chunk<T>(w.u, pp, q, p, w.u_t);
+  transpose_chunk<T>(w.scaled_g, pp, q, p, w.scaled_g_t);
+  T factors[CHUNK] = {};
+  for (long i = 0; i < q; i++) factors[i] = T(d.after[i]);
+  for (long j = 0; j < p; j++)
+    for (long i = 0; i < qp; i += W)
+      store<T>(w.scaled_u + j * CHUNK + i, load<T>(w.u_t + j * CHUNK + i) * load<T>(factors + i));
+  weigh<T>(d, w, q);
+
+  double grad_log[CHUNK] = {};
+  product<T>(q, qp, p, w.g, pp, 1, w.u_t, CHUNK, w.pairs, CHUNK, false, LOWER_C);
+  pairs_of_head<T>(w, q, grad_log);
+
+  product<T>(n, qp, p, before, pp, 1, w.scaled_g_t, CHUNK, w.part, CHUNK, false);
+  T starting[CHUNK] = {};  // what the state at the chunk's start adds to y · g
+  for (long j = 0; j < n; j++)
+    for (long i = 0; i < qp; i += W) {
+      const Vec<T> one = load<T>(w.part + j * CHUNK + i);
+      store<T>(starting + i, load<T>(starting + i) + one * load<T>(w.C_t + j * CHUNK + i));
+      store<T>(w.grad_C + j * CHUNK + i, load<T>(w.grad_C + j * CHUNK + i) + one);
+    }
+  product<T>(n, qp, p, after, pp, 1, w.scaled_u, CHUNK, w.grad_B, CHUNK, true);
+  product<T>(q, pp, n, w.B, n, 1, after, pp, w.grad_u, pp, false);
+  scale_rows<T>(w.grad_u, pp, d.after, q, pp, w.grad_u);
+  double sum = 0;
+  for (long i = 0; i < q; i++) {  // what the tokens before i add to the state at the end times its gradient
+    grad_log[i] += sum;
+    sum += dot<T>(w.u + i * pp, w.grad_u + i * pp, pp);
+  }
+  product<T>(q, pp, q, w.weights, 1, CHUNK, w.g, pp, w.grad_u, pp, true, UPPER_A);
+  for (long i = 0; i < q; i++) {
+    T *to = s.grad_x + row * s.grad_x_row + (start + i) * s.grad_x_token + head * p;
+    const T *grad_u = w.grad_u + i * pp, gain = gains ? gains[i * of.h] : T(1);
+    if (s.grad_gain) {
+      const T *from = x + i * of.x_token;
+      T sum = 0;
+      Vec<T> sums{};
+      long j = 0;
+      for (; j + W <= p; j += W) sums += load<T>(from + j) * load<T>(grad_u + j);
+      for (int k = 0; k < W; k++) sum += sums[k];
+      for (; j < p; j++) sum += from[j] * grad_u[j];
+      s.grad_gain[at + i * of.h] = sum;
+    }
+    for (long j = 0; j < p; j++) to[j] = (s.adds_x ? to[j] : T(0)) + grad_u[j] * gain;
+  }
+  sum = 0;
+  for (long j = 0; j < n; j++) sum += dot<T>(before + j * pp, after + j * pp, pp);
+  const double total = std::exp(d.sum);
+  double run = total < LEAST ? 0 : sum * total;
+  for (long i = q - 1; i >= 0; i--) {
+    run += double(starting[i]);
+    s.grad_log_decay[at + i * of.h] = T(grad_log[i] + run);
+  }
+  advance_state<T>(d, n, pp, q, w.C, 1, n, w.scaled_g, after, w.change, after);
+}
+
+// The states at the starts of a segment's chunks after the first, at `states` (chunk, head, n, pp).
+template <class T>
+void states_of_segment(const ScanGradient<T> &s, GradientWork<T> &w, long row, long group, long first, long last,
+                       long begin, long end, T *states) {
+  const Scan<T> &of = s.of;
+  const long n = of.n, pp = padded<T>(of.p), all = (last - first) * n * pp;
+  for (long start = begin; start + CHUNK < end; start += CHUNK) {
+    T *from = states + (start - begin) / CHUNK * all;
+    const T *B = of.B + row * of.bc_row + start * of.bc_token + group * n;
+    for (long i = 0; i < CHUNK; i++) std::memcpy(w.B + i * n, B + i * of.bc_token, n * sizeof(T));
+    for (long head = first; head < last; head++, from += n * pp) {
+      const long at = (row * of.t + start) * of.h + head;
+      const Decays d(of.log_decay + at, of.h, CHUNK);
+      const T *x = of.x + row * of.x_row + start * of.x_token + head * of.p;
+      read_rows<T>(x, of.x_token, of.gain ? of.gain + at : nullptr, of.h, CHUNK, of.p, pp, w.u);
+      scale_rows<T>(w.u, pp, d.after, CHUNK, pp, w.grad_u);
+      advance_state<T>(d, n, pp, CHUNK, w.B, 1, n, w.grad_u, from, w.change, from + all);
+    }
+  }
+}
+
+// What the heads of a task add to the gradients of B and C of a chunk, written to rows `step` apart.
+template <class T> void write_groups(GradientWork<T> &w, long n, long q, T *grad_B, T *grad_C, long step) {
+  const long qp = padded<T>(q);
+  for (long i = 0; i < q; i++)
+    for (long j = i + 1; j < qp; j++) w.grad_scores[i * CHUNK + j] = 0;
+  product<T>(n, qp, q, w.C_t, CHUNK, 1, w.grad_scores, CHUNK, w.grad_B, CHUNK, true);
+  transpose_chunk<T>(w.grad_scores, CHUNK, q, q, w.pairs);
+  product<T>(n, qp, q, w.B_t, CHUNK, 1, w.pairs, CHUNK, w.grad_C, CHUNK, true);
+  for (long i = 0; i < q; i++)
+    for (long j = 0; j < n; j++) {
+      grad_B[i * step + j] = w.grad_B[j * CHUNK + i];
+      grad_C[i * step + j] = w.grad_C[j * CHUNK + i];
+    }
+}
+
+// The heads `first` to `last` of a group of one row. `grad_B` and `grad_C` are of the row and group.
+template <class T>
+void gradient_of_heads(const ScanGradient<T> &s, GradientWork<T> &w, long row, long group, long first, long last,
+                       long segment, T *states, T *after, T *grad_B, T *grad_C, long step) {
+  const Scan<T> &of = s.of;
+  const long n = of.n, p = of.p, pp = padded<T>(p), heads = last - first, size = p * n;
+  for (long head = first; head < last; head++)
+    read_state<T>(s.grad_final ? s.grad_final + (row * of.h + head) * size : nullptr, p, n, pp,
+                  after + (head - first) * n * pp);
+  for (long begin = (of.t - 1) / segment * segment; begin >= 0; begin -= segment) {
+    const long end = std::min(of.t, begin + segment);
+    const T *kept = begin ? of.kept + (begin / segment - 1) * of.b * of.h * size : of.state;
+    for (long head = first; head < last; head++)
+      read_state<T>(kept ? kept + (row * of.h + head) * size : nullptr, p, n, pp, states + (head - first) * n * pp);
+    states_of_segment<T>(s, w, row, group, first, last, begin, end, states);
+    for (long start = begin + (end - begin - 1) / CHUNK * CHUNK; start >= begin; start -= CHUNK) {
+      const long q = std::min(CHUNK, end - start), qp = padded<T>(q);
+      const long bc = row * of.bc_row + start * of.bc_token + group * n;
+      for (long i = 0; i < q; i++) {
+        std::memcpy(w.B + i * n, of.B + bc + i * of.bc_token, n * sizeof(T));
+        std::memcpy(w.C + i * n, of.C + bc + i * of.bc_token, n * sizeof(T));
+      }
+      transpose_chunk<T>(w.B, n, q, n, w.B_t);
+      transpose_chunk<T>(w.C, n, q, n, w.C_t);
+      product<T>(q, qp, n, w.C, n, 1, w.B_t, CHUNK, w.scores, CHUNK, false, LOWER_C);
+      std::fill(w.grad_scores.data, w.grad_scores + CHUNK * CHUNK, T(0));
+      std::fill(w.grad_B.data, w.grad_B + n * CHUNK, T(0));
+      std::fill(w.grad_C.data, w.grad_C + n * CHUNK, T(0));
+      for (long head = first; head < last; head++)
+        chunk_gradient<T>(s, w, row, head, start, q, states + ((start - begin) / CHUNK * heads + head - first) * n * pp,
+                          after + (head - first) * n * pp);
+      write_groups<T>(w, n, q, grad_B + start * step, grad_C + start * step, step);
+    }
+  }
+  for (long head = first; s.grad_state && head < last; head++)
+    write_state<T>(after + (head - first) * n * pp, p, n, pp, s.grad_state + (row * of.h + head) * size);
+}
+
+template <class T> int scan_gradient(const ScanGradient<T> &s) {
+  const Scan<T> &of = s.of;
+  const long r = of.h / of.g, one = of.b * of.t * of.g * of.n;
+  const int threads = threads_for(3 * double(of.b) * of.t * of.h * of.p * of.n);
+  const long each = heads_per_task(r, of.b * of.g, threads), parts = (r + each - 1) / each;
+  // The first part writes the gradients of B and C, the others what is added to them.
+  Buffer<T> more(2 * (parts - 1) * one);
+  const long pp = padded<T>(of.p), tile = of.n * pp;
+  const long segment = std::min(of.segment, (of.t + CHUNK - 1) / CHUNK * CHUNK);
+  PerThread<GradientWork<T>> works(threads, of.n, pp);
+  PerThread<Buffer<T>> states(threads, segment / CHUNK * each * tile), after(threads, each * tile);
+#pragma omp parallel num_threads(threads)
+  {
+    GradientWork<T> &w = works.mine();
+#pragma omp for schedule(static)
+    for (long task = 0; task < of.b * of.g * parts; task++) {
+      const long row = task / (of.g * parts), group = task / parts % of.g, part = task % parts;
+      const long first = group * r + part * each, last = std::min(group * r + r, first + each);
+      const long at = part ? row * of.t * of.g * of.n : row * s.grad_bc_row, step = part ? of.g * of.n : s.grad_bc_token;
+      T *grad_B = (part ? more + 2 * (part - 1) * one : s.grad_B) + at + group * of.n;
+      T *grad_C = (part ? more + (2 * part - 1) * one : s.grad_C) + at + group * of.n;
+      gradient_of_heads<T>(s, w, row, group, first, last, segment, states.mine(), after.mine(), grad_B, grad_C, step);
+    }
+    if (parts > 1) {
+#pragma omp for schedule(static)
+      for (long token = 0; token < of.b * of.t; token++)
+        for (long part = 0; part < parts - 1; part++)
+          for (long j = 0; j < of.g * of.n; j++) {
+            const long to = token / of.t * s.grad_bc_row + token % of.t * s.grad_bc_token + j;
+            s.grad_B[to] += more[2 * part * one + token * of.g * of.n + j];
+            s.grad_C[to] += more[(2 * part + 1) * one + token * of.g * of.n + j];
+          }
+    }
+  }
+  return 1;
+}
+
+}  // namespace

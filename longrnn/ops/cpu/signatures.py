@@ -1,0 +1,123 @@
+"""The arguments of the C++ kernels: one table, which C++ and Python both read.
+
+`setup.py` writes it as the header `signatures.h` before it compiles the kernels, by running this
+file, before torch is installed. `longrnn.ops.cpu.library` packs arguments by it.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+# name: fields. A field is a kind and names: `long`; `double`; `real`, a number of type T; `in` and
+# `out`, pointers to T; `doubles` and `floats`, pointers of that type; `data`, a pointer to anything;
+# `mixed`, a pointer to T or to bfloat16, and which of the two; the name of another struct.
+STRUCTS = {
+    "Scan": """
+        long b t h p g n; in x; long x_row x_token; in gain log_decay B C; long bc_row bc_token;
+        in state; out y final_state kept; long segment
+    """,
+    "ScanGradient": """
+        Scan of; in grad_y grad_final; out grad_x; long grad_x_row grad_x_token adds_x;
+        out grad_gain grad_log_decay grad_B grad_C; long grad_bc_row grad_bc_token; out grad_state
+    """,
+    "Limited": "Scan of; doubles limit; double unlimited",
+    "Convolution": "long b t c k; in x; long x_row x_token; in before weight bias; out y after",
+    "Gate": """
+        long tokens h p groups; real eps; in scanned x z; long x_token z_token; in D weight; out y
+    """,
+    "CellCall": """
+        long b t h p g n k; real norm_eps dt_least dt_largest; in state; out state_after;
+        mixed projected conv_weight conv_bias dt_bias A_log D norm_weight conv conv_after y;
+        out scanned kept; long segment
+    """,
+    "CellGradient": """
+        long b t h p g n k; real norm_eps dt_least dt_largest;
+        in projected conv_weight conv_bias dt_bias A_log D norm_weight conv state;
+        out scanned kept; long segment; in grad_y grad_conv_after grad_state_after;
+        out grad_projected grad_conv_weight grad_conv_bias grad_dt_bias grad_A_log grad_D
+            grad_norm_weight grad_conv grad_state work
+    """,
+    "Stepwise": """
+        long cell b t d; in projected weight bias h memory; out y h_after memory_after;
+        double keep add limit
+    """,
+    "FewRows": "long rows m k kind; data weight; floats x y",
+    "Layer": """
+        CellCall of; long d; real eps; mixed norm; long in_kind; data in_weight; mixed in_bias;
+        long out_kind; data out_weight; mixed out_bias
+    """,
+    "Stack": "long count rows; data layers states; mixed x x_after",
+}
+# Function of C++: the struct that it takes. A name exists for each dtype, as in scan_f32, but for
+# functions whose struct has no fields of type T.
+KERNELS = {
+    "scan": "Scan",
+    "scan_gradient": "ScanGradient",
+    "limited_scan": "Limited",
+    "convolution": "Convolution",
+    "gated_norm": "Gate",
+    "cell": "CellCall",
+    "cell_gradient": "CellGradient",
+    "stepwise": "Stepwise",
+    "few_rows": "FewRows",
+    "layers": "Stack",
+}
+
+C_TYPES = {
+    "long": "long",
+    "double": "double",
+    "real": "T",
+    "in": "const T *",
+    "out": "T *",
+    "doubles": "const double *",
+    "floats": "float *",
+    "data": "const void *",
+    "mixed": "Mixed",
+}
+
+
+def fields(name: str) -> list[tuple[str, str]]:
+    """The (kind, name) of each field of a struct, in order."""
+    found = []
+    for group in STRUCTS[name].split(";"):
+        kind, *names = group.split()
+        found += [(kind, one) for one in names]
+    return found
+
+
+def is_typed(name: str) -> bool:
+    """Whether a struct has fields of type T."""
+    return any(kind in ("real", "in", "out") or kind in STRUCTS for kind, _ in fields(name))
+
+
+def header() -> str:
+    """The content of `signatures.h`."""
+    lines = ["// Written by signatures.py.", "#pragma once", "", "namespace {", ""]
+    lines += ["// A tensor in the dtype of the state, or in bfloat16.", "struct Mixed {"]
+    lines += ["  void *data;", "  long is_bfloat16;", "};", ""]
+    for name in STRUCTS:
+        lines += ["template <class T>"] if is_typed(name) else []
+        members = [
+            f"  {C_TYPES[kind] if kind in C_TYPES else kind + '<T>'} {one};"
+            for kind, one in fields(name)
+        ]
+        lines += [f"struct {name} {{", *members, "};", ""]
+    lines += ["}  // namespace", "", "#define KERNELS(TYPED, UNTYPED) \\"]
+    lines += [
+        f"  {'TYPED' if is_typed(struct) else 'UNTYPED'}({kernel}, {struct}) \\"
+        for kernel, struct in KERNELS.items()
+    ]
+    return "\n".join([*lines, "", ""])
+
+
+def digest(folder: Path = FOLDER) -> str | None:
+    """16 hexadecimal digits of the SHA-256 of the C++ sources; None where they are not installed."""
+    files = sorted(path for path in folder.glob("*.h") if path.name != "signatures.h")
+    files += sorted(folder.glob("*.cpp"))
+    if not files:
+        return None
+    content = header().encode() + b"".join(path.read_bytes() for path in files)
+    return sha256(content).hexdigest()[:16]

@@ -1,0 +1,124 @@
+// Vectors, aligned buffers, exponentials, and the number of threads of a piece of work.
+
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <memory>
+#include <vector>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int BYTES = 64, COLUMNS = 4;
+#elif defined(__AVX2__)
+constexpr int BYTES = 32, COLUMNS = 2;
+#else
+constexpr int BYTES = 16, COLUMNS = 2;
+#endif
+
+template <class T> struct Lane {
+  typedef T V __attribute__((vector_size(BYTES), aligned(sizeof(T)), may_alias));
+  static constexpr int W = BYTES / sizeof(T);
+};
+template <class T> using Vec = typename Lane<T>::V;
+template <class T> inline Vec<T> load(const T *from) { return *reinterpret_cast<const Vec<T> *>(from); }
+template <class T> inline void store(T *to, Vec<T> v) { *reinterpret_cast<Vec<T> *>(to) = v; }
+
+// Writes to aligned memory past the caches, which then need not read what is overwritten.
+template <class T> inline void stream(T *to, Vec<T> v) {
+#if defined(__AVX512F__)
+  _mm512_stream_si512(reinterpret_cast<__m512i *>(to), (__m512i)v);
+#elif defined(__AVX2__)
+  _mm256_stream_si256(reinterpret_cast<__m256i *>(to), (__m256i)v);
+#else
+  store<T>(to, v);
+#endif
+}
+inline void finish_streams() {  // before other threads read what was written
+#ifdef __AVX2__
+  _mm_sfence();
+#endif
+}
+
+template <class T> inline long padded(long n) { return (n + Lane<T>::W - 1) / Lane<T>::W * Lane<T>::W; }
+
+template <class T> struct Buffer {  // 64-byte aligned
+  T *data = nullptr;
+  explicit Buffer(long n) {
+    void *raw = nullptr;
+    if (posix_memalign(&raw, 64, std::max<size_t>(64, n * sizeof(T)))) throw std::bad_alloc();
+    data = static_cast<T *>(raw);
+  }
+  ~Buffer() { free(data); }
+  Buffer(const Buffer &) = delete;
+  operator T *() { return data; }
+};
+
+inline Vec<float> exponential(Vec<float> x) {  // relative error 2e-7
+  typedef int32_t I __attribute__((vector_size(BYTES), aligned(4), may_alias));
+  x = x < -87.0f ? Vec<float>{} - 87.0f : x;
+  x = x > 88.0f ? Vec<float>{} + 88.0f : x;
+  const Vec<float> scaled = x * 1.44269504f;
+  const I whole = __builtin_convertvector(scaled + (scaled < 0.0f ? Vec<float>{} - 0.5f : Vec<float>{} + 0.5f), I);
+  const Vec<float> n = __builtin_convertvector(whole, Vec<float>);
+  const Vec<float> r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Vec<float> p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  I bits;
+  std::memcpy(&bits, &p, sizeof p);
+  bits += whole << 23;
+  Vec<float> result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
+}
+inline Vec<double> exponential(Vec<double> x) {
+  for (int i = 0; i < Lane<double>::W; i++) x[i] = std::exp(x[i]);
+  return x;
+}
+template <class T> inline Vec<T> silu(Vec<T> x) { return x / (T(1) + exponential(-x)); }
+
+template <class T> inline T softplus(T x) { return x > T(20) ? x : std::log1p(std::exp(x)); }
+
+// Work below which starting threads costs more than it saves, in multiplications.
+constexpr double PARALLEL_WORK = 2e5;
+
+inline int thread_number() {
+#ifdef _OPENMP
+  return omp_get_thread_num();
+#else
+  return 0;
+#endif
+}
+
+// One W per thread. They are made outside of parallel regions, which no exception may leave.
+template <class W> struct PerThread {
+  std::vector<std::unique_ptr<W>> all;
+  template <class... Sizes> explicit PerThread(int threads, Sizes... sizes) {
+    for (int i = 0; i < threads; i++) all.push_back(std::make_unique<W>(sizes...));
+  }
+  W &mine() { return *all[thread_number()]; }
+};
+
+int threads_for(double work) {
+#ifdef _OPENMP
+  return work < PARALLEL_WORK ? 1 : omp_get_max_threads();
+#else
+  return 1;
+#endif
+}
+
+}  // namespace

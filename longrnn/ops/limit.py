@@ -1,0 +1,149 @@
+"""The recurrence with a limit on the norm of each head's state.
+
+    ĥ_t = a_t h_{t−1} + u_t,  u_t = gain_t x_t B_tᵀ,  h_t = s_t ĥ_t,  s_t = min(1, limit / ‖ĥ_t‖)
+
+Given all scales s_t, this is the plain recurrence with decays s_t a_t and inputs s_t u_t. Computing
+the scales needs no state: within a chunk ĥ_t is a weighted sum of u_i, where u_0 is the state at the
+chunk's start, so norms are quadratic forms in ⟨u_i, u_j⟩ = gain_i gain_j ⟨x_i, x_j⟩ ⟨B_i, B_j⟩. Only
+a few operations on one number per head remain sequential.
+
+Notable choices:
+- Where the triangle inequality shows that no state of a segment can reach its limit, the plain
+  recurrence computes the segment.
+- Products of inputs are computed in float64, in which the squares of any float32 are finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from longrnn.ops.precision import own_precision
+from longrnn.ops.scan import CHUNK, NEVER, SEGMENT, ScanInputs, scan
+
+# Stands for no limit: no state reaches it, and its square is finite.
+UNLIMITED = 1e150
+# Margin for rounding in the triangle inequality.
+SLACK = 1e-4
+# A chunk ends where the product of its scales gets this small, because its inverse is needed.
+MIN_PRODUCT = 1e-100
+
+Scan = Callable[[ScanInputs, Tensor], tuple[Tensor, Tensor]]
+
+
+def limited(
+    inputs: ScanInputs, state: Tensor, limit: Tensor, plain: Scan = scan
+) -> tuple[Tensor, Tensor]:
+    """Computes the recurrence with a limit, in differentiable operations.
+
+    Args:
+        inputs: t >= 1.
+        state: `(b, h, p, n)`. A state above its limit is rescaled at the first token.
+        limit: the largest norm of each head's state, `(h,)` float64, above 0; may be infinite.
+        plain: computes the recurrence without a limit.
+
+    Returns:
+        y `(b, t, h, p)` and the state after the last token.
+    """
+    limit = limit.clamp(max=UNLIMITED)
+    outputs, start, time, size = [], 0, inputs.x.shape[1], SEGMENT
+    with own_precision(state):
+        while start < time:
+            part = inputs.slice(start, start + size)
+            within = _is_within(part, state, limit)
+            if not within and size > CHUNK:
+                size = CHUNK
+                continue
+            if not within:
+                scales = _scales(part, state, limit)
+                part = _scaled(part.slice(0, scales.shape[1]), scales)
+            y, state = plain(part, state)
+            outputs.append(y)
+            start += y.shape[1]
+            size = min(2 * size, SEGMENT) if within else CHUNK
+    return torch.cat(outputs, dim=1), state
+
+
+def rescale(memory: Tensor, limit: Tensor) -> Tensor:
+    """memory · min(1, limit / ‖memory‖) over the last axis, for any magnitude.
+
+    Args:
+        memory: `(b, d)`.
+        limit: scalar, float64.
+    """
+    wide = memory.double()
+    # The square of a float64 above 1e154 overflows: divide each row by its largest entry first.
+    unit = wide.detach().abs().amax(-1, keepdim=True)
+    unit = torch.where(unit.isfinite() & (unit > 0), unit, 1.0)
+    norm = unit * torch.linalg.vector_norm(wide / unit, dim=-1, keepdim=True)
+    return (wide * (limit / norm.clamp(min=limit))).to(memory.dtype)
+
+
+@torch.no_grad()
+def _is_within(inputs: ScanInputs, state: Tensor, limit: Tensor) -> bool:
+    """Whether no state can exceed its limit, by ‖ĥ_t‖ ≤ a_t ‖h_{t−1}‖ + ‖u_t‖; false for NaN."""
+    added = _norms_of_inputs(inputs)
+    one = added.new_ones(*added.shape[:2], 1, 1)
+    bounds = ScanInputs(one.expand(*added.shape, 1), added, inputs.log_decay.double(), one, one)
+    start = state.double().norm(dim=(2, 3))
+    bound, _ = scan(bounds, start[..., None, None])
+    return bool((bound[..., 0] * (1 + SLACK) <= limit).all())
+
+
+def _norms_of_inputs(inputs: ScanInputs) -> Tensor:
+    """‖u_t‖ in float64, `(b, t, h)`."""
+    groups = inputs.x.shape[2] // inputs.B.shape[2]
+    B = inputs.B.double().norm(dim=-1).repeat_interleave(groups, dim=2)
+    return inputs.x.double().norm(dim=-1) * inputs.gain.double().abs() * B
+
+
+def _scales(inputs: ScanInputs, state: Tensor, limit: Tensor) -> Tensor:
+    """The scales s_t of a chunk, `(b, t, h)` float64, possibly for its first tokens only."""
+    products = _decayed_products(inputs, state).unbind(2)
+    own = _norms_of_inputs(inputs).square().unbind(1)
+    decays = (2 * inputs.log_decay.double()).exp().unbind(1)
+    square = state.double().square().sum((2, 3))  # b h, of the last state
+    product = torch.ones_like(square)  # of all scales so far
+    inverses = product[..., None]  # 1 / the product of the scales before each token
+    scales = []
+    for t, (row, itself, decay) in enumerate(zip(products, own, decays, strict=True)):
+        cross = (row[..., : t + 1] * inverses).sum(-1) * product
+        square = itself + decay * square + 2 * cross
+        scale = limit / square.clamp(min=limit.square()).sqrt()  # exactly 1 within the limit
+        square = square * scale.square()
+        scales.append(scale)
+        inverses = torch.cat([inverses, product.reciprocal()[..., None]], dim=-1)
+        product = product * scale
+        if bool((product < MIN_PRODUCT).any()):
+            break
+    return torch.stack(scales, dim=1)
+
+
+def _decayed_products(inputs: ScanInputs, state: Tensor) -> Tensor:
+    """a_{i+1} … a_t ⟨u_i, u_t⟩ at `[t, i]` below the diagonal, where u_0 is the given state.
+
+    Returns:
+        `(b, h, t, 1 + t)` float64.
+    """
+    u = (inputs.x.double() * inputs.gain.double()[..., None]).transpose(1, 2)  # b h t p
+    B = inputs.B.double().transpose(1, 2)  # b g t n
+    groups = B.shape[1]
+    total = inputs.log_decay.double().clamp(min=NEVER).cumsum(1).transpose(1, 2)  # b h t
+    # Above the diagonal, where nothing is read, exp would overflow.
+    between = (total[..., :, None] - total[..., None, :]).clamp(max=0).exp()
+    alike = (B @ B.mT).repeat_interleave(u.shape[1] // groups, dim=1)
+    among = (u @ u.mT) * alike * between
+    rows = state.double().unflatten(1, (groups, -1))
+    read = torch.einsum("bgrpn,bgtn->bgrtp", rows, B).flatten(1, 2)
+    start = (read * u).sum(-1) * total.exp()
+    return torch.cat([start[..., None], among], dim=3)
+
+
+def _scaled(inputs: ScanInputs, scales: Tensor) -> ScanInputs:
+    """The inputs of the plain recurrence that equals the rescaled one."""
+    return inputs._replace(
+        gain=inputs.gain * scales.to(inputs.gain),
+        log_decay=inputs.log_decay + scales.log().to(inputs.log_decay),
+    )

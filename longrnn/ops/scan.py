@@ -1,0 +1,188 @@
+"""The recurrence of scanning cells: h_t = exp(log_decay_t) h_{t−1} + gain_t x_t B_tᵀ, y_t = h_t C_t.
+
+`loop` is the definition, one token at a time (arXiv 2405.21060, section 2). `scan` computes the same
+as matrix products over chunks (section 6). Both consist of operations that torch differentiates any
+number of times, in both directions and under `torch.func`.
+
+Notable choices:
+- Decays between two tokens of a chunk are differences of a running sum in float64. In float32, one
+  token with a strong decay would cost the slow decays after it their digits.
+- The factor of the state is applied as 0 or 1 plus a remainder: a float32 near 1 that is rounded the
+  same way every time lets a long memory drift.
+- Time is cut into segments. With gradients, the backward pass computes the intermediate values of a
+  segment again, so that memory holds its inputs and one state per segment.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from longrnn.ops.precision import own_precision
+from longrnn.ops.transforms import is_transformed
+
+CHUNK = 64
+SEGMENT = 512
+# Up to this many tokens are computed one by one, which is faster than a chunk.
+FEW = 2
+# Stands for a log decay of −∞, because −∞ − −∞ is NaN; its exp is 0 in every dtype.
+NEVER = -1e4
+# exp of a smaller number is a denormal float32, with which a CPU is up to 60 times slower.
+FLOOR = -80.0
+
+
+class ScanInputs(NamedTuple):
+    """Inputs of the recurrence.
+
+    Attributes:
+        x: `(b, t, h, p)`.
+        gain: `(b, t, h)`, in float32 or float64; for Mamba-2 it is dt.
+        log_decay: `(b, t, h)`, at most 0, in float32 or float64; for Mamba-2 it is dt · A. It is −∞
+            where a document begins.
+        B: `(b, t, g, n)`; head i reads group i // (h / g).
+        C: `(b, t, g, n)`.
+    """
+
+    x: Tensor
+    gain: Tensor
+    log_decay: Tensor
+    B: Tensor
+    C: Tensor
+
+    def slice(self, start: int, stop: int) -> ScanInputs:
+        """The inputs of tokens `start` up to `stop`."""
+        return ScanInputs(*(tensor[:, start:stop] for tensor in self))
+
+    def heads(self, index: Tensor) -> ScanInputs:
+        """The inputs of some heads; with several groups, each head gets its own B and C.
+
+        Args:
+            index: `(k,)` int64.
+        """
+        x, gain, log_decay = (tensor.index_select(2, index) for tensor in self[:3])
+        B, C = self.B, self.C
+        if B.shape[2] > 1:
+            group = index // (self.x.shape[2] // B.shape[2])
+            B, C = B.index_select(2, group), C.index_select(2, group)
+        return ScanInputs(x, gain, log_decay, B, C)
+
+    def to(self, dtype: torch.dtype) -> ScanInputs:
+        """The inputs in one dtype."""
+        return ScanInputs(*(tensor.to(dtype) for tensor in self))
+
+    def zero_state(self) -> Tensor:
+        """The state before the first token, `(b, h, p, n)` in the dtype of the decays."""
+        b, _, h, p = self.x.shape
+        return self.log_decay.new_zeros(b, h, p, self.B.shape[3])
+
+
+def loop(inputs: ScanInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Computes one token after another; see `scan`."""
+    state = inputs.zero_state() if state is None else state
+    groups = inputs.x.shape[2] // inputs.B.shape[2]
+    x, gain, log_decay, B, C = inputs.to(state.dtype)
+    u, B, C = x * gain[..., None], *(one.repeat_interleave(groups, 2) for one in (B, C))
+    outputs = []
+    for u_t, log_t, B_t, C_t in zip(*(one.unbind(1) for one in (u, log_decay, B, C)), strict=True):
+        state = advance(state, log_t, u_t[..., :, None] * B_t[..., None, :])
+        outputs.append((state @ C_t[..., None])[..., 0])
+    return torch.stack(outputs, dim=1), state
+
+
+def scan(inputs: ScanInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Computes the recurrence.
+
+    Args:
+        inputs: t >= 1.
+        state: `(b, h, p, n)`, float32 or float64; None for zeros.
+
+    Returns:
+        y `(b, t, h, p)` and the state after the last token, both in the dtype of the state.
+    """
+    state = inputs.zero_state() if state is None else state
+    again = torch.is_grad_enabled() and not is_transformed()
+    outputs, time = [], inputs.x.shape[1]
+    with own_precision(state):
+        if time <= FEW:
+            return loop(inputs, state)
+        for start in range(0, time, SEGMENT):
+            part = inputs.slice(start, start + SEGMENT)
+            if again:
+                y, state = checkpoint(
+                    _segment, part, state, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                y, state = _segment(part, state)
+            outputs.append(y)
+    return torch.cat(outputs, dim=1), state
+
+
+def advance(state: Tensor, log_decay: Tensor, added: Tensor) -> Tensor:
+    """exp(log_decay) state + added, rounded once; 0 · state is 0 only where the state is finite.
+
+    Args:
+        state: `(b, h, p, n)`.
+        log_decay: `(b, h)`.
+        added: `(b, h, p, n)`.
+    """
+    log_decay = log_decay[..., None, None]
+    slow = log_decay > -0.69  # the decay is nearer to 1 than to 0
+    rest = torch.where(slow, log_decay.expm1(), log_decay.exp()).to(state)
+    return slow.to(state) * state + (rest * state + added)
+
+
+def _segment(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The recurrence for a few chunks, of which the last may be shorter."""
+    time = inputs.x.shape[1]
+    whole = time - time % CHUNK
+    outputs = []
+    for start, stop, size in ((0, whole, CHUNK), (whole, time, time - whole)):
+        if start < stop:
+            y, state = _chunks(inputs.slice(start, stop), state, size)
+            outputs.append(y)
+    return torch.cat(outputs, dim=1), state
+
+
+def _chunks(inputs: ScanInputs, state: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The recurrence for whole chunks; i and j are tokens of a chunk m, and r heads of a group g."""
+    dtype, heads, groups = state.dtype, inputs.x.shape[2], inputs.B.shape[2]
+
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor.unflatten(1, (-1, size))
+
+    def grouped(tensor: Tensor, dim: int) -> Tensor:
+        return tensor.unflatten(dim, (groups, heads // groups))
+
+    u = grouped(cut(inputs.x.to(dtype) * inputs.gain.to(dtype)[..., None]), 3)  # b m j g r p
+    B, C = cut(inputs.B.to(dtype)), cut(inputs.C.to(dtype))
+    total = cut(inputs.log_decay.double().clamp(min=NEVER)).cumsum(2)  # b m i h
+    last = total[:, :, -1]
+
+    # Within a chunk: attention with the decay between j and i.
+    between = (total[:, :, :, None] - total[:, :, None]).to(dtype)  # b m i j h
+    future = torch.ones(size, size, dtype=torch.bool, device=u.device).triu(1)
+    decay = between.masked_fill(future[..., None] | (between < FLOOR), -math.inf).exp()
+    scores = torch.einsum("bmign,bmjgn->bmgij", C, B)
+    weights = scores[:, :, :, None] * grouped(decay.permute(0, 1, 4, 2, 3), 2)  # b m g r i j
+    y = torch.einsum("bmgrij,bmjgrp->bmigrp", weights, u)
+
+    # Between chunks: what each adds to the state, and what its tokens read of the state before it.
+    to_end = grouped(_exp(last[:, :, None] - total, dtype), 3)  # b m j g r
+    added = torch.einsum("bmjgrp,bmjgn->bmgrpn", u * to_end[..., None], B).flatten(2, 3)
+    starts = []
+    for m in range(total.shape[1]):
+        starts.append(state)
+        state = advance(state, last[:, m], added[:, m])
+    since = grouped(_exp(total, dtype), 3)
+    read = torch.einsum("bmign,bmgrpn->bmigrp", C, grouped(torch.stack(starts, 1), 2))
+    y = y + read * since[..., None]
+    return y.flatten(3, 4).flatten(1, 2), state
+
+
+def _exp(log_decay: Tensor, dtype: torch.dtype) -> Tensor:
+    """exp in `dtype`, and 0 below FLOOR."""
+    return log_decay.masked_fill(log_decay < FLOOR, -math.inf).to(dtype).exp()

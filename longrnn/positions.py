@@ -1,0 +1,207 @@
+"""Positional encodings of the absolute positions that the state counts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longrnn.errors import UserError
+from longrnn.registry import Registry
+from longrnn.seeds import seeded
+from longrnn.units import TokenCount
+
+
+POSITIONS: Registry[PositionalEncoding] = Registry("position")
+
+
+class PositionalEncoding(nn.Module, ABC):
+    """x' = [x, e] (`concat`) or x + e (`add`), where e is the encoding.
+
+    The constructor of every encoding takes `d_model`, the width of x and of e; options are
+    keyword-only.
+    """
+
+    def __init__(self, d_model: int, combine: str) -> None:
+        super().__init__()
+        if combine not in ("concat", "add"):
+            raise UserError(f"unknown combine {combine!r}: use 'concat' or 'add'")
+        self.d_model, self.combine = d_model, combine
+
+    @property
+    def d_output(self) -> int:
+        """Width of x'."""
+        return 2 * self.d_model if self.combine == "concat" else self.d_model
+
+    @property
+    def n_positions(self) -> int | None:
+        """How many positions exist; None for any number."""
+        return None
+
+    @abstractmethod
+    def encode(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Computes the encoding e.
+
+        Args:
+            x: `(b, t, d)`, the token vectors.
+            positions: `(b, t)` int64, absolute, from 0, below `n_positions` if there is one.
+
+        Returns:
+            `(b, t, d)` in the dtype of `x`.
+        """
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Computes x'.
+
+        Args:
+            x: `(b, t, d)`, the token vectors.
+            positions: `(b, t)` int64, absolute, from 0.
+
+        Raises:
+            UserError: a position past the end of the table.
+        """
+        if self.n_positions is not None:
+            _check_end(positions, self.n_positions)
+        encoding = self.encode(x, positions)
+        return torch.cat([x, encoding], dim=-1) if self.combine == "concat" else x + encoding
+
+    def extra_repr(self) -> str:
+        return f"d_model={self.d_model}, combine={self.combine}"
+
+
+def _check_end(positions: Tensor, count: int) -> None:
+    """Raises a `UserError` for a position past the end of a table of `count` positions."""
+    last = int(positions.max())
+    if last >= count:
+        raise UserError(
+            f"position {last} is past the end of the table of {count} positions: build the "
+            f"model with position.max_length of at least {last + 1}, or use 'sinusoidal'"
+        )
+
+
+@POSITIONS.register("none")
+class NoEncoding(PositionalEncoding):
+    """x' = x.
+
+    Args:
+        d_model: width of x.
+    """
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__(d_model, "add")
+
+    def encode(self, x: Tensor, positions: Tensor) -> Tensor:
+        return x.new_zeros(())
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return x
+
+
+@POSITIONS.register("sinusoidal")
+class Sinusoidal(PositionalEncoding):
+    """e = [sin(f_k · position), cos(f_k · position)] / sqrt(d / 2), f_k = 10000^(−2k/d).
+
+    Unit norm and order as in arXiv 2402.00236. It is computed from the position, so it is defined
+    for any position.
+
+    Args:
+        d_model: width of e, even.
+        combine: `concat` or `add`.
+    """
+
+    def __init__(self, d_model: int, *, combine: str = "concat") -> None:
+        super().__init__(d_model, combine)
+        if d_model % 2:
+            raise UserError(
+                f"sinusoidal positions need an even d_model, not {d_model}: set an even one"
+            )
+
+    def encode(self, x: Tensor, positions: Tensor) -> Tensor:
+        # float64, because float32 loses the phase of positions in the millions.
+        k = torch.arange(self.d_model // 2, device=x.device, dtype=torch.float64)
+        angle = positions[..., None].double() * 10000.0 ** (-2 * k / self.d_model)
+        return (torch.cat([angle.sin(), angle.cos()], -1) / (self.d_model / 2) ** 0.5).to(x.dtype)
+
+
+@POSITIONS.register("learned")
+class Learned(PositionalEncoding):
+    """e = table[position], entries drawn from N(0, 1) (arXiv 2402.00236) and trained.
+
+    A position past the end of the table raises `UserError`.
+
+    Args:
+        d_model: width of e.
+        max_length: number of positions.
+        combine: `concat` or `add`.
+    """
+
+    def __init__(
+        self, d_model: int, *, max_length: TokenCount = 128, combine: str = "concat"
+    ) -> None:
+        super().__init__(d_model, combine)
+        if max_length < 1:
+            raise UserError(f"max_length must be at least 1, not {max_length}: give a longer table")
+        self.table = nn.Parameter(torch.randn(max_length, d_model))
+
+    @property
+    def n_positions(self) -> int:
+        return len(self.table)
+
+    def encode(self, x: Tensor, positions: Tensor) -> Tensor:
+        return self.table[positions].to(x.dtype)
+
+
+@POSITIONS.register("random")
+class Random(PositionalEncoding):
+    """e = table[position], random rows of unit norm that are not trained (arXiv 2402.00236).
+
+    The table is saved in the checkpoint. A position past its end raises `UserError`.
+
+    Args:
+        d_model: width of e.
+        max_length: number of positions.
+        seed: random seed of the table.
+        combine: `concat` or `add`.
+    """
+
+    table: Tensor
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        max_length: TokenCount = 128,
+        seed: int = 0,
+        combine: str = "concat",
+    ) -> None:
+        super().__init__(d_model, combine)
+        if max_length < 1:
+            raise UserError(f"max_length must be at least 1, not {max_length}: give a longer table")
+        generator = seeded(seed)
+        rows = torch.randn(max_length, d_model, generator=generator)
+        self.register_buffer("table", F.normalize(rows, dim=-1))
+
+    @property
+    def n_positions(self) -> int:
+        return len(self.table)
+
+    def encode(self, x: Tensor, positions: Tensor) -> Tensor:
+        return self.table[positions].to(x.dtype)
+
+
+@POSITIONS.register("duplicate")
+class Duplicate(PositionalEncoding):
+    """e = x: as wide as a positional encoding, without information about the position.
+
+    Args:
+        d_model: width of x.
+        combine: `concat` or `add`.
+    """
+
+    def __init__(self, d_model: int, *, combine: str = "concat") -> None:
+        super().__init__(d_model, combine)
+
+    def encode(self, x: Tensor, positions: Tensor) -> Tensor:
+        return x
