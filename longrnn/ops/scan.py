@@ -93,12 +93,16 @@ def loop(inputs: ScanInputs, state: Tensor | None = None) -> tuple[Tensor, Tenso
     return torch.stack(outputs, dim=1), state
 
 
-def scan(inputs: ScanInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def scan(
+    inputs: ScanInputs, state: Tensor | None = None, *, final: bool = True
+) -> tuple[Tensor, Tensor]:
     """Computes the recurrence.
 
     Args:
         inputs: t >= 1.
         state: `(b, h, p, n)`, float32 or float64; None for zeros.
+        final: whether the state after the last token is needed; if not, that part of the result has
+            no meaning.
 
     Returns:
         y `(b, t, h, p)` and the state after the last token, both in the dtype of the state.

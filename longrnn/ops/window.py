@@ -29,7 +29,7 @@ from longrnn.state import History
 # A call of at most so many tokens is computed as attention; chosen on a CPU.
 FEW = 16
 
-Scan = Callable[[ScanInputs, Tensor | None], tuple[Tensor, Tensor]]
+Scan = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class Recent(NamedTuple):
@@ -76,40 +76,62 @@ def windowed(
         inputs: t >= 1.
         recent: of the tokens before.
         w: tokens of the window, the present one included.
-        scan: computes the plain recurrence; None stands for the zero state.
+        scan: see `longrnn.ops.scan.scan`.
         rows: where documents and padding begin; the log decays are −∞ at starts.
 
     Returns:
         y `(b, t, h, p)` in the dtype of the decays, and the inputs of the last w tokens.
     """
-    time = inputs.x.shape[1]
-    given = _Inputs(*inputs[:4])
-    pairs = zip(_by_head(recent, given), given, strict=True)
-    both = _Inputs(*(torch.cat(pair, dim=1) for pair in pairs))
-    read = both.x.shape[1]
-    last = (one[:, -w:] if rows is None else rows.last(one, min(w, read)) for one in both)
-    # A copy of a part, because a view would keep the whole in memory.
-    last = (one.clone() if read > 2 * w else one for one in last)
-    after = Recent(*(History(one.flatten(2)) for one in last))
-    both = both._replace(log_decay=both.log_decay.clamp(min=NEVER))
+    time, given = inputs.x.shape[1], _Inputs(*inputs[:4])
+    before = _by_head(recent, given)
+    known = before.x.shape[1]
+    after = _last(before, given, w, rows)
+    before, given = (one._replace(log_decay=one.log_decay.clamp(min=NEVER)) for one in (before, given))
     if time <= FEW:
-        return _attention(both, inputs.C, w), after
-    if read <= w:  # nothing has left the window
-        state = _sum(both.slice(0, read - time))
-        return scan(ScanInputs(*both.slice(read - time, read), inputs.C), state)[0], after
-    both = _Inputs(*(_front(one, max(0, w + time - read)) for one in both))
-    whole = time - time % w
-    outputs = []
+        return _attention(_joined(before, given), inputs.C, w), after
+    if known + time <= w:  # nothing leaves the window
+        return scan(ScanInputs(*given, inputs.C), _sum(before), final=False)[0], after
+    whole, outputs = time - time % w, []
+    if known < min(w, w + time - whole):
+        before = _Inputs(*(_front(one, w - known) for one in before))
     if whole:
-        old, new = (both.slice(start, start + whole) for start in (0, w))
-        cut = (one.unflatten(1, (-1, w)).flatten(0, 1) for one in (*old, *new, inputs.C[:, :whole]))
-        parts = list(cut)
-        y = _block(_Inputs(*parts[:4]), _Inputs(*parts[4:8]), parts[8], scan)
+        old = _joined(before, given.slice(0, whole - w)) if whole > w else before
+        y = _block(
+            _Inputs(*(_cut(one, w) for one in old)),
+            _Inputs(*(_cut(one, w) for one in given.slice(0, whole))),
+            _cut(inputs.C[:, :whole], w),
+            scan,
+        )
         outputs.append(y.unflatten(0, (len(inputs.x), -1)).flatten(1, 2))
+        before = given.slice(whole - w, whole)
     if whole < time:
-        old, new = both.slice(whole, whole + w), both.slice(whole + w, w + time)
-        outputs.append(_block(old, new, inputs.C[:, whole:], scan))
-    return torch.cat(outputs, dim=1), after
+        outputs.append(_block(before, given.slice(whole, time), inputs.C[:, whole:], scan))
+    return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0], after
+
+
+def _last(before: _Inputs, given: _Inputs, w: int, rows: Rows | None) -> Recent:
+    """The inputs of the last w tokens, in memory of their own."""
+    time = given.x.shape[1]
+    if rows is None and time >= w:
+        return Recent(*(History(one[:, time - w :].flatten(2).clone()) for one in given))
+    parts = []
+    for old, new in zip(before, given, strict=True):
+        if rows is None:
+            both = torch.cat([old[:, max(0, old.shape[1] + time - w) :], new], dim=1)
+        else:
+            both = torch.cat([old, new], dim=1)
+            both = rows.last(both, min(w, both.shape[1]))
+        parts.append(History(both.flatten(2)))
+    return Recent(*parts)
+
+
+def _joined(before: _Inputs, given: _Inputs) -> _Inputs:
+    return _Inputs(*(torch.cat(pair, dim=1) for pair in zip(before, given, strict=True)))
+
+
+def _cut(one: Tensor, w: int) -> Tensor:
+    """Blocks of w tokens as rows of a batch: `(b m, w, …)` from `(b, m w, …)`."""
+    return one.unflatten(1, (-1, w)).flatten(0, 1)
 
 
 def state_of(recent: Recent, like: ScanInputs) -> Tensor:
@@ -159,14 +181,19 @@ def _attention(both: _Inputs, C: Tensor, w: int) -> Tensor:
 def _block(old: _Inputs, new: _Inputs, C: Tensor, scan: Scan) -> Tensor:
     """y of the m <= w tokens `new`, `(b, m, h, p)`, given the w tokens before them."""
     m, w = new.x.shape[1], old.x.shape[1]
-    y, _ = scan(ScanInputs(*new, C), None)
+    y, _ = scan(ScanInputs(*new, C), final=False)
     weight = _to_end(old)
-    # Row m − 1 reads the old rows from m on. Going backward from it, row r adds old row r + 1.
+    since = new.log_decay.double().cumsum(1).exp().to(weight.dtype)[..., None]
+    # The last row, m − 1, reads the old rows from m on. Going backward, row r adds old row r + 1.
     last = _sum(old.slice(m, w), weight[:, m:]) if m < w else None
-    x, weight, B = (
-        F.pad(one[:, 1:m], (0, 0) * (one.ndim - 2) + (0, 1)).flip(1)
-        for one in (old.x, weight, old.B)
-    )
-    back, _ = scan(ScanInputs(x, weight, torch.zeros_like(weight), B, C.flip(1)), last)
-    since = new.log_decay.double().cumsum(1).exp().to(weight.dtype)
-    return torch.addcmul(y, since[..., None], back.flip(1))
+    if m > 1:
+        back = torch.arange(m - 1, 0, -1, device=y.device)  # faster than `flip` of strided tensors
+        x, weight, B = (one.index_select(1, back) for one in (old.x, weight, old.B))
+        inputs = ScanInputs(x, weight, torch.zeros_like(weight), B, C.index_select(1, back - 1))
+        read, _ = scan(inputs, last, final=False)
+        y[:, : m - 1].addcmul_(since[:, : m - 1], read.flip(1))
+    if last is not None:
+        by_group = last.unflatten(1, (C.shape[2], -1))
+        read = torch.einsum("bgrpn,btgn->btgrp", by_group, C[:, m - 1 :].to(last)).flatten(2, 3)
+        y[:, m - 1 :].addcmul_(since[:, m - 1 :], read)
+    return y

@@ -57,23 +57,30 @@ def tracked(tensors: Sequence[Tensor | None]) -> bool:
     return torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
 
 
-def scan(inputs: ScanInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def scan(
+    inputs: ScanInputs, state: Tensor | None = None, *, final: bool = True
+) -> tuple[Tensor, Tensor]:
     """See `longrnn.ops.scan.scan`."""
-    if state is None and (inputs.x.shape[1] <= FEW or tracked(inputs)):
+    few = inputs.x.shape[1] <= FEW
+    if state is None and (few or tracked(inputs)):
         state = inputs.zero_state()
     tensors = (*inputs, state)
     if tracked(tensors):
         return _Scan.apply(*tensors)[:2]
-    return _scan(tensors)
+    return _scan(tensors, final=final or few)
 
 
-def _scan(tensors: Sequence[Tensor | None], kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _scan(
+    tensors: Sequence[Tensor | None], kept: Tensor | None = None, *, final: bool = True
+) -> tuple[Tensor, Tensor]:
     *_, state = tensors
     dtype = tensors[2].dtype if state is None else state.dtype  # type: ignore[union-attr]
     inputs, state = _scan_inputs(tensors, dtype)
-    y, final = inputs.x.new_empty(inputs.x.shape), inputs.zero_state()
-    call("scan", dtype, **_scan_fields(inputs, state), y=y, final_state=final, kept=kept)
-    return y, final
+    y = inputs.x.new_empty(inputs.x.shape)
+    (b, _, h, p), n = inputs.x.shape, inputs.B.shape[3]
+    after = inputs.x.new_empty(b, h, p, n) if final else None
+    call("scan", dtype, **_scan_fields(inputs, state), y=y, final_state=after, kept=kept)
+    return y, y if after is None else after
 
 
 def _scan_inputs(
