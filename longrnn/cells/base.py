@@ -131,6 +131,13 @@ class Cell(nn.Module, ABC):
             return state
         return EditedState(state, self.no_tokens(batch_size, edit))
 
+    def like(self, edit: Edit | None) -> PyTree:
+        """A state of one row without batch axis, for comparisons of structure, sizes and dtypes."""
+        own = self.state_like()
+        if edit is None or edit.window is None:
+            return own
+        return EditedState(own, tree_map(lambda leaf: leaf[0], self.no_tokens(1, edit)))
+
     def watch_channels(self, observe: Callable[[Tensor], None]) -> RemovableHandle:
         """Calls `observe` with the output by channel in every forward pass, until removed.
 

@@ -200,6 +200,9 @@ class Mamba2(ScanningCell):
     def own_memory(self, state: Mamba2State) -> Tensor:
         return state.ssm
 
+    def with_memory(self, state: Mamba2State, memory: Tensor) -> Mamba2State:
+        return state._replace(ssm=memory)
+
     def inputs_like(self) -> ScanInputs:
         narrow = self.conv1d.weight.new_zeros(1, 0, 1)
         wide = narrow.to(self.state_like().ssm.dtype)

@@ -80,6 +80,10 @@ class ScanningCell(Cell):
         """`memory` without a window."""
 
     @abstractmethod
+    def with_memory(self, state: PyTree, memory: Tensor) -> PyTree:
+        """A state without a window, with another `memory`."""
+
+    @abstractmethod
     def run(
         self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows | None = None
     ) -> tuple[Tensor, PyTree]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from longrnn.cells import Cell, Edit, EditedState
 from longrnn.errors import UserError
 from longrnn.ops.rows import Rows
 from longrnn.ops.transforms import is_transformed
-from longrnn.state import LMState
+from longrnn.state import History, LMState, PyTree, histories, leaves, same_row
 
 # Dtypes of token ids.
 INTEGERS = (
@@ -91,15 +88,12 @@ def _described(given: object) -> str:
     return f"a {type(given).__name__}"
 
 
-def check_state(
-    state: LMState, cells: Sequence[Cell], edits: Sequence[Edit | None], batch_size: int
-) -> None:
+def check_state(state: LMState, like: PyTree, batch_size: int) -> None:
     """Refuses the state of another model, of another mitigation, or of another batch size.
 
     Args:
         state: the state to check.
-        cells: of the model.
-        edits: one per cell.
+        like: the expected `layers` of one row, without batch axis.
         batch_size: number of rows of the tokens.
 
     Raises:
@@ -110,32 +104,58 @@ def check_state(
             f"state must be an LMState, not a {type(state).__name__}: give the `state` of the "
             "result of an earlier call, or init_state(batch_size)"
         )
-    if len(state.position) != batch_size:
+    if _is_like((state.position, state.layers), (_POSITION, like), batch_size):
+        return
+    given, expected = dict(leaves(state.layers)), dict(leaves(like))
+    if given.keys() != expected.keys():
+        name = sorted(given.keys() ^ expected.keys())[0]
         raise UserError(
-            f"the state has {len(state.position)} rows and the tokens have {batch_size}: "
-            "use state.take or state.expand to make them equal"
+            f"this is the state of another model or mitigation (layers.{name} is only in one of "
+            "the two): start from init_state of this model"
         )
-    if len(state.layers) != len(cells):
+    growing = histories(like)
+    for name, leaf in given.items():
+        other = expected[name]
+        if leaf.dtype != other.dtype or not same_row(leaf.shape[1:], other.shape, name in growing):
+            raise UserError(
+                f"this is the state of another model (layers.{name} has shape "
+                f"{tuple(leaf.shape[1:])} {leaf.dtype} per row, {tuple(other.shape)} {other.dtype} "
+                "was expected): start from init_state of this model"
+            )
+    if state.position.ndim != 1 or state.position.dtype != torch.int64:
         raise UserError(
-            f"this is the state of another model, of {len(state.layers)} layers where this one has "
-            f"{len(cells)}: start from model.init_state"
+            f"the state's position is {_described(state.position)}, and one int64 per row was "
+            "expected: start from init_state of this model"
         )
-    for index, (cell, edit, own) in enumerate(zip(cells, edits, state.layers, strict=True)):
-        if isinstance(own, EditedState) != (edit is not None and edit.window is not None):
+    for leaf in (state.position, *given.values()):
+        if len(leaf) != batch_size:
             raise UserError(
-                "this is the state of the model under another mitigation: start from init_state "
-                "of the model under this one"
+                f"the state has {len(leaf)} rows and the tokens have {batch_size}: "
+                "use state.take or state.expand to make them equal"
             )
-        given = own.state if isinstance(own, EditedState) else own
-        like = cell.state_like()
-        pairs = zip(given, like, strict=False)
-        if type(given) is not type(like) or any(
-            leaf.dtype != other.dtype or leaf.shape[1:] != other.shape or len(leaf) != batch_size
-            for leaf, other in pairs
-        ):
-            raise UserError(
-                f"this is the state of another model (layer {index} has "
-                f"{', '.join(_described(leaf) for leaf in given)}, and {batch_size} rows of "
-                f"{', '.join(_described(leaf) for leaf in like)} were expected): start from "
-                "model.init_state"
-            )
+
+
+_POSITION = torch.empty((), dtype=torch.int64, device="meta")
+
+
+def _is_like(given: PyTree, like: PyTree, rows: int) -> bool:
+    """Whether a tree has the leaves of `like` with so many rows; one pass, made for every token."""
+    if isinstance(like, History):
+        return (
+            isinstance(given, History)
+            and given.entries.dtype == like.entries.dtype
+            and len(given.entries) == rows
+            and same_row(given.entries.shape[1:], like.entries.shape, True)
+        )
+    if isinstance(like, Tensor):
+        return (
+            isinstance(given, Tensor)
+            and given.dtype == like.dtype
+            and given.shape == (rows, *like.shape)
+        )
+    if type(given) is not type(like) or len(given) != len(like):
+        return False
+    for one, other in zip(given, like, strict=True):  # noqa: SIM110 (`all` takes longer)
+        if not _is_like(one, other, rows):
+            return False
+    return True

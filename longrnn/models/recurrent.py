@@ -167,7 +167,8 @@ class RecurrentLM(LanguageModel):
         if state is None:
             state = self.init_state(len(tokens))
         else:
-            check_state(state, self.cells, self.edits, len(tokens))
+            pairs = zip(self.cells, self.edits, strict=True)
+            check_state(state, tuple(cell.like(edit) for cell, edit in pairs), len(tokens))
         time = tokens.shape[1]
         keep = time if keep is None else min(keep, time)
         if keep < 0:

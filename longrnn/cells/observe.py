@@ -1,0 +1,70 @@
+"""Observes the recurrences of a model: sums of log decays, by forward hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longrnn.cells.base import Cell
+from longrnn.ops.scan import ScanInputs
+
+
+class DecaySum:
+    """The sum of one cell's log decays over all tokens read while it is observed.
+
+    Attributes:
+        total: `(b, h, 1)` by head or `(b, 1, d)` by unit, float64, because a float32 sum over a
+            million tokens has lost its digits; None before the first token, and in a cell without
+            decays.
+    """
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
+
+    def see(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        """A forward hook of `Cell.recurrence`."""
+        seen = args[0]
+        if isinstance(seen, ScanInputs):
+            found = seen.log_decay.double().sum(1)[..., None]
+        elif seen.keep is not None:
+            found = seen.keep.double().log()[:, None]
+        else:
+            return
+        self.total = found if self.total is None else self.total + found
+
+
+@contextmanager
+def decay_sums(cells: Sequence[Cell]) -> Iterator[list[DecaySum]]:
+    """A context in which the log decays of each cell are summed."""
+    sums = [DecaySum() for _ in cells]
+    handles = [
+        cell.recurrence.register_forward_hook(one.see)
+        for cell, one in zip(cells, sums, strict=True)
+    ]
+    try:
+        yield sums
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class StepRecord:
+    """The step sizes and log decays of one scanning cell, `(b, t, h)` each, one entry per call."""
+
+    def __init__(self) -> None:
+        self.log_decay: list[Tensor] = []
+        self.dt: list[Tensor] = []
+
+    def see(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        """A forward hook of `Cell.recurrence` of a cell without mitigation, whose gain is dt."""
+        inputs: ScanInputs = args[0]
+        self.log_decay.append(inputs.log_decay.double())
+        self.dt.append(inputs.gain.double())
+
+    def joined(self) -> tuple[Tensor, Tensor]:
+        """Log decays and step sizes of all tokens, `(b, t, h)` float64."""
+        return torch.cat(self.log_decay, 1), torch.cat(self.dt, 1)

@@ -1,0 +1,267 @@
+"""Every backend computes what `TORCH` computes, and `TORCH` what the loop over tokens does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longrnn.errors import UserError
+from longrnn.ops import cpu
+from longrnn.ops.backend import BACKENDS, CPU, CPU_GRADIENTS, TORCH, Backend, choose
+from longrnn.ops.limit import limited
+from longrnn.ops.mamba2 import Mamba2State, Weights
+from longrnn.ops.scan import ScanInputs, loop
+from longrnn.ops.window import no_tokens, state_of, windowed
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
+# Rows, tokens, heads, channels per head, groups, numbers of state per channel.
+SIZES = [(1, 1, 2, 3, 1, 5), (2, 2, 2, 4, 2, 3), (2, 65, 4, 3, 2, 7), (1, 150, 6, 16, 1, 8)]
+SIZES += [(3, 600, 2, 5, 1, 4)]
+needs_kernels = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
+LOCAL = [
+    pytest.param(TORCH, id="torch"),
+    pytest.param(CPU, id="cpu", marks=needs_kernels),
+    pytest.param(CPU_GRADIENTS, id="cpu with gradients", marks=needs_kernels),
+]
+
+
+def inputs_of(
+    sizes: Sequence[int], dtype: torch.dtype, *, starts: bool = False, seed: int = 0
+) -> tuple[ScanInputs, Tensor]:
+    """Random inputs and a state; some decays are strong, some tokens keep nearly everything."""
+    b, t, h, p, g, n = sizes
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    log_decay = -draw(b, t, h).abs() ** 6 * 0.01
+    if starts:
+        log_decay[:, :: max(1, t // 3)] = -torch.inf
+    given = draw(b, t, h, p), draw(b, t, h).abs(), log_decay, draw(b, t, g, n), draw(b, t, g, n)
+    return ScanInputs(*given).to(dtype), draw(b, h, p, n).to(dtype)
+
+
+def results(run: Callable[..., Any], *tensors: Tensor, gradients: bool) -> list[Tensor]:
+    """Outputs of a function, and the gradients of a random functional of them."""
+    tensors = tuple(one.clone().requires_grad_(gradients) for one in tensors)
+    outputs = list(run(*tensors))
+    if not gradients:
+        return outputs
+    randomness = torch.Generator().manual_seed(9)
+    weights = [
+        torch.randn(one.shape, generator=randomness, dtype=torch.float64).to(one) for one in outputs
+    ]
+    total = sum((one * weight).sum() for one, weight in zip(outputs, weights, strict=True))
+    assert isinstance(total, Tensor)
+    return [*outputs, *torch.autograd.grad(total, tensors, materialize_grads=True)]
+
+
+def assert_near(found: Sequence[Tensor], wanted: Sequence[Tensor], tolerance: float) -> None:
+    for number, (ours, exact) in enumerate(zip(found, wanted, strict=True)):
+        error = (ours.double() - exact.double()).abs().max()
+        scale = exact.double().abs().max()
+        assert ours.shape == exact.shape
+        assert error <= tolerance * scale, f"result {number}: {error:.1e} of {scale:.1e}"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("starts", [False, True], ids=["one document", "document starts"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("ops", LOCAL)
+def test_scan(ops: Backend, sizes: Sequence[int], starts: bool, dtype: torch.dtype) -> None:
+    """Outputs, final state and gradients are those of the loop in float64."""
+    inputs, state = inputs_of(sizes, dtype, starts=starts)
+    gradients = ops is not CPU
+
+    def run(scan: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *tensors: scan(ScanInputs(*tensors[:5]), tensors[5])
+
+    found = results(run(ops.scan), *inputs, state, gradients=gradients)
+    wide = (*inputs.to(torch.float64), state.double())
+    assert_near(found, results(run(loop), *wide, gradients=gradients), TOLERANCE[dtype])
+    from_zero, _ = ops.scan(inputs, final=False)
+    assert_near([from_zero], [loop(inputs.to(torch.float64))[0]], TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("limit", [0.01, 3.0, 1e9])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("ops", LOCAL)
+def test_limit(ops: Backend, sizes: Sequence[int], limit: float, dtype: torch.dtype) -> None:
+    """Norms are limited as one token after another would be, with gradients."""
+    inputs, state = inputs_of(sizes, dtype)
+    limits = limit * torch.arange(1, 1 + inputs.x.shape[2]).double()
+    limits[-1] = math.inf
+    gradients = ops is not CPU
+
+    def by_token(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = []
+        for t in range(inputs.x.shape[1]):
+            _, state = loop(inputs.slice(t, t + 1), state)
+            norm = state.square().sum((2, 3), keepdim=True).sqrt()
+            most = limits.clamp(max=1e30)[:, None, None]
+            state = torch.where(norm > most, state * (most / norm), state)
+            C = inputs.C[:, t].repeat_interleave(inputs.x.shape[2] // inputs.C.shape[2], 1)
+            outputs.append((state @ C[..., None])[..., 0])
+        return torch.stack(outputs, 1), state
+
+    def run(limit: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *tensors: limit(ScanInputs(*tensors[:5]), tensors[5])
+
+    ours = partial(ops.limit, limit=limits)
+    found = results(run(ours), *inputs, state, gradients=gradients)
+    wide = (*inputs.to(torch.float64), state.double())
+    wanted = results(run(by_token), *wide, gradients=gradients)
+    assert_near(found, wanted, TOLERANCE[dtype] * (10 if gradients else 1))
+
+
+@needs_kernels
+def test_limit_of_values_whose_squares_overflow() -> None:
+    """States and inputs near the largest float32 are limited like any others."""
+    inputs, state = inputs_of((1, 70, 2, 3, 1, 5), torch.float32)
+    inputs = inputs._replace(x=inputs.x * 1e30)
+    limits = torch.tensor([1e20, 1e35], dtype=torch.float64)
+    wide = inputs.to(torch.float64), state.double() * 1e25
+    wanted = limited(*wide, limits)
+    found = CPU.limit(inputs, state * 1e25, limits)
+    assert_near(found, wanted, 1e-5)
+
+
+def cell_arguments(
+    dtype: torch.dtype, *, tokens: int, narrow: torch.dtype | None = None, seed: int = 0
+) -> tuple[Tensor, Weights, Mamba2State]:
+    b, h, p, g, n, k = 2, 4, 6, 2, 5, 4
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    c = h * p + 2 * g * n
+    tensors = draw(c, k), draw(c), draw(h), draw(h), draw(h), draw(h * p)
+    weights = [one.to(narrow or dtype) for one in tensors]
+    state = Mamba2State(draw(b, k - 1, c).to(narrow or dtype), draw(b, h, p, n).to(dtype))
+    projected = draw(b, tokens, h * p + c + h).to(narrow or dtype)
+    return projected, Weights(*weights, groups=g, norm_eps=1e-5, dt_limit=(0.01, 2.0)), state
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("tokens", [1, 2, 3, 64, 131])
+@pytest.mark.parametrize("ops", [CPU, CPU_GRADIENTS, CPU.composed()], ids=["cpu", "grad", "parts"])
+def test_cell(ops: Backend, tokens: int, dtype: torch.dtype) -> None:
+    """The layer between its projections, fused and composed of its parts."""
+    projected, weights, state = cell_arguments(dtype, tokens=tokens)
+
+    def run(ops: Backend) -> Callable[..., Any]:
+        def call(projected: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+            own = Weights(*tensors[:6], *weights[6:])
+            y, after = ops.cell(projected, own, Mamba2State(*tensors[6:]))
+            return y, *after
+
+        return call
+
+    gradients, given = ops is CPU_GRADIENTS, (projected, *weights[:6], *state)
+    found = results(run(ops), *given, gradients=gradients)
+    wanted = results(run(TORCH), *(one.double() for one in given), gradients=gradients)
+    assert_near(found, wanted, TOLERANCE[dtype] * (20 if gradients else 1))
+
+
+@needs_kernels
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_cell_of_narrow_weights(tokens: int, narrow: torch.dtype) -> None:
+    """Inputs and weights of 16 bits are computed in float32 and rounded once."""
+    given = cell_arguments(torch.float32, tokens=tokens, narrow=narrow)
+    projected, weights, state = given
+    wide = Weights(*(one.double() for one in weights[:6]), *weights[6:])
+    exact, after = TORCH.cell(
+        projected.double(), wide, Mamba2State(*(one.double() for one in state))
+    )
+    for ops in (CPU, CPU.composed()):
+        y, end = ops.cell(*given)
+        assert y.dtype == end.conv.dtype == narrow
+        assert end.ssm.dtype == torch.float32
+        eps = torch.finfo(narrow).eps
+        # Parts round the convolution's output to the dtype of the weights.
+        assert_near([y, end.ssm], [exact, after.ssm], eps if ops is CPU else 8 * eps)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("starts", [False, True], ids=["one document", "document starts"])
+@pytest.mark.parametrize("w", [1, 2, 7, 40, 64, 1000, 10**9])
+def test_window(w: int, starts: bool, dtype: torch.dtype) -> None:
+    """A window at any split, from its definition as a sum over the last w tokens."""
+    inputs, _ = inputs_of((2, 175, 4, 3, 2, 5), dtype, starts=starts)
+    wide = inputs.to(torch.float64)
+    terms, wanted = [], []
+    for t in range(175):
+        one = wide.slice(t, t + 1)
+        decay = one.log_decay[:, 0].exp()[..., None, None]
+        terms = [decay * term for term in terms] + [loop(one)[1]]
+        state = torch.stack(terms[-w:]).sum(0)
+        C = one.C[:, 0].repeat_interleave(2, 1)
+        wanted.append((state @ C[..., None])[..., 0])
+    for sizes in ([175], [1] * 175, [20, 1, 1, 30, 23, 100], [64, 64, 47]):
+        recent, outputs, start = no_tokens(inputs, 2), [], 0
+        for size in sizes:
+            part = inputs.slice(start, start + size)
+            y, recent = windowed(part, recent, w, choose("auto", inputs).scan)
+            outputs.append(y)
+            start += size
+        found = [torch.cat(outputs, 1), state_of(recent, inputs)]
+        assert_near(found, [torch.stack(wanted, 1), state], TOLERANCE[dtype])
+
+
+def test_window_remembers_what_was_read_and_not_its_length() -> None:
+    """The memory of a window much longer than the text is that of the text."""
+    inputs, _ = inputs_of((1, 50, 2, 3, 1, 5), torch.float32)
+    _, recent = windowed(inputs, no_tokens(inputs, 1), 10**8, TORCH.scan)
+    assert recent.x.entries.shape[1] == 50
+
+
+def test_window_has_gradients_through_what_it_remembers() -> None:
+    """The gradient of a later call reaches the inputs of an earlier one."""
+    inputs, _ = inputs_of((2, 60, 2, 3, 1, 5), torch.float64)
+
+    def run(sizes: Sequence[int]) -> Callable[..., Any]:
+        def call(*tensors: Tensor) -> list[Tensor]:
+            given, start, outputs = ScanInputs(*tensors), 0, []
+            recent = no_tokens(given, 2)
+            for size in sizes:
+                part = given.slice(start, start + size)
+                y, recent = windowed(part, recent, 9, TORCH.scan)
+                outputs.append(y)
+                start += size
+            return [torch.cat(outputs, 1), state_of(recent, given)]
+
+        return call
+
+    found = results(run([17, 1, 20, 22]), *inputs, gradients=True)
+    assert_near(found, results(run([60]), *inputs, gradients=True), 1e-10)
+
+
+def test_choice_of_a_backend() -> None:
+    """`auto` takes what covers the call; a named backend is used or refused with the reason."""
+    inputs, state = inputs_of((1, 3, 2, 3, 1, 5), torch.float32)
+    given = (*inputs, state)
+    assert choose("torch", given) is TORCH
+    if cpu.missing() is None:
+        assert choose("auto", given) is CPU
+        tracked = (*inputs, state.clone().requires_grad_())
+        assert choose("cpu", tracked) is CPU_GRADIENTS
+    elsewhere = [one.to("meta") for one in given]
+    assert choose("auto", elsewhere) is TORCH
+    for name in set(BACKENDS) - {"torch"}:
+        with pytest.raises(UserError, match=name):
+            choose(name, elsewhere)
+
+
+@needs_kernels
+def test_second_derivatives_name_the_backend_that_has_them() -> None:
+    inputs, state = inputs_of((1, 3, 2, 3, 1, 5), torch.float64)
+    state.requires_grad_()
+    y, _ = CPU_GRADIENTS.scan(inputs, state)
+    with pytest.raises(UserError, match="torch"):
+        torch.autograd.grad(y.sum(), state, create_graph=True)
+    y, _ = TORCH.scan(inputs, state)
+    (grad,) = torch.autograd.grad(y.square().sum(), state, create_graph=True)
+    assert torch.autograd.grad(grad.sum(), state)[0].abs().max() > 0
