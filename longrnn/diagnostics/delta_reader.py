@@ -52,11 +52,10 @@ class DeltaReader(Reader):
     def memories(self, state: LMState) -> list[Tensor]:
         return [matrix.transpose(-1, -2) for matrix in self.watch.states(state)]
 
-    def mark(self, state: LMState) -> LMState:
+    def mark(self) -> None:
         self.watch.mark()
-        return state
 
-    def kept(self, state: LMState, layer: int, marked: Tensor | None) -> Kept | None:
+    def kept(self, layer: int, marked: Tensor | None) -> Kept | None:
         transfer = self.watch.transfers[layer]
         assert transfer is not None, "tokens were processed"
         total = transfer.total.double()

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longrnn.mixers import Edit, Mixer
+from longrnn.cells import Cell, Edit
 from longrnn.state import PyTree, leaves, tree_map
 
 DENSE = 1024
@@ -49,16 +49,16 @@ class Spectrum(NamedTuple):
 
 
 class Step:
-    """One step of a mixer as a function of its flat state, and its Jacobian as an operator.
+    """One step of a cell as a function of its flat state, and its Jacobian as an operator.
 
     Args:
-        mixer: in float64.
+        cell: in float64, with the backend `torch`.
         x: `(1, 1, d_input)`, the input.
         state: of one row, before the token.
     """
 
-    def __init__(self, mixer: Mixer, x: Tensor, state: PyTree) -> None:
-        self.mixer, self.x = mixer, x.detach()
+    def __init__(self, cell: Cell, x: Tensor, state: PyTree) -> None:
+        self.cell, self.x = cell, x.detach()
         self.start = flatten(state).detach()  # (1, n)
         self.like = state
         self.size = self.start.shape[1]
@@ -67,7 +67,7 @@ class Step:
         """Return flat states after the token, `(b, n)`, from flat states before it."""
         # An edit makes the cells of torch.nn run in plain operations, differentiable twice.
         x = self.x.expand(len(flat), -1, -1)
-        return flatten(self.mixer(x, unflatten(flat, self.like), Edit())[1])
+        return flatten(self.cell(x, unflatten(flat, self.like), Edit())[1])
 
     def transposed(self, vectors: Tensor) -> Tensor:
         """Return J^T v for each row v, `(b, n)`."""

@@ -1,56 +1,15 @@
-"""Observers of a model's tokens: they keep sums and change nothing.
-
-Notable choices:
-- Decays are observed by an edit, as mitigations are, after the edit of the mitigation if there is
-  one. Their logarithms are summed in float64, because a float32 sum over a million tokens has lost
-  its digits.
-"""
+"""Observers of a model's tokens: they keep sums and change nothing."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.mixers import Edit, Mixer, Update
-from longrnn.ops.ssd import ScanInputs
 from longrnn.state import PyTree
-
-
-class Decays(NamedTuple):
-    """The carry of `DecayRecorder`: sums of log decays, `(b, h, 1)` by head or `(b, 1, d)` by unit.
-
-    Attributes:
-        total: since the start.
-        recent: since it was last set to 0.
-    """
-
-    total: Tensor
-    recent: Tensor
-
-    def add(self, log_decay: Tensor) -> Decays:
-        """Return the sums with further tokens."""
-        return Decays(self.total + log_decay, self.recent + log_decay)
-
-
-class DecayRecorder(Edit):
-    """Sums the log decays of one layer without changing it."""
-
-    def init_carry(self, mixer: Mixer, batch_size: int) -> Decays:
-        device = next(mixer.parameters()).device
-        zero = torch.zeros(batch_size, 1, 1, dtype=torch.float64, device=device)
-        return Decays(zero, zero)
-
-    def edit_inputs(self, inputs: ScanInputs, carry: Decays) -> tuple[ScanInputs, Decays]:
-        return inputs, carry.add(inputs.log_decay.double().sum(1)[..., None])
-
-    def edit_update(self, update: Update, carry: Decays) -> tuple[Update, Decays]:
-        if update.keep is None:
-            return update, carry
-        return update, carry.add(update.keep.double().log()[:, None])
 
 
 class OutputMeans:
@@ -75,7 +34,7 @@ class OutputMeans:
         self.see_channels(args[0])
 
     def see_channels(self, channels: Tensor) -> None:
-        """An observer of `Mixer.watch_channels`."""
+        """An observer of `Cell.watch_channels`."""
         self.squares = self.squares + channels.double().square().sum(1)
 
     def take(self) -> tuple[Tensor, Tensor]:

@@ -11,15 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from longrnn.diagnostics.observers import DecayRecorder, OutputMeans
+from longrnn.cells import Cell, Edit
+from longrnn.cells.observe import DecaySum, decay_sums
+from longrnn.diagnostics.observers import OutputMeans
 from longrnn.errors import UserError
-from longrnn.mitigations import Mitigated
-from longrnn.mixers import Composed, Edit, Mixer, ScanningMixer, StepwiseMixer
-from longrnn.models import EditableModel
-from longrnn.models.base import LMOutput
+from longrnn.models import LanguageModel, LMOutput
 from longrnn.state import LMState
 
 
@@ -63,15 +61,14 @@ class Reader(ABC):
         """Return the recurrent state of every layer, `(b, h, p, n)`; n is 1 in a stepwise cell."""
 
     @abstractmethod
-    def mark(self, state: LMState) -> LMState:
-        """Return a state from which on `Kept.first` refers to the present memories."""
+    def mark(self) -> None:
+        """Let `Kept.first` refer to the present memories from now on."""
 
     @abstractmethod
-    def kept(self, state: LMState, layer: int, marked: Tensor | None) -> Kept | None:
+    def kept(self, layer: int, marked: Tensor | None) -> Kept | None:
         """Return what is left of earlier states; None where this is not defined.
 
         Args:
-            state: the present state.
             layer: index of the layer.
             marked: the memory of the layer at `mark`; None before that.
         """
@@ -84,74 +81,59 @@ class CellReader(Reader):
         model: the model.
     """
 
-    def __init__(self, model: EditableModel | Mitigated) -> None:
-        self.model, own = (
-            (model.model, model.edits) if isinstance(model, Mitigated) else (model, None)
-        )
-        self.mixers = model.mixers
-        self.n_layers, self.n_heads = len(self.mixers), self.mixers[0].n_heads
-        # Where decays are not defined nothing is recorded, so that a plain cell can use its kernel.
-        self.recorded = _decays_are_defined(self.mixers, own)
-        self.edits: Sequence[Edit] | None = own
-        if self.recorded:
-            first: Sequence[Edit] = own or [Edit()] * self.n_layers
-            self.edits = [Composed([edit, DecayRecorder()]) for edit in first]
+    def __init__(self, model: LanguageModel) -> None:
+        self.model, self.cells = model, model.cells
+        self.n_layers, self.n_heads = len(self.cells), self.cells[0].n_heads
+        # Where decays are not defined nothing is observed, so that a plain cell can use its kernel.
+        self.observed = _decays_are_defined(self.cells, model.edits)
+        self._sums: list[DecaySum] = []
+        self._marked: list[Tensor] = []
 
     @contextmanager
     def watching(self) -> Iterator[list[OutputMeans]]:
-        outputs = [OutputMeans() for _ in self.mixers]
+        outputs = [OutputMeans() for _ in self.cells]
         handles = []
-        try:
-            for mixer, output in zip(self.mixers, outputs, strict=True):
-                handles.append(mixer.register_forward_hook(output.see_output))
-                handles.append(mixer.watch_channels(output.see_channels))
-            yield outputs
-        finally:
-            for handle in handles:
-                handle.remove()
+        with decay_sums(self.cells if self.observed else []) as self._sums:
+            try:
+                for cell, output in zip(self.cells, outputs, strict=True):
+                    handles.append(cell.register_forward_hook(output.see_output))
+                    handles.append(cell.watch_channels(output.see_channels))
+                yield outputs
+            finally:
+                for handle in handles:
+                    handle.remove()
 
     def start(self, batch_size: int) -> LMState:
-        return self.model.init_state(batch_size, self.edits)
+        return self.model.init_state(batch_size)
 
     def process(self, tokens: Tensor, state: LMState) -> LMOutput:
-        return self.model(tokens, state, edits=self.edits)
+        return self.model(tokens, state)
 
     def memories(self, state: LMState) -> list[Tensor]:
-        found = []
-        for mixer, layer in zip(self.mixers, self.model.mixer_states(state), strict=True):
-            assert isinstance(mixer, ScanningMixer | StepwiseMixer)
-            memory = mixer.memory(layer)
-            found.append(memory if memory.dim() == 4 else memory[:, None, :, None])
-        return found
+        return self.model.memories(state)
 
-    def mark(self, state: LMState) -> LMState:
-        if not self.recorded:
-            return state
-        extra = tuple(
-            (own, decays._replace(recent=torch.zeros_like(decays.recent)))
-            for own, decays in state.extra
-        )
-        return state._replace(extra=extra)
+    def mark(self) -> None:
+        self._marked = [one.total for one in self._sums if one.total is not None]
 
-    def kept(self, state: LMState, layer: int, marked: Tensor | None) -> Kept | None:
-        if not self.recorded:
+    def kept(self, layer: int, marked: Tensor | None) -> Kept | None:
+        if not self.observed:
             return None
-        decays = state.extra[layer][-1]
-        first = None
+        total, first = self._sums[layer].total, None
+        assert total is not None, "tokens were processed"
         if marked is not None:
             # Decays are `(b, h, 1)` by head or `(b, 1, d)` by unit: both fit the flat memory.
-            left = marked.double().flatten(2) * decays.recent.exp()
+            left = marked.double().flatten(2) * (total - self._marked[layer]).exp()
             first = left.view_as(marked)
-        return Kept(decays.total.exp().mean(-1), first)
+        return Kept(total.exp().mean(-1), first)
 
 
-def reader_of(model: object) -> Reader:
+def reader_of(model: LanguageModel) -> Reader:
     """Return the reader of a model.
 
     Raises:
         UserError: the states of such a model cannot be read.
     """
-    if isinstance(model, EditableModel | Mitigated):
+    if model.cells:
         return CellReader(model)
     # Only other models need transformers, whose import takes seconds.
     from longrnn.diagnostics.delta_reader import DeltaReader
@@ -169,7 +151,7 @@ def reader_of(model: object) -> Reader:
     )
 
 
-def _decays_are_defined(mixers: Sequence[Mixer], edits: Sequence[Edit] | None) -> bool:
-    if any(edit.redefines_recurrence for edit in edits or ()):
+def _decays_are_defined(cells: Sequence[Cell], edits: Sequence[Edit | None]) -> bool:
+    if any(edit is not None and (edit.limit, edit.window) != (None, None) for edit in edits):
         return False
-    return all(not isinstance(mixer, StepwiseMixer) or mixer.gated for mixer in mixers)
+    return all(cell.gated for cell in cells)

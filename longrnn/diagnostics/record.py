@@ -130,14 +130,14 @@ def read(
                 progress.advance(piece.numel(), piece.numel())
             if cut == first:
                 contributions = reader.memories(state)
-                state = reader.mark(state)
+                reader.mark()
             if cut in wanted:
                 memories = reader.memories(state)
                 heads, channels = [], []
                 for layer, (memory, output) in enumerate(zip(memories, outputs, strict=True)):
                     norm, energy = output.take()
                     first_tokens = None if contributions is None else contributions[layer]
-                    kept = reader.kept(state, layer, first_tokens)
+                    kept = reader.kept(layer, first_tokens)
                     heads.append(_by_head(memory, kept, norm))
                     channels.append(_by_channel(memory, energy))
                 yield Measurement(cut, heads, channels, loss.take())

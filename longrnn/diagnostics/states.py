@@ -19,7 +19,6 @@ from longrnn.errors import UserError
 from longrnn.evaluation import texts
 from longrnn.evaluation.texts import Document
 from longrnn.files import replacing, write_atomic
-from longrnn.mitigations import Mitigated
 from longrnn.models import LanguageModel
 from longrnn.models.finite import refuse_nonfinite
 from longrnn.progress import Progress
@@ -141,7 +140,7 @@ def diagnose(
         "format": FORMAT,
         "checkpoint": checkpoint,
         "fingerprint": model.fingerprint(),
-        "mitigation": str(model.mitigation) if isinstance(model, Mitigated) else None,
+        "mitigation": None if model.mitigation is None else str(model.mitigation),
         "train_length": train_length,
         "length": length,
         "every": every,

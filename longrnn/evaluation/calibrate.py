@@ -21,9 +21,9 @@ from longrnn.errors import UserError, nearest
 from longrnn.evaluation.layer_statistics import statistics
 from longrnn.evaluation.perplexity import losses
 from longrnn.evaluation.texts import Document
-from longrnn.mitigations import MITIGATIONS, Mitigated, mitigation
-from longrnn.mitigations.mitigated import check_defined
-from longrnn.models import EditableModel
+from longrnn.mitigations import MITIGATIONS, mitigation
+from longrnn.mitigations.bind import check_defined
+from longrnn.models import LanguageModel
 from longrnn.progress import Progress
 from longrnn.seeds import check_seed, seeded
 from longrnn.units import format_length
@@ -92,7 +92,7 @@ class Settings:
 
 
 def calibrate(
-    model: EditableModel,
+    model: LanguageModel,
     documents: Sequence[Document],
     method: str,
     settings: Settings,
@@ -121,7 +121,7 @@ def calibrate(
 
 
 def _state_norm(
-    model: EditableModel, documents: Sequence[Document], settings: Settings, quiet: bool
+    model: LanguageModel, documents: Sequence[Document], settings: Settings, quiet: bool
 ) -> dict[str, Any]:
     """Return as threshold the largest state norm of each head, times the margin."""
     found = statistics(model, _windows(documents, settings.train_length, settings.windows), quiet)
@@ -135,7 +135,7 @@ def _state_norm(
 
 
 def _token_filter(
-    model: EditableModel, documents: Sequence[Document], settings: Settings, quiet: bool
+    model: LanguageModel, documents: Sequence[Document], settings: Settings, quiet: bool
 ) -> dict[str, Any]:
     """Return as threshold of the global heads a quantile of their step sizes; None for others."""
     _refuse_undefined(model, "token_filter")
@@ -163,7 +163,7 @@ def _token_filter(
 
 
 def _scale_delta(
-    model: EditableModel, documents: Sequence[Document], settings: Settings, quiet: bool
+    model: LanguageModel, documents: Sequence[Document], settings: Settings, quiet: bool
 ) -> dict[str, Any]:
     """Return one factor per layer by search; with `share`, one for the far-reaching heads."""
     _refuse_undefined(model, "scale_delta")
@@ -184,14 +184,14 @@ def _scale_delta(
 
 
 def _scale_decay(
-    model: EditableModel, documents: Sequence[Document], settings: Settings, quiet: bool
+    model: LanguageModel, documents: Sequence[Document], settings: Settings, quiet: bool
 ) -> dict[str, Any]:
     """Return one factor per layer by search."""
     return _search("scale_decay", model, documents, settings, quiet)
 
 
 def _power_decay(
-    model: EditableModel, documents: Sequence[Document], settings: Settings, quiet: bool
+    model: LanguageModel, documents: Sequence[Document], settings: Settings, quiet: bool
 ) -> dict[str, Any]:
     """Return one exponent per layer by search."""
     return _search("power_decay", model, documents, settings, quiet)
@@ -210,7 +210,7 @@ METHODS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def _search(
-    kind: str, model: EditableModel, documents: Sequence[Document], settings: Settings, quiet: bool
+    kind: str, model: LanguageModel, documents: Sequence[Document], settings: Settings, quiet: bool
 ) -> dict[str, Any]:
     """Search log factors, one per layer, by simultaneous perturbation stochastic approximation.
 
@@ -221,12 +221,12 @@ def _search(
     _refuse_undefined(model, kind)
     target = settings.target()
     windows = _windows(documents, target + 1, settings.windows)
-    layers = len(model.mixers)
+    layers = len(model.cells)
     generator = seeded(settings.seed)
 
     def loss(logs: Tensor) -> float:
         factors = [round(value, 6) for value in logs.exp().tolist()]
-        mitigated = Mitigated(model, mitigation({"kind": kind, "scale": factors}))
+        mitigated = model.under(mitigation({"kind": kind, "scale": factors}))
         (total,) = losses(mitigated, windows, [[0, windows.shape[1] - 1]])
         return float(total.sum() / (windows.numel() - len(windows)))
 
@@ -261,9 +261,9 @@ def _refuse_unread(method: str, settings: Settings) -> None:
             )
 
 
-def _refuse_undefined(model: EditableModel, kind: str) -> None:
+def _refuse_undefined(model: LanguageModel, kind: str) -> None:
     """Raise a UserError with the reason if a method is not defined for the model's cells."""
-    check_defined(MITIGATIONS[kind], model)
+    check_defined(MITIGATIONS[kind], type(model.cells[0]))
 
 
 def _windows(documents: Sequence[Document], length: int, most: int) -> Tensor:

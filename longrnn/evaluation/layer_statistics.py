@@ -7,11 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longrnn.mixers import Edit, ScanningMixer, Steps, StepwiseMixer
-from longrnn.models import EditableModel
+from longrnn.cells.observe import StepRecord
+from longrnn.models import LanguageModel
 from longrnn.models.finite import explain_nonfinite
 from longrnn.progress import Progress
-from longrnn.state import PyTree
 
 # Tokens between two measurements of a state.
 EVERY = 16
@@ -32,45 +31,39 @@ class LayerStatistics(NamedTuple):
 
 
 @torch.no_grad()
-def statistics(model: EditableModel, windows: Tensor, quiet: bool = True) -> list[LayerStatistics]:
+def statistics(model: LanguageModel, windows: Tensor, quiet: bool = True) -> list[LayerStatistics]:
     """Return the statistics of every layer on windows of text.
 
     Args:
-        model: a model with recurrent layers.
+        model: a model with recurrent layers, without mitigation.
         windows: `(w, t)` tokens; each row starts from an empty state.
         quiet: show no progress.
 
     Raises:
         UserError: the logits after the windows are not finite.
     """
-    recorders = [_Recorder()] * len(model.mixers)
-    state = model.init_state(len(windows), recorders)
-    norms: list[list[Tensor]] = [[] for _ in model.mixers]
-    with Progress("calibration", windows.numel(), unit="tokens", quiet=quiet) as progress:
-        for piece in windows.to(state.position.device).split(EVERY, dim=1):
-            state = model(piece, state, keep=0, edits=recorders).state
-            layers = model.mixer_states(state)
-            for seen, mixer, layer in zip(norms, model.mixers, layers, strict=True):
-                assert isinstance(mixer, ScanningMixer | StepwiseMixer)
-                memory = mixer.memory(layer).double()
-                seen.append(memory.unflatten(1, (mixer.n_heads, -1)).flatten(2).norm(dim=-1))
-            progress.advance(piece.numel(), piece.numel())
+    norms: list[list[Tensor]] = [[] for _ in model.cells]
+    records = [StepRecord() for _ in model.cells]
+    pairs = zip(model.cells, records, strict=True)
+    handles = [
+        cell.recurrence.register_forward_hook(record.see) for cell, record in pairs if cell.scans
+    ]
+    state = model.init_state(len(windows))
+    try:
+        with Progress("calibration", windows.numel(), unit="tokens", quiet=quiet) as progress:
+            for piece in windows.to(state.position.device).split(EVERY, dim=1):
+                state = model(piece, state, keep=0).state
+                for seen, memory in zip(norms, model.memories(state), strict=True):
+                    seen.append(memory.double().flatten(2).norm(dim=-1))
+                progress.advance(piece.numel(), piece.numel())
+    finally:
+        for handle in handles:
+            handle.remove()
     last = windows[:, -1:].to(state.position.device)
-    if not bool(model(last, state._replace(extra=())).logits.isfinite().all()):
+    if not bool(model(last, state).logits.isfinite().all()):
         explain_nonfinite(model, windows)
     found = []
-    for recorded, seen in zip(state.extra, norms, strict=True):
-        log_decay = dt = None
-        if recorded:
-            steps, rates = zip(*recorded, strict=True)
-            dt = torch.cat(steps, dim=1).double()
-            log_decay = dt * rates[0].double()
+    for cell, record, seen in zip(model.cells, records, norms, strict=True):
+        log_decay, dt = record.joined() if cell.scans else (None, None)
         found.append(LayerStatistics(torch.stack(seen, dim=1), log_decay, dt))
     return found
-
-
-class _Recorder(Edit):
-    """Records (dt, A) of a scanning cell in its carry, one entry per call."""
-
-    def edit_steps(self, steps: Steps, carry: PyTree) -> tuple[Steps, PyTree]:
-        return steps, (*carry, (steps.dt, steps.A))

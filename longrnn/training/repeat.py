@@ -8,74 +8,23 @@ taken to be the same in every reading, which holds once the layers below have co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
-
 from torch import Tensor
 
+from longrnn.cells import ScanningCell
+from longrnn.cells.observe import decay_sums
 from longrnn.errors import UserError
-from longrnn.mixers import Edit, Mixer, ScanningMixer, init_carries
-from longrnn.models import RecurrentLM
-from longrnn.models.context import ContextGroup
-from longrnn.ops.ssd import SSD, ScanInputs
-from longrnn.ops.ssd.repeat import repeated
+from longrnn.models import LanguageModel
+from longrnn.ops.repeat import repeated
+from longrnn.ops.rows import Rows
 from longrnn.state import LMState
-from longrnn.training.models import Trained
-
-
-class Progress(NamedTuple):
-    """The progress within one call.
-
-    Attributes:
-        before: `(b, h, p, n)`, the state before its first token.
-        log_decay: `(b, h)`, summed over the tokens read so far.
-        read: number of tokens read so far.
-    """
-
-    before: Tensor
-    log_decay: Tensor
-    read: int
-
-
-class Repeat(Edit):
-    """Repeats the inputs of one layer in one call.
-
-    Args:
-        times: `(b,)`, repetitions of each row.
-        tokens: number of tokens of the call, which may be processed in chunks.
-    """
-
-    def __init__(self, times: Tensor, tokens: int) -> None:
-        self.times, self.tokens = times, tokens
-
-    def init_carry(self, mixer: Mixer, batch_size: int) -> Progress:
-        assert isinstance(mixer, ScanningMixer)
-        memory = mixer.memory(mixer.init_state(batch_size))
-        return Progress(memory, memory.new_zeros(memory.shape[:2]), 0)
-
-    def scan(
-        self, inputs: ScanInputs, state: Tensor, carry: Progress, ssd: SSD
-    ) -> tuple[Tensor, Tensor, Progress]:
-        carry = Progress(
-            before=carry.before if carry.read else state,
-            log_decay=carry.log_decay + inputs.log_decay.sum(1),
-            read=carry.read + inputs.x.shape[1],
-        )
-        y, state = ssd(inputs, state)
-        if carry.read == self.tokens:
-            state = repeated(carry.before, state, carry.log_decay, self.times)
-        return y, state, carry
 
 
 def read_repeatedly(
-    model: Trained,
+    model: LanguageModel,
     tokens: Tensor,
     state: LMState,
     times: Tensor | None,
-    packing: Mapping[str, Tensor] | None = None,
-    context: ContextGroup | None = None,
-    *,
-    checked: bool = False,
+    rows: Rows | None = None,
 ) -> tuple[Tensor, LMState]:
     """`model.hidden(tokens, state)`, but with the state after `times` readings.
 
@@ -84,44 +33,35 @@ def read_repeatedly(
         tokens: `(b, t)`.
         state: before the first reading.
         times: `(b,)`, repetitions of each row; None for one.
-        packing: further arguments of `model.hidden` for packed rows: `is_document_start` and
-            `is_token`; None for rows of one document.
-        context: the processes that hold the rows together; None for one.
-        checked: whether ids and state are known to be valid.
+        rows: where documents and padding begin; None for rows of one document.
 
     Raises:
-        UserError: a cell whose state is not a linear function of the previous one, packed rows, or
-            rows that several processes hold.
+        UserError: a cell whose state is not a linear function of the previous one, a mitigation, or
+            packed rows.
     """
     if times is None or bool((times == 1).all()):
-        packing = packing or {}
-        shared: dict[str, Any] = {} if context is None else {"context": context}
-        if isinstance(model, RecurrentLM):
-            shared["checked"] = checked
-        return model.hidden(
-            tokens,
-            state,
-            is_document_start=packing.get("is_document_start"),
-            is_token=packing.get("is_token"),
-            **shared,
-        )
-    if context is not None:
-        raise UserError(
-            "repeated segments are read by one process each: set max_repeat=1, or leave out "
-            "context_parallel_size"
-        )
-    if packing:
+        return model.hidden(tokens, state, rows=rows)
+    if rows is not None:
         raise UserError(
             "rows of several documents cannot be repeated: set max_repeat=1, or packing=false"
         )
-    if not isinstance(model, RecurrentLM) or not all(
-        isinstance(mixer, ScanningMixer) for mixer in model.mixers
-    ):
+    if model.mitigation is not None:
+        raise UserError(
+            "repeated segments and a mitigation cannot be combined: set max_repeat=1, or leave "
+            "mitigation out"
+        )
+    if not model.cells or not all(isinstance(cell, ScanningCell) for cell in model.cells):
         raise UserError(
             "repeated segments need cells with a linear recurrence, such as mamba2: set "
             "max_repeat=1"
         )
-    edits = [Repeat(times, tokens.shape[1])] * len(model.mixers)
-    start = state._replace(extra=init_carries(model.mixers, len(tokens), edits))
-    hidden, after = model.hidden(tokens, start, edits=edits)
-    return hidden, after._replace(extra=())
+    with decay_sums(model.cells) as sums:
+        hidden, after = model.hidden(tokens, state)
+    layers = []
+    for cell, own, before, end in zip(model.cells, sums, state.layers, after.layers, strict=True):
+        assert isinstance(cell, ScanningCell) and own.total is not None
+        memory = cell.own_memory(end)
+        total = own.total[..., 0].to(memory.dtype)
+        memory = repeated(cell.own_memory(before), memory, total, times)
+        layers.append(cell.with_memory(end, memory))
+    return hidden, after._replace(layers=tuple(layers))

@@ -22,9 +22,9 @@ from transformers.cache_utils import (
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
 
+from longrnn.cells import Cell, Edit
 from longrnn.hf.cache import LayerCache, NotForkableError, fill_cache, keep_cache
 from longrnn.hf.carriers import Carrier
-from longrnn.mixers import Edit, EditedState, Mixer
 from longrnn.state import PyTree
 
 
@@ -33,8 +33,7 @@ class HybridLayer(NamedTuple):
 
     Attributes:
         attention: what transformers keeps for the layer.
-        cell: the state of its Mamba-2 cell, an `EditedState` within a call with edits; () for a
-            layer without one.
+        cell: the state of its Mamba-2 cell; () for a layer without one.
     """
 
     attention: LayerCache
@@ -60,7 +59,7 @@ class HybridCache(DynamicCache):
         cells: the states, by layer; empty before the first token.
     """
 
-    def __init__(self, config: Any, edits: Mapping[int, Edit], window: int | None = None) -> None:
+    def __init__(self, config: Any, edits: Mapping[int, Edit | None], window: int | None = None) -> None:
         super().__init__(config=config)
         if window is not None:
             self.layers = [
@@ -70,13 +69,10 @@ class HybridCache(DynamicCache):
         self.edits = edits
         self.cells: dict[int, PyTree] = {}
 
-    def run(self, index: int, cell: Mixer, x: Tensor) -> Tensor:
+    def run(self, index: int, cell: Cell, x: Tensor) -> Tensor:
         """Return the output of a layer's cell, and replace its state by that after the tokens."""
         edit, state = self.edits.get(index), self.cells.get(index)
-        if state is None:
-            state = cell.init_state(len(x))
-            if edit is not None:
-                state = EditedState(state, edit.init_carry(cell, len(x)))
+        state = cell.init_state(len(x), edit) if state is None else state
         y, self.cells[index] = cell(x, state, edit)
         return y
 
@@ -92,7 +88,7 @@ class HybridForward:
         cell: our cell on its weights.
     """
 
-    def __init__(self, layer: Any, index: int, cell: Mixer) -> None:
+    def __init__(self, layer: Any, index: int, cell: Cell) -> None:
         self.layer, self.index, self.cell = layer, index, cell
 
     def __call__(
@@ -116,13 +112,13 @@ class HybridCarrier(Carrier):
     def __init__(
         self,
         model: PreTrainedModel,
-        edits: Mapping[int, Edit] | None = None,
+        edits: Mapping[int, Edit | None] | None = None,
         window: int | None = None,
     ) -> None:
         super().__init__(model, "past_key_values")
         self.edits, self.window = edits or {}, window
 
-    def with_edits(self, edits: Mapping[int, Edit]) -> HybridCarrier:
+    def with_edits(self, edits: Mapping[int, Edit | None]) -> HybridCarrier:
         """Return a carrier for the same model and window, with edits."""
         return HybridCarrier(self.model, edits, self.window)
 

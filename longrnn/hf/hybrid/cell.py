@@ -1,26 +1,22 @@
-"""`SharedMamba2`: the `Mamba2` mixer on the weights of a Hugging Face layer."""
+"""`SharedMamba2`: the `Mamba2` cell on the weights of a Hugging Face layer."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from longrnn.cells import Mamba2, ScanningCell
 from longrnn.hf.hybrid.families import CannotReplaceError, Family
-from longrnn.mixers import Mamba2, ScanningMixer
-from longrnn.mixers.mamba2 import Mamba2State
-from longrnn.ops.ssd import select
 
-# What a `Mamba2` has, and this mixer reads from the layer in every use.
+# What a `Mamba2` has, and this cell reads from the layer in every use.
 SHARED = ("A_log", "dt_bias", "D", "conv1d", "norm", "out_proj")
 
 
 class SharedMamba2(Mamba2):
-    """A `Mamba2` mixer whose modules and parameters are those of a Hugging Face layer.
+    """A `Mamba2` cell whose modules and parameters are those of a Hugging Face layer.
 
     Nothing is copied, and nothing is kept but the layer: a weight that is changed there, replaced
-    by another tensor or extended by an adapter is the weight of this mixer.
+    by another tensor or extended by an adapter is the weight of this cell.
 
     Args:
         theirs: the layer.
@@ -34,7 +30,7 @@ class SharedMamba2(Mamba2):
 
     def __init__(self, theirs: Any, family: Family) -> None:
         # Not the constructor of Mamba2, which would create weights.
-        ScanningMixer.__init__(self, theirs.hidden_size, theirs.hidden_size)
+        ScanningCell.__init__(self, theirs.hidden_size, theirs.hidden_size)
         self.layer, self._family = theirs, family
         if theirs.activation not in ("silu", "swish"):
             raise CannotReplaceError(f"its convolution has the activation {theirs.activation}")
@@ -53,26 +49,15 @@ class SharedMamba2(Mamba2):
         self.d_xBC = self.d_inner + 2 * self.n_groups * self.d_state
         least, largest = theirs.time_step_limit
         self.dt_limit = float(least), float(largest)
-        self.backend, self.ssd = "auto", select("auto")
-        self._gate = family.gate(theirs)
-        self.norm_eps = getattr(theirs.norm, "variance_epsilon", 0.0)
-        # The kernel has one number of groups for B, C and the norm.
-        groups = getattr(self._gate, "groups", 0)
-        self._fits_kernel = self._gate.fused and groups == self.n_groups
+        self.backend = "auto"
+        self.norm_eps = getattr(self.norm, "variance_epsilon", 0.0)
+        self.gate = family.gate(theirs)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "norm" and not hasattr(self.layer, "norm"):
+            return SimpleNamespace(weight=self.layer.D)  # no gate without a norm reads it
         if name in SHARED:
             return getattr(self.layer, name)
         if name == "in_proj":
             return self._family.projection(self.layer)
         return super().__getattr__(name)
-
-    def gated(self, y: Tensor, z: Tensor, inner: Tensor | None, backend: str) -> Tensor:
-        if self._fits_kernel:
-            return super().gated(y, z, inner, backend)
-        if inner is not None:
-            y = torch.addcmul(y.unflatten(2, inner.shape[2:]), inner, self.D[:, None]).flatten(2)
-        return self._gate(y, z)
-
-    def _fused(self, projected: Tensor, state: Mamba2State) -> tuple[Tensor, Mamba2State] | None:
-        return super()._fused(projected, state) if self._fits_kernel else None

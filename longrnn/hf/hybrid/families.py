@@ -7,7 +7,6 @@ projection, and how the output is gated.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longrnn.mixers import Mamba2
+from longrnn.cells import Mamba2
 from longrnn.ops.norm import gated_rms_norm
 
 
@@ -24,57 +23,32 @@ class CannotReplaceError(Exception):
     """A Mamba-2 layer computes something that the `Mamba2` mixer cannot; the message says what."""
 
 
-class Gate(ABC):
-    """How y is gated by z, both `(b, t, d_inner)`.
-
-    Attributes:
-        fused: whether the C++ kernel of the mixer computes the same.
-    """
-
-    fused = False
-
-    @abstractmethod
-    def __call__(self, y: Tensor, z: Tensor) -> Tensor:
-        """Return the gated y in the dtype of z."""
+# Takes the place of `longrnn.ops.norm.gated_rms_norm`, with its arguments; None for that function.
+Gate = Callable[..., Tensor] | None
 
 
-class GatedNorm(Gate):
-    """rms_norm(y · silu(z)) · weight, for each group of channels.
-
-    Args:
-        layer: has the norm, which is read in every call because another may take its place.
-        groups: of channels.
-    """
-
-    fused = True
-
-    def __init__(self, layer: Any, groups: int) -> None:
-        self.layer, self.groups = layer, groups
-
-    def __call__(self, y: Tensor, z: Tensor) -> Tensor:
-        norm = self.layer.norm
-        return gated_rms_norm(y, z, norm.weight, norm.variance_epsilon, self.groups)
+def norm_then_gate(
+    y: Tensor, z: Tensor, x: Tensor, D: Tensor, weight: Tensor, eps: float, groups: int
+) -> Tensor:
+    """rms_norm(y + D x) · weight · silu(z), per group of channels."""
+    wide = _with_skip(y, x, D)
+    grouped = wide.unflatten(-1, (groups, -1))
+    normed = F.rms_norm(grouped, grouped.shape[-1:], eps=eps).flatten(-2)
+    return (normed * weight * F.silu(z.to(wide.dtype))).to(z.dtype)
 
 
-class NormThenGate(GatedNorm):
-    """rms_norm(y) · weight · silu(z), for each group of channels."""
-
-    fused = False
-
-    def __call__(self, y: Tensor, z: Tensor) -> Tensor:
-        wide = y.to(torch.promote_types(y.dtype, torch.float32))
-        grouped = wide.unflatten(-1, (self.groups, -1))
-        norm = self.layer.norm
-        normed = F.rms_norm(grouped, grouped.shape[-1:], eps=norm.variance_epsilon)
-        return (normed.flatten(-2) * norm.weight * F.silu(z.to(wide.dtype))).to(z.dtype)
+def plain_gate(
+    y: Tensor, z: Tensor, x: Tensor, D: Tensor, weight: Tensor, eps: float, groups: int
+) -> Tensor:
+    """(y + D x) · silu(z), without a norm."""
+    wide = _with_skip(y, x, D)
+    return (wide * F.silu(z.to(wide.dtype))).to(z.dtype)
 
 
-class PlainGate(Gate):
-    """y · silu(z), without a norm."""
-
-    def __call__(self, y: Tensor, z: Tensor) -> Tensor:
-        wide = y.to(torch.promote_types(y.dtype, torch.float32))
-        return (wide * F.silu(z.to(wide.dtype))).to(z.dtype)
+def _with_skip(y: Tensor, x: Tensor, D: Tensor) -> Tensor:
+    """y + D x, `(b, t, h p)` in float32 or wider."""
+    dtype = torch.promote_types(y.dtype, torch.float32)
+    return torch.addcmul(y.to(dtype), x.to(dtype), D.to(dtype)[:, None]).flatten(2)
 
 
 class ScaledProjection(nn.Module):
@@ -104,15 +78,27 @@ def _own_projection(theirs: Any) -> nn.Module:
     return theirs.in_proj
 
 
+def _with_groups(gate: Callable[..., Tensor], groups: int) -> Gate:
+    """A gate whose norm has other groups than B and C."""
+
+    def regrouped(*arguments: Any) -> Tensor:
+        return gate(*arguments[:6], groups)
+
+    return regrouped
+
+
 def _gated_norm(theirs: Any) -> Gate:
-    return GatedNorm(theirs, theirs.intermediate_size // theirs.norm.group_size)
+    groups = theirs.intermediate_size // theirs.norm.group_size
+    return None if groups == theirs.n_groups else _with_groups(gated_rms_norm, groups)
 
 
 def _falcon_gate(theirs: Any) -> Gate:
     if not theirs.mamba_rms_norm:
-        return PlainGate()
-    kind = NormThenGate if theirs.norm.norm_before_gate else GatedNorm
-    return kind(theirs, theirs.norm.n_groups)
+        return plain_gate
+    if theirs.norm.norm_before_gate:
+        return _with_groups(norm_then_gate, theirs.norm.n_groups)
+    same = theirs.norm.n_groups == theirs.n_groups
+    return None if same else _with_groups(gated_rms_norm, theirs.norm.n_groups)
 
 
 class Family(NamedTuple):
@@ -120,7 +106,7 @@ class Family(NamedTuple):
 
     Attributes:
         layer: name of the class of its Mamba-2 layers.
-        gate: returns how a layer gates its output.
+        gate: returns how a layer gates its output, with the arguments of `Backend.gate`.
         projection: returns the input projection of a layer.
     """
 
