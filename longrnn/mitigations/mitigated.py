@@ -23,7 +23,6 @@ from longrnn.models.base import (
     LMOutput,
 )
 from longrnn.models.checks import check_is_state, check_tokens
-from longrnn.models.context import ContextGroup, check_divisible
 from longrnn.models.vectors import Vectors
 from longrnn.state import LMState, PyTree, leaves
 
@@ -159,7 +158,6 @@ class Mitigated(nn.Module):
         keep: int | None = None,
         is_token: Tensor | None = None,
         is_document_start: Tensor | None = None,
-        context: ContextGroup | None = None,
         checked: bool = False,
         vectors: Vectors | None = None,
     ) -> LMOutput:
@@ -171,7 +169,6 @@ class Mitigated(nn.Module):
             keep: return logits for the last `keep` tokens only; None for all.
             is_token: `(b, t)` bool, false at padding; see `RecurrentLM.forward`.
             is_document_start: `(b, t)` bool; the carries of the mitigation restart too.
-            context: the processes that hold the rows together; see `RecurrentLM.forward`.
             checked: see `RecurrentLM.forward`; a `CapturableModel` takes it.
             vectors: see `RecurrentLM.forward`; a `RecurrentLM` takes it.
 
@@ -188,9 +185,6 @@ class Mitigated(nn.Module):
         options: dict[str, Any] = {}
         if checked and isinstance(self.model, CapturableModel):
             options["checked"] = True
-        if context is not None:
-            check_divisible(self.model)
-            options["context"] = context
         if vectors is not None:
             options["vectors"] = vectors
         logits, after = self.model(

@@ -13,7 +13,7 @@ from longrnn.mitigations.values import Constant
 from longrnn.mixers import Edit, Mixer, ScanningMixer, StepwiseMixer, Update, UpdateRule
 from longrnn.ops.ssd import SSD, ScanInputs
 from longrnn.ops.ssd.window import windowed_ssd
-from longrnn.ops.ssd.window_carry import WindowCarry, blank, init_carry, reach
+from longrnn.ops.ssd.window_carry import WindowCarry, init_carry
 from longrnn.ops.ssd.window_step import (
     StaticWindow,
     carry_after,
@@ -71,12 +71,6 @@ class Window(Edit):
     @property
     def redefines_recurrence(self) -> bool:
         return self._n_inside > 0
-
-    def reach(self) -> int | None:
-        return None if self._n_outside else reach(self.window, self.chunk)
-
-    def blank_carry(self, carry: PyTree, tokens: int) -> PyTree:
-        return blank(carry, self.window, tokens)
 
     def scan(
         self, inputs: ScanInputs, state: Tensor, carry: PyTree, ssd: SSD

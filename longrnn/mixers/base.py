@@ -198,25 +198,6 @@ class ScanningMixer(Mixer):
         """The part of a state that recurs, `(b, h, p, n)`."""
 
     @abstractmethod
-    def with_memory(self, state: PyTree, memory: Tensor) -> PyTree:
-        """A state with another `memory`."""
-
-    @abstractmethod
-    def recent(self, state: PyTree) -> Tensor:
-        """The part of a state that depends on the last k tokens alone, `(b, k, c)`, oldest first.
-
-        With `memory` it is the whole state; k is 0 for a cell without such a part.
-        """
-
-    @abstractmethod
-    def recent_of(self, x: Tensor) -> Tensor:
-        """What tokens add to `recent`, `(b, t, c)` from `(b, t, d_input)`."""
-
-    @abstractmethod
-    def with_recent(self, state: PyTree, recent: Tensor) -> PyTree:
-        """A state with another `recent`."""
-
-    @abstractmethod
     def inputs_like(self) -> ScanInputs:
         """The inputs of the scan for one token, without batch axis, on the meta device."""
 

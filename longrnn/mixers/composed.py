@@ -47,17 +47,6 @@ class Composed(Edit):
     def init_carry(self, mixer: Mixer, batch_size: int) -> PyTree:
         return tuple(edit.init_carry(mixer, batch_size) for edit in self.edits)
 
-    def reach(self) -> int | None:
-        # What the others of a chain remember, if anything, has no limit that they know of.
-        return None if self._last is None else self.edits[self._last].reach()
-
-    def blank_carry(self, carry: PyTree, tokens: int) -> PyTree:
-        last = self._last
-        return tuple(
-            edit.blank_carry(own, tokens) if n == last else own
-            for n, (edit, own) in enumerate(zip(self.edits, carry, strict=True))
-        )
-
     def static_carry(self, carry: PyTree) -> PyTree:
         pairs = zip(self.edits, carry, strict=True)
         return tuple(edit.static_carry(own) for edit, own in pairs)

@@ -154,20 +154,6 @@ class Edit:
         """
         return carry
 
-    def reach(self) -> int | None:
-        """How many of the last tokens alone determine memory and carry, given their number.
-
-        None if earlier tokens matter too, as by default. For scanning cells; see `blank_carry`.
-        """
-        return None
-
-    def blank_carry(self, carry: PyTree, tokens: int) -> PyTree:
-        """A carry that is as good as the one `tokens` tokens after `carry`, `reach` tokens later.
-
-        For an edit with a `reach`.
-        """
-        return carry
-
     def static_carry(self, carry: PyTree) -> PyTree:
         """The carry as tokens in a CUDA graph read and change it; see `CapturableModel`.
 

@@ -295,18 +295,6 @@ class Mamba2(ScanningMixer):
     def memory(self, state: Mamba2State) -> Tensor:
         return state.ssm
 
-    def with_memory(self, state: Mamba2State, memory: Tensor) -> Mamba2State:
-        return state._replace(ssm=memory)
-
-    def recent(self, state: Mamba2State) -> Tensor:
-        return state.conv
-
-    def recent_of(self, x: Tensor) -> Tensor:
-        return self.in_proj(x)[..., self.d_inner : self.d_inner + self.d_xBC]
-
-    def with_recent(self, state: Mamba2State, recent: Tensor) -> Mamba2State:
-        return state._replace(conv=recent)
-
     def rates(self) -> Tensor:
         wide = torch.promote_types(self.A_log.dtype, torch.float32)
         return -self.A_log.to(wide).exp()

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from longrnn.mixers import Edit, Mixer
-from longrnn.mixers.context import Share, run_share
 from longrnn.models.config import RecurrentConfig
 from longrnn.models.recompute import recomputed
 from longrnn.ops.hooks import unhooked
@@ -63,25 +62,12 @@ class Block(nn.Module, ABC):
 
         Args:
             before: the residual stream before it.
-            cell: the other arguments of `cell`.
+            cell: the other arguments of the cell.
         """
 
     def native_layer(self) -> Layer | None:
         """What the C++ kernel reads to compute one token of the layer; None without a kernel."""
         return None
-
-    def cell(
-        self,
-        x: Tensor,
-        state: PyTree,
-        edit: Edit | None,
-        rows: PackedRows | None,
-        share: Share | None,
-    ) -> tuple[Tensor, PyTree]:
-        """Runs the cell; on a share of the rows, if there is one, from a `SharedState`."""
-        if share is None:
-            return self.mixer(x, state, edit, rows)
-        return run_share(self.mixer, x, state, edit, share)
 
     def forward(
         self,
@@ -89,10 +75,9 @@ class Block(nn.Module, ABC):
         state: PyTree,
         edit: Edit | None,
         rows: PackedRows | None = None,
-        share: Share | None = None,
     ) -> tuple[Tensor | Residual, PyTree]:
         """Returns the residual stream after the layer, in the form in which it was given."""
-        cell = state, edit, rows, share
+        cell = state, edit, rows
         if isinstance(before, Residual):
             return self.run(before, *cell)
         if self.recompute:
@@ -122,7 +107,7 @@ class ResidualBlock(Block):
     def run(self, before: Residual, *cell: Any) -> tuple[Residual, PyTree]:
         dtype = self._input_dtype(before.x)
         x, normed = add_rms_norm(*before, self.norm.weight, self.eps, dtype=dtype)
-        y, state = self.cell(normed, *cell)
+        y, state = self.mixer(normed, *cell)
         return Residual(x, y), state
 
     def _input_dtype(self, x: Tensor) -> torch.dtype | None:
@@ -141,7 +126,7 @@ class PlainBlock(Block):
         self.mixer = mixer
 
     def run(self, before: Residual, *cell: Any) -> tuple[Residual, PyTree]:
-        y, state = self.cell(before.sum(), *cell)
+        y, state = self.mixer(before.sum(), *cell)
         return Residual(y), state
 
 

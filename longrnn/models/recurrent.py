@@ -20,7 +20,6 @@ from longrnn.models.base import LMOutput, fingerprint
 from longrnn.models.blocks import BLOCKS, Residual, deferred
 from longrnn.models.checks import check_state, check_targets, check_tokens
 from longrnn.models.config import RecurrentConfig
-from longrnn.models.context import ContextGroup, hidden_of_share
 from longrnn.models.packing import Arrangement
 from longrnn.models.recompute import RecomputedModel, recomputed
 from longrnn.models.segments import segment_width
@@ -134,7 +133,6 @@ class RecurrentLM(RecomputedModel):
         edits: Sequence[Edit] | None = None,
         is_token: Tensor | None = None,
         is_document_start: Tensor | None = None,
-        context: ContextGroup | None = None,
         checked: bool = False,
         vectors: Vectors | None = None,
     ) -> LMOutput:
@@ -152,11 +150,9 @@ class RecurrentLM(RecomputedModel):
             is_document_start: `(b, t)` bool. Before such a token the state of the row, carries and
                 position included, is that of `init_state`, whatever it was, NaN included. A row
                 whose first token is not a start continues the given state. None for no start.
-            context: the processes that hold the rows together. Tokens, masks, `keep` and logits are
-                then of the share of this process, states of all: see `longrnn.models.context`.
             checked: whether ids, state and positions are known to be valid, as those of generated
                 tokens are. Comparing ids with the vocabulary would wait for the device.
-            vectors: what replaces embeddings and the vectors between layers; not with `context`.
+            vectors: what replaces embeddings and the vectors between layers.
 
         Raises:
             UserError: ids outside the vocabulary, the state of another model or batch size, a
@@ -170,7 +166,6 @@ class RecurrentLM(RecomputedModel):
             edits=edits,
             is_token=is_token,
             is_document_start=is_document_start,
-            context=context,
             checked=checked,
             vectors=vectors,
         )
@@ -185,7 +180,6 @@ class RecurrentLM(RecomputedModel):
         edits: Sequence[Edit] | None = None,
         is_token: Tensor | None = None,
         is_document_start: Tensor | None = None,
-        context: ContextGroup | None = None,
         checked: bool = False,
         vectors: Vectors | None = None,
     ) -> tuple[Tensor, LMState]:
@@ -206,13 +200,8 @@ class RecurrentLM(RecomputedModel):
             raise UserError(f"keep must be at least 0, not {keep}: give 0 for no logits")
 
         vectors = Vectors() if vectors is None else vectors
-        vectors.check(tokens, self.config.d_model, context)
+        vectors.check(tokens, self.config.d_model)
         arranged = Arrangement(tokens, is_token, is_document_start)
-        if context is not None:
-            given = arranged.tokens, arranged.rows, state, edits, context
-            hidden, state = hidden_of_share(self, *given)
-            kept = Residual(hidden).from_token(arranged.first_kept(keep))
-            return self._output(kept, arranged, keep), state
         vectors_of = ArrangedVectors(vectors, arranged, time)
         return self._read(state, keep, edits, arranged, vectors_of, checked)
 

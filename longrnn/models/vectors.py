@@ -10,7 +10,6 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.models.blocks import Residual
 from longrnn.models.packing import Arrangement
-from longrnn.ops.collectives import ContextGroup
 
 
 class Vectors(NamedTuple):
@@ -27,14 +26,8 @@ class Vectors(NamedTuple):
     embeddings: Tensor | None = None
     on_layer: Callable[[int, Tensor], Tensor] | None = None
 
-    def check(self, tokens: Tensor, d_model: int, context: ContextGroup | None) -> None:
-        """Raises a UserError for embeddings of another shape, and for vectors under `context`."""
-        given = self.embeddings is not None or self.on_layer is not None
-        if context is not None and given:
-            raise UserError(
-                "vectors cannot be replaced where several processes hold the rows together: leave "
-                "out context"
-            )
+    def check(self, tokens: Tensor, d_model: int) -> None:
+        """Raises a UserError for embeddings of another shape."""
         wanted = (*tokens.shape, d_model)
         if self.embeddings is not None and self.embeddings.shape != wanted:
             raise UserError(

@@ -16,7 +16,6 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.mixers import Edit, Mixer, ScanningMixer, init_carries
 from longrnn.models import RecurrentLM
-from longrnn.models.context import ContextGroup
 from longrnn.ops.ssd import SSD, ScanInputs
 from longrnn.ops.ssd.repeat import repeated
 from longrnn.state import LMState
@@ -73,7 +72,6 @@ def read_repeatedly(
     state: LMState,
     times: Tensor | None,
     packing: Mapping[str, Tensor] | None = None,
-    context: ContextGroup | None = None,
     *,
     checked: bool = False,
 ) -> tuple[Tensor, LMState]:
@@ -86,29 +84,20 @@ def read_repeatedly(
         times: `(b,)`, repetitions of each row; None for one.
         packing: further arguments of `model.hidden` for packed rows: `is_document_start` and
             `is_token`; None for rows of one document.
-        context: the processes that hold the rows together; None for one.
         checked: whether ids and state are known to be valid.
 
     Raises:
-        UserError: a cell whose state is not a linear function of the previous one, packed rows, or
-            rows that several processes hold.
+        UserError: a cell whose state is not a linear function of the previous one, or packed rows.
     """
     if times is None or bool((times == 1).all()):
         packing = packing or {}
-        shared: dict[str, Any] = {} if context is None else {"context": context}
-        if isinstance(model, RecurrentLM):
-            shared["checked"] = checked
+        known: dict[str, Any] = {"checked": checked} if isinstance(model, RecurrentLM) else {}
         return model.hidden(
             tokens,
             state,
             is_document_start=packing.get("is_document_start"),
             is_token=packing.get("is_token"),
-            **shared,
-        )
-    if context is not None:
-        raise UserError(
-            "repeated segments are read by one process each: set max_repeat=1, or leave out "
-            "context_parallel_size"
+            **known,
         )
     if packing:
         raise UserError(

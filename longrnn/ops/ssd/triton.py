@@ -50,50 +50,6 @@ def ssd(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     return recurrence.forward(given, how, sequential=sequential)[:2]
 
 
-def end_state(inputs: ScanInputs, state: Tensor) -> Tensor | None:
-    """The final state of `ssd` without y, from a fourth of the products.
-
-    Returns:
-        `(b, h, p, n)`; None where the kernels cannot compute it, and where it is not finite.
-    """
-    tensors = (*inputs, state)
-    if not (kernels.available() and kernels.suits(tensors)):
-        return None
-    found = _End.apply(CHUNK, SEGMENT, *inputs[:4], state)
-    return found if bool(found.detach().isfinite().all()) else None
-
-
-class _End(torch.autograd.Function):
-    """`recurrence.end_state`, with the backward pass of the whole recurrence."""
-
-    @staticmethod
-    def forward(ctx: Any, chunk: int, segment: int, *tensors: Tensor) -> Tensor:
-        from longrnn.ops.triton import recurrence
-
-        ctx.sizes = chunk, segment
-        ctx.save_for_backward(*tensors)
-        x, gain, log_decay, B, state = tensors
-        given = recurrence.operands(x, gain, log_decay, B, B, state)  # C is not read
-        how = recurrence.plan(given, chunk, segment, rounded=any(ctx.needs_input_grad))
-        return recurrence.end_state(given, how)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        *inputs, state = tensors = ctx.saved_tensors
-        with own_precision(state):
-            if torch.is_grad_enabled():
-
-                def run(*tensors: Tensor) -> Tensor:
-                    return _chunked(*tensors[:4], tensors[3], tensors[4])[1]
-
-                found = gradients_of(run, tensors, ctx.needs_input_grad[2:], (grad,))
-            else:
-                whole = (*inputs, torch.zeros_like(inputs[3]), state)
-                *found, _, of_state = _fused_gradients(ctx.sizes, whole, None, (None, grad))
-                found = (*found, of_state)
-        return None, None, *found
-
-
 class _Recurrence(torch.autograd.Function):
     """`recurrence.forward` with `recurrence_gradient.backward` as its backward pass."""
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from longrnn.ops.ssd.base import ScanInputs
 from longrnn.ops.ssd.chunks import Chunk
-from longrnn.state import tree_map
 
 CHUNK = 64
 
@@ -102,22 +101,3 @@ def init_carry(
         back=torch.zeros_like(state),
         back_decay=torch.zeros(rows, state.shape[1], **wide),
     )
-
-
-def reach(window: int, chunk: int | None = None) -> int:
-    """After how many tokens a carry no longer depends on the one before them, but for its phase.
-
-    Its chunks are then new, and so is each sum of the two stacks: a block may have begun before
-    these tokens, so that only the next one lies within them.
-    """
-    shape = shape_of(window, chunk)
-    return max(2 * shape.block, (shape.whole + 2) * shape.chunk)
-
-
-def blank(carry: WindowCarry, window: int, tokens: int) -> WindowCarry:
-    """An empty carry with the phase of the one `tokens` tokens after `carry`; see `reach`."""
-    shape = shape_in(carry, window)
-    empty = tree_map(torch.zeros_like, carry)
-    # Without chunks between, no token changes the stacks.
-    stacks = {"back": carry.back, "back_decay": carry.back_decay} if shape.between == 0 else {}
-    return empty._replace(phase=(carry.phase + tokens) % shape.block, **stacks)

@@ -25,7 +25,6 @@ from torch.nn import functional as F
 from longrnn.ops.ssd.base import SSD, ScanInputs
 from longrnn.ops.ssd.chunks import Chunk
 from longrnn.ops.ssd.decays import FLOOR
-from longrnn.ops.ssd.ends import end_state
 from longrnn.ops.ssd.window_carry import WindowShape
 
 
@@ -87,7 +86,7 @@ def _between(
     count, first = between + segments - 1, 2 * shape.chunk
     used = (one[:, first : first + count * shape.chunk] for one in known)
     ahead = [_rows(tensor, shape.chunk) for tensor in used]
-    added = end_state(ScanInputs(*ahead, C=ahead[3]), _zeros(rows, b * count), ssd)
+    added = ssd(ScanInputs(*ahead, C=ahead[3]), _zeros(rows, b * count))[1]
     added = added.unflatten(0, (b, count))
     own, other = (torch.arange(size, device=added.device) for size in (segments, count))
     distance = other - own[:, None]  # of a segment from the oldest one between
@@ -137,7 +136,7 @@ def _always(
         return state
     second = (one[:, length : (segments + 1) * length] for one in known)
     last = [_rows(tensor, length)[:, length - shape.rest + 1 :] for tensor in second]
-    added = end_state(ScanInputs(*last, C=last[3]), state, ssd)
+    added = ssd(ScanInputs(*last, C=last[3]), state)[1]
     decay = log_decay.exp().to(added.dtype).flatten(0, 1)
     return added * decay[..., None, None]
 

@@ -161,14 +161,6 @@ def segment_states(given: Operands, how: Plan, final: Tensor) -> Tensor:
     )
 
 
-def end_state(given: Operands, how: Plan) -> Tensor:
-    """The state after the last token, `(b, h, p, n)`, without y."""
-    final = torch.empty_like(given.state)
-    with on_device(final):
-        segment_states(given, how, final)
-    return final
-
-
 def states_between(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor],
     state: Tensor,

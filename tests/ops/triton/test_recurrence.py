@@ -11,7 +11,6 @@ from torch import Tensor
 
 from longrnn.ops import triton as kernels
 from longrnn.ops.ssd import BACKENDS, ScanInputs, chunked, reference, resolve, select, triton
-from longrnn.ops.ssd.ends import end_state
 from tests.contracts.builders import TOLERANCE, assert_near, generator
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=str(kernels.missing()))
@@ -96,36 +95,6 @@ def test_a_row_that_is_not_finite_has_the_gradients_of_the_definition() -> None:
         assert one[0].isfinite().all()
         assert torch.equal(one.isfinite(), other.isfinite())
         assert_near(one[other.isfinite()], other[other.isfinite()], 1e-10)
-
-
-@pytest.mark.usefixtures("small_segments")
-@pytest.mark.parametrize("time", [9, 35])
-def test_the_final_state_alone_is_that_of_the_recurrence(
-    time: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Value and gradients, and no y is computed; one segment and several."""
-    from longrnn.ops.triton import recurrence
-
-    monkeypatch.setattr(recurrence, "scan", None)
-    tensors, found = draw(time), []
-    for fused in (True, False):
-        leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
-        inputs, state = ScanInputs(*leaves[:-1]), leaves[-1]
-        final = end_state(inputs, state, triton.ssd) if fused else chunked.ssd(inputs, state)[1]
-        total = final.square().sum()
-        found.append([final, *torch.autograd.grad(total, leaves, materialize_grads=True)])
-    for ours, theirs in zip(*found, strict=True):
-        assert_near(ours, theirs, 1e-10)
-
-
-def test_a_final_state_that_is_not_finite_is_that_of_the_recurrence() -> None:
-    """NaN before a document starts does not reach its state."""
-    tensors = draw(20)
-    tensors[3][:, 4] = NAN
-    tensors[2][:, 11] = -INF
-    inputs, state = ScanInputs(*tensors[:-1]), tensors[-1]
-    assert triton.end_state(inputs, state) is None
-    assert_near(end_state(inputs, state, triton.ssd), reference.ssd(inputs, state)[1], 1e-10)
 
 
 def test_second_derivatives_equal_finite_differences() -> None:
