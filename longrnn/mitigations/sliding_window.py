@@ -93,7 +93,7 @@ class Window(Edit):
     ) -> tuple[Tensor, Tensor, PyTree]:
         """The windowed recurrence of the heads inside."""
         if isinstance(carry, StaticWindow):
-            return step(inputs, carry, ssd)
+            return step(inputs, carry)
         return windowed_ssd(inputs, carry, self.window, ssd)
 
     def static_carry(self, carry: PyTree) -> PyTree:

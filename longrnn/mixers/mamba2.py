@@ -16,7 +16,6 @@ from longrnn.errors import UserError
 from longrnn.mixers.base import MIXERS, ScanningMixer
 from longrnn.mixers.edits import Edit, Steps
 from longrnn.mixers.init import initialise
-from longrnn.ops import triton as gpu_kernels
 from longrnn.ops.conv import causal_conv
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import NATIVE, Linear
@@ -87,8 +86,8 @@ class Mamba2(ScanningMixer):
         norm_eps: added to the mean square in the gated norm.
         bias: whether the two projections have a bias.
         conv_bias: whether the convolution has a bias.
-        backend: implementation of the recurrence: `native`, `triton`, `mamba_ssm`, `chunked` or
-            `reference`; `auto` selects the fastest one for the device of each call.
+        backend: implementation of the recurrence: `native`, `mamba_ssm`, `chunked` or `reference`;
+            `auto` selects `native` for calls on a CPU, if it was compiled, and `chunked` otherwise.
         init: see `longrnn.mixers.init`: `default` or `long_memory`.
     """
 
@@ -185,9 +184,8 @@ class Mamba2(ScanningMixer):
     ) -> tuple[Tensor, Mamba2State, PyTree]:
         projected = self.in_proj(x)
         backend = self.backend_on(projected.device)
-        at_once = {"native": self._fused, "triton": self._token}.get(backend)
-        if at_once is not None and edit is None and rows is None:
-            found = at_once(projected, state)
+        if backend == "native" and edit is None and rows is None:
+            found = self._fused(projected, state)
             if found is not None:
                 return self.out_proj(found[0]), found[1], carry
         z, xBC, dt = projected.split([self.d_inner, self.d_xBC, self.n_heads], dim=-1)
@@ -196,7 +194,7 @@ class Mamba2(ScanningMixer):
             xBC = rows.without_padding(xBC)
         inner, B, C = self._split(xBC)
         limit, dtype = self._dt_range(), state.ssm.dtype
-        dt = step_sizes(dt, self.dt_bias, limit, dtype, fused=backend == "triton")
+        dt = step_sizes(dt, self.dt_bias, limit, dtype)
         steps = Steps(inner, dt, self.rates().to(dtype))
         y, ssm, carry = self.recur(steps, B, C, state.ssm, edit, carry, rows)
         gated = self.gated(y.flatten(2), z, inner, backend)
@@ -211,52 +209,23 @@ class Mamba2(ScanningMixer):
             found = parts.convolution(xBC, weight, bias, before)
             if found is not None:
                 return found
-        fused = backend == "triton"
-        return causal_conv(xBC, weight, bias, before, activation=True, rows=rows, fused=fused)
+        return causal_conv(xBC, weight, bias, before, activation=True, rows=rows)
 
-    def gated(self, y: Tensor, z: Tensor, inner: Tensor | None, backend: str) -> Tensor:
+    def gated(self, y: Tensor, z: Tensor, inner: Tensor, backend: str) -> Tensor:
         """The input of the output projection: y + D x, gated by z and normalised.
 
         Args:
             y: `(b, t, d_inner)`.
             z: `(b, t, d_inner)`.
-            inner: x `(b, t, h, p)`; None if y contains D x.
+            inner: x `(b, t, h, p)`.
             backend: that of the call.
         """
-        weight, eps, fused = self.norm.weight, self.norm_eps, backend == "triton"
-        if backend == "native" and inner is not None:
+        weight, eps = self.norm.weight, self.norm_eps
+        if backend == "native":
             found = parts.gated_norm(y, z, inner, self.D, weight, eps, self.n_groups)
             if found is not None:
                 return found
-        skip = None if inner is None else (inner, self.D)
-        return gated_rms_norm(y, z, weight, eps, self.n_groups, skip=skip, fused=fused)
-
-    def _token(self, projected: Tensor, state: Mamba2State) -> tuple[Tensor, Mamba2State] | None:
-        """Computes one token between the projections in two Triton kernels.
-
-        Returns None for several tokens, for gradients, and where the kernels do not run.
-        """
-        weights = (
-            *(own_weight(self.conv1d), self.conv1d.bias, self.dt_bias, self.A_log, self.D),
-            *(state.conv, state.ssm),
-        )
-        tracked = torch.is_grad_enabled() and any(
-            one is not None and one.requires_grad for one in (projected, *weights)
-        )
-        if projected.shape[1] != 1 or tracked or not gpu_kernels.runs(True, projected, *weights):
-            return None
-        from longrnn.ops.triton import token
-
-        y, conv, ssm = token.step(
-            projected,
-            token.Weights(weights[0][:, 0], *weights[1:5]),
-            state.conv,
-            state.ssm,
-            groups=self.n_groups,
-            dt_limit=self._dt_range(),
-        )
-        z = projected[..., : self.d_inner]
-        return self.gated(y, z, None, "triton"), Mamba2State(conv, ssm)
+        return gated_rms_norm(y, z, weight, eps, self.n_groups, skip=(inner, self.D))
 
     def _dt_range(self) -> tuple[float, float]:
         """Least and largest dt."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,38 +12,11 @@ from torch import Tensor, nn
 from longrnn.mixers import Edit, Mixer
 from longrnn.models.config import RecurrentConfig
 from longrnn.models.recompute import recomputed
-from longrnn.ops.hooks import unhooked
 from longrnn.ops.native.layer import Layer, Norm
-from longrnn.ops.norm import add_rms_norm
+from longrnn.ops.norm import rms_norm
 from longrnn.ops.packed_rows import PackedRows
 from longrnn.ops.precision import autocasts, product_dtype
 from longrnn.state import PyTree
-
-
-class Residual(NamedTuple):
-    """The residual stream between two layers, as a sum that the next norm computes.
-
-    Attributes:
-        x: `(b, t, d)`.
-        branch: `(b, t, d)`, the output of the last cell; None if x is the sum already.
-    """
-
-    x: Tensor
-    branch: Tensor | None = None
-
-    @classmethod
-    def of(cls, stream: Tensor | Residual) -> Residual:
-        """A residual stream, added up or not."""
-        return stream if isinstance(stream, Residual) else cls(stream)
-
-    def sum(self) -> Tensor:
-        """The residual stream, `(b, t, d)`."""
-        return self.x if self.branch is None else self.x + self.branch
-
-    def from_token(self, first: int) -> Residual:
-        """Without the tokens before `first`."""
-        branch = None if self.branch is None else self.branch[:, first:]
-        return Residual(self.x[:, first:], branch) if first else self
 
 
 class Block(nn.Module, ABC):
@@ -57,11 +31,11 @@ class Block(nn.Module, ABC):
     mixer: Mixer
 
     @abstractmethod
-    def run(self, before: Residual, *cell: Any) -> tuple[Residual, PyTree]:
+    def run(self, x: Tensor, *cell: Any) -> tuple[Tensor, PyTree]:
         """Returns the residual stream after the layer, and the state of its cell.
 
         Args:
-            before: the residual stream before it.
+            x: the residual stream before it.
             cell: the other arguments of the cell.
         """
 
@@ -71,24 +45,15 @@ class Block(nn.Module, ABC):
 
     def forward(
         self,
-        before: Tensor | Residual,
+        x: Tensor,
         state: PyTree,
         edit: Edit | None,
         rows: PackedRows | None = None,
-    ) -> tuple[Tensor | Residual, PyTree]:
-        """Returns the residual stream after the layer, in the form in which it was given."""
-        cell = state, edit, rows
-        if isinstance(before, Residual):
-            return self.run(before, *cell)
-        if self.recompute:
-            # Inside the module, so that its hooks (shards, DDP) run as without recomputation.
-            return recomputed(self._added, before, *cell)
-        return self._added(before, *cell)
-
-    def _added(self, x: Tensor, *cell: Any) -> tuple[Tensor, PyTree]:
-        """`run`, from a tensor to a tensor."""
-        after, state = self.run(Residual(x), *cell)
-        return after.sum(), state
+    ) -> tuple[Tensor, PyTree]:
+        """Returns the residual stream after the layer, and the state of its cell."""
+        # Inside the module, so that its hooks (shards, DDP) run as without recomputation.
+        run = partial(recomputed, self.run) if self.recompute else self.run
+        return run(x, state, edit, rows)
 
 
 class ResidualBlock(Block):
@@ -104,18 +69,17 @@ class ResidualBlock(Block):
     def native_layer(self) -> Layer | None:
         return self.mixer.residual_layer(Norm(self.norm.weight, self.eps))
 
-    def run(self, before: Residual, *cell: Any) -> tuple[Residual, PyTree]:
-        dtype = self._input_dtype(before.x)
-        x, normed = add_rms_norm(*before, self.norm.weight, self.eps, dtype=dtype)
+    def run(self, x: Tensor, *cell: Any) -> tuple[Tensor, PyTree]:
+        normed = rms_norm(x, self.norm.weight, self.eps).to(self._input_dtype(x))
         y, state = self.mixer(normed, *cell)
-        return Residual(x, y), state
+        return x + y, state
 
-    def _input_dtype(self, x: Tensor) -> torch.dtype | None:
-        """The dtype of the cell's input; None for that of the residual stream."""
+    def _input_dtype(self, x: Tensor) -> torch.dtype:
+        """The dtype of the cell's input."""
         if self.mixer.projections and autocasts(x):
             # That of the first projection, which would cast it in another pass.
             return product_dtype(x)
-        return self.norm.weight.dtype if self.wide else None
+        return self.norm.weight.dtype if self.wide else x.dtype
 
 
 class PlainBlock(Block):
@@ -125,22 +89,11 @@ class PlainBlock(Block):
         super().__init__()
         self.mixer = mixer
 
-    def run(self, before: Residual, *cell: Any) -> tuple[Residual, PyTree]:
-        y, state = self.mixer(before.sum(), *cell)
-        return Residual(y), state
+    def run(self, x: Tensor, *cell: Any) -> tuple[Tensor, PyTree]:
+        return self.mixer(x, *cell)
 
 
 BLOCKS: dict[str, type[ResidualBlock] | type[PlainBlock]] = {
     "residual": ResidualBlock,
     "plain": PlainBlock,
 }
-
-
-def deferred(blocks: nn.ModuleList, x: Tensor) -> Tensor | Residual:
-    """The input of the first of some `Block`s, in the form in which they pass the stream on.
-
-    That is a `Residual` where nothing else reads it. Hooks read and change tensors, and blocks that
-    are recomputed keep their input, which is one tensor once it is added up.
-    """
-    recompute = any(block.recompute for block in blocks)
-    return x if recompute or not unhooked(*blocks) else Residual(x)

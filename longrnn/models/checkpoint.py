@@ -21,13 +21,13 @@ from longrnn.errors import UserError
 from longrnn.files import one_line, read_json, write_atomic
 from longrnn.models.quantise import refuse_to_save
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
-from longrnn.ops.ssd import KERNELS, PARTIAL, resolve
+from longrnn.ops.ssd import PARTIAL, resolve
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
 # Backends that not every machine can run.
-MACHINE_DEPENDENT = {*KERNELS.values(), *PARTIAL}
+MACHINE_DEPENDENT = {"native", *PARTIAL}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

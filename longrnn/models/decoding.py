@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from longrnn.models.base import CapturableModel, LanguageModel
-from longrnn.ops.triton import on_device
 from longrnn.state import LMState, clone, leaves, reset
 
 # Capturing a graph takes about as long as this many tokens.
@@ -133,7 +132,7 @@ class StaticDecoder:
         if some_done not in self._runs:
             before = clone(self._buffers)  # preparing a run may consume tokens
             # A graph records the streams of the current device, which may be another GPU.
-            with on_device(self._tokens):
+            with torch.cuda.device(self._tokens.device if self._tokens.is_cuda else None):
                 self._runs[some_done] = self._prepare(lambda: self._compute(some_done))
             _copy(self._buffers, before)
         self._tokens.copy_(tokens)

@@ -1,7 +1,6 @@
 """Activation checkpointing: a part of the forward pass runs again instead of keeping its values.
 
-The recomputation runs the same operations on the same tensors, so gradients have the same bits. On
-a GPU, blocks that are computed again differ by rounding: see `longrnn.models.blocks.deferred`.
+The recomputation runs the same operations on the same tensors, so gradients have the same bits.
 """
 
 from __future__ import annotations

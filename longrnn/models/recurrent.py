@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from longrnn.errors import UserError, nearest
 from longrnn.mixers import MIXERS, Edit, EditedState, Mixer, init_carries
 from longrnn.models.base import LMOutput, fingerprint
-from longrnn.models.blocks import BLOCKS, Residual, deferred
+from longrnn.models.blocks import BLOCKS
 from longrnn.models.checks import check_state, check_targets, check_tokens
 from longrnn.models.config import RecurrentConfig
 from longrnn.models.packing import Arrangement
@@ -28,7 +28,7 @@ from longrnn.models.vectors import ArrangedVectors, Vectors
 from longrnn.ops.cross_entropy import token_cross_entropy
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.linear import Linear
-from longrnn.ops.norm import add_rms_norm
+from longrnn.ops.norm import rms_norm
 from longrnn.ops.packed_rows import PackedRows
 from longrnn.positions import POSITIONS
 from longrnn.ranges import check_ranges
@@ -236,7 +236,7 @@ class RecurrentLM(RecomputedModel):
         first = arranged.first_kept(given)
         width = segment_width(len(tokens), tokens.device, self.config.d_model, self.recomputation)
         width = max(1, tokens.shape[1]) if vectors.is_read else width
-        kept: list[Residual] = []
+        kept: list[Tensor] = []
         for start in range(0, tokens.shape[1], width):
             part = tokens[:, start : start + width]
             part_rows = rows.slice(start, start + width) if rows is not None else None
@@ -247,23 +247,21 @@ class RecurrentLM(RecomputedModel):
                 after, state = self._segment(*run)
             unwanted = max(0, first - start)
             if unwanted < part.shape[1]:
-                kept.append(after.from_token(unwanted))
+                kept.append(after[:, unwanted:])
         if not kept:
             return self.embedding.weight.new_zeros(len(tokens), keep, self.config.d_model), state
-        one = len(kept) == 1
-        after = kept[0] if one else Residual(torch.cat([each.sum() for each in kept], 1))
+        after = kept[0] if len(kept) == 1 else torch.cat(kept, 1)
         hidden = self._output(after, arranged, given)
         if vectors.is_read:
             hidden = vectors.last(len(self.blocks), hidden)[:, given - keep :]
         return hidden, state
 
-    def _output(self, after: Residual, arranged: Arrangement, keep: int) -> Tensor:
+    def _output(self, after: Tensor, arranged: Arrangement, keep: int) -> Tensor:
         """The input of the head, `(b, keep, d)`, from the output of the last block."""
-        if self.norm is None:
-            return arranged.restore(after.sum(), keep)
-        dtype = self.embedding.weight.dtype if self._wide else None
-        weight, eps = self.norm.weight, self.config.norm_eps
-        return arranged.restore(add_rms_norm(*after, weight, eps, dtype=dtype)[1], keep)
+        if self.norm is not None:
+            after = rms_norm(after, self.norm.weight, self.config.norm_eps)
+            after = after.to(self.embedding.weight.dtype) if self._wide else after
+        return arranged.restore(after, keep)
 
     def embed(
         self, tokens: Tensor, position: Tensor, rows: PackedRows | None, *, checked: bool = False
@@ -296,25 +294,24 @@ class RecurrentLM(RecomputedModel):
         rows: PackedRows | None,
         vectors: ArrangedVectors,
         positions_checked: bool,
-    ) -> tuple[Residual, LMState]:
+    ) -> tuple[Tensor, LMState]:
         """The residual stream after the blocks, for one segment."""
         x, position = self.embed(tokens, state.position, rows, checked=positions_checked)
         if tokens.shape[1] == 1 and edits is None and rows is None and not vectors.is_read:
             at_once = self._token_stack.run(self.blocks, x, state.layers)
             if at_once is not None:
-                return Residual(at_once[0]), LMState(position, at_once[1])
-        between = deferred(self.blocks, x)
+                return at_once[0], LMState(position, at_once[1])
         layers, carries = [], []
         for index, (block, layer) in enumerate(zip(self.blocks, state.layers, strict=True)):
-            between = vectors(index, between)
+            x = vectors(index, x)
             if edits is None:
-                between, layer = block(between, layer, None, rows)
+                x, layer = block(x, layer, None, rows)
             else:
                 before = EditedState(layer, state.extra[index])
-                between, (layer, carry) = block(between, before, edits[index], rows)
+                x, (layer, carry) = block(x, before, edits[index], rows)
                 carries.append(carry)
             layers.append(layer)
-        return Residual.of(between), LMState(position, tuple(layers), tuple(carries))
+        return x, LMState(position, tuple(layers), tuple(carries))
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits of the SHA-256 of configuration and weights.

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.models.blocks import Residual
 from longrnn.models.packing import Arrangement
 
 
@@ -57,11 +56,11 @@ class ArrangedVectors:
         self.time = time
         self._on_layer, self._arranged = vectors.on_layer, arranged
 
-    def __call__(self, number: int, between: Tensor | Residual) -> Tensor | Residual:
+    def __call__(self, number: int, x: Tensor) -> Tensor:
         """What the next layer reads, `(b, t', d)`."""
         if self._on_layer is None:
-            return between
-        x = self._arranged.restore(Residual.of(between).sum(), self.time)
+            return x
+        x = self._arranged.restore(x, self.time)
         return self._arranged.arrange(self._on_layer(number, x))
 
     def last(self, number: int, x: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.ops import triton as kernels
 from longrnn.ops.again import gradients_of
 from longrnn.ops.packed_rows import PackedRows
 from longrnn.ops.transforms import takes_plain_operations
@@ -29,7 +28,6 @@ def causal_conv(
     *,
     activation: bool = False,
     rows: PackedRows | None = None,
-    fused: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Convolves each channel with its own filter over the current token and the k − 1 before it.
 
@@ -45,19 +43,18 @@ def causal_conv(
         rows: where documents and padding begin; None for rows of one document without padding. No
             term comes from another document, and the state is that after the last token before
             the padding.
-        fused: whether a Triton kernel computes it; see `longrnn.ops.triton.runs`.
 
     Returns:
         `y` of shape `(b, t, c)`, in the dtype of `x`, and the state after the last token, in the
         dtype of `state`.
     """
     if rows is not None:
-        y = _convolved(x, state, weight, bias, False, fused)
+        y = _convolved(x, state, weight, bias, False)
         padded = torch.cat([state.to(x.dtype), x], dim=1)
         y = _at_starts(y, padded, weight, bias, rows)
         after = _last_inputs(padded, weight.shape[1] - 1, rows).to(state.dtype)
         return F.silu(y) if activation else y, after
-    y = _convolved(x, state, weight, bias, activation, fused)
+    y = _convolved(x, state, weight, bias, activation)
     width, time = state.shape[1], x.shape[1]
     # Copies, because a slice would keep the whole input in memory.
     after = x[:, max(0, time - width) :].to(state.dtype, copy=True)
@@ -72,12 +69,11 @@ def _convolved(
     weight: Tensor,
     bias: Tensor | None,
     activation: bool,
-    fused: bool | None,
 ) -> Tensor:
     """The sum over the k taps, activated and rounded."""
     if takes_plain_operations():
         return _in_torch(x, state, weight, bias, activation)
-    return _Convolution.apply(x, state, weight, bias, activation, fused)
+    return _Convolution.apply(x, state, weight, bias, activation)
 
 
 def _in_torch(
@@ -146,15 +142,9 @@ class _Convolution(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         activation: bool,
-        fused: bool | None,
     ) -> Tensor:
         ctx.save_for_backward(x, state, weight, bias)
         ctx.activation = activation
-        ctx.fused = kernels.runs(fused, x, state, weight, bias)
-        if ctx.fused:
-            from longrnn.ops.triton import convolution
-
-            return convolution.forward(x, state, weight, bias, activation)
         y, _ = _sum(x, state, weight, bias)
         return (F.silu(y, inplace=True) if activation else y).to(x.dtype)
 
@@ -167,15 +157,7 @@ class _Convolution(torch.autograd.Function):
             def run(*tensors: Tensor) -> Tensor:
                 return _in_torch(*tensors, activation=ctx.activation)
 
-            return *gradients_of(run, tensors, wants, (grad_y,)), None, None
-        if ctx.fused:
-            from longrnn.ops.triton import convolution
-
-            wants_weights = wants[2] or wants[3]
-            found = convolution.backward(
-                x, state, weight, bias, ctx.activation, grad_y, wants_weights=wants_weights
-            )
-            return *found, None, None
+            return *gradients_of(run, tensors, wants, (grad_y,)), None
         y, padded = _sum(x, state, weight, bias)
         time, before = x.shape[1], state.shape[1]
         grad_y = grad_y.to(y.dtype)
@@ -194,4 +176,4 @@ class _Convolution(torch.autograd.Function):
             grad_weight = torch.stack(sums, dim=1).to(weight.dtype)
         if bias is not None and wants[3]:
             grad_bias = grad_y.sum((0, 1)).to(bias.dtype)
-        return grad_x, grad_state, grad_weight, grad_bias, None, None
+        return grad_x, grad_state, grad_weight, grad_bias, None

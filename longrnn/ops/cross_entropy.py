@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longrnn.errors import UserError
-from longrnn.ops import triton as kernels
 from longrnn.ops.linear import matmul_nt
 from longrnn.ops.precision import product_dtype, without_autocast
 from longrnn.ops.transforms import in_forward_mode
@@ -50,7 +49,6 @@ def weighted_cross_entropy(
     weights: Tensor,
     *,
     max_logits: int | None = None,
-    fused: bool | None = None,
 ) -> HeadLoss:
     """Σ weights · (−log softmax(hidden headᵀ)[targets]), and the argmax of the logits.
 
@@ -65,7 +63,6 @@ def weighted_cross_entropy(
         targets: `(…,)` int64; negative where a token is not scored.
         weights: `(…,)`, one per token; they get no gradient.
         max_logits: how many logits may exist at a time; None for `most_logits`.
-        fused: whether a Triton kernel reads the logits; see `longrnn.ops.triton.runs`.
 
     Raises:
         UserError: in forward-mode differentiation.
@@ -78,7 +75,7 @@ def weighted_cross_entropy(
     weights = weights.detach() * (targets >= 0)
     rows, dtype = _rows(hidden, head, max_logits), product_dtype(hidden)
     loss, predictions = _HeadLoss.apply(
-        hidden.flatten(0, -2), head, targets.flatten(), weights.flatten(), rows, dtype, fused
+        hidden.flatten(0, -2), head, targets.flatten(), weights.flatten(), rows, dtype
     )
     return HeadLoss(loss, predictions.view_as(targets))
 
@@ -90,7 +87,6 @@ def token_cross_entropy(
     targets: Tensor,
     *,
     max_logits: int | None = None,
-    fused: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The loss of each token without a tensor of all logits, and without gradients.
 
@@ -101,7 +97,6 @@ def token_cross_entropy(
         head: `(v, d)`.
         targets: `(…,)` int64; the loss is 0 where they are negative.
         max_logits: how many logits may exist at a time; None for `most_logits`.
-        fused: see `weighted_cross_entropy`.
 
     Returns:
         −log softmax(hidden headᵀ)[targets] in nats, and the most likely ids, both `(…,)`.
@@ -114,7 +109,7 @@ def token_cross_entropy(
     with without_autocast(hidden):
         logits_of = _logits_in(wide, head.to(dtype))
         for x, target in pairs:
-            found = _losses(logits_of(x.to(dtype)), target.clamp(min=0), None, fused)
+            found = _losses(logits_of(x.to(dtype)), target.clamp(min=0), None)
             losses.append(found.losses.masked_fill(target < 0, 0))
             predictions.append(found.predictions)
     return torch.cat(losses).view_as(targets), torch.cat(predictions).view_as(targets)
@@ -155,21 +150,14 @@ class _RowLosses(NamedTuple):
     gradient: Tensor | None
 
 
-def _losses(
-    logits: Tensor, targets: Tensor, dtype: torch.dtype | None, fused: bool | None
-) -> _RowLosses:
+def _losses(logits: Tensor, targets: Tensor, dtype: torch.dtype | None) -> _RowLosses:
     """The losses of rows of logits.
 
     Args:
-        logits: `(rows, v)`, which may be overwritten.
+        logits: `(rows, v)`.
         targets: `(rows,)` int64, at least 0.
         dtype: of the gradient; None for no gradient.
-        fused: see `weighted_cross_entropy`.
     """
-    if kernels.runs(fused, logits, targets):
-        from longrnn.ops.triton import loss
-
-        return _RowLosses(*loss.losses(logits, targets, dtype))
     index = targets[:, None]
     largest, most_likely = logits.max(-1, keepdim=True)
     target_logits = logits.gather(1, index)
@@ -195,7 +183,6 @@ class _HeadLoss(torch.autograd.Function):
         weights: Tensor,
         rows: int,
         dtype: torch.dtype,
-        fused: bool | None,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         narrow = head.to(dtype)
@@ -215,7 +202,7 @@ class _HeadLoss(torch.autograd.Function):
                 x, weight = hidden[part].to(dtype), relative[part, None]
                 broken = (weight == 0) & ~x.isfinite().all(-1, keepdim=True)
                 x = x.masked_fill(broken, 0)  # 0 · NaN would be NaN
-                found = _losses(logits_of(x), targets[part].clamp(min=0), trained, fused)
+                found = _losses(logits_of(x), targets[part].clamp(min=0), trained)
                 predictions[part] = found.predictions
                 loss += (found.losses * weight[:, 0]).sum()
                 gradient = found.gradient
@@ -241,7 +228,6 @@ class _HeadLoss(torch.autograd.Function):
         return (
             None if grad_hidden is None else grad_hidden * grad_loss.to(grad_hidden.dtype),
             None if grad_head is None else grad_head * grad_loss.to(grad_head.dtype),
-            None,
             None,
             None,
             None,

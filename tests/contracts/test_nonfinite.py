@@ -17,19 +17,18 @@ import torch
 from torch import Tensor
 
 from longrnn.ops.ssd import BACKENDS, ScanInputs
-from longrnn.ops.ssd.rescale import LIMITED, UNLIMITED, rescaled_ssd
-from longrnn.ops.ssd.window import WINDOWED, windowed_ssd
+from longrnn.ops.ssd.rescale import UNLIMITED, rescaled_ssd
+from longrnn.ops.ssd.window import windowed_ssd
 from longrnn.ops.ssd.window_carry import init_carry
-from longrnn.ops.triton import interpreting
 from longrnn.ops.window import init_stepwise, slide
 from tests.contracts.builders import (
     TOLERANCE,
+    WITH_KERNELS,
     assert_near,
     functional,
     generator,
     small_chunks,
     spec_id,
-    with_kernels,
 )
 
 Scan = Callable[[ScanInputs, Tensor], tuple[Tensor, Tensor]]
@@ -110,22 +109,9 @@ def in_pieces(scan: Scan, inputs: ScanInputs, state: Tensor, sizes: list[int]) -
     return torch.cat(outputs, 1), state
 
 
-def splits_of(backend: str) -> list[list[int]]:
-    """`SPLITS`, without the one of single tokens for kernels in Triton's interpreter.
-
-    It would take as long as all others, which have single tokens at the bad one.
-    """
-    return SPLITS[:-1] if backend == "triton" and interpreting() else SPLITS
-
-
 @pytest.mark.parametrize(
     ("backend", "dtype", "chunk"),
-    [
-        (backend, dtype, chunk)
-        for backend, dtype, chunk in product(BACKENDS, (torch.float64, torch.float32), (4, 64))
-        # The kernels take several segments with the one, and one with the other.
-        if backend != "triton" or (dtype == torch.float64) == (chunk == 4)
-    ],
+    list(product(BACKENDS, (torch.float64, torch.float32), (4, 64))),
     ids=spec_id,
 )
 @every_trouble
@@ -138,7 +124,7 @@ def test_every_backend(
     expected = loop(inputs, state)
     with small_chunks(chunk):
         whole = BACKENDS[backend](inputs, state)
-        for sizes in splits_of(backend):
+        for sizes in SPLITS:
             actual = in_pieces(BACKENDS[backend], inputs, state, sizes)
             for name, ours, theirs in zip(("y", "state"), actual, expected, strict=True):
                 assert_equal_or_both_not_finite(ours, theirs, f"{name} {sizes}", dtype=dtype)
@@ -157,7 +143,7 @@ def test_a_state_that_is_not_finite(backend: str, value: float) -> None:
     inputs, state = draw()
     state[1, 2, 0, 3] = value
     expected = loop(inputs, state)
-    for sizes in splits_of(backend):
+    for sizes in SPLITS:
         actual = in_pieces(BACKENDS[backend], inputs, state, sizes)
         for ours, theirs in zip(actual, expected, strict=True):
             assert_equal_or_both_not_finite(ours, theirs, str(sizes))
@@ -198,7 +184,7 @@ def test_a_decay_to_zero_removes_all_earlier_inputs(
     large.x[:, :30] *= 1e30
     late = ScanInputs(*(tensor[:, 30:] for tensor in inputs))
     expected = loop(late, torch.zeros_like(state))
-    for sizes in splits_of(backend):
+    for sizes in SPLITS:
         y, final = in_pieces(BACKENDS[backend], large, 1e30 * state, sizes)
         assert_near(y[:, 30:], expected[0], TOLERANCE[dtype])
         assert_near(final, expected[1], TOLERANCE[dtype])
@@ -220,7 +206,7 @@ def limited_loop(limit: Tensor) -> Scan:
     return scan
 
 
-@pytest.mark.parametrize("backend", with_kernels(LIMITED))
+@pytest.mark.parametrize("backend", WITH_KERNELS)
 @every_trouble
 def test_state_norm(backend: str, names: tuple[str, ...], value: float) -> None:
     """Equals its loop, for heads with limits that are reached, high, or absent."""
@@ -229,7 +215,7 @@ def test_state_norm(backend: str, names: tuple[str, ...], value: float) -> None:
     inputs = with_trouble(clean, names, value)
     expected = limited_loop(limit)(inputs, state)
     with small_chunks():
-        for sizes in splits_of(backend):
+        for sizes in SPLITS:
             actual = in_pieces(
                 lambda inputs, state: rescaled_ssd(inputs, state, limit, BACKENDS[backend]),
                 inputs,
@@ -258,15 +244,8 @@ def windowed_loop(
     return inputs, torch.stack(y, 1), state
 
 
-@pytest.mark.parametrize(
-    ("r", "backend"),
-    [
-        (r, backend)
-        for backend in with_kernels(WINDOWED)
-        # In Triton's interpreter one case takes as long as all of another backend.
-        for r in ([13] if backend == "triton" else [1, 3, 4, 6, 8, 13, 60])
-    ],
-)
+@pytest.mark.parametrize("backend", WITH_KERNELS)
+@pytest.mark.parametrize("r", [1, 3, 4, 6, 8, 13, 60])
 @every_trouble
 def test_sliding_window(r: int, backend: str, names: tuple[str, ...], value: float) -> None:
     """Outputs and states are finite again once the token has left the window."""
@@ -278,7 +257,7 @@ def test_sliding_window(r: int, backend: str, names: tuple[str, ...], value: flo
         assert final.isfinite().all()
     with small_chunks():
         like = ScanInputs(*(tensor[0, :1] for tensor in inputs))
-        for sizes in splits_of(backend):
+        for sizes in SPLITS:
             carry, outputs = init_carry(ScanInputs(*like), torch.zeros_like(state), r), []
             after = state
             for piece in zip(*(tensor.split(sizes, 1) for tensor in inputs), strict=True):

@@ -133,15 +133,13 @@ def test_mitigations(spec: dict[str, Any], mixer: dict[str, Any]) -> None:
 @pytest.mark.parametrize("every", [one for one in GRANULARITIES if one != "no"])
 @pytest.mark.parametrize("kind", list(MIXERS))
 def test_recomputation_gives_the_same_gradients(kind: str, every: str) -> None:
-    """Gradients with and without recomputation; blocks alone add up the stream by themselves."""
+    """Gradients with and without recomputation have the same bits."""
     model = build_model(kind, dtype=torch.float32).to(GPU)
     tokens, state = random_tokens(2, sum(SPLIT)).to(GPU), model.init_state(2)
     plain = outcome(model, tokens, state)
     model.gradient_checkpointing_enable(every)
     for name, one in outcome(model, tokens, state).items():
-        if every == "segment":
-            assert torch.equal(one, plain[name]), name
-        assert_near(one, plain[name], 1e-6, name)
+        assert torch.equal(one, plain[name]), name
 
 
 @pytest.mark.parametrize("kind", list(MIXERS))

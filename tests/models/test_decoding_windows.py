@@ -12,7 +12,6 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.models import generate
 from longrnn.models.decoding import CallingDecoder, StaticDecoder, captured
-from longrnn.ops import triton as kernels
 from longrnn.state import join, nbytes, take
 from tests.contracts.builders import (
     assert_near,
@@ -22,7 +21,6 @@ from tests.contracts.builders import (
     mitigation_spec,
     random_tokens,
 )
-from tests.devices import ReadCounter
 from tests.models.decoders import (
     DECODERS,
     TOKENS,
@@ -156,31 +154,6 @@ def test_texts_from_buffers_are_those_from_calls(
     assert static.tokens == called.tokens
     assert len({len(row) for row in called.tokens}) > 1
     assert_trees_near(static.state, called.state, 1e-10)
-
-
-@torch.no_grad()
-@pytest.mark.skipif(not kernels.available(), reason=str(kernels.missing()))
-def test_triton_kernels_under_a_window_read_nothing_on_the_host(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Before the end of a chunk; logits and states are those of calls."""
-    mixer = {"kind": "mamba2", "d_state": 6, "head_dim": 16, "backend": "triton"}
-    specs = [mitigation_spec("forget_more"), window(7, chunk=5)]
-    model: Any = build_mitigated(specs, mixer, n_layers=1)
-    model.to("cpu" if kernels.interpreting() else "cuda")
-    plain = build_mitigated(specs, {**mixer, "backend": "chunked"}, n_layers=1)
-    start = plain(random_tokens(1, 12)).state
-    calls, static = CallingDecoder(plain, start), StaticDecoder(model, start)
-    lists: list[Tensor] = []
-    tolist = Tensor.tolist
-    monkeypatch.setattr(Tensor, "tolist", lambda self: lists.append(self) or tolist(self))
-    for tokens in random_tokens(2, 1, seed=1):
-        lists.clear()
-        with ReadCounter() as counter:
-            logits = static.step(tokens, None)
-        assert counter.reads == lists == []
-        assert_near(logits, calls.step(tokens, None), 1e-10)
-        assert_trees_near(static.state, calls.state, 1e-10)
 
 
 @pytest.mark.cuda

@@ -67,11 +67,10 @@ class SharedMamba2(Mamba2):
             return self._family.projection(self.layer)
         return super().__getattr__(name)
 
-    def gated(self, y: Tensor, z: Tensor, inner: Tensor | None, backend: str) -> Tensor:
+    def gated(self, y: Tensor, z: Tensor, inner: Tensor, backend: str) -> Tensor:
         if self._fits_kernel:
             return super().gated(y, z, inner, backend)
-        if inner is not None:
-            y = torch.addcmul(y.unflatten(2, inner.shape[2:]), inner, self.D[:, None]).flatten(2)
+        y = torch.addcmul(y.unflatten(2, inner.shape[2:]), inner, self.D[:, None]).flatten(2)
         return self._gate(y, z)
 
     def _fused(self, projected: Tensor, state: Mamba2State) -> tuple[Tensor, Mamba2State] | None:

@@ -13,7 +13,7 @@ Notable choices:
   other backends return.
 - Values are those of mamba-ssm: with bfloat16 inputs it rounds outputs and the states between
   chunks to bfloat16. It adds up decays in float32, with errors of some 1e-4 where a strong decay
-  precedes slow ones. `chunked` and `triton` do neither.
+  precedes slow ones. `chunked` does neither.
 """
 
 from __future__ import annotations
@@ -79,8 +79,7 @@ def combined() -> Callable[..., Any]:
     except Exception as error:  # compiled parts raise OSError or RuntimeError on another machine
         raise UserError(
             f"the backend mamba_ssm needs the package mamba-ssm, which cannot be imported "
-            f'({one_line(error)}): pip install mamba-ssm, or use backend="triton" or '
-            'backend="chunked"'
+            f'({one_line(error)}): pip install mamba-ssm, or use backend="chunked"'
         ) from error
     return mamba_chunk_scan_combined
 
@@ -131,8 +130,7 @@ def _check_tensors(inputs: ScanInputs, state: Tensor) -> None:
     if tokens > longest:
         raise UserError(
             f"a call of {tokens:,} tokens is too long for mamba_ssm, which has 32-bit offsets into "
-            f'{name}: give at most {longest:,} tokens per call, or use backend="triton" or '
-            'backend="chunked"'
+            f'{name}: give at most {longest:,} tokens per call, or use backend="chunked"'
         )
 
 
@@ -154,13 +152,13 @@ def _rates(inputs: ScanInputs) -> Tensor:
     if begins:
         raise UserError(
             "the backend mamba_ssm cannot begin a document within a row (a log decay of −∞): "
-            'give one document per row, or use backend="triton" or backend="chunked"'
+            'give one document per row, or use backend="chunked"'
         )
     if not valid:
         raise UserError(
             "the backend mamba_ssm takes decays that are the step times one negative number per "
             "head, and these are not, as under a mitigation that changes them per token or at "
-            'padding: leave these out, or use backend="triton" or backend="chunked"'
+            'padding: leave these out, or use backend="chunked"'
         )
     return rates
 

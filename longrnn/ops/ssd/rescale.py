@@ -20,7 +20,7 @@ Notable choices:
   overflow or underflow float32, and where values are not finite, a chunk is computed one token at a
   time in float64 instead.
 - For the backend `native` without gradients, all this is one call of C++ (`native/limited.h`),
-  in which each head and chunk is judged alone. For `triton` it is a few kernels, backward too.
+  in which each head and chunk is judged alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from einops import rearrange
 from torch import Tensor
 
 from longrnn.ops.precision import own_precision
-from longrnn.ops.ssd import chunked, limited_triton, native, triton
+from longrnn.ops.ssd import chunked, native
 from longrnn.ops.ssd.base import SSD, ScanInputs, decayed
 from longrnn.ops.ssd.decays import decay_between
 
@@ -84,15 +84,12 @@ def rescaled_ssd(
     Returns:
         y `(b, t, h, p)` and the final state.
     """
-    own = LIMITED.get(ssd)
-    if own is not None and (found := own(inputs, state, limit)) is not None:
+    if ssd is native.ssd and (found := _in_cpp(inputs, state, limit)) is not None:
         return found
     return _in_torch(inputs, state, limit, ssd)
 
 
-def _in_torch(
-    inputs: ScanInputs, state: Tensor, limit: Tensor, ssd: SSD = chunked.ssd
-) -> tuple[Tensor, Tensor]:
+def _in_torch(inputs: ScanInputs, state: Tensor, limit: Tensor, ssd: SSD) -> tuple[Tensor, Tensor]:
     """`rescaled_ssd` in differentiable operations."""
     if inputs.x.shape[1] == 1 and state.device.type != "cpu":
         # Which way is faster is read back from the device, and takes longer than a token.
@@ -127,14 +124,6 @@ def _in_cpp(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tensor, T
     if limit.device.type != "cpu" or not bool((limit >= MIN_LIMIT).all()):
         return None
     return native.limited(inputs, state, limit, UNLIMITED)
-
-
-def _in_triton(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tensor, Tensor] | None:
-    return limited_triton.limited_ssd(inputs, state, limit, UNLIMITED, _in_torch)
-
-
-# Backends with kernels for the limit, which return None for calls that they cannot compute.
-LIMITED = {native.ssd: _in_cpp, triton.ssd: _in_triton}
 
 
 def scale_of(limit: Tensor, memory: Tensor, dim: tuple[int, ...]) -> Tensor:

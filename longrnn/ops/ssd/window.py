@@ -22,13 +22,11 @@ Notable choices:
   phase.
 - In a CUDA graph, where no phase can be read, `window_step` computes the tokens of a chunk but for
   its last one.
-- For the backend `native` without gradients, all this is one call of C++ (`native/window.h`), and
-  for the backend `triton` a few kernels, with gradients too (`triton/window.py`).
+- For the backend `native` without gradients, all this is one call of C++ (`native/window.h`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -39,7 +37,7 @@ from torch.nn import functional as F
 
 from longrnn.ops.precision import own_precision
 from longrnn.ops.rows import all_finite, finite_rows, run_by_finiteness, run_by_phase
-from longrnn.ops.ssd import native, triton, window_native, window_triton
+from longrnn.ops.ssd import native, window_native
 from longrnn.ops.ssd.base import SSD, ScanInputs
 from longrnn.ops.ssd.chunks import cut, fill, join, stack
 from longrnn.ops.ssd.decays import add_decayed, floored_exp
@@ -59,40 +57,25 @@ def windowed_ssd(
         inputs: see `ScanInputs`.
         carry: from `init_carry` or from an earlier call with the same window.
         window: in tokens, at least 1.
-        ssd: computes the plain recurrence of the same layer; those in `WINDOWED` have kernels for
-            the window too.
+        ssd: computes the plain recurrence of the same layer; that of the backend `native` has
+            kernels for the window too.
 
     Returns:
         y `(b, t, h, p)`, the state of the last token's window `(b, h, p, n)`, and the carry.
     """
     with own_precision(carry.back):
-        run = partial(_one_phase, shape_in(carry, window), WINDOWED.get(ssd))
+        run = partial(_one_phase, shape_in(carry, window), ssd is native.ssd)
         return run_by_phase(run, carry.phase, inputs, carry)
 
 
-Found = tuple[Tensor, Tensor, WindowCarry]
-# Backends with kernels for the window, which return None for calls that they cannot compute.
-Kernels = Callable[[ScanInputs, WindowCarry, WindowShape, int], Found | None]
-
-
-def _in_triton(
-    inputs: ScanInputs, carry: WindowCarry, shape: WindowShape, phase: int
-) -> Found | None:
-    def in_torch(inputs: ScanInputs, carry: WindowCarry) -> Found:
-        return _one_phase(shape, None, inputs, carry, phase)
-
-    return window_triton.windowed(inputs, carry, shape, phase, in_torch)
-
-
-WINDOWED: dict[SSD, Kernels] = {native.ssd: window_native.windowed, triton.ssd: _in_triton}
-
-
 def _one_phase(
-    shape: WindowShape, kernels: Kernels | None, inputs: ScanInputs, carry: WindowCarry, phase: int
-) -> Found:
+    shape: WindowShape, in_cpp: bool, inputs: ScanInputs, carry: WindowCarry, phase: int
+) -> tuple[Tensor, Tensor, WindowCarry]:
     """`windowed_ssd` for rows that are all at one phase."""
-    if kernels is not None and (found := kernels(inputs, carry, shape, phase)) is not None:
-        return found
+    if in_cpp:
+        found = window_native.windowed(inputs, carry, shape, phase)
+        if found is not None:
+            return found
     found = _run(inputs, carry, shape, phase)
     if inputs.x.shape[1] == 1 or all_finite(found[0]):
         return found

@@ -23,14 +23,12 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.ops import triton as kernels
 from longrnn.ops.precision import own_precision
-from longrnn.ops.ssd import triton
-from longrnn.ops.ssd.base import SSD, ScanInputs
+from longrnn.ops.ssd.base import ScanInputs
 from longrnn.ops.ssd.chunks import Chunk
 from longrnn.ops.ssd.decays import add_decayed, floored_exp
 from longrnn.ops.ssd.window_carry import WindowCarry, shape_in
-from longrnn.state import leaves, tree_map
+from longrnn.state import tree_map
 
 # See `chunked`: exp of it is 0, and sums with it keep their digits.
 LEAST = -1e4
@@ -109,36 +107,19 @@ def carry_after(carry: WindowCarry, static: StaticWindow) -> WindowCarry:
     return carry._replace(phase=phase, current=tree_map(filled, static.current))
 
 
-def step(inputs: ScanInputs, static: StaticWindow, ssd: SSD) -> tuple[Tensor, Tensor, StaticWindow]:
+def step(inputs: ScanInputs, static: StaticWindow) -> tuple[Tensor, Tensor, StaticWindow]:
     """Consumes one token that does not complete a chunk, without gradients.
 
     Args:
         inputs: of one token per row; see `ScanInputs`.
         static: changed in place.
-        ssd: computes the plain recurrence of the same layer; that of the backend `triton` has a
-            kernel for this too.
 
     Returns:
         y `(b, 1, h, p)`, the state of the token's window `(b, h, p, n)`, and the new window.
     """
     with own_precision(static.start):
-        if ssd is triton.ssd and _suits(inputs, static):
-            from longrnn.ops.triton.window_step import step as in_one_kernel
-
-            y, state = in_one_kernel(inputs, static)
-        else:
-            y, state = _in_torch(inputs, static)
+        y, state = _in_torch(inputs, static)
     return y, state, static._replace(offset=static.offset + 1)
-
-
-def _suits(inputs: ScanInputs, static: StaticWindow) -> bool:
-    """Whether the kernel can read these tensors, and write the token into the chunk."""
-    tensors = (*inputs, *(leaf for _, leaf in leaves(static)))
-    return (
-        kernels.available()
-        and kernels.suits(tensors)
-        and kernels.readable(static.current.x) is static.current.x
-    )
 
 
 def _in_torch(inputs: ScanInputs, static: StaticWindow) -> tuple[Tensor, Tensor]:

@@ -135,7 +135,7 @@ def not_a_number(inputs: ScanInputs) -> ScanInputs:
 def test_decays_that_the_interface_cannot_express_are_refused(change: Any) -> None:
     """Also where a single token of a single head differs."""
     inputs, state = plain()
-    with pytest.raises(UserError, match='negative number per head.*use backend="triton"'):
+    with pytest.raises(UserError, match='negative number per head.*use backend="chunked"'):
         mamba_ssm.ssd(change(inputs), state)
 
 

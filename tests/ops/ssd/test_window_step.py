@@ -1,4 +1,4 @@
-"""Tokens of a window whose phase is on the device equal the definition, in torch and in Triton."""
+"""Tokens of a window whose phase is on the device equal the definition."""
 
 from __future__ import annotations
 
@@ -7,29 +7,18 @@ import torch
 from torch import Tensor
 
 from longrnn import state as states
-from longrnn.ops.ssd import BACKENDS, ScanInputs, chunked, window_step
+from longrnn.ops.ssd import ScanInputs, chunked
 from longrnn.ops.ssd.window import windowed_ssd
 from longrnn.ops.ssd.window_carry import WindowCarry, init_carry
 from longrnn.ops.ssd.window_step import carry_after, static_window, step, tokens_left
-from longrnn.ops.triton import interpreting
 from tests.contracts.builders import TOLERANCE, assert_near, generator
 from tests.ops.test_native_window import definition
 
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter
-EVERY = pytest.mark.parametrize(
-    "backend", [name for name in ("chunked", "triton") if name in BACKENDS]
-)
+EVERY = pytest.mark.parametrize("backend", ["chunked"])
 # Window, tokens per chunk, and tokens before those that are decoded: no token between two borders;
 # one chunk, and several between; a rest of almost a chunk; chunks of more than one tile.
 SHAPES = [(1, 1, 3), (2, 2, 5), (14, 4, 31), (11, 4, 30), (70, 40, 115)]
 DECODED = 10
-
-
-@pytest.fixture(autouse=True)
-def _only_the_kernel(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend `triton` computes nothing in torch."""
-    if backend == "triton":
-        monkeypatch.setattr(window_step, "_in_torch", lambda *_: pytest.fail("computed in torch"))
 
 
 def draw(time: int, device: torch.device, dtype: torch.dtype = torch.float64) -> ScanInputs:
@@ -46,7 +35,7 @@ def draw(time: int, device: torch.device, dtype: torch.dtype = torch.float64) ->
 
 
 def device_of(backend: str) -> torch.device:
-    return torch.device("cuda" if backend == "triton" and not interpreting() else "cpu")
+    return torch.device("cpu")
 
 
 def empty(inputs: ScanInputs, w: int, chunk: int) -> WindowCarry:
@@ -68,7 +57,7 @@ def decode(
     static = static_window(carry, w)
     for token in inputs.tokens():
         if (tokens_left(carry_after(carry, static), w) > 0).all():
-            y, state, static = step(token, static, BACKENDS[backend])
+            y, state, static = step(token, static)
         else:
             borders += 1
             y, state, carry = windowed_ssd(token, carry_after(carry, static), w, chunked.ssd)
@@ -158,7 +147,7 @@ def test_tokens_past_the_chunk_write_nowhere_else(backend: str) -> None:
     static = static_window(after(inputs, 7, 14, 4), 14)
     before = states.clone(static)
     for token in inputs.slice(7, 12).tokens():
-        static = step(token, static, BACKENDS[backend])[2]
+        static = step(token, static)[2]
     for ours, theirs in zip(static.older, before.older, strict=True):
         assert torch.equal(ours, theirs)
     assert torch.equal(static.start, before.start)
