@@ -15,13 +15,8 @@ from longrnn.mitigations.base import COLLAPSING, Chain, Mitigation
 from longrnn.mitigations.selection import select
 from longrnn.mitigations.values import check_sizes
 from longrnn.mitigations.weights import CachedValue
-from longrnn.mixers import Composed, Mixer, fewest, init_carries
-from longrnn.models.base import (
-    CapturableModel,
-    EditableModel,
-    LanguageModel,
-    LMOutput,
-)
+from longrnn.mixers import Composed, Mixer, init_carries
+from longrnn.models.base import EditableModel, LanguageModel, LMOutput
 from longrnn.models.checks import check_is_state, check_tokens
 from longrnn.models.vectors import Vectors
 from longrnn.state import LMState, PyTree, leaves
@@ -102,38 +97,9 @@ class Mitigated(nn.Module):
         return self.model.max_length
 
     @property
-    def is_capturable(self) -> bool:
-        """See `CapturableModel`."""
-        capturable = isinstance(self.model, CapturableModel) and self.model.is_capturable
-        return capturable and not any(edit.reads_device for edit in self.edits)
-
-    def static_state(self, state: LMState) -> LMState:
-        """See `CapturableModel`."""
-        inner, extra = self._parts(state)
-        pairs = zip(self.edits, extra.carry, strict=True)
-        carry = tuple(edit.static_carry(own) for edit, own in pairs)
-        found = inner.static_state(state._replace(extra=()))
-        return found._replace(extra=MitigatedState(extra.tag.clone(), carry))
-
-    def state_after(self, state: LMState, static: LMState) -> LMState:
-        """See `CapturableModel`."""
-        inner, extra = self._parts(state)
-        triples = zip(self.edits, extra.carry, static.extra.carry, strict=True)
-        carry = tuple(edit.carry_after_static(own, new) for edit, own, new in triples)
-        found = inner.state_after(state._replace(extra=()), static._replace(extra=()))
-        return found._replace(extra=MitigatedState(extra.tag, carry))
-
-    def static_tokens(self, state: LMState) -> Tensor | None:
-        """See `CapturableModel`."""
-        inner, extra = self._parts(state)
-        pairs = zip(self.edits, extra.carry, strict=True)
-        counts = (edit.static_tokens(own) for edit, own in pairs)
-        return fewest([inner.static_tokens(state), *counts])
-
-    def _parts(self, state: LMState) -> tuple[CapturableModel, MitigatedState]:
-        """The model without mitigation, which must be capturable, and `state.extra`."""
-        assert isinstance(self.model, CapturableModel)
-        return self.model, self._extra(state)
+    def takes_checked(self) -> bool:
+        """See `RecurrentLM`."""
+        return getattr(self.model, "takes_checked", False)
 
     @property
     def config(self) -> Any:
@@ -169,7 +135,7 @@ class Mitigated(nn.Module):
             keep: return logits for the last `keep` tokens only; None for all.
             is_token: `(b, t)` bool, false at padding; see `RecurrentLM.forward`.
             is_document_start: `(b, t)` bool; the carries of the mitigation restart too.
-            checked: see `RecurrentLM.forward`; a `CapturableModel` takes it.
+            checked: see `RecurrentLM.forward`.
             vectors: see `RecurrentLM.forward`; a `RecurrentLM` takes it.
 
         Raises:
@@ -183,7 +149,7 @@ class Mitigated(nn.Module):
         extra = self._extra(state) if checked else self._check_extra(state)
         given = state._replace(extra=extra.carry)
         options: dict[str, Any] = {}
-        if checked and isinstance(self.model, CapturableModel):
+        if checked and self.takes_checked:
             options["checked"] = True
         if vectors is not None:
             options["vectors"] = vectors

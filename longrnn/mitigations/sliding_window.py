@@ -13,24 +13,8 @@ from longrnn.mitigations.values import Constant
 from longrnn.mixers import Edit, Mixer, ScanningMixer, StepwiseMixer, Update, UpdateRule
 from longrnn.ops.ssd import SSD, ScanInputs
 from longrnn.ops.ssd.window import windowed_ssd
-from longrnn.ops.ssd.window_carry import WindowCarry, init_carry
-from longrnn.ops.ssd.window_step import (
-    StaticWindow,
-    carry_after,
-    static_window,
-    step,
-    tokens_left,
-)
-from longrnn.ops.window import (
-    StaticStepwise,
-    StepwiseCarry,
-    init_stepwise,
-    slide,
-    slide_static,
-    static_stepwise,
-    stepwise_after,
-    stepwise_left,
-)
+from longrnn.ops.ssd.window_carry import init_carry
+from longrnn.ops.window import StepwiseCarry, init_stepwise, slide
 from longrnn.state import PyTree
 from longrnn.units import TokenCount
 
@@ -78,51 +62,23 @@ class Window(Edit):
         if self._n_inside == 0:
             return super().scan(inputs, state, carry, ssd)
         if self._n_outside == 0:
-            return self._windowed(inputs, carry, ssd)
+            return windowed_ssd(inputs, carry, self.window, ssd)
         inside, outside, order = (
             index.on(state.device) for index in (self.inside, self.outside, self.order)
         )
         chosen = _take_heads(inputs, inside)
-        y_in, state_in, carry = self._windowed(chosen, carry, ssd)
+        y_in, state_in, carry = windowed_ssd(chosen, carry, self.window, ssd)
         y_out, state_out = ssd(_take_heads(inputs, outside), state[:, outside])
         y = torch.cat([y_in, y_out], dim=2)[:, :, order]
         return y, torch.cat([state_in, state_out], dim=1)[:, order], carry
-
-    def _windowed(
-        self, inputs: ScanInputs, carry: PyTree, ssd: SSD
-    ) -> tuple[Tensor, Tensor, PyTree]:
-        """The windowed recurrence of the heads inside."""
-        if isinstance(carry, StaticWindow):
-            return step(inputs, carry)
-        return windowed_ssd(inputs, carry, self.window, ssd)
-
-    def static_carry(self, carry: PyTree) -> PyTree:
-        if isinstance(carry, WindowCarry):
-            return static_window(carry, self.window)
-        return static_stepwise(carry) if isinstance(carry, StepwiseCarry) else carry
-
-    def carry_after_static(self, carry: PyTree, static: PyTree) -> PyTree:
-        if isinstance(carry, WindowCarry):
-            return carry_after(carry, static)
-        return stepwise_after(carry, static) if isinstance(carry, StepwiseCarry) else carry
-
-    def static_tokens(self, carry: PyTree) -> Tensor | None:
-        if isinstance(carry, WindowCarry):
-            return tokens_left(carry, self.window)
-        return stepwise_left(carry) if isinstance(carry, StepwiseCarry) else None
 
     def advance(self, memory: Tensor, update: Update, carry: PyTree) -> tuple[Tensor, PyTree]:
         if self._n_inside == 0:
             return super().advance(memory, update, carry)
         assert update.keep is not None
-        if isinstance(carry, StaticStepwise):
-            return slide_static(update.keep, update.add, carry)
-        assert isinstance(carry, StepwiseCarry)
         return slide(update.keep, update.add, carry)
 
     def update_rule(self, carry: PyTree) -> UpdateRule | None:
-        if isinstance(carry, StaticStepwise):
-            return None
         return UpdateRule(window=carry) if self._n_inside else UpdateRule()
 
     def carry_after(self, carry: PyTree, window: StepwiseCarry | None) -> PyTree:

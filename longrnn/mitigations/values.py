@@ -111,7 +111,7 @@ def per_head(value: Any, layer: int, heads: Tensor, alone: float) -> Tensor:
 class Constant:
     """A tensor that never changes, copied to each device once.
 
-    A copy in every call would wait for the device, and cannot be captured in a CUDA graph.
+    A copy in every call would wait for the device.
 
     Args:
         value: on the CPU; it must not be changed afterwards.

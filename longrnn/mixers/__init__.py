@@ -1,7 +1,7 @@
 """Sequence mixers: the recurrent cells, one per file."""
 
 from longrnn.mixers.base import MIXERS, Mixer, ScanningMixer
-from longrnn.mixers.composed import Composed, fewest
+from longrnn.mixers.composed import Composed
 from longrnn.mixers.edits import (
     Edit,
     EditedState,
@@ -33,6 +33,5 @@ __all__ = [
     "StepwiseMixer",
     "Update",
     "UpdateRule",
-    "fewest",
     "init_carries",
 ]

@@ -33,15 +33,12 @@ class Mixer(nn.Module, ABC):
         wide_weights: names of the parameters that are never cast to a narrower dtype.
         projections: names of the linear layers that may be replaced by others of the same sizes.
             A cell with some reads its input by the first one alone.
-        reads_device: whether a call for one token reads values back from the device, so that a CUDA
-            graph cannot capture it.
     """
 
     n_heads = 1
     recurrent_weights: tuple[str, ...] = ()
     wide_weights: tuple[str, ...] = ()
     projections: tuple[str, ...] = ()
-    reads_device = False
 
     def __init__(self, d_input: int, d_model: int) -> None:
         super().__init__()

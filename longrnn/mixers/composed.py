@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import reduce
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
@@ -38,7 +36,6 @@ class Composed(Edit):
                 "give one of them"
             )
         self._last = last[0] if last else None
-        self.reads_device = any(edit.reads_device for edit in self.edits)
 
     @property
     def redefines_recurrence(self) -> bool:
@@ -46,18 +43,6 @@ class Composed(Edit):
 
     def init_carry(self, mixer: Mixer, batch_size: int) -> PyTree:
         return tuple(edit.init_carry(mixer, batch_size) for edit in self.edits)
-
-    def static_carry(self, carry: PyTree) -> PyTree:
-        pairs = zip(self.edits, carry, strict=True)
-        return tuple(edit.static_carry(own) for edit, own in pairs)
-
-    def carry_after_static(self, carry: PyTree, static: PyTree) -> PyTree:
-        triples = zip(self.edits, carry, static, strict=True)
-        return tuple(edit.carry_after_static(own, new) for edit, own, new in triples)
-
-    def static_tokens(self, carry: PyTree) -> Tensor | None:
-        pairs = zip(self.edits, carry, strict=True)
-        return fewest(edit.static_tokens(own) for edit, own in pairs)
 
     def edit_steps(self, steps: Steps, carry: PyTree) -> tuple[Steps, PyTree]:
         carries = []
@@ -114,9 +99,3 @@ class Composed(Edit):
         # At most one edit redefines the recurrence, so at most one has a window.
         pairs = zip(self.edits, carry, strict=True)
         return tuple(edit.carry_after(own, window) for edit, own in pairs)
-
-
-def fewest(counts: Iterable[Tensor | None]) -> Tensor | None:
-    """The least count of each row, `(b,)`; None, for any number, if all are None."""
-    limits = [count for count in counts if count is not None]
-    return reduce(torch.minimum, limits) if limits else None

@@ -29,7 +29,7 @@ from torch import Tensor
 from longrnn.ops.native.stepwise import UpdateRule
 from longrnn.ops.ssd import SSD, ScanInputs
 from longrnn.ops.window import StepwiseCarry
-from longrnn.state import PyTree, clone
+from longrnn.state import PyTree
 
 if TYPE_CHECKING:
     from longrnn.mixers.base import Mixer
@@ -88,14 +88,8 @@ class Edit:
     """Changes or observes the recurrence of one layer; each hook is the identity by default.
 
     Every hook takes the carry and returns its result and the new carry. No hook changes an argument
-    in place, but for a carry from `static_carry`.
-
-    Attributes:
-        reads_device: whether the hooks for one token read values back from the device, even with a
-            carry from `static_carry`, so that a CUDA graph cannot capture them.
+    in place.
     """
-
-    reads_device = False
 
     def __init_subclass__(cls) -> None:
         """Makes sure that a class with new hooks does not inherit the rule of the old ones."""
@@ -153,21 +147,6 @@ class Edit:
             window: the window of the rule after them.
         """
         return carry
-
-    def static_carry(self, carry: PyTree) -> PyTree:
-        """The carry as tokens in a CUDA graph read and change it; see `CapturableModel`.
-
-        Hooks take it for one token in place of the carry, and may change it in place.
-        """
-        return clone(carry)
-
-    def carry_after_static(self, carry: PyTree, static: PyTree) -> PyTree:
-        """The carry after the tokens that `static`, made from `carry`, has consumed since."""
-        return clone(static)
-
-    def static_tokens(self, carry: PyTree) -> Tensor | None:
-        """How many tokens of each row `static_carry` serves, `(b,)`; None for any number."""
-        return None
 
     @property
     def redefines_recurrence(self) -> bool:

@@ -25,7 +25,7 @@ from longrnn.ops.native.gradients import CellInputs
 from longrnn.ops.native.layer import Layer, Norm
 from longrnn.ops.norm import gated_rms_norm
 from longrnn.ops.packed_rows import PackedRows
-from longrnn.ops.ssd import PARTIAL, ScanInputs, resolve, select
+from longrnn.ops.ssd import ScanInputs, resolve, select
 from longrnn.ops.steps import UNLIMITED, step_sizes
 from longrnn.state import PyTree
 
@@ -142,7 +142,6 @@ class Mamba2(ScanningMixer):
         # A tuple, because a change in place of a list would not be noticed by kernels that keep it.
         self.dt_limit = None if dt_limit is None else (dt_limit[0], dt_limit[1])
         self.backend, self.ssd = backend, select(backend)
-        self.reads_device = backend in PARTIAL  # these check their inputs
 
         self.d_xBC = d_inner + 2 * n_groups * d_state
         self.in_proj = Linear(d_input, d_inner + self.d_xBC + self.n_heads, bias=bias)

@@ -81,50 +81,6 @@ class LossModel(LanguageModel, Protocol):
 
 
 @runtime_checkable
-class CapturableModel(LanguageModel, Protocol):
-    """A `LanguageModel` whose calls for generated tokens need not wait for the device."""
-
-    @property
-    def is_capturable(self) -> bool:
-        """Whether a call for one token with `checked` reads nothing back from the device.
-
-        A CUDA graph can then capture it, with the state in the form of `static_state`.
-        """
-        ...
-
-    def static_state(self, state: LMState) -> LMState:
-        """A state as the tokens in a CUDA graph read and change it, at fixed addresses.
-
-        It belongs to one decoder, shares no memory with `state`, and has the same shapes for every
-        state of the same batch. A call with it may change its carry in place.
-        """
-        ...
-
-    def state_after(self, state: LMState, static: LMState) -> LMState:
-        """The state after the tokens that `static`, made from `state`, has consumed since."""
-        ...
-
-    def static_tokens(self, state: LMState) -> Tensor | None:
-        """How many tokens of each row a CUDA graph may compute, `(b,)` int64; None for any number.
-
-        The next one needs a call with the state itself, which may read the device: it ends a chunk
-        of a window, or is past the end of a table of positions, so that the call refuses it.
-        """
-        ...
-
-    def __call__(
-        self,
-        tokens: Tensor,
-        state: LMState | None = None,
-        *,
-        keep: int | None = None,
-        checked: bool = False,
-    ) -> LMOutput:
-        """`LanguageModel.__call__`; `checked` leaves out the checks of ids, state and positions."""
-        ...
-
-
-@runtime_checkable
 class EditableModel(LanguageModel, Protocol):
     """A `LanguageModel` whose recurrent layers can be edited and read.
 

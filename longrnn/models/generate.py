@@ -13,9 +13,8 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.models.base import LanguageModel
 from longrnn.models.checks import check_tokens
-from longrnn.models.decoding import decoder
 from longrnn.models.finite import explain_nonfinite
-from longrnn.state import LMState, take
+from longrnn.state import LMState, reset, take
 
 # Returned in place of a token, so that the check needs no synchronisation of its own.
 NOT_FINITE = -1
@@ -103,6 +102,9 @@ class _Run:
     Args:
         model: see `generate`, as the other arguments.
 
+    Attributes:
+        state: after the last token; later tokens do not change it.
+
     Raises:
         UserError: see `generate`.
     """
@@ -133,14 +135,12 @@ class _Run:
         self._model, self._prompt, self._before, self._masks = model, prompt, state, masks
         self._max_new_tokens = max_new_tokens
         self._choose = partial(_choose, temperature=temperature, top_p=top_p, generator=generator)
+        # Generated ids and states are valid; a position may be past the end of a table.
+        checks = getattr(model, "takes_checked", False)
+        self._has_table = checks and model.max_length is not None
+        self._options: dict[str, Any] = {"checked": True} if checks and not self._has_table else {}
         logits, self._after_prompt = model(prompt, state, keep=1, **masks)
-        self._logits = logits[:, -1]
-        self._decoder = decoder(model, self._after_prompt, max_new_tokens)
-
-    @property
-    def state(self) -> LMState:
-        """The state after the last token, which later tokens do not change."""
-        return self._decoder.state
+        self._logits, self.state = logits[:, -1], self._after_prompt
 
     def advance(self, done: Tensor | None) -> Tensor:
         """Chooses and consumes the next token of each row.
@@ -151,8 +151,14 @@ class _Run:
         Returns:
             The tokens, `(b,)`; NOT_FINITE where a logit is not finite.
         """
-        token = self._choose(self._logits)
-        self._logits = self._decoder.step(token.clamp(min=0), done)
+        token, given = self._choose(self._logits), self.state
+        if done is not None and self._has_table:
+            # The next position of rows that are done may be past the end, which the call would
+            # refuse. Nothing that it computes for them is used.
+            given = given._replace(position=given.position.masked_fill(done, 0))
+        logits, after = self._model(token.clamp(min=0)[:, None], given, keep=1, **self._options)
+        self._logits = logits[:, -1]
+        self.state = after if done is None else reset(after, self.state, done)
         return token
 
     def rows(self, stops: list[list[int]]) -> Iterator[list[list[int]]]:

@@ -32,7 +32,7 @@ from longrnn.ops.norm import rms_norm
 from longrnn.ops.packed_rows import PackedRows
 from longrnn.positions import POSITIONS
 from longrnn.ranges import check_ranges
-from longrnn.state import LMState, PyTree, clone
+from longrnn.state import LMState, PyTree
 
 
 class RecurrentLM(RecomputedModel):
@@ -43,10 +43,13 @@ class RecurrentLM(RecomputedModel):
 
     Attributes:
         trained_under: the spec of the mitigation under which the model was trained; None without.
+        takes_checked: whether `forward` has the argument `checked`.
 
     Raises:
         UserError: unknown kinds or options, or sizes that do not fit together.
     """
+
+    takes_checked = True
 
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__()
@@ -84,23 +87,6 @@ class RecurrentLM(RecomputedModel):
     def max_length(self) -> int | None:
         """How many tokens a sequence may have; None for any number."""
         return self.position.n_positions
-
-    @property
-    def is_capturable(self) -> bool:
-        """See `CapturableModel`."""
-        return not any(mixer.reads_device for mixer in self.mixers)
-
-    def static_state(self, state: LMState) -> LMState:
-        """See `CapturableModel`."""
-        return clone(state)
-
-    def state_after(self, state: LMState, static: LMState) -> LMState:
-        """See `CapturableModel`."""
-        return clone(static)
-
-    def static_tokens(self, state: LMState) -> Tensor | None:
-        """See `CapturableModel`; a table of positions has an end."""
-        return None if self.max_length is None else (self.max_length - state.position).clamp(min=0)
 
     @property
     def mixers(self) -> list[Mixer]:

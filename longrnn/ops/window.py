@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from longrnn.ops.rows import run_by_phase
-from longrnn.state import clone
 
 
 class Term(NamedTuple):
@@ -57,69 +56,6 @@ def slide(keep: Tensor, add: Tensor, carry: StepwiseCarry) -> tuple[Tensor, Step
     """
     term = Term(keep.to(carry.back.keep.dtype), add.to(carry.back.add.dtype))
     return run_by_phase(_slide, carry.phase, term, carry)
-
-
-class StaticStepwise(NamedTuple):
-    """The window between two ends of blocks, in tensors whose addresses never change.
-
-    It belongs to one decoder. `slide_static` writes terms in place; slots from `phase` on have no
-    meaning.
-
-    Attributes:
-        phase: `(b,)` int64, number of tokens consumed in the block.
-        front: `(b, r, d)`, `add` of the sums from each slot to the end of the previous block.
-        keep: `(b, r, d)`, of the tokens of this block.
-        add: `(b, r, d)`, of the same tokens.
-        back: the combined term of the current block.
-    """
-
-    phase: Tensor
-    front: Tensor
-    keep: Tensor
-    add: Tensor
-    back: Term
-
-
-def static_stepwise(carry: StepwiseCarry) -> StaticStepwise:
-    """The window of a carry, from which it shares no memory."""
-    keep, add = (torch.stack(terms, dim=1) for terms in zip(*carry.slots, strict=True))
-    return StaticStepwise(carry.phase.clone(), add, keep, add.clone(), clone(carry.back))
-
-
-def stepwise_left(carry: StepwiseCarry) -> Tensor:
-    """How many tokens of each row can be consumed before one that completes a block, `(b,)`."""
-    return len(carry.slots) - 1 - carry.phase
-
-
-def slide_static(
-    keep: Tensor, add: Tensor, static: StaticStepwise
-) -> tuple[Tensor, StaticStepwise]:
-    """`slide` of a token that completes no block; reads no phase on the host."""
-    back, phase = static.back, static.phase
-    term = Term(keep.to(back.keep.dtype), add.to(back.add.dtype))
-    rows = torch.arange(len(phase), device=phase.device)
-    # Rows that have ended, and tokens of a warm-up, may stand past the last slot.
-    last = static.front.shape[1] - 1
-    slot = phase.clamp(max=last)
-    static.keep[rows, slot], static.add[rows, slot] = term
-    first = (phase == 0)[:, None]
-    # See `_slide`: the first term must not multiply the zeros of an empty back.
-    back = Term(*(torch.where(first, *pair) for pair in zip(term, _then(back, term), strict=True)))
-    older = static.front[rows, (phase + 1).clamp(max=last)]
-    memory = torch.addcmul(back.add, back.keep, older)
-    return memory, static._replace(phase=phase + 1, back=back)
-
-
-def stepwise_after(carry: StepwiseCarry, static: StaticStepwise) -> StepwiseCarry:
-    """The carry after the tokens that `static`, made from `carry`, has consumed since."""
-    numbers = torch.arange(len(carry.slots), device=static.phase.device)
-    is_new = (numbers < static.phase[:, None])[..., None]
-    keep, add = (
-        torch.where(is_new, new, torch.stack(old, dim=1)).unbind(1)
-        for new, old in zip((static.keep, static.add), zip(*carry.slots, strict=True), strict=True)
-    )
-    slots = tuple(Term(*terms) for terms in zip(keep, add, strict=True))
-    return StepwiseCarry(static.phase.clone(), slots, clone(static.back))
 
 
 def _slide(term: Term, carry: StepwiseCarry, slot: int) -> tuple[Tensor, StepwiseCarry]:

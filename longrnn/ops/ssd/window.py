@@ -20,8 +20,6 @@ Notable choices:
 - Slots that are not filled yet hold zeros, which add nothing, so shapes do not depend on how many
   tokens were consumed. Rows at different phases (after the reset of one row) run in groups of equal
   phase.
-- In a CUDA graph, where no phase can be read, `window_step` computes the tokens of a chunk but for
-  its last one.
 - For the backend `native` without gradients, all this is one call of C++ (`native/window.h`).
 """
 

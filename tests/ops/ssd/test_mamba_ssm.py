@@ -234,13 +234,6 @@ def test_a_model_equals_the_same_model_with_chunked() -> None:
 
 
 @pytest.mark.usefixtures("loop")
-def test_no_graph_captures_its_checks() -> None:
-    """Its checks wait for the device, which a CUDA graph cannot do."""
-    assert small("chunked").is_capturable
-    assert not small("mamba_ssm").is_capturable
-
-
-@pytest.mark.usefixtures("loop")
 def test_a_mitigation_is_computed_or_refused() -> None:
     """A constant factor of decays is one more number per head; a choice of tokens is refused."""
     tokens = torch.randint(16, (2, 20), generator=generator(3))
