@@ -18,11 +18,11 @@ from longrnn.mixers.edits import Edit, Steps
 from longrnn.mixers.init import initialise
 from longrnn.ops.conv import causal_conv
 from longrnn.ops.hooks import own_weight
-from longrnn.ops.linear import NATIVE, Linear
+from longrnn.ops.linear import Linear
 from longrnn.ops.mamba2 import CellOptions, fused_cell
 from longrnn.ops.native import Weights, parts
 from longrnn.ops.native.gradients import CellInputs
-from longrnn.ops.native.layer import Layer, Norm
+from longrnn.ops.native.layer import Layer, Norm, Projection
 from longrnn.ops.norm import gated_rms_norm
 from longrnn.ops.packed_rows import PackedRows
 from longrnn.ops.ssd import ScanInputs, resolve, select
@@ -239,10 +239,10 @@ class Mamba2(ScanningMixer):
     def residual_layer(self, norm: Norm) -> Layer | None:
         before, after = self.in_proj, self.out_proj
         native = self.backend_on(torch.device("cpu")) == "native"
-        if not native or not {type(before), type(after)} <= set(NATIVE):
+        if not native or {type(before), type(after)} != {Linear}:
             return None
-        projections = before.stored(), after.stored()
-        return Layer(norm, projections, self._weights(), *self._options(), *self.state_like())
+        projections = (Projection(one.weight, one.bias) for one in (before, after))
+        return Layer(norm, (*projections,), self._weights(), *self._options(), *self.state_like())
 
     def _weights(self) -> Weights:
         """The parameters between the projections."""

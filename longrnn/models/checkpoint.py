@@ -19,7 +19,6 @@ from longrnn.checksums import remove_checksums, write_checksums
 from longrnn.config import build_config
 from longrnn.errors import UserError
 from longrnn.files import one_line, read_json, write_atomic
-from longrnn.models.quantise import refuse_to_save
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 from longrnn.ops.ssd import PARTIAL, resolve
 
@@ -49,11 +48,10 @@ def save_model(
         mitigation: the spec of the one under which the model was trained; by default the model's.
 
     Raises:
-        UserError: the weights of the model were rounded to fewer bits, or tied weights differ.
+        UserError: tied weights differ.
     """
     from safetensors.torch import save
 
-    refuse_to_save(model)
     whole = model.state_dict() if weights is None else weights
     tensors = {name: tensor.contiguous() for name, tensor in whole.items()}
     if model.config.tie_embeddings:

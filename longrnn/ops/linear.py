@@ -11,16 +11,13 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longrnn.errors import UserError
 from longrnn.ops import native
-from longrnn.ops.native.layer import Stored
 from longrnn.ops.transforms import in_forward_mode
 
 # Fewer rows than this are as fast with MKL; the gradient of the input would be slower.
@@ -73,92 +70,6 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
-
-    def stored(self) -> Stored:
-        """The weights as the C++ kernels read them."""
-        return Stored(self.weight, self.bias)
-
-
-class Int8Linear(nn.Module):
-    """A linear layer whose weight is stored in 8 bits: half the bytes of bfloat16.
-
-    Each row w of the weight is stored as integers times a scale s: round(w / s) with s = max |w| /
-    127. Few rows of x are computed by the C++ kernel from the stored bytes; otherwise x is
-    multiplied by the integers, which bfloat16 holds exactly, and the product by the scales. In
-    float16, which such products would exceed, x is multiplied by the rounded weight.
-
-    Args:
-        source: the layer to quantise.
-
-    Attributes:
-        weight: `(m, k)` int8.
-        scale: `(m,)` float32.
-        bias: that of `source`.
-    """
-
-    weight: Tensor
-    scale: Tensor
-
-    def __init__(self, source: nn.Linear) -> None:
-        super().__init__()
-        wide = source.weight.detach().float()
-        # A row of zeros stays one.
-        scale = wide.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
-        self.register_buffer("weight", (wide / scale[:, None]).round().to(torch.int8))
-        self.register_buffer("scale", scale)
-        self.bias = source.bias
-        self.in_features, self.out_features = source.in_features, source.out_features
-        self.register_load_state_dict_pre_hook(_refuse_other_dtypes)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """As `Linear.forward`.
-
-        Raises:
-            UserError: a gradient is needed.
-        """
-        if native.tracked((input,)):
-            raise UserError(
-                "weights in int8 are rounded and have no gradients: load the model without "
-                'weights="int8"'
-            )
-        if native.few_rows_suits(input, self.weight, self.bias):
-            return native.few_rows(input, *self.stored())
-        if input.dtype == torch.float16:
-            weight = (self.weight * self.scale[:, None]).to(input.dtype)
-            return linear(input, weight, None if self.bias is None else self.bias.to(input.dtype))
-        y = linear(input, self.weight.to(input.dtype))
-        y = (y * self.scale).to(y.dtype)  # rounding the scale would shift all values of a channel
-        return y if self.bias is None else y + self.bias.to(y.dtype)
-
-    def stored(self) -> Stored:
-        """The weights as the C++ kernels read them."""
-        return Stored(self.weight, self.bias, self.scale)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        # Casts of a model leave the scales in float32, as they leave the integers.
-        scale = self.scale
-        super()._apply(fn, recurse)
-        self.scale = scale.to(self.weight.device)
-        return self
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}"
-
-
-def _refuse_other_dtypes(
-    layer: nn.Module, state_dict: Mapping[str, Tensor], prefix: str, *_: object
-) -> None:
-    """Refuses a state dict before a weight in it is cut off to integers."""
-    given = state_dict.get(f"{prefix}weight")
-    if given is not None and given.dtype != torch.int8:
-        raise UserError(
-            f"{prefix}weight is stored in int8, and the state dict has it as {given.dtype}: load "
-            'the weights into a model without weights="int8", and quantise that one'
-        )
-
-
-# Layers with `stored`, which one call of C++ may compute together with what is around them.
-NATIVE = (Linear, Int8Linear)
 
 
 def _suits(a: Tensor, b: Tensor) -> bool:

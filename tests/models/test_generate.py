@@ -158,10 +158,12 @@ def test_a_row_that_ended_at_the_end_of_a_table_does_not_stop_the_others(
     early, late = (state._replace(position=torch.tensor([end - n])) for n in (9, 2))
     first = torch.tensor([[3]])
     long = generate(model, first, early, max_new_tokens=8).tokens[0]
-    for prompt in torch.arange(VOCAB)[:, None, None]:
-        stop = generate(model, prompt, late, max_new_tokens=1).tokens[0]
-        if stop[0] not in long:  # so that the first row does not stop too
-            break
+    answers = (
+        (prompt, generate(model, prompt, late, max_new_tokens=1).tokens[0])
+        for prompt in torch.arange(VOCAB)[:, None, None]
+    )
+    # A stop that the first row does not generate.
+    prompt, stop = next(answer for answer in answers if answer[1][0] not in long)
     prompts, start = torch.cat([first, prompt]), join([early, late])
     found = generate(model, prompts, start, max_new_tokens=8, stop=[stop])
     assert found.tokens == [long, stop]

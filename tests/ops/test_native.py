@@ -155,8 +155,6 @@ for options in shapes:
 for shape in FEW:
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         native.few_rows(*draw_few(*shape, dtype))
-    x, weight, bias = draw_few(*shape, torch.float32)
-    native.few_rows(x, weight.to(torch.int8), bias, torch.ones(len(weight)))
 from tests.ops import test_native_stepwise as stepwise
 for spec in stepwise.CELLS:
     for dtype in stepwise.TOLERANCE:

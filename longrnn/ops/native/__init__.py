@@ -188,14 +188,14 @@ def _mixed(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 FEW_ROWS = 4
 FEW_WEIGHTS = 2**13  # Below it the call takes longer than torch's product.
 # As in few_rows.h.
-FEW_KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.int8: 3}
+FEW_KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
 
 def few_rows_suits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `few_rows` takes these tensors, and is the right choice for them."""
     return (
         x.dtype in FEW_KINDS
-        and weight.dtype in (x.dtype, torch.int8)
+        and weight.dtype == x.dtype
         and x.shape[-1] == weight.shape[1]
         and 0 < x.numel() <= FEW_ROWS * weight.shape[1]
         and weight.numel() >= FEW_WEIGHTS
@@ -207,22 +207,20 @@ def few_rows_suits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> Tensor:
+def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x weightᵀ + bias for at most FEW_ROWS rows, summed in float32.
 
     Args:
         x: `(…, k)`.
-        weight: `(m, k)`; if int8, each row is multiplied by its scale.
+        weight: `(m, k)`.
         bias: `(m,)` or None.
-        scale: `(m,)` float32, of an int8 weight.
     """
     m, k = weight.shape
     wide = x.to(torch.float32).contiguous()
     y = wide.new_empty(*x.shape[:-1], m)
     kind = FEW_KINDS[weight.dtype]
-    factors = None if scale is None else scale.data_ptr()
     sizes = (x.numel() // k, m, k, kind)
-    call("longrnn_few", _Few(*sizes, weight.data_ptr(), factors, wide.data_ptr(), y.data_ptr()))
+    call("longrnn_few", _Few(*sizes, weight.data_ptr(), wide.data_ptr(), y.data_ptr()))
     return (y if bias is None else y + bias).to(x.dtype)
 
 
@@ -235,7 +233,7 @@ def call(name: str, arguments: ctypes.Structure) -> int:
 class _Few(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_long) for name in ("rows", "m", "k", "kind")),
-        *((name, ctypes.c_void_p) for name in ("weight", "scale", "x", "y")),
+        *((name, ctypes.c_void_p) for name in ("weight", "x", "y")),
     ]
 
 

@@ -5,20 +5,18 @@
 
 namespace {
 
-enum Kind : long { FLOAT16, BFLOAT16, FLOAT32, INT8 };
+enum Kind : long { FLOAT16, BFLOAT16, FLOAT32 };
 
 // y (rows, m) = x (rows, k) weightᵀ, for a weight (m, k), which is read once.
 struct Few {
   long rows, m, k;
   Kind kind;
   const void *weight;
-  const float *scale;  // (m,) of INT8: the factor of each row of the weight
   const float *x;
   float *y;
 };
 
 typedef uint32_t Words __attribute__((vector_size(BYTES), aligned(2), may_alias));
-typedef int8_t Bytes __attribute__((vector_size(BYTES / 4), aligned(1), may_alias));  // one per float
 constexpr bool in_pairs(Kind kind) { return kind == FLOAT16 || kind == BFLOAT16; }
 
 // Numbers of 16 bits, in the low half of each word, as float.
@@ -47,17 +45,6 @@ template <Kind K> inline Vec<float> odd(Words pairs) {
   return value;
 }
 
-// As many int8 as a vector has floats. Compilers convert them one by one unless they are told how.
-inline Vec<float> from_bytes(const int8_t *from) {
-#if defined(__AVX512F__)
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from))));
-#elif defined(__AVX2__)
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(from))));
-#else
-  return __builtin_convertvector(*reinterpret_cast<const Bytes *>(from), Vec<float>);
-#endif
-}
-
 inline float total(Vec<float> v) {
   constexpr int W = Lane<float>::W;
   for (int w = W / 2; w; w /= 2)
@@ -70,9 +57,6 @@ template <Kind K> inline void two_vectors(const void *weight, long at, Vec<float
   if constexpr (K == FLOAT32) {
     const float *from = static_cast<const float *>(weight) + at;
     first = load<float>(from), second = load<float>(from + Lane<float>::W);
-  } else if constexpr (K == INT8) {
-    const int8_t *from = static_cast<const int8_t *>(weight) + at;
-    first = from_bytes(from), second = from_bytes(from + Lane<float>::W);
   } else {  // two neighbours are read as one word, whose halves are split by masks
     const Words pairs = *reinterpret_cast<const Words *>(static_cast<const uint16_t *>(weight) + at);
     first = even<K>(pairs), second = odd<K>(pairs);
@@ -80,7 +64,6 @@ template <Kind K> inline void two_vectors(const void *weight, long at, Vec<float
 }
 template <Kind K> inline float one_weight(const void *weight, long at) {
   if constexpr (K == FLOAT32) return static_cast<const float *>(weight)[at];
-  else if constexpr (K == INT8) return static_cast<const int8_t *>(weight)[at];
   else return widened<K>(Words{static_cast<const uint16_t *>(weight)[at]})[0];
 }
 
@@ -108,7 +91,7 @@ template <Kind K, int R> inline void one_output(const Few &s, const float *x, lo
     for (const Vec<float> &part : sums[r]) whole += part;
     float sum = total(whole);
     for (long at = j; at < s.k; at++) sum += one_weight<K>(s.weight, begin + at) * s.x[r * s.k + at];
-    s.y[r * s.m + row] = K == INT8 ? sum * s.scale[row] : sum;
+    s.y[r * s.m + row] = sum;
   }
 }
 
@@ -140,7 +123,6 @@ void few(const Few &s) {
     case FLOAT16: return few<FLOAT16>(s);
     case BFLOAT16: return few<BFLOAT16>(s);
     case FLOAT32: return few<FLOAT32>(s);
-    case INT8: return few<INT8>(s);
   }
 }
 

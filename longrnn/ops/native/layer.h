@@ -9,8 +9,7 @@ namespace {
 struct Projection {  // y = x weightᵀ + bias
   Kind kind;
   const void *weight;
-  const float *scale;  // of INT8
-  Mixed bias;          // or null
+  Mixed bias;  // or null
 };
 
 struct Layer {
@@ -37,7 +36,7 @@ struct Stack {
 
 // y (rows, m) from x (rows, k)
 inline void project(const Projection &s, long rows, long m, long k, const float *x, float *y) {
-  few({rows, m, k, s.kind, s.weight, s.scale, x, y});
+  few({rows, m, k, s.kind, s.weight, x, y});
   if (!s.bias.data) return;
   const Wide<float> bias(s.bias, m);
   for (long row = 0; row < rows; row++)

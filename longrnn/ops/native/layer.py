@@ -20,18 +20,11 @@ from longrnn.ops import native
 from longrnn.ops.native.recycled import Recycled
 
 
-class Stored(NamedTuple):
-    """The weights of a linear layer as they are stored.
-
-    Attributes:
-        weight: `(m, k)`; if int8, each row is multiplied by its scale.
-        bias: `(m,)` or None.
-        scale: `(m,)` float32, of an int8 weight; None for other weights.
-    """
+class Projection(NamedTuple):
+    """A linear layer: `weight` `(m, k)`, and `bias` `(m,)` or None."""
 
     weight: Tensor
     bias: Tensor | None
-    scale: Tensor | None = None
 
 
 class Norm(NamedTuple):
@@ -56,7 +49,7 @@ class Layer(NamedTuple):
     """
 
     norm: Norm
-    projections: tuple[Stored, Stored]
+    projections: tuple[Projection, Projection]
     weights: native.Weights
     groups: int
     norm_eps: float
@@ -67,8 +60,8 @@ class Layer(NamedTuple):
     def tensors(self) -> list[Tensor]:
         """All weights that the kernel reads."""
         given = [self.norm.weight, *self.weights]
-        for stored in self.projections:
-            given += stored
+        for projection in self.projections:
+            given += projection
         return [one for one in given if one is not None]
 
 
@@ -88,13 +81,9 @@ def suits(layers: Sequence[Layer]) -> bool:
 
 def _is_known(layer: Layer) -> bool:
     """Whether the kernel knows the dtypes and sizes of a layer."""
-    products = [stored.weight for stored in layer.projections]
-    scales = [stored.scale for stored in layer.projections if stored.scale is not None]
-    others = [one for one in layer.tensors() if not any(one is weight for weight in products)]
     return (
-        all(one.dtype in (*MIXED, torch.int8) for one in products)
-        and all(one.dtype in MIXED for one in (*others, layer.conv))
-        and all(one.dtype == torch.float32 for one in (*scales, layer.state))
+        all(one.dtype in MIXED for one in (*layer.tensors(), layer.conv))
+        and layer.state.dtype == torch.float32
         and layer.weights.conv_weight.shape[-1] <= native.MOST_TAPS
     )
 
@@ -170,15 +159,13 @@ def _arguments(layer: Layer) -> ctypes.Structure:
         *narrow_conv, *narrow_conv, None, 0,
         None, None, 0,
         len(layer.norm.weight), layer.norm.eps,
-        *(part for stored in layer.projections for part in _projection(stored)),
+        *(part for one in layer.projections for part in _projection(one)),
         *mixed(layer.norm.weight), None, 0, None, 0,
     )  # fmt: skip
 
 
-def _projection(stored: Stored) -> tuple[int | bool | None, ...]:
-    scale = None if stored.scale is None else stored.scale.data_ptr()
-    kind = native.FEW_KINDS[stored.weight.dtype]
-    return kind, stored.weight.data_ptr(), scale, *mixed(stored.bias)
+def _projection(one: Projection) -> tuple[int | bool | None, ...]:
+    return native.FEW_KINDS[one.weight.dtype], one.weight.data_ptr(), *mixed(one.bias)
 
 
 class _Stack(ctypes.Structure):
@@ -199,7 +186,7 @@ def _layer_type() -> type[ctypes.Structure]:
     fields += [("d", ctypes.c_long), ("eps", ctypes.c_float)]
     for name in ("in", "out"):
         fields += [(f"{name}_kind", ctypes.c_long), (f"{name}_weight", ctypes.c_void_p)]
-        fields += [(f"{name}_scale", ctypes.c_void_p), *mixed_fields(f"{name}_bias")]
+        fields += mixed_fields(f"{name}_bias")
     for name in ("layer_norm_weight", "x", "x_after"):
         fields += mixed_fields(name)
     return type("_Layer", (ctypes.Structure,), {"_fields_": fields})
