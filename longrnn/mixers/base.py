@@ -217,10 +217,15 @@ class ScanningMixer(Mixer):
         # What carries nothing depends on earlier tokens through the recurrence alone, which a
         # log decay of −∞ restarts. A given state that is not finite is replaced beforehand, because
         # gradients would be multiplied by it.
+        before = state
         if rows.starts_at_once:
-            state = reset(state, self.init_state(len(x)), rows.is_start[:, 0])
-        y, state, carry = self.run(x, state, edit, carry, rows)
-        return rows.without_padding(y), state, carry
+            before = reset(state, self.init_state(len(x)), rows.is_start[:, 0])
+        y, after, carried = self.run(x, before, edit, carry, rows)
+        y = rows.without_padding(y)
+        if rows.has_starts and not bool(y.isfinite().all()):
+            # Only documents of their own do not see what others left: 0 times NaN is NaN.
+            return super().run_packed(x, state, edit, carry, rows)
+        return y, after, carried
 
     def recur(
         self,

@@ -241,8 +241,8 @@ class Mamba2(ScanningMixer):
         native = self.backend_on(torch.device("cpu")) == "native"
         if not native or {type(before), type(after)} != {Linear}:
             return None
-        projections = (Projection(one.weight, one.bias) for one in (before, after))
-        return Layer(norm, (*projections,), self._weights(), *self._options(), *self.state_like())
+        projections = Projection(before.weight, before.bias), Projection(after.weight, after.bias)
+        return Layer(norm, projections, self._weights(), *self._options(), *self.state_like())
 
     def _weights(self) -> Weights:
         """The parameters between the projections."""

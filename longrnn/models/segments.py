@@ -10,6 +10,8 @@ SEGMENT_TOKENS, SEGMENT_NUMBERS = 512, 2**18
 # The same on other devices. There every segment costs some hundred launches per layer, and FSDP
 # gathers the weights of every layer once per segment.
 DEVICE_SEGMENT_TOKENS = 2**16
+# Logits, over all rows and tokens, that one call returns.
+CALL_LOGITS = 2**25
 # The same with recomputation by segment, which keeps the activations of one segment at a time.
 RECOMPUTED_SEGMENT_TOKENS = 2**13
 

@@ -43,27 +43,20 @@ class CellOutputs(NamedTuple):
 
 
 def fused_cell(inputs: CellInputs, options: CellOptions) -> CellOutputs | None:
-    """Computes the cell in C++; None where C++ cannot compute it.
-
-    That is so on other devices, and where the result is not finite: the mixer must then find out
-    which of its values depend on NaN.
-    """
+    """Computes the cell in C++; None where C++ cannot compute it, as on other devices."""
     projected, weights, _, state = inputs
     if not kernels.cell_suits(*inputs):
         return None
     given = [one for one in inputs.tensors if one is not None]
     if not kernels.tracked(given):
-        found = kernels.cell(*inputs, **options._asdict())
-        return None if found is None else CellOutputs(*found)
+        return CellOutputs(*kernels.cell(*inputs, **options._asdict()))
     kept = (
         state.new_empty(*projected.shape[:2], weights.D.shape[0] * state.shape[2]),
         state.new_empty(segments_of(projected.shape[1]), *state.shape),
     )
     with torch.no_grad():
         found = kernels.cell(*inputs, **options._asdict(), kept=kept)
-    return (
-        None if found is None else CellOutputs(*_Cell.apply(found, kept, options, *inputs.tensors))
-    )
+    return CellOutputs(*_Cell.apply(found, kept, options, *inputs.tensors))
 
 
 def _parts(inputs: CellInputs, options: CellOptions) -> CellOutputs:

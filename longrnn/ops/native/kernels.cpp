@@ -29,16 +29,16 @@ void longrnn_windowed_scan_f32(const Windowed<float> *s) { windowed_scan<float>(
 void longrnn_windowed_scan_f64(const Windowed<double> *s) { windowed_scan<double>(*s); }
 void longrnn_scan_gradient_f32(const ScanGradient<float> *s) { scan_gradient<float>(*s); }
 void longrnn_scan_gradient_f64(const ScanGradient<double> *s) { scan_gradient<double>(*s); }
-int longrnn_convolution_f32(const Convolution<float> *s) { return convolution<float>(*s); }
-int longrnn_convolution_f64(const Convolution<double> *s) { return convolution<double>(*s); }
-int longrnn_gated_norm_f32(const Gate<float> *s) { return gated_norm<float>(*s); }
-int longrnn_gated_norm_f64(const Gate<double> *s) { return gated_norm<double>(*s); }
-int longrnn_cell_f32(const Given<float> *s) { return cell<float>(*s); }
-int longrnn_cell_f64(const Given<double> *s) { return cell<double>(*s); }
+void longrnn_convolution_f32(const Convolution<float> *s) { convolution<float>(*s); }
+void longrnn_convolution_f64(const Convolution<double> *s) { convolution<double>(*s); }
+void longrnn_gated_norm_f32(const Gate<float> *s) { gated_norm<float>(*s); }
+void longrnn_gated_norm_f64(const Gate<double> *s) { gated_norm<double>(*s); }
+void longrnn_cell_f32(const Given<float> *s) { cell<float>(*s); }
+void longrnn_cell_f64(const Given<double> *s) { cell<double>(*s); }
 void longrnn_cell_gradient_f32(const CellGradient<float> *s) { cell_gradient<float>(*s); }
 void longrnn_cell_gradient_f64(const CellGradient<double> *s) { cell_gradient<double>(*s); }
 void longrnn_stepwise_f32(const Stepwise<float> *s) { stepwise<float>(*s); }
 void longrnn_stepwise_f64(const Stepwise<double> *s) { stepwise<double>(*s); }
 void longrnn_few(const Few *s) { few(*s); }
-int longrnn_layers(const Stack *s) { return layers(*s); }
+void longrnn_layers(const Stack *s) { layers(*s); }
 }

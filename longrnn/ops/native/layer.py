@@ -111,8 +111,7 @@ class Prepared:
 
         Returns:
             The output of the last layer `(b, 1, d)` in the dtype of x, and the states after the
-            token; None for states that the kernel cannot read, or if the output of a cell is not
-            finite.
+            token; None for states that the kernel cannot read.
         """
         flat = [leaf for pair in states for leaf in pair]
         if not 0 < len(x) <= native.FEW_ROWS or x.dtype not in MIXED or not self._reads(x, flat):
@@ -128,8 +127,7 @@ class Prepared:
             len(states), len(x), ctypes.addressof(self._layers), ctypes.addressof(packed),
             *mixed(x), *mixed(x_after),
         )  # fmt: skip
-        if not native.call("longrnn_layers", arguments):
-            return None
+        native.call("longrnn_layers", arguments)
         return x_after, list(zip(convs_after, states_after, strict=True))
 
     def _reads(self, x: Tensor, leaves: list[Tensor]) -> bool:

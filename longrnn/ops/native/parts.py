@@ -2,7 +2,7 @@
 
 For layers whose recurrence is edited; other layers are computed by `longrnn.ops.native.cell`. Both
 functions compute in float32 or wider and round once. They return None where C++ cannot compute a
-call: for gradients, on other devices, and where a result is not finite.
+call: for gradients and on other devices.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ def convolution(
         taps.data_ptr(), None if wide_bias is None else wide_bias.data_ptr(),
         y.data_ptr(), after.data_ptr(),
     )  # fmt: skip
-    if not call(f"longrnn_convolution_{KINDS[dtype][0]}", arguments):
-        return None
+    call(f"longrnn_convolution_{KINDS[dtype][0]}", arguments)
     return y.to(x.dtype), after.to(before.dtype)
 
 
@@ -74,8 +73,8 @@ def gated_norm(
         b * t, h, p, groups, eps, scanned.data_ptr(), values.data_ptr(), gate.data_ptr(),
         step, gate_step, D.data_ptr(), weight.data_ptr(), out.data_ptr(),
     )  # fmt: skip
-    found = call(f"longrnn_gated_norm_{KINDS[dtype][0]}", arguments)
-    return out.to(z.dtype) if found else None
+    call(f"longrnn_gated_norm_{KINDS[dtype][0]}", arguments)
+    return out.to(z.dtype)
 
 
 def _suits(dtype: torch.dtype, *given: Tensor) -> bool:

@@ -16,7 +16,7 @@ class ScanInputs(NamedTuple):
         x: `(b, t, h, p)`.
         gain: `(b, t, h)`, in float32 or float64; for Mamba-2 it is dt.
         log_decay: `(b, t, h)`, at most 0, in float32 or float64; for Mamba-2 it is dt · A. With −∞,
-            h_t = gain_t x_t B_t^T whatever h_{t-1} is, NaN included: a document begins.
+            h_t = gain_t x_t B_t^T whatever h_{t-1} is, if it is finite: a document begins.
         B: `(b, t, g, n)`; head i reads group i // (h / g).
         C: `(b, t, g, n)`.
     """

@@ -11,7 +11,8 @@ Notable choices:
   remainder: a float32 near 1 that is rounded the same way every time lets a long memory drift.
 - Decays below e^FLOOR are set to 0: smaller float32 numbers are denormal, which makes `exp` and the
   products up to 60 times slower on a CPU.
-- Rows with NaN or infinity are computed again, one token at a time: see `longrnn.ops.rows`.
+- NaN or infinity reaches the other tokens of its chunk and all later ones of its row, because 0
+  times it is NaN. It reaches no other row.
 - The backward pass of a segment is `longrnn.ops.ssd.gradient`, which keeps only the inputs and the
   first state of a segment.
 - CHUNK and SEGMENT were chosen by `benchmarks/ssd_chunk_cpu.py`.
@@ -28,8 +29,7 @@ from torch import Tensor
 from longrnn.ops.again import gradients_of
 from longrnn.ops.linear import batched_nt
 from longrnn.ops.precision import own_precision
-from longrnn.ops.rows import all_finite, finite_rows, run_by_finiteness
-from longrnn.ops.ssd.base import ScanInputs, decayed
+from longrnn.ops.ssd.base import ScanInputs
 from longrnn.ops.ssd.decays import (
     decay_between,
     exp_in_place,
@@ -50,21 +50,10 @@ MAX_SEQUENTIAL = 2
 def ssd(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """See `longrnn.ops.ssd.base.SSD`."""
     with own_precision(state):
-        if inputs.x.shape[1] == 1 and state.device.type != "cpu":
-            # Checking the result would wait for the device.
-            return sequential(inputs, state)
-        y, final = _chunkwise(inputs, state)
-        # The output of a token depends on its whole input and state, so checking it suffices.
-        if all_finite(y):
-            return y, final
-        finite = finite_rows(y)
-        if bool(finite.all()):
-            return y, final
-        return run_by_finiteness(finite, _chunkwise, sequential, inputs, state)
+        return _chunkwise(inputs, state)
 
 
 def _chunkwise(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The recurrence for finite inputs and states."""
     time = inputs.x.shape[1]
     if time == 1:
         return _token(inputs, state)
@@ -86,42 +75,17 @@ def _segments(time: int, longest: int) -> list[tuple[int, int, int]]:
     return segments + [(token, token + 1, 1) for token in range(whole, time)]
 
 
-def sequential(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The recurrence for inputs or states with NaN or infinity, equal to the reference."""
-    outputs = []
-    for one in inputs.tokens():
-        infinite = ~state.isfinite()
-        # The two parts of a decay have opposite signs: their products with ∞ would add up to NaN.
-        kept = decayed(state, one.log_decay[:, 0].to(state.dtype))
-        kept = torch.where(infinite, kept, 0)
-        state = _advance(one, state.masked_fill(infinite, 0)) + kept
-        outputs.append(_read(one, state))
-    return torch.cat(outputs, dim=1), state
-
-
 def _token(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """The recurrence for one token."""
-    state = _advance(inputs, state)
-    return _read(inputs, state), state
-
-
-def _advance(inputs: ScanInputs, state: Tensor) -> Tensor:
-    """The state after one token."""
     b, _, h, p = inputs.x.shape
     g, n = inputs.B.shape[2:]
     u = inputs.scaled_x(state.dtype).reshape(b, g, h // g * p, 1)
     B = inputs.B.to(state.dtype).reshape(b, g, 1, n)
     whole, rest = split_decay(inputs.log_decay.reshape(b, h, 1, 1), state.dtype)
     added = (rest * state).reshape(b, g, -1, n).addcmul_(u, B)
-    return torch.addcmul(added.view(b, h, p, n), whole, state)
-
-
-def _read(inputs: ScanInputs, state: Tensor) -> Tensor:
-    """y of one token, `(b, 1, h, p)`, from the state after it."""
-    b, _, h, p = inputs.x.shape
-    g, n = inputs.B.shape[2:]
+    state = torch.addcmul(added.view(b, h, p, n), whole, state)
     C = inputs.C.to(state.dtype).reshape(b, g, n, 1)
-    return (state.reshape(b, g, -1, n) @ C).view(b, 1, h, p)
+    return (state.reshape(b, g, -1, n) @ C).view(b, 1, h, p), state
 
 
 def _segment(inputs: ScanInputs, state: Tensor, chunk: int) -> tuple[Tensor, Tensor]:

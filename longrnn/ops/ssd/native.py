@@ -20,8 +20,6 @@ from longrnn.ops.again import gradients_of
 from longrnn.ops.native.gradients import scan_gradients
 from longrnn.ops.native.limited import limited_scan
 from longrnn.ops.native.scan import scan, segments_of
-from longrnn.ops.precision import own_precision
-from longrnn.ops.rows import all_finite, finite_rows, run_by_finiteness
 from longrnn.ops.ssd import chunked
 from longrnn.ops.ssd.base import ScanInputs
 
@@ -36,15 +34,10 @@ def ssd(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
         raise UserError(f"{why}; or use the backend chunked")
     if not (kernels.suits(state) and kernels.readable(inputs)):
         return chunked.ssd(inputs, state)
-    y, final = _scan(inputs, state)
-    # The output of a token depends on its whole input and state, so checking it suffices.
-    if all_finite(y):
+    if kernels.tracked((*inputs, state)):
+        y, final, _ = _Scan.apply(*inputs, state)
         return y, final
-    finite = finite_rows(y)
-    if bool(finite.all()):
-        return y, final
-    with own_precision(state):
-        return run_by_finiteness(finite, _scan, chunked.sequential, inputs, state)
+    return scan(*_wide(inputs, state))
 
 
 def limited(
@@ -52,8 +45,8 @@ def limited(
 ) -> tuple[Tensor, Tensor] | None:
     """The recurrence with a limit on the norm of each head's state, in C++.
 
-    Returns None where C++ cannot compute it: for gradients, on other devices, and where a value or
-    its square is not finite.
+    Returns None where C++ cannot compute it: for gradients, on other devices, and where the square
+    of a value leaves the range of float32.
 
     Args:
         inputs: see `ScanInputs`.
@@ -64,16 +57,7 @@ def limited(
     suits = kernels.available() and kernels.suits(state) and kernels.readable((*inputs, limit))
     if not suits or kernels.tracked((*inputs, state, limit)):
         return None
-    found = limited_scan(_wide(inputs, state), limit, unlimited)
-    return found if found is not None and all_finite(found[0]) else None
-
-
-def _scan(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The recurrence for finite inputs and states."""
-    if kernels.tracked((*inputs, state)):
-        y, final, _ = _Scan.apply(*inputs, state)
-        return y, final
-    return scan(*_wide(inputs, state))
+    return limited_scan(_wide(inputs, state), limit, unlimited)
 
 
 def _wide(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, ...]:

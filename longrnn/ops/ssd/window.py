@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.ops.precision import own_precision
-from longrnn.ops.rows import all_finite, finite_rows, run_by_finiteness, run_by_phase
+from longrnn.ops.rows import run_by_phase
 from longrnn.ops.ssd import native, window_native
 from longrnn.ops.ssd.base import SSD, ScanInputs
 from longrnn.ops.ssd.chunks import cut, fill, join, stack
@@ -74,24 +74,7 @@ def _one_phase(
         found = window_native.windowed(inputs, carry, shape, phase)
         if found is not None:
             return found
-    found = _run(inputs, carry, shape, phase)
-    if inputs.x.shape[1] == 1 or all_finite(found[0]):
-        return found
-    finite = finite_rows(found[0])
-    if bool(finite.all()):
-        return found
-
-    def fast(inputs: ScanInputs, carry: WindowCarry) -> tuple[Tensor, Tensor, WindowCarry]:
-        return _run(inputs, carry, shape, phase)
-
-    def sequential(inputs: ScanInputs, carry: WindowCarry) -> tuple[Tensor, Tensor, WindowCarry]:
-        outputs, state = [], carry.back
-        for t, token in enumerate(inputs.tokens()):
-            y, state, carry = _run(token, carry, shape, (phase + t) % shape.block)
-            outputs.append(y)
-        return torch.cat(outputs, dim=1), state, carry
-
-    return run_by_finiteness(finite, fast, sequential, inputs, carry)
+    return _run(inputs, carry, shape, phase)
 
 
 def _run(

@@ -24,7 +24,6 @@ from longrnn.ops.native.window import (
     transposed,
     windowed_scan,
 )
-from longrnn.ops.rows import all_finite
 from longrnn.ops.ssd.base import ScanInputs
 from longrnn.ops.ssd.chunks import Chunk, fill
 from longrnn.ops.ssd.window_carry import WindowCarry, WindowShape
@@ -45,8 +44,7 @@ def windowed(
 
     Returns:
         y `(b, t, h, p)`, the state of the last token's window `(b, h, p, n)`, and the new carry;
-        None where C++ cannot compute it: for gradients, on other devices, and where y is not
-        finite.
+        None where C++ cannot compute it: for gradients and on other devices.
     """
     suits = kernels.available() and kernels.suits(carry.back) and kernels.readable(inputs)
     if not suits or shape.chunk > MOST_CHUNK:
@@ -68,8 +66,6 @@ def windowed(
     sums, written = _sums(carry, place, count, complete)
     pieces = [*before, *call.pieces(dtype)]
     y, state = windowed_scan(pieces, inputs.C.to(dtype), place, sums, written, ends, p)
-    if not all_finite(y):
-        return None
     after = carry._replace(phase=(carry.phase + time) % shape.block)
     if complete:
         # Kept chunks are shared.
