@@ -34,8 +34,6 @@ class _Group(NamedTuple):
 
 
 _group = _Group(0, 1)
-# How many consecutive processes evaluate the same items together.
-_team = 1
 
 
 def start() -> None:
@@ -84,56 +82,13 @@ def is_main() -> bool:
     return _group.rank == 0
 
 
-def form_teams(size: int, device: str) -> Any:
-    """Makes `size` consecutive processes evaluate the same items together.
-
-    Args:
-        size: processes of a team.
-        device: of their tensors, which they exchange.
-
-    Returns:
-        The process group of this team, of torch.distributed.
-
-    Raises:
-        UserError: the number of processes is not a multiple of `size`.
-    """
-    global _team
-    if _group.size % size:
-        raise UserError(
-            f"{size} processes are to read each text together and there "
-            f"{'is 1' if _group.size == 1 else f'are {_group.size}'}: launch a multiple of {size}, "
-            "for example with `accelerate launch --config_file configs/accelerate/cpu2.yaml "
-            f"--num_processes {size} -m longrnn.cli eval …`"
-        )
-    import torch.distributed as dist
-
-    backend = "nccl" if device.startswith("cuda") else "gloo"
-    firsts = range(0, _group.size, size)
-    groups = [
-        dist.new_group(list(range(first, first + size)), timeout=PATIENCE, backend=backend)
-        for first in firsts
-    ]
-    _team = size
-    return groups[_group.rank // size]
-
-
-def teams() -> int:
-    """Number of processes or teams that evaluate different items."""
-    return _group.size // _team
-
-
-def writes() -> bool:
-    """Whether this process writes what its team has evaluated."""
-    return _group.rank % _team == 0
-
-
 def local_rank() -> int:
     """Index of this process on its machine, which selects its GPU."""
     return _number("LOCAL_RANK", 0) if _group.size > 1 else 0
 
 
 def share(items: Sequence[T], *keys: Callable[[T], object]) -> list[T]:
-    """Return the items of this process; every item belongs to exactly one process, or team.
+    """Return the items of this process; every item belongs to exactly one process.
 
     Args:
         items: the same in every process.
@@ -141,7 +96,7 @@ def share(items: Sequence[T], *keys: Callable[[T], object]) -> list[T]:
             at least as many values as there are processes is used; without one, every item counts
             by itself.
     """
-    count, own = teams(), _group.rank // _team
+    own, count = _group
     if count == 1:
         return list(items)
     for key in keys:
@@ -153,7 +108,7 @@ def share(items: Sequence[T], *keys: Callable[[T], object]) -> list[T]:
 
 def batch_size(items: int, most: int) -> int:
     """Return a batch size of at most `most` with which every process gets work, if possible."""
-    return max(1, min(most, -(-items // teams())))
+    return max(1, min(most, -(-items // _group.size)))
 
 
 def wait() -> None:

@@ -61,9 +61,6 @@ class Results:
         new = list(rows)
         if not new:
             return
-        if not processes.writes():
-            self.rows.extend(new)
-            return
         lines = list(map(line_of, new))
         if not processes.is_main():
             self._lock.acquire()

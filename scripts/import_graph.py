@@ -44,7 +44,6 @@ HOMES = {
     "accelerate": "longrnn.training",
     "peft": "longrnn.hf.lora",
     "datasets": "longrnn.training.origins",
-    "triton": "longrnn.ops.triton",
     "mamba_ssm": "longrnn.ops.ssd",
     "lm_eval": "longrnn.evaluation.harness",
     "matplotlib": "longrnn.diagnostics",

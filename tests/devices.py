@@ -31,16 +31,3 @@ class CopyCounter(TorchDispatchMode):
             if len({one.device.type for one in tensors}) > 1:
                 self.copies.append(str(func))
         return found
-
-
-class ReadCounter(TorchDispatchMode):
-    """Names the operations that read a value of a tensor, on a device that has values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal"):
-            self.reads.append(str(func))
-        return func(*args, **(kwargs or {}))

@@ -43,10 +43,6 @@ PROGRAMS = {
         ["--kinds", "bamba", "--d-model", "64", "--tokens", "64", "--repeats", "1"],
         "bamba longrnn",
     ),
-    "int8_cpu": (
-        ["--layers", "1", "--d-model", "64", "--vocab", "64", "--text", str(ROOT / "LICENSE")],
-        "weights int8",
-    ),
     "mitigations_cpu": (
         ["--layers", "1", "--d-model", "64", "--tokens", "64", "--loop-tokens", "4"]
         + ["--stream", "0"],

@@ -88,7 +88,6 @@ def test_there_are_modules() -> None:
         ("longrnn.training.data", "from transformers import AutoModel"),
         ("longrnn.evaluation.passkey", "import accelerate.utils"),
         ("longrnn.training.data", "from datasets import load_dataset"),
-        ("longrnn.mixers.mamba2", "import triton.language as tl"),
         ("longrnn.hf.loading", "from mamba_ssm import Mamba2"),
         ("longrnn.evaluation.passkey", "import lm_eval"),
         ("longrnn.comparison.compare", "from matplotlib import pyplot"),
@@ -110,7 +109,7 @@ def test_the_checker_finds(module: str, source: str) -> None:
         ("longrnn.ops.norm", "import typing\nif typing.TYPE_CHECKING:\n    import transformers"),
         ("longrnn.training.trainer", "from longrnn.evaluation import passkey\nimport accelerate"),
         ("longrnn.evaluation.harness", "import lm_eval.api"),
-        ("longrnn.ops.triton.scan", "import triton"),
+        ("longrnn.ops.ssd.mamba_ssm", "import mamba_ssm.ops"),
         ("longrnn.hf.loading", "import transformers_extra, torch"),
     ],
 )

@@ -22,7 +22,6 @@ PACKAGES = {
     "transformers": "",
     "accelerate": "",
     "safetensors": "",
-    "triton": "fast kernels on a GPU: pip install 'longrnn[cuda]'",
     "datasets": "training on tables and datasets: pip install 'longrnn[data]'",
     "lm-eval": "eval harness: pip install 'longrnn[harness]'",
     "peft": "LoRA: pip install 'longrnn[lora]'",
@@ -115,19 +114,13 @@ def _devices() -> list[str]:
 def _unavailable(device: str) -> dict[str, str]:
     """The backends that do not run on a type of device, each with the reason."""
     from longrnn.ops.native import missing as missing_native
-    from longrnn.ops.ssd import KERNELS
     from longrnn.ops.ssd.mamba_ssm import missing as missing_mamba_ssm
-    from longrnn.ops.triton import interpreting
-    from longrnn.ops.triton import missing as missing_triton
 
-    reasons = {"native": missing_native(), "triton": missing_triton()}
-    if interpreting():
-        reasons["triton"] = "TRITON_INTERPRET=1 keeps its kernels off the GPU: unset it"
-    for other, name in KERNELS.items():
+    native = missing_native()
+    if native is None and device != "cpu":
         # There it would compute by `chunked`, which is tested anyway.
-        if other != device and reasons[name] is None:
-            reasons[name] = f"it has kernels for the device {other} only: use backend=auto"
-    reasons["mamba_ssm"] = missing_mamba_ssm(device)
+        native = "it has kernels for the device cpu only: use backend=auto"
+    reasons = {"native": native, "mamba_ssm": missing_mamba_ssm(device)}
     return {name: why for name, why in reasons.items() if why is not None}
 
 
@@ -168,11 +161,8 @@ def _advice() -> list[str]:
     """What would make this installation faster."""
     import torch
 
-    from longrnn.ops.triton import missing
-
     if torch.cuda.is_available():
-        without = "Without triton, a GPU computes the recurrence in many small operations of torch."
-        return [without] if missing() is not None else []
+        return []
     advice = []
     if NVIDIA_DRIVER.exists():
         advice.append(HIDDEN_GPU if torch.version.cuda else CPU_BUILD)

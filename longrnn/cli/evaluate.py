@@ -275,10 +275,6 @@ def perplexity(
         typer.Option(help="Folder for the results.", show_default="results/perplexity/NAMES"),
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Windows of text in one batch.")] = 8,
-    context_parallel: Annotated[
-        int,
-        typer.Option(min=1, help="Processes of the launch that read each window together."),
-    ] = 1,
     device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
@@ -307,7 +303,6 @@ def perplexity(
         quiet,
         overlap,
         newlines,
-        context_parallel,
     )
     target = pick_placement(device)
     if len(variants) == 1:

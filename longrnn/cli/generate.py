@@ -32,13 +32,6 @@ def generate(
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of the sampling.")] = 0,
     mitigation: Mitigation = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            help="int8 stores the projections of a Mamba-2 in 8 bits.",
-            show_default="as in the checkpoint",
-        ),
-    ] = None,
     device: Device = "auto",
 ) -> None:
     """Continue a text.
@@ -63,7 +56,7 @@ def generate(
         check_text("--stop", text, remedy="give text in UTF-8")
     most = parse_length(max_new_tokens)
     target = pick_device(device)
-    opened = open_checkpoint(checkpoint, mitigation, device=target, weights=weights)
+    opened = open_checkpoint(checkpoint, mitigation, device=target)
     model, tokenizer = opened.model, opened.tokenizer
     ids = torch.tensor([tokenizer.encode(prompt or "")], dtype=torch.long, device=target)
     refuse_long(model, ids.shape[1] + most)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from longrnn.evaluation.texts import Document
     from longrnn.hf.opened import OpenCheckpoint
     from longrnn.inference.overlapping import Overlap
-    from longrnn.models.context import ContextGroup
 
 
 class PerplexityOptions(NamedTuple):
@@ -35,27 +34,10 @@ class PerplexityOptions(NamedTuple):
     quiet: bool
     overlap: Overlap | None = None
     newlines: bool = False
-    context_parallel: int = 1
 
     def longest(self, length: int) -> int:
         """The most tokens that a model reads from an empty state, for a window of `length`."""
         return length if self.overlap is None else min(length, self.overlap.context)
-
-
-def context_group(options: PerplexityOptions, device: str) -> ContextGroup | None:
-    """The processes with which this one reads each window together; None without any.
-
-    Raises:
-        UserError: the launch does not have that many processes, or windows overlap.
-    """
-    from longrnn import processes
-    from longrnn.evaluation.perplexity import refuse_together
-    from longrnn.models.context import ContextGroup
-
-    if options.context_parallel == 1:
-        return None
-    refuse_together(options.overlap)
-    return ContextGroup.of(processes.form_teams(options.context_parallel, device))
 
 
 def parse_overlap(context: str | None, stride: str | None) -> Overlap | None:
@@ -91,8 +73,6 @@ def measure_one(
     from longrnn.hf.training_length import training_length
     from longrnn.inference.length_limit import refuse_long
 
-    # Bad input is refused before a long evaluation begins.
-    context = context_group(options, device)
     model, documents = _open(variant, mitigation, device, options)
     refuse_long(model.model, options.longest(options.length))
     trained = training_length(model.source, options.train_length)
@@ -104,7 +84,6 @@ def measure_one(
         overlap=options.overlap,
         batch_size=options.batch_size,
         quiet=options.quiet,
-        context=context,
     )
     if not is_main():
         return []
@@ -134,7 +113,6 @@ def measure_all(
     from longrnn.hf.training_length import training_length
     from longrnn.inference.length_limit import refuse_long
 
-    context = context_group(options, device)
     opened = [_open(variant, mitigation, device, options) for variant in variants]
     models, documents = [model for model, _ in opened], [texts for _, texts in opened]
     trained = [training_length(model.source, options.train_length) for model in models]
@@ -155,7 +133,6 @@ def measure_all(
             overlap=options.overlap,
             batch_size=options.batch_size,
             quiet=options.quiet,
-            context=context,
         )
         for model, own, file in zip(models, windows, files, strict=True)
     ]
@@ -182,18 +159,11 @@ def measure_all(
 def _open(
     variant: str, mitigation: str | None, device: str, options: PerplexityOptions
 ) -> tuple[OpenCheckpoint, list[Document]]:
-    """A model, and the texts tokenized for it.
-
-    Raises:
-        UserError: the model cannot be loaded, or not be divided over processes as requested.
-    """
+    """A model, and the texts tokenized for it."""
     from longrnn.evaluation.texts import newlines, read_documents
     from longrnn.hf.opened import open_checkpoint
-    from longrnn.inference.context import divisible
 
     model = open_checkpoint(variant, mitigation, device=device)
-    if options.context_parallel > 1:
-        divisible(model.model)
     documents = read_documents(options.texts, model.tokenizer, model.model)
     if options.newlines:
         documents.append(newlines(model.tokenizer, options.length + 1))

@@ -24,7 +24,6 @@ from longrnn.diagnostics.through_time import Run, clipping, histogram, last_scor
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
 from longrnn.models import RecurrentLM
-from longrnn.models.quantise import is_quantised
 from longrnn.progress import Progress
 from longrnn.seeds import seeded
 from longrnn.state import LMState, leaves
@@ -137,11 +136,6 @@ def check(model: object, task: Task) -> None:
         raise UserError(
             f"a {type(model).__name__} has no recurrent weights whose gradient could be followed: "
             "give a checkpoint or configuration of an RNN, GRU, LSTM or Mamba-2"
-        )
-    if is_quantised(model):
-        raise UserError(
-            "this model has weights in int8, which have no gradients: load it without "
-            'weights="int8"'
         )
     if model.vocab_size < task.vocab_size:
         raise UserError(

@@ -28,12 +28,10 @@ from longrnn.evaluation import bits
 from longrnn.evaluation.bits import Scored
 from longrnn.evaluation.texts import Document, made_by
 from longrnn.evaluation.windows import Window, windows
-from longrnn.inference.context import token_losses_together
 from longrnn.inference.overlapping import Overlap, overlapping_losses
 from longrnn.inference.scoring import token_losses
 from longrnn.intervals import Estimate, mean
 from longrnn.models import LanguageModel
-from longrnn.models.context import ContextGroup
 from longrnn.progress import Progress
 from longrnn.results import Results, Row
 
@@ -67,7 +65,6 @@ def evaluate(
     overlap: Overlap | None = None,
     batch_size: int = 8,
     quiet: bool = False,
-    context: ContextGroup | None = None,
 ) -> list[Row]:
     """Measure the loss by position; return all rows, new and earlier ones.
 
@@ -79,7 +76,6 @@ def evaluate(
         overlap: if set, tokens are scored in overlapping windows of this context.
         batch_size: windows in one batch.
         quiet: show no progress.
-        context: the processes that read each window together; None if each reads its own.
 
     Returns:
         See `evaluate_windows`.
@@ -95,7 +91,6 @@ def evaluate(
         overlap=overlap,
         batch_size=batch_size,
         quiet=quiet,
-        context=context,
     )
 
 
@@ -107,7 +102,6 @@ def evaluate_windows(
     overlap: Overlap | None = None,
     batch_size: int = 8,
     quiet: bool = False,
-    context: ContextGroup | None = None,
 ) -> list[Row]:
     """Measure the loss by position in given windows, of any start and length; see `evaluate`.
 
@@ -133,20 +127,14 @@ def evaluate_windows(
     done = {_identity(row) for row in results.rows if "bytes" in row}
     todo = [window for key, window in requested.items() if key not in done]
     most = processes.batch_size(len(todo), batch_size)
-    total = sum(window.length for window in todo) // processes.teams()
+    total = sum(window.length for window in todo) // processes.size()
     with Progress("perplexity", total, unit="tokens", quiet=quiet) as progress:
         for batch in processes.share(list(_batches(todo, most))):
             tokens = torch.stack([window.tokens() for window in batch])
             length = batch[0].length
             partitions = [edges(length), _stretch_edges(length)]
             buckets, stretches = losses(
-                model,
-                tokens,
-                partitions,
-                progress,
-                overlap=overlap,
-                rows=batch_size,
-                context=context,
+                model, tokens, partitions, progress, overlap=overlap, rows=batch_size
             )
             results.append(map(_row, batch, buckets, stretches))
     results.collect()
@@ -196,7 +184,6 @@ def losses(
     *,
     overlap: Overlap | None = None,
     rows: int = 1,
-    context: ContextGroup | None = None,
 ) -> list[Tensor]:
     """Return sums of the loss in nats over parts of windows, in one pass.
 
@@ -208,7 +195,6 @@ def losses(
         progress: counts the tokens.
         overlap: if set, tokens are scored in overlapping windows of this context.
         rows: overlapping windows in one batch, of all windows together.
-        context: the processes that read the windows together; None for this process alone.
 
     Returns:
         For each partition the sums, `(b, k)` float64 on the CPU.
@@ -219,25 +205,12 @@ def losses(
     batch = len(windows)
     edges = [torch.as_tensor(one).expand(batch, -1).contiguous() for one in partitions]
     sums = [torch.zeros(batch, one.shape[1] - 1, dtype=torch.float64) for one in edges]
-    for start, nats in _parts(model, windows, progress, overlap, rows, context):
+    for start, nats in _parts(model, windows, progress, overlap, rows):
         positions = torch.arange(start, start + nats.shape[1]).repeat(batch, 1)
         for total, bounds in zip(sums, edges, strict=True):
             part = torch.searchsorted(bounds, positions, right=True) - 1
             total.scatter_add_(1, part, nats)
     return sums
-
-
-def refuse_together(overlap: Overlap | None) -> None:
-    """Refuses overlapping windows for several processes that read each window together.
-
-    Raises:
-        UserError: there is an overlap.
-    """
-    if overlap is not None:
-        raise UserError(
-            "overlapping windows are read from empty states, one process each: leave out "
-            "--context-parallel, and the processes share the windows"
-        )
 
 
 def _parts(
@@ -246,20 +219,12 @@ def _parts(
     progress: Progress | None,
     overlap: Overlap | None,
     rows: int,
-    context: ContextGroup | None,
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield the losses of windows in parts, with the position where a part begins."""
     if overlap is not None:
-        if context is not None:
-            refuse_together(overlap)
         yield from overlapping_losses(model, windows, overlap, rows=rows, progress=progress)
         return
-    parts = (
-        token_losses(model, windows)
-        if context is None
-        else token_losses_together(model, windows, context)
-    )
-    for start, nats in parts:
+    for start, nats in token_losses(model, windows):
         if progress is not None:
             progress.advance(nats.numel(), nats.numel())
         yield start, nats

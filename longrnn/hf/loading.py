@@ -22,7 +22,6 @@ from longrnn.hf.weights import read_weights
 from longrnn.mitigations import Mitigated
 from longrnn.models.base import EditableModel
 from longrnn.models.checkpoint import DTYPES, build_model, cast_weights, load_model
-from longrnn.models.quantise import quantise
 from longrnn.models.recurrent import RecurrentLM
 
 if TYPE_CHECKING:
@@ -74,7 +73,6 @@ def load(
     dtype: torch.dtype | None = None,
     revision: str | None = None,
     beyond: bool = False,
-    weights: str | None = None,
 ) -> RecurrentLM | Mitigated | HFLanguageModel:
     """Load a language model for evaluation.
 
@@ -92,8 +90,6 @@ def load(
             checkpoints store them in float32 next to matrices in float16 or bfloat16.
         revision: branch, tag or commit of a model on the Hub.
         beyond: whether a transformer may read more tokens than its configuration allows.
-        weights: `int8` stores the projections of a Mamba-2 in 8 bits, with a scale per output;
-            None leaves all weights as they are. Such a model cannot be trained or saved.
 
     Returns:
         A `RecurrentLM` (which supports all mitigations), a `Mitigated` if the name has a
@@ -120,7 +116,6 @@ def load(
             dtype=dtype or named,
             revision=revision,
             beyond=beyond,
-            weights=weights,
         )
         assert not isinstance(plain, Mitigated)  # `name` names no mitigation
         return plain if spec is None else mitigated(plain, spec)
@@ -137,7 +132,6 @@ def load(
             raise UserError(f"{error}; besides, {folder} is damaged ({wrong})") from error
         if (wrong := damaged.result()) is not None:
             raise UserError(refusal(folder, wrong))
-    quantise(model, weights)
     if device != BALANCED:
         return model.to(device=device)
     own = isinstance(model, RecurrentLM) and torch.cuda.is_available()

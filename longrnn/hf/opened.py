@@ -55,7 +55,6 @@ def open_checkpoint(
     *,
     name: str | None = None,
     device: str | torch.device | None = None,
-    weights: str | None = None,
 ) -> OpenCheckpoint:
     """Load a model and its tokenizer.
 
@@ -64,14 +63,13 @@ def open_checkpoint(
         mitigation: a mitigation in addition to that of `source`.
         name: its name in results; None for `source`, with the further mitigation after a plus.
         device: None for the CPU.
-        weights: see `load`.
 
     Raises:
         UserError: as `load` and `load_tokenizer`.
     """
     checkpoint, own = split_mitigation(source)
     specs = [spec for spec in (own, mitigation) if spec is not None]
-    plain = load(checkpoint, device=device, weights=weights)
+    plain = load(checkpoint, device=device)
     assert not isinstance(plain, Mitigated)  # `checkpoint` names no mitigation
     model = mitigated(plain, specs or None)
     label = "+".join(filter(None, (source, mitigation)))

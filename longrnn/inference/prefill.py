@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from longrnn.models import LanguageModel
-from longrnn.models.finite import MAX_LOGITS, explain_nonfinite, refuse_nonfinite_state
+from longrnn.models.finite import explain_nonfinite, refuse_nonfinite_state
+from longrnn.models.segments import CALL_LOGITS
 from longrnn.progress import Progress
 from longrnn.state import LMState
 
@@ -20,7 +21,7 @@ SCORED_TOKENS = 4096
 
 def scored_tokens(rows: int, vocab_size: int) -> int:
     """Tokens per row of one call that returns all logits, at least 1."""
-    return min(SCORED_TOKENS, max(1, MAX_LOGITS // (rows * vocab_size)))
+    return min(SCORED_TOKENS, max(1, CALL_LOGITS // (rows * vocab_size)))
 
 
 def prefill(
@@ -50,7 +51,7 @@ def prefill(
         The logits after the last token, `(b, v)`, or `(b, 0)` if there are none; and the state.
 
     Raises:
-        UserError: logits that are not finite; names the first token and layer.
+        UserError: logits that are not finite; names the first such token.
     """
     logits, before = torch.empty(len(state.position), 0), state
     for position in range(start, stop, PREFILL_TOKENS):

@@ -8,7 +8,6 @@ import torch
 
 from longrnn.errors import UserError
 from longrnn.hf.tokenizer import fits
-from longrnn.models.context import check_divisible
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.tasks import SequenceTask, Task
 from longrnn.training import models, sharding
@@ -23,14 +22,13 @@ from longrnn.training.validation import Validation
 
 
 def check_one_process(config: TrainConfig) -> None:
-    """Refuses keys of a launch of several processes, where each run has one.
+    """Refuses `num_processes` above 1, where each run has one process.
 
     Raises:
-        UserError: such keys.
+        UserError: it is above 1.
     """
-    for name in ("num_processes", "context_parallel_size"):
-        if (value := getattr(config, name)) not in (None, 1):
-            raise UserError(f"each run has one process here: leave out {name}={value}")
+    if (value := config.num_processes) not in (None, 1):
+        raise UserError(f"each run has one process here: leave out num_processes={value}")
 
 
 def check(config: TrainConfig) -> None:
@@ -39,7 +37,7 @@ def check(config: TrainConfig) -> None:
     Raises:
         UserError: the configuration is invalid.
     """
-    _check_groups(config)
+    _check_shards(config)
     config = replace(config)  # which building a model fills in
     _, tokenizer = models.tokenizer_of(config)
     task = build_task(config.task, tokenizer, name=config.tokenizer or "")
@@ -49,8 +47,6 @@ def check(config: TrainConfig) -> None:
             check_vocabulary(config.model.vocab_size, config, task)
             with torch.device("meta"):  # nothing here reads its weights
                 model = RecurrentLM(replace(config.model, vocab_size=1))
-            if config.context_parallel_size > 1:
-                check_divisible(model)
         else:
             model = models.build(config)
             check_model(model, config, task)
@@ -73,17 +69,13 @@ def check(config: TrainConfig) -> None:
     check_positions(model, source)
 
 
-def _check_groups(config: TrainConfig) -> None:
-    """Refuses groups of processes that do not divide the number of processes, where it is given."""
-    if config.num_processes is None:
-        return
-    for name in ("context_parallel_size", "shard_size"):
-        size = getattr(config, name)
-        if size is not None and config.num_processes % size:
-            raise UserError(
-                f"{name}={size} does not divide num_processes={config.num_processes}: set a "
-                "multiple of it"
-            )
+def _check_shards(config: TrainConfig) -> None:
+    """Refuses shards that do not divide the number of processes, where it is given."""
+    count, size = config.num_processes, config.shard_size
+    if count is not None and size is not None and count % size:
+        raise UserError(
+            f"shard_size={size} does not divide num_processes={count}: set a multiple of it"
+        )
 
 
 def check_vocabulary(vocab_size: int, config: TrainConfig, task: Task) -> None:
@@ -114,8 +106,6 @@ def check_model(model: Trained, config: TrainConfig, task: Task) -> None:
         UserError: it does not.
     """
     check_vocabulary(model.vocab_size, config, task)
-    if config.context_parallel_size > 1:
-        check_divisible(model)
     if isinstance(model, RecurrentLM):
         return
     if config.initial_state["kind"] != "zero":

@@ -87,10 +87,8 @@ class TrainConfig:
         segments_per_step: with a carried state (truncated BPTT): consecutive segments through
             which the gradient of one optimizer step flows; the next step starts from their last
             state, detached.
-        per_device_train_batch_size: rows per process, or context group, and micro-batch.
+        per_device_train_batch_size: rows per process and micro-batch.
         batch_tokens: if set, the number of rows is reduced so that rows · length stays below it.
-        context_parallel_size: processes that read the same rows, each a share of their tokens; the
-            number of processes is a multiple of it. See `longrnn.models.context`.
         num_processes: if set, a launch with another number of processes is refused.
         shard_size: with FSDP2: the processes over which the model is divided; the other processes
             hold copies of these shards (HSDP). By default all.
@@ -166,7 +164,6 @@ class TrainConfig:
     per_device_train_batch_size: int = count(16)
     batch_tokens: TokenCount | None = count(None)
     gradient_accumulation_steps: int = count(1)
-    context_parallel_size: int = count(1)
     num_processes: int | None = count(None)
     shard_size: int | None = count(None, at_least=2)
     optim: str = "adamw"

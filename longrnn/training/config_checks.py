@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from longrnn.errors import UserError
-from longrnn.ops.ssd import PARTIAL
 
 if TYPE_CHECKING:
     from longrnn.training.config import TrainConfig
@@ -22,31 +21,6 @@ def check_features(config: TrainConfig) -> None:
     _check_minimum(config)
     _check_validation(config)
     _check_peft(config)
-    _check_context(config)
-
-
-def _check_context(config: TrainConfig) -> None:
-    """Refuses rows divided over processes for what reads whole rows, before data is read."""
-    size = config.context_parallel_size
-    if size == 1:
-        return
-    if config.transformer:
-        raise UserError(
-            f"context_parallel_size={size} divides rows between recurrent states, and a "
-            "transformer has none: leave it out"
-        )
-    repeats = config.task.get("max_repeat")
-    if isinstance(repeats, int) and repeats > 1:
-        raise UserError(
-            "repeated segments are read by one process each: set max_repeat=1, or leave out "
-            "context_parallel_size"
-        )
-    backend = None if config.model is None else config.model.mixer.get("backend")
-    if backend in PARTIAL:
-        raise UserError(
-            f"the backend {backend} refuses some inputs, which one process cannot do while the "
-            "others read their shares of a row: set model.mixer.backend=auto"
-        )
 
 
 def _check_minimum(config: TrainConfig) -> None:

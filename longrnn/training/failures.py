@@ -51,7 +51,7 @@ def discard_step(trainer: Trainer) -> None:
         for old in replay.files(trainer.output_dir)[: -config.save_total_limit]:
             old.unlink()
     for micro, rows in enumerate(finite_rows):
-        trainer.starts.restart(~trainer.mesh.in_all(rows), micro)
+        trainer.starts.restart(~rows, micro)
     leave_out(trainer, range(trainer.data_step, trainer.data_step + 1))
 
 

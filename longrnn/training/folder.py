@@ -25,7 +25,7 @@ FILES += ("README.md", "tracker-id", "adapter_model.safetensors", "adapter_confi
 FILES += ("tokenizer.json", "tokenizer_config.json", "checksums.json")
 # Keys that may change between the parts of one run without changing what it computes so far.
 HARMLESS = {"output_dir", "save_steps", "save_total_limit", "logging_steps", "num_processes"}
-HARMLESS |= {"shard_size", "context_parallel_size", "gradient_checkpointing"}
+HARMLESS |= {"shard_size", "gradient_checkpointing"}
 HARMLESS |= {"push_to_hub", "hub_model_id", "hub_private_repo"}
 HARMLESS |= {"report_to", "nonfinite", "on_spike", "spike_threshold", "per_device_eval_batch_size"}
 # Keys that may also change after a stop at a loss or gradient that is not finite.
@@ -60,7 +60,7 @@ def find(
         config: the run; a `tokenizer` or `model` that is not given is that of the folder.
         lock: of the output folder; held when this returns, released when it raises.
         resume: whether a run of the same configuration may be in the folder.
-        processes: number of processes, or of context groups, which read different rows.
+        processes: number of processes, which read different rows.
         extend: whether the run in the folder becomes longer.
 
     Raises:
@@ -153,18 +153,12 @@ def _check_fits(found: Path, config: TrainConfig, processes: int) -> None:
             f"{found.parent} holds {done} steps, more than max_steps={config.max_steps}: set "
             f"max_steps={done} or more"
         )
-    wrote, size = checkpoint.processes(found), config.context_parallel_size
-    if wrote == processes:
-        return
-    if size == 1:
+    wrote = checkpoint.processes(found)
+    if wrote != processes:
         raise UserError(
             f"{found} was written by {wrote} processes and this run has {processes}: launch as "
             "many as before"
         )
-    raise UserError(
-        f"{found} has the states of {wrote} parts of the rows and this run has {processes}, each "
-        f"read by context_parallel_size={size} processes: launch {wrote * size} processes"
-    )
 
 
 def _check_origin(origin: Path, config: TrainConfig, processes: int) -> None:

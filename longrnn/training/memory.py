@@ -184,7 +184,7 @@ def memory_of(config: TrainConfig) -> TrainingMemory:
     return training_memory(
         model,
         rows=rows,
-        tokens=-(-config.length.max // config.context_parallel_size) * config.segments_per_step,
+        tokens=config.length.max * config.segments_per_step,
         mixed_precision=config.mixed_precision,
         gradient_checkpointing=config.gradient_checkpointing,
         shards=config.shard_size or 1,

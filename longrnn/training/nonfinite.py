@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longrnn.models.finite import floating_tensors
 from longrnn.state import LMState
 from longrnn.tasks import Batch
 from longrnn.training.objective import Objective
@@ -154,3 +153,16 @@ def _hooks(seen: Examination, name: str, module: nn.Module) -> Iterator[Any]:
 def _short(name: str) -> str:
     """The name of a parameter or module without the prefix of `Objective`."""
     return name.removeprefix(f"{MODEL}.")
+
+
+def floating_tensors(output: Any) -> Iterator[Tensor]:
+    """The floating-point tensors in the inputs or the output of a module, mappings included."""
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield output
+    elif isinstance(output, dict):
+        for part in output.values():
+            yield from floating_tensors(part)
+    elif isinstance(output, (tuple, list)):
+        for part in output:
+            yield from floating_tensors(part)

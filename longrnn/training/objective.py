@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from longrnn.errors import UserError
 from longrnn.models import RecurrentLM
 from longrnn.models.checks import check_tokens
-from longrnn.models.context import ContextGroup, from_shares, share_of
 from longrnn.ops.cross_entropy import token_cross_entropy, weighted_cross_entropy
 from longrnn.ops.hooks import own_weight
 from longrnn.state import LMState, reset
@@ -62,21 +61,16 @@ class Objective(nn.Module):
     """The loss of a batch: the mean over rows of the weighted sum over tokens.
 
     Because it is a mean over rows, two processes with half of the rows each have the same mean
-    gradient as one process with all rows. For the same reason, the loss of a process that reads a
-    share of each row is that of its share times the number of shares.
+    gradient as one process with all rows.
 
     Args:
         model: the language model to train.
         edits: the mitigation under which it is trained; None without one.
-        context: the processes that read the same rows, each a share of their tokens; None if this
-            process reads whole rows.
     """
 
-    def __init__(
-        self, model: Trained, edits: Edits | None = None, context: ContextGroup | None = None
-    ) -> None:
+    def __init__(self, model: Trained, edits: Edits | None = None) -> None:
         super().__init__()
-        self.model, self.edits, self.context = model, edits, context
+        self.model, self.edits = model, edits
 
     def forward(self, segments: Sequence[Batch], state: LMState) -> StepOutput:
         """The mean loss of consecutive segments, with one gradient through all of them.
@@ -159,15 +153,12 @@ class Objective(nn.Module):
         state: LMState,
         packing: Mapping[str, Tensor] | None = None,
         repeat: Tensor | None = None,
-        context: ContextGroup | None = None,
         *,
         checked: bool = False,
     ) -> tuple[Tensor, LMState]:
         """The input of the head and the new state, under the edits."""
         if self.edits is None or not isinstance(self.model, RecurrentLM):
-            return read_repeatedly(
-                self.model, tokens, state, repeat, packing, context, checked=checked
-            )
+            return read_repeatedly(self.model, tokens, state, repeat, packing, checked=checked)
         if repeat is not None:
             raise UserError(
                 "repeated segments and a mitigation cannot be combined: set max_repeat=1, or leave "
@@ -180,41 +171,26 @@ class Objective(nn.Module):
             edits=self.edits.layers,
             is_document_start=masks.get("is_document_start"),
             is_token=masks.get("is_token"),
-            context=context,
             checked=checked,
         )
 
-    def _columns(self, start: int, stop: int) -> slice:
-        """The columns from `start` up to `stop` that this process reads."""
-        if self.context is None:
-            return slice(start, stop)
-        own = share_of(stop - start, self.context)
-        return slice(start + own.start, start + own.stop)
-
     def _segment(self, batch: Batch, state: LMState) -> tuple[Tensor, LMState, Tensor]:
         """The loss from an initial state; see `Batch` for its weights and its query."""
-        time = batch.tokens.shape[1]
-        body = self._columns(0, time - batch.query_length)
-        packing = packing_of(batch, body)
-        how: dict[str, Any] = {"context": self.context, "checked": batch.n_scored is not None}
-        hidden, state = self._hidden(batch.tokens[:, body], state, packing, batch.repeat, **how)
-        read = [body]
+        body = slice(0, batch.tokens.shape[1] - batch.query_length)
+        packing, checked = packing_of(batch, body), batch.n_scored is not None
+        hidden, state = self._hidden(
+            batch.tokens[:, body], state, packing, batch.repeat, checked=checked
+        )
         if batch.query_length:
-            read.append(self._columns(time - batch.query_length, time))
-            query, _ = self._hidden(batch.tokens[:, read[1]], state, **how)
+            query, _ = self._hidden(batch.tokens[:, body.stop :], state, checked=checked)
             hidden = torch.cat([hidden, query], dim=1)
         weights = batch.weights
         if weights is None:
             scored = batch.answers().to(torch.promote_types(hidden.dtype, torch.float32))
             weights = scored / scored.sum(1, keepdim=True).clamp(min=1)
         targets = batch.targets
-        if self.context is not None:
-            targets, weights = (
-                torch.cat([whole[:, part] for part in read], 1) for whole in (targets, weights)
-            )
-            weights = weights * self.context.size
         # Logits are computed only at targets: a reversal task has them in its second half only.
-        scored = _places(targets.flatten() >= 0, None if self.context else batch.n_scored)
+        scored = _places(targets.flatten() >= 0, batch.n_scored)
         loss, predicted = weighted_cross_entropy(
             hidden.flatten(0, 1).index_select(0, scored),
             own_weight(self.model.head),
@@ -222,8 +198,4 @@ class Objective(nn.Module):
             (weights / len(weights)).flatten()[scored],
         )
         predictions = targets.flatten().index_copy(0, scored, predicted).view_as(targets)
-        if self.context is not None:
-            columns = torch.cat([torch.arange(part.start, part.stop) for part in read])
-            columns = columns.to(predictions.device)
-            predictions = from_shares(self.context, predictions, columns, time)
         return loss, state, predictions

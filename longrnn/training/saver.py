@@ -18,7 +18,6 @@ from longrnn.hf.convert import OURS, convert
 from longrnn.text import Tokenizer
 from longrnn.training import checkpoint, models, sharding
 from longrnn.training.config import TrainConfig
-from longrnn.training.context import Mesh
 from longrnn.training.models import Trained
 from longrnn.training.processes import on_main, together
 
@@ -78,7 +77,6 @@ class Saver:
         accelerator: its processes.
         tokenizer: is saved with the model.
         mitigation: under which the model is trained; saved with it.
-        mesh: the place of this process; None if every process reads rows of its own.
 
     Attributes:
         pinned: steps whose checkpoints `prune` keeps, by the reason.
@@ -90,9 +88,7 @@ class Saver:
         accelerator: Accelerator,
         tokenizer: Tokenizer,
         mitigation: str | None = None,
-        mesh: Mesh | None = None,
     ) -> None:
-        self.mesh = mesh or Mesh(accelerator.process_index, accelerator.num_processes, None)
         self.output_dir, self.keep = Path(config.output_dir), config.save_total_limit
         self.accelerator, self.tokenizer = accelerator, tokenizer
         self.pinned: dict[str, int] = {}
@@ -125,8 +121,7 @@ class Saver:
         moments = sharding.gathered(optimizer.state_dict(), keep=is_main)
 
         def write() -> None:
-            if self.mesh.saves_states:
-                checkpoint.write_tensors(folder / f"carry-{self.mesh.rank}.pt", carried)
+            checkpoint.write_tensors(self._carried(folder), carried)
             if not is_main:
                 return
             models.save(model, folder, self.tokenizer, weights, self.mitigation, self.base)
@@ -148,6 +143,10 @@ class Saver:
             # removed when the run is resumed.
             shutil.rmtree(folder, ignore_errors=True)
             raise
+
+    def _carried(self, folder: Path) -> Path:
+        """The file of a checkpoint with the carried states of this process."""
+        return folder / f"carry-{self.accelerator.process_index}.pt"
 
     def prune(self) -> None:
         """Removes all but the newest `save_total_limit` and the pinned checkpoints."""
@@ -203,7 +202,7 @@ class Saver:
                 are not finite.
         """
         content = checkpoint.read_training(folder)
-        carried = checkpoint.read_tensors(folder / f"carry-{self.mesh.rank}.pt")
+        carried = checkpoint.read_tensors(self._carried(folder))
         try:
             self.load_weights(folder, model)
             optimizer.load_state_dict(sharding.sharded_optimizer(content["optimizer"], optimizer))

@@ -73,8 +73,7 @@ class Throughput:
     Args:
         model: the model in training.
         device: on which this process trains.
-        groups: how many processes, or context groups of them, read rows of their own.
-        group_size: processes of a group, each on its own device.
+        processes: how many processes train, each on its own device.
         mixed_precision: of the run; MFU is relative to products in bfloat16 or float16.
         say: receives one line if MFU cannot be given on this GPU.
     """
@@ -83,13 +82,12 @@ class Throughput:
         self,
         model: nn.Module,
         device: torch.device,
-        groups: int,
-        group_size: int,
+        processes: int,
         mixed_precision: str,
         say: Callable[[str], None],
     ) -> None:
         self._model = model if isinstance(model, RecurrentLM) else None
-        self._device, self._groups, self._group_size = device, groups, group_size
+        self._device, self._processes = device, processes
         self._peak = self._find_peak(mixed_precision, say)
         self.start()
 
@@ -128,11 +126,11 @@ class Throughput:
             `tokens_per_second`; on a GPU also `peak_memory_gib` of this process's tensors, and
             `mfu` if it is known.
         """
-        seconds, tokens = self._seconds, self._tokens * self._groups
+        seconds, tokens = self._seconds, self._tokens * self._processes
         row = {"tokens_per_second": tokens / seconds}
         if self._peak is not None and self._model is not None and self._tokens:
             per_token = flops_per_token(self._model, self._scored / self._tokens)
-            row["mfu"] = self._tokens / self._group_size * per_token / seconds / self._peak
+            row["mfu"] = self._tokens * per_token / seconds / self._peak
         if self._device.type == "cuda":
             row["peak_memory_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
         return row

@@ -27,7 +27,6 @@ from longrnn.training import best_model, failures, models, publish, sharding, sp
 from longrnn.training.checks import check_model, check_positions, check_vocabulary
 from longrnn.training.components import Component
 from longrnn.training.config import TrainConfig
-from longrnn.training.context import mesh_of
 from longrnn.training.data import Source
 from longrnn.training.extension import start_of_decay
 from longrnn.training.folder import Found, append_metrics, claim, find
@@ -81,10 +80,10 @@ class Trainer:
         self.output_dir = Path(config.output_dir)
         self.accelerator = build_accelerator(config)
         self.quiet = quiet or not self.accelerator.is_main_process
-        self.mesh = mesh_of(self.accelerator, config.context_parallel_size)
         # Held until `train` ends by the main process, the only one that writes shared files.
         self.lock = Lock.of_folder(self.output_dir, instead="choose another output_dir")
-        how = {"resume": resume or extend, "extend": extend, "processes": self.mesh.size}
+        processes = self.accelerator.num_processes
+        how = {"resume": resume or extend, "extend": extend, "processes": processes}
         found = on_main(self.accelerator, partial(find, config, self.lock, **how))
         try:
             self._set_up(found)
@@ -95,7 +94,7 @@ class Trainer:
     def _set_up(self, found: Found) -> None:
         """Builds what trains, refuses what does not fit, and only then writes into the folder."""
         config = self.config
-        mesh = self.mesh
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
         origin = found.checkpoint
         if origin is None and config.resume_from_checkpoint is not None:
             origin = Path(config.resume_from_checkpoint)
@@ -108,13 +107,12 @@ class Trainer:
             quiet=self.quiet,
         )
         self.task = build(config.task)
-        self.source = Source(self.task, config, mesh.rank, mesh.size)
+        self.source = Source(self.task, config, rank, world)
         model = self._build_model(origin)
         edits = edits_of(model, config.mitigation)
         record_mitigation(model, edits, self.say)
-        objective = Objective(model, edits, mesh.group)
-        total = mesh.total_of_rows(self.total)
-        context = Context(objective.init_state, config.seed, mesh.rank, mesh.size, total)
+        objective = Objective(model, edits)
+        context = Context(objective.init_state, config.seed, rank, world, self.total)
         self.starts = INITIAL_STATES.build(config.initial_state, context)
         check_initial_state(model, edits, config.initial_state["kind"])
         learning_rate(0, config)  # refuses an unknown schedule before anything is written
@@ -124,7 +122,6 @@ class Trainer:
         self.validation: Validation | None = None
         if config.validation:
             held_out = build(config.validation)
-            rank, world = self.accelerator.process_index, self.accelerator.num_processes
             self.validation = Validation(config, model, self.task, held_out, rank, world)
             check_vocabulary(model.vocab_size, config, self.validation.task)
         self.spikes = SpikeGuard(config, model.vocab_size)
@@ -134,7 +131,7 @@ class Trainer:
         check_positions(model, self.source)
         on_main(self.accelerator, lambda: claim(config, found))
         spec = None if edits is None else edits.spec
-        self.saver = Saver(config, self.accelerator, self.tokenizer, spec, mesh)
+        self.saver = Saver(config, self.accelerator, self.tokenizer, spec)
         self.schedule = SaveSchedule(
             self.saver,
             config.save_steps,
@@ -151,8 +148,7 @@ class Trainer:
         if origin is not None:
             self.restore(origin, branch=found.checkpoint is None)
         n_micro, device = config.gradient_accumulation_steps, self.accelerator.device
-        sizes = mesh.size, config.context_parallel_size
-        self.throughput = Throughput(model, device, *sizes, config.mixed_precision, self.say)
+        self.throughput = Throughput(model, device, world, config.mixed_precision, self.say)
         self.batches = Prefetch(self.source.segments, n_micro, config.max_steps, device)
         start_trackers(self.accelerator, config, self.step)
 
@@ -255,7 +251,7 @@ class Trainer:
         for on_host, output in outputs:
             sums.add({"loss": output.loss.cpu()[None]})
             for batch, predicted in zip(on_host, output.predictions, strict=True):
-                self.tokens += batch.tokens.numel() * self.mesh.size
+                self.tokens += batch.tokens.numel() * self.accelerator.num_processes
                 self.throughput.add(batch)
                 sums.add(self.task.score(predicted.cpu(), batch))
         if config.peft is not None and not self._adapters_checked:

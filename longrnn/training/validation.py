@@ -7,7 +7,7 @@ Notable choices:
   starts from the zero state.
 - Losses are summed by position and over processes, so every process sees the same numbers and
   makes the same decisions; one process and two agree to rounding.
-- Rows are read in pieces, and logits are computed for at most `MAX_LOGITS` numbers at a time:
+- Rows are read in pieces, and only some logits (`longrnn.ops.cross_entropy`) exist at a time:
   memory does not grow with the length of a row, except for a transformer.
 """
 

@@ -13,14 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from longrnn import processes
 from longrnn.lock_owner import read_owner
-from longrnn.models.context import ContextGroup
 from longrnn.results import Row, read_results
 from tests.cli.conftest import CLI
 from tests.launched import launch, launched
 from tests.training.forks import run
-from tests.training.runs import tiny, train
 
 
 @pytest.fixture
@@ -72,56 +69,6 @@ def test_two_processes_write_what_one_writes(
             assert rows(two / path.name) == rows(path)
             assert read_results(two / path.name)[0] == read_results(path)[0]
     assert both.stdout.replace(str(two), str(one)) == alone.stdout
-
-
-@pytest.mark.slow
-def test_processes_read_each_window_together(models: Path, text: Path, tmp_path: Path) -> None:
-    """Two teams of two processes write the rows of one process, once each."""
-    command = ["eval", "perplexity", str(models / "text"), "--text", str(text), "--quiet"]
-    command += ["--length", "300", "--batch-size", "1", "--by-position", "--output"]
-    one, four = tmp_path / "one", tmp_path / "four"
-    assert run(*command, one).returncode == 0
-    done = launched(*command, four, "--context-parallel", "2", processes=4)
-    found, expected = rows(four / "results.jsonl"), rows(one / "results.jsonl")
-    assert len(found) == len(expected) == 3, done.stderr
-    assert read_results(four / "results.jsonl")[0] == read_results(one / "results.jsonl")[0]
-    by_start = {row["start"]: row for row in found}
-    for row in expected:
-        together = by_start[row["start"]]
-        assert together["buckets"] == pytest.approx(row["buckets"], abs=1e-5)
-        assert together["stretches"] == pytest.approx(row["stretches"], abs=1e-5)
-
-
-def test_one_process_cannot_read_together(cli: CLI, models: Path, text: Path) -> None:
-    """Several processes must be launched."""
-    done = cli("eval", "perplexity", models / "text", "--text", text, "--length", "100",
-               "--context-parallel", "2")  # fmt: skip
-    assert done.code == 2
-    assert "2 processes are to read each text together and there is 1: launch" in done.err
-
-
-def test_overlapping_windows_are_not_read_together(cli: CLI, models: Path, text: Path) -> None:
-    """They have no state that could be divided, and are refused before the model is loaded."""
-    done = cli("eval", "perplexity", models / "missing", "--text", text, "--length", "100",
-               "--context", "50", "--stride", "25", "--context-parallel", "2")  # fmt: skip
-    assert done.code == 2
-    assert "overlapping windows are read from empty states" in done.err
-    assert "leave out --context-parallel" in done.err
-
-
-def test_a_model_without_shares_is_refused_before_any_model_is_evaluated(
-    cli: CLI, models: Path, text: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The second of two models is a transformer, which cannot read a share of a window."""
-    shape = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8}
-    shape |= {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 256}
-    train(tiny("passkey", tmp_path / "llama", model=None, transformer=shape, max_steps=1))
-    monkeypatch.setattr(processes, "form_teams", lambda size, device: None)
-    monkeypatch.setattr(ContextGroup, "of", lambda handle: ContextGroup(handle, 0, 2))
-    done = cli("eval", "perplexity", models / "text", tmp_path / "llama", "--text", text,
-               "--length", "100", "--context-parallel", "2")  # fmt: skip
-    assert done.code == 2
-    assert "cannot be divided between processes" in done.err
 
 
 @pytest.mark.slow

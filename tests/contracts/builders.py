@@ -20,8 +20,7 @@ from longrnn.mitigations import MITIGATIONS, Mitigated, mitigation
 from longrnn.mixers import MIXERS, Edit, Mixer
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.recurrent import BLOCKS
-from longrnn.ops.ssd import BACKENDS, SSD, chunked, rescale, triton, window, window_carry
-from longrnn.ops.triton import interpreting
+from longrnn.ops.ssd import BACKENDS, chunked, rescale, window, window_carry
 from longrnn.positions import POSITIONS
 from longrnn.state import LMState, PyTree, leaves, tree_map
 
@@ -113,26 +112,16 @@ def spec_id(spec: object) -> str:
 def small_chunks(chunk: int = 4, chunks_at_once: int = 2) -> Iterator[None]:
     """Cuts time into chunks so small that short texts reach every edge between them."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (chunked, rescale, triton, window_carry):
+        for module in (chunked, rescale, window_carry):
             patch.setattr(module, "CHUNK", chunk)
-        for module in (chunked, rescale, triton):
+        for module in (chunked, rescale):
             patch.setattr(module, "SEGMENT", chunk * chunks_at_once)
         patch.setattr(window, "CHUNKS_AT_ONCE", chunks_at_once)
         yield
 
 
-def with_kernels(table: Mapping[SSD, object]) -> list[str]:
-    """`chunked` and the backends that have kernels of their own for a changed recurrence.
-
-    Args:
-        table: which backends these are: `rescale.LIMITED` or `window.WINDOWED`.
-    """
-    return ["chunked", *(name for name, ssd in BACKENDS.items() if ssd in table)]
-
-
-def is_interpreted(mixer: Mapping[str, Any]) -> bool:
-    """Whether a cell runs in Triton's interpreter, where tests must be small."""
-    return mixer.get("backend") == "triton" and interpreting()
+# The backends with code of their own for a window and for a limit on the norm of the state.
+WITH_KERNELS = [name for name in ("chunked", "native") if name in BACKENDS]
 
 
 def generator(seed: int) -> torch.Generator:

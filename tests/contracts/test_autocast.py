@@ -16,14 +16,15 @@ from torch import Tensor
 from longrnn.mixers import StepwiseMixer
 from longrnn.mixers.base import Edit
 from longrnn.ops.ssd import BACKENDS, SSD, ScanInputs
-from longrnn.ops.ssd.rescale import LIMITED, rescaled_ssd
-from longrnn.ops.ssd.window import WINDOWED, windowed_ssd
+from longrnn.ops.ssd.rescale import rescaled_ssd
+from longrnn.ops.ssd.window import windowed_ssd
 from longrnn.ops.ssd.window_carry import init_carry
 from longrnn.state import PyTree, leaves
 from tests.contracts.builders import (
     D_MODEL,
     DEFINED,
     MIXER_SPECS,
+    WITH_KERNELS,
     assert_near,
     assert_trees_equal,
     build_mitigated,
@@ -36,7 +37,6 @@ from tests.contracts.builders import (
     random_tokens,
     random_tree,
     spec_id,
-    with_kernels,
 )
 
 NARROW = torch.bfloat16
@@ -80,8 +80,7 @@ def windowed(inputs: ScanInputs, state: Tensor, ssd: SSD) -> PyTree:
 
 RECURRENCES = [
     *((plain, backend) for backend in BACKENDS),
-    *((limited, backend) for backend in with_kernels(LIMITED)),
-    *((windowed, backend) for backend in with_kernels(WINDOWED)),
+    *((run, backend) for run in (limited, windowed) for backend in WITH_KERNELS),
 ]
 
 

@@ -1,15 +1,15 @@
-"""A token that is not finite changes nothing before it, and no other row of the batch.
+"""A token that is not finite changes no other row of the batch, and nothing before its chunk.
 
-From it on, everything is NaN or infinite where the definition, token after token, has it so, at
-every split: for every backend of the recurrence, and the recurrences of state_norm and
-sliding_window. For whole models see `test_nonfinite_models`.
+After it, its own row may be NaN; what is finite is what the definition, token after token, gives.
+For every backend of the recurrence, and the recurrences of state_norm and sliding_window. For whole
+models see `test_nonfinite_models`; for documents within a row, `test_packing`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from itertools import product
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -17,24 +17,22 @@ import torch
 from torch import Tensor
 
 from longrnn.ops.ssd import BACKENDS, ScanInputs
-from longrnn.ops.ssd.rescale import LIMITED, UNLIMITED, rescaled_ssd
-from longrnn.ops.ssd.window import WINDOWED, windowed_ssd
+from longrnn.ops.ssd.rescale import UNLIMITED, rescaled_ssd
+from longrnn.ops.ssd.window import windowed_ssd
 from longrnn.ops.ssd.window_carry import init_carry
-from longrnn.ops.triton import interpreting
 from longrnn.ops.window import init_stepwise, slide
 from tests.contracts.builders import (
     TOLERANCE,
+    WITH_KERNELS,
     assert_near,
     functional,
     generator,
-    small_chunks,
     spec_id,
-    with_kernels,
 )
 
 Scan = Callable[[ScanInputs, Tensor], tuple[Tensor, Tensor]]
-TIME, BAD = 37, 22  # tokens, and the one that is not finite, in row 1 of 3
-SPLITS = [[TIME], [20, 1, 1, 1, 14], [BAD, TIME - BAD], [BAD + 1, TIME - BAD - 1], [1] * TIME]
+TIME, BAD, CHUNK = 150, 100, 64  # tokens, the one that is not finite, in row 1 of 3, and a chunk
+SPLITS = [[TIME], [98, 1, 1, 1, 49], [BAD, TIME - BAD], [BAD + 1, TIME - BAD - 1]]
 NAN, INF = torch.nan, torch.inf
 # What is not finite: a field of the inputs or both that a step dt makes, and its value.
 TROUBLES: list[tuple[tuple[str, ...], float]] = [
@@ -91,14 +89,12 @@ def loop(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(y, 1), state
 
 
-def assert_equal_or_both_not_finite(
-    actual: Tensor, expected: Tensor, name: str, *, nan: bool = True, dtype: Any = torch.float64
+def assert_right_where_finite(
+    actual: Tensor, expected: Tensor, name: str, dtype: torch.dtype = torch.float64
 ) -> None:
-    """Near where finite; NaN where NaN, and not finite where not finite."""
-    assert torch.equal(actual.isfinite(), expected.isfinite()), name
-    if nan:
-        assert torch.equal(actual.isnan(), expected.isnan()), name
-    finite = expected.isfinite()
+    """NaN or infinity never becomes a number: what is finite is finite and near as expected."""
+    finite = actual.isfinite()
+    assert expected[finite].isfinite().all(), name
     assert_near(actual[finite], expected[finite], TOLERANCE[dtype], name)
 
 
@@ -110,79 +106,69 @@ def in_pieces(scan: Scan, inputs: ScanInputs, state: Tensor, sizes: list[int]) -
     return torch.cat(outputs, 1), state
 
 
-def splits_of(backend: str) -> list[list[int]]:
-    """`SPLITS`, without the one of single tokens for kernels in Triton's interpreter.
+def assert_contained(
+    scan: Scan,
+    definition: Callable[[ScanInputs], tuple[Tensor, Tensor]],
+    trouble: tuple[tuple[str, ...], float],
+    dtype: torch.dtype = torch.float64,
+) -> None:
+    """Of the recurrence in pieces, which begin with a state that is not zero."""
+    clean, state = draw(dtype)
+    inputs = with_trouble(clean, *trouble)
+    expected, plain = definition(inputs), definition(clean)
+    for sizes in SPLITS:
+        found = in_pieces(scan, inputs, state, sizes)
+        for name, ours, theirs in zip(("y", "state"), found, expected, strict=True):
+            assert_right_where_finite(ours, theirs, f"{name} {sizes}", dtype)
+        for ours, theirs in zip(found, plain, strict=True):
+            assert_near(ours[[0, 2]], theirs[[0, 2]], TOLERANCE[dtype], f"other rows {sizes}")
+        call = max(start for start in accumulate([0, *sizes]) if start <= BAD)
+        before = call + (BAD - call) // CHUNK * CHUNK
+        assert_near(found[0][1, :before], plain[0][1, :before], TOLERANCE[dtype], str(sizes))
 
-    It would take as long as all others, which have single tokens at the bad one.
-    """
-    return SPLITS[:-1] if backend == "triton" and interpreting() else SPLITS
 
-
-@pytest.mark.parametrize(
-    ("backend", "dtype", "chunk"),
-    [
-        (backend, dtype, chunk)
-        for backend, dtype, chunk in product(BACKENDS, (torch.float64, torch.float32), (4, 64))
-        # The kernels take several segments with the one, and one with the other.
-        if backend != "triton" or (dtype == torch.float64) == (chunk == 4)
-    ],
-    ids=spec_id,
-)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=spec_id)
+@pytest.mark.parametrize("backend", list(BACKENDS))
 @every_trouble
 def test_every_backend(
-    backend: str, dtype: torch.dtype, chunk: int, names: tuple[str, ...], value: float
+    backend: str, dtype: torch.dtype, names: tuple[str, ...], value: float
 ) -> None:
-    """Values equal the loop; earlier tokens and other rows are those without the bad token."""
-    clean, state = draw(dtype)
-    inputs = with_trouble(clean, names, value)
-    expected = loop(inputs, state)
-    with small_chunks(chunk):
-        whole = BACKENDS[backend](inputs, state)
-        for sizes in splits_of(backend):
-            actual = in_pieces(BACKENDS[backend], inputs, state, sizes)
-            for name, ours, theirs in zip(("y", "state"), actual, expected, strict=True):
-                assert_equal_or_both_not_finite(ours, theirs, f"{name} {sizes}", dtype=dtype)
-        y, final = BACKENDS[backend](clean, state)
-    for row in (0, 2):
-        # Closer than another order of the sums.
-        assert_near(whole[0][row], y[row], TOLERANCE[dtype] / 10)
-        assert_near(whole[1][row], final[row], TOLERANCE[dtype] / 10)
-    assert_near(whole[0][1, :BAD], y[1, :BAD], TOLERANCE[dtype])
+    def definition(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
+        return loop(inputs, draw(dtype)[1])
+
+    assert_contained(BACKENDS[backend], definition, (names, value), dtype)
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("backend", list(BACKENDS))
 def test_a_state_that_is_not_finite(backend: str, value: float) -> None:
-    """It stays NaN or infinite, and does not reach other rows or heads."""
+    """It does not reach other rows, and stays visible in its own."""
     inputs, state = draw()
+    clean = loop(inputs, state)
     state[1, 2, 0, 3] = value
     expected = loop(inputs, state)
-    for sizes in splits_of(backend):
-        actual = in_pieces(BACKENDS[backend], inputs, state, sizes)
-        for ours, theirs in zip(actual, expected, strict=True):
-            assert_equal_or_both_not_finite(ours, theirs, str(sizes))
+    for sizes in SPLITS:
+        found = in_pieces(BACKENDS[backend], inputs, state, sizes)
+        for ours, theirs, plain in zip(found, expected, clean, strict=True):
+            assert_right_where_finite(ours, theirs, str(sizes))
+            assert_near(ours[[0, 2]], plain[[0, 2]], 1e-10, str(sizes))
 
 
 @pytest.mark.parametrize("backend", list(BACKENDS))
 @every_trouble
-def test_gradients_of_every_backend(backend: str, names: tuple[str, ...], value: float) -> None:
-    """Gradients of finite outputs equal those of the loop wherever these are finite."""
+def test_gradients_of_other_rows(backend: str, names: tuple[str, ...], value: float) -> None:
+    """They are those without the bad token."""
 
-    def gradients(scan: Scan) -> dict[str, Tensor]:
+    def gradients(trouble: bool) -> list[Tensor]:
         inputs, state = draw()
-        tensors = [t.clone().requires_grad_() for t in (*with_trouble(inputs, names, value), state)]
-        y, _ = scan(ScanInputs(*tensors[:5]), tensors[5])
-        loss = functional(y[1, :BAD], 3) + functional(y[[0, 2]], 4)
-        names_of_all = [*ScanInputs._fields, "state"]
-        return dict(zip(names_of_all, torch.autograd.grad(loss, tensors), strict=True))
+        inputs = with_trouble(inputs, names, value) if trouble else inputs
+        tensors = [tensor.clone().requires_grad_() for tensor in (*inputs, state)]
+        y, final = BACKENDS[backend](ScanInputs(*tensors[:5]), tensors[5])
+        loss = functional((y[[0, 2]], final[[0, 2]]), 4)
+        return [gradient[[0, 2]] for gradient in torch.autograd.grad(loss, tensors)]
 
-    expected = gradients(loop)
-    with small_chunks():
-        actual = gradients(BACKENDS[backend])
-    for name, theirs in expected.items():
-        finite = theirs.isfinite()
-        assert finite[[0, 2]].all()
-        assert_near(actual[name][finite], theirs[finite], 1e-10, name)
+    for ours, theirs in zip(gradients(True), gradients(False), strict=True):
+        assert_near(ours, theirs, 1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=spec_id)
@@ -198,55 +184,43 @@ def test_a_decay_to_zero_removes_all_earlier_inputs(
     large.x[:, :30] *= 1e30
     late = ScanInputs(*(tensor[:, 30:] for tensor in inputs))
     expected = loop(late, torch.zeros_like(state))
-    for sizes in splits_of(backend):
+    for sizes in ([TIME], [20, 1, 129], [30, 120], [31, 1, 118]):
         y, final = in_pieces(BACKENDS[backend], large, 1e30 * state, sizes)
         assert_near(y[:, 30:], expected[0], TOLERANCE[dtype])
         assert_near(final, expected[1], TOLERANCE[dtype])
 
 
-def limited_loop(limit: Tensor) -> Scan:
+LIMIT = torch.tensor([0.5, 2.0, 1e3, UNLIMITED], dtype=torch.float64)
+
+
+def limited_loop(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
     """state_norm's recurrence: h_t = ĥ_t · min(1, p / ‖ĥ_t‖)."""
-
-    def scan(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-        y = []
-        for t in range(inputs.x.shape[1]):
-            wide = step(inputs, t, state)
-            norm = wide.square().sum((2, 3), keepdim=True).sqrt()
-            scaled = wide * (limit[:, None, None] / norm).clamp(max=1)
-            state = torch.where(limit[:, None, None] < UNLIMITED, scaled, wide)
-            y.append(read(inputs, t, state))
-        return torch.stack(y, 1), state
-
-    return scan
+    y, state = [], draw()[1]
+    for t in range(inputs.x.shape[1]):
+        wide = step(inputs, t, state)
+        norm = wide.square().sum((2, 3), keepdim=True).sqrt()
+        scaled = wide * (LIMIT[:, None, None] / norm).clamp(max=1)
+        state = torch.where(LIMIT[:, None, None] < UNLIMITED, scaled, wide)
+        y.append(read(inputs, t, state))
+    return torch.stack(y, 1), state
 
 
-@pytest.mark.parametrize("backend", with_kernels(LIMITED))
+@pytest.mark.parametrize("backend", WITH_KERNELS)
 @every_trouble
 def test_state_norm(backend: str, names: tuple[str, ...], value: float) -> None:
-    """Equals its loop, for heads with limits that are reached, high, or absent."""
-    limit = torch.tensor([0.5, 2.0, 1e3, UNLIMITED], dtype=torch.float64)
-    clean, state = draw()
-    inputs = with_trouble(clean, names, value)
-    expected = limited_loop(limit)(inputs, state)
-    with small_chunks():
-        for sizes in splits_of(backend):
-            actual = in_pieces(
-                lambda inputs, state: rescaled_ssd(inputs, state, limit, BACKENDS[backend]),
-                inputs,
-                state,
-                sizes,
-            )
-            for name, ours, theirs in zip(("y", "state"), actual, expected, strict=True):
-                assert_equal_or_both_not_finite(ours, theirs, f"{name} {sizes}")
+    """For heads with limits that are reached, high, or absent."""
+
+    def scan(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+        return rescaled_ssd(inputs, state, LIMIT, BACKENDS[backend])
+
+    assert_contained(scan, limited_loop, (names, value))
 
 
 @cache
-def windowed_loop(
-    r: int, names: tuple[str, ...], value: float
-) -> tuple[ScanInputs, Tensor, Tensor]:
-    """Inputs, outputs and final state of the definition of a window, for all backends."""
+def windowed_loop(r: int, trouble: tuple[tuple[str, ...], float] | None) -> tuple[Tensor, Tensor]:
+    """Outputs and final state of the definition of a window, for all backends."""
     inputs, state = draw()
-    inputs = with_trouble(inputs, names, value)
+    inputs = inputs if trouble is None else with_trouble(inputs, *trouble)
     # The decay of a window's first token is of what is outside.
     first = inputs._replace(log_decay=torch.zeros_like(inputs.log_decay))
     y = []
@@ -255,45 +229,35 @@ def windowed_loop(
         for number, i in enumerate(range(max(0, t - r + 1), t + 1)):
             state = step(inputs if number else first, i, state)
         y.append(read(inputs, t, state))
-    return inputs, torch.stack(y, 1), state
+    return torch.stack(y, 1), state
 
 
-@pytest.mark.parametrize(
-    ("r", "backend"),
-    [
-        (r, backend)
-        for backend in with_kernels(WINDOWED)
-        # In Triton's interpreter one case takes as long as all of another backend.
-        for r in ([13] if backend == "triton" else [1, 3, 4, 6, 8, 13, 60])
-    ],
-)
+@pytest.mark.parametrize("backend", WITH_KERNELS)
+@pytest.mark.parametrize("r", [1, 4, 13, 40])
 @every_trouble
 def test_sliding_window(r: int, backend: str, names: tuple[str, ...], value: float) -> None:
-    """Outputs and states are finite again once the token has left the window."""
-    if r > BAD and names == ("log_decay",):
-        pytest.skip("before the first token there is nothing that NaN could multiply")
-    inputs, expected, final = windowed_loop(r, names, value)
-    state = torch.zeros_like(final)
-    if r < TIME - BAD:
-        assert final.isfinite().all()
-    with small_chunks():
+    """At the latest three windows after it, the bad token has no effect."""
+    inputs, start = draw()
+    bad = with_trouble(inputs, names, value)
+    expected, plain = windowed_loop(r, (names, value)), windowed_loop(r, None)
+    for sizes in SPLITS:
         like = ScanInputs(*(tensor[0, :1] for tensor in inputs))
-        for sizes in splits_of(backend):
-            carry, outputs = init_carry(ScanInputs(*like), torch.zeros_like(state), r), []
-            after = state
-            for piece in zip(*(tensor.split(sizes, 1) for tensor in inputs), strict=True):
-                part, after, carry = windowed_ssd(ScanInputs(*piece), carry, r, BACKENDS[backend])
-                outputs.append(part)
-            nan = value not in (INF, -INF)
-            ours = torch.cat(outputs, 1)
-            assert_equal_or_both_not_finite(ours, expected, f"y {sizes}", nan=nan)
-            assert_equal_or_both_not_finite(after, final, f"state {sizes}", nan=nan)
+        carry, outputs, after = init_carry(like, torch.zeros_like(start), r), [], start
+        for piece in zip(*(tensor.split(sizes, 1) for tensor in bad), strict=True):
+            part, after, carry = windowed_ssd(ScanInputs(*piece), carry, r, BACKENDS[backend])
+            outputs.append(part)
+        y = torch.cat(outputs, 1)
+        for name, ours, theirs in zip(("y", "state"), (y, after), expected, strict=True):
+            assert_right_where_finite(ours, theirs, f"{name} {sizes}")
+        assert_near(y[[0, 2]], plain[0][[0, 2]], 1e-10, f"other rows {sizes}")
+        assert_near(after[[0, 2]], plain[1][[0, 2]], 1e-10, f"other rows {sizes}")
+        assert_near(y[1, BAD + 3 * r :], plain[0][1, BAD + 3 * r :], 1e-10, f"later {sizes}")
 
 
 @pytest.mark.parametrize("r", [1, 2, 5, 8])
 @pytest.mark.parametrize("trouble", ["keep", "add"])
 def test_sliding_window_of_a_vector(r: int, trouble: str) -> None:
-    """The same holds for the memory of a stepwise cell."""
+    """The memory of a stepwise cell is finite again once the token has left the window."""
     randomness = generator(1)
     terms = {name: torch.rand(3, 30, 4, generator=randomness) for name in ("keep", "add")}
     terms[trouble][1, 12, 2] = NAN
@@ -304,4 +268,5 @@ def test_sliding_window_of_a_vector(r: int, trouble: str) -> None:
         for number, i in enumerate(range(max(0, t - r + 1), t + 1)):
             kept = terms["keep"][:, i] * expected if number else 0
             expected = kept + terms["add"][:, i]
-        assert_equal_or_both_not_finite(memory, expected, f"token {t}", dtype=torch.float32)
+        assert torch.equal(memory.isnan(), expected.isnan()), f"token {t}"
+        assert_right_where_finite(memory, expected, f"token {t}", torch.float32)

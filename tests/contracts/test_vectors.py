@@ -12,7 +12,6 @@ from longrnn.errors import UserError
 from longrnn.mitigations import Mitigated
 from longrnn.models import RecurrentLM, segments
 from longrnn.models.vectors import Vectors
-from longrnn.ops.collectives import ContextGroup
 from longrnn.state import LMState
 from tests.contracts.builders import (
     BLOCK_KINDS,
@@ -103,5 +102,3 @@ def test_vectors_that_cannot_be_used_are_refused() -> None:
     for wrong in (embeddings[:, :3], embeddings[..., :3]):
         with pytest.raises(UserError, match="embeddings have shape"):
             model(tokens, vectors=Vectors(wrong))
-    with pytest.raises(UserError, match="leave out context"):
-        model(tokens, context=ContextGroup(None, 0, 1), vectors=Vectors(embeddings))

@@ -16,7 +16,6 @@ from longrnn.diagnostics.jacobian import Step, spectrum
 from longrnn.inference.scoring import token_losses
 from longrnn.mixers import MIXERS
 from longrnn.models import LanguageModel, generate
-from longrnn.models.base import CapturableModel
 from longrnn.models.recompute import GRANULARITIES
 from longrnn.ops.ssd import BACKENDS
 from longrnn.ops.ssd.self_test import TOLERANCE as BACKEND_TOLERANCE
@@ -133,15 +132,13 @@ def test_mitigations(spec: dict[str, Any], mixer: dict[str, Any]) -> None:
 @pytest.mark.parametrize("every", [one for one in GRANULARITIES if one != "no"])
 @pytest.mark.parametrize("kind", list(MIXERS))
 def test_recomputation_gives_the_same_gradients(kind: str, every: str) -> None:
-    """Gradients with and without recomputation; blocks alone add up the stream by themselves."""
+    """Gradients with and without recomputation have the same bits."""
     model = build_model(kind, dtype=torch.float32).to(GPU)
     tokens, state = random_tokens(2, sum(SPLIT)).to(GPU), model.init_state(2)
     plain = outcome(model, tokens, state)
     model.gradient_checkpointing_enable(every)
     for name, one in outcome(model, tokens, state).items():
-        if every == "segment":
-            assert torch.equal(one, plain[name]), name
-        assert_near(one, plain[name], 1e-6, name)
+        assert torch.equal(one, plain[name]), name
 
 
 @pytest.mark.parametrize("kind", list(MIXERS))
@@ -162,7 +159,7 @@ def test_a_training_step_under_autocast(kind: str) -> None:
 
 
 def models() -> Iterator[Any]:
-    """Plain models, and mitigated ones whose tokens need not wait for the GPU."""
+    """Plain and mitigated models."""
     for spec in MIXER_SPECS:
         yield pytest.param(lambda spec=spec: build_model(spec), id=spec_id(spec))
     for spec, mixer in DEFINED:
@@ -186,23 +183,6 @@ def test_generation_and_evaluation(build: Any) -> None:
     for (start, nats), (place, expected) in pairs:
         assert start == place
         assert_near(nats, expected, 1e-9)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("build", list(models()))
-def test_a_generated_token_does_not_wait_for_the_gpu(build: Any) -> None:
-    """Of models that say so; torch raises at the first synchronisation."""
-    model = build().to(GPU)
-    if not (isinstance(model, CapturableModel) and model.is_capturable):
-        pytest.skip("reads the device, and says so")
-    state = model.static_state(model(random_tokens(2, 5).to(GPU)).state)
-    token = torch.zeros(2, 1, dtype=torch.long, device=GPU)
-    state = model(token, state, keep=1, checked=True).state  # copies constants
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        model(token, state, keep=1, checked=True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @torch.no_grad()

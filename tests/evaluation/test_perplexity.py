@@ -114,7 +114,7 @@ class Counting:
 
 def test_logits_never_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call gets at most a fixed number of tokens and keeps only the logits of one piece."""
-    monkeypatch.setattr(prefill, "MAX_LOGITS", 100_000)
+    monkeypatch.setattr(prefill, "CALL_LOGITS", 100_000)
     model = Counting()
     evaluate(model, [document(0, 2001)], length=1000, output=tmp_path / "r.jsonl", quiet=True)
     assert sum(rows * tokens for rows, tokens in model.calls) == 2000

@@ -20,7 +20,6 @@ from longrnn.mixers import MIXERS
 from longrnn.models import LanguageModel, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from longrnn.ops import native as cpu_kernels
-from longrnn.ops import triton as gpu_kernels
 from longrnn.ops.ssd import BACKENDS, mamba_ssm, resolve
 from longrnn.positions import POSITIONS
 from tests.contracts.builders import build_model, random_tokens
@@ -111,7 +110,7 @@ def test_the_backend_is_chosen_and_is_not_part_of_the_model(saved: Path, tmp_pat
         load(saved, backend="referense")
 
 
-@pytest.mark.parametrize("backend", ["triton", "native", "mamba_ssm"])
+@pytest.mark.parametrize("backend", ["native", "mamba_ssm"])
 def test_a_backend_that_this_machine_lacks(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -128,7 +127,6 @@ def test_a_backend_that_this_machine_lacks(
 
     monkeypatch.delitem(BACKENDS, backend, raising=False)
     monkeypatch.setattr(cpu_kernels, "library", lambda: None)
-    monkeypatch.setattr(gpu_kernels, "_installed", lambda: False)
     monkeypatch.setattr(mamba_ssm, "combined", cannot_import)
     assert f"backend={resolve('auto')}" in repr(load(tmp_path))
     assert f"names the backend {backend}; auto is used" in caplog.text

@@ -65,7 +65,7 @@ def test_scores_equal_the_definition(
     """With and without forks; `min_saved` decides where states are forked."""
     monkeypatch.setattr(trie, "MIN_SAVED_TOKENS", min_saved)
     monkeypatch.setattr(prefill, "PREFILL_TOKENS", 16)
-    monkeypatch.setattr(prefill, "MAX_LOGITS", 6 * VOCAB)
+    monkeypatch.setattr(prefill, "CALL_LOGITS", 6 * VOCAB)
     spec = "sliding_window(window=9)+forget_more(decay_scale=0.9)"
     model = (
         Mitigated(speaking("mamba2"), mitigation(spec)) if kind == "mitigated" else speaking(kind)
@@ -101,8 +101,8 @@ def test_beginnings_are_shared() -> None:
 
 
 def test_a_long_continuation_is_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No call returns more than MAX_LOGITS logits."""
-    monkeypatch.setattr(prefill, "MAX_LOGITS", 32 * VOCAB)
+    """No call returns more than CALL_LOGITS logits."""
+    monkeypatch.setattr(prefill, "CALL_LOGITS", 32 * VOCAB)
     model, rng = speaking("mamba2"), random.Random(4)
     sizes: list[int] = []
     model.register_forward_hook(lambda _, __, output: sizes.append(output.logits.numel()))

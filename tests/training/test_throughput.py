@@ -88,9 +88,9 @@ def batch() -> Batch:
 
 
 def test_a_row_on_a_gpu(fake_gpu: dict[str, Any]) -> None:
-    """Tokens are those of both groups; utilisation is that of one device of a group of four."""
+    """Tokens are those of both processes; utilisation is that of one device."""
     said: list[str] = []
-    measured = Throughput(model(), torch.device("cuda"), 2, 4, "bf16", said.append)
+    measured = Throughput(model(), torch.device("cuda"), 2, "bf16", said.append)
     measured.start()
     measured.add(batch())
     fake_gpu["time"] = 0.5
@@ -98,7 +98,7 @@ def test_a_row_on_a_gpu(fake_gpu: dict[str, Any]) -> None:
     fake_gpu["time"] = 30.0  # an evaluation
     row = measured.row()
     assert row["tokens_per_second"] == 2 * 100 / 0.5
-    assert row["mfu"] == pytest.approx(25 * flops_per_token(model(), 0.5) / 0.5 / 989e12)
+    assert row["mfu"] == pytest.approx(100 * flops_per_token(model(), 0.5) / 0.5 / 989e12)
     assert row["peak_memory_gib"] == 3.0
     assert said == []
 
@@ -113,7 +113,7 @@ def test_unknown_utilisation_is_left_out(
     """The run says so once, and its rows have everything else."""
     fake_gpu["name"] = name
     said: list[str] = []
-    measured = Throughput(model(), torch.device("cuda"), 1, 1, precision, said.append)
+    measured = Throughput(model(), torch.device("cuda"), 1, precision, said.append)
     for step in range(3):
         measured.start()
         measured.add(batch())
@@ -127,7 +127,7 @@ def test_unknown_utilisation_is_left_out(
 def test_a_row_on_a_cpu() -> None:
     """A CPU has no utilisation and no memory of its own, and nothing is said."""
     said: list[str] = []
-    measured = Throughput(model(), torch.device("cpu"), 1, 1, "bf16", said.append)
+    measured = Throughput(model(), torch.device("cpu"), 1, "bf16", said.append)
     measured.add(batch())
     measured.stop()
     assert measured.row().keys() == {"tokens_per_second"}

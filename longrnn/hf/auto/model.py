@@ -39,7 +39,6 @@ from longrnn.hf.auto.masks import padding, starts
 from longrnn.hf.auto.pretrained import LongRNNPreTrainedModel
 from longrnn.hf.tokenizer import TOKENIZER_FILES, byte_level
 from longrnn.mitigations import Mitigated, mitigation
-from longrnn.models import quantise
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.models.vectors import Vectors
 from longrnn.state import LMState
@@ -229,11 +228,9 @@ class LongRNNForCausalLM(  # pyright: ignore
 
         Raises:
             UserError: an adapter that `longrnn train` wrote is loaded: transformers would save
-                neither its mitigation nor the parameters that were trained as a whole. Or weights
-                that were rounded to fewer bits.
+                neither its mitigation nor the parameters that were trained as a whole.
         """
         refuse_to_save(self._has_own_adapter)
-        quantise.refuse_to_save(self.model)
         folder = Path(save_directory)
         main = kwargs.get("is_main_process", True)
         if main:

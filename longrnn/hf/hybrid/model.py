@@ -26,7 +26,7 @@ from longrnn.hf.sizes import quietly
 from longrnn.mixers import Edit, EditedState, Mixer, init_carries
 from longrnn.models.base import LMOutput, fingerprint
 from longrnn.models.checks import check_is_state, check_state, check_targets, check_tokens
-from longrnn.models.finite import MAX_LOGITS
+from longrnn.models.segments import CALL_LOGITS
 from longrnn.state import LMState, PyTree, histories
 
 logger = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ class HybridLM(HFLanguageModel):
         tokens = check_tokens(tokens, self.vocab_size)
         check_targets(targets, tokens, self.vocab_size)
         after = self.init_state(len(tokens), edits) if state is None else state
-        width = max(1, MAX_LOGITS // (len(tokens) * self.vocab_size))
+        width = max(1, CALL_LOGITS // (len(tokens) * self.vocab_size))
         losses = []
         pairs = zip(tokens.split(width, 1), targets.split(width, 1), strict=True)
         for piece, target in pairs:

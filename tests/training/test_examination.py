@@ -7,8 +7,7 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from longrnn.models.finite import floating_tensors
-from longrnn.training.nonfinite import Examination, _hooks
+from longrnn.training.nonfinite import Examination, _hooks, floating_tensors
 
 
 def test_all_floating_tensors_of_an_output_are_found() -> None:

@@ -1,1 +1,0 @@
-"""Correctness, speed and memory of longrnn on one GPU; run it with `python -m benchmarks.gpu`."""
