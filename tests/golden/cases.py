@@ -13,7 +13,6 @@ from torch import nn
 
 from longrnn import Mitigated, generate, load, mitigation
 from tests.golden.results import (
-    BOOK,
     LENGTHS,
     Numbers,
     Split,
@@ -32,6 +31,7 @@ from tests.golden.today import (
     text_task,
     train,
 )
+from tests.texts import BOOK
 
 CHECKPOINTS = (
     "collapse-tiny",

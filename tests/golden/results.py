@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,9 @@ from torch.nn import functional as F
 from longrnn import RecurrentLM
 from longrnn.state import LMState, detach
 from tests.golden.today import cell_states, new_model, parameter_key
+from tests.texts import BOOK, DATA
 
-DATA = Path(__file__).parents[1] / "data"
-RECORD, BOOK = DATA / "golden.json", DATA / "book.txt"
+RECORD = DATA / "golden.json"
 Numbers = dict[str, list[float]]
 Split = Callable[[int], list[int]]
 # Tokens read when a result is recorded; two are longer than a chunk of the scans (64 tokens).

@@ -16,7 +16,8 @@ from longrnn.tasks import TASKS
 from longrnn.text import ByteTokenizer
 from longrnn.training import replay
 from longrnn.training.objective import Objective
-from tests.training.runs import TEXTS, assert_same_run, metrics, tiny, train
+from tests.texts import TEXTS
+from tests.training.runs import assert_same_run, metrics, tiny, train
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

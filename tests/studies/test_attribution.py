@@ -17,7 +17,8 @@ from longrnn.studies.attribution import along_checkpoints, attribution, classes_
 from longrnn.tasks import TASKS, Batch, Reverse
 from longrnn.tasks.sequence import SequenceTask
 from tests.contracts.builders import MIXER_OPTIONS
-from tests.training.runs import TEXTS, tiny, train
+from tests.texts import TEXTS
+from tests.training.runs import tiny, train
 
 DUAL = {"kind": "reverse_dual_frequency", "vocab_size": 6, "held_out": 4}
 

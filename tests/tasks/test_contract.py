@@ -11,11 +11,12 @@ from longrnn.errors import UserError
 from longrnn.tasks import TASKS, Batch, Task, base
 from longrnn.tasks.base import UNSCORED
 from tests.tasks.corpora import instruct_corpus
+from tests.texts import BOOK
 
 # A length at which each task's rows are real; a new task is asked for its default length.
 LENGTHS = {"passkey": 256, "reverse": 6, "sort": 6, "reverse_variable": 40, "text": 20}
 # Options that a task cannot be built without.
-OPTIONS = {"text": {"files": [__file__], "max_segments": 1}}
+OPTIONS = {"text": {"files": [str(BOOK)], "max_segments": 1}}
 # The score that is best at 0; every other score is best at 1.
 LOWER_IS_BETTER = {"edit_distance"}
 

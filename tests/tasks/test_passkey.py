@@ -22,6 +22,7 @@ from longrnn.tasks.passkey_prompts import ANSWER, FILLER, HEADER, KEY_LINE, QUES
 from longrnn.tasks.repeated import read
 from longrnn.text import ByteTokenizer
 from tests.tasks.drawings import drawing
+from tests.texts import BOOK
 
 NEOX = Path(__file__).parents[3] / "shared/data/gpt-neox-20b-tokenizer/tokenizer.json"
 
@@ -42,7 +43,7 @@ def trained_bpe() -> HFTokenizer:
         special_tokens=["<s>"],
         show_progress=False,
     )
-    text = [HEADER, FILLER, QUESTION, Path(__file__).read_text()]
+    text = [HEADER, FILLER, QUESTION, BOOK.read_text()]
     numbers = [ANSWER.format(key=f"{i:05d}") for i in range(0, 100_000, 501)]
     fast.train_from_iterator(text * 5 + numbers, trainer)
     return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=fast, bos_token="<s>"))

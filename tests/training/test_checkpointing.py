@@ -13,7 +13,8 @@ from longrnn.config import load_config
 from longrnn.errors import UserError
 from longrnn.training.config import TrainConfig
 from tests.hf.test_training import LLAMA
-from tests.training.runs import TEXTS, assert_same_run, metrics, tiny, train, write_config
+from tests.texts import TEXTS
+from tests.training.runs import assert_same_run, metrics, tiny, train, write_config
 from tests.training.test_processes import CPU2, FSDP2, SHORT, trained
 
 # Rows so many that a step goes through several segments of the model.

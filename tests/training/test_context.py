@@ -22,7 +22,8 @@ from longrnn.training.context import Mesh
 from longrnn.training.trainer import Trainer
 from tests.devices import GPU
 from tests.launched import launch, launched
-from tests.training.runs import MAMBA2, TEXTS, metrics, tiny, train, write_config
+from tests.texts import TEXTS
+from tests.training.runs import MAMBA2, metrics, tiny, train, write_config
 
 STEPS: dict[str, Any] = {"max_steps": 4, "logging_steps": 1, "save_steps": 2}
 TEXT = {"kind": "text", "files": TEXTS, "max_segments": 5}

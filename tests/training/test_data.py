@@ -15,7 +15,8 @@ from longrnn.training.config import TrainConfig
 from longrnn.training.data import Source
 from tests.tasks.corpora import instruct_corpus, text_corpus
 from tests.tasks.test_contract import assert_batches_equal
-from tests.training.runs import KINDS, TEXTS, tiny
+from tests.texts import TEXTS
+from tests.training.runs import KINDS, tiny
 
 NOWHERE = Path("unused")
 

@@ -26,7 +26,8 @@ from longrnn.training.initial_states import INITIAL_STATES
 from longrnn.training.trainer import Trainer
 from tests.hf.foreign import causal, with_bytes
 from tests.tasks.test_passkey import trained_bpe
-from tests.training.runs import MAMBA2, TEXTS, last_checkpoint, metrics, tiny, train
+from tests.texts import TEXTS
+from tests.training.runs import MAMBA2, last_checkpoint, metrics, tiny, train
 
 NARROW = [torch.float16, torch.bfloat16]
 narrow = pytest.mark.parametrize("dtype", NARROW, ids=["float16", "bfloat16"])

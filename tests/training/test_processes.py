@@ -22,8 +22,9 @@ from longrnn.training.config import TrainConfig
 from longrnn.training.documents import build_corpus
 from longrnn.training.trainer import Trainer
 from tests.launched import CPU2, REPOSITORY, ended, launch, launched
+from tests.texts import TEXTS
 from tests.training.forks import run
-from tests.training.runs import ENVIRONMENT, TEXTS, metrics, tiny, train, write_config
+from tests.training.runs import ENVIRONMENT, metrics, tiny, train, write_config
 
 SHORT: dict[str, Any] = {"max_steps": 5, "logging_steps": 1, "save_steps": 3}
 

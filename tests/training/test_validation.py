@@ -19,9 +19,9 @@ from longrnn.training.trainer import Trainer
 from longrnn.training.validation import Best, Validation
 from tests.cli.conftest import CLI, cli  # noqa: F401
 from tests.tasks.corpora import text_corpus
+from tests.texts import BOOK, TEXTS
 from tests.training.forks import pair
 from tests.training.runs import (
-    TEXTS,
     assert_same_run,
     crash,
     last_checkpoint,
@@ -31,7 +31,7 @@ from tests.training.runs import (
     write_config,
 )
 
-HELD_OUT = str(Path(__file__).parents[1] / "messages.py")
+HELD_OUT = str(BOOK)
 VALIDATED: dict[str, Any] = {
     "task": {"kind": "text", "files": TEXTS[:4]},
     "length": {"max": 64},
