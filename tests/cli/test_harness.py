@@ -129,7 +129,7 @@ def test_a_task_that_fails(cli: CLI, tmp_path: Path, line: str, message: str) ->
     result = cli("eval", "harness", "passkey-tiny", "--tasks", "mine.yaml", "--quiet")
     assert result.code == 2
     last = result.err.strip().splitlines()[-1]
-    assert last.startswith("error: lm-eval stopped (")
+    assert last.startswith("error: ")
     assert message in last
     assert "LMEVAL_LOG_LEVEL" in last
 
@@ -172,7 +172,7 @@ def test_without_lm_eval(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtins, "__import__", without)
     result = cli("eval", "harness", "passkey-tiny", "--tasks", "longrnn_passkey")
     assert result.code == 2
-    assert "pip install 'longrnn[harness]'" in result.err
+    assert "longrnn[harness]" in result.err
 
 
 @pytest.mark.parametrize(("requested", "end"), [(300, "have 300, 3.0 × as many.\n"), (20, "20.\n")])

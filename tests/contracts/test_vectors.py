@@ -101,7 +101,7 @@ def test_vectors_that_cannot_be_used_are_refused() -> None:
     model, tokens = build_model(), random_tokens(2, 5)
     embeddings = model.embedding(tokens)
     for wrong in (embeddings[:, :3], embeddings[..., :3]):
-        with pytest.raises(UserError, match="embeddings have shape"):
+        with pytest.raises(UserError, match="shape"):
             model(tokens, vectors=Vectors(wrong))
-    with pytest.raises(UserError, match="leave out context"):
+    with pytest.raises(UserError, match="context"):
         model(tokens, context=ContextGroup(None, 0, 1), vectors=Vectors(embeddings))

@@ -200,6 +200,6 @@ def test_every_cell_has_an_overview(mixer: str, tmp_path: Path) -> None:
     model = build_model(mixer, dtype=torch.float32)
     one = diagnose(model, [prompt("a", 300)], train_length=50, output=tmp_path, quiet=True)
     assert overview(one).data.startswith(b"\x89PNG")
-    assert "90% of its energy is in " in summary(one)
+    assert "90%" in summary(one)
     rows = [json.loads(line) for line in (tmp_path / "channels.jsonl").read_text().splitlines()]
     assert {len(row["rms_end"]) for row in rows} == {one.channels.outlier.shape[-1]}
