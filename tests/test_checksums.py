@@ -30,6 +30,8 @@ from longrnn.models.checkpoint import save_model
 from tests.cli.conftest import CLI, cli
 from tests.training.runs import MAMBA2, last_checkpoint, tiny, train
 
+pytestmark = pytest.mark.core
+
 __all__ = ["cli"]
 
 TRANSFORMER = {

@@ -20,6 +20,8 @@ from longrnn.files import (
     write_atomic,
 )
 
+pytestmark = pytest.mark.core
+
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())

@@ -19,6 +19,8 @@ from tests.golden.results import (
 )
 from tests.golden.today import BACKENDS
 
+pytestmark = pytest.mark.core
+
 RECORDED: dict[str, dict[str, list[Any]]] = json.loads(RECORD.read_text())
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-5}
 FLOAT32, FLOAT64 = torch.float32, torch.float64

@@ -25,6 +25,8 @@ from longrnn.locks import Lock
 from tests.holders import held, holder
 from tests.refusals import naming
 
+pytestmark = pytest.mark.core
+
 NAMES = {"folder": ".longrnn.lock", "file": ".out.lock"}
 
 

@@ -24,6 +24,8 @@ from longrnn.sweep.grid import expand
 from longrnn.sweep.runs import Sweep
 from tests.training.runs import ENVIRONMENT, tiny
 
+pytestmark = pytest.mark.core
+
 ROOT = Path(longrnn.__file__).parents[1]
 NAMES = ("yaml", "torch", "omegaconf", "typer")
 

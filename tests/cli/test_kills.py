@@ -25,6 +25,8 @@ from safetensors import safe_open
 from tests.training.forks import Fork
 from tests.training.runs import tiny, write_config
 
+pytestmark = pytest.mark.core
+
 KILLS = int(os.environ.get("LONGRNN_KILLS", "6"))
 # What a clock or a draft of a name says, and differs between equal runs.
 SUMS = "checksums.json"

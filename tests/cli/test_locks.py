@@ -16,6 +16,8 @@ from tests.holders import held
 from tests.training.forks import Fork, pair
 from tests.training.runs import MAMBA2, tiny, train, write_config
 
+pytestmark = pytest.mark.core
+
 QUIET = ["--quiet"]
 TEXT = ["--text", "a.txt"]
 OUTPUT = ["--output", "out"]

@@ -34,6 +34,8 @@ from tests.contracts.builders import (
 )
 from tests.refusals import naming
 
+pytestmark = pytest.mark.core
+
 TIME = 40
 every_granularity = pytest.mark.parametrize("every", [g for g in GRANULARITIES if g != "no"])
 

@@ -43,6 +43,8 @@ from tests.contracts.builders import (
     spec_id,
 )
 
+pytestmark = pytest.mark.core
+
 # Segments of shares: very unequal ones, one process with a single token, two without any.
 CUTS = ([0, 1, 3, 130, 200], [200, 230, 230, 230, 260])
 FEWER = ([0, 1, 3, 70, 90], [90, 110, 110, 110, 120])

@@ -26,6 +26,8 @@ from longrnn.training.objective import Objective
 from tests.cli.conftest import CLI, cli  # noqa: F401
 from tests.contracts.builders import build_mitigated, build_model, mitigation_spec, random_tokens
 
+pytestmark = pytest.mark.core
+
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 60
 COMMANDS = {
     "passkey": ["eval", "passkey", "MODEL", "--lengths", "200", "--n", "1"],

@@ -15,6 +15,8 @@ from longrnn.ops.ssd import BACKENDS, ScanInputs, resolve
 from longrnn.ops.triton import interpreting
 from tests.contracts.builders import DTYPES, TOLERANCE, assert_near, generator, spec_id
 
+pytestmark = pytest.mark.core
+
 every_backend = pytest.mark.parametrize("backend", list(BACKENDS))
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=spec_id)
 

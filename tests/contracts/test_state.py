@@ -25,6 +25,8 @@ from tests.contracts.builders import (
 )
 from tests.refusals import naming
 
+pytestmark = pytest.mark.core
+
 
 @pytest.fixture(params=list(MIXERS))
 def model(request: pytest.FixtureRequest) -> RecurrentLM:

@@ -16,6 +16,8 @@ from longrnn.tasks import TASKS
 from longrnn.units import is_token_count
 from tests.refusals import naming
 
+pytestmark = pytest.mark.core
+
 FAMILIES: tuple[Registry[Any], ...] = (EVALUATIONS, MITIGATIONS, MIXERS, POSITIONS, TASKS)
 COUNTS = [
     pytest.param(family, kind, name, id=f"{family.family}-{kind}-{name}")

@@ -31,6 +31,8 @@ from tests.contracts.builders import (
     spec_id,
 )
 
+pytestmark = pytest.mark.core
+
 EVERY = pytest.mark.parametrize("spec", MIXER_SPECS, ids=spec_id)
 
 

@@ -29,6 +29,8 @@ from tests.contracts.builders import (
     spec_id,
 )
 
+pytestmark = pytest.mark.core
+
 TIMES = 10  # rows of 70 tokens, so of two segments
 IS_TOKEN = torch.tensor([[1, 1, 0, 1, 0, 1, 1], [0, 0, 0, 1, 1, 1, 0]]).bool().repeat(1, TIMES)
 IS_START = torch.tensor([[0, 1, 0, 0, 0, 1, 0], [0, 0, 0, 1, 0, 0, 0]]).bool().repeat(1, TIMES)

@@ -31,6 +31,8 @@ from tests.evaluation.oracles import Oracle
 from tests.refusals import naming
 from tests.tasks.test_passkey import trained_bpe
 
+pytestmark = pytest.mark.core
+
 CELLS: dict[str, Any] = {"lengths": [160, 300], "depths": [0.0, 0.5, 1.0], "n": 3}
 
 

@@ -13,6 +13,8 @@ from longrnn.intervals import independent_stretches, proportion
 from tests.evaluation.oracles import Oracle
 from tests.evaluation.test_passkey import measure
 
+pytestmark = pytest.mark.core
+
 
 def test_prompts_that_read_the_same_text_widen_the_interval(tmp_path: Path) -> None:
     """Prompts of one index begin at the same place of the file at every depth, and count once."""

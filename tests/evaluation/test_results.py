@@ -11,6 +11,8 @@ import pytest
 from longrnn.errors import UserError
 from longrnn.results import Results, Row, line_of, read_results
 
+pytestmark = pytest.mark.core
+
 HEADER = {"evaluation": "passkey", "model": "größer"}
 ROWS: list[dict[str, Any]] = [
     {"index": 0, "said": "71 \u2028", "score": 0.1},

@@ -25,6 +25,8 @@ from longrnn.models.checkpoint import save_model
 from tests.contracts.builders import build_model, random_tokens
 from tests.hf.foreign import causal, native, with_bytes
 
+pytestmark = pytest.mark.core
+
 Damage = Callable[[Path], Any]
 
 

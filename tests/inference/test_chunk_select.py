@@ -29,6 +29,8 @@ from tests.contracts.builders import (
 )
 from tests.evaluation.oracles import Oracle
 
+pytestmark = pytest.mark.core
+
 MODELS: dict[str, LanguageModel] = {
     "mamba2": build_model("mamba2"),
     "lstm": build_model("lstm", position="sinusoidal"),

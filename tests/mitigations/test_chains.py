@@ -34,6 +34,8 @@ from tests.contracts.builders import (
 from tests.mitigations.definitions import DEFINITIONS, Defined
 from tests.mitigations.test_definitions import assert_as_defined
 
+pytestmark = pytest.mark.core
+
 Spec = dict[str, Any]
 
 

@@ -41,6 +41,8 @@ from tests.contracts.builders import (
 )
 from tests.mitigations.definitions import Reference, Spec, StateNorm
 
+pytestmark = pytest.mark.core
+
 TOLERANCE = 1e-11
 seeds = st.integers(0, 10**6)
 Run = Callable[[Tensor, LMState], tuple[Tensor, LMState]]

@@ -19,6 +19,8 @@ from tests.contracts.builders import MITIGATION_OPTIONS, VOCAB, random_tokens
 from tests.models.decoders import assert_same
 from tests.refusals import naming
 
+pytestmark = pytest.mark.core
+
 
 class MeanState(NamedTuple):
     """`h`: `(b, d)`."""

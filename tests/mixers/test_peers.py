@@ -21,6 +21,8 @@ from tests.contracts.builders import (
     spec_id,
 )
 
+pytestmark = pytest.mark.core
+
 BATCH, TIME, D_INPUT = 3, 40, D_MODEL + 2
 
 PEERS: list[tuple[dict[str, Any], nn.RNNBase]] = [

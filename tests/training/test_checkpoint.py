@@ -15,6 +15,8 @@ from longrnn.training.trainer import Trainer
 from tests.training.forks import pair
 from tests.training.runs import assert_same_run, tiny, train, write_config
 
+pytestmark = pytest.mark.core
+
 FILES = ("training.pt", "model.safetensors", "config.json", "carry-0.pt", "checksums.json")
 
 

@@ -24,6 +24,8 @@ from tests.training.runs import (
     write_config,
 )
 
+pytestmark = pytest.mark.core
+
 # Many steps and checkpoints, so that a signal falls anywhere within them.
 LONG: dict[str, dict[str, Any]] = {
     "reverse": {"max_steps": 200, "save_steps": 20, "logging_steps": 5, "length": {"max": 6}},

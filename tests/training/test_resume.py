@@ -32,6 +32,8 @@ from tests.training.runs import (
     train,
 )
 
+pytestmark = pytest.mark.core
+
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_a_resumed_run_is_the_undisturbed_one(
