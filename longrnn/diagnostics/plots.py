@@ -134,8 +134,8 @@ def loss_by_position(rows: Sequence[Row], path: Path, train_length: int | None) 
     write_atomic(path, png(figure))
 
 
-# Smallest ratio of two ticks whose labels do not overlap.
-NEAR = 1.4
+# Smallest distance of two ticks whose labels do not overlap, as a share of the axis.
+NEAR = 0.05
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -157,7 +157,7 @@ def lengths_axis(panel: Axes, length: int, least: int = 1, measured: Collection[
     candidates = sorted({*measured} or {*(4**k for k in range(40) if least <= 4**k), length})
     ticks: list[int] = []
     for tick in candidates:
-        if tick <= length and (not ticks or tick >= NEAR * ticks[-1]):
+        if tick <= length and (not ticks or tick >= ticks[-1] * (length / least) ** NEAR):
             ticks.append(tick)
     panel.set_xscale("log", base=2)
     panel.set_xlim(least, max(length, least + 1))

@@ -163,7 +163,8 @@ def test_losses_of_several_models_are_in_one_figure(tmp_path: Path) -> None:
     ("length", "measured", "labels"),
     [
         (614, [512], ["512"]),  # one length, with room on both sides
-        (78643, [16384, 61440, 65536], ["16k", "60k"]),  # labels do not overlap
+        (78643, [4096, 61440, 65536], ["4k", "60k"]),  # labels do not overlap
+        (4000, [1000, 2000, 3000, 4000], ["1000", "2000", "3000", "4000"]),
         (512, [], ["1", "4", "16", "64", "256", "512"]),
         (5000, [], ["1", "4", "16", "64", "256", "1k", "4k"]),
     ],
