@@ -103,6 +103,7 @@ def _picture(diagnosis: Diagnosis, name: str) -> Picture:
         panel.axvline(diagnosis.about["train_length"], color="gray", linestyle=":", linewidth=1.2)
         lengths_axis(panel, diagnosis.about["length"], least=curves.positions[0])
         panel.set(title=prompt.name, xlabel="tokens read")
+    for panel in panels:  # which share an axis: its limits are those of all lines
         _scale(panel, name)
     label, caption = DRAWN[name]
     panels[0].set_ylabel(label)
