@@ -7,8 +7,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from matplotlib import image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -244,6 +246,19 @@ def test_an_exploding_network_is_said_to(tmp_path: Path) -> None:
     gone = measure([Subject("m", linear_model(torch.zeros(WIDTH, WIDTH)))], tmp_path)
     assert "exactly 0" in gradients_report.summary(gone)
     gradients_report.write_report(gone, tmp_path)
+
+
+def test_exponents_near_0_are_not_drawn_on_the_line_of_0(tmp_path: Path) -> None:
+    """Also if other exponents are hundreds of times as large."""
+    decay = torch.diag(torch.tensor([0.998] * 2 + [0.5] * (WIDTH - 2)))
+    found = measure([Subject("m", linear_model(decay))], tmp_path, exponents=3)
+    gradients_report.write_report(found, tmp_path)
+    red, green, blue, _ = np.moveaxis(image.imread(tmp_path / "lyapunov.png"), -1, 0)
+    height, width = red.shape
+    line = (blue > red + 0.4) & (blue > green)
+    largest = np.flatnonzero(line[:, int(0.35 * width)]).mean()  # between the first two
+    zero = np.argmax(((red == green) & (green == blue) & (red > 0.4) & (red < 0.6)).sum(axis=1))
+    assert largest > zero + 0.05 * height
 
 
 def test_what_is_not_finite_is_named(tmp_path: Path) -> None:

@@ -94,12 +94,13 @@ def test_long_chains_equal_their_definition(specs: list[Spec]) -> None:
         assert_as_defined(specs, "mamba2", [1, 20, 4], batch=2)
 
 
-@pytest.mark.parametrize(("first", "second", "mixer"), PAIRS)
+@pytest.mark.parametrize(
+    ("first", "second", "mixer"),
+    [pair for pair in PAIRS if MITIGATIONS[pair[0]].stage is not MITIGATIONS[pair[1]].stage],
+)
 def test_the_order_of_stages_is_fixed(first: str, second: str, mixer: str) -> None:
     """Members of different stages give the same model, bit for bit, in both orders."""
     specs = [mitigation_spec(first), mitigation_spec(second)]
-    if MITIGATIONS[first].stage is MITIGATIONS[second].stage:
-        return
     one, other = build_mitigated(specs, mixer), build_mitigated(specs[::-1], mixer)
     assert one.fingerprint() == other.fingerprint()
     assert_trees_equal(one(random_tokens(1, 9)), other(random_tokens(1, 9)))
