@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import typer
 
+from longrnn.bundled import names
 from longrnn.cli.app import app
 from longrnn.config import load_config
 from longrnn.programs import new_app
@@ -96,9 +97,9 @@ longrnn_commands = cache(partial(typer.main.get_command, app))
 
 def parse_longrnn(words: list[str], complete: bool) -> None:
     parse(longrnn_commands(), words, complete)
-    if words[0] == "train" and len(words) > 1 and (ROOT / words[1]).is_file():
+    if words[0] == "train" and len(words) > 1 and words[1] in names("configs/train"):
         overrides = [word for word in words[2:] if not word.startswith("--")]
-        load_config(TrainConfig, ROOT / words[1], overrides)
+        load_config(TrainConfig, words[1], overrides)
 
 
 def parse_script(path: Path, words: list[str], complete: bool) -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from longrnn.bundled import bundled
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -102,6 +104,7 @@ def _machine() -> dict[str, str]:
         f"{cores} core{'s' * (cores != 1)}, {threads} thread{'s' * (threads != 1)}",
         "CUDA of torch": torch.version.cuda or "none: this build of torch runs on CPUs only",
         "GPUs": f"\n{'':<14}".join(devices) or "none that torch can use",
+        "examples": f"{bundled('configs')}\n{'':<14}{bundled('eval')}",
     }
 
 

@@ -13,6 +13,7 @@ import signal
 from collections.abc import Sequence
 from types import FrameType
 
+from longrnn.bundled import find
 from longrnn.errors import UserError
 from longrnn.programs import INTERRUPTED, UNEXPECTED, module_environment
 
@@ -50,6 +51,8 @@ def launch(options: Sequence[str], program: Sequence[str]) -> int:
             f"accelerate refuses the options {shlex.join(options)!r}: see `accelerate "
             "launch --help`"
         ) from error
+    if arguments.config_file is not None:
+        arguments.config_file = str(find(arguments.config_file, "configs/accelerate"))
     try:
         launch_command(arguments)
     except SignalException as received:

@@ -121,8 +121,8 @@ def test_an_unknown_task_is_refused_before_anything_is_measured(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--suite", "quik"], ("no suite 'quik'", "did you mean 'quick'")),
-        (["--suite", "none.yaml"], ("no suite none.yaml", "give a YAML file")),
+        (["--suite", "quik"], ("'quik' is neither a file", "did you mean 'quick'")),
+        (["--suite", "none.yaml"], ("'none.yaml' is neither a file", "known: books, long")),
         (["--suite", "bad.yaml"], ("bad.yaml: unknown key evaluation", "'evaluations'")),
         (["--suite", "kind.yaml"], ("unknown evaluation 'passkeys'", "'passkey'")),
         (["--suite", "short.yaml"], ("length 20 is too short",)),

@@ -152,7 +152,7 @@ def test_the_command_of_lm_eval_knows_the_model_type(tmp_path: Path) -> None:
     """`python -m longrnn.evaluation.harness` is lm-eval's command with the type `longrnn`."""
     command = [sys.executable, "-m", "longrnn.evaluation.harness", "--model", "longrnn"]
     command += ["--model_args", "pretrained=passkey-tiny,quiet=True", "--tasks", "longrnn_reverse"]
-    command += ["--include_path", str(bundled() / "tasks"), "--limit", "1", "--device", "cpu"]
+    command += ["--include_path", str(bundled("eval/tasks")), "--limit", "1", "--device", "cpu"]
     command += ["--metadata", '{"n_items": 2, "n": 1}', "--gen_kwargs", "max_gen_toks=2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert "|longrnn_reverse|" in done.stdout, done.stderr

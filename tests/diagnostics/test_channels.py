@@ -152,7 +152,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(folder: Path) -> Diagnosis:
     """Return the diagnosis of an embedded model that collapses, on a novel."""
     model, tokenizer = load_recurrent("collapse-tiny"), load_tokenizer("collapse-tiny")
-    novel = bundled() / "data" / "moby_dick_excerpt.txt"
+    novel = bundled("eval/data/moby_dick_excerpt.txt")
     (document,) = read_documents([novel], tokenizer, model)
     prompts = [text_prompt(document, 4096)]
     return diagnose(model, prompts, train_length=64, output=folder, quiet=True)

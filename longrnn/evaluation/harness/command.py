@@ -299,7 +299,7 @@ def find_tasks(
     """
     if include_path is not None and not Path(include_path).is_dir():
         raise UserError(f"no folder {include_path} for include_path: give one with task files")
-    folders: list[str | Path] = [bundled() / "tasks"]
+    folders: list[str | Path] = [bundled("eval/tasks")]
     folders += [] if include_path is None else [include_path]
     names = [name for task in requested for name in str(task).split(",") if name]
     if not names:
