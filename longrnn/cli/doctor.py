@@ -24,14 +24,14 @@ PACKAGES = {
     "transformers": "",
     "accelerate": "",
     "safetensors": "",
-    "triton": "fast kernels on a GPU: pip install 'longrnn[cuda]'",
-    "datasets": "training on tables and datasets: pip install 'longrnn[data]'",
-    "lm-eval": "eval harness: pip install 'longrnn[harness]'",
-    "peft": "LoRA: pip install 'longrnn[lora]'",
-    "tensorboard": "report_to=tensorboard: pip install 'longrnn[tensorboard]'",
-    "wandb": "report_to=wandb: pip install 'longrnn[trackers]'",
-    "trackio": "report_to=trackio: pip install 'longrnn[trackers]'",
-    "mamba-ssm": "backend mamba_ssm, on NVIDIA GPUs: pip install mamba-ssm",
+    "triton": "kernels on a GPU",
+    "datasets": "training on tables and datasets",
+    "lm-eval": "eval harness",
+    "peft": "LoRA",
+    "tensorboard": "report_to=tensorboard",
+    "wandb": "report_to=wandb",
+    "trackio": "report_to=trackio",
+    "mamba-ssm": "backend mamba_ssm, on NVIDIA GPUs",
 }
 
 
@@ -84,7 +84,7 @@ def _version(name: str, needed: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
-        return f"not installed ({needed})" if needed else "not installed: pip install longrnn"
+        return f"not installed ({needed}: pip install {name})" if needed else "not installed"
 
 
 def _machine() -> dict[str, str]:

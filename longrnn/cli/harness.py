@@ -46,7 +46,7 @@ def harness(
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "lm_eval":
             raise
-        raise UserError("lm-eval is not installed: pip install 'longrnn[harness]'") from error
+        raise UserError("lm-eval is not installed: pip install lm-eval") from error
 
     options: dict[str, object] = {"device": pick_placement(device), "quiet": quiet}
     if mitigation is not None:

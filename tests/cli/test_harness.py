@@ -134,8 +134,8 @@ def test_a_task_that_fails(cli: CLI, tmp_path: Path, line: str, message: str) ->
     assert "LMEVAL_LOG_LEVEL" in last
 
 
-def test_a_missing_package_names_the_extra(cli: CLI, tmp_path: Path) -> None:
-    """A task whose code cannot import a package says which extra to install."""
+def test_a_missing_package_is_named(cli: CLI, tmp_path: Path) -> None:
+    """A task whose code cannot import a package is refused with its name."""
     (tmp_path / "code.py").write_text("import wonderwords_that_nobody_has\n\ndef rows(**_): ...\n")
     (tmp_path / "mine.yaml").write_text(
         "task: mine\ncustom_dataset: !function code.rows\noutput_type: generate_until\n"
@@ -145,7 +145,7 @@ def test_a_missing_package_names_the_extra(cli: CLI, tmp_path: Path) -> None:
     assert result.code == 2
     last = result.err.strip().splitlines()[-1]
     assert "wonderwords_that_nobody_has" in last
-    assert last.endswith("pip install 'longrnn[longcontext]'")
+    assert "install that package" in last
 
 
 def test_the_command_of_lm_eval_knows_the_model_type(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_the_command_of_lm_eval_knows_the_model_type(tmp_path: Path) -> None:
 
 
 def test_without_lm_eval(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without lm-eval, the message names the extra to install."""
+    """Without lm-eval, the message names the package to install."""
     for name in [name for name in sys.modules if name.startswith(LM_EVAL)]:
         monkeypatch.delitem(sys.modules, name)
     import_before = builtins.__import__
@@ -172,7 +172,7 @@ def test_without_lm_eval(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtins, "__import__", without)
     result = cli("eval", "harness", "passkey-tiny", "--tasks", "longrnn_passkey")
     assert result.code == 2
-    assert "pip install 'longrnn[harness]'" in result.err
+    assert "pip install lm-eval" in result.err
 
 
 @pytest.mark.parametrize(("requested", "end"), [(300, "have 300, 3.0 × as many.\n"), (20, "20.\n")])

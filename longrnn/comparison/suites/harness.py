@@ -27,7 +27,7 @@ class Harness(Evaluation):
     """Scores of lm-eval tasks for each document.
 
     Every model gets lm-eval's own requests. A model for which requests had to be truncated to its
-    maximum length has a reason instead of a score. Needs the extra `longrnn[harness]`.
+    maximum length has a reason instead of a score. Needs lm-eval.
 
     Args:
         title: see `Evaluation`.
@@ -67,7 +67,7 @@ class Harness(Evaluation):
 
     def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
         if find_spec("lm_eval") is None:
-            raise UserError("lm-eval is not installed: pip install 'longrnn[harness]'")
+            raise UserError("lm-eval is not installed: pip install lm-eval")
         from longrnn.evaluation.harness import find_tasks
 
         find_tasks(self.tasks, self.include_path, self.metadata)

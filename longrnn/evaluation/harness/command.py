@@ -183,8 +183,8 @@ def missing_package(error: ImportError) -> str:
     """Return what to install for a task that cannot import a package."""
     reason = " ".join(str(error).split())
     return (
-        f"the code of a task could not import what it needs ({reason}): pip install "
-        "'longrnn[longcontext]'"
+        f"the code of a task could not import what it needs ({reason}): install that package (for "
+        "the tasks that come with lm-eval, pip install 'lm-eval[ruler,longbench]')"
     )
 
 

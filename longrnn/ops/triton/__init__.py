@@ -37,7 +37,7 @@ def available() -> bool:
 def missing() -> str | None:
     """Why the kernels cannot run, and what to do; None if they can."""
     if not _installed():
-        return "Triton is not installed: pip install longrnn[cuda]"
+        return "Triton is not installed: pip install triton"
     if not (interpreting() or torch.cuda.is_available()):
         return "torch finds no CUDA device for the Triton kernels: use a machine with an NVIDIA GPU"
     return None
