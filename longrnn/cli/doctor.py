@@ -24,7 +24,7 @@ PACKAGES = {
     "transformers": "",
     "accelerate": "",
     "safetensors": "",
-    "triton": "kernels on a GPU",
+    "triton": "backend triton, on NVIDIA GPUs",
     "datasets": "training on tables and datasets",
     "lm-eval": "eval harness",
     "peft": "LoRA",
@@ -171,11 +171,8 @@ def _advice() -> list[str]:
     """What would make this installation faster."""
     import torch
 
-    from longrnn.ops.triton import missing
-
     if torch.cuda.is_available():
-        without = "Without triton, a GPU computes the recurrence in many small operations of torch."
-        return [without] if missing() is not None else []
+        return []
     advice = []
     if NVIDIA_DRIVER.exists():
         advice.append(HIDDEN_GPU if torch.version.cuda else CPU_BUILD)
