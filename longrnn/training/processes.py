@@ -30,8 +30,8 @@ T = TypeVar("T")
 PROJECT, TRACKER_ID = "longrnn", "tracker-id"
 
 LAUNCH = (
-    "launch with `accelerate launch --config_file configs/accelerate/cpu2.yaml -m longrnn.cli "
-    "train …`, and see configs/accelerate/"
+    "launch with `longrnn launch --cpu --num_processes 2 train …`, or with --config_file gpu8 on "
+    "eight GPUs"
 )
 
 
@@ -126,7 +126,7 @@ def _check_launch(config: TrainConfig) -> None:
         if os.environ.get(name, "").lower() not in OFF:
             raise UserError(
                 f"the launch configuration has {what} ({name}), which longrnn does not support: "
-                "take one of configs/accelerate/"
+                "take a bundled one, as in `longrnn launch --config_file gpu8`"
             )
 
 
