@@ -137,6 +137,7 @@ def test_eval_task_options(cli: CLI, models: Path) -> None:
     ("options", "says"),
     [
         ([], ("give either --prompt or --prompt-file",)),
+        (["The sky"], ("'The sky' has no option before it: give a text with --prompt",)),
         (["--prompt", "a", "--prompt-file", "p.txt"], ("give either --prompt or --prompt-file",)),
         (["--prompt", ""], ("the prompt is empty",)),
         (["--prompt-file", "empty.txt"], ("empty.txt is empty",)),
