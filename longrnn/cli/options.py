@@ -36,6 +36,13 @@ Device = Annotated[
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
+TrustTaskCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-task-code",
+        help="Allow lm-eval task files of your own, which can run any Python code.",
+    ),
+]
 Mitigation = Annotated[
     str | None,
     typer.Option(

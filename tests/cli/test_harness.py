@@ -17,6 +17,7 @@ from tests.cli.conftest import CLI
 
 SHORT = json.dumps({"max_seq_lengths": [1024], "n": 10, "n_items": 8})
 LM_EVAL = "longrnn.evaluation.harness"
+TRUST = "--trust-task-code"
 
 
 def test_passkey_tiny(cli: CLI, tmp_path: Path) -> None:
@@ -55,7 +56,7 @@ def test_all_tasks(cli: CLI, models: Path, tmp_path: Path) -> None:
 
 
 def test_own_task(cli: CLI, models: Path, tmp_path: Path) -> None:
-    """A task of the user runs by --include_path."""
+    """A task of the user runs by --include_path, once its code is trusted."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "rows.jsonl").write_text('{"text": "one two three"}\n')
     (tmp_path / "mine" / "task.yaml").write_text(
@@ -65,6 +66,9 @@ def test_own_task(cli: CLI, models: Path, tmp_path: Path) -> None:
     )
     options = ["--tasks", "mine", "--include_path", tmp_path / "mine", "--quiet"]
     result = cli("eval", "harness", models / "text", *options)
+    assert result.code == 2
+    assert "can run any Python code" in result.err
+    result = cli("eval", "harness", models / "text", *options, TRUST)
     assert result.code == 0, result.err
     assert "bits_per_byte" in result.out
 
@@ -126,7 +130,7 @@ def test_a_task_that_fails(cli: CLI, tmp_path: Path, line: str, message: str) ->
     name, _, value = line.partition(": ")
     task[name] = value
     (tmp_path / "mine.yaml").write_text("".join(f"{k}: {v}\n" for k, v in task.items()))
-    result = cli("eval", "harness", "passkey-tiny", "--tasks", "mine.yaml", "--quiet")
+    result = cli("eval", "harness", "passkey-tiny", "--tasks", "mine.yaml", TRUST, "--quiet")
     assert result.code == 2
     last = result.err.strip().splitlines()[-1]
     assert last.startswith("error: lm-eval stopped (")
@@ -141,7 +145,7 @@ def test_a_missing_package_is_named(cli: CLI, tmp_path: Path) -> None:
         "task: mine\ncustom_dataset: !function code.rows\noutput_type: generate_until\n"
         "test_split: test\ndoc_to_text: text\ndoc_to_target: text\n"
     )
-    result = cli("eval", "harness", "passkey-tiny", "--tasks", "mine.yaml", "--quiet")
+    result = cli("eval", "harness", "passkey-tiny", "--tasks", "mine.yaml", TRUST, "--quiet")
     assert result.code == 2
     last = result.err.strip().splitlines()[-1]
     assert "wonderwords_that_nobody_has" in last

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from longrnn import processes
 from longrnn.comparison.suites.base import EVALUATIONS, Evaluation, Measurement, Metric
 from longrnn.errors import UserError
+from longrnn.evaluation.task_code import task_code
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.intervals import (
     Estimate,
@@ -73,9 +74,7 @@ class Harness(Evaluation):
         find_tasks(self.tasks, self.include_path, self.metadata)
 
     def task_code(self) -> list[str]:
-        names = [name for task in self.tasks for name in task.split(",")]
-        files = [name for name in names if name.endswith((".yaml", ".yml")) or "/" in name]
-        return [*files, *([] if self.include_path is None else [self.include_path])]
+        return task_code(self.tasks, self.include_path)
 
     def measure(self, model: OpenCheckpoint, output: Path, *, quiet: bool) -> list[Measurement]:
         header = {
