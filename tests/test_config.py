@@ -67,7 +67,7 @@ def test_values_and_overrides(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "# nothing\n", "{}", "---\n"])
 def test_an_empty_file_is_refused(text: str, tmp_path: Path) -> None:
     """A file without any key is refused: it was probably cut off."""
-    with pytest.raises(UserError, match="config.yaml"):
+    with pytest.raises(UserError, match=r"config.yaml is empty: see .*configs/train"):
         load_config(Outer, write(tmp_path, text))
     with pytest.raises(UserError, match="config.yaml"):
         load_config(Outer, write(tmp_path, text), ["steps=3"])
@@ -139,9 +139,21 @@ def test_errors_name_the_key(tmp_path: Path, text: str, overrides: list[str], me
     assert "\n" not in str(error.value)
 
 
+def test_a_bundled_configuration_is_found_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name stands for a bundled file, unless a file of that name is here."""
+    monkeypatch.chdir(tmp_path)
+    assert load_config(TrainConfig, "reverse_small").output_dir == "runs/reverse-small"
+    Path("reverse_small").write_text("output_dir: mine")
+    assert load_config(TrainConfig, "reverse_small").output_dir == "mine"
+    with pytest.raises(UserError, match="did you mean 'reverse_small'"):
+        load_config(TrainConfig, "reverse_smal")
+
+
 def test_a_file_that_is_missing_or_no_text(tmp_path: Path) -> None:
     """A path without a readable text file is refused in one sentence."""
-    with pytest.raises(UserError, match="configs/train"):
+    with pytest.raises(UserError, match="neither a file nor the name of a bundled one"):
         load_config(Outer, tmp_path / "none.yaml")
     with pytest.raises(UserError, match="configs/train"):
         load_config(Outer, tmp_path)

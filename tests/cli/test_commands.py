@@ -38,6 +38,15 @@ def test_the_home_folder_is_expanded(
     assert not Path("~").exists()
 
 
+def test_a_prompt_is_not_a_path(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`~/` in a prompt stays as it is."""
+    monkeypatch.setenv("HOME", "/the old manor house by the")
+    command = ["generate", "collapse-tiny", "--max-new-tokens", "16"]
+    written = [cli(*command, *how).out for how in (["--prompt", "~/sea"], ["--prompt=~/sea"])]
+    Path("prompt.txt").write_text("~/sea")
+    assert [cli(*command, "--prompt-file", "prompt.txt").out] * 2 == written
+
+
 def test_info(cli: CLI, models: Path) -> None:
     """`info` prints the sizes and the fingerprint of the checkpoint."""
     result = cli("info", models / "text")

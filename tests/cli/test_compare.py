@@ -120,15 +120,15 @@ def test_an_unknown_task_is_refused_before_anything_is_measured(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--suite", "quik"], ("quik", "quick")),
-        (["--suite", "none.yaml"], ("none.yaml", "YAML")),
-        (["--suite", "bad.yaml"], ("bad.yaml", "'evaluations'")),
-        (["--suite", "kind.yaml"], ("passkeys", "'passkey'")),
-        (["--suite", "short.yaml"], ("20",)),
-        (["--suite", "books.yaml"], ("none.txt",)),
-        (["--device", "abacus"], ()),
-        (["passkey-tyni"], ("passkey-tyni", "'passkey-tiny'")),
-        (["passkey-tiny+forgetmore"], ("mitigation", "'forget_more'")),
+        (["--suite", "quik"], ("'quik' is neither a file", "did you mean 'quick'")),
+        (["--suite", "none.yaml"], ("'none.yaml' is neither a file", "known: books, long")),
+        (["--suite", "bad.yaml"], ("bad.yaml: unknown key evaluation", "'evaluations'")),
+        (["--suite", "kind.yaml"], ("unknown evaluation 'passkeys'", "'passkey'")),
+        (["--suite", "short.yaml"], ("length 20 is too short",)),
+        (["--suite", "books.yaml"], ("no text file none.txt",)),
+        (["--device", "abacus"], ("cannot be used",)),
+        (["passkey-tyni"], ("no checkpoint 'passkey-tyni'", "'passkey-tiny'")),
+        (["passkey-tiny+forgetmore"], ("unknown mitigation", "'forget_more'")),
     ],
 )
 def test_bad_input(

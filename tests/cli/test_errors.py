@@ -84,8 +84,8 @@ def test_train_configurations(
 
 def test_train_without_a_configuration(cli: CLI, tmp_path: Path) -> None:
     """A missing configuration, or a folder, is refused with its path."""
-    refused(cli, "train", "none.yaml", says=("none.yaml", "configs/train"))
-    refused(cli, "train", tmp_path, says=("folder", "configs/train"))
+    refused(cli, "train", "none.yaml", says=("'none.yaml' is neither a file", "reverse_small"))
+    refused(cli, "train", tmp_path, says=("cannot be read (it is a folder)", "configs/train"))
 
 
 def test_train_into_another_run(cli: CLI, tmp_path: Path) -> None:

@@ -141,8 +141,8 @@ def test_bad_input(options: list[str], says: tuple[str, ...], cli: CLI, models: 
 def test_bad_sources(cli: CLI, models: Path, tmp_path: Path) -> None:
     """A missing model, a model without a task, and an unsuitable cell are refused."""
     command = ["diagnose", "gradients"]
-    refused(cli, *command, "passkey-tyni")
-    refused(cli, *command, "none.yaml", says=("none.yaml",))
+    refused(cli, *command, "passkey-tyni", says=("did you mean",))
+    refused(cli, *command, "none.yaml", says=("'none.yaml' is neither a file",))
     refused(
         cli,
         *command,

@@ -24,7 +24,6 @@ from longrnn.mixers import MIXERS, mamba2
 from longrnn.models import RecurrentLM
 from tests.contracts.builders import assert_near, build_model, random_tokens
 from tests.diagnostics.test_states import prompt
-from tests.texts import TEXTS
 
 TIME, FIRST, TRAINED = 90, 20, 33
 STOPS = [7, FIRST, TRAINED, 60, TIME]
@@ -152,8 +151,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(folder: Path) -> Diagnosis:
     """Return the diagnosis of an embedded model that collapses, on a novel."""
     model, tokenizer = load_recurrent("collapse-tiny"), load_tokenizer("collapse-tiny")
-    novel = folder / "novel.txt"  # with the ends of lines that its training texts have
-    novel.write_text(Path(TEXTS[9]).read_text(), newline="\r\n")
+    novel = bundled("eval/data/moby_dick_excerpt.txt")
     (document,) = read_documents([novel], tokenizer, model)
     prompts = [text_prompt(document, 4096)]
     return diagnose(model, prompts, train_length=64, output=folder, quiet=True)

@@ -116,14 +116,21 @@ def test_a_dry_run_prints_the_memory_and_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+CARRY = ["initial_state={kind: carry}", "length={max: 64, grow_steps: 0}"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["mitigation=sliding_windw(window=3)"], "sliding_window"),
-        (["model.vocab_size=5"], "model.vocab_size=25"),
-        (["task.files=[missing.txt]"], "missing.txt"),
-        (["num_processes=4", "context_parallel_size=3"], "num_processes=4"),
-        (["num_processes=4", "shard_size=3"], "num_processes=4"),
+        (["mitigation=sliding_windw(window=3)"], "did you mean 'sliding_window'"),
+        (["model.vocab_size=5"], "the model has 5: set model.vocab_size=25"),
+        (["task.files=[missing.txt]"], "no text file missing.txt"),
+        (
+            ["num_processes=4", "context_parallel_size=3"],
+            "does not divide the 4 processes of the run",
+        ),
+        (["num_processes=4", "shard_size=3"], "shard_size=3 does not divide the 4 processes"),
+        (["num_processes=64", *CARRY], "and there are 128 streams"),
     ],
 )
 def test_a_dry_run_refuses_what_the_run_would_refuse(

@@ -198,3 +198,13 @@ def test_unsupported_generation(setting: Setting) -> None:
             "tiny_generate",
             gen_kwargs={"repetition_penalty": 1.3},
         )
+
+
+def test_outside_of_a_repository_git_says_nothing(
+    setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """lm-eval records the commit of the current folder."""
+    monkeypatch.chdir(tmp_path)
+    metadata = {"n_items": [2], "n": 1}
+    assert harness.scores(ours(setting), ["longrnn_reverse"], metadata=metadata)
+    assert "fatal" not in capfd.readouterr().err
