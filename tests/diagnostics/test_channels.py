@@ -12,6 +12,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from longrnn.bundled import bundled
 from longrnn.diagnostics.channels import ChannelDetector, Channels, holding, top_share
 from longrnn.diagnostics.record import ChannelStatistics, read
 from longrnn.diagnostics.states import Diagnosis, diagnose, text_prompt
