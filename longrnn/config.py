@@ -12,6 +12,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+from longrnn.bundled import bundled, find
 from longrnn.errors import UserError, nearest
 from longrnn.files import expand_home
 from longrnn.ranges import choices_of, meaning_of_true
@@ -36,13 +37,20 @@ RECORDED_TYPES: dict[str, tuple[type, ...]] = {
 TYPE_NAMES = {dict: "a mapping", str: "text", int: "a whole number", float: "a number"}
 
 
-def load_config(kind: type[C], path: str | Path, overrides: Sequence[str] = ()) -> C:
+def load_config(
+    kind: type[C],
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    examples: str = "configs/train",
+) -> C:
     """Reads a YAML file onto a dataclass.
 
     Args:
         kind: the dataclass.
-        path: the YAML file.
+        path: the YAML file, or the name of one in `examples`.
         overrides: `key=value` with dotted keys, for example `model.mixer.d_state=64`.
+        examples: the bundled folder with files of this kind.
 
     Raises:
         UserError: no such file, no YAML, an empty file, an unknown key (the nearest is named), or a
@@ -51,8 +59,9 @@ def load_config(kind: type[C], path: str | Path, overrides: Sequence[str] = ()) 
     from omegaconf import OmegaConf
     from yaml import YAMLError
 
-    remedy = "see configs/train/ for ones that run"
-    content = read_regular(Path(path), remedy, kind="configuration file")
+    path = find(path, examples)
+    remedy = f"see {bundled(examples)} for ones that run"
+    content = read_regular(path, remedy, kind="configuration file")
     try:
         loaded = OmegaConf.to_container(OmegaConf.load(io.StringIO(content.decode())))
     except (YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, a bad date
@@ -64,7 +73,7 @@ def load_config(kind: type[C], path: str | Path, overrides: Sequence[str] = ()) 
         ) from error
     config = build_config(kind, loaded, overrides, source=str(path))
     if not loaded:
-        raise UserError(f"{path} is empty: write at least one key, as in configs/train/")
+        raise UserError(f"{path} is empty: {remedy}")
     return config
 
 
@@ -78,7 +87,7 @@ def build_config(
 
     if not isinstance(values, dict):
         raise UserError(
-            f"{source} must be a mapping of keys to values: see configs/train/ for ones that run"
+            f"{source} must be a mapping of keys to values: write one `key: value` per line"
         )
     for override in overrides:
         if override.find("=") < 1:

@@ -19,8 +19,8 @@ from longrnn.errors import UserError
 T = TypeVar("T")
 
 LAUNCH = (
-    "launch with `accelerate launch --config_file configs/accelerate/cpu2.yaml -m longrnn.cli "
-    "eval …`, and see configs/accelerate/"
+    "launch with `longrnn launch --cpu --num_processes 2 eval …`, or with --config_file gpu8 on "
+    "eight GPUs"
 )
 # A process waits this long for the others, which may evaluate longer texts.
 PATIENCE = timedelta(days=14)

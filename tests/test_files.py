@@ -20,6 +20,8 @@ from longrnn.files import (
     write_atomic,
 )
 
+pytestmark = pytest.mark.core
+
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
@@ -102,13 +104,13 @@ def test_content_is_on_disk_before_the_rename(
     assert order == ["sync", "rename", "sync"]
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="no list of open files")
 def test_sync_folder_closes(tmp_path: Path) -> None:
     """No descriptor is left open."""
-    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
+    before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         sync_folder(tmp_path)
-    if before is not None:
-        assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_sha256(tmp_path: Path) -> None:
@@ -125,7 +127,7 @@ def test_sha256(tmp_path: Path) -> None:
 )
 def test_names_that_mean_another_place_are_refused(name: str) -> None:
     """A name that the user gave never leaves the folder that its file belongs in."""
-    with pytest.raises(UserError, match="is not a valid name for a suite"):
+    with pytest.raises(UserError):
         check_name(name, "a suite")
 
 
@@ -133,7 +135,7 @@ def test_names_that_mean_another_place_are_refused(name: str) -> None:
 def test_names_of_files_are_accepted(name: str) -> None:
     """Names that people give."""
     assert check_name(name, "a suite") == name
-    with pytest.raises(UserError, match="is not a valid name"):
+    with pytest.raises(UserError):
         check_name(name, "a suite", [name])
 
 

@@ -70,7 +70,8 @@ def finetune(
         bool,
         typer.Option(
             "--dry-run",
-            help="Print the configuration and the memory of a step; train nothing.",
+            help="Check the configuration and its data, which must be here, and print it with the "
+            "memory of a step; train nothing.",
         ),
     ] = False,
     quiet: Quiet = False,
@@ -106,8 +107,10 @@ def finetune(
             "--no-evaluate"
         )
     if dry_run:
+        from longrnn.training.checks import check
         from longrnn.training.memory import report
 
+        check(settings)
         typer.echo(dump_config(settings) + report(settings))
         return
     with terminable():

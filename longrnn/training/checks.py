@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import torch
@@ -32,16 +33,18 @@ def check_one_process(config: TrainConfig) -> None:
 
 
 def check(config: TrainConfig) -> None:
-    """Raises what a `Trainer` would raise for a configuration, whatever the launch.
+    """Raises what a `Trainer` would raise for a configuration, in this one process.
+
+    The number of processes is that of the configuration, or the one that a launch asks for.
 
     Raises:
         UserError: the configuration is invalid.
     """
-    _check_shards(config)
+    groups = _groups(config)
     config = replace(config)  # which building a model fills in
     _, tokenizer = models.tokenizer_of(config)
     task = build_task(config.task, tokenizer, name=config.tokenizer or "")
-    source = Source(task, config, 0, 1)
+    source = Source(task, config, 0, groups)
     with torch.random.fork_rng(devices=[]):
         if config.model is not None and config.init_from is None and not config.transformer:
             check_vocabulary(config.model.vocab_size, config, task)
@@ -69,13 +72,28 @@ def check(config: TrainConfig) -> None:
     check_positions(model, source)
 
 
-def _check_shards(config: TrainConfig) -> None:
-    """Refuses shards that do not divide the number of processes, where it is given."""
-    count, size = config.num_processes, config.shard_size
-    if count is not None and size is not None and count % size:
+def _groups(config: TrainConfig) -> int:
+    """The number of processes that read different rows; 1 where no number is given.
+
+    Raises:
+        UserError: groups of processes that do not divide the number, or two different numbers.
+    """
+    given, launched = config.num_processes, int(os.environ.get("WORLD_SIZE", "1"))
+    if given is None and launched == 1:
+        return 1
+    processes = given or launched
+    if launched not in (1, processes):
         raise UserError(
-            f"shard_size={size} does not divide num_processes={count}: set a multiple of it"
+            f"num_processes={given} and the launch starts {launched} processes: leave out one of "
+            "the two numbers, or make them equal"
         )
+    size = config.shard_size
+    if size is not None and processes % size:
+        raise UserError(
+            f"shard_size={size} does not divide the {processes} processes of the run: set a "
+            "multiple of it"
+        )
+    return processes
 
 
 def check_vocabulary(vocab_size: int, config: TrainConfig, task: Task) -> None:

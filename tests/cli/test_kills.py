@@ -1,7 +1,6 @@
 """Every long command, killed at random moments and run again, ends with the same results.
 
-LONGRNN_KILLS is the number of kills for each command; 6 make 78 in all.
-
+LONGRNN_KILLS is the number of kills for each command.
 """
 
 from __future__ import annotations
@@ -24,6 +23,8 @@ from safetensors import safe_open
 
 from tests.training.forks import Fork
 from tests.training.runs import tiny, write_config
+
+pytestmark = pytest.mark.core
 
 KILLS = int(os.environ.get("LONGRNN_KILLS", "6"))
 # What a clock or a draft of a name says, and differs between equal runs.
@@ -227,8 +228,3 @@ def test_a_killed_command_ends_with_the_same_results(
                 assert last.out.splitlines()[-1:] == printed.splitlines()[-1:]
         assert results(command, folder) == wanted
         assert_whole(folder)
-
-
-@pytest.mark.slow
-def test_the_kills_of_every_long_command_are_many() -> None:
-    assert 6 * len(COMMANDS) >= 60

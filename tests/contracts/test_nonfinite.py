@@ -30,6 +30,8 @@ from tests.contracts.builders import (
     spec_id,
 )
 
+pytestmark = pytest.mark.core
+
 Scan = Callable[[ScanInputs, Tensor], tuple[Tensor, Tensor]]
 TIME, BAD, CHUNK = 150, 100, 64  # tokens, the one that is not finite, in row 1 of 3, and a chunk
 SPLITS = [[TIME], [98, 1, 1, 1, 49], [BAD, TIME - BAD], [BAD + 1, TIME - BAD - 1]]

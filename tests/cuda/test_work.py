@@ -186,7 +186,7 @@ def test_backends_of_other_packages(backend: str) -> None:
         assert found.passed, f"{found.error:.1e}"
 
 
-def test_auto_selects_the_kernels_of_the_device(device: torch.device) -> None:
+def test_auto_selects_the_backend_of_the_device(device: torch.device) -> None:
     """And the model says so."""
     model = build_model("mamba2").to(device)
     expected = resolve("auto", device.type)

@@ -67,5 +67,5 @@ def test_it_reads_pieces_and_generates(model: RecurrentLM) -> None:
 def test_no_mitigation_is_silently_left_out(model: RecurrentLM, kind: str) -> None:
     """A cell that calls no hooks is refused under every mitigation, with the reason."""
     member = mitigation({"kind": kind, **MITIGATION_OPTIONS.get(kind, {})})
-    with pytest.raises(UserError, match=f"{kind} is not defined for mean: it "):
+    with pytest.raises(UserError, match=naming(kind)):
         Mitigated(model, member)

@@ -14,6 +14,7 @@ from longrnn.errors import UserError
 from longrnn.tasks import TASKS
 from longrnn.tasks.held_out import HELD_OUT, LARGEST, SHARE, TRAINING, Portion
 from longrnn.training.trainer import Trainer
+from tests.refusals import naming
 from tests.tasks.corpora import instruct_corpus, text_corpus
 from tests.training.runs import tiny
 
@@ -66,7 +67,7 @@ def test_answers_are_held_out_whole(tmp_path: Path) -> None:
     batch = held_out.sample(2, length=16, generator=torch.Generator())
     assert bool(batch.answers().any())
     single = instruct_corpus(tmp_path / "one", pairs[:1])
-    with pytest.raises(UserError, match="too few to hold some out: give more of them"):
+    with pytest.raises(UserError):
         TASKS.build({"kind": "instruct", "corpus": single, "part": HELD_OUT})
 
 
@@ -84,9 +85,9 @@ def test_a_run_validates_on_the_part_that_it_does_not_train_on(
         return Trainer(tiny("pass", tmp_path / "run", **data, **how), quiet=True)
 
     for parts in ((TRAINING, TRAINING), ("all", HELD_OUT), (HELD_OUT, "all")):
-        with pytest.raises(UserError, match="which the run trains on"):
+        with pytest.raises(UserError):
             trainer(*parts)
-    with pytest.raises(UserError, match="part='test' is not a part of the data: "):
+    with pytest.raises(UserError, match=naming("part", "test")):
         trainer("test", HELD_OUT)
     trainer(TRAINING, HELD_OUT).train()
     warning = "the validation data has no row of 512 tokens: the loss is measured on rows of 256"

@@ -98,5 +98,5 @@ def test_a_run_resumes_with_defaults_written_out(tmp_path: Path) -> None:
     task = {"kind": "reverse", **tiny("reverse", tmp_path).task, "seed": 0}
     train(tiny("reverse", tmp_path, max_steps=1, task=task), resume=True)
     other = tiny("reverse", tmp_path, max_steps=1, task={**task, "seed": 1})
-    with pytest.raises(UserError, match=r"task.seed: 0 there, 1 here"):
+    with pytest.raises(UserError, match="task.seed"):
         Trainer(other, resume=True, quiet=True)

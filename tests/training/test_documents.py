@@ -13,6 +13,7 @@ from longrnn.errors import UserError
 from longrnn.text import ByteTokenizer
 from longrnn.training import documents
 from longrnn.training.documents import build_corpus, pieces, read_chunks
+from tests.refusals import naming
 
 
 def build(out: Path, *files: Path, **how: object) -> list[str]:
@@ -87,7 +88,7 @@ def test_separators(tmp_path: Path) -> None:
     header = Corpus(tmp_path / "c").header
     assert (header.dropped_documents, header.dropped_tokens) == (1, 1)
     assert header.sources == [str(path)]
-    with pytest.raises(UserError, match="'<END>' is in none of the files"):
+    with pytest.raises(UserError, match="<END>"):
         build(tmp_path / "d", path, split_on="<END>")
     assert not (tmp_path / "d").exists()
 
@@ -103,11 +104,11 @@ def test_tables(suffix: str, tmp_path: Path) -> None:
     writers.get(suffix, table.to_json)(str(path))
     assert build(tmp_path / "c", path) == rows
     assert build(tmp_path / "d", path, text_column="body") == ["xx"] * 3
-    with pytest.raises(UserError, match="without text in the column 'id': give one of text, id"):
+    with pytest.raises(UserError, match=naming("id", "text")):
         build(tmp_path / "e", path, text_column="id")
     path.write_bytes(path.read_bytes()[:20])
     if suffix != "csv":  # half a table of comma-separated values is one
-        with pytest.raises(UserError, match=f"t.{suffix} cannot be read as") as error:
+        with pytest.raises(UserError, match=naming(f"t.{suffix}")) as error:
             build(tmp_path / "e", path)
         assert "\n" not in str(error.value)
     assert not (tmp_path / "e").exists()
@@ -116,10 +117,10 @@ def test_tables(suffix: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"abc\0", "binary (a NUL at byte 3)"),
-        (b"abcdefgh\xff", "not UTF-8 (at byte 8)"),
-        (b"abcdef\xe6\x97", "not UTF-8 (at byte 6)"),
-        (b"abc\xe6\x97x", "not UTF-8 (at byte 3)"),
+        (b"abc\0", "NUL"),
+        (b"abcdefgh\xff", "UTF-8"),
+        (b"abcdef\xe6\x97", "UTF-8"),
+        (b"abc\xe6\x97x", "UTF-8"),
     ],
 )
 def test_places_of_what_is_no_text(
