@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks.timing import add_threads, clock, in_a_process, interleaved, use_threads, write_json
 from longrnn import load
 from longrnn.mitigations import Mitigated, mitigation
-from longrnn.mixers import Edit, Mixer
+from longrnn.cells import Edit, Cell
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 from longrnn.ops.ssd import BACKENDS, SSD, ScanInputs, resolve
 from longrnn.ops.ssd.rescale import rescaled_ssd, scale_to
@@ -96,7 +96,7 @@ def arguments() -> argparse.Namespace:
 class LargestNorms(Edit):
     """Leaves the scan unchanged and records the largest norm of every head's state, `(b, h)`."""
 
-    def init_carry(self, mixer: Mixer, batch_size: int) -> Tensor:
+    def init_carry(self, mixer: Cell, batch_size: int) -> Tensor:
         return torch.zeros(batch_size, mixer.n_heads)
 
     def scan(

@@ -28,7 +28,7 @@ from benchmarks.llama_bench import Peer
 from benchmarks.prefill_cpu import MIXER, draw, transformers_twin
 from benchmarks.timing import interleaved, write_json
 from longrnn.hf.loading import load_recurrent
-from longrnn.mixers import Mamba2
+from longrnn.cells import Mamba2
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 from longrnn.models.segments import segment_tokens
 from longrnn.ops import native
@@ -115,7 +115,7 @@ def projections(model: RecurrentLM, length: int) -> None:
     segment = segment_tokens(model.config.d_model)
     for start in range(0, length, segment):
         width = min(segment, length - start)
-        for mixer in model.mixers:
+        for mixer in model.cells:
             assert isinstance(mixer, Mamba2)
             mixer.in_proj(torch.ones(width, mixer.d_input, dtype=dtype))
             mixer.out_proj(torch.ones(width, mixer.d_inner, dtype=dtype))
@@ -162,7 +162,7 @@ def long(args: argparse.Namespace) -> Calls:
     calls: Calls = {}
     for name in backends():
         model = load_recurrent("passkey-tiny")
-        for mixer in model.mixers:
+        for mixer in model.cells:
             assert isinstance(mixer, Mamba2)
             mixer.backend, mixer.ssd = name, BACKENDS[name]
         tokens = draw(argparse.Namespace(vocab=model.vocab_size), args.long)

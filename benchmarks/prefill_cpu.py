@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import add_threads, clock, in_a_process, interleaved, use_threads, write_json
-from longrnn.mixers import Mamba2
+from longrnn.cells import Mamba2
 from longrnn.models import segments
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 
@@ -125,7 +125,7 @@ def against_transformers(model: RecurrentLM, args: argparse.Namespace) -> dict[s
 def projections(model: RecurrentLM, length: int) -> None:
     """Computes only the matrix products with weights: a lower bound on the time of a prefill."""
     width = min(length, segments.segment_tokens(model.config.d_model))
-    for mixer in model.mixers:
+    for mixer in model.cells:
         assert isinstance(mixer, Mamba2)
         narrow, wide = torch.ones(width, mixer.d_model), torch.ones(width, mixer.d_inner)
         for _ in range(length // width):

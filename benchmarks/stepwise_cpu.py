@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from benchmarks.prefill_cpu import mebibytes
 from benchmarks.timing import add_threads, in_a_process, interleaved, use_threads, write_json
 from benchmarks.training_cpu import stepper
-from longrnn.mixers import Edit, init_carries
+from longrnn.cells import Edit, init_carries
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.state import LMState
 from longrnn.tasks import TASKS, Batch
@@ -49,7 +49,7 @@ class Twin(nn.Module):
         self.cell = PEERS[config.mixer["kind"]](config.d_model, config.d_model, batch_first=True)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.embedding.load_state_dict(model.embedding.state_dict())
-        self.cell.load_state_dict(model.mixers[0].get_submodule("cell").state_dict())
+        self.cell.load_state_dict(model.cells[0].get_submodule("cell").state_dict())
         self.head.load_state_dict(model.head.state_dict())
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -68,9 +68,9 @@ class Stepwise(RecurrentLM):
         edits: Sequence[Edit] | None = None,
         **options: Any,
     ) -> tuple[Tensor, LMState]:
-        identity = [Edit()] * len(self.mixers)
+        identity = [Edit()] * len(self.cells)
         start = self.init_state(len(tokens)) if state is None else state
-        start = start._replace(extra=init_carries(self.mixers, len(tokens), identity))
+        start = start._replace(extra=init_carries(self.cells, len(tokens), identity))
         hidden, after = super().hidden(tokens, start, keep=keep, edits=identity, **options)
         return hidden, after._replace(extra=())
 

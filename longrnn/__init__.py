@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from longrnn.mitigations import MITIGATIONS as MITIGATIONS
     from longrnn.mitigations import Mitigated as Mitigated
     from longrnn.mitigations import mitigation as mitigation
-    from longrnn.mixers import MIXERS as MIXERS
+    from longrnn.cells import MIXERS as MIXERS
     from longrnn.models import LanguageModel as LanguageModel
     from longrnn.models import LMOutput as LMOutput
     from longrnn.models import RecurrentConfig as RecurrentConfig
@@ -53,7 +53,7 @@ _HOMES = {
     "LMState": "longrnn.state",
     "LanguageModel": "longrnn.models",
     "MITIGATIONS": "longrnn.mitigations",
-    "MIXERS": "longrnn.mixers",
+    "MIXERS": "longrnn.cells",
     "Mitigated": "longrnn.mitigations",
     "POSITIONS": "longrnn.positions",
     "RecurrentConfig": "longrnn.models",

@@ -62,7 +62,7 @@ SOURCES = {
 
 
 def package_of(module: str) -> str:
-    """Returns the package of a module: `mixers` for `longrnn.mixers.lstm`, "" for `longrnn`."""
+    """Returns the package of a module: `mixers` for `longrnn.cells.recurrent`, "" for `longrnn`."""
     return ".".join(module.split(".")[1:2])
 
 

@@ -28,7 +28,7 @@ from longrnn.diagnostics.plots import new_figure, png
 from longrnn.errors import UserError, nearest
 from longrnn.files import write_atomic
 from longrnn.intervals import Estimate, mean
-from longrnn.mixers import MIXERS
+from longrnn.cells import MIXERS
 from longrnn.programs import run_script
 from longrnn.results import Row
 from longrnn.studies import attribution

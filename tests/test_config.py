@@ -12,7 +12,7 @@ import torch
 
 from longrnn.config import build_config, dump_config, load_config
 from longrnn.errors import UserError, nearest
-from longrnn.mixers import MIXERS
+from longrnn.cells import MIXERS
 from longrnn.models.recurrent import RecurrentConfig
 from longrnn.ranges import RANGE
 from longrnn.registry import keyword_options

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from longrnn.errors import UserError, nearest
-from longrnn.mixers import MIXERS
+from longrnn.cells import MIXERS
 from longrnn.positions import POSITIONS
 from longrnn.registry import Registry, keyword_options
 

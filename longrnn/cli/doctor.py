@@ -14,7 +14,7 @@ from longrnn.bundled import bundled
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from longrnn.mixers.self_test import LayerFinding
+    from longrnn.cells.self_test import LayerFinding
     from longrnn.ops.ssd.self_test import Finding
 
 # Packages in the order of the table, and what needs those that are optional.
@@ -132,7 +132,7 @@ def _backends(device: str) -> tuple[Table, list[str]]:
     from rich.table import Table
 
     from longrnn.files import one_line
-    from longrnn.mixers.self_test import layer_self_test
+    from longrnn.cells.self_test import layer_self_test
     from longrnn.ops.ssd import BACKENDS, PARTIAL, resolve
     from longrnn.ops.ssd.self_test import self_test
 

@@ -59,7 +59,7 @@ def _description(model: Any) -> dict[str, str]:
 def _recurrent(model: RecurrentLM) -> dict[str, str]:
     from longrnn import state
 
-    config, mixer = model.config, model.mixers[0]
+    config, mixer = model.config, model.cells[0]
     return {
         "layers": f"{config.n_layers} × {config.mixer['kind']}, {config.block} blocks",
         "d_model": str(config.d_model),
@@ -74,7 +74,7 @@ def _hugging_face(model: HFLanguageModel) -> dict[str, str]:
     import torch
 
     from longrnn import state
-    from longrnn.models import EditableModel
+    from longrnn.models import LanguageModel
 
     config = model.config
     limit = "no limit" if model.max_length is None else f"at most {model.max_length:,} tokens"
@@ -89,8 +89,8 @@ def _hugging_face(model: HFLanguageModel) -> dict[str, str]:
     )
     grows = f", and {two - one:,} more for each further token" if two > one else ", at any length"
     layers = f"{config.num_hidden_layers} × {model.kind}, run by transformers"
-    if isinstance(model, EditableModel):
-        layers += f"; {len(model.mixers)} × {model.mixer_kind} of them by longrnn"
+    if isinstance(model, LanguageModel):
+        layers += f"; {len(model.cells)} × {model.mixer_kind} of them by longrnn"
     return {
         "layers": layers,
         "d_model": str(config.hidden_size),

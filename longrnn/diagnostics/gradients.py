@@ -132,7 +132,7 @@ def diagnose(
 
 def check(model: object, task: Task) -> None:
     """Raise a UserError if a model has no recurrent weights or does not fit the task."""
-    if not isinstance(model, RecurrentLM) or not all(m.recurrent_weights for m in model.mixers):
+    if not isinstance(model, RecurrentLM) or not all(m.recurrent_weights for m in model.cells):
         raise UserError(
             f"a {type(model).__name__} has no recurrent weights whose gradient could be followed: "
             "give a checkpoint or configuration of an RNN, GRU, LSTM or Mamba-2"
@@ -203,7 +203,7 @@ def jacobians(model: RecurrentLM, tokens: Tensor, settings: Settings) -> Iterato
     states, inputs = _trajectory(model, tokens)
     time = tokens.shape[1]
     readings = sorted({round(i * (time - 1) / (READINGS - 1)) for i in range(READINGS)})
-    for layer, mixer in enumerate(model.mixers):
+    for layer, mixer in enumerate(model.cells):
         generator = seeded(settings.seed)
         steps = [
             Step(mixer, inputs[layer][:, t : t + 1], states[t].layers[layer]) for t in range(time)
@@ -234,10 +234,10 @@ def _trajectory(model: RecurrentLM, tokens: Tensor) -> tuple[list[LMState], list
 @contextmanager
 def _inputs(model: RecurrentLM) -> Iterator[list[list[Tensor]]]:
     """Record the inputs of the mixers within this context, by layer."""
-    seen: list[list[Tensor]] = [[] for _ in model.mixers]
+    seen: list[list[Tensor]] = [[] for _ in model.cells]
     handles = [
         mixer.register_forward_pre_hook(partial(_keep, kept))
-        for mixer, kept in zip(model.mixers, seen, strict=True)
+        for mixer, kept in zip(model.cells, seen, strict=True)
     ]
     try:
         yield seen

@@ -65,7 +65,7 @@ class Run:
 
     def weight_gradients(self, targets: Tensor) -> list[Tensor]:
         """Return flat gradients of the mean loss with respect to recurrent weights, by layer."""
-        named = [[m.get_parameter(n) for n in m.recurrent_weights] for m in self.model.mixers]
+        named = [[m.get_parameter(n) for n in m.recurrent_weights] for m in self.model.cells]
         flat = [weight for weights in named for weight in weights]
         found = iter(
             torch.autograd.grad(
@@ -87,7 +87,7 @@ class Run:
         for step in named:
             for name, _ in step:
                 by_name.setdefault(name, []).append(next(found).flatten(1).norm(dim=1))
-        table: list[dict[str, Tensor]] = [{} for _ in self.model.mixers]
+        table: list[dict[str, Tensor]] = [{} for _ in self.model.cells]
         for name, series in by_name.items():
             layer, _, part = name.partition(".")
             table[int(layer)][part] = torch.stack(series, dim=1).flip(1)

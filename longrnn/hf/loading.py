@@ -20,7 +20,7 @@ from longrnn.hf.sizes import check_sizes, quietly, stored_bytes
 from longrnn.hf.specs import mitigated, split_dtype, split_spec
 from longrnn.hf.weights import read_weights
 from longrnn.mitigations import Mitigated
-from longrnn.models.base import EditableModel
+from longrnn.models.base import LanguageModel
 from longrnn.models.checkpoint import DTYPES, build_model, cast_weights, load_model
 from longrnn.models.recurrent import RecurrentLM
 
@@ -82,7 +82,7 @@ def load(
             any other causal Hugging Face language model; or `organisation/model` on the Hub. A
             mitigation may follow after a plus, `CHECKPOINT+MITIGATION`, and before it a dtype,
             `CHECKPOINT+float32`, unless a path with that whole name exists.
-        backend: implementation of the recurrence; see `longrnn.mixers.mamba2.Mamba2`.
+        backend: implementation of the recurrence; see `longrnn.cells.mamba2.Mamba2`.
         device: None for the CPU; `balanced` divides the layers of a model that transformers runs
             among all devices, as the device_map of that name does, and puts any other on one.
         dtype: None for that of the checkpoint. The parameters that set the time scales of a
@@ -190,7 +190,7 @@ def load_editable(
             f"{name_or_path} names a mitigation, and this needs the model alone: leave out the "
             "plus and what follows it"
         )
-    if not isinstance(model, EditableModel):
+    if not isinstance(model, LanguageModel):
         raise UserError(
             f"{name_or_path} is a Hugging Face {model.kind}, whose recurrence (if it has one) "
             "longrnn cannot reach: give an RNN, GRU, LSTM or Mamba-2 checkpoint, or a hybrid with "

@@ -13,7 +13,7 @@ from longrnn.errors import UserError
 from longrnn.hf.embedded import embedded
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.mitigations.spec import parse, split
-from longrnn.models import EditableModel, RecurrentLM
+from longrnn.models import LanguageModel, RecurrentLM
 from longrnn.models.checkpoint import DTYPES
 from longrnn.units import TokenCount, with_counts
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EditableModelT = TypeVar("EditableModelT", bound=EditableModel)
+EditableModelT = TypeVar("EditableModelT", bound=LanguageModel)
 
 # The mitigation under which a model was trained.
 TRAINED = "trained"
@@ -102,7 +102,7 @@ def mitigated(model: Any, spec: str | Sequence[str] | None) -> Any:
     parts = [part for one in ([spec] if isinstance(spec, str) else spec) for part in split(one)]
     windows = [part for part in parts if part.partition("(")[0].strip() == WINDOW]
     others = [part for part in parts if part != BEYOND and part not in windows]
-    editable = bool(isinstance(model, EditableModel))
+    editable = bool(isinstance(model, LanguageModel))
     if (windows or others) and not editable:
         raise UserError(
             f"{[*windows, *others][0]} changes a recurrence that longrnn computes, and this "

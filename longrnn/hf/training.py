@@ -23,6 +23,7 @@ from longrnn.checksums import write_checksums
 from longrnn.errors import UserError, nearest
 from longrnn.files import one_line, write_atomic
 from longrnn.hf.tokenizer import HFTokenizer, byte_level
+from longrnn.ops.rows import Rows
 from longrnn.state import LMState
 from longrnn.text import Tokenizer
 
@@ -42,6 +43,10 @@ class TransformerLM(nn.Module):
     Raises:
         UserError: the model computes its logits in another way.
     """
+
+    # A transformer has no cells of longrnn, and so no mitigation.
+    cells = edits = ()
+    mitigation = None
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -110,21 +115,20 @@ class TransformerLM(nn.Module):
         tokens: Tensor,
         state: LMState | None = None,
         *,
-        is_document_start: Tensor | None = None,
-        is_token: Tensor | None = None,
+        rows: Rows | None = None,
     ) -> tuple[Tensor, LMState]:
         """Return the hidden states in front of the head, `(b, t, d_model)`, and the new position.
 
         Args:
             tokens: `(b, t)`.
             state: at position 0; None for the same.
-            is_document_start: of rows with several documents, which are refused.
-            is_token: false for padding at the end of rows, which no earlier token attends to.
+            rows: padding at the end, which no earlier token attends to; rows with several documents
+                are refused.
 
         Raises:
             UserError: `state` is not at position 0, or a row has several documents.
         """
-        if is_document_start is not None:
+        if rows is not None and rows.has_starts:
             raise UserError(
                 "a transformer attends to all documents of a row: set task.packing=false"
             )

@@ -213,7 +213,7 @@ def _select_backend(config: RecurrentConfig, backend: str) -> None:
 
 
 def cast_weights(model: RecurrentLM, dtype: torch.dtype | None) -> RecurrentLM:
-    """Casts all weights to a dtype, except that `Mixer.wide_weights` are never narrowed.
+    """Casts all weights to a dtype, except that `Cell.wide_weights` are never narrowed.
 
     Args:
         model: changed in place and returned.

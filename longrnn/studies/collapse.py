@@ -121,7 +121,7 @@ def variants(model: RecurrentLM, trained: int, target: int) -> dict[str, Variant
     """
     found = {}
     for method, settings in SETTINGS.items():
-        if MITIGATIONS[method].undefined(type(model.mixers[0])) is not None:
+        if MITIGATIONS[method].undefined(type(model.cells[0])) is not None:
             continue
         for suffix, setting in settings(trained, target).items():
             name = "-".join(filter(None, (method, suffix)))

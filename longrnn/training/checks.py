@@ -15,7 +15,7 @@ from longrnn.training import models, sharding
 from longrnn.training.config import TrainConfig
 from longrnn.training.data import Source
 from longrnn.training.initial_states import INITIAL_STATES, Context
-from longrnn.training.mitigated import check_initial_state, edits_of
+from longrnn.training.mitigated import check_initial_state, under
 from longrnn.training.models import Trained
 from longrnn.training.optim import build_optimizer, fill, freeze, learning_rate
 from longrnn.training.sources import build_task
@@ -53,10 +53,10 @@ def check(config: TrainConfig) -> None:
         else:
             model = models.build(config)
             check_model(model, config, task)
-    edits = edits_of(model, config.mitigation)
+    model = under(model, config.mitigation)
     context = Context(model.init_state, config.seed, 0, 1, lambda part: part)
     INITIAL_STATES.build(config.initial_state, context)
-    check_initial_state(model, edits, config.initial_state["kind"])
+    check_initial_state(model, config.initial_state["kind"])
     learning_rate(0, config)
     fill(model, config.fill)
     freeze(model, config.freeze)

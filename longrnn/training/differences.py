@@ -13,7 +13,7 @@ from typing import Any
 from longrnn.config import flat, nested
 from longrnn.errors import UserError
 from longrnn.mitigations import mitigation
-from longrnn.mixers import MIXERS
+from longrnn.cells import MIXERS
 from longrnn.positions import POSITIONS
 from longrnn.registry import Registry
 from longrnn.tasks import TASKS

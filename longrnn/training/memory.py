@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from longrnn.errors import UserError
-from longrnn.mixers import Mamba2
+from longrnn.cells import Mamba2
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 from longrnn.models.segments import segment_width
 from longrnn.ops import cross_entropy
@@ -93,7 +93,7 @@ def training_memory(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     parameters += (config.n_layers - 1) * per_layer
     narrow, layers, d = BYTES[mixed_precision], config.n_layers, config.d_model
-    mixer = model.mixers[0]
+    mixer = model.cells[0]
     assert isinstance(mixer, Mamba2)
     matrices = layers * (mixer.in_proj.weight.numel() + mixer.out_proj.weight.numel())
     casts = matrices * narrow if narrow < WIDE else 0

@@ -2,48 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from longrnn.errors import UserError
-from longrnn.mitigations import Mitigated, mitigation
-from longrnn.mitigations.base import COLLAPSING, Chain
-from longrnn.mixers import Edit, init_carries
+from longrnn.mitigations import mitigation
+from longrnn.mitigations.base import COLLAPSING
 from longrnn.models import RecurrentLM
-from longrnn.state import leaves
 from longrnn.training.initial_states import INITIAL_STATES
 from longrnn.training.models import Trained
 
 
-class Edits(NamedTuple):
-    """The mitigation of a run.
+def under(model: Trained, spec: Any) -> Trained:
+    """The model under the `mitigation` of a configuration; itself without one.
 
-    Attributes:
-        spec: describes it without reference to files, so that it is defined for other weights.
-        layers: the edit of each layer.
-    """
-
-    spec: str
-    layers: Sequence[Edit]
-
-
-def edits_of(model: Trained, spec: Any) -> Edits | None:
-    """The edits of `mitigation` in a configuration; None without one.
-
-    Calibrated numbers and the heads of a diagnosis are those of the weights at the start, and stay.
+    Calibrated numbers and the heads of a diagnosis are those of the weights at the start, and stay:
+    the mitigation of the result refers to no file.
 
     Raises:
         UserError: the mitigation is unknown, or not defined for the model.
     """
     if spec is None or spec == "none":
-        return None
+        return model
     if not isinstance(model, RecurrentLM):
         raise UserError(
             "transformers computes this model in training, without mitigations: leave mitigation "
             "out, and apply one to the trained model"
         )
-    whole = Mitigated(model, mitigation(spec))
+    whole = model.under(mitigation(spec))
+    assert whole.mitigation is not None
     parts = [
         replace(
             part,
@@ -52,22 +40,26 @@ def edits_of(model: Trained, spec: Any) -> Edits | None:
         )
         if part.heads == COLLAPSING
         else part
-        for part, heads in zip(whole.parts, whole.heads, strict=True)
+        for part, heads in zip(whole.mitigation.parts(), whole.mitigated_heads, strict=True)
     ]
-    return Edits(Chain(parts).describe(), whole.edits)
+    return model.under(parts)
 
 
-def record_mitigation(model: Trained, edits: Edits | None, say: Callable[[str], None]) -> None:
+def spec_of(model: Trained) -> str | None:
+    """The spec of the mitigation under which a model computes; None without one."""
+    return None if model.mitigation is None else model.mitigation.describe()
+
+
+def record_mitigation(model: Trained, say: Callable[[str], None]) -> None:
     """Makes the mitigation of a run the one under which its model counts as trained.
 
     Args:
         model: as the run starts; `trained_under` is still that of its checkpoint.
-        edits: the mitigation of the run.
         say: receives one line if it is not the one under which the checkpoint was trained.
     """
     if not isinstance(model, RecurrentLM):
         return
-    before, now = model.trained_under, None if edits is None else edits.spec
+    before, now = model.trained_under, spec_of(model)
     if before is not None and before != now:
         instead = "without it" if now is None else f"under {now}"
         say(
@@ -77,17 +69,16 @@ def record_mitigation(model: Trained, edits: Edits | None, say: Callable[[str], 
     model.trained_under = now
 
 
-def check_initial_state(model: Trained, edits: Edits | None, kind: str) -> None:
+def check_initial_state(model: Trained, kind: str) -> None:
     """Refuses noise as an initial state of a mitigation that remembers tokens.
 
     Raises:
         UserError: such a combination.
     """
-    if edits is None or INITIAL_STATES[kind].whole_states:
+    if model.mitigation is None or INITIAL_STATES[kind].whole_states:
         return
-    assert isinstance(model, RecurrentLM)
-    if any(True for _ in leaves(init_carries(model.mixers, 1, edits.layers))):
+    if any(edit is not None and edit.window is not None for edit in model.edits):
         raise UserError(
-            f"initial_state={kind} draws states without the tokens that {edits.spec} remembers: "
-            "set initial_state={kind: pass} or {kind: zero}"
+            f"initial_state={kind} draws states without the tokens that {spec_of(model)} "
+            "remembers: set initial_state={kind: pass} or {kind: zero}"
         )

@@ -21,8 +21,7 @@ from longrnn.hf.loading import load, resolve
 from longrnn.hf.specs import split_spec
 from longrnn.hf.tokenizer import HFTokenizer, byte_level, load_tokenizer
 from longrnn.hf.training import TransformerLM, build_transformer, read_transformer, save_transformer
-from longrnn.mitigations import Mitigated
-from longrnn.mixers import MIXERS
+from longrnn.cells import MIXERS
 from longrnn.models.checkpoint import load_model, save_model
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 from longrnn.text import ByteTokenizer, Tokenizer
@@ -54,7 +53,7 @@ def build(
         # A checkpoint of adapters has no base.
         source = str(config.init_from if found is None or config.peft is not None else found)
         loaded = load(source)
-        if isinstance(loaded, Mitigated):
+        if loaded.mitigation is not None:
             raise UserError(
                 f"init_from={config.init_from} names a mitigation, which is not trained: leave out "
                 "what follows the plus"

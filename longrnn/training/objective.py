@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from longrnn.errors import UserError
-from longrnn.models import RecurrentLM
 from longrnn.models.checks import check_tokens
-from longrnn.ops.cross_entropy import token_cross_entropy, weighted_cross_entropy
+from longrnn.ops.loss import token_cross_entropy, weighted_cross_entropy
 from longrnn.ops.hooks import own_weight
+from longrnn.ops.rows import Rows
 from longrnn.state import LMState, reset
 from longrnn.tasks import Batch
-from longrnn.training.mitigated import Edits
 from longrnn.training.models import Trained
 from longrnn.training.repeat import read_repeatedly
 
@@ -34,15 +32,13 @@ class StepOutput(NamedTuple):
     predictions: list[Tensor]
 
 
-def packing_of(batch: Batch, columns: slice) -> dict[str, Tensor]:
-    """The masks of packed and padded rows as arguments of `hidden`; empty without any.
-
-    Args:
-        batch: of any task.
-        columns: the tokens that are read.
-    """
-    masks = {"is_document_start": batch.inner_starts(), "is_token": batch.is_token}
-    return {name: mask[:, columns] for name, mask in masks.items() if mask is not None}
+def rows_of(batch: Batch, columns: slice) -> Rows | None:
+    """Where documents and padding begin in some columns of a batch; None without any."""
+    masks = [
+        None if mask is None else mask[:, columns]
+        for mask in (batch.is_token, batch.inner_starts())
+    ]
+    return None if masks == [None, None] else Rows(*masks)
 
 
 def _places(where: Tensor, count: int | None) -> Tensor:
@@ -64,13 +60,12 @@ class Objective(nn.Module):
     gradient as one process with all rows.
 
     Args:
-        model: the language model to train.
-        edits: the mitigation under which it is trained; None without one.
+        model: the language model to train, under the mitigation of the run.
     """
 
-    def __init__(self, model: Trained, edits: Edits | None = None) -> None:
+    def __init__(self, model: Trained) -> None:
         super().__init__()
-        self.model, self.edits = model, edits
+        self.model = model
 
     def forward(self, segments: Sequence[Batch], state: LMState) -> StepOutput:
         """The mean loss of consecutive segments, with one gradient through all of them.
@@ -84,11 +79,7 @@ class Objective(nn.Module):
         predictions: list[Tensor] = []
         for batch in segments:
             if losses:
-                state = reset(
-                    state,
-                    self.init_state(len(batch.begins)),
-                    batch.begins,
-                )
+                state = reset(state, self.model.init_state(len(batch.begins)), batch.begins)
             loss, state, predicted = self._segment(batch, state)
             losses.append(loss)
             predictions.append(predicted)
@@ -111,7 +102,7 @@ class Objective(nn.Module):
             return [batch.to(device) for batch in batches]
         found = []
         for batch in batches:
-            check_tokens(batch.tokens, self.model.vocab_size, batch.is_token)
+            check_tokens(batch.tokens, self.model.vocab_size, rows_of(batch, slice(None)))
             count = int((batch.targets >= 0).sum())
             starts = batch.begins if batch.inner_starts() is None else batch.is_document_start
             found.append(
@@ -119,18 +110,12 @@ class Objective(nn.Module):
             )
         return found
 
-    def init_state(self, rows: int) -> LMState:
-        """The zero state of `rows` rows, with the carries of the edits."""
-        if self.edits is None or not isinstance(self.model, RecurrentLM):
-            return self.model.init_state(rows)
-        return self.model.init_state(rows, self.edits.layers)
-
     def token_losses(
         self,
         tokens: Tensor,
         targets: Tensor,
         state: LMState,
-        packing: Mapping[str, Tensor] | None = None,
+        rows: Rows | None = None,
     ) -> tuple[Tensor, Tensor, LMState]:
         """The loss of each token, without gradients.
 
@@ -138,51 +123,22 @@ class Objective(nn.Module):
             tokens: `(b, t)`.
             targets: `(b, t)`; the loss is 0 where they are negative.
             state: before the first token.
-            packing: see `packing_of`.
+            rows: where documents and padding begin.
 
         Returns:
             Losses in nats, `(b, t)` float32 or wider; the most likely ids, `(b, t)`; and the state
             after the last token.
         """
-        hidden, state = self._hidden(tokens, state, packing)
+        hidden, state = self.model.hidden(tokens, state, rows=rows)
         return *token_cross_entropy(hidden, own_weight(self.model.head), targets), state
-
-    def _hidden(
-        self,
-        tokens: Tensor,
-        state: LMState,
-        packing: Mapping[str, Tensor] | None = None,
-        repeat: Tensor | None = None,
-        *,
-        checked: bool = False,
-    ) -> tuple[Tensor, LMState]:
-        """The input of the head and the new state, under the edits."""
-        if self.edits is None or not isinstance(self.model, RecurrentLM):
-            return read_repeatedly(self.model, tokens, state, repeat, packing, checked=checked)
-        if repeat is not None:
-            raise UserError(
-                "repeated segments and a mitigation cannot be combined: set max_repeat=1, or leave "
-                "mitigation out"
-            )
-        masks = packing or {}
-        return self.model.hidden(
-            tokens,
-            state,
-            edits=self.edits.layers,
-            is_document_start=masks.get("is_document_start"),
-            is_token=masks.get("is_token"),
-            checked=checked,
-        )
 
     def _segment(self, batch: Batch, state: LMState) -> tuple[Tensor, LMState, Tensor]:
         """The loss from an initial state; see `Batch` for its weights and its query."""
         body = slice(0, batch.tokens.shape[1] - batch.query_length)
-        packing, checked = packing_of(batch, body), batch.n_scored is not None
-        hidden, state = self._hidden(
-            batch.tokens[:, body], state, packing, batch.repeat, checked=checked
-        )
+        tokens, rows = batch.tokens[:, body], rows_of(batch, body)
+        hidden, state = read_repeatedly(self.model, tokens, state, batch.repeat, rows)
         if batch.query_length:
-            query, _ = self._hidden(batch.tokens[:, body.stop :], state, checked=checked)
+            query, _ = self.model.hidden(batch.tokens[:, body.stop :], state)
             hidden = torch.cat([hidden, query], dim=1)
         weights = batch.weights
         if weights is None:

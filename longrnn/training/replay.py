@@ -18,7 +18,7 @@ from longrnn.state import LMState, leaves, unflatten
 from longrnn.tasks import Batch
 from longrnn.training import models, sharding
 from longrnn.training.checkpoint import read_tensors, write_tensors
-from longrnn.training.mitigated import edits_of
+from longrnn.training.mitigated import spec_of, under
 from longrnn.training.nonfinite import Examination, examine
 from longrnn.training.objective import Objective
 from longrnn.training.processes import together
@@ -85,7 +85,7 @@ def save_failure(
             "state": {name: leaf.detach().cpu() for name, leaf in leaves(state)},
             "config": models.description(objective.model),
             "model": {name: weight.cpu() for name, weight in weights.items()},
-            "mitigation": objective.edits.spec if objective.edits is not None else None,
+            "mitigation": spec_of(objective.model),
             "mixed_precision": accelerator.mixed_precision,
         }
         write_tensors(path, content)
@@ -114,9 +114,8 @@ def replay(path: Path, device: str = "cpu") -> tuple[dict[str, Any], Examination
     model.load_state_dict(content["model"])
     model.to(device)
     segments = [Batch(**batch).to(torch.device(device)) for batch in content["segments"]]
-    edits = edits_of(model, content.get("mitigation"))
-    objective = Objective(model, edits).train()
-    like = objective.init_state(len(segments[0].tokens))
+    objective = Objective(under(model, content.get("mitigation"))).train()
+    like = objective.model.init_state(len(segments[0].tokens))
     state = unflatten(like, [content["state"][name].to(device) for name, _ in leaves(like)])
     dtype = DTYPES[content["mixed_precision"]]
     precision = torch.autocast(torch.device(device).type, dtype) if dtype else nullcontext()

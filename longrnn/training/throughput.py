@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from longrnn.mixers.base import ScanningMixer
+from longrnn.cells import ScanningCell
 from longrnn.models import RecurrentLM
 from longrnn.tasks import Batch
 
@@ -59,8 +59,8 @@ def flops_per_token(model: RecurrentLM, scored_share: float = 1.0) -> float:
             trained = GRAD_WEIGHT if weight.requires_grad else 0
             share = scored_share if weight is head else 1.0
             total += share * (FORWARD + GRAD_INPUT + trained) * weight.numel()
-    for mixer in model.mixers:
-        if isinstance(mixer, ScanningMixer):
+    for mixer in model.cells:
+        if isinstance(mixer, ScanningCell):
             # Per entry of the state, one product to update it and one to read it out.
             state = mixer.memory(mixer.state_like()).numel()
             total += 2 * (FORWARD + GRAD_INPUT + GRAD_WEIGHT) * state

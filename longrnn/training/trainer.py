@@ -32,7 +32,12 @@ from longrnn.training.extension import start_of_decay
 from longrnn.training.folder import Found, append_metrics, claim, find
 from longrnn.training.initial_states import INITIAL_STATES, Context
 from longrnn.training.metrics import Sums
-from longrnn.training.mitigated import check_initial_state, edits_of, record_mitigation
+from longrnn.training.mitigated import (
+    check_initial_state,
+    record_mitigation,
+    spec_of,
+    under,
+)
 from longrnn.training.models import Trained
 from longrnn.training.objective import Objective, StepOutput
 from longrnn.training.optim import clip, fill, freeze, learning_rate, set_learning_rate
@@ -108,13 +113,12 @@ class Trainer:
         )
         self.task = build(config.task)
         self.source = Source(self.task, config, rank, world)
-        model = self._build_model(origin)
-        edits = edits_of(model, config.mitigation)
-        record_mitigation(model, edits, self.say)
-        objective = Objective(model, edits)
-        context = Context(objective.init_state, config.seed, rank, world, self.total)
+        model = under(self._build_model(origin), config.mitigation)
+        record_mitigation(model, self.say)
+        objective = Objective(model)
+        context = Context(model.init_state, config.seed, rank, world, self.total)
         self.starts = INITIAL_STATES.build(config.initial_state, context)
-        check_initial_state(model, edits, config.initial_state["kind"])
+        check_initial_state(model, config.initial_state["kind"])
         learning_rate(0, config)  # refuses an unknown schedule before anything is written
         fill(model, config.fill)
         freeze(model, config.freeze)
@@ -130,8 +134,7 @@ class Trainer:
         self.source.check()  # likewise a length that the task cannot make
         check_positions(model, self.source)
         on_main(self.accelerator, lambda: claim(config, found))
-        spec = None if edits is None else edits.spec
-        self.saver = Saver(config, self.accelerator, self.tokenizer, spec)
+        self.saver = Saver(config, self.accelerator, self.tokenizer, spec_of(model))
         self.schedule = SaveSchedule(
             self.saver,
             config.save_steps,
@@ -320,7 +323,7 @@ class Trainer:
 
     def init_state(self, rows: int) -> LMState:
         """The zero state of `rows` rows."""
-        return self.whole_objective().init_state(rows)
+        return self.model.init_state(rows)
 
     def _save(self) -> None:
         failures.check_weights(self)

@@ -7,7 +7,7 @@ Notable choices:
   starts from the zero state.
 - Losses are summed by position and over processes, so every process sees the same numbers and
   makes the same decisions; one process and two agree to rounding.
-- Rows are read in pieces, and only some logits (`longrnn.ops.cross_entropy`) exist at a time:
+- Rows are read in pieces, and only some logits (`longrnn.ops.loss`) exist at a time:
   memory does not grow with the length of a row, except for a transformer.
 """
 
@@ -31,7 +31,7 @@ from longrnn.tasks.base import UNSCORED
 from longrnn.tasks.held_out import HELD_OUT, TRAINING
 from longrnn.training.components import Component
 from longrnn.training.config import TrainConfig
-from longrnn.training.objective import Objective, packing_of
+from longrnn.training.objective import Objective, rows_of
 from longrnn.training.origins import Selection
 from longrnn.training.seeds import mix
 
@@ -253,12 +253,12 @@ class Validation(Component):
     ) -> tuple[Tensor, Tensor]:
         """Losses in nats, float64, and predicted ids of rows, `(b, t)` each on the CPU."""
         batch = _take(self.rows, rows).to(device)
-        state = objective.init_state(len(rows))
+        state = objective.model.init_state(len(rows))
         nats, predictions = [], []
         for start in range(0, batch.tokens.shape[1], self.piece):
             part = slice(start, start + self.piece)
             losses, ids, state = objective.token_losses(
-                batch.tokens[:, part], batch.targets[:, part], state, packing_of(batch, part)
+                batch.tokens[:, part], batch.targets[:, part], state, rows_of(batch, part)
             )
             nats.append(losses.double().cpu())
             predictions.append(ids.cpu())

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from longrnn.mitigations import MITIGATIONS, Mitigated, mitigation
-from longrnn.mixers import MIXERS, Edit, Mixer
+from longrnn.cells import MIXERS, Edit, Cell
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.recurrent import BLOCKS
 from longrnn.ops.ssd import BACKENDS, chunked, rescale, window, window_carry
@@ -138,7 +138,7 @@ def stirred(module: ModuleT, seed: int) -> ModuleT:
     return module
 
 
-def build_mixer(spec: dict[str, Any], dtype: torch.dtype = torch.float64, seed: int = 0) -> Mixer:
+def build_mixer(spec: dict[str, Any], dtype: torch.dtype = torch.float64, seed: int = 0) -> Cell:
     """A mixer with input width D_MODEL + 2 and output width D_MODEL."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -225,7 +225,7 @@ def real_leaves(tree: PyTree, prefix: str) -> dict[str, Tensor]:
 
 
 def mixer_outcome(
-    mixer: Mixer, x: Tensor, state: PyTree, sizes: Sequence[int], edit: Edit | None = None
+    mixer: Cell, x: Tensor, state: PyTree, sizes: Sequence[int], edit: Edit | None = None
 ) -> dict[str, Tensor]:
     """Outputs, final state and every gradient of a mixer run in pieces, by name."""
     x, state = differentiable(x), differentiable(state)

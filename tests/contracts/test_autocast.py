@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from longrnn.mixers import StepwiseMixer
-from longrnn.mixers.base import Edit
+from longrnn.cells import StepwiseCell
+from longrnn.cells import Edit
 from longrnn.ops.ssd import BACKENDS, SSD, ScanInputs
 from longrnn.ops.ssd.rescale import rescaled_ssd
 from longrnn.ops.ssd.window import windowed_ssd
@@ -105,7 +105,7 @@ def test_recurrences_keep_their_precision(
         assert_trees_equal(ours, theirs)
 
 
-STEPWISE = [spec for spec in MIXER_SPECS if isinstance(build_mixer(spec), StepwiseMixer)]
+STEPWISE = [spec for spec in MIXER_SPECS if isinstance(build_mixer(spec), StepwiseCell)]
 
 
 @pytest.mark.parametrize("edit", [None, Edit()], ids=["fused", "stepwise"])

@@ -65,7 +65,7 @@ def count_calls(
 ) -> int:
     """How often the first cell runs in one forward and backward pass."""
     calls: list[None] = []
-    handle = inner.mixers[0].register_forward_pre_hook(lambda *_: calls.append(None))
+    handle = inner.cells[0].register_forward_pre_hook(lambda *_: calls.append(None))
     with handle:
         model(tokens, state).logits.sum().backward()
     model.zero_grad()
@@ -141,7 +141,7 @@ def test_without_gradients_nothing_is_computed_twice(every: str) -> None:
     model = build_model()
     model.gradient_checkpointing_enable(every)
     calls: list[None] = []
-    model.mixers[0].register_forward_pre_hook(lambda *_: calls.append(None))
+    model.cells[0].register_forward_pre_hook(lambda *_: calls.append(None))
     with torch.no_grad():
         model(random_tokens(2, 16))
     assert len(calls) == 1

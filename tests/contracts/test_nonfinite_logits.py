@@ -14,7 +14,7 @@ from longrnn.errors import UserError
 from longrnn.inference.prefix import Prompt, answers
 from longrnn.inference.scoring import Pair, score, token_losses
 from longrnn.mitigations import Mitigated, mitigation
-from longrnn.mixers import MIXERS
+from longrnn.cells import MIXERS
 from longrnn.models import LMOutput, RecurrentLM, generate
 from longrnn.models.checkpoint import save_model
 from longrnn.models.finite import explain_nonfinite, find_nonfinite
@@ -77,7 +77,7 @@ def broken(mixer: str = "mamba2", layer: int = 1, **options: object) -> Recurren
     """A model of which one number in one layer is NaN."""
     model = build_model(mixer, n_layers=3, vocab_size=256, dtype=torch.float32, **options)  # type: ignore[arg-type]
     with torch.no_grad():
-        next(model.mixers[layer].parameters()).view(-1)[0] = torch.nan
+        next(model.cells[layer].parameters()).view(-1)[0] = torch.nan
     return model
 
 
@@ -121,7 +121,7 @@ def test_an_overflow_of_the_residual_stream_is_that_of_its_layer() -> None:
     model = build_model("gru", vocab_size=256, n_layers=3, dtype=torch.float16)
     with torch.no_grad():
         model.embedding.weight[7] = 60_000
-    model.mixers[1].register_forward_hook(
+    model.cells[1].register_forward_hook(
         lambda module, args, output: (torch.full_like(output[0], 60_000), output[1])
     )
     tokens = torch.tensor([[1, 7]])
@@ -138,7 +138,7 @@ def test_the_layer_is_named_under_a_mitigation() -> None:
     """The layer is that of the model inside."""
     model = build_mitigated([mitigation_spec("forget_more")])
     with torch.no_grad():
-        next(model.mixers[1].parameters()).view(-1)[0] = torch.nan
+        next(model.cells[1].parameters()).view(-1)[0] = torch.nan
     reason = find_nonfinite(model, random_tokens(1, 5))
     assert reason is not None
     assert "model.blocks.1.mixer" in reason

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from longrnn import state as states
 from longrnn.mitigations import Mitigated
-from longrnn.mixers import LSTM, MIXERS, ScanningMixer
+from longrnn.cells import LSTM, MIXERS, ScanningCell
 from longrnn.models import RecurrentLM, segments
 from longrnn.ops.ssd import BACKENDS
 from longrnn.state import LMState, leaves
@@ -147,7 +147,7 @@ CASES = {spec_id(spec): ([], spec) for spec in MIXER_SPECS} | {
         mixer | ({"backend": backend} if backend else {}),
     )
     for spec, mixer in DEFINED
-    for backend in (BACKENDS if issubclass(MIXERS[mixer["kind"]], ScanningMixer) else [""])
+    for backend in (BACKENDS if issubclass(MIXERS[mixer["kind"]], ScanningCell) else [""])
 }
 every_case = pytest.mark.parametrize(("specs", "mixer"), CASES.values(), ids=CASES)
 

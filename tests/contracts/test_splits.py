@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longrnn.mixers import Edit
+from longrnn.cells import Edit
 from longrnn.models import segments
 from tests.contracts import builders
 from tests.contracts.builders import (

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longrnn import state as states
 from longrnn.errors import UserError
-from longrnn.mixers import MIXERS
+from longrnn.cells import MIXERS
 from longrnn.models import RecurrentLM, generate
 from longrnn.state import History, LMState, leaves
 from tests.contracts.builders import (

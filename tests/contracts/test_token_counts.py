@@ -9,7 +9,7 @@ import pytest
 from longrnn.comparison.suites import EVALUATIONS
 from longrnn.errors import UserError
 from longrnn.mitigations import MITIGATIONS
-from longrnn.mixers import MIXERS
+from longrnn.cells import MIXERS
 from longrnn.positions import POSITIONS
 from longrnn.registry import Registry, keyword_options
 from longrnn.tasks import TASKS

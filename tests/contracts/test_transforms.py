@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from longrnn.errors import UserError
-from longrnn.mixers import MIXERS
+from longrnn.cells import MIXERS
 from longrnn.models import RecurrentLM
 from longrnn.ops.cross_entropy import weighted_cross_entropy
 from longrnn.state import leaves, tree_map

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longrnn.diagnostics.jacobian import Step, spectrum
 from longrnn.inference.scoring import token_losses
-from longrnn.mixers import MIXERS
+from longrnn.cells import MIXERS
 from longrnn.models import LanguageModel, generate
 from longrnn.models.recompute import GRANULARITIES
 from longrnn.ops.ssd import BACKENDS

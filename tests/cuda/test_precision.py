@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longrnn import load
-from longrnn.mixers import MIXERS, Edit
+from longrnn.cells import MIXERS, Edit
 from longrnn.models.checkpoint import save_model
 from longrnn.ops.conv import causal_conv
 from longrnn.ops.cross_entropy import token_cross_entropy

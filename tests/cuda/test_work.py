@@ -14,8 +14,8 @@ from longrnn import load, state
 from longrnn.diagnostics.through_time import Run, norms
 from longrnn.evaluation.perplexity import evaluate
 from longrnn.evaluation.texts import Document
-from longrnn.mixers import MIXERS
-from longrnn.mixers.self_test import layer_self_test
+from longrnn.cells import MIXERS
+from longrnn.cells.self_test import layer_self_test
 from longrnn.models import LanguageModel
 from longrnn.ops.ssd import BACKENDS, PARTIAL, mamba_ssm, resolve
 from longrnn.ops.ssd.self_test import self_test

@@ -21,7 +21,7 @@ from longrnn.diagnostics.states_summary import summary
 from longrnn.evaluation.texts import read_documents
 from longrnn.hf.loading import load_recurrent
 from longrnn.hf.tokenizer import load_tokenizer
-from longrnn.mixers import MIXERS, mamba2
+from longrnn.cells import MIXERS, mamba2
 from longrnn.models import RecurrentLM
 from tests.contracts.builders import assert_near, build_model, random_tokens
 from tests.diagnostics.test_states import prompt
@@ -34,8 +34,8 @@ class Loop:
     """Processes one token after another and keeps states, outputs by channel, and losses."""
 
     def __init__(self, model: RecurrentLM, tokens: Tensor, patch: pytest.MonkeyPatch) -> None:
-        kind, self.layers = model.config.mixer["kind"], len(model.mixers)
-        heads = model.mixers[0].n_heads
+        kind, self.layers = model.config.mixer["kind"], len(model.cells)
+        heads = model.cells[0].n_heads
         normed: list[Tensor] = []
         norm = mamba2.gated_rms_norm
 

@@ -33,7 +33,7 @@ from longrnn.diagnostics.through_time import (
     norms,
 )
 from longrnn.errors import UserError
-from longrnn.mixers import MIXERS
+from longrnn.cells import MIXERS
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.state import leaves, tree_map
 from longrnn.tasks import TASKS, Batch, Task
@@ -54,7 +54,7 @@ def linear_model(matrix: Tensor) -> RecurrentLM:
     mixer = {"kind": "rnn", "nonlinearity": "identity"}
     config = RecurrentConfig(11, len(matrix), 1, mixer, block="plain", tie_embeddings=False)
     model = RecurrentLM(config).double()
-    model.mixers[0].get_parameter("cell.weight_hh_l0").data.copy_(matrix)
+    model.cells[0].get_parameter("cell.weight_hh_l0").data.copy_(matrix)
     return model
 
 
@@ -117,10 +117,10 @@ def test_gradient_of_recurrent_weights(kind: str) -> None:
     """Gradients of recurrent weights equal those of one call on the whole sequence."""
     model, tokens = build_model(kind), random_tokens(3, 9)
     targets = tokens[:, 1]
-    names = model.mixers[1].recurrent_weights
+    names = model.cells[1].recurrent_weights
     assert names
     loss = F.cross_entropy(model(tokens, keep=1).logits[:, 0], targets)
-    weights = [model.mixers[1].get_parameter(name) for name in names]
+    weights = [model.cells[1].get_parameter(name) for name in names]
     found = torch.autograd.grad(loss, weights)
     expected = torch.cat([gradient.flatten() for gradient in found])
     assert_near(Run(model, tokens).weight_gradients(targets)[1], expected, 1e-9)
@@ -266,9 +266,9 @@ def test_what_is_not_finite_is_named(tmp_path: Path) -> None:
     model = RecurrentLM(
         RecurrentConfig(11, WIDTH, 1, {"kind": "rnn", "nonlinearity": "relu"}, block="plain")
     )
-    weight = model.mixers[0].get_parameter("cell.weight_hh_l0")
+    weight = model.cells[0].get_parameter("cell.weight_hh_l0")
     weight.data.copy_(1e20 * torch.eye(WIDTH))
-    model.mixers[0].get_parameter("cell.bias_hh_l0").data.fill_(1.0)
+    model.cells[0].get_parameter("cell.bias_hh_l0").data.fill_(1.0)
     batch = reverse().sample(2, length=8, generator=generator(0))
     said = nonfinite(model, batch)
     assert said is not None

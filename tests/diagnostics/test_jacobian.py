@@ -18,7 +18,7 @@ from longrnn.diagnostics.jacobian import (
     spectrum,
     unflatten,
 )
-from longrnn.mixers import RNN, Mamba2
+from longrnn.cells import RNN, Mamba2
 from tests.contracts.builders import (
     D_MODEL,
     MIXER_SPECS,

@@ -18,7 +18,7 @@ from longrnn.diagnostics.states import Diagnosis, Prompt, diagnose, newlines, te
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document
 from longrnn.mitigations import Mitigated, mitigation
-from longrnn.mixers import GRU, LSTM, MIXERS, RNN, Mamba2
+from longrnn.cells import GRU, LSTM, MIXERS, RNN, Mamba2
 from longrnn.models import RecurrentLM
 from longrnn.text import ByteTokenizer
 from tests.contracts.builders import assert_near, build_model, random_tokens
@@ -32,11 +32,11 @@ class Loop:
 
     def __init__(self, model: RecurrentLM, tokens: Tensor) -> None:
         self.kind = model.config.mixer["kind"]
-        self.mixers = model.mixers
-        self.inputs: list[list[Tensor]] = [[] for _ in model.mixers]  # (b, d) a token
-        self.outputs: list[list[Tensor]] = [[] for _ in model.mixers]
+        self.cells = model.cells
+        self.inputs: list[list[Tensor]] = [[] for _ in model.cells]  # (b, d) a token
+        self.outputs: list[list[Tensor]] = [[] for _ in model.cells]
         handles = [
-            mixer.register_forward_hook(self.keep(layer)) for layer, mixer in enumerate(self.mixers)
+            mixer.register_forward_hook(self.keep(layer)) for layer, mixer in enumerate(self.cells)
         ]
         state = model.init_state(len(tokens))
         self.states = [state]
@@ -70,7 +70,7 @@ class Loop:
 
     def gate(self, layer: int, time: int) -> Tensor:
         """Return the decay of the token at `time`, from the equations of the cell."""
-        x, mixer = self.inputs[layer][time], self.mixers[layer]
+        x, mixer = self.inputs[layer][time], self.cells[layer]
         if isinstance(mixer, Mamba2):
             raw = x @ mixer.in_proj.weight.T[:, -mixer.n_heads :] + mixer.dt_bias
             dt = torch.log(1 + raw.exp())
@@ -123,7 +123,7 @@ def test_against_a_loop(mixer: str) -> None:
             left = loop.memory(layer, FIRST) * loop.decay(layer, FIRST, stop)
             share = left.square().sum(-1).sqrt() / norm
             assert_near(reading.first_share, share, 1e-9, "first share")
-    assert not any(mixer._forward_hooks for mixer in model.mixers)
+    assert not any(mixer._forward_hooks for mixer in model.cells)
 
 
 def test_the_first_share_is_what_the_first_tokens_left() -> None:
@@ -195,7 +195,7 @@ def holding(layer: int, head: int) -> RecurrentLM:
     """Return a Mamba-2 with one head that never forgets; all others forget within a few tokens."""
     model = build_model("mamba2", dtype=torch.float32)
     with torch.no_grad():
-        for index, mixer in enumerate(model.mixers):
+        for index, mixer in enumerate(model.cells):
             assert isinstance(mixer, Mamba2)
             mixer.A_log.fill_(3.0)
             mixer.dt_bias.fill_(0.0)
@@ -287,7 +287,7 @@ def test_every_cell(mixer: str, tmp_path: Path) -> None:
 def test_states_that_overflow(tmp_path: Path) -> None:
     """States that are not finite are null in JSON and count as collapsed."""
     model = build_model({"kind": "rnn", "nonlinearity": "relu"}, dtype=torch.float32)
-    mixer = model.mixers[0]
+    mixer = model.cells[0]
     assert isinstance(mixer, RNN)
     _, recurrent, _, bias = mixer.cell.all_weights[0]
     with torch.no_grad():

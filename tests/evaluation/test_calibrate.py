@@ -25,7 +25,7 @@ from longrnn.hf.loading import load_recurrent
 from longrnn.mitigations import mitigation
 from longrnn.mitigations.base import Calibration, Mitigation
 from longrnn.mitigations.spec import write_calibration
-from longrnn.mixers import MIXERS
+from longrnn.cells import MIXERS
 from longrnn.models import RecurrentLM
 from longrnn.tasks.passkey_prompts import FILLER
 from longrnn.text import ByteTokenizer
@@ -96,13 +96,13 @@ def steps(model: RecurrentLM, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
     read: list[Tensor] = []
     hooks = [
         mixer.register_forward_pre_hook(lambda _, args: read.append(args[0]))
-        for mixer in model.mixers
+        for mixer in model.cells
     ]
     model(tokens)
     for hook in hooks:
         hook.remove()
     found = []
-    for mixer, x in zip(model.mixers, read, strict=True):
+    for mixer, x in zip(model.cells, read, strict=True):
         weights: Any = mixer
         raw = x @ weights.in_proj.weight[-mixer.n_heads :].T + weights.dt_bias
         found.append((torch.log1p(raw.exp()), -weights.A_log.exp()))
@@ -150,7 +150,7 @@ def test_a_state_that_holds_nothing(documents: list[Document]) -> None:
     """A head whose state is zero on the text raises a UserError."""
     model = build("gru")
     with torch.no_grad():
-        for parameter in model.mixers[1].parameters():
+        for parameter in model.cells[1].parameters():
             parameter.zero_()
     with pytest.raises(UserError, match="layer 1"):
         calibrate(model, documents, "state_norm", Settings(LENGTH), quiet=True)

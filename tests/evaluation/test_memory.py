@@ -14,7 +14,7 @@ from longrnn.evaluation.memory import MeanEffRem, enough, evaluate, remembrance,
 from longrnn.evaluation.texts import Document
 from longrnn.inference import prefill
 from longrnn.intervals import Estimate
-from longrnn.mixers import MIXERS
+from longrnn.cells import MIXERS
 from longrnn.models import LanguageModel
 from longrnn.results import read_results
 from tests.contracts.builders import build_mitigated, build_model, mitigation_spec, random_tokens

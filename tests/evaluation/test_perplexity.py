@@ -17,7 +17,7 @@ from longrnn.evaluation.forgetting import forgetting
 from longrnn.evaluation.perplexity import STRETCH, edges, evaluate, summarise
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.inference import prefill
-from longrnn.mixers import MIXERS
+from longrnn.cells import MIXERS
 from longrnn.models import LMOutput, RecurrentLM
 from longrnn.results import Row
 from longrnn.state import LMState

@@ -20,7 +20,7 @@ from longrnn.errors import UserError
 from longrnn.hf.delta import has_delta_layers
 from longrnn.hf.hybrid.model import open_hugging_face
 from longrnn.mitigations import Mitigated
-from longrnn.models import EditableModel
+from longrnn.models import LanguageModel
 from longrnn.state import expand
 from tests.hf.architectures import FEW, MANY, architecture
 from tests.hf.foreign import tokens
@@ -92,7 +92,7 @@ def opened(kind: str, theirs: Any) -> Any:
 
 def reason(model: Any) -> str:
     """Why not all of the columns are a yes."""
-    if isinstance(model, EditableModel):
+    if isinstance(model, LanguageModel):
         return ""
     return READ_ONLY if has_delta_layers(model) else NOT_OURS
 

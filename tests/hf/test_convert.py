@@ -61,7 +61,7 @@ def test_round_trips_are_bit_exact(dtype: torch.dtype, tied: bool, tmp_path: Pat
 def test_weights_of_several_dtypes_keep_them(tmp_path: Path) -> None:
     """Decays in float32 stay in float32 beside matrices in bfloat16."""
     model = native(tmp_path / "plain", torch.bfloat16)
-    for mixer in model.mixers:
+    for mixer in model.cells:
         mixer.A_log.data = mixer.A_log.data.float() + 1e-5  # type: ignore[operator,union-attr]
     save_model(model, tmp_path / "mixed")
     for to in ("native", "hf"):

@@ -16,7 +16,7 @@ from longrnn import state as states
 from longrnn.checksums import write_checksums
 from longrnn.errors import UserError
 from longrnn.hf import loading
-from longrnn.mixers import MIXERS
+from longrnn.cells import MIXERS
 from longrnn.models import LanguageModel, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from longrnn.ops import native as cpu_kernels

@@ -13,7 +13,7 @@ from longrnn import Mitigated, mitigation
 from longrnn.evaluation.passkey import cost, evaluate
 from longrnn.evaluation.passkey_grid import Grid
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.mixers import MIXERS
+from longrnn.cells import MIXERS
 from longrnn.models import LanguageModel, LMOutput, RecurrentLM
 from longrnn.models.recurrent import RecurrentConfig
 from longrnn.results import Row

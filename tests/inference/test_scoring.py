@@ -12,7 +12,7 @@ from longrnn.inference import prefill, trie
 from longrnn.inference.completion import complete
 from longrnn.inference.scoring import Pair, Score, score
 from longrnn.inference.trie import Ids, read_texts
-from longrnn.mixers import MIXERS
+from longrnn.cells import MIXERS
 from longrnn.models import LanguageModel, RecurrentConfig, RecurrentLM, generate
 from longrnn.progress import Progress
 from tests.contracts.builders import mixer_spec, stirred

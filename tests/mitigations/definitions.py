@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.mixers import Mixer
-from longrnn.mixers.gru import GRUState
-from longrnn.mixers.lstm import LSTMState
-from longrnn.mixers.mamba2 import Mamba2State
-from longrnn.mixers.rnn import RNNState
+from longrnn.cells import Cell
+from longrnn.cells.recurrent import GRUState
+from longrnn.cells.recurrent import LSTMState
+from longrnn.cells.mamba2 import Mamba2State
+from longrnn.cells.recurrent import RNNState
 from longrnn.models import RecurrentLM
 from longrnn.state import LMState, PyTree
 
@@ -222,7 +222,7 @@ CELLS: dict[str, Any] = {"lstm": lstm, "gru": gru, "rnn": rnn, "mamba2": mamba2}
 
 
 def run_mixer(
-    kind: str, mixer: Mixer, chain: Definition, x: Tensor, state: PyTree
+    kind: str, mixer: Cell, chain: Definition, x: Tensor, state: PyTree
 ) -> tuple[Tensor, PyTree]:
     """`mixer(x, state)` under a chain."""
     outputs = []
@@ -245,7 +245,7 @@ class Reference:
     def __init__(self, model: RecurrentLM, specs: Sequence[Spec]) -> None:
         self.model = model
         self.chains = [
-            Definition(specs, layer, mixer.n_heads) for layer, mixer in enumerate(model.mixers)
+            Definition(specs, layer, mixer.n_heads) for layer, mixer in enumerate(model.cells)
         ]
 
     def __call__(self, tokens: Tensor, state: LMState) -> tuple[Tensor, LMState]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.mitigations import MITIGATIONS, Chain, Stage, mitigation
-from longrnn.mixers import MIXERS, Composed, Edit
+from longrnn.cells import MIXERS, Composed, Edit
 from tests.contracts.builders import (
     DEFINED,
     assert_trees_equal,
@@ -133,7 +133,7 @@ def test_the_stage_is_where_the_edit_acts(spec: Spec, mixer: Spec) -> None:
     }
     member = mitigation(spec)
     assert not isinstance(member, Chain)
-    cell = build_model(mixer).mixers[0]
+    cell = build_model(mixer).cells[0]
     edit = member.bind(0, cell, torch.ones(cell.n_heads, dtype=torch.bool))
     names = set().union(*hooks.values())
     overridden = {name for name in names if getattr(type(edit), name) is not getattr(Edit, name)}
@@ -146,7 +146,7 @@ def test_only_one_redefines_the_recurrence() -> None:
     specs = [mitigation_spec("state_norm"), mitigation_spec("sliding_window")]
     with pytest.raises(UserError):
         mitigation(specs)
-    cell, heads = build_model().mixers[0], torch.ones(4, dtype=torch.bool)
+    cell, heads = build_model().cells[0], torch.ones(4, dtype=torch.bool)
     edits = [mitigation(spec).bind(0, cell, heads) for spec in specs]  # type: ignore[union-attr]
     with pytest.raises(UserError):
         Composed([edits[0], Composed([edits[1]])])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from longrnn.mitigations.values import Constant
-from longrnn.mixers.edits import EditedState
+from longrnn.cells import EditedState
 from longrnn.state import tree_map
 from tests.contracts.builders import DEFINED, build_mitigated, spec_id
 from tests.devices import GPU, CopyCounter
@@ -27,7 +27,7 @@ def test_a_second_call_copies_nothing_to_the_device(
 ) -> None:
     """A call of one token, in every layer, finds the numbers on the device."""
     model = build_mitigated([spec], mixer)
-    edit, cell = model.edits[0], model.mixers[0]
+    edit, cell = model.edits[0], model.cells[0]
     carry = tree_map(lambda leaf: leaf.to(GPU), edit.init_carry(cell, 2))
     cell.to(GPU)
     x = torch.zeros(2, 1, cell.d_input, dtype=torch.float64, device=GPU)

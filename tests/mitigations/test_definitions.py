@@ -182,7 +182,7 @@ def test_the_length_of_chunks_changes_no_result(r: int, chunk: int) -> None:
     spec = {"kind": "sliding_window", "window": r, "chunk": chunk}
     assert_as_defined([spec], ONE_GROUP, [1, 90, 4, 30], n_layers=1)
     model = build_mitigated([spec], ONE_GROUP, n_layers=1)
-    carries: Any = model.edits[0].init_carry(model.mixers[0], 1)
+    carries: Any = model.edits[0].init_carry(model.cells[0], 1)
     (carry,) = [one for one in carries if isinstance(one, WindowCarry)]
     assert len(carry.front) == r // chunk - 1
 
@@ -321,7 +321,7 @@ IDENTITY: dict[str, list[Spec]] = {
 def test_identity_options_change_nothing(spec: Spec, mixer: Spec) -> None:
     """Neutral numbers, and a mitigation of no layer, give the plain model."""
     plain = build_model(mixer)
-    heads = plain.mixers[0].n_heads
+    heads = plain.cells[0].n_heads
     tokens, state = random_tokens(2, 140), plain.init_state(2)
     expected = plain(tokens, state)
     variants = IDENTITY[spec["kind"]] + [spec | {"layers": []}] * (spec["kind"] != "none")

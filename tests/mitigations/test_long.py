@@ -74,7 +74,7 @@ def test_float32_rounding_does_not_add_up(spec: Spec, time: int) -> None:
 
     model = build_mitigated([spec], MIXER, dtype=torch.float32, n_layers=1)
     (edit,) = model.edits
-    carry = edit.init_carry(model.mixers[0], 1)
+    carry = edit.init_carry(model.cells[0], 1)
     outputs, state, sizes = [], start, [1, 62, 3, 1000]
     sizes += [4096] * ((time - sum(sizes)) // 4096)
     sizes += [time - sum(sizes)]

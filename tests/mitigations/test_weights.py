@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.mitigations import Mitigated, mitigation
-from longrnn.mixers import ScanningMixer, Steps
+from longrnn.cells import ScanningCell, Steps
 from longrnn.models import RecurrentLM
 from longrnn.models.base import LMOutput
 from longrnn.state import LMState, leaves
@@ -190,7 +190,7 @@ def test_power_decay_gradient_has_the_factor() -> None:
     ours = build_mitigated([{"kind": "power_decay", "scale": scale}])
     direct = build_model()
     with torch.no_grad():
-        for mixer in direct.mixers:
+        for mixer in direct.cells:
             mixer.A_log.mul_(scale)  # type: ignore[union-attr]
     found = gradients(ours(TOKENS).logits, parameters(recurrent(ours)))
     expected = gradients(direct(TOKENS).logits, parameters(direct))
@@ -204,8 +204,8 @@ def test_a_step_equal_to_the_threshold_is_filtered(dtype: torch.dtype) -> None:
     """In all heads, because dt itself is compared, and not a product with the rate."""
     heads = 64
     model = build_model({"kind": "mamba2", "d_state": 2, "head_dim": 1, "expand": 8}, dtype=dtype)
-    cell = model.mixers[0]
-    assert isinstance(cell, ScanningMixer)
+    cell = model.cells[0]
+    assert isinstance(cell, ScanningCell)
     assert cell.n_heads == heads
     dt = torch.rand(1, 50, heads, generator=generator(0), dtype=torch.float64).to(dtype)
     for threshold in dt[0, :, 0].tolist():
@@ -256,7 +256,7 @@ def test_weights_are_hashed_once_per_change(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_small_change_of_weights_is_detected(part: str) -> None:
     """One entry of a large weight, and a rate written through `.data`, are detected."""
     ours = build_mitigated([WINDOW], vocab_size=300)
-    state, cell = ours.init_state(2), ours.mixers[1]
+    state, cell = ours.init_state(2), ours.cells[1]
     with torch.no_grad():
         if part == "one entry":
             recurrent(ours).embedding.weight[217, 3] += 1e-9

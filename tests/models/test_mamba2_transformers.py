@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longrnn import load
-from longrnn.mixers.mamba2 import Mamba2, Mamba2State
+from longrnn.cells.mamba2 import Mamba2, Mamba2State
 from longrnn.models import RecurrentLM
 from tests.contracts.builders import assert_near, build_mixer, random_tree, stirred
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from longrnn.errors import UserError
-from longrnn.mixers import MIXERS, Edit, EditedState
+from longrnn.cells import MIXERS, Edit, EditedState
 from longrnn.models import LanguageModel, RecurrentConfig, RecurrentLM, segments
 from longrnn.models.recurrent import BLOCKS
 from longrnn.ops.ssd import resolve
@@ -263,7 +263,7 @@ def test_a_state_without_the_carries_of_the_edits_is_refused() -> None:
         model(random_tokens(2, 3), model.init_state(2), edits=[Count(), Count()])
     with pytest.raises(UserError, match="mitigation"):
         model(random_tokens(2, 3), model.init_state(2, [Count(), Count()]))
-    cell = model.mixers[0]
+    cell = model.cells[0]
     x, state = torch.zeros(1, 2, cell.d_input, dtype=torch.float64), cell.init_state(1)
     with pytest.raises(UserError):
         cell(x, state, Count())

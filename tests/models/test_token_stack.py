@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longrnn.mixers.mamba2 import Mamba2
+from longrnn.cells.mamba2 import Mamba2
 from longrnn.models import RecurrentLM, generate
 from longrnn.models.token_stack import TokenStack
 from longrnn.ops import native
@@ -123,13 +123,13 @@ def replace_layout(model: RecurrentLM) -> None:
 
 
 def replace_options(model: RecurrentLM) -> None:
-    mixer = model.mixers[1]
+    mixer = model.cells[1]
     assert isinstance(mixer, Mamba2)
     mixer.dt_limit, mixer.norm_eps = (0.0, 0.01), 0.5
 
 
 def replace_projection(model: RecurrentLM) -> None:
-    mixer = model.mixers[0]
+    mixer = model.cells[0]
     assert isinstance(mixer, Mamba2)
     mixer.out_proj = nn.Sequential(mixer.out_proj, nn.Tanh())  # type: ignore[assignment]
 
@@ -164,7 +164,7 @@ CHANGES: dict[str, Callable[[RecurrentLM], Any]] = {
     "hook of a block": hook("blocks.1"),
     "hook of a cell": hook("blocks.0.mixer"),
     "hook of a projection": hook("blocks.0.mixer.out_proj"),
-    "backend": lambda model: setattr(model.mixers[0], "backend", "chunked"),
+    "backend": lambda model: setattr(model.cells[0], "backend", "chunked"),
 }
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.mixers import MIXERS
+from longrnn.cells import MIXERS
 from longrnn.ops import native
 from longrnn.ops.native import sources
 from longrnn.ops.native.scan import scan

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from longrnn.mixers import Mixer
-from longrnn.mixers.mamba2 import Mamba2, Mamba2State
+from longrnn.cells import Cell
+from longrnn.cells.mamba2 import Mamba2, Mamba2State
 from tests.contracts.builders import assert_near, build_mixer, generator, random_tree
 from tests.ops.test_native import needs_kernels, threads
 
@@ -49,7 +49,7 @@ def test_the_fused_cell_equals_its_parts(options: dict[str, object], time: int) 
     assert torch.equal(found["conv"], wanted["conv"])
 
 
-def results(mixer: Mixer, x: Tensor, state: Mamba2State) -> dict[str, Tensor]:
+def results(mixer: Cell, x: Tensor, state: Mamba2State) -> dict[str, Tensor]:
     """Outputs and states of a mixer, and the gradients of a fixed functional of all of them."""
     leaves = {"x": x.clone().requires_grad_()}
     leaves |= {f"before {k}": v.clone().requires_grad_() for k, v in state._asdict().items()}

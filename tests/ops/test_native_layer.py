@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longrnn.mixers.mamba2 import Mamba2
+from longrnn.cells.mamba2 import Mamba2
 from longrnn.models import RecurrentLM
 from longrnn.models.checkpoint import cast_weights
 from longrnn.models.token_stack import TokenStack
@@ -97,7 +97,7 @@ def test_hooks_see_every_token(name: str) -> None:
 def test_a_replaced_projection_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by adapters, which put a module of their own in its place, or replace its `forward`."""
     model = model_of(SHAPES[0], torch.float32)
-    state, mixer = model.init_state(1), model.mixers[0]
+    state, mixer = model.init_state(1), model.cells[0]
     plain = decode(model, 1, state)
     assert isinstance(mixer, Mamba2)
     forward = mixer.in_proj.forward

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from longrnn.mitigations.forget_more import ForgetMore
-from longrnn.mixers.mamba2 import Mamba2
+from longrnn.cells.mamba2 import Mamba2
 from longrnn.ops import native
 from longrnn.ops.conv import causal_conv
 from longrnn.ops.native import parts

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.mitigations.state_norm import Limit
-from longrnn.mixers import MIXERS, Edit, EditedState, Update
-from longrnn.mixers.stepwise import StepwiseMixer
+from longrnn.cells import MIXERS, Edit, EditedState, Update
+from longrnn.cells.stepwise import StepwiseCell
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.ops import native
 from longrnn.ops.native import stepwise
@@ -43,15 +43,15 @@ CHAINS = ["forget_more+state_norm(threshold=0.8)", "sliding_window(window=5)+for
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6}
 
 
-def wide_mixer(spec: dict[str, Any], dtype: torch.dtype, width: int) -> StepwiseMixer:
+def wide_mixer(spec: dict[str, Any], dtype: torch.dtype, width: int) -> StepwiseCell:
     torch.manual_seed(0)
     mixer = MIXERS.build(spec, 5, width).to(dtype)
-    assert isinstance(mixer, StepwiseMixer)
+    assert isinstance(mixer, StepwiseCell)
     return mixer
 
 
 def both(
-    mixer: StepwiseMixer, x: Tensor, state: PyTree, edit: Edit, carry: PyTree = ()
+    mixer: StepwiseCell, x: Tensor, state: PyTree, edit: Edit, carry: PyTree = ()
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs, state and carry of the C++ loop, and of the Python loop, as lists of tensors."""
     with torch.no_grad():
@@ -107,7 +107,7 @@ def test_every_defined_pair_runs_in_cpp_without_gradients(
     spec: dict[str, Any], mixer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build_mitigated([spec], mixer)
-    for cell in recurrent(model).mixers:
+    for cell in recurrent(model).cells:
         monkeypatch.setattr(cell, "_edited", None)
     with torch.no_grad():
         model(random_tokens(2, 9))

@@ -82,7 +82,7 @@ def test_variants_are_those_defined_for_the_model(kind: str) -> None:
     """A mitigation that is undefined for the model's cells has no variant."""
     built = model(kind)
     methods = {one.method for one in variants(built, TRAINED, TARGET).values()}
-    cell = type(built.mixers[0])
+    cell = type(built.cells[0])
     assert methods == {name for name, m in MITIGATIONS.items() if m.undefined(cell) is None}
 
 

@@ -142,7 +142,7 @@ def test_a_linear_cell_has_the_same_gradient_everywhere() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.abs_()
-        cell = model.mixers[0].cell
+        cell = model.cells[0].cell
         assert isinstance(cell, torch.nn.RNN)
         _, recurrent, _, _ = cell.all_weights[0]
         weight = recurrent.clone()

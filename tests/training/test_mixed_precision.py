@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longrnn.errors import UserError
-from longrnn.mixers import Mamba2
+from longrnn.cells import Mamba2
 from longrnn.models import RecurrentLM
 from longrnn.ops.ssd import ScanInputs, select
 from longrnn.state import leaves
@@ -35,7 +35,7 @@ def test_weights_states_and_decays_stay_float32(tmp_path: Path) -> None:
 
     model = trainer.model
     assert isinstance(model, RecurrentLM)
-    for mixer in model.mixers:
+    for mixer in model.cells:
         assert isinstance(mixer, Mamba2)
         watched(mixer)
     optimizer = trainer.optimizer

@@ -48,7 +48,7 @@ def sick(folder: Path, fault: str, kind: str = "reverse", token: int = TOKEN) ->
             model.embedding.weight[token] = 1e20
         else:
             # The product is of order 1; the gradient of the small factor is the large one.
-            weight = model.mixers[0].get_parameter("cell.weight_ih_l0")
+            weight = model.cells[0].get_parameter("cell.weight_ih_l0")
             weight[:, :16] *= 1e37
             model.embedding.weight.mul_(1e-37)
             assert fault in ("backwards", "norm")

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.errors import UserError
-from longrnn.mixers import MIXERS
+from longrnn.cells import MIXERS
 from longrnn.models import RecurrentLM
 from longrnn.state import LMState, leaves
 from longrnn.tasks import Batch

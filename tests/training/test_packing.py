@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.errors import UserError
-from longrnn.mixers import MIXERS
+from longrnn.cells import MIXERS
 from longrnn.models import RecurrentLM
 from longrnn.state import detach, reset
 from longrnn.tasks import Instruct, Text

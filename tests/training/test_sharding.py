@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from longrnn.errors import UserError
-from longrnn.mixers import Mamba2
+from longrnn.cells import Mamba2
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.tasks import Batch
 from longrnn.training import sharding
@@ -76,7 +76,7 @@ def test_matrices_are_gathered_in_bfloat16_and_all_else_in_float32(checkpointing
                 seen.setdefault(name, set()).add(weight.dtype)
 
     assert isinstance(trained.model, RecurrentLM)
-    for mixer in trained.model.mixers:
+    for mixer in trained.model.cells:
         assert isinstance(mixer, Mamba2)
         # When the last layer of the mixer runs, everything before it has been gathered.
         mixer.out_proj.register_forward_pre_hook(lambda layer, arguments, m=mixer: watch(m, ()))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.mixers import MIXERS
+from longrnn.cells import MIXERS
 from longrnn.models import RecurrentLM
 from longrnn.state import LMState, leaves, reset, take
 from longrnn.tasks import Batch

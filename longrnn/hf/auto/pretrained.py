@@ -41,7 +41,7 @@ class LongRNNPreTrainedModel(PreTrainedModel):
             # RecurrentLM has initialised itself; on the meta device, `_init_weights` does.
             setattr(weight, INITIALISED, not weight.is_meta)
         self._keep_in_fp32_modules_strict = {
-            f"mixer.{name}" for mixer in self.model.mixers for name in mixer.wide_weights
+            f"mixer.{name}" for mixer in self.model.cells for name in mixer.wide_weights
         }
         # A tuple, because a module would be registered and repeat every weight.
         self._fresh: tuple[RecurrentLM] | None = None

@@ -23,7 +23,7 @@ from longrnn.hf.hybrid.cell import SharedMamba2
 from longrnn.hf.hybrid.families import FAMILIES, CannotReplaceError
 from longrnn.hf.positions import longest
 from longrnn.hf.sizes import quietly
-from longrnn.mixers import Edit, EditedState, Mixer, init_carries
+from longrnn.cells import Edit, EditedState, Cell, init_carries
 from longrnn.models.base import LMOutput, fingerprint
 from longrnn.models.checks import check_is_state, check_state, check_targets, check_tokens
 from longrnn.models.segments import CALL_LOGITS
@@ -62,7 +62,7 @@ class HybridLM(HFLanguageModel):
         super().__init__(model, beyond=beyond, carrier=HybridCarrier(model))
         self.layer_numbers = list(cells)
         # A list, because the weights are already in `model`.
-        self.mixers: list[Mixer] = list(cells.values())
+        self.cells: list[Cell] = list(cells.values())
 
     def window_attention(self, window: int) -> None:
         """Make every attention layer read the last `window` tokens only, the current one included.
@@ -108,7 +108,7 @@ class HybridLM(HFLanguageModel):
         """The kind of the cells in the registry of mixers."""
         return "mamba2"
 
-    def mixer_states(self, state: LMState) -> list[PyTree]:
+    def cell_states(self, state: LMState) -> list[PyTree]:
         """Return the state of each cell."""
         return [state.layers[number].cell for number in self.layer_numbers]
 
@@ -117,7 +117,7 @@ class HybridLM(HFLanguageModel):
         state = super().init_state(batch_size)
         if edits is None:
             return state
-        return state._replace(extra=init_carries(self.mixers, batch_size, edits))
+        return state._replace(extra=init_carries(self.cells, batch_size, edits))
 
     @torch.no_grad()
     def forward(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longrnn.config import build_config
 from longrnn.errors import UserError
-from longrnn.mixers.mamba2 import Mamba2
+from longrnn.cells.mamba2 import Mamba2
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 from longrnn.registry import Registry, keyword_options
 
@@ -108,7 +108,7 @@ def cell_of(model: RecurrentLM, reader: str) -> Mamba2:
     Raises:
         UserError: the model is not one that a published Mamba-2 checkpoint can describe.
     """
-    config, cell = model.config, model.mixers[0]
+    config, cell = model.config, model.cells[0]
     reasons = {
         f"{config.mixer['kind']} cells": isinstance(cell, Mamba2),
         f"{config.block} blocks": config.block == "residual",

@@ -16,7 +16,7 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.hf.auto import LongRNNConfig, LongRNNForCausalLM, StateCache
 from longrnn.hf.auto import pretrained as pretrained_module
-from longrnn.mixers import MIXERS
+from longrnn.cells import MIXERS
 from longrnn.models import RecurrentLM, segments
 from longrnn.positions import POSITIONS
 from longrnn.state import leaves

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast, TextIteratorStreamer
 from longrnn.errors import UserError
 from longrnn.hf.auto import StateCache
 from longrnn.hf.tokenizer import byte_level
-from longrnn.mixers import MIXERS
+from longrnn.cells import MIXERS
 from longrnn.models import generate
 from longrnn.state import clone, expand, leaves
 from tests.contracts.builders import VOCAB, mitigation_spec, random_state, random_tokens

@@ -16,7 +16,7 @@ from longrnn.errors import UserError
 from longrnn.hf.auto import LongRNNConfig, LongRNNForCausalLM, StateCache
 from longrnn.hf.embedded import embedded
 from longrnn.mitigations import Mitigated
-from longrnn.mixers import MIXERS
+from longrnn.cells import MIXERS
 from longrnn.models.checkpoint import save_model
 from longrnn.positions import POSITIONS
 from longrnn.state import LMState, leaves

@@ -22,7 +22,7 @@ from transformers import (
 from longrnn import load
 from longrnn.errors import UserError
 from longrnn.hf.tokenizer import byte_level
-from longrnn.mixers import MIXERS
+from longrnn.cells import MIXERS
 from longrnn.state import leaves
 from longrnn.training.objective import Objective
 from tests.contracts.builders import build_model, random_tokens
@@ -184,7 +184,7 @@ print(type(model).__name__)
 
 
 def adapted_by_lora(model: Any, target: str) -> Any:
-    channels = model.model.mixers[0].d_xBC
+    channels = model.model.cells[0].d_xBC
     options = LoraConfig(r=channels, target_modules=[target, "in_proj"], init_lora_weights=False)
     return get_peft_model(model, options)
 

@@ -16,7 +16,7 @@ from longrnn.errors import UserError
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.model import HybridLM, open_hugging_face
 from longrnn.mitigations import MITIGATIONS, Mitigated, mitigation
-from longrnn.mixers import Edit
+from longrnn.cells import Edit
 from longrnn.ops.ssd import SSD, ScanInputs
 from longrnn.state import PyTree, join, leaves
 from tests.contracts.builders import assert_near, mitigation_spec
@@ -60,10 +60,10 @@ def test_state_norm_equals_its_definition_token_by_token(kind: str) -> None:
     """In float64, and different from the plain model."""
     model, text = hybrid(kind), tokens(2, 24, seed=2) % 60
     mitigated = Mitigated(model, mitigation(f"state_norm(threshold={LIMIT})"))
-    expected, after = model(text, edits=[TokenByToken()] * len(model.mixers))
+    expected, after = model(text, edits=[TokenByToken()] * len(model.cells))
     logits, state = mitigated(text)
     assert_near(logits, expected, 1e-10)
-    for found, wanted in zip(model.mixer_states(state), model.mixer_states(after), strict=True):
+    for found, wanted in zip(model.cell_states(state), model.cell_states(after), strict=True):
         assert_near(found.ssm, wanted.ssm, 1e-10)
     assert not torch.allclose(logits, model(text).logits)
 
@@ -119,7 +119,7 @@ def test_states_are_measured_as_they_are() -> None:
     """The norms of a diagnosis are those of the states, and the loss is that of the logits."""
     model, text = hybrid("granitemoehybrid"), tokens(2, 33, seed=6) % 60
     (measured,) = read(model, text, [32], first=8)
-    states = model.mixer_states(model(text[:, :32]).state)
+    states = model.cell_states(model(text[:, :32]).state)
     for found, state in zip(measured.heads, states, strict=True):
         assert_near(found.norm, state.ssm.flatten(2).norm(dim=-1), 1e-9)
         assert found.retention is not None
@@ -159,7 +159,7 @@ def test_a_state_of_earlier_weights_is_refused() -> None:
     state, known = model(text).state, model.model.fingerprint()
     assert isinstance(model.model, HybridLM)
     with torch.no_grad():
-        model.model.mixers[0].get_parameter("A_log").add_(0.5)
+        model.model.cells[0].get_parameter("A_log").add_(0.5)
     assert model.model.fingerprint() != known
     with pytest.raises(UserError):
         model(text, state)

@@ -18,7 +18,7 @@ from longrnn.hf.adapter import HFLanguageModel
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.model import HybridLM, open_hugging_face
 from longrnn.mitigations import Mitigated
-from longrnn.mixers import Mamba2
+from longrnn.cells import Mamba2
 from longrnn.state import leaves
 from tests.contracts.builders import assert_near
 from tests.hf.architectures import architecture
@@ -103,11 +103,11 @@ def test_the_cells_share_the_weights_of_the_model() -> None:
     layer = twin.model.model.layers[0].mamba
     with torch.no_grad():
         layer.dt_bias.add_(1.0)
-    assert twin.mixers[0].get_parameter("dt_bias") is layer.dt_bias
+    assert twin.cells[0].get_parameter("dt_bias") is layer.dt_bias
     assert torch.equal(model(text).logits, before)
     assert not torch.allclose(twin(text).logits, before)
     owned = {id(weight) for weight in model.model.parameters()}
-    assert {id(weight) for cell in model.mixers for weight in cell.parameters()} <= owned
+    assert {id(weight) for cell in model.cells for weight in cell.parameters()} <= owned
 
 
 def stirred_weights(model: HybridLM) -> dict[str, Tensor]:
@@ -154,7 +154,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     model = open_hugging_face(theirs)
     assert isinstance(model, HybridLM)
     state = model.init_state(2)
-    assert model.mixer_states(state)[0].ssm.dtype == torch.promote_types(dtype, torch.float32)
+    assert model.cell_states(state)[0].ssm.dtype == torch.promote_types(dtype, torch.float32)
     one = model(text).logits
     first, state = model(text[:, :8], state)
     second, _ = model(text[:, 8:], state)
@@ -246,7 +246,7 @@ def test_weights_of_recurrences_are_not_rounded_on_loading(
     stored = hybrid_of(theirs)
     model = load(tmp_path, dtype=dtype)
     assert isinstance(model, HybridLM)
-    for ours, original in zip(model.mixers, stored.mixers, strict=True):
+    for ours, original in zip(model.cells, stored.cells, strict=True):
         for name in Mamba2.wide_weights:
             assert torch.equal(getattr(ours, name), getattr(original, name).float()), name
         assert ours.get_parameter("conv1d.weight").dtype == dtype

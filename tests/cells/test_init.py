@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from longrnn.errors import UserError
 from longrnn.hf.loading import load
-from longrnn.mixers import INITS, MIXERS, RNN, Mamba2, Mixer
-from longrnn.mixers.init import MAX_TIME_SCALE
-from longrnn.mixers.stepwise import StepwiseMixer
+from longrnn.cells import INITS, MIXERS, RNN, Mamba2, Cell
+from longrnn.cells.init import MAX_TIME_SCALE
+from longrnn.cells.stepwise import StepwiseCell
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from tests.contracts.builders import D_MODEL, assert_trees_equal, mixer_spec, random_tokens
@@ -25,18 +25,18 @@ DEFINED = {
     "xavier": {"rnn", "gru", "lstm"},
     "long_memory": {"gru", "lstm", "mamba2"},
 }
-STEPWISE = [kind for kind, member in MIXERS.items() if issubclass(member, StepwiseMixer)]
+STEPWISE = [kind for kind, member in MIXERS.items() if issubclass(member, StepwiseCell)]
 
 
-def build(kind: str, init: str | None = None) -> Mixer:
+def build(kind: str, init: str | None = None) -> Cell:
     torch.manual_seed(0)
     spec = mixer_spec(kind) if init is None else {**mixer_spec(kind), "init": init}
     return MIXERS.build(spec, D_MODEL + 2, D_MODEL)
 
 
-def blocks(mixer: Mixer) -> list[Tensor]:
+def blocks(mixer: Cell) -> list[Tensor]:
     """The recurrent matrix of each gate."""
-    assert isinstance(mixer, StepwiseMixer)
+    assert isinstance(mixer, StepwiseCell)
     return list(mixer.get_parameter("cell.weight_hh_l0").detach().double().split(D_MODEL))
 
 
@@ -101,7 +101,7 @@ def test_long_memory(kind: str) -> None:
         kept = (nn.functional.softplus(mixer.dt_bias) * mixer.rates()).exp()
         scales = -1 / kept.log()
     else:
-        assert isinstance(mixer, StepwiseMixer)
+        assert isinstance(mixer, StepwiseCell)
         # Without the recurrent matrix: the bias alone.
         mixer.get_parameter("cell.weight_hh_l0").data.zero_()
         zeros = torch.zeros(1, 64, dtype=torch.float64)

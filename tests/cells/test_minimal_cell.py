@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from longrnn import Mitigated, generate, mitigation
 from longrnn.errors import UserError
 from longrnn.mitigations import MITIGATIONS
-from longrnn.mixers import MIXERS, Edit, Mixer
+from longrnn.cells import MIXERS, Edit, Cell
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.state import PyTree
 from tests.contracts.builders import MITIGATION_OPTIONS, VOCAB, random_tokens
@@ -24,7 +24,7 @@ class MeanState(NamedTuple):
     h: Tensor
 
 
-class Mean(Mixer):
+class Mean(Cell):
     """h ← (h + W x) / 2."""
 
     def __init__(self, d_input: int, d_model: int) -> None:

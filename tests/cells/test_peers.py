@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from longrnn.errors import UserError
-from longrnn.mixers import MIXERS, Edit, EditedState, Mixer, Update
-from longrnn.mixers.stepwise import StepwiseMixer
+from longrnn.cells import MIXERS, Edit, EditedState, Cell, Update
+from longrnn.cells.stepwise import StepwiseCell
 from tests.contracts.builders import (
     D_MODEL,
     assert_same,
@@ -34,10 +34,10 @@ PEERS: list[tuple[dict[str, Any], nn.RNNBase]] = [
     ({"kind": "gru"}, nn.GRU(D_INPUT, D_MODEL, batch_first=True)),
     ({"kind": "lstm"}, nn.LSTM(D_INPUT, D_MODEL, batch_first=True)),
 ]
-STEPWISE = [name for name, member in MIXERS.items() if issubclass(member, StepwiseMixer)]
+STEPWISE = [name for name, member in MIXERS.items() if issubclass(member, StepwiseCell)]
 
 
-class PeerMixer(Mixer):
+class PeerMixer(Cell):
     """A `torch.nn` module with the interface of a mixer."""
 
     def __init__(self, cell: nn.RNNBase, like: tuple[Tensor, ...]) -> None:
@@ -54,7 +54,7 @@ class PeerMixer(Mixer):
         return y, type(state)(*(leaf[0] for leaf in after)), carry
 
 
-def draw(mixer: Mixer, dtype: torch.dtype) -> tuple[Tensor, Any]:
+def draw(mixer: Cell, dtype: torch.dtype) -> tuple[Tensor, Any]:
     return (
         random_tree(torch.empty(BATCH, TIME, D_INPUT, dtype=dtype), 1),
         random_tree(mixer.init_state(BATCH), 2),
@@ -101,7 +101,7 @@ class Halve(Edit):
 def test_an_edit_sees_every_token(kind: str) -> None:
     """The hooks get memory and update of each token, and their result becomes the state."""
     mixer = build_mixer(mixer_spec(kind))
-    assert isinstance(mixer, StepwiseMixer)
+    assert isinstance(mixer, StepwiseCell)
     x, state = draw(mixer, torch.float64)
     runs = [mixer(x[:, :t], EditedState(state, ()), Halve()) for t in (1, 2, 3)]
     reached = [state, *(after.state for _, after in runs)]
