@@ -4,10 +4,11 @@ How a call finds its implementation: a cell holds the name of a backend, `auto` 
 `choose` once per call, with the tensors that the call reads. `choose` returns a `Backend`, a tuple
 of functions, all of which can compute this call. `TORCH` has every operation in differentiable
 operations of torch, and defines them. The others are TORCH with some functions replaced: `CPU` by
-C++ kernels, and with gradients by those that have a backward pass (`CPU_GRADIENTS`); `FLA` and
-`MAMBA_SSM` by kernels of other libraries on a GPU. `auto` takes the first of these that covers the
-device, the dtypes and the need of gradients, and TORCH otherwise; a backend that is named is used
-or refused. A layer that is edited or packed is composed from `conv`, `scan` or `limit`, and `gate`.
+C++ kernels, and with gradients by those that have a backward pass (`CPU_GRADIENTS`); `FLA` by those
+of flash-linear-attention on a GPU; and `MAMBA_SSM` by those of mamba-ssm, for layers without edits.
+`auto` takes the first of these that covers the device, the dtypes and the need of gradients, and
+TORCH otherwise; a backend that is named is used or refused. A layer that is edited or packed is
+composed from `conv`, `scan` or `limit`, and `gate`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Backend(NamedTuple):
         gate: `longrnn.ops.norm.gated_rms_norm`.
         limit: `longrnn.ops.limit.limited`, with `scan` as the plain recurrence.
         cell: (projected, weights, state) → (y, state): `longrnn.ops.mamba2.cell` of all of them.
+        recurrence: takes the place of `scan` in `cell`, for kernels that need dt and A; or None.
     """
 
     scan: Callable[..., tuple[Tensor, Tensor]]
@@ -38,10 +40,11 @@ class Backend(NamedTuple):
     gate: Callable[..., Tensor]
     limit: Callable[..., tuple[Tensor, Tensor]]
     cell: Callable[..., tuple[Tensor, mamba2.Mamba2State]]
+    recurrence: mamba2.Recurrence | None = None
 
     def composed(self) -> Backend:
         """The backend whose `cell` is composed from its other operations."""
-        return self._replace(cell=partial(mamba2.cell, self))
+        return self._replace(cell=partial(mamba2.cell, self, recurrence=self.recurrence))
 
 
 def _with_scan(scan: Callable[..., tuple[Tensor, Tensor]]) -> Backend:
@@ -54,7 +57,8 @@ TORCH = Backend(
 ).composed()
 CPU = Backend(cpu.scan, cpu.conv, cpu.gate, cpu.limit, cpu.cell)
 CPU_GRADIENTS = _with_scan(cpu.scan)._replace(cell=cpu.cell)
-FLA, MAMBA_SSM = _with_scan(gpu.fla_scan), _with_scan(gpu.mamba_ssm_scan)
+FLA = _with_scan(gpu.fla_scan)
+MAMBA_SSM = TORCH._replace(recurrence=gpu.mamba_ssm_recurrence).composed()
 
 BACKENDS = {"torch": TORCH, "cpu": CPU, "fla": FLA, "mamba_ssm": MAMBA_SSM}
 """Backends by name, in the order in which documents list them."""
@@ -79,7 +83,10 @@ def choose(name: str, tensors: Sequence[Tensor | None]) -> Backend:
             gradients = kind == "cpu" and cpu.tracked(tensors)
             return CPU_GRADIENTS if gradients else BACKENDS[kind]
         if name != "auto":
-            raise UserError(f"the backend {name} cannot compute this call: {reason}")
+            raise UserError(
+                f"the backend {name} cannot compute this call: {reason}; use backend='auto' for "
+                "another one"
+            )
     return TORCH
 
 

@@ -1,0 +1,135 @@
+"""The kernels of flash-linear-attention and mamba-ssm themselves, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MAMBA_SSM_VERSION = "2.3.2.post1"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
+]
+
+# Runs the kernels of a library in Triton's interpreter, and prints the largest relative error of
+# each result and gradient. `{shim}` makes the library import on a machine without a GPU.
+INTERPRETED = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+import torch
+from triton.runtime.autotuner import Autotuner
+
+first = Autotuner.__init__
+Autotuner.__init__ = lambda self, fn, names, configs, *args, **named: first(
+    self, fn, names, configs[:1], *args, **named
+)
+{shim}
+from tests.backends.test_gpu import error, of_scan, outcome, random_inputs, wide, window_of_20
+from longrnn.ops import gpu
+from longrnn.ops.backend import FLA, TORCH
+from longrnn.ops.scan import ScanInputs, loop
+
+found = []
+{calls}
+print(json.dumps(found))
+"""
+FLA_SHIM = """
+from fla.ops.common import chunk_h
+
+class Index(int):  # what `range` yields in a compiled kernel has this method
+    def to(self, dtype):
+        return self
+
+chunk_h.range = lambda *ends: map(Index, range(*map(int, ends)))
+"""
+FLA_CALLS = """
+for time, starts in ((5, (2,)), (70, (20, 66))):
+    inputs, state = random_inputs(time, groups=1, starts=starts, rows=1, size=16)
+    exact = outcome(of_scan(loop), wide([*inputs, state]))
+    ours = outcome(of_scan(gpu.fla_scan), [*inputs, state])
+    found.append([error(*pair) for pair in zip(ours, exact)])
+inputs, _ = random_inputs(27, groups=1, rows=1, size=16)
+exact, ours = outcome(window_of_20(TORCH), wide(inputs)), outcome(window_of_20(FLA), inputs)
+found.append([error(*pair) for pair in zip(ours, exact)])
+"""
+MAMBA_SSM_SHIM = """
+import contextlib, importlib.machinery, os, types
+
+for name in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.utils"):  # without the compiled extension
+    package = types.ModuleType(name)
+    package.__path__ = [os.path.join(sys.argv[1], *name.split("."))]
+    package.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+    sys.modules[name] = package
+torch.cuda.device = lambda index: contextlib.nullcontext()
+torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(multi_processor_count=4)
+"""
+MAMBA_SSM_CALLS = """
+gpu.CHUNK = 16
+inputs, state = random_inputs(40, groups=1, rows=1, size=16)
+given = [inputs.x, inputs.gain, inputs.log_decay[0, 0] / inputs.gain[0, 0], *inputs[3:], state]
+
+def exactly(x, dt, A, B, C, state):
+    return loop(ScanInputs(x, dt, dt * A, B, C), state)
+
+exact, ours = outcome(exactly, wide(given)), outcome(gpu.mamba_ssm_recurrence, given)
+found.append([error(*pair) for pair in zip(ours, exact)])
+"""
+
+
+def interpreted(shim: str, calls: str, *arguments: str) -> list[list[float]]:
+    environment = {"TRITON_INTERPRET": "1", "MAMBA_DETERMINISTIC": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED.format(shim=shim, calls=calls), *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.skipif(find_spec("fla") is None, reason="fla-core is not installed")
+def test_fla_agrees_with_the_loop() -> None:
+    """Within 1e-5, with gradients: few tokens and many, with documents, and under a window.
+
+    A window changes the output of the scan in place.
+    """
+    for found in interpreted(FLA_SHIM, FLA_CALLS):
+        assert max(found) < 1e-5, found
+
+
+@pytest.fixture(scope="module")
+def mamba_ssm_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source of mamba-ssm, which cannot be installed without a GPU's compiler."""
+    folder = tmp_path_factory.mktemp("mamba_ssm")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:"]
+    command += ["--no-build-isolation", "--quiet", "--dest", str(folder)]
+    done = subprocess.run(
+        [*command, f"mamba-ssm=={MAMBA_SSM_VERSION}"],
+        env={**os.environ, "MAMBA_SKIP_CUDA_BUILD": "TRUE", "MAMBA_FORCE_BUILD": "TRUE"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    archives = list(folder.glob("*.tar.gz"))
+    if not archives:
+        pytest.skip(f"mamba-ssm cannot be downloaded: {done.stderr.strip()[-200:]}")
+    with tarfile.open(archives[0]) as archive:
+        archive.extractall(folder, filter="data")
+    return next(path.parent for path in folder.glob("*/mamba_ssm"))
+
+
+def test_mamba_ssm_agrees_with_the_loop(mamba_ssm_source: Path) -> None:
+    """Within 1e-5 of the loop in float64."""
+    (found,) = interpreted(MAMBA_SSM_SHIM, MAMBA_SSM_CALLS, str(mamba_ssm_source))
+    assert max(found) < 1e-5, found
