@@ -137,6 +137,8 @@ def load(
             raise UserError(f"{error}; besides, {folder} is damaged ({wrong})") from error
         if (wrong := damaged.result()) is not None:
             raise UserError(refusal(folder, wrong))
+    if isinstance(model, RecurrentLM):
+        model.loaded_from = str(folder)
     quantise(model, weights)
     if device != BALANCED:
         return model.to(device=device)

@@ -37,6 +37,7 @@ class LongRNNConfig(PreTrainedConfig):
     """
 
     model_type: ClassVar[str] = "longrnn"
+    auto_map: ClassVar[dict[str, str]] = {}  # TRL reads it
 
     config: dict[str, Any] | None = None
     tokenizer: str = "tokenizer.json"
@@ -54,6 +55,12 @@ class LongRNNConfig(PreTrainedConfig):
                 options[NAMES.get(name, name)] = kwargs.pop(name)
         self.config = asdict(build_config(RecurrentConfig, options, source="LongRNNConfig"))
         super().__post_init__(**kwargs)
+        self.architectures = self.architectures or ["LongRNNForCausalLM"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """See `PreTrainedConfig`; with the sizes by the names under which PEFT reads them."""
+        # A recurrent model has no attention heads; PEFT wants their number to divide a width by it.
+        return super().to_dict() | {"hidden_size": self.hidden_size, "num_attention_heads": 1}
 
     @property
     def recurrent(self) -> RecurrentConfig:

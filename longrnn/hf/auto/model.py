@@ -96,6 +96,10 @@ class LongRNNForCausalLM(  # pyright: ignore
             )
         spec = None if chain is None else str(chain)
         config = LongRNNConfig(config=asdict(plain.config), tokenizer=tokenizer, mitigation=spec)
+        recorded = plain.trained_under and str(mitigation(plain.trained_under))
+        if plain.loaded_from is not None and spec == recorded:
+            # From there trainers of TRL load a reference model, and PEFT notes it in an adapter.
+            config.name_or_path = plain.loaded_from
         with torch.device("meta"):
             whole = cls(config)
         whole.model = plain
