@@ -29,7 +29,7 @@ def test_load_understands_a_mitigation() -> None:
     expected = Mitigated(load_recurrent("passkey-tiny"), mitigation(SPEC))
     assert model.fingerprint() == expected.fingerprint()
     assert longrnn.load_tokenizer(f"passkey-tiny+{SPEC}").fingerprint() == "bytes"
-    with pytest.raises(UserError, match="leave out the plus and what follows it"):
+    with pytest.raises(UserError, match=r"give passkey-tiny\+none"):
         load_recurrent(f"passkey-tiny+{SPEC}")
     with pytest.raises(UserError, match="did you mean 'sliding_window'"):
         load("passkey-tiny+sliding_windw")

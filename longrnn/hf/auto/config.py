@@ -9,6 +9,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from longrnn.config import build_config
+from longrnn.mitigations import mitigation
 from longrnn.models.checkpoint import FORMAT
 from longrnn.models.recurrent import RecurrentConfig
 
@@ -59,8 +60,13 @@ class LongRNNConfig(PreTrainedConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """See `PreTrainedConfig`; with the sizes by the names under which PEFT reads them."""
-        # A recurrent model has no attention heads; PEFT wants their number to divide a width by it.
-        return super().to_dict() | {"hidden_size": self.hidden_size, "num_attention_heads": 1}
+        under = self.mitigation
+        return super().to_dict() | {
+            "hidden_size": self.hidden_size,
+            # There are none; PEFT wants their number to divide a width by it.
+            "num_attention_heads": 1,
+            "mitigation": None if under is None else str(mitigation(under)),
+        }
 
     @property
     def recurrent(self) -> RecurrentConfig:

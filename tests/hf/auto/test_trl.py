@@ -99,8 +99,11 @@ def test_a_trainer_takes_a_step_from_a_folder(
     assert moved == set(PROJECTIONS) if adapter else moved > set(PROJECTIONS)
 
 
-def test_the_reference_of_a_loaded_model_is_that_of_its_folder(tmp_path: Path) -> None:
-    model: Any = load(saved(None, tmp_path / "model"))
+@pytest.mark.parametrize("mitigation", [None, WINDOW])
+def test_the_reference_of_a_loaded_model_is_that_of_its_folder(
+    mitigation: str | None, tmp_path: Path
+) -> None:
+    model: Any = load(saved(mitigation, tmp_path / "model"))
     _, logged = first_step("dpo", LongRNNForCausalLM.of(model), tmp_path / "run")
     assert logged["loss"] == pytest.approx(math.log(2), abs=1e-6)
 
