@@ -121,7 +121,8 @@ MANY = names(
     afmoe apertus arcee aria_text axk1 bart beam bert bert-generation big_bird bigbird_pegasus
     biogpt bitnet blenderbot blenderbot-small bloom codegen cohere cohere2 cohere2_moe ctrl
     deepseek_v3 diffllama doge electra ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon
-    falcon_mamba flex_olmo gemma gemma2 gemma3_text gemma3n_text gemma4_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa
+    falcon_mamba flex_olmo gemma gemma2 gemma3_text gemma3n_text gemma4_text glm glm4 glm4_moe
+    glm4_moe_lite glm_moe_dsa
     gpt-sw3 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granite granitemoe
     granitemoehybrid granitemoeshared helium hy_v3 hy_v4 hyperclovax jais2 jetmoe lfm2
     llama4_text mamba2 marian mbart megatron-bert mimo_v2_flash minicpm3 minimax_m2 ministral3
