@@ -177,7 +177,7 @@ class Mamba2(ScanningCell):
             self.dt_bias,
             self.A_log,
             self.D,
-            self.norm.weight,
+            own_weight(self.norm),
             self.n_groups,
             self.norm_eps,
             self.dt_limit,

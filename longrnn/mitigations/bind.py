@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,16 +28,14 @@ class Bound(NamedTuple):
     """A mitigation of a model.
 
     Attributes:
-        mitigation: the mitigations in order.
+        mitigation: the mitigations in order; its description refers to no file.
         heads: per part and layer, the heads that are changed, `(h,)` bool.
         edits: one per layer; None where nothing is changed.
-        fingerprint: of the mitigation's numbers and heads.
     """
 
     mitigation: Chain
     heads: list[list[Tensor]]
     edits: list[Edit | None]
-    fingerprint: str
 
 
 def bind(
@@ -61,20 +59,15 @@ def bind(
     for part in chain.parts():
         _check(part, cells, fingerprint)
     heads = [_select(part, cells, fingerprint) for part in chain.parts()]
+    pairs = zip(chain.parts(), heads, strict=True)
+    chain = Chain([_without_files(part, masks) for part, masks in pairs])
     edits = []
     for layer in range(len(cells)):
         pairs = zip(chain.parts(), heads, strict=True)
         own = [part.bind(layer, masks[layer]) for part, masks in pairs if masks[layer].any()]
         edit = merge(own)
         edits.append(None if edit.changes_nothing else edit)
-    # The description has only the path of a diagnosis: add the heads that it lists.
-    named = "".join(
-        f"/{[mask.nonzero()[:, 0].tolist() for mask in masks]}"
-        for part, masks in zip(chain.parts(), heads, strict=True)
-        if part.heads == COLLAPSING
-    )
-    digest = hashlib.sha256(f"{chain.describe()}{named}".encode()).hexdigest()[:16]
-    return Bound(chain, heads, edits, digest)
+    return Bound(chain, heads, edits)
 
 
 def check_defined(part: type[Mitigation] | Mitigation, cell: type[Cell]) -> None:
@@ -102,6 +95,15 @@ def support_table() -> str:
         lines.append(f"| `{name}` | " + " | ".join(found) + " |")
     lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, start=1))]
     return "\n".join(lines)
+
+
+def _without_files(part: Mitigation, masks: Sequence[Tensor]) -> Mitigation:
+    """A mitigation with the heads that its diagnosis lists in place of the diagnosis."""
+    if part.heads != COLLAPSING:
+        return part
+    pairs = [[layer, int(h)] for layer, mask in enumerate(masks) for h in mask.nonzero()[:, 0]]
+    own = replace(part, diagnosis=None, heads=pairs)
+    return own if part.calibration is None else own.calibrated(part.calibration)
 
 
 def _check(part: Mitigation, cells: Sequence[Cell], fingerprint: str) -> None:

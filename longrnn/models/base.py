@@ -45,7 +45,6 @@ class LanguageModel(nn.Module, ABC):
     mitigation: Chain | None = None
     mitigated_heads: Sequence[Sequence[Tensor]] = ()
     _edits: Sequence[Edit | None] | None = None
-    _mitigation_fingerprint = ""
 
     @property
     def max_length(self) -> int | None:
@@ -140,9 +139,7 @@ class LanguageModel(nn.Module, ABC):
         """
         copied = copy.copy(self)
         if mitigation is None:
-            copied.__dict__.update(
-                _edits=None, mitigation=None, mitigated_heads=(), _mitigation_fingerprint=""
-            )
+            copied.__dict__.update(_edits=None, mitigation=None, mitigated_heads=())
             return copied
         if not self.cells:
             raise UserError(
@@ -154,10 +151,7 @@ class LanguageModel(nn.Module, ABC):
         # The plain model is what numbers are calibrated for.
         bound = bind(whole, self.cells, self.weights_fingerprint())
         copied.__dict__.update(
-            _edits=bound.edits,
-            mitigation=bound.mitigation,
-            mitigated_heads=bound.heads,
-            _mitigation_fingerprint=bound.fingerprint,
+            _edits=bound.edits, mitigation=bound.mitigation, mitigated_heads=bound.heads
         )
         return copied
 
@@ -166,7 +160,7 @@ class LanguageModel(nn.Module, ABC):
         weights = self.weights_fingerprint()
         if self.mitigation is None:
             return weights
-        whole = f"{weights}/{self._mitigation_fingerprint}"
+        whole = f"{weights}/{self.mitigation.describe()}"
         return hashlib.sha256(whole.encode()).hexdigest()[:16]
 
     def extra_repr(self) -> str:

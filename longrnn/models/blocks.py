@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from longrnn.cells import Cell, Edit
 from longrnn.models.config import RecurrentConfig
+from longrnn.ops.hooks import own_weight
 from longrnn.ops.norm import rms_norm
 from longrnn.ops.precision import autocasts, product_dtype
 from longrnn.ops.rows import Rows
@@ -59,7 +60,7 @@ class ResidualBlock(Block):
     def run(
         self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows | None
     ) -> tuple[Tensor, PyTree]:
-        normed = rms_norm(x, self.norm.weight, self.eps)
+        normed = rms_norm(x, own_weight(self.norm), self.eps)
         if self.mixer.projections and autocasts(x):
             # The dtype of the first projection, which would cast it in another pass.
             normed = normed.to(product_dtype(x))

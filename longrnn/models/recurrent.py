@@ -50,6 +50,7 @@ class RecurrentLM(LanguageModel):
         config: see `RecurrentConfig`.
 
     Attributes:
+        loaded_from: the folder that the model was loaded from; None for a new one.
         trained_under: the spec of the mitigation under which the model was trained; None without.
         recomputation: one of `GRANULARITIES`. (Not `gradient_checkpointing`: transformers and PEFT
             take a module's attribute of that name for a switch, and any word for on.)
@@ -67,6 +68,7 @@ class RecurrentLM(LanguageModel):
             raise UserError(f"unknown block {config.block!r}: {nearest(config.block, BLOCKS)}")
         self.config = config
         self.vocab_size = config.vocab_size
+        self.loaded_from: str | None = None
         self.trained_under: str | None = None
         residual = config.block == "residual"
         self._wide = residual and config.residual_in_fp32
@@ -191,7 +193,7 @@ class RecurrentLM(LanguageModel):
             return self.embedding.weight.new_zeros(len(tokens), keep, self.config.d_model), state
         hidden = torch.cat(kept, dim=1) if len(kept) > 1 else kept[0]
         if self.norm is not None:
-            hidden = rms_norm(hidden, self.norm.weight, self.config.norm_eps)
+            hidden = rms_norm(hidden, own_weight(self.norm), self.config.norm_eps)
             hidden = hidden.to(self.embedding.weight.dtype) if self._wide else hidden
         return hidden if rows is None else rows.restore(hidden, keep), state
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from longrnn.errors import UserError
 from longrnn.mitigations import mitigation
-from longrnn.mitigations.base import COLLAPSING
 from longrnn.models import RecurrentLM
 from longrnn.training.initial_states import INITIAL_STATES
 from longrnn.training.models import Trained
@@ -30,19 +28,7 @@ def under(model: Trained, spec: Any) -> Trained:
             "transformers computes this model in training, without mitigations: leave mitigation "
             "out, and apply one to the trained model"
         )
-    whole = model.under(mitigation(spec))
-    assert whole.mitigation is not None
-    parts = [
-        replace(
-            part,
-            diagnosis=None,
-            heads=[[layer, int(h)] for layer, m in enumerate(heads) for h in m.nonzero()[:, 0]],
-        )
-        if part.heads == COLLAPSING
-        else part
-        for part, heads in zip(whole.mitigation.parts(), whole.mitigated_heads, strict=True)
-    ]
-    return model.under(parts)
+    return model.under(mitigation(spec))
 
 
 def spec_of(model: Trained) -> str | None:
