@@ -14,8 +14,7 @@ from longrnn.bundled import bundled
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from longrnn.cells.self_test import LayerFinding
-    from longrnn.ops.ssd.self_test import Finding
+    from longrnn.cells.self_test import Finding
 
 # Packages in the order of the table, and what needs those that are optional.
 PACKAGES = {
@@ -30,6 +29,7 @@ PACKAGES = {
     "tensorboard": "report_to=tensorboard",
     "wandb": "report_to=wandb",
     "trackio": "report_to=trackio",
+    "fla-core": "backend fla, on NVIDIA GPUs",
     "mamba-ssm": "backend mamba_ssm, on NVIDIA GPUs",
 }
 
@@ -49,8 +49,8 @@ HIDDEN_GPU = (
 def doctor() -> None:
     """Check this installation: versions, devices, and a short test of every backend.
 
-    Each backend computes the recurrence of Mamba-2, and a whole layer. Exits with 1 if one fails or
-    does not give the results of the reference.
+    Each backend computes a Mamba-2 layer, forward and backward. Exits with 1 if one fails or does
+    not give the results of float64.
 
     Example: longrnn doctor
     """
@@ -67,8 +67,6 @@ def doctor() -> None:
     for device in _devices():
         table, wrong = _backends(device)
         print_table(table, 100)
-        for backend, why in _unavailable(device).items():
-            typer.echo(f"{backend} is not available on {device}. {why[0].upper()}{why[1:]}.")
         typer.echo("")
         failed += wrong
     for line in _advice():
@@ -114,49 +112,38 @@ def _devices() -> list[str]:
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
-def _unavailable(device: str) -> dict[str, str]:
-    """The backends that do not run on a type of device, each with the reason."""
-    from longrnn.ops.native import missing as missing_native
-    from longrnn.ops.ssd.mamba_ssm import missing as missing_mamba_ssm
-
-    native = missing_native()
-    if native is None and device != "cpu":
-        # There it would compute by `chunked`, which is tested anyway.
-        native = "it has kernels for the device cpu only: use backend=auto"
-    reasons = {"native": native, "mamba_ssm": missing_mamba_ssm(device)}
-    return {name: why for name, why in reasons.items() if why is not None}
-
-
 def _backends(device: str) -> tuple[Table, list[str]]:
     """The table of backends on one type of device, and one line per backend that failed."""
     from rich.table import Table
 
+    from longrnn.cells.self_test import self_test
+    from longrnn.errors import UserError
     from longrnn.files import one_line
-    from longrnn.cells.self_test import layer_self_test
-    from longrnn.ops.ssd import BACKENDS, PARTIAL, resolve
-    from longrnn.ops.ssd.self_test import self_test
+    from longrnn.ops.backend import BACKENDS
 
-    table = Table(title=f"Mamba-2 on {device} (auto: {resolve('auto', device)})")
-    for column in ("backend", "recurrence", "layer", "time without gradients"):
+    table = Table(title=f"A Mamba-2 layer on {device}")
+    for column in ("backend", "error", "time without gradients"):
         table.add_column(column)
-    unavailable, failed, chunked = _unavailable(device), [], None
-    tested = [name for name in BACKENDS | PARTIAL if name not in unavailable]
-    for backend in sorted(tested, key=lambda name: name != "chunked"):
+    failed, plain = [], None
+    for backend in BACKENDS:
         try:
-            found, layer = self_test(backend, device), layer_self_test(backend, device)
+            found = self_test(backend, device)
+        except UserError as error:
+            table.add_row(backend, f"not available: {error}", "–")
+            continue
         except Exception as error:  # kernels that do not compile or start raise many types
-            table.add_row(backend, "FAILED", "FAILED", "–")
+            table.add_row(backend, "FAILED", "–")
             failed.append(f"{backend} on {device}: {type(error).__name__}, {one_line(error)}")
             continue
-        chunked = found.seconds if backend == "chunked" else chunked
-        times = "–" if chunked is None else f"{found.seconds / chunked:.2f} × chunked"
-        table.add_row(backend, _verdict(found), _verdict(layer), times)
-        if not (found.passed and layer.passed):
+        plain = found.seconds if backend == "torch" else plain
+        times = "–" if plain is None else f"{found.seconds / plain:.2f} × torch"
+        table.add_row(backend, _verdict(found), times)
+        if not found.passed:
             failed.append(f"{backend} on {device}: wrong results")
     return table, failed
 
 
-def _verdict(found: Finding | LayerFinding) -> str:
+def _verdict(found: Finding) -> str:
     return f"{found.error:.1e} {'passed' if found.passed else 'FAILED'}"
 
 

@@ -108,10 +108,9 @@ def finetune(
         )
     if dry_run:
         from longrnn.training.checks import check
-        from longrnn.training.memory import report
 
         check(settings)
-        typer.echo(dump_config(settings) + report(settings))
+        typer.echo(f"{dump_config(settings)}The configuration is valid.")
         return
     with terminable():
         from longrnn.training.trainer import Trainer

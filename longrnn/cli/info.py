@@ -48,22 +48,21 @@ def info(
 
 
 def _description(model: Any) -> dict[str, str]:
-    from longrnn.mitigations import Mitigated
     from longrnn.models import RecurrentLM
 
-    if isinstance(model, Mitigated):
-        return {**_description(model.model), "mitigation": str(model.mitigation)}
-    return _recurrent(model) if isinstance(model, RecurrentLM) else _hugging_face(model)
+    found = _recurrent(model) if isinstance(model, RecurrentLM) else _hugging_face(model)
+    mitigation = model.mitigation
+    return found if mitigation is None else {**found, "mitigation": str(mitigation)}
 
 
 def _recurrent(model: RecurrentLM) -> dict[str, str]:
     from longrnn import state
 
-    config, mixer = model.config, model.cells[0]
+    config, cell = model.config, model.cells[0]
     return {
         "layers": f"{config.n_layers} × {config.mixer['kind']}, {config.block} blocks",
         "d_model": str(config.d_model),
-        "mixer": mixer.extra_repr(),
+        "mixer": cell.extra_repr(),
         "position": config.position["kind"],
         "vocabulary": f"{config.vocab_size:,} ({'tied' if config.tie_embeddings else 'own'} head)",
         "state": f"{state.nbytes(model.init_state(1)):,} bytes per sequence, at any length",
@@ -74,7 +73,6 @@ def _hugging_face(model: HFLanguageModel) -> dict[str, str]:
     import torch
 
     from longrnn import state
-    from longrnn.models import LanguageModel
 
     config = model.config
     limit = "no limit" if model.max_length is None else f"at most {model.max_length:,} tokens"
@@ -89,8 +87,8 @@ def _hugging_face(model: HFLanguageModel) -> dict[str, str]:
     )
     grows = f", and {two - one:,} more for each further token" if two > one else ", at any length"
     layers = f"{config.num_hidden_layers} × {model.kind}, run by transformers"
-    if isinstance(model, LanguageModel):
-        layers += f"; {len(model.cells)} × {model.mixer_kind} of them by longrnn"
+    if model.cells:
+        layers += f"; {len(model.cells)} × mamba2 of them by longrnn"
     return {
         "layers": layers,
         "d_model": str(config.hidden_size),

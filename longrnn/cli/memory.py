@@ -60,7 +60,6 @@ def memory(
     from longrnn.evaluation.texts import read_documents
     from longrnn.hf.opened import open_checkpoint
     from longrnn.inference.length_limit import refuse_long
-    from longrnn.mitigations import Mitigated
 
     after = parse_lengths(positions)
     opened = open_checkpoint(checkpoint, mitigation, device=pick_device(device))
@@ -82,7 +81,7 @@ def memory(
     about = {
         "checkpoint": checkpoint,
         "fingerprint": model.fingerprint(),
-        "mitigation": str(model.mitigation) if isinstance(model, Mitigated) else None,
+        "mitigation": None if model.mitigation is None else str(model.mitigation),
         "texts": [(document.name, document.sha256) for document in documents],
     }
     report, *pictures = write_report(found, about, folder)

@@ -116,10 +116,9 @@ def pick_placement(device: str) -> str:
 
 def warn_if_calibrated_on(model: LanguageModel, documents: Iterable[Document]) -> None:
     """Prints a warning for every document that the model's mitigation was calibrated on."""
-    from longrnn.mitigations import Mitigated
     from longrnn.processes import is_main
 
-    parts = model.parts if isinstance(model, Mitigated) else ()
+    parts = () if model.mitigation is None else model.mitigation.parts()
     used = {digest for part in parts if part.calibration for digest in part.calibration.text_sha256}
     for document in documents:
         if is_main() and document.sha256 in used:

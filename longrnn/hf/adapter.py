@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -27,9 +26,9 @@ from longrnn.hf.cache import NotForkableError
 from longrnn.hf.carriers import Carrier, find_carrier
 from longrnn.hf.positions import longest, scaling_by_length, table_of_positions
 from longrnn.hf.probe import find_dtypes, find_reading, refuse_nonfinite_weights
-from longrnn.mitigations.weights import CachedValue
-from longrnn.models.base import LMOutput, fingerprint
+from longrnn.models.base import LanguageModel, LMOutput, hash_weights
 from longrnn.models.checks import check_state, check_tokens
+from longrnn.ops.rows import Rows
 from longrnn.state import LMState, PyTree, histories, join, map_histories, take, tree_map
 
 # Tokens of one piece, over all rows.
@@ -38,7 +37,7 @@ SEGMENT_TOKENS = 1024
 VOLATILE = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 
 
-class HFLanguageModel(nn.Module):
+class HFLanguageModel(LanguageModel):
     """A causal Hugging Face model as a `LanguageModel`, for evaluation only (no gradients).
 
     Args:
@@ -84,7 +83,6 @@ class HFLanguageModel(nn.Module):
             raise self._refusal(reason)
         self.max_length = longest(self.config) if histories(self.like) else None
         self._table = table_of_positions(model)
-        self._last_fingerprint: CachedValue[str] = CachedValue()
 
     @property
     def kind(self) -> str:
@@ -145,8 +143,7 @@ class HFLanguageModel(nn.Module):
         state: LMState | None = None,
         *,
         keep: int | None = None,
-        is_token: Tensor | None = None,
-        is_document_start: Tensor | None = None,
+        rows: Rows | None = None,
     ) -> LMOutput:
         """Process tokens; see `LanguageModel`.
 
@@ -154,24 +151,15 @@ class HFLanguageModel(nn.Module):
             UserError: ids outside the vocabulary, a state of another model or batch size, more
                 tokens than `max_length`, or padded or packed rows.
         """
-        self._refuse_masks(is_token, is_document_start)
-        tokens = check_tokens(tokens, self.vocab_size)
-        if state is None:
-            state = self.init_state(len(tokens))
-        check_state(state, self.like, len(tokens))
-        return self._forward(tokens, state, keep, self._carrier)
-
-    def _refuse_masks(self, is_token: Tensor | None, is_document_start: Tensor | None) -> None:
-        if is_token is not None or is_document_start is not None:
+        if rows is not None:
             raise UserError(
                 f"this {self.kind} is run through transformers, where padding and packed documents "
                 "would enter its cache: give rows of one document and of one length"
             )
-
-    def _forward(
-        self, tokens: Tensor, state: LMState, keep: int | None, carrier: Carrier
-    ) -> LMOutput:
-        """`forward` with checked tokens and a checked state, and with a given carrier."""
+        tokens = check_tokens(tokens, self.vocab_size)
+        if state is None:
+            state = self.init_state(len(tokens))
+        check_state(state, self.like, len(tokens))
         time = tokens.shape[1]
         keep = time if keep is None else min(keep, time)
         if keep < 0:
@@ -188,24 +176,17 @@ class HFLanguageModel(nn.Module):
         if not self.rows_together:
             groups = [[row] for row in range(len(positions))]
         if len(groups) == 1:
-            return self.read(tokens, state, positions[0], keep, carrier)
+            return self.read(tokens, state, positions[0], keep)
         outputs = [
-            self.read(tokens[rows], take(state, rows), positions[rows[0]], keep, carrier)
-            for rows in groups
+            self.read(tokens[group], take(state, group), positions[group[0]], keep)
+            for group in groups
         ]
-        order = torch.tensor([row for rows in groups for row in rows]).argsort()
+        order = torch.tensor([row for group in groups for row in group]).argsort()
         logits = torch.cat([output.logits for output in outputs])
         after = take(join([output.state for output in outputs]), order)
         return LMOutput(logits[order.to(logits.device)], after)
 
-    def read(
-        self,
-        tokens: Tensor,
-        state: LMState,
-        position: int,
-        keep: int,
-        carrier: Carrier | None = None,
-    ) -> LMOutput:
+    def read(self, tokens: Tensor, state: LMState, position: int, keep: int) -> LMOutput:
         """Process rows that have all read `position` tokens, in pieces; see `forward`."""
 
         def last(entries: Tensor) -> Tensor:
@@ -220,12 +201,12 @@ class HFLanguageModel(nn.Module):
             width = 1 if apart else max(16, SEGMENT_TOKENS // len(tokens))
             piece = tokens[:, start : start + width]
             wanted = min(piece.shape[1], max(0, keep - (time - start - piece.shape[1])))
-            logits, layers = self.call(piece, layers, position + start, max(1, wanted), carrier)
+            logits, layers = self.call(piece, layers, position + start, max(1, wanted))
             start += piece.shape[1]
             if wanted:
                 kept.append(logits[:, -wanted:])
         logits = torch.cat(kept, 1) if len(kept) > 1 else kept[0]
-        return LMOutput(logits, LMState(state.position + time, layers, state.extra))
+        return LMOutput(logits, LMState(state.position + time, layers))
 
     def call(
         self,
@@ -233,7 +214,6 @@ class HFLanguageModel(nn.Module):
         layers: PyTree,
         position: int,
         keep: int,
-        carrier: Carrier | None = None,
     ) -> tuple[Tensor, tuple[PyTree, ...]]:
         """Call the model once.
 
@@ -242,7 +222,6 @@ class HFLanguageModel(nn.Module):
             layers: of the state after `position` tokens; ignored if that is 0.
             position: number of tokens that every row has read.
             keep: at least 1.
-            carrier: converts the cache; None for that of the model.
 
         Returns:
             Logits of at least the last `keep` tokens, and the layers after all tokens.
@@ -250,7 +229,7 @@ class HFLanguageModel(nn.Module):
         Raises:
             NotForkableError: the model returned no cache, or one of an unknown kind.
         """
-        carrier = carrier or self._carrier
+        carrier = self._carrier
         cache = carrier.restore(layers, position) if position else carrier.start()
         arguments: dict[str, Any] = {carrier.name: cache, "use_cache": True}
         arguments |= carrier.arguments(tokens, position)
@@ -286,16 +265,10 @@ class HFLanguageModel(nn.Module):
                 f"read {length:,}: give it shorter texts{more}"
             )
 
-    def fingerprint(self) -> str:
-        """Return 16 hexadecimal digits of the SHA-256 of configuration and weights."""
-        weights = chain(self.model.parameters(), self.model.buffers())
-        here = (weight for weight in weights if not weight.is_meta)  # the others were offloaded
-        return self._last_fingerprint.get(here, self._hash)
-
     def _hash(self) -> str:
         config = self.model.config.to_dict()
         kept = {name: value for name, value in config.items() if name not in VOLATILE}
-        return fingerprint(kept, stored_weights(self.model))
+        return hash_weights(kept, stored_weights(self.model))
 
 
 def stored_weights(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -19,8 +19,6 @@ from longrnn.hf.layouts import LAYOUTS, Layout, rename
 from longrnn.hf.sizes import check_sizes, quietly, stored_bytes
 from longrnn.hf.specs import NONE, mitigated, split_dtype, split_spec
 from longrnn.hf.weights import read_weights
-from longrnn.mitigations import Mitigated
-from longrnn.models.base import LanguageModel
 from longrnn.models.checkpoint import DTYPES, build_model, cast_weights, load_model
 from longrnn.models.recurrent import RecurrentLM
 
@@ -73,7 +71,7 @@ def load(
     dtype: torch.dtype | None = None,
     revision: str | None = None,
     beyond: bool = False,
-) -> RecurrentLM | Mitigated | HFLanguageModel:
+) -> RecurrentLM | HFLanguageModel:
     """Load a language model for evaluation.
 
     Args:
@@ -92,9 +90,9 @@ def load(
         beyond: whether a transformer may read more tokens than its configuration allows.
 
     Returns:
-        A `RecurrentLM` (which supports all mitigations), a `Mitigated` if the name has a
-        mitigation or the checkpoint records one, or an `HFLanguageModel`: a `HybridLM`, which
-        supports all mitigations, if it has Mamba-2 layers that longrnn can compute.
+        A `RecurrentLM` (which supports all mitigations) or an `HFLanguageModel`: a `HybridLM`,
+        which supports all mitigations, if it has Mamba-2 layers that longrnn can compute. The model
+        is under the mitigation that the name has or the checkpoint records.
 
     Raises:
         UserError: an unknown name, or a folder that is incomplete, damaged or not a checkpoint.
@@ -105,7 +103,6 @@ def load(
         device=device,
         dtype=dtype,
         revision=revision,
-        weights=weights,
     )
     if beyond and not isinstance(model, RecurrentLM):
         model = model.beyond()
@@ -119,7 +116,6 @@ def load_plain(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     revision: str | None = None,
-    weights: str | None = None,
 ) -> tuple[RecurrentLM | HFLanguageModel, str | None]:
     """Return a model without any mitigation, and what its name gives for `mitigated`; see `load`.
 
@@ -196,19 +192,19 @@ def _load_adapter(folder: Path, backend: str) -> RecurrentLM:
 
 def load_editable(
     name_or_path: str | Path, *, device: str | torch.device | None = None
-) -> RecurrentLM | HybridLM:
+) -> RecurrentLM | HFLanguageModel:
     """Load a model whose recurrent layers can be edited and read, without a mitigation.
 
     Raises:
         UserError: as `load`, and for any other model.
     """
     model = load(name_or_path, device=device)
-    if isinstance(model, Mitigated):
+    if model.mitigation is not None:
         raise UserError(
             f"{name_or_path} is a model under {model.mitigation}, and this needs it without: give "
             f"{split_spec(str(name_or_path))[0]}+{NONE}"
         )
-    if not isinstance(model, LanguageModel):
+    if not model.cells:
         raise UserError(
             f"{name_or_path} is a Hugging Face {model.kind}, whose recurrence (if it has one) "
             "longrnn cannot reach: give an RNN, GRU, LSTM or Mamba-2 checkpoint, or a hybrid with "

@@ -10,7 +10,6 @@ from longrnn.errors import UserError
 from longrnn.hf.loading import load_plain
 from longrnn.hf.specs import mitigated, split_spec
 from longrnn.hf.tokenizer import load_tokenizer
-from longrnn.mitigations import Mitigated
 from longrnn.models.base import LanguageModel
 from longrnn.text import Tokenizer
 
@@ -68,7 +67,7 @@ def open_checkpoint(
     Raises:
         UserError: as `load` and `load_tokenizer`.
     """
-    plain, own = load_plain(source, device=device, weights=weights)
+    plain, own = load_plain(source, device=device)
     specs = [spec for spec in (own, mitigation) if spec is not None]
     model = mitigated(plain, specs)
     if not specs and model.mitigation is not None:

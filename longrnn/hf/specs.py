@@ -5,24 +5,21 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 
 from longrnn.errors import UserError
 from longrnn.hf.embedded import embedded
-from longrnn.mitigations import Mitigated, mitigation
+from longrnn.mitigations import mitigation
 from longrnn.mitigations.spec import parse, split
 from longrnn.models import LanguageModel, RecurrentLM
 from longrnn.models.checkpoint import DTYPES
 from longrnn.units import TokenCount, with_counts
 
-if TYPE_CHECKING:
-    from longrnn.hf.adapter import HFLanguageModel
-
 logger = logging.getLogger(__name__)
 
-EditableModelT = TypeVar("EditableModelT", bound=LanguageModel)
+ModelT = TypeVar("ModelT", bound=LanguageModel)
 
 # The mitigation that changes nothing.
 NONE = "none"
@@ -65,19 +62,7 @@ def split_dtype(spec: str | None) -> tuple[torch.dtype | None, str | None]:
     return found[0], "+".join(part for part in parts if part not in DTYPE_NAMES) or None
 
 
-@overload
-def mitigated(
-    model: EditableModelT, spec: str | Sequence[str] | None
-) -> EditableModelT | Mitigated: ...
-
-
-@overload
-def mitigated(
-    model: RecurrentLM | HFLanguageModel, spec: str | Sequence[str] | None
-) -> RecurrentLM | Mitigated | HFLanguageModel: ...
-
-
-def mitigated(model: Any, spec: str | Sequence[str] | None) -> Any:
+def mitigated(model: ModelT, spec: str | Sequence[str] | None) -> ModelT:
     """Return a model under the mitigation that `spec` describes; the given one is not changed.
 
     Without a `spec` it is the mitigation that the checkpoint of the model records, if there is one.
@@ -101,14 +86,14 @@ def mitigated(model: Any, spec: str | Sequence[str] | None) -> Any:
     others = [part for part in parts if part != NONE]
     if not isinstance(model, RecurrentLM):
         model, others = _without_own(model, others)
-    return Mitigated(model, mitigation(others)) if others else model
+    return model.under(mitigation(others)) if others else model
 
 
-def _recorded(model: RecurrentLM) -> Mitigated:
+def _recorded(model: RecurrentLM) -> RecurrentLM:
     """Return a model under the mitigation that its checkpoint records."""
     assert model.trained_under is not None
     try:
-        return Mitigated(model, mitigation(model.trained_under))
+        return model.under(mitigation(model.trained_under))
     except UserError as error:
         raise UserError(
             f"{model.loaded_from or 'the model'} was trained under {model.trained_under!r}, which "

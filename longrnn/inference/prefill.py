@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longrnn.models import LanguageModel
 from longrnn.models.finite import explain_nonfinite, refuse_nonfinite_state
-from longrnn.models.segments import CALL_LOGITS
+from longrnn.models.base import MAX_LOGITS
 from longrnn.progress import Progress
 from longrnn.state import LMState
 
@@ -21,7 +21,7 @@ SCORED_TOKENS = 4096
 
 def scored_tokens(rows: int, vocab_size: int) -> int:
     """Tokens per row of one call that returns all logits, at least 1."""
-    return min(SCORED_TOKENS, max(1, CALL_LOGITS // (rows * vocab_size)))
+    return min(SCORED_TOKENS, max(1, MAX_LOGITS // (rows * vocab_size)))
 
 
 def prefill(

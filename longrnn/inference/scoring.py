@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from longrnn.inference.prefill import SCORED_TOKENS, scored_tokens
 from longrnn.inference.trie import Ids, read_texts, tensor
 from longrnn.models import LanguageModel
-from longrnn.models.base import LossModel
 from longrnn.models.finite import explain_nonfinite, refuse_nonfinite
 from longrnn.progress import Progress
 from longrnn.state import LMState, take
@@ -56,30 +55,13 @@ def token_losses(
     """
     batch, length = len(windows), windows.shape[1] - 1
     before = state = model.init_state(batch) if state is None else state
-    in_pieces = isinstance(model, LossModel)
-    width = SCORED_TOKENS if in_pieces else scored_tokens(batch, model.vocab_size)
-    for start in range(0, length, width):
-        part = windows[:, start : start + width + 1].to(state.position.device)
-        tokens, targets = part[:, :-1], part[:, 1:]
-        nats, state = (
-            model.token_losses(tokens, targets, state)
-            if isinstance(model, LossModel)
-            else _losses(model, tokens, targets, state)
-        )
+    for start in range(0, length, SCORED_TOKENS):
+        part = windows[:, start : start + SCORED_TOKENS + 1].to(state.position.device)
+        nats, state = model.token_losses(part[:, :-1], part[:, 1:], state)
         nats = nats.double().cpu()
         if not bool(nats.isfinite().all()):
             explain_nonfinite(model, windows[:, : start + part.shape[1] - 1], before)
         yield start, nats
-
-
-def _losses(
-    model: LanguageModel, tokens: Tensor, targets: Tensor, state: LMState
-) -> tuple[Tensor, LMState]:
-    """`LossModel.token_losses` from the logits of any model."""
-    logits, state = model(tokens, state)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    nats = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none")
-    return nats.view_as(targets), state
 
 
 @torch.no_grad()

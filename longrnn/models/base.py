@@ -36,20 +36,18 @@ class LanguageModel(nn.Module, ABC):
 
     Attributes:
         vocab_size: number of token ids.
+        max_length: how many tokens a sequence may have; None for any number.
         edits: the changes of the recurrence of each cell, None for no change; see `under`.
         mitigation: what they come from; None without.
         mitigated_heads: per part of the mitigation and layer, the changed heads, `(h,)` bool.
     """
 
     vocab_size: int
+    max_length: int | None = None
     mitigation: Chain | None = None
     mitigated_heads: Sequence[Sequence[Tensor]] = ()
     _edits: Sequence[Edit | None] | None = None
-
-    @property
-    def max_length(self) -> int | None:
-        """How many tokens a sequence may have; None for any number."""
-        return None
+    _hashed: tuple[list[Any], str] | None = None
 
     @property
     def cells(self) -> list[Cell]:
@@ -88,8 +86,20 @@ class LanguageModel(nn.Module, ABC):
         """
 
     @abstractmethod
-    def weights_fingerprint(self) -> str:
+    def _hash(self) -> str:
         """16 hexadecimal digits of the SHA-256 of configuration and weights."""
+
+    def weights_fingerprint(self) -> str:
+        """`fingerprint` without the mitigation; hashed again only after a change of a weight."""
+        weights = [torch.func.debug_unwrap(one) for one in (*self.parameters(), *self.buffers())]
+        marks = [
+            (one.data_ptr(), None if one.is_inference() else one._version, one.dtype)
+            for one in weights
+            if not one.is_meta  # of an offloaded weight
+        ]
+        if self._hashed is None or self._hashed[0] != marks:
+            self._hashed = marks, self._hash()
+        return self._hashed[1]
 
     def cell_states(self, state: LMState) -> list[PyTree]:
         """The state of each cell."""

@@ -6,6 +6,7 @@ processed again, to find where it begins.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NoReturn
 
 import torch
@@ -39,11 +40,11 @@ def refuse_nonfinite(
 
 
 def refuse_nonfinite_state(
-    model: LanguageModel, tokens: Tensor, before: LMState, after: LMState
+    model: LanguageModel, tokens: Callable[[], Tensor], before: LMState, after: LMState
 ) -> None:
-    """`refuse_nonfinite` for a call without logits, judged by the state after it."""
+    """`refuse_nonfinite` for calls without logits, judged by the state after them."""
     if not all(bool(leaf.isfinite().all()) for _, leaf in leaves(after.layers)):
-        explain_nonfinite(model, tokens, before)
+        explain_nonfinite(model, tokens(), before)
 
 
 @torch.no_grad()

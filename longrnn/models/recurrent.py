@@ -95,7 +95,7 @@ class RecurrentLM(LanguageModel):
         nn.init.normal_(self.head.weight, std=config.d_model**-0.5 if residual else 0.02)
 
     @property
-    def max_length(self) -> int | None:
+    def max_length(self) -> int | None:  # type: ignore[override]
         """How many tokens a sequence may have; None for any number."""
         return self.position.n_positions
 
@@ -258,12 +258,9 @@ class RecurrentLM(LanguageModel):
         tokens = RECOMPUTED_SEGMENT_TOKENS if by_segment else DEVICE_SEGMENT_TOKENS
         return max(1024, tokens // max(1, batch_size), least)
 
-    def weights_fingerprint(self) -> str:
-        """16 hexadecimal digits of the SHA-256 of configuration and weights.
-
-        The backend is left out, because it changes the speed of a model and not its outputs.
-        """
+    def _hash(self) -> str:
         config = asdict(self.config)
+        # It changes the speed of a model and not its outputs.
         config["mixer"].pop("backend", None)
         # This option is newer than existing calibrations, whose fingerprints lack it.
         if not config["residual_in_fp32"]:

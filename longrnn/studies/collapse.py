@@ -24,7 +24,7 @@ from longrnn.files import write_atomic
 from longrnn.intervals import mean
 from longrnn.mitigations import MITIGATIONS
 from longrnn.mitigations.base import Calibration
-from longrnn.mitigations.mitigated import check_defined
+from longrnn.mitigations.bind import check_defined
 from longrnn.mitigations.spec import write_calibration
 from longrnn.models import RecurrentLM
 from longrnn.results import Row
@@ -186,7 +186,7 @@ class Calibrator:
         Raises:
             UserError: the variant is not defined for the model, or cannot be calibrated.
         """
-        check_defined(MITIGATIONS[variant.method], self.model)
+        check_defined(MITIGATIONS[variant.method], type(self.model.cells[0]))
         if not isinstance(variant.setting, Settings):
             return {"kind": variant.method, **variant.setting}
         path = self.folder / f"{variant.name}.yaml"

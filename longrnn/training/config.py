@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from longrnn.errors import UserError
-from longrnn.models.recompute import GRANULARITIES
+from longrnn.models.recurrent import GRANULARITIES
 from longrnn.models.recurrent import RecurrentConfig
 from longrnn.ranges import LARGEST_FLOAT32, check_ranges, choice, count, number, within
 from longrnn.training.config_checks import check_features

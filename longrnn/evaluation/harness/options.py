@@ -12,7 +12,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from longrnn.errors import UserError
 from longrnn.hf.loading import load_plain
 from longrnn.hf.specs import mitigated
-from longrnn.mitigations import Mitigated, mitigation
+from longrnn.mitigations import mitigation
 from longrnn.models import LanguageModel
 
 BATCH_SIZE = 8
@@ -83,7 +83,7 @@ def build_model(
         model, own = load_plain(source, backend=backend, device=where, dtype=kind)
         specs = [] if own is None else [own]
         return mitigated(model, specs + ([spec] if isinstance(spec, str) else [*(spec or [])]))
-    return model if spec is None else Mitigated(model, mitigation(spec))
+    return model if spec is None else model.under(mitigation(spec))
 
 
 def parse_batch_size(batch_size: int | str | None) -> int:

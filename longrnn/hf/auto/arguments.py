@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from longrnn.errors import UserError, nearest
 from longrnn.hf.auto.cache import StateCache
+from longrnn.models.recurrent import RecurrentLM
+from longrnn.ops.rows import Rows
 from longrnn.state import LMState
 
 # Arguments of the loss, and what collators add for kernels of attention.
@@ -128,21 +132,49 @@ def check_inputs(
     return torch.zeros(shape, dtype=torch.long, device=inputs_embeds.device)
 
 
-class HiddenStates:
-    """Collects the output of the embedding and of each block at the last tokens of a call.
-
-    The model computes with the collected tensors themselves, so that they have gradients.
+class HiddenState:
+    """The vectors between two layers at the last tokens of a call, in parts of the text.
 
     Args:
+        rows: of the call.
         own: number of the last tokens.
     """
 
-    def __init__(self, own: int) -> None:
-        self.found: list[Tensor] = []
-        self._own = own
+    def __init__(self, rows: Rows | None, own: int) -> None:
+        self._rows, self._own = rows, own
+        self._parts: list[Tensor] = []
 
-    def __call__(self, _: int, hidden: Tensor) -> Tensor:
-        """Keeps `(b, t, d)`, and returns it for the next layer."""
-        before = hidden.shape[1] - self._own
-        self.found.append(hidden[:, before:] if before else hidden)
-        return hidden
+    def see(self, hidden: Tensor) -> None:
+        """Keeps `(b, t, d)`, the next part."""
+        self._parts.append(hidden)
+
+    def joined(self) -> Tensor:
+        """All parts, `(b, own, d)`; the very tensor with which the model computes, if possible."""
+        whole = self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts, 1)
+        if self._rows is not None:
+            first = self._rows.first_kept(self._own)
+            return self._rows.restore(whole[:, first:], self._own)
+        return whole if whole.shape[1] == self._own else whole[:, whole.shape[1] - self._own :]
+
+
+@contextmanager
+def hidden_states(model: RecurrentLM, rows: Rows | None, own: int) -> Iterator[list[HiddenState]]:
+    """A context in which the input of the first block and the output of each are kept.
+
+    Args:
+        model: is called in the context.
+        rows: of the call.
+        own: number of the last tokens whose vectors are wanted.
+    """
+    found = [HiddenState(rows, own) for _ in range(len(model.blocks) + 1)]
+    first = model.blocks[0].register_forward_pre_hook(lambda module, args: found[0].see(args[0]))
+    handles = [first]
+    for block, one in zip(model.blocks, found[1:], strict=True):
+        handles.append(
+            block.register_forward_hook(lambda module, args, output, one=one: one.see(output[0]))
+        )
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

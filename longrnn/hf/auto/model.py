@@ -9,6 +9,7 @@ Notable choices:
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,12 @@ from longrnn.hf.auto.adapters import adapter_record, refuse_to_save
 from longrnn.hf.auto.arguments import (
     LOSS,
     Backbone,
-    HiddenStates,
     after_padding,
     cache_of,
     check_arguments,
     check_devices,
     check_inputs,
+    hidden_states,
     joined,
 )
 from longrnn.hf.auto.cache import StateCache
@@ -38,9 +39,9 @@ from longrnn.hf.auto.generation import StateGeneration
 from longrnn.hf.auto.masks import padding, starts
 from longrnn.hf.auto.pretrained import LongRNNPreTrainedModel
 from longrnn.hf.tokenizer import TOKENIZER_FILES, byte_level
-from longrnn.mitigations import Mitigated, mitigation
+from longrnn.mitigations import mitigation
 from longrnn.models.recurrent import RecurrentLM
-from longrnn.models.vectors import Vectors
+from longrnn.ops.rows import Rows
 from longrnn.state import LMState
 
 
@@ -63,7 +64,7 @@ class LongRNNForCausalLM(  # pyright: ignore
     def __init__(self, config: LongRNNConfig) -> None:
         super().__init__(config)
         # In a tuple, because a module would be registered and repeat every weight.
-        self._mitigated: tuple[str, Mitigated] | None = None
+        self._mitigated: tuple[str, RecurrentLM] | None = None
         self._has_own_adapter = False
         self.post_init()
 
@@ -74,25 +75,24 @@ class LongRNNForCausalLM(  # pyright: ignore
 
     @classmethod
     def of(
-        cls, model: RecurrentLM | Mitigated, *, tokenizer: str = "tokenizer.json"
+        cls, model: RecurrentLM, *, tokenizer: str = "tokenizer.json"
     ) -> LongRNNForCausalLM:
         """A Hugging Face model that shares the weights of a model of `longrnn.load`.
 
         Args:
-            model: a recurrent model; of a `Mitigated`, the mitigation becomes part of the
-                configuration.
+            model: a recurrent model, whose mitigation becomes part of the configuration.
             tokenizer: see `LongRNNConfig`.
 
         Raises:
             UserError: a model of another kind, which transformers has classes for.
         """
-        spec = model.spec() if isinstance(model, Mitigated) else None
-        plain = model.model if isinstance(model, Mitigated) else model
-        if not isinstance(plain, RecurrentLM):
+        if not isinstance(model, RecurrentLM):
             raise UserError(
-                f"{type(plain).__name__} is not a recurrent model of longrnn: use the "
+                f"{type(model).__name__} is not a recurrent model of longrnn: use the "
                 "AutoModelForCausalLM of its own type"
             )
+        spec = None if model.mitigation is None else model.mitigation.describe()
+        plain = model.under(None)
         config = LongRNNConfig(config=asdict(plain.config), tokenizer=tokenizer, mitigation=spec)
         if plain.loaded_from is not None and spec == plain.trained_under:
             # From there trainers of TRL load a reference model, and PEFT notes it in an adapter.
@@ -104,15 +104,16 @@ class LongRNNForCausalLM(  # pyright: ignore
         return whole.train(plain.training)
 
     @property
-    def language_model(self) -> RecurrentLM | Mitigated:
+    def language_model(self) -> RecurrentLM:
         """The `longrnn` model that computes: `model`, under `config.mitigation` if there is one."""
         spec = self.config.mitigation
         if spec is None:
             return self.model
         # A replica of DataParallel has the attributes of the model that it was copied from.
         known = self._mitigated
-        if known is None or known[0] != str(spec) or known[1].model is not self.model:
-            known = self._mitigated = str(spec), Mitigated(self.model, mitigation(spec))
+        own = self.model
+        if known is None or known[0] != str(spec) or known[1]._modules is not own._modules:
+            known = self._mitigated = str(spec), own.under(mitigation(spec))
         return known[1]
 
     def forward(
@@ -173,16 +174,12 @@ class LongRNNForCausalLM(  # pyright: ignore
         begin = model.init_state(len(tokens)) if cache.state is None else cache.state
         own = tokens.shape[1] - pending
         keep = logits_to_keep if isinstance(logits_to_keep, int) and logits_to_keep else own
+        rows = None if is_token is None and document is None else Rows(is_token, document)
         wanted = bool(self.config.output_hidden_states or output_hidden_states)
-        hidden = HiddenStates(own) if wanted else None
-        logits, after = model(
-            tokens,
-            begin,
-            keep=keep,
-            is_token=is_token,
-            is_document_start=document,
-            vectors=Vectors(inputs_embeds, hidden),
-        )
+        read = tokens if inputs_embeds is None else inputs_embeds
+        with hidden_states(model, rows, own) if wanted else nullcontext([]) as found:
+            hidden, after = model.hidden(read, begin, keep=own if wanted else keep, rows=rows)
+        logits = model.head(hidden[:, hidden.shape[1] - min(keep, hidden.shape[1]) :])
         if isinstance(logits_to_keep, Tensor):
             logits = logits[:, logits_to_keep]
         loss = None
@@ -198,7 +195,7 @@ class LongRNNForCausalLM(  # pyright: ignore
             loss=loss,
             logits=logits,  # type: ignore[arg-type]
             past_key_values=cache if use_cache else None,
-            hidden_states=None if hidden is None else tuple(hidden.found),
+            hidden_states=(*(one.joined() for one in found[:-1]), hidden) if wanted else None,
         )
         return output.to_tuple() if return_dict is False else output
 

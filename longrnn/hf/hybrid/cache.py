@@ -118,10 +118,6 @@ class HybridCarrier(Carrier):
         super().__init__(model, "past_key_values")
         self.edits, self.window = edits or {}, window
 
-    def with_edits(self, edits: Mapping[int, Edit | None]) -> HybridCarrier:
-        """Return a carrier for the same model and window, with edits."""
-        return HybridCarrier(self.model, edits, self.window)
-
     def start(self) -> HybridCache:
         return HybridCache(self.config, self.edits, self.window)
 

@@ -8,14 +8,12 @@ the table of `families` would therefore be found, and the model be run by transf
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Self
 
-import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
+from longrnn.cells import Cell
 from longrnn.errors import UserError
 from longrnn.hf.adapter import HFLanguageModel
 from longrnn.hf.hybrid.cache import HybridCarrier, HybridForward, HybridLayer
@@ -23,10 +21,7 @@ from longrnn.hf.hybrid.cell import SharedMamba2
 from longrnn.hf.hybrid.families import FAMILIES, CannotReplaceError
 from longrnn.hf.positions import longest
 from longrnn.hf.sizes import quietly
-from longrnn.cells import Edit, EditedState, Cell, init_carries
-from longrnn.models.base import LMOutput, fingerprint
-from longrnn.models.checks import check_is_state, check_state, check_targets, check_tokens
-from longrnn.models.segments import CALL_LOGITS
+from longrnn.models.base import hash_weights
 from longrnn.state import LMState, PyTree, histories
 
 logger = logging.getLogger(__name__)
@@ -43,7 +38,6 @@ class HybridLM(HFLanguageModel):
 
     Attributes:
         layer_numbers: the number in the model of each Mamba-2 layer.
-        mixers: the cell of each Mamba-2 layer, on the weights of the model.
 
     Raises:
         CannotReplaceError: a layer computes something that our cell does not.
@@ -61,7 +55,7 @@ class HybridLM(HFLanguageModel):
         super().__init__(model, carrier=HybridCarrier(model))
         self.layer_numbers = list(cells)
         # A list, because the weights are already in `model`.
-        self.cells: list[Cell] = list(cells.values())
+        self._cells: list[Cell] = list(cells.values())
 
     def with_attention_window(self, window: int) -> Self:
         """Return a model whose attention layers read the last `window` tokens only.
@@ -87,119 +81,41 @@ class HybridLM(HFLanguageModel):
                 f"attention_window needs masks, which {implementation} does not take: load the "
                 "model with the attention implementation sdpa"
             )
-        return self._with(_carrier=HybridCarrier(self.model, window=window), max_length=None)
+        carrier = HybridCarrier(self.model, self._carrier.edits, window)
+        return self._with(_carrier=carrier, max_length=None)
 
     @property
     def attention_window(self) -> int | None:
         """How many tokens attention reads; None for all."""
         return self._carrier.window
 
-    def fingerprint(self) -> str:
-        """Return 16 hexadecimal digits of the SHA-256 of configuration, weights and window."""
-        weights = super().fingerprint()
+    def weights_fingerprint(self) -> str:
+        """See `LanguageModel`; the window of attention is part of it."""
+        weights = super().weights_fingerprint()
         if self.attention_window is None:
             return weights
-        return fingerprint({"model": weights, "attention_window": self.attention_window}, {})
+        return hash_weights({"model": weights, "attention_window": self.attention_window}, {})
 
     @property
-    def mixer_kind(self) -> str:
-        """The kind of the cells in the registry of mixers."""
-        return "mamba2"
+    def cells(self) -> list[Cell]:
+        """The cell of each Mamba-2 layer, on the weights of the model."""
+        return self._cells
+
+    def under(self, mitigation: Any) -> Self:
+        """See `LanguageModel.under`."""
+        other = super().under(mitigation)
+        edits = dict(zip(self.layer_numbers, other.edits, strict=True))
+        other._carrier = HybridCarrier(self.model, edits, self._carrier.window)
+        # What the cells of windowed layers remember has another structure.
+        layers = list(self.like)
+        for number, cell, edit in zip(self.layer_numbers, self.cells, other.edits, strict=True):
+            layers[number] = layers[number]._replace(cell=cell.like(edit))
+        other.like = tuple(layers)
+        return other
 
     def cell_states(self, state: LMState) -> list[PyTree]:
         """Return the state of each cell."""
         return [state.layers[number].cell for number in self.layer_numbers]
-
-    def init_state(self, batch_size: int, edits: Sequence[Edit] | None = None) -> LMState:
-        """Return the state before the first token; with edits, `extra` holds their carries."""
-        state = super().init_state(batch_size)
-        if edits is None:
-            return state
-        return state._replace(extra=init_carries(self.cells, batch_size, edits))
-
-    @torch.no_grad()
-    def forward(
-        self,
-        tokens: Tensor,
-        state: LMState | None = None,
-        *,
-        keep: int | None = None,
-        edits: Sequence[Edit] | None = None,
-        is_token: Tensor | None = None,
-        is_document_start: Tensor | None = None,
-    ) -> LMOutput:
-        """Process tokens; see `HFLanguageModel.forward`.
-
-        Args:
-            tokens: see `LanguageModel`.
-            state: see `LanguageModel`.
-            keep: see `LanguageModel`.
-            edits: one per Mamba-2 layer; `extra` then holds their carries in the given and in the
-                returned state.
-            is_token: must be None.
-            is_document_start: must be None.
-
-        Raises:
-            UserError: as `HFLanguageModel.forward`, or a state without the carries of the edits.
-        """
-        if edits is None:
-            return super().forward(
-                tokens, state, keep=keep, is_token=is_token, is_document_start=is_document_start
-            )
-        self._refuse_masks(is_token, is_document_start)
-        tokens = check_tokens(tokens, self.vocab_size)
-        if state is None:
-            state = self.init_state(len(tokens), edits)
-        check_is_state(state)
-        check_state(state._replace(extra=()), self.like, len(tokens))
-        if len(state.extra) != len(edits):
-            raise UserError(
-                f"{len(edits)} edits need one carry each and the state has {len(state.extra)}: "
-                "start from init_state(batch_size, edits)"
-            )
-        carrier = self._carrier.with_edits(dict(zip(self.layer_numbers, edits, strict=True)))
-        logits, after = self._forward(tokens, self._with_carries(state), keep, carrier)
-        return LMOutput(logits, self._without_carries(after))
-
-    def token_losses(
-        self,
-        tokens: Tensor,
-        targets: Tensor,
-        state: LMState | None = None,
-        *,
-        edits: Sequence[Edit] | None = None,
-    ) -> tuple[Tensor, LMState]:
-        """See `longrnn.models.base.LossModel.token_losses`; `edits` as in `forward`."""
-        tokens = check_tokens(tokens, self.vocab_size)
-        check_targets(targets, tokens, self.vocab_size)
-        after = self.init_state(len(tokens), edits) if state is None else state
-        width = max(1, CALL_LOGITS // (len(tokens) * self.vocab_size))
-        losses = []
-        pairs = zip(tokens.split(width, 1), targets.split(width, 1), strict=True)
-        for piece, target in pairs:
-            logits, after = self(piece, after, edits=edits)
-            wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).transpose(1, 2)
-            found = cross_entropy(wide, target.clamp(min=0), reduction="none")
-            losses.append(found.masked_fill(target < 0, 0))
-        return torch.cat(losses, 1), after
-
-    def _with_carries(self, state: LMState) -> LMState:
-        """Move the carries from `extra` into the layers, where they are processed by row."""
-        layers: list[HybridLayer] = list(state.layers)
-        for number, carry in zip(self.layer_numbers, state.extra, strict=True):
-            cell = EditedState(layers[number].cell, carry)
-            layers[number] = layers[number]._replace(cell=cell)
-        return state._replace(layers=tuple(layers), extra=())
-
-    def _without_carries(self, state: LMState) -> LMState:
-        """Move the carries from the layers into `extra`."""
-        layers: list[HybridLayer] = list(state.layers)
-        carries = []
-        for number in self.layer_numbers:
-            own, carry = layers[number].cell
-            layers[number] = layers[number]._replace(cell=own)
-            carries.append(carry)
-        return state._replace(layers=tuple(layers), extra=tuple(carries))
 
 
 def mamba2_layers(model: PreTrainedModel) -> Mapping[int, Any]:
