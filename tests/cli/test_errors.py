@@ -66,6 +66,8 @@ def test_a_truncated_checkpoint(cli: CLI, models: Path, tmp_path: Path) -> None:
         ("max_steps: 0", [], ("max_steps must be at least 1",)),
         ("just words", [], ("unknown key just words",)),
         ("a: [", [], ("is not YAML",)),
+        ('seed: "${a"', [], ("key 'seed'", "write a value of the right type")),
+        ("seed: 0", ["seed=${a"], ("key 'seed'",)),
         ("seed: 0", ["max_steps"], ("'max_steps' is not of the form key=value",)),
         ("seed: 0", ["max_steps=ten"], ("key 'max_steps'",)),
         ("seed: 0", ["model.mixer={kind: lstm"], ("is not YAML",)),
