@@ -30,8 +30,8 @@ SHORT = ["--lengths", "160", "--depths", "1", "--n", "1", "--quiet"]
         (["--depths", "-1"], ("the number of depths must be at least 1",)),
         (["--depths", "0.5,1.5"], ("depths lie between 0",)),
         (["--depths", "nan,"], ("not a valid list of depths",)),
-        (["--n", "0"], ("n and the batch size must be at least 1",)),
-        (["--batch-size", "0"], ("n and the batch size must be at least 1",)),
+        (["--n", "0"], ("n must be from 1 to 12,494, not 0",)),
+        (["--batch-size", "0"], ("the batch size must be from 1 to",)),
         (["--device", "abacus"], ("device 'abacus' cannot be used", "give cpu or auto")),
         (["--device", "cuda:99"], ("device 'cuda:99' cannot be used",)),
     ],
@@ -70,7 +70,7 @@ def test_eval_passkey_insertion_points(
         ("backwards", ["--n", "17"], ("n must be between 1 and the 16",)),
         ("backwards", ["--n", "2", "--length", "0"], ("'0' is not a valid length",)),
         ("backwards", ["--n", "2", "--length", "1"], ("hold out at most half",)),
-        ("backwards", ["--vocab-size", "0"], ("vocab_size >= 2",)),
+        ("backwards", ["--vocab-size", "0"], ("vocab_size must be from 2 to",)),
         ("backwards", ["--vocab-size", "9"], ("needs a model with 10 ids",)),
         ("text", [], ("was not trained on reverse", "--vocab-size and --length")),
         ("text", ["--length", "4"], ("was not trained on reverse",)),
@@ -109,7 +109,7 @@ def test_diagnose_stability_options(cli: CLI, models: Path) -> None:
     base = ["diagnose", "stability"]
     refused(cli, *base, models / "text", says=("is not a run on a task such as reverse",))
     refused(cli, *base, "no/such", says=("is not a run on a task such as reverse",))
-    refused(cli, *base, models / "backwards", "--n", "0", says=("at least 1",))
+    refused(cli, *base, models / "backwards", "--n", "0", says=("n must be from 1 to",))
 
 
 def test_diagnose_attribution_options(cli: CLI, models: Path) -> None:
@@ -117,7 +117,7 @@ def test_diagnose_attribution_options(cli: CLI, models: Path) -> None:
     base = ["diagnose", "attribution"]
     refused(cli, *base, models / "text", says=("has no train.yaml with its task",))
     refused(cli, *base, models / "backwards", says=("draws all tokens equally often",))
-    refused(cli, *base, models / "backwards", "--n", "1", says=("at least 2, for an interval",))
+    refused(cli, *base, models / "backwards", "--n", "1", says=("n must be from 2 to",))
 
 
 def test_eval_task_options(cli: CLI, models: Path) -> None:

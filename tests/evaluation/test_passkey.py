@@ -308,8 +308,8 @@ def test_other_seeds_ask_for_other_keys(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"lengths": [300, 100]}, r"length 100 is too short .* the least is 156 tokens"),
-        ({"n": 0}, "n and the batch size must be at least 1"),
-        ({"batch_size": 0}, "n and the batch size must be at least 1"),
+        ({"n": 0}, "n must be from 1 to 12,494, not 0"),
+        ({"batch_size": 0}, "the batch size must be from 1 to"),
         ({"depths": [0.5, 1.1]}, "depths lie between 0"),
         ({"depths": [-0.1]}, "depths lie between 0"),
         ({"depths": [math.nan]}, "depths lie between 0"),

@@ -129,7 +129,7 @@ def test_along_checkpoints(tmp_path: Path) -> None:
     assert [len(cells) for cells in rows(measured)] == [6, 6, 6]
     with pytest.raises(UserError, match="no checkpoints"):
         along_checkpoints(tmp_path, task, length=4)
-    with pytest.raises(UserError, match="at least 2"):
+    with pytest.raises(UserError, match="n must be from 2"):
         along_checkpoints(tmp_path / "run", task, length=4, n=1)
     only_frequent = TASKS.build({**DUAL, "rare_share": 1e-9}, None)
     with pytest.raises(UserError, match="have a rare, or a frequent, token"):
