@@ -29,10 +29,17 @@ WHOLE = Selection()
 
 
 class Piece(NamedTuple):
-    """A part of a document; `ends`: whether it is the last part."""
+    """A part of a document.
+
+    Attributes:
+        text: may be empty.
+        ends: whether it is the last part.
+        is_all: whether the whole file, or row of a table, is this empty text.
+    """
 
     text: str
     ends: bool
+    is_all: bool = False
 
 
 class Part(NamedTuple):
@@ -125,6 +132,8 @@ class TextReader:
         return {"split_on": self.split_on, "column": self.text_column, "eos": self.append_eos}
 
     def _part(self, piece: Piece) -> Part:
+        if piece.is_all:
+            return Part([], True, is_kept=False)
         ids = self.tokenizer.encode(piece.text)
         end = self._eos if piece.ends else []
         return Part([*ids, *end], piece.ends, size=len(piece.text.encode()))
@@ -270,9 +279,10 @@ def _write(part: Part, writer: CorpusWriter) -> None:
 
 def pieces(chunks: Iterable[str], split_on: str | None) -> Iterator[Piece]:
     """Splits a text that comes in chunks into pieces of documents."""
-    rest = ""
+    rest, is_empty = "", True
     for chunk in chunks:
         rest += chunk
+        is_empty = is_empty and not chunk
         if split_on is not None:
             *whole, rest = rest.split(split_on)
             for text in whole:
@@ -285,7 +295,7 @@ def pieces(chunks: Iterable[str], split_on: str | None) -> Iterator[Piece]:
             yield from _parts(rest[:cut])
             rest = rest[cut:]
     yield from _parts(rest)
-    yield Piece("", True)
+    yield Piece("", True, is_empty)
 
 
 def _parts(text: str) -> Iterator[Piece]:
@@ -308,7 +318,7 @@ def _line_end(text: str, before: int) -> int:
 
 
 def read_chunks(path: Path) -> Iterator[str]:
-    """Yields a UTF-8 text file in chunks.
+    """Yields a UTF-8 text file in chunks, without its byte-order mark.
 
     Raises:
         UserError: the file is not UTF-8 text.
@@ -316,7 +326,9 @@ def read_chunks(path: Path) -> Iterator[str]:
     remedy = "give a file of UTF-8 text"
     decoder = codecs.getincrementaldecoder("utf-8")()
     with open(path, "rb") as file:
-        start = 0
+        mark = len(codecs.BOM_UTF8)
+        start = mark if file.read(mark) == codecs.BOM_UTF8 else 0
+        file.seek(start)
         while data := file.read(CHUNK_CHARACTERS):
             if 0 in data:
                 raise UserError(
