@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from longrnn.corpus import Header, digest
+from longrnn.corpus import HEADER, Header, digest, read_header
 from longrnn.corpus_writer import CorpusWriter
 from longrnn.errors import UserError
 from longrnn.progress import Progress
@@ -172,7 +172,7 @@ def build_corpus(
     Args:
         data: what `longrnn.training.origins.origins` takes.
         tokenizer: makes the ids.
-        out: the folder, which must not exist.
+        out: the folder.
         name: the name by which `load_tokenizer` finds the tokenizer.
         reader: makes documents; by default a `TextReader` of `split_on` and `text_column`.
         selection: which part of datasets is read.
@@ -182,15 +182,20 @@ def build_corpus(
         max_tokens: no document is read after the one that reaches this many tokens.
         quiet: print no progress.
 
+    Returns:
+        The header of the corpus; of the one in `out`, if that was made of the same in the same way.
+
     Raises:
         UserError: a source is missing, cannot be read or lacks the column; there is no document; or
-            `out` exists. Nothing is left behind.
+            `out` holds something else. Nothing is left behind.
     """
     if min_length < 1 or (max_tokens is not None and max_tokens < 1):
         raise UserError("a corpus has documents: give a --min-length and --max-tokens of 1 or more")
     reader = reader or TextReader(tokenizer, split_on=split_on, text_column=text_column)
     sources = origins(data, selection)
     identity = identity_of(sources, tokenizer, reader, min_length, max_tokens)
+    if (out / HEADER).is_file() and (found := read_header(out / HEADER)).identity == identity:
+        return found
     sizes = [origin.size() for origin in sources]
     known = [size for size in sizes if size is not None]
     total = sum(known) if len(known) == len(sizes) else None
