@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longrnn.corpus import HEADER, Corpus
-from longrnn.errors import UserError
+from longrnn.errors import LengthError, UserError
 from longrnn.tasks.base import TASKS, Batch, Task, row_starts
 from longrnn.tasks.documents import Documents, Rows, Texts, packed
 from longrnn.tasks.held_out import part_of
@@ -168,7 +168,7 @@ class Text(Task):
         starts, ends = self._places(length)
         if ends[-1] == 0:
             longest = int(self.documents.lengths.max())
-            raise UserError(
+            raise LengthError(
                 f"no text has more than {length} tokens, the longest has {longest}: use a "
                 f"length of at most {longest - 1}, or task.packing=true to fill rows with several "
                 "texts"

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from longrnn.corpus import HEADER
-from longrnn.errors import UserError
+from longrnn.errors import LengthError, UserError
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.tasks import Batch, SequenceTask, Task
 from longrnn.tasks.base import UNSCORED
@@ -177,7 +177,7 @@ class Validation(Component):
             try:
                 rows = self._draw()
                 break
-            except UserError:
+            except LengthError:
                 if self.config.eval_length is not None or self.length // 2 < self.config.length.max:
                     raise
                 self.length //= 2
@@ -196,8 +196,8 @@ class Validation(Component):
         generator = torch.Generator().manual_seed(mix("validation"))
         try:
             rows = self.task.sample(count, length=self.length, generator=generator)
-        except UserError as error:
-            raise UserError(
+        except LengthError as error:
+            raise LengthError(
                 f"validation rows of eval_length={self.length} cannot be made, {error}"
             ) from error
         if rows.repeat is not None:
