@@ -17,8 +17,8 @@ from longrnn.training.seeds import mix
 class Source:
     """The batches of one process of a run.
 
-    The global batch does not depend on the number of processes, each of which makes only its own
-    rows: a run on two processes sees the rows of a run on one with twice the batch. Streams are
+    The global batch does not depend on the number of processes, each of which takes its own rows of
+    it: a run on two processes sees the rows of a run on one with twice the batch. Streams are
     numbered over all micro-batches and processes, and stay on their process: no state ever moves.
 
     Args:
