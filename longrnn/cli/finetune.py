@@ -70,7 +70,8 @@ def finetune(
         bool,
         typer.Option(
             "--dry-run",
-            help="Print the configuration and the memory of a step; train nothing.",
+            help="Check the configuration and its data, and print the configuration and the memory "
+            "of a step; train nothing.",
         ),
     ] = False,
     quiet: Quiet = False,
@@ -86,7 +87,7 @@ def finetune(
     """
     from longrnn.config import dump_config
     from longrnn.errors import UserError
-    from longrnn.training.finetuning import finetuning
+    from longrnn.training.finetuning import ROWS, finetuning, fitting_rows
 
     if not data:
         raise UserError("nothing to train on is given: add --data with a file, folder or dataset")
@@ -105,14 +106,26 @@ def finetune(
             "the evaluation reads validation data, and there is none: give --validation, or add "
             "--no-evaluate"
         )
+    fits = not any(override.startswith(f"{ROWS}=") for override in overrides or ())
     if dry_run:
+        from longrnn.training.checks import check
         from longrnn.training.memory import report
 
+        if fits:
+            rows = fitting_rows(settings, settings.num_processes or 1, quiet=quiet)
+            settings.per_device_train_batch_size = rows
+        check(settings, quiet=quiet)
         typer.echo(dump_config(settings) + report(settings))
         return
     with terminable():
+        from longrnn.training.processes import build_accelerator, on_main
         from longrnn.training.trainer import Trainer
 
+        if fits:
+            accelerator = build_accelerator(settings)
+            processes = accelerator.num_processes
+            rows = on_main(accelerator, lambda: fitting_rows(settings, processes, quiet=quiet))
+            settings.per_device_train_batch_size = rows
         trainer = Trainer(settings, resume=resume, quiet=quiet)
         trainer.train()
         if not trainer.accelerator.is_main_process:

@@ -111,6 +111,9 @@ class Instruct(Task):
         scored = self._scored_tokens or 1
         return self._batch(pieces, length, scored * length / sum(layout.epochs))
 
+    def most_rows(self, length: int, *, seed: int, is_carried: bool) -> int | None:
+        return (self._laid_out if is_carried else self._rows)(1, length, seed).documents
+
     def whole_layout(self, n_streams: int, *, length: int, seed: int) -> str:
         layout = self._rows(n_streams, length, seed)
         sizes, _ = self._fitted(length)

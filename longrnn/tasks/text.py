@@ -121,6 +121,9 @@ class Text(Task):
         begins = torch.tensor([place.is_document_start for place in places])
         return self._batch([(place.document, place.start) for place in places], length, begins)
 
+    def most_rows(self, length: int, *, seed: int, is_carried: bool) -> int | None:
+        return self._laid_out(1, length, seed).documents if is_carried else None
+
     def layout(self, n_streams: int, *, length: int, seed: int) -> str:
         """The number of streams, the size of their epochs, and the text left out, in words."""
         streams = self._laid_out(n_streams, length, seed)

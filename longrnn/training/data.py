@@ -76,6 +76,13 @@ class Source:
             return self.task.whole_layout(self.n_streams, length=length, seed=seed)
         return self.task.left_out(length)
 
+    def most_rows(self) -> int | None:
+        """Rows per process and micro-batch for which there are documents; None for any number."""
+        config = self.config
+        most = self.task.most_rows(config.length.max, seed=config.seed, is_carried=self.streams)
+        others = config.gradient_accumulation_steps * self.world_size
+        return None if most is None else most // others
+
     def longest(self) -> int:
         """Tokens of the longest row, or document where a state is carried, that a run may see."""
         config = self.config

@@ -119,7 +119,7 @@ def test_overrides_go_before_the_settings() -> None:
     answers = made("task.kind=instruct", initial_state="zero")
     assert answers.task == {"kind": "instruct", "data": "docs", "part": "training"}
     assert answers.validation == {"kind": "instruct", "data": "docs", "part": "held_out"}
-    assert (answers.eval_length, answers.segments_per_step) == (64, 1)
+    assert answers.segments_per_step == 1
     apart = made("validation.packing=false")
     assert apart.task["part"] == "training"
     held_out = {"kind": "text", "data": "docs", "part": "held_out", "packing": False}
@@ -142,3 +142,28 @@ def test_bad_input_is_refused(shelf: Path, cli: CLI) -> None:
     refused(cli, *command, *nothing, says=("give --validation, or add --no-evaluate",))
     assert cli(*command, "--dry-run").code == 0
     assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(("kind", "documents"), [("text", 3), ("instruct", 4)])
+def test_the_dry_run_reads_the_data_and_the_batch_fits_it(
+    kind: str, documents: int, shelf: Path, cli: CLI
+) -> None:
+    """Data that a run refuses is refused, and three documents to train on make three rows."""
+    command = ["finetune", shelf / "base", f"task.kind={kind}", "max_steps=1", "eval_samples=1"]
+    command += ["--length", "16", "--output", "run", "--quiet", "--no-evaluate", "--data"]
+    refused(cli, *command, "nowhere", "--dry-run", says=("no file nowhere",))
+    Path("books").mkdir()
+    text = " ".join(map(str, range(1000)))
+    rows = [json.dumps({"prompt": f"{k}+1=", "completion": text[:200]}) for k in range(documents)]
+    if kind == "text":
+        for number in range(documents):
+            Path(f"books/{number}.txt").write_text(text)
+    else:
+        Path("books/pairs.jsonl").write_text("\n".join(rows))
+        command.insert(3, "task.append_eos=false")
+    assert "per_device_train_batch_size: 3\n" in cli(*command, "books", "--dry-run").out
+    few = [*command, "books", "per_device_train_batch_size=4", "--dry-run"]
+    refused(cli, *few, says=("there are 4 streams", "use fewer streams"))
+    done = cli(*command, "books")
+    assert done.code == 0, done.err
+    assert load_config(TrainConfig, "run/train.yaml").per_device_train_batch_size == 3
