@@ -80,8 +80,8 @@ def finetune(
 
     The data is tokenized with the tokenizer of the checkpoint, and a part of it is held out. The
     run validates on that part, and ends with its best model. OUTPUT/train.yaml is the
-    configuration, which `longrnn train` takes; OUTPUT/evaluation/report.html compares the loss by
-    position and the recall of passkeys before and after.
+    configuration, which `longrnn train` takes; OUTPUT/evaluation/report.html compares the loss on
+    held-out data and the recall of passkeys before and after.
 
     Example: longrnn finetune state-spaces/mamba2-370m --data books --length 4k --initial-state pass
     """
@@ -147,7 +147,7 @@ def _evaluate(trainer: Trainer, longest: int | None, quiet: bool) -> None:
     assert trainer.validation is not None
     assert config.init_from is not None
     suite = write_suite(
-        trainer.validation.task.documents,  # type: ignore[attr-defined]
+        trainer.validation.task,
         trainer.tokenizer,
         folder,
         length=config.length.max,

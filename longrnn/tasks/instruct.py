@@ -82,6 +82,7 @@ class Instruct(Task):
         self.vocab_size, self.packing, self.truncate = tokenizer.vocab_size, packing, truncate
         whole = open_corpus(corpus, data, tokenizer)
         whole.read_scored(0, 0, 1)  # refuses a corpus without answers
+        self.corpus, self.part = whole.folder, part
         self.documents = part_of(whole, part)
         self._scored_tokens = int(self.documents.scored_tokens)
         self._whole: dict[tuple[int, int, int], WholeDocuments] = {}

@@ -43,6 +43,27 @@ def logits(model: Any) -> torch.Tensor:
         return model(torch.arange(60)[None]).logits
 
 
+def evaluated_cells() -> list[dict[str, Any]]:
+    lines = Path("run/evaluation/comparison.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_answers_are_evaluated_where_answers_are_trained(models: Path, cli: CLI) -> None:
+    """The table has the loss and the exact matches of the held-out answers, paired."""
+    rows = [{"prompt": f"{k} and {k} are", "completion": " same"} for k in range(120)]
+    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    more = ["max_steps=60", "task.kind=instruct", "task.append_eos=false", "segments_per_step=1"]
+    command = ["finetune", models / "text", *SMALL, *more, "--initial-state", "zero"]
+    done = cli(*command, "--data", "pairs.jsonl", "--output", "run")
+    assert done.code == 0, done.err
+    after = {cell["metric"]: cell for cell in evaluated_cells() if cell["model"] != "before"}
+    assert after.keys() == {"answers, nats per token", "answers, exact match"}
+    loss, right = (after[f"answers, {name}"] for name in ("nats per token", "exact match"))
+    assert loss["difference"]["high"] < 0
+    assert loss["difference"]["n"] == right["difference"]["n"] >= 5
+    assert (right["estimate"]["mean"], right["difference"]["mean"]) == (1, 1)
+
+
 def test_a_published_checkpoint_is_fine_tuned_and_converted(shelf: Path, cli: CLI) -> None:
     """The loss falls, the best checkpoint is kept, and transformers computes the same logits."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -61,11 +82,11 @@ def test_a_published_checkpoint_is_fine_tuned_and_converted(shelf: Path, cli: CL
     report = Path("run/evaluation/report.html").read_text()
     assert "before" in report
     assert "step-4" in report
-    lines = Path("run/evaluation/comparison.jsonl").read_text().splitlines()
-    cells = [json.loads(line) for line in lines]
-    loss = {(c["model"], c["at"]): c["estimate"]["mean"] for c in cells if "bits" in c["metric"]}
+    cells = [cell for cell in evaluated_cells() if "bits" in cell["metric"]]
+    loss = {(cell["model"], cell["at"]): cell["estimate"]["mean"] for cell in cells}
     assert loss.keys() == {(model, at) for model in ("before", "step-4") for at in (32, 64)}
     assert all(loss["step-4", at] < loss["before", at] for at in (32, 64))
+    assert all(cell["estimate"]["n"] >= 5 and cell["estimate"]["low"] for cell in cells)
     assert "suite before_after" in done.out
     assert cli("convert", "run", "hf", "--to", "hf").code == 0
     theirs = AutoModelForCausalLM.from_pretrained("hf")
