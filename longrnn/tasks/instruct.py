@@ -90,10 +90,14 @@ class Instruct(Task):
         self._cut: tuple[int, np.ndarray, int] | None = None
 
     def sample(self, batch_size: int, *, length: int, generator: torch.Generator) -> Batch:
-        """One document per row; training reads `whole_documents` or `segment`."""
+        """One document per row, all different while there are enough of them.
+
+        Validation draws them; training reads `whole_documents` or `segment`.
+        """
         sizes, scored = self._fitted(length)
         usable = np.flatnonzero(sizes)
-        drawn = torch.randint(len(usable), (batch_size,), generator=generator).tolist()
+        order = torch.randperm(len(usable), generator=generator)
+        drawn = order[torch.arange(batch_size) % len(usable)].tolist()
         pieces = [[Piece(int(usable[k]), 0, int(sizes[usable[k]]), True)] for k in drawn]
         return self._batch(pieces, length, scored / len(usable))
 

@@ -52,6 +52,8 @@ CONTRADICTING = {
     "length.max": "--length",
     "output_dir": "--output",
 }
+# Validation rows of prompts and answers, which have much fewer scored tokens than rows of text.
+ANSWERS = 64
 # With a carried state: segments through which the gradient of a step flows.
 SEGMENTS = 4
 # Overrides that name validation data; others change how the default data is read.
@@ -115,7 +117,10 @@ def finetuning(
         # The options of the task are those of the validation too.
         same = [f"validation{one[4:]}" for one in overrides if one.startswith("task.")]
         overrides = [*same, *overrides]
-    return build_config(TrainConfig, values, overrides, source="longrnn finetune")
+    config = build_config(TrainConfig, values, overrides, source="longrnn finetune")
+    if config.task["kind"] == "instruct" and "eval_samples" not in keys:
+        config.eval_samples = ANSWERS
+    return config
 
 
 def fitting_rows(config: TrainConfig, processes: int, *, quiet: bool = True) -> int:

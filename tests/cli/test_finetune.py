@@ -140,7 +140,8 @@ def test_overrides_go_before_the_settings() -> None:
     answers = made("task.kind=instruct", initial_state="zero")
     assert answers.task == {"kind": "instruct", "data": "docs", "part": "training"}
     assert answers.validation == {"kind": "instruct", "data": "docs", "part": "held_out"}
-    assert answers.segments_per_step == 1
+    assert (answers.segments_per_step, answers.eval_samples) == (1, 64)
+    assert made("task.kind=instruct", "eval_samples=9").eval_samples == 9
     apart = made("validation.packing=false")
     assert apart.task["part"] == "training"
     held_out = {"kind": "text", "data": "docs", "part": "held_out", "packing": False}
