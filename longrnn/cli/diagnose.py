@@ -85,22 +85,18 @@ def states(
     from longrnn.diagnostics.states_report import write_report
     from longrnn.diagnostics.states_summary import summary
     from longrnn.evaluation.texts import read_documents
-    from longrnn.hf.loading import load
-    from longrnn.hf.specs import mitigated, split_mitigation
+    from longrnn.hf.loading import load_plain
+    from longrnn.hf.specs import mitigated
     from longrnn.hf.tokenizer import load_tokenizer
     from longrnn.hf.training_length import required_training_length
-    from longrnn.mitigations import Mitigated
 
     if not text and not newlines:
         raise UserError("give --text FILE, --newlines, or both")
     tokens, trained = parse_length(length), required_training_length(checkpoint, train_length)
-    name, own = split_mitigation(checkpoint)
-    specs = [spec for spec in (own, mitigation) if spec is not None]
-    plain = load(name, device=pick_device(device))
-    assert not isinstance(plain, Mitigated)  # `name` names no mitigation
+    plain, own = load_plain(checkpoint, device=pick_device(device))
     reader_of(plain)  # refuses a model without readable states before it refuses a mitigation
-    model = mitigated(plain, specs or None)
-    tokenizer = load_tokenizer(name)
+    model = mitigated(plain, [spec for spec in (own, mitigation) if spec is not None])
+    tokenizer = load_tokenizer(checkpoint)
     documents = read_documents(text or [], tokenizer, model)
     warn_if_calibrated_on(model, documents)
     prompts = [measure.text_prompt(document, tokens) for document in documents]

@@ -155,10 +155,9 @@ def _evaluate(trainer: Trainer, longest: int | None, quiet: bool) -> None:
     )
     best = trainer.validation.best
     step = best.step if best is not None and config.load_best_model_at_end else trainer.step
-    after = str(trainer.output_dir) + ("+trained" if config.mitigation is not None else "")
     device = pick_device("auto")
     models = [
         open_checkpoint(config.init_from, name="before", device=device),
-        open_checkpoint(after, name=f"step-{step}", device=device),
+        open_checkpoint(str(trainer.output_dir), name=f"step-{step}", device=device),
     ]
     compare_and_report(models, [suite], folder, quiet=quiet)

@@ -74,7 +74,7 @@ def generate(
     ids = torch.tensor([tokenizer.encode(prompt or "")], dtype=torch.long, device=target)
     refuse_long(model, ids.shape[1] + most)
     shown = ""
-    for generation in stream(
+    for (generated,) in stream(
         model,
         ids,
         max_new_tokens=most,
@@ -83,7 +83,7 @@ def generate(
         stop=[tokenizer.encode(text) for text in stop or []],
         generator=seeded(seed, target),
     ):
-        text = tokenizer.decode(generation.tokens[0])
+        text = tokenizer.decode(generated)
         if not text.endswith("\ufffd"):  # the last character is still incomplete
             typer.echo(text[len(shown) :], nl=False)
             shown = text

@@ -152,6 +152,7 @@ def _untrained(source: str, inits: Sequence[str]) -> list[ModelEntry]:
 
     from longrnn.config import load_config
     from longrnn.hf.loading import load_recurrent
+    from longrnn.hf.specs import NONE
     from longrnn.models import RecurrentLM
     from longrnn.seeds import check_seed
     from longrnn.training.config import TrainConfig
@@ -161,7 +162,7 @@ def _untrained(source: str, inits: Sequence[str]) -> list[ModelEntry]:
     if config.init_from is not None:
         if inits:
             raise UserError(f"{source} starts from {config.init_from}: leave --init out")
-        model = load_recurrent(config.init_from)
+        model = load_recurrent(f"{config.init_from}+{NONE}")  # as training starts
         fill(model, config.fill)
         tokenizer = config.tokenizer or config.init_from
         return [ModelEntry(source, model, tokenizer, asdict(config))]

@@ -13,6 +13,7 @@ Notable choices:
 
 from __future__ import annotations
 
+import copy
 import inspect
 from itertools import chain
 from typing import Any, Self
@@ -42,7 +43,6 @@ class HFLanguageModel(nn.Module):
 
     Args:
         model: any causal language model.
-        beyond: whether it may read more tokens than its configuration allows.
         carrier: converts its cache to a state and back; None for that of its architecture.
 
     Attributes:
@@ -55,15 +55,12 @@ class HFLanguageModel(nn.Module):
 
     Raises:
         UserError: the model's cache is of a kind that cannot be forked, or does not hold everything
-            that the model needs to continue; its logits are not finite; or `beyond` is set for a
-            model with a fixed number of positions.
+            that the model needs to continue, or its logits are not finite.
     """
 
     model: Any  # its attributes depend on the architecture
 
-    def __init__(
-        self, model: PreTrainedModel, *, beyond: bool = False, carrier: Carrier | None = None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, *, carrier: Carrier | None = None) -> None:
         super().__init__()
         self.model = model.eval()
         self.config: Any = model.config.get_text_config(decoder=True)
@@ -88,8 +85,6 @@ class HFLanguageModel(nn.Module):
         self.max_length = longest(self.config) if histories(self.like) else None
         self._table = table_of_positions(model)
         self._last_fingerprint: CachedValue[str] = CachedValue()
-        if beyond:
-            self.go_beyond()
 
     @property
     def kind(self) -> str:
@@ -123,8 +118,8 @@ class HFLanguageModel(nn.Module):
             find_dtypes(self)
         return self
 
-    def go_beyond(self) -> None:
-        """Lift `max_length`.
+    def beyond(self) -> Self:
+        """Return the model without `max_length`; it shares its weights with this one.
 
         Raises:
             UserError: the model has no positions beyond `max_length`.
@@ -134,7 +129,14 @@ class HFLanguageModel(nn.Module):
                 f"this {self.kind} has {self.max_length:,} positions ({self._table}) and none "
                 "beyond: give it shorter texts"
             )
-        self.max_length = None
+        return self._with(max_length=None)
+
+    def _with(self, **attributes: Any) -> Self:
+        """Return a model on the same weights with some attributes replaced."""
+        other = copy.copy(self)
+        for name, value in attributes.items():
+            setattr(other, name, value)
+        return other
 
     @torch.no_grad()
     def forward(

@@ -14,6 +14,7 @@ from longrnn.files import leftovers, naming, sync_folder, write_atomic
 from longrnn.hf import lora
 from longrnn.hf.layouts import LAYOUTS
 from longrnn.hf.loading import load_recurrent, read_config, resolve
+from longrnn.hf.specs import NONE
 from longrnn.hf.tokenizer import TOKENIZER_FILES, byte_level
 from longrnn.locks import Lock
 from longrnn.models.checkpoint import save_model
@@ -51,7 +52,7 @@ def convert(source: str | Path, destination: Path, *, to: str, merge: bool = Fal
             if merge
             else f"{source} is an adapter and no whole model: add --merge to merge it into its base"
         )
-    model = load_recurrent(source)
+    model = load_recurrent(f"{source}+{NONE}")
     if merge:
         folder = resolve(lora.base_of(folder))  # which has the tokenizer
     # What the layout does not support is refused before anything is written.

@@ -17,7 +17,7 @@ from longrnn.hf import hub, lora
 from longrnn.hf.embedded import embedded
 from longrnn.hf.layouts import LAYOUTS, Layout, rename
 from longrnn.hf.sizes import check_sizes, quietly, stored_bytes
-from longrnn.hf.specs import mitigated, split_dtype, split_spec
+from longrnn.hf.specs import NONE, mitigated, split_dtype, split_spec
 from longrnn.hf.weights import read_weights
 from longrnn.mitigations import Mitigated
 from longrnn.models.base import EditableModel
@@ -97,39 +97,54 @@ def load(
 
     Returns:
         A `RecurrentLM` (which supports all mitigations), a `Mitigated` if the name has a
-        mitigation, or an `HFLanguageModel`: a `HybridLM`, which supports all mitigations, if it has
-        Mamba-2 layers that longrnn can compute.
+        mitigation or the checkpoint records one, or an `HFLanguageModel`: a `HybridLM`, which
+        supports all mitigations, if it has Mamba-2 layers that longrnn can compute.
 
     Raises:
         UserError: an unknown name, or a folder that is incomplete, damaged or not a checkpoint.
+    """
+    model, spec = load_plain(
+        name_or_path,
+        backend=backend,
+        device=device,
+        dtype=dtype,
+        revision=revision,
+        weights=weights,
+    )
+    if beyond and not isinstance(model, RecurrentLM):
+        model = model.beyond()
+    return mitigated(model, spec)
+
+
+def load_plain(
+    name_or_path: str | Path,
+    *,
+    backend: str = "auto",
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+    weights: str | None = None,
+) -> tuple[RecurrentLM | HFLanguageModel, str | None]:
+    """Return a model without any mitigation, and what its name gives for `mitigated`; see `load`.
+
+    Raises:
+        UserError: as `load`.
     """
     if dtype is not None and dtype not in DTYPES:
         raise UserError(
             f"a model cannot be computed in {dtype!r}: give torch.float16, torch.bfloat16, "
             "torch.float32 or torch.float64"
         )
-    name, own = split_spec(str(name_or_path))
-    named, spec = split_dtype(own)
+    name, spec = split_spec(str(name_or_path))
+    named, spec = split_dtype(spec)
     if named is not None and dtype not in (None, named):
         raise UserError(f"{name_or_path} names another dtype than dtype={dtype}: give one of them")
-    if own is not None:
-        plain = load(
-            name,
-            backend=backend,
-            device=device,
-            dtype=dtype or named,
-            revision=revision,
-            beyond=beyond,
-            weights=weights,
-        )
-        assert not isinstance(plain, Mitigated)  # `name` names no mitigation
-        return plain if spec is None else mitigated(plain, spec)
-    folder = resolve(name_or_path, revision)
+    folder = resolve(name, revision)
     # Hashing releases the global interpreter lock, so it runs in parallel to reading and building.
     with ThreadPoolExecutor(1) as pool:
         damaged = pool.submit(damage_of_model, folder)
         try:
-            model = _open(folder, backend, dtype, beyond, balanced=device == BALANCED)
+            model = _open(folder, backend, dtype or named, balanced=device == BALANCED)
         except UserError as error:
             # The defect itself is more informative than a wrong checksum: both are reported.
             if (wrong := damaged.result()) is None:
@@ -137,15 +152,17 @@ def load(
             raise UserError(f"{error}; besides, {folder} is damaged ({wrong})") from error
         if (wrong := damaged.result()) is not None:
             raise UserError(refusal(folder, wrong))
+    if isinstance(model, RecurrentLM):
+        model.loaded_from = str(folder)
     quantise(model, weights)
-    if device != BALANCED:
-        return model.to(device=device)
-    own = isinstance(model, RecurrentLM) and torch.cuda.is_available()
-    return model.to(device="cuda") if own else model
+    if device == BALANCED:
+        own = isinstance(model, RecurrentLM) and torch.cuda.is_available()
+        device = "cuda" if own else None
+    return model.to(device=device), spec
 
 
 def _open(
-    folder: Path, backend: str, dtype: torch.dtype | None, beyond: bool, *, balanced: bool
+    folder: Path, backend: str, dtype: torch.dtype | None, *, balanced: bool
 ) -> RecurrentLM | HFLanguageModel:
     """Return the model in a folder, on the CPU or balanced, without verifying its checksums."""
     if lora.is_adapter(folder):
@@ -160,7 +177,7 @@ def _open(
         return cast_weights(model, dtype)
     if backend != "auto":
         raise UserError(f"{folder} is computed by transformers and has no backend: leave it out")
-    return _load_transformer(folder, config, dtype, beyond, balanced)
+    return _load_transformer(folder, config, dtype, balanced)
 
 
 def _load_own(folder: Path, layout: type[Layout] | None, backend: str) -> RecurrentLM:
@@ -173,8 +190,8 @@ def _load_own(folder: Path, layout: type[Layout] | None, backend: str) -> Recurr
 
 def _load_adapter(folder: Path, backend: str) -> RecurrentLM:
     """Return the base model of an adapter with the adapter merged in, in float32."""
-    base = load(lora.base_of(folder), backend=backend)
-    if not isinstance(base, RecurrentLM):
+    base, spec = load_plain(lora.base_of(folder), backend=backend)
+    if not isinstance(base, RecurrentLM) or spec is not None:
         raise UserError(
             f"{folder} is an adapter of a model that longrnn does not compute: load it with PEFT, "
             "or give an adapter of an RNN, GRU, LSTM or Mamba-2 checkpoint"
@@ -193,8 +210,8 @@ def load_editable(
     model = load(name_or_path, device=device)
     if isinstance(model, Mitigated):
         raise UserError(
-            f"{name_or_path} names a mitigation, and this needs the model alone: leave out the "
-            "plus and what follows it"
+            f"{name_or_path} is a model under {model.mitigation}, and this needs it without: give "
+            f"{split_spec(str(name_or_path))[0]}+{NONE}"
         )
     if not isinstance(model, EditableModel):
         raise UserError(
@@ -264,7 +281,6 @@ def _load_transformer(
     folder: Path,
     config: dict[str, Any],
     dtype: torch.dtype | None,
-    beyond: bool,
     balanced: bool,
 ) -> HFLanguageModel:
     """Load a causal language model whose code is in transformers."""
@@ -317,7 +333,7 @@ def _load_transformer(
             f"{folder} has {len(unused)} weights that a Hugging Face {kind} does not use, the "
             f"first {unused[0]}: check that its config.json belongs to this checkpoint"
         )
-    return open_hugging_face(model, beyond=beyond)
+    return open_hugging_face(model)
 
 
 def _check_layers(folder: Path, config: Mapping[str, Any]) -> None:

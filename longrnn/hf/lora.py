@@ -228,7 +228,7 @@ def merged(folder: Path, base: RecurrentLM) -> RecurrentLM:
             f"the adapter in {folder} does not fit its base model ({strange}): give the checkpoint "
             "that it was trained on, or merge it with PEFT and save the merged model"
         )
-    base.trained_under = known.get("mitigation")
+    base.trained_under = known.get("mitigation", base.trained_under)
     return base.eval().requires_grad_()
 
 

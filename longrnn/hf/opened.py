@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 
 from longrnn.errors import UserError
-from longrnn.hf.loading import load
-from longrnn.hf.specs import mitigated, split_mitigation, split_spec
+from longrnn.hf.loading import load_plain
+from longrnn.hf.specs import mitigated, split_spec
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.mitigations import Mitigated
 from longrnn.models.base import LanguageModel
@@ -24,7 +24,8 @@ class OpenCheckpoint(NamedTuple):
         tokenizer: the tokenizer of the model.
         source: what another process passes to `load` and `load_tokenizer` to open the same model;
             empty for a model that was built in this process.
-        mitigation: the mitigation in `source` and any further ones; None for none.
+        mitigation: the mitigation in `source` and any further ones, else that which the checkpoint
+            records; None for none.
         device: the device of the model.
     """
 
@@ -69,16 +70,16 @@ def open_checkpoint(
     Raises:
         UserError: as `load` and `load_tokenizer`.
     """
-    checkpoint, own = split_mitigation(source)
+    plain, own = load_plain(source, device=device, weights=weights)
     specs = [spec for spec in (own, mitigation) if spec is not None]
-    plain = load(checkpoint, device=device, weights=weights)
-    assert not isinstance(plain, Mitigated)  # `checkpoint` names no mitigation
-    model = mitigated(plain, specs or None)
+    model = mitigated(plain, specs)
+    if not specs and isinstance(model, Mitigated):
+        specs = [str(model.mitigation)]  # which the checkpoint records
     label = "+".join(filter(None, (source, mitigation)))
     return OpenCheckpoint(
         label if name is None else name,
         model,
-        load_tokenizer(checkpoint),
+        load_tokenizer(source),
         source,
         "+".join(specs) or None,
         str(device or "cpu"),

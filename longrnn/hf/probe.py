@@ -1,15 +1,16 @@
 """Finds how a Hugging Face model must be called so that pieces and forks give what one call gives.
 
 Two rows of twelve tokens are processed in one call without a cache, which defines the right logits,
-and then in pieces, in the fastest way first, until one way gives the same logits.
+and then in pieces, in the fastest way first, until one way gives the same logits. Windows of
+attention are shortened meanwhile, so that the tokens cross them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,9 @@ ORDERED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TOGETHER = ((True, True), (False, True), (True, False), (False, False))
 # Lengths of the pieces into which the twelve tokens are cut.
 SPLITS = ((6, 4, 2), (7, 1, 1, 3))
+# Windows of attention in a configuration, and what they are for the twelve tokens: masks and caches
+# read them at every call.
+WINDOWS, SHORT = ("sliding_window", "attention_chunk_size"), 5
 
 
 @torch.no_grad()
@@ -82,7 +86,8 @@ def find_reading(model: HFLanguageModel) -> str | None:
     # Appended keys and values can be checked in a narrow dtype. The error of a recurrent layer that
     # drops part of its state may be smaller than the rounding of a narrow dtype.
     appended = histories(layers) == {name for name, _ in leaves(layers)}
-    with nullcontext() if appended else _in_float32(model.model):
+    exact = nullcontext() if appended else _in_float32(model.model)
+    with exact, _narrow_windows(model.config):
         return _find_way(model, tokens)
 
 
@@ -164,14 +169,56 @@ def _difference(
 
 
 @contextmanager
-def _in_float32(model: nn.Module) -> Iterator[None]:
-    """Widen narrower weights to float32, and narrow them again at the end; both are exact."""
-    tensors = [*model.parameters(), *model.buffers()]
-    narrow = [(t, t.dtype) for t in tensors if t.is_floating_point() and t.itemsize < 4]
-    for tensor, _ in narrow:
-        tensor.data = tensor.data.float()
+def _narrow_windows(config: Any) -> Iterator[None]:
+    """Make the windows of attention so short that the probe crosses them."""
+    windows = {name: getattr(config, name, None) for name in WINDOWS}
+    long = {name: size for name, size in windows.items() if isinstance(size, int) and size > SHORT}
+    for name in long:
+        setattr(config, name, SHORT)
     try:
         yield
     finally:
-        for tensor, dtype in narrow:
-            tensor.data = tensor.data.to(dtype)
+        for name, size in long.items():
+            setattr(config, name, size)
+
+
+@contextmanager
+def _in_float32(model: nn.Module) -> Iterator[None]:
+    """Compute in float32: narrower weights are widened, those of a layer only while it runs."""
+    layers = [layer for one in _outermost_lists(model) for layer in one]
+    inside = {id(tensor) for layer in layers for tensor in _tensors(layer)}
+    stored: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+
+    def widen(module: nn.Module, *_: Any, without: Container[int] = ()) -> None:
+        known = {id(tensor): tensor for tensor in _tensors(module) if id(tensor) not in without}
+        narrow = [t for t in known.values() if t.is_floating_point() and t.itemsize < 4]
+        stored[module] = [(tensor, tensor.data) for tensor in narrow]
+        for tensor in narrow:
+            tensor.data = tensor.data.float()
+
+    def restore(module: nn.Module, *_: Any) -> None:
+        for tensor, data in stored.pop(module, []):
+            tensor.data = data
+
+    hooks = [layer.register_forward_pre_hook(widen) for layer in layers]
+    hooks += [layer.register_forward_hook(restore, always_call=True) for layer in layers]
+    widen(model, without=inside)
+    try:
+        yield
+    finally:
+        restore(model)
+        for hook in hooks:
+            hook.remove()
+
+
+def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
+    """Yield the lists of layers in a model, without lists within their layers."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield child
+        else:
+            yield from _outermost_lists(child)
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    return itertools.chain(module.parameters(), module.buffers())

@@ -33,9 +33,7 @@ def check_sizes(folder: Path) -> None:
         if layers < 1:
             raise ValueError(f"num_hidden_layers is {layers}")
         # A layer takes at least 64 bytes for named weights; a width has at least as many weights.
-        fits = layers <= stored // 64 and all(
-            (getattr(text, name, 0) or 0) <= 8 * stored for name in WIDTHS
-        )
+        fits = layers <= stored // 64 and max(_widths(text.to_dict()), default=0) <= 8 * stored
         if fits:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config)
@@ -47,6 +45,18 @@ def check_sizes(folder: Path) -> None:
             f"{folder} cannot be loaded (its config.json describes a model that needs more than "
             f"the {stored:,} bytes of weights in the folder): copy it again"
         )
+
+
+def _widths(value: Any, is_width: bool = False) -> Iterator[int]:
+    """Yield the widths in a configuration, also those that it gives for each layer."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _widths(item, is_width or name in WIDTHS)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _widths(item, is_width)
+    elif is_width and isinstance(value, int):
+        yield value
 
 
 def stored_bytes(folder: Path) -> int:

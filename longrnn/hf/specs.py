@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 EditableModelT = TypeVar("EditableModelT", bound=EditableModel)
 
-# The mitigation under which a model was trained.
-TRAINED = "trained"
+# The mitigation that changes nothing.
+NONE = "none"
 # In place of a mitigation: lifts the maximum length of a Hugging Face model.
 BEYOND = "beyond"
 # Likewise: limits the attention layers of a hybrid.
@@ -65,13 +65,6 @@ def split_dtype(spec: str | None) -> tuple[torch.dtype | None, str | None]:
     return found[0], "+".join(part for part in parts if part not in DTYPE_NAMES) or None
 
 
-def split_mitigation(text: str) -> tuple[str, str | None]:
-    """Split `CHECKPOINT+DTYPE+MITIGATION` into what `load` takes and the mitigation, if any."""
-    name, own = split_spec(text)
-    dtype, spec = split_dtype(own)
-    return (name if dtype is None else f"{name}+{str(dtype).removeprefix('torch.')}"), spec
-
-
 @overload
 def mitigated(
     model: EditableModelT, spec: str | Sequence[str] | None
@@ -85,56 +78,59 @@ def mitigated(
 
 
 def mitigated(model: Any, spec: str | Sequence[str] | None) -> Any:
-    """Return the model with the mitigation that `spec` describes; the model itself for None.
+    """Return a model under the mitigation that `spec` describes; the given one is not changed.
 
-    `trained` is the mitigation under which the model was trained; a model that was trained under
-    one and is used without it, or with another one, is reported by a warning. Two more are valid
-    for Hugging Face models: `beyond` lifts the maximum length of any, and
-    `attention_window(window=…)` limits the attention layers of a hybrid.
+    Without a `spec` it is the mitigation that the checkpoint of the model records, if there is one.
+    A `spec` takes its place, and a warning says so; `none` leaves it out. Two more are valid for
+    Hugging Face models: `beyond` lifts the maximum length of any, and `attention_window(window=…)`
+    limits the attention layers of a hybrid.
 
     Raises:
         UserError: an unknown mitigation, or one that is not defined for the model.
     """
-    if isinstance(model, RecurrentLM):
-        return _mitigated(model, spec)
-    if spec is None:
-        return model
-    parts = [part for one in ([spec] if isinstance(spec, str) else spec) for part in split(one)]
+    given = [spec] if isinstance(spec, str) else spec or []
+    parts = [part for one in given for part in split(one)]
+    if isinstance(model, RecurrentLM) and model.trained_under is not None:
+        if not parts:
+            return _recorded(model)
+        if parts != [NONE] and mitigation(parts).describe() != model.trained_under:
+            logger.warning(
+                f"this model was trained under {model.trained_under} and is used under "
+                f"{'+'.join(parts)}: leave that out to use it as it was trained"
+            )
+    others = [part for part in parts if part != NONE]
+    if not isinstance(model, RecurrentLM):
+        model, others = _without_own(model, others)
+    return Mitigated(model, mitigation(others)) if others else model
+
+
+def _recorded(model: RecurrentLM) -> Mitigated:
+    """Return a model under the mitigation that its checkpoint records."""
+    assert model.trained_under is not None
+    try:
+        return Mitigated(model, mitigation(model.trained_under))
+    except UserError as error:
+        raise UserError(
+            f"{model.loaded_from or 'the model'} was trained under {model.trained_under!r}, which "
+            f"cannot be applied ({error}): give CHECKPOINT+{NONE} to use it without"
+        ) from error
+
+
+def _without_own(model: Any, parts: Sequence[str]) -> tuple[Any, list[str]]:
+    """Return a Hugging Face model as those parts say that are for it alone, and the other parts."""
     windows = [part for part in parts if part.partition("(")[0].strip() == WINDOW]
     others = [part for part in parts if part != BEYOND and part not in windows]
-    editable = bool(isinstance(model, EditableModel))
-    if (windows or others) and not editable:
+    named = [*windows, *others]
+    if named and not isinstance(model, EditableModel):
         raise UserError(
-            f"{[*windows, *others][0]} changes a recurrence that longrnn computes, and this "
-            f"{model.kind} is computed by transformers: leave it out ('{BEYOND}', which lifts the "
-            "maximum length, and --chunk-select work for any model)"
+            f"{named[0]} changes a recurrence that longrnn computes, and this {model.kind} is "
+            f"computed by transformers: leave it out ('{BEYOND}', which lifts the maximum length, "
+            "and --chunk-select work for any model)"
         )
     for part in windows:
         _, options = parse(part)
         if options.keys() != {"window"}:
             raise UserError(f"{part} needs one option, window: write {WINDOW}(window=4096)")
         window = with_counts(options, {"window": TokenCount}, f"{WINDOW}, option")["window"]
-        model.window_attention(window)
-    if BEYOND in parts:
-        model.go_beyond()
-    return Mitigated(model, mitigation(others)) if others else model
-
-
-def _mitigated(model: RecurrentLM, spec: str | Sequence[str] | None) -> RecurrentLM | Mitigated:
-    """`mitigated` of a recurrent model."""
-    under = model.trained_under
-    if spec == TRAINED or (spec is not None and list(spec) == [TRAINED]):
-        if under is None:
-            raise UserError(
-                f"the model was trained without a mitigation: leave {TRAINED} out, or name one"
-            )
-        return Mitigated(model, mitigation(under))
-    found = None if spec is None else Mitigated(model, mitigation(spec))
-    same = found is not None and under == found.mitigation.describe()
-    if under is not None and not same:
-        logger.warning(
-            f"this model was trained under {under} and is used "
-            f"{'without it' if found is None else f'under {found.mitigation}'}: give the "
-            f"checkpoint as CHECKPOINT+{TRAINED} to use it as it was trained"
-        )
-    return found or model
+        model = model.with_attention_window(window)  # pyright: ignore
+    return model.beyond() if BEYOND in parts else model, others  # pyright: ignore

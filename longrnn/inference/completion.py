@@ -12,6 +12,9 @@ from longrnn.models.generate import stream
 from longrnn.progress import Progress
 from longrnn.state import take
 
+# Ids that are decoded in front of those that may be the end of a completion.
+CONTEXT = 8
+
 
 @torch.no_grad()
 def complete(
@@ -54,8 +57,9 @@ def complete(
         for first in range(0, len(forks), batch_size):
             rows, some = zip(*forks[first : first + batch_size], strict=True)
             last = torch.tensor([prompts[i][-1:] for i in some], device=state.position.device)
-            generated = [""] * len(some)
-            for generation in stream(
+            generated: list[list[int]] = []
+            ended = [False] * len(some)
+            for generated in stream(
                 model,
                 last,
                 take(state, rows),
@@ -65,11 +69,28 @@ def complete(
                 stop=[] if eos is None else [[eos]],
             ):
                 progress.advance(0, len(some))
-                generated = [decode(ids) for ids in generation.tokens]
                 ended = [
-                    eos in ids or any(end in text for end in until if end)
-                    for ids, text in zip(generation.tokens, generated, strict=True)
+                    done or ids[-1:] == [eos] or _has_end(ids, until, decode)
+                    for done, ids in zip(ended, generated, strict=True)
                 ]
                 if all(ended):
                     break
-            yield from zip(some, generated, strict=True)
+            yield from zip(some, map(decode, generated), strict=True)
+
+
+def _has_end(
+    ids: Sequence[int], until: Sequence[str], decode: Callable[[Sequence[int]], str]
+) -> bool:
+    """Whether the text of the ids has one of the texts that end it, which the last id completes.
+
+    The last ids alone are decoded for this, so that a long completion takes no longer per token.
+    """
+    ends = [end for end in until if end]
+    if not ends:
+        return False
+    # An id stands for a byte or more; the first ones may read differently on their own.
+    last = decode(ids[-max(len(end.encode()) for end in ends) - CONTEXT :])
+    if not any(end in last for end in ends):
+        return False
+    text = decode(ids)
+    return any(end in text for end in ends)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -277,6 +278,25 @@ class Mitigated(nn.Module):
         )
         identity = f"{self.model.fingerprint()}/{self.mitigation.describe()}{named}"
         return hashlib.sha256(identity.encode()).hexdigest()[:16]
+
+    def spec(self) -> str:
+        """The mitigation as text without reference to files, so that it fits other weights too."""
+        return Chain(
+            [
+                replace(
+                    part,
+                    diagnosis=None,
+                    heads=[
+                        [layer, head]
+                        for layer, mask in enumerate(heads)
+                        for head in mask.nonzero()[:, 0].tolist()
+                    ],
+                )
+                if part.heads == COLLAPSING
+                else part
+                for part, heads in zip(self.parts, self.heads, strict=True)
+            ]
+        ).describe()
 
     def extra_repr(self) -> str:
         return f"mitigation={self.mitigation}"

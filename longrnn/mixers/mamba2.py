@@ -223,7 +223,7 @@ class Mamba2(ScanningMixer):
             inner: x `(b, t, h, p)`; None if y contains D x.
             backend: that of the call.
         """
-        weight, eps, fused = self.norm.weight, self.norm_eps, backend == "triton"
+        weight, eps, fused = own_weight(self.norm), self.norm_eps, backend == "triton"
         if backend == "native" and inner is not None:
             found = parts.gated_norm(y, z, inner, self.D, weight, eps, self.n_groups)
             if found is not None:
@@ -279,7 +279,7 @@ class Mamba2(ScanningMixer):
     def _weights(self) -> Weights:
         """The parameters between the projections."""
         weight, bias = own_weight(self.conv1d), self.conv1d.bias
-        return Weights(weight, bias, self.dt_bias, self.A_log, self.D, self.norm.weight)
+        return Weights(weight, bias, self.dt_bias, self.A_log, self.D, own_weight(self.norm))
 
     def _options(self) -> CellOptions:
         return CellOptions(self.n_groups, self.norm_eps, self._dt_range())

@@ -12,7 +12,7 @@ from longrnn.mixers import Edit, Mixer
 from longrnn.mixers.context import Share, run_share
 from longrnn.models.config import RecurrentConfig
 from longrnn.models.recompute import recomputed
-from longrnn.ops.hooks import unhooked
+from longrnn.ops.hooks import own_weight, unhooked
 from longrnn.ops.native.layer import Layer, Norm
 from longrnn.ops.norm import add_rms_norm
 from longrnn.ops.packed_rows import PackedRows
@@ -117,11 +117,11 @@ class ResidualBlock(Block):
         self.wide = config.residual_in_fp32
 
     def native_layer(self) -> Layer | None:
-        return self.mixer.residual_layer(Norm(self.norm.weight, self.eps))
+        return self.mixer.residual_layer(Norm(own_weight(self.norm), self.eps))
 
     def run(self, before: Residual, *cell: Any) -> tuple[Residual, PyTree]:
         dtype = self._input_dtype(before.x)
-        x, normed = add_rms_norm(*before, self.norm.weight, self.eps, dtype=dtype)
+        x, normed = add_rms_norm(*before, own_weight(self.norm), self.eps, dtype=dtype)
         y, state = self.cell(normed, *cell)
         return Residual(x, y), state
 

@@ -88,13 +88,15 @@ def stream(
     stop: Sequence[Sequence[int]] = (),
     generator: torch.Generator | None = None,
     is_token: Tensor | None = None,
-) -> Iterator[Generation]:
-    """Like `generate`, but yields the result so far before the first and after every token."""
+) -> Iterator[list[list[int]]]:
+    """Like `generate`, but yields the ids of each row so far, before the first and after every one.
+
+    These are the same lists each time, which grow.
+    """
     run = _Run(
         model, prompt, state, max_new_tokens, temperature, top_p, generator, is_token=is_token
     )
-    for rows in run.rows(_stops(stop)):
-        yield Generation([list(row) for row in rows], run.state)
+    yield from run.rows(_stops(stop))
 
 
 class _Run:
@@ -156,7 +158,7 @@ class _Run:
         return token
 
     def rows(self, stops: list[list[int]]) -> Iterator[list[list[int]]]:
-        """Yields the ids of each row so far, before the first and after every token."""
+        """See `stream`."""
         rows: list[list[int]] = [[] for _ in range(len(self._prompt))]
         done = [False] * len(rows)
         yield rows

@@ -43,6 +43,7 @@ class RecurrentLM(RecomputedModel):
         config: see `RecurrentConfig`.
 
     Attributes:
+        loaded_from: the folder that the model was loaded from; None for a new one.
         trained_under: the spec of the mitigation under which the model was trained; None without.
 
     Raises:
@@ -56,6 +57,7 @@ class RecurrentLM(RecomputedModel):
             raise UserError(f"unknown block {config.block!r}: {nearest(config.block, BLOCKS)}")
         self.config = config
         self.vocab_size = config.vocab_size
+        self.loaded_from: str | None = None
         self.trained_under: str | None = None
         residual = config.block == "residual"
         self._wide = residual and config.residual_in_fp32
@@ -273,7 +275,7 @@ class RecurrentLM(RecomputedModel):
         if self.norm is None:
             return arranged.restore(after.sum(), keep)
         dtype = self.embedding.weight.dtype if self._wide else None
-        weight, eps = self.norm.weight, self.config.norm_eps
+        weight, eps = own_weight(self.norm), self.config.norm_eps
         return arranged.restore(add_rms_norm(*after, weight, eps, dtype=dtype)[1], keep)
 
     def embed(

@@ -29,15 +29,15 @@ def unhooked(*modules: nn.Module) -> bool:
 
 
 def own_weight(module: nn.Module) -> Tensor:
-    """The weight of a linear layer or a convolution that is computed without calling it.
+    """The weight of a module that is computed without calling it.
 
     Raises:
         UserError: an adapter of PEFT took its place, which only a call computes.
     """
     if "base_layer" in module._modules:
         raise UserError(
-            "an adapter of the head or of a convolution would have no effect, because longrnn "
-            "reads their weights without calling them: give the adapter other target_modules, for "
-            "example in_proj and out_proj"
+            "an adapter of the head, of a convolution or of a norm would have no effect, because "
+            "longrnn reads their weights without calling them: give the adapter other "
+            "target_modules, for example in_proj and out_proj"
         )
     return module.weight  # type: ignore[return-value]

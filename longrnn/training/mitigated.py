@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from longrnn.errors import UserError
 from longrnn.mitigations import Mitigated, mitigation
-from longrnn.mitigations.base import COLLAPSING, Chain
 from longrnn.mixers import Edit, init_carries
 from longrnn.models import RecurrentLM
 from longrnn.state import leaves
@@ -44,17 +42,7 @@ def edits_of(model: Trained, spec: Any) -> Edits | None:
             "out, and apply one to the trained model"
         )
     whole = Mitigated(model, mitigation(spec))
-    parts = [
-        replace(
-            part,
-            diagnosis=None,
-            heads=[[layer, int(h)] for layer, m in enumerate(heads) for h in m.nonzero()[:, 0]],
-        )
-        if part.heads == COLLAPSING
-        else part
-        for part, heads in zip(whole.parts, whole.heads, strict=True)
-    ]
-    return Edits(Chain(parts).describe(), whole.edits)
+    return Edits(whole.spec(), whole.edits)
 
 
 def record_mitigation(model: Trained, edits: Edits | None, say: Callable[[str], None]) -> None:

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from longrnn.config import build_config, flat
 from longrnn.errors import UserError
 from longrnn.hf import lora
-from longrnn.hf.loading import load, resolve
+from longrnn.hf.loading import load_plain, resolve
 from longrnn.hf.specs import split_spec
 from longrnn.hf.tokenizer import HFTokenizer, byte_level, load_tokenizer
 from longrnn.hf.training import TransformerLM, build_transformer, read_transformer, save_transformer
-from longrnn.mitigations import Mitigated
 from longrnn.mixers import MIXERS
 from longrnn.models.checkpoint import load_model, save_model
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
@@ -53,8 +52,8 @@ def build(
     if config.init_from is not None:
         # A checkpoint of adapters has no base.
         source = str(config.init_from if found is None or config.peft is not None else found)
-        loaded = load(source)
-        if isinstance(loaded, Mitigated):
+        loaded, spec = load_plain(source)
+        if spec is not None:
             raise UserError(
                 f"init_from={config.init_from} names a mitigation, which is not trained: leave out "
                 "what follows the plus"

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from longrnn import Mitigated, load, mitigation
+from longrnn.hf.auto import LongRNNForCausalLM
+from longrnn.hf.opened import open_checkpoint
+from longrnn.models.checkpoint import save_model
 from tests.cli.conftest import CLI
+from tests.contracts.builders import build_model, random_tokens
+from tests.hf.auto.models import build_auto
 from tests.hf.foreign import causal, with_bytes
 
 
@@ -49,6 +59,46 @@ def test_info_says_what_each_is(cli: CLI, foreign: Path) -> None:
     assert all(name in llama for name in ("llama", "256 tokens", "264 bytes", "CHECKPOINT+beyond"))
     assert "mamba2" in mamba2
     assert "264 bytes" not in mamba2
+
+
+WINDOW = "sliding_window(window=9)"
+
+
+def save_trained(folder: Path) -> None:
+    save_model(build_model("mamba2", dtype=torch.float32), folder, mitigation=WINDOW)
+
+
+def save_loaded(folder: Path) -> None:
+    save_model(build_model("mamba2", dtype=torch.float32), folder.parent / "plain")
+    model: Any = load(f"{folder.parent / 'plain'}+{WINDOW}")
+    LongRNNForCausalLM.of(model, tokenizer="bytes").save_pretrained(folder)
+
+
+def save_configured(folder: Path) -> None:
+    under = {"kind": "sliding_window", "window": 9}
+    auto = {"mitigation": under, "tokenizer": "bytes"}
+    build_auto("mamba2", auto=auto).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("save", [save_trained, save_loaded, save_configured])
+def test_a_checkpoint_is_the_same_mitigated_model_everywhere(
+    save: Callable[[Path], None], cli: CLI, tmp_path: Path
+) -> None:
+    """Whoever wrote it; `none` leaves the mitigation out, and another one takes its place."""
+    folder, tokens = tmp_path / "model", random_tokens(2, 30)
+    save(folder)
+    own: Any = build_model("mamba2", dtype=torch.float32)
+    wanted = Mitigated(own, mitigation(WINDOW))
+    auto: Any = AutoModelForCausalLM.from_pretrained(folder)
+    opened = open_checkpoint(str(folder))
+    for model in (load(folder), auto.language_model, opened.model):
+        assert model.fingerprint() == wanted.fingerprint()
+    assert opened.mitigation == WINDOW
+    torch.testing.assert_close(auto(tokens).logits, wanted(tokens).logits)
+    assert f"mitigation  {WINDOW}" in cli("info", folder).out
+    assert load(f"{folder}+none").fingerprint() == own.fingerprint()
+    other = Mitigated(own, mitigation("forget_more"))
+    assert load(f"{folder}+forget_more").fingerprint() == other.fingerprint()
 
 
 def test_the_maximum_length_is_lifted_by_name(cli: CLI, foreign: Path, text: Path) -> None:

@@ -18,7 +18,6 @@ from longrnn import load, mitigation
 from longrnn.diagnostics.record import read
 from longrnn.errors import UserError
 from longrnn.hf.delta import has_delta_layers
-from longrnn.hf.hybrid.model import open_hugging_face
 from longrnn.mitigations import Mitigated
 from longrnn.models import EditableModel
 from longrnn.state import expand
@@ -53,7 +52,7 @@ def measure(kind: str) -> Support:
     with torch.no_grad():
         whole = theirs(input_ids=text, use_cache=False).logits
     try:
-        model = opened(kind, theirs)
+        model: Any = opened(theirs)
     except UserError as error:
         found = re.search(
             r"cannot be evaluated here \((.*?)(?: by [\d.e+-]+ of .*)?\):", str(error)
@@ -81,10 +80,8 @@ def measure(kind: str) -> Support:
     )
 
 
-def opened(kind: str, theirs: Any) -> Any:
-    """Opens a model as `load` does."""
-    if kind != "mamba2":
-        return open_hugging_face(theirs)
+def opened(theirs: Any) -> Any:
+    """Saves a model and loads it."""
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
         return load(folder)

@@ -49,6 +49,23 @@ MORE: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [1], "num_hidden_layers": 3},
     "codegen": {"rotary_dim": 8},
     "gptj": {"rotary_dim": 8},
+    "gemma3n_text": {
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 8,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "intermediate_size": [48, 48, 64, 64],
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+    },
+    "gemma4_text": {
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 8,
+        "global_head_dim": 16,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+    },
     "granitemoehybrid": {
         "mamba_n_heads": 8,
         "num_hidden_layers": 3,
@@ -104,7 +121,8 @@ MANY = names(
     afmoe apertus arcee aria_text axk1 bart beam bert bert-generation big_bird bigbird_pegasus
     biogpt bitnet blenderbot blenderbot-small bloom codegen cohere cohere2 cohere2_moe ctrl
     deepseek_v3 diffllama doge electra ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon
-    falcon_mamba flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa
+    falcon_mamba flex_olmo gemma gemma2 gemma3_text gemma3n_text gemma4_text glm glm4 glm4_moe
+    glm4_moe_lite glm_moe_dsa
     gpt-sw3 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granite granitemoe
     granitemoehybrid granitemoeshared helium hy_v3 hy_v4 hyperclovax jais2 jetmoe lfm2
     llama4_text mamba2 marian mbart megatron-bert mimo_v2_flash minicpm3 minimax_m2 ministral3

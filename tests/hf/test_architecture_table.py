@@ -7,7 +7,16 @@ import pytest
 from longrnn.hf.hybrid.families import FAMILIES
 from tests.hf.architecture_table import DOCUMENT, KINDS, measure, rows
 
-FAST = ["llama", "mamba2", "qwen3_next", "rwkv", "openai-gpt", *sorted(FAMILIES)]
+FAST = [
+    "gemma3n_text",
+    "gemma4_text",
+    "llama",
+    "mamba2",
+    "qwen3_next",
+    "rwkv",
+    "openai-gpt",
+    *sorted(FAMILIES),
+]
 
 
 def test_the_table_has_every_architecture_once() -> None:

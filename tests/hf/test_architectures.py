@@ -84,6 +84,20 @@ def test_a_model_that_cannot_be_forked_is_refused(kind: str) -> None:
         HFLanguageModel(architecture(kind))
 
 
+def test_a_window_that_few_tokens_do_not_cross_is_checked() -> None:
+    """MiniMax ignores its window after a first layer without attention; Mistral does not."""
+    types = ["linear_attention", "full_attention"]
+    with pytest.raises(UserError, match="in pieces its logits differ"):
+        HFLanguageModel(architecture("minimax", sliding_window=20, layer_types=types))
+    theirs, text = architecture("mistral", sliding_window=20), tokens(1, 40)
+    model = HFLanguageModel(theirs)
+    with torch.no_grad():
+        whole = theirs(input_ids=text, use_cache=False).logits
+    after = model(text[:, :25]).state
+    assert after.layers[0].keys.entries.shape[-2] == 19
+    assert_near(model(text[:, 25:], after).logits, whole[:, 25:], TOLERANCE)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_named_as_the_reason(value: float) -> None:
     """The message names NaN or infinite weights, not a cache that cannot be forked."""

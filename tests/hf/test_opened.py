@@ -30,7 +30,7 @@ def test_load_understands_a_mitigation() -> None:
     expected = Mitigated(load_recurrent("passkey-tiny"), mitigation(SPEC))
     assert model.fingerprint() == expected.fingerprint()
     assert longrnn.load_tokenizer(f"passkey-tiny+{SPEC}").fingerprint() == "bytes"
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match=r"give passkey-tiny\+none"):
         load_recurrent(f"passkey-tiny+{SPEC}")
     with pytest.raises(UserError, match="sliding_window"):
         load("passkey-tiny+sliding_windw")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -148,3 +149,34 @@ def test_completions_equal_those_of_each_prompt_alone(
         )
     )
     assert [found[i] for i in range(len(prompts))] == [" ".join(map(str, e)) for e in expected]
+
+
+def test_a_completion_ends_with_a_text_of_several_tokens_and_decodes_few_ids() -> None:
+    """Decoding takes a time linear in the tokens."""
+    model, count = speaking("lstm"), 0
+
+    def decode(ids: Sequence[int]) -> str:
+        nonlocal count
+        count += len(ids)
+        return "".join(map(chr, ids))
+
+    def completed(until: str) -> str:
+        torch.manual_seed(0)
+        found = complete(
+            model,
+            [(1, 2, 3)],
+            decode=decode,
+            until=[until, "never"],
+            eos=None,
+            max_new_tokens=300,
+            temperature=1.0,
+            top_p=1.0,
+            batch_size=2,
+            progress=Progress("test", 1, unit="tokens", quiet=True),
+        )
+        return dict(found)[0]
+
+    whole = completed("nor this")
+    assert (len(whole), count < 300 * 20) == (300, True)
+    end = whole[100:104]
+    assert completed(end) == whole[: whole.index(end) + 4]

@@ -12,7 +12,7 @@ import torch
 from longrnn import Mitigated, load, mitigation
 from longrnn.errors import UserError
 from longrnn.hf.loading import load_recurrent
-from longrnn.hf.specs import mitigated
+from longrnn.models import RecurrentLM
 from longrnn.training.trainer import Trainer
 from tests.training.forks import pair
 from tests.training.runs import assert_same_run, crash, metrics, tiny, train, write_config
@@ -30,14 +30,14 @@ def test_the_loss_is_that_of_the_mitigated_model(tmp_path: Path) -> None:
     """A step, and a validation, compute the recurrence that runs at inference."""
     config = tiny("streams", tmp_path, mitigation=WINDOW, **VALIDATED)
     trainer = train(config)
-    model = load(f"{tmp_path}+trained")
+    model = load(tmp_path)
     assert isinstance(model, Mitigated)
     assert str(model.mitigation) == WINDOW
     assert trainer.validation is not None
     rows = trainer.validation.rows
     with torch.no_grad():
         logits = model(rows.tokens).logits
-        plain = load_recurrent(tmp_path)(rows.tokens).logits
+        plain = load_recurrent(f"{tmp_path}+none")(rows.tokens).logits
     wanted = torch.nn.functional.cross_entropy(logits.transpose(1, 2), rows.targets)
     other = torch.nn.functional.cross_entropy(plain.transpose(1, 2), rows.targets)
     found = metrics(tmp_path)[-2]["eval_loss"]
@@ -75,21 +75,16 @@ def test_two_processes_train_a_mitigation_like_one(tmp_path: Path) -> None:
 def test_another_recurrence_than_the_trained_one_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Evaluation without the mitigation of the training, or with another one, warns."""
+    """A named mitigation takes the place of that of the training, with a warning."""
     train(tiny("streams", tmp_path, mitigation=WINDOW, max_steps=1))
-    model = load_recurrent(tmp_path)
     with caplog.at_level(logging.WARNING):
-        mitigated(model, "trained")
-        mitigated(model, [WINDOW])
+        assert str(load(tmp_path).mitigation) == WINDOW  # type: ignore[union-attr]
+        load(f"{tmp_path}+{WINDOW}")
+        assert isinstance(load(f"{tmp_path}+none"), RecurrentLM)
         assert not caplog.records
-        mitigated(model, None)
-        mitigated(model, "forget_more")
-    first, second = (record.message for record in caplog.records)
-    assert WINDOW in first
-    assert "forget_more" in second
-    plain = train(tiny("streams", tmp_path / "plain", max_steps=1)).model
-    with pytest.raises(UserError, match="mitigation"):
-        mitigated(plain, "trained")  # type: ignore[arg-type]
+        load(f"{tmp_path}+forget_more")
+    (record,) = caplog.records
+    assert f"was trained under {WINDOW} and is used under forget_more" in record.message
 
 
 @pytest.mark.parametrize(
@@ -113,7 +108,7 @@ def test_the_saved_spec_has_no_calibration(tmp_path: Path) -> None:
     """The spec of a trained model applies to its new weights."""
     spec = [{"kind": "state_norm", "threshold": 0.5}, "forget_more(decay_scale=0.999)"]
     train(tiny("streams", tmp_path, mitigation=spec, max_steps=1))
-    recorded = load_recurrent(tmp_path).trained_under
+    recorded = load_recurrent(f"{tmp_path}+none").trained_under
     assert recorded == mitigation(spec).describe()
 
 
@@ -128,6 +123,6 @@ def test_a_run_records_its_own_mitigation_and_not_that_of_its_start(
         config.model, config.init_from = None, str(first)
         capsys.readouterr()
         Trainer(config).train()
-        assert load_recurrent(then / str(own)).trained_under == own
+        assert load_recurrent(f"{then / str(own)}+none").trained_under == own
         warning = f"trained under {WINDOW}, and this run trains without it"
         assert (warning in capsys.readouterr().err) == (own is None)

@@ -10,8 +10,8 @@ import torch
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
 from longrnn.errors import UserError
-from longrnn.hf.loading import load
-from longrnn.hf.specs import mitigated, split_mitigation
+from longrnn.hf.loading import load_plain
+from longrnn.hf.specs import mitigated
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.models import LanguageModel
 
@@ -80,12 +80,9 @@ def build_model(
         if dtype is not None and not isinstance(kind, torch.dtype):
             raise UserError(f"{dtype!r} is not a supported dtype: use float32, bfloat16 or float16")
         where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        name, own = split_mitigation(str(source))
+        model, own = load_plain(source, backend=backend, device=where, dtype=kind)
         specs = [] if own is None else [own]
-        specs += [spec] if isinstance(spec, str) else spec or []
-        model = load(name, backend=backend, device=where, dtype=kind)
-        assert not isinstance(model, Mitigated)  # `name` names no mitigation
-        return mitigated(model, specs or None)
+        return mitigated(model, specs + ([spec] if isinstance(spec, str) else [*(spec or [])]))
     return model if spec is None else Mitigated(model, mitigation(spec))
 
 

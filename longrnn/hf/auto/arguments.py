@@ -29,7 +29,10 @@ class Backbone:
 
     def __call__(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
         """See `LongRNNForCausalLM.forward`; the result has `last_hidden_state`, `(b, t, d)`."""
-        found = self._whole(*args, **kwargs, output_hidden_states=True, logits_to_keep=1)
+        kwargs |= {"output_hidden_states": True, "logits_to_keep": 1}
+        # Not `self._whole(…)`: accelerate wraps the instance's `forward` in one autocast context,
+        # which stays enabled if it is entered again within itself, as TRL's trainers would do.
+        found = type(self._whole).forward(self._whole, *args, **kwargs)
         return BaseModelOutputWithPast(
             last_hidden_state=found.hidden_states[-1], past_key_values=found.past_key_values
         )

@@ -9,6 +9,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from longrnn.config import build_config
+from longrnn.mitigations import mitigation
 from longrnn.models.checkpoint import FORMAT
 from longrnn.models.recurrent import RecurrentConfig
 
@@ -37,6 +38,7 @@ class LongRNNConfig(PreTrainedConfig):
     """
 
     model_type: ClassVar[str] = "longrnn"
+    auto_map: ClassVar[dict[str, str]] = {}  # TRL reads it
 
     config: dict[str, Any] | None = None
     tokenizer: str = "tokenizer.json"
@@ -54,6 +56,17 @@ class LongRNNConfig(PreTrainedConfig):
                 options[NAMES.get(name, name)] = kwargs.pop(name)
         self.config = asdict(build_config(RecurrentConfig, options, source="LongRNNConfig"))
         super().__post_init__(**kwargs)
+        self.architectures = self.architectures or ["LongRNNForCausalLM"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """See `PreTrainedConfig`; with the sizes by the names under which PEFT reads them."""
+        under = self.mitigation
+        return super().to_dict() | {
+            "hidden_size": self.hidden_size,
+            # There are none; PEFT wants their number to divide a width by it.
+            "num_attention_heads": 1,
+            "mitigation": None if under is None else str(mitigation(under)),
+        }
 
     @property
     def recurrent(self) -> RecurrentConfig:

@@ -87,15 +87,17 @@ class LongRNNForCausalLM(  # pyright: ignore
         Raises:
             UserError: a model of another kind, which transformers has classes for.
         """
-        chain = model.mitigation if isinstance(model, Mitigated) else None
+        spec = model.spec() if isinstance(model, Mitigated) else None
         plain = model.model if isinstance(model, Mitigated) else model
         if not isinstance(plain, RecurrentLM):
             raise UserError(
                 f"{type(plain).__name__} is not a recurrent model of longrnn: use the "
                 "AutoModelForCausalLM of its own type"
             )
-        spec = None if chain is None else str(chain)
         config = LongRNNConfig(config=asdict(plain.config), tokenizer=tokenizer, mitigation=spec)
+        if plain.loaded_from is not None and spec == plain.trained_under:
+            # From there trainers of TRL load a reference model, and PEFT notes it in an adapter.
+            config.name_or_path = plain.loaded_from
         with torch.device("meta"):
             whole = cls(config)
         whole.model = plain

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -40,7 +40,6 @@ class HybridLM(HFLanguageModel):
 
     Args:
         model: a causal language model of an architecture in `FAMILIES`.
-        beyond: whether it may read more tokens than its configuration allows.
 
     Attributes:
         layer_numbers: the number in the model of each Mamba-2 layer.
@@ -53,22 +52,22 @@ class HybridLM(HFLanguageModel):
 
     _carrier: HybridCarrier
 
-    def __init__(self, model: PreTrainedModel, *, beyond: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         layers = mamba2_layers(model)
         family = FAMILIES[model.config.model_type]
         cells = {index: SharedMamba2(layer, family) for index, layer in layers.items()}
         for index, layer in layers.items():
             layer.forward = HybridForward(layer, index, cells[index])
-        super().__init__(model, beyond=beyond, carrier=HybridCarrier(model))
+        super().__init__(model, carrier=HybridCarrier(model))
         self.layer_numbers = list(cells)
         # A list, because the weights are already in `model`.
         self.mixers: list[Mixer] = list(cells.values())
 
-    def window_attention(self, window: int) -> None:
-        """Make every attention layer read the last `window` tokens only, the current one included.
+    def with_attention_window(self, window: int) -> Self:
+        """Return a model whose attention layers read the last `window` tokens only.
 
-        A position relative to these tokens is below `window`, so that `max_length` is lifted.
-        States of the model without this window are not valid any more.
+        The current token counts. A position relative to these tokens is below `window`, so that
+        there is no `max_length`. The two models share their weights, and not their states.
 
         Raises:
             UserError: a window below 2, above the length in the configuration, or for a model
@@ -88,8 +87,7 @@ class HybridLM(HFLanguageModel):
                 f"attention_window needs masks, which {implementation} does not take: load the "
                 "model with the attention implementation sdpa"
             )
-        self._carrier = HybridCarrier(self.model, window=window)
-        self.max_length = None
+        return self._with(_carrier=HybridCarrier(self.model, window=window), max_length=None)
 
     @property
     def attention_window(self) -> int | None:
@@ -213,7 +211,7 @@ def mamba2_layers(model: PreTrainedModel) -> Mapping[int, Any]:
     return {layer.layer_idx: layer for layer in found}
 
 
-def open_hugging_face(model: PreTrainedModel, *, beyond: bool = False) -> HFLanguageModel:
+def open_hugging_face(model: PreTrainedModel) -> HFLanguageModel:
     """Return a `HybridLM` if the model has Mamba-2 layers that our cells can compute.
 
     Any other model becomes an `HFLanguageModel`; if it has Mamba-2 layers, a warning says why our
@@ -223,19 +221,19 @@ def open_hugging_face(model: PreTrainedModel, *, beyond: bool = False) -> HFLang
         UserError: see `HFLanguageModel`.
     """
     if not mamba2_layers(model):
-        return HFLanguageModel(model, beyond=beyond)
+        return HFLanguageModel(model)
     try:
         # transformers would advise to install kernels for layers that longrnn computes.
         with quietly():
-            return HybridLM(model, beyond=beyond)
+            return HybridLM(model)
     except CannotReplaceError as error:
         reason = str(error)
     except UserError as error:
-        plain = HFLanguageModel(model, beyond=beyond)
+        plain = HFLanguageModel(model)
         logger.warning("%s; it is run by transformers, without mitigations or diagnosis", error)
         return plain
     logger.warning(
         f"a Mamba-2 layer of this {model.config.model_type} cannot be computed by longrnn "
         f"({reason}): it is run by transformers, without mitigations or diagnosis"
     )
-    return HFLanguageModel(model, beyond=beyond)
+    return HFLanguageModel(model)

@@ -12,6 +12,7 @@ from longrnn import load, mitigation
 from longrnn.errors import UserError
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.model import HybridLM, open_hugging_face
+from longrnn.hf.positions import longest
 from longrnn.mitigations import Mitigated
 from longrnn.state import join
 from tests.contracts.builders import assert_near
@@ -40,7 +41,9 @@ def test_pieces_equal_one_call_with_a_mask(kind: str) -> None:
     model = open_hugging_face(theirs)
     assert isinstance(model, HybridLM)
     full = model(text).logits
-    model.window_attention(WINDOW)
+    plain, model = model, model.with_attention_window(WINDOW)
+    assert torch.equal(plain(text).logits, full)
+    assert (plain.max_length, model.max_length) == (longest(plain.config), None)
     expected, state, rows = banded(theirs, text), None, []
     for piece in text.split([3, 1, 1, 15, 10], dim=1):
         logits, state = model(piece, state)
@@ -71,7 +74,7 @@ def test_a_window_out_of_range_is_refused(window: Any) -> None:
     model = open_hugging_face(architecture("bamba"))
     assert isinstance(model, HybridLM)
     with pytest.raises(UserError, match="128"):
-        model.window_attention(window)
+        model.with_attention_window(window)
 
 
 def test_a_window_is_written_as_a_length(tmp_path: Path) -> None:
