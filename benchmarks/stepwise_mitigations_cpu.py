@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from longrnn.models.segments import segment_width
 
 from benchmarks.timing import add_threads, interleaved, use_threads, write_json
+from longrnn.cells import StepwiseCell
 from longrnn.errors import UserError
 from longrnn.mitigations import Mitigated, mitigation
-from longrnn.cells import StepwiseCell
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
-from longrnn.models.segments import segment_width
 from longrnn.ops import native
 from longrnn.ops.linear import linear
 

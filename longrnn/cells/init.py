@@ -12,9 +12,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from longrnn.errors import UserError
 from longrnn.cells.base import Cell
 from longrnn.cells.stepwise import StepwiseCell
+from longrnn.errors import UserError
 from longrnn.registry import Registry
 
 # `long_memory` draws time scales uniformly between 2 and this number of tokens.

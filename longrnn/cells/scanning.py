@@ -7,7 +7,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor, nn
 
-from longrnn.cells.base import Cell, EditedState
+from longrnn.cells.base import Cell
 from longrnn.cells.edit import Edit, Steps
 from longrnn.ops.backend import Backend
 from longrnn.ops.rows import Rows
@@ -49,9 +49,7 @@ class Scan(nn.Module):
         inside, outside = edit.heads.nonzero()[:, 0], (~edit.heads).nonzero()[:, 0]
         y_in, recent = windowed(inputs.heads(inside), recent, edit.window, ops.scan, rows)
         limit = None if edit.limit is None else edit.limit[outside]
-        y_out, after = _plain(
-            inputs.heads(outside), state.index_select(1, outside), limit, ops
-        )
+        y_out, after = _plain(inputs.heads(outside), state.index_select(1, outside), limit, ops)
         y = torch.cat([y_in, y_out], 2).index_select(2, torch.cat([inside, outside]).argsort())
         return y, state.index_copy(1, outside, after), recent
 
@@ -155,4 +153,6 @@ class ScanningCell(Cell):
     def _windowed(self, edit: Edit) -> ScanInputs:
         """`inputs_like` of the windowed heads."""
         like = self.inputs_like()
-        return like if edit.heads is None else like.heads(edit.heads.nonzero()[:, 0].to(like.x.device))
+        return (
+            like if edit.heads is None else like.heads(edit.heads.nonzero()[:, 0].to(like.x.device))
+        )

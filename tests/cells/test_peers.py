@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longrnn.errors import UserError
-from longrnn.cells import MIXERS, Edit, EditedState, Cell, Update
+from longrnn.cells import MIXERS, Cell, Edit, EditedState, Update
 from longrnn.cells.stepwise import StepwiseCell
+from longrnn.errors import UserError
 from tests.contracts.builders import (
     D_MODEL,
     assert_same,

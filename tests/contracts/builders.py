@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from hypothesis import strategies as st
+from longrnn.ops.ssd import BACKENDS, chunked, rescale, window, window_carry
 from torch import Tensor, nn
 
+from longrnn.cells import MIXERS, Cell, Edit
 from longrnn.mitigations import MITIGATIONS, Mitigated, mitigation
-from longrnn.cells import MIXERS, Edit, Cell
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.recurrent import BLOCKS
-from longrnn.ops.ssd import BACKENDS, chunked, rescale, window, window_carry
 from longrnn.positions import POSITIONS
 from longrnn.state import LMState, PyTree, leaves, tree_map
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
 from longrnn.ops.ssd import ScanInputs
 from longrnn.ops.ssd.rescale import UNLIMITED
+from torch import Tensor
 
 
 def limited_loop(inputs: ScanInputs, state: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from longrnn.cells import StepwiseCell
-from longrnn.cells import Edit
 from longrnn.ops.ssd import BACKENDS, SSD, ScanInputs
 from longrnn.ops.ssd.rescale import rescaled_ssd
 from longrnn.ops.ssd.window import windowed_ssd
 from longrnn.ops.ssd.window_carry import init_carry
+from torch import Tensor
+
+from longrnn.cells import Edit, StepwiseCell
 from longrnn.state import PyTree, leaves
 from tests.contracts.builders import (
     D_MODEL,

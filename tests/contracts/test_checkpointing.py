@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from longrnn.models.recompute import GRANULARITIES
 from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.mitigations import Mitigated
 from longrnn.models import RecurrentLM, recurrent
-from longrnn.models.recompute import GRANULARITIES
 from longrnn.state import LMState
 from tests.contracts import builders
 from tests.contracts.builders import (

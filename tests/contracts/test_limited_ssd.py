@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from torch import Tensor
-
 from longrnn.ops.ssd import BACKENDS, ScanInputs
 from longrnn.ops.ssd.rescale import UNLIMITED, rescaled_ssd
+from torch import Tensor
+
 from tests.contracts.builders import DTYPES, assert_near, generator, small_chunks, spec_id
 from tests.contracts.limits import limited_loop
 

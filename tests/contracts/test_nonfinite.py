@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
 from longrnn.ops.ssd import BACKENDS, ScanInputs
 from longrnn.ops.ssd.rescale import UNLIMITED, rescaled_ssd
 from longrnn.ops.ssd.window import windowed_ssd
 from longrnn.ops.ssd.window_carry import init_carry
+from torch import Tensor
+
 from longrnn.ops.window import init_stepwise, slide
 from tests.contracts.builders import (
     TOLERANCE,

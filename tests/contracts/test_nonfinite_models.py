@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from longrnn.ops.ssd import BACKENDS
 from torch import Tensor
 
 from longrnn import state as states
-from longrnn.ops.ssd import BACKENDS
 from longrnn.positions import POSITIONS
 from longrnn.state import LMState, leaves
 from tests.contracts.builders import (

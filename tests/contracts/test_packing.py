@@ -15,13 +15,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from longrnn.ops.ssd import BACKENDS
 from torch import Tensor
 
 from longrnn import state as states
-from longrnn.mitigations import Mitigated
 from longrnn.cells import LSTM, MIXERS, ScanningCell
+from longrnn.mitigations import Mitigated
 from longrnn.models import RecurrentLM, segments
-from longrnn.ops.ssd import BACKENDS
 from longrnn.state import LMState, leaves
 from tests.contracts.builders import (
     BLOCK_KINDS,

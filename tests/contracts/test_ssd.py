@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from longrnn.ops.ssd import BACKENDS, ScanInputs, resolve
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.ops.ssd import BACKENDS, ScanInputs, resolve
 from tests.contracts.builders import DTYPES, TOLERANCE, assert_near, generator, spec_id
 
 pytestmark = pytest.mark.core

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from longrnn import state as states
-from longrnn.errors import UserError
 from longrnn.cells import MIXERS
+from longrnn.errors import UserError
 from longrnn.models import RecurrentLM, generate
 from longrnn.state import History, LMState, leaves
 from tests.contracts.builders import (

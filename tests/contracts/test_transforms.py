@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from longrnn.ops.cross_entropy import weighted_cross_entropy
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from longrnn.errors import UserError
 from longrnn.cells import MIXERS
+from longrnn.errors import UserError
 from longrnn.models import RecurrentLM
-from longrnn.ops.cross_entropy import weighted_cross_entropy
 from longrnn.state import leaves, tree_map
 from tests.contracts.builders import (
     DEFINED,

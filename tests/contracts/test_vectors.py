@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from longrnn.models.vectors import Vectors
 from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.mitigations import Mitigated
 from longrnn.models import RecurrentLM, segments
-from longrnn.models.vectors import Vectors
 from longrnn.state import LMState
 from tests.contracts.builders import (
     BLOCK_KINDS,

@@ -20,10 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.cells import Cell
-from longrnn.cells.recurrent import GRUState
-from longrnn.cells.recurrent import LSTMState
 from longrnn.cells.mamba2 import Mamba2State
-from longrnn.cells.recurrent import RNNState
+from longrnn.cells.recurrent import GRUState, LSTMState, RNNState
 from longrnn.models import RecurrentLM
 from longrnn.state import LMState, PyTree
 

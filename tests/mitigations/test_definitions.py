@@ -13,13 +13,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from longrnn.ops.ssd.window_carry import WindowCarry
 from torch import Tensor
 
 from longrnn import state as states
 from longrnn.errors import UserError
 from longrnn.mitigations import Mitigated
 from longrnn.models import RecurrentLM
-from longrnn.ops.ssd.window_carry import WindowCarry
 from longrnn.state import LMState
 from tests.contracts.builders import (
     BLOCK_KINDS,

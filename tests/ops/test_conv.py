@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from longrnn.ops.packed_rows import PackedRows
 from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.ops.conv import causal_conv
-from longrnn.ops.packed_rows import PackedRows
 from tests.contracts.builders import generator
 
 CHANNELS = 5

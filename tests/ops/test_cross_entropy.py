@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from longrnn.ops.cross_entropy import (
     MAX_LOGITS as MAX_CPU_LOGITS,
 )
@@ -16,6 +12,10 @@ from longrnn.ops.cross_entropy import (
     token_cross_entropy,
     weighted_cross_entropy,
 )
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from tests.contracts.builders import generator
 
 VOCAB, D = 37, 8

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-
-from longrnn.errors import UserError
-from longrnn.cells import MIXERS
-from longrnn.ops import native
 from longrnn.ops.native import sources
 from longrnn.ops.native.scan import scan
 from longrnn.ops.ssd import BACKENDS, ScanInputs, resolve
+from torch import Tensor
+
+from longrnn.cells import MIXERS
+from longrnn.errors import UserError
+from longrnn.ops import native
 from tests.contracts.builders import assert_near, generator
 
 FOLDER = Path(native.__file__).parent

@@ -10,10 +10,10 @@ import math
 
 import pytest
 import torch
+from longrnn.ops.ssd import BACKENDS, ScanInputs
 from torch import Tensor
 
 from longrnn.ops import native
-from longrnn.ops.ssd import BACKENDS, ScanInputs
 from tests.contracts.builders import assert_near, generator
 from tests.ops.test_native import SHAPES, draw, library, needs_kernels, threads
 

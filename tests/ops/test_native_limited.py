@@ -7,11 +7,11 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
-
 from longrnn.ops.native.limited import limited_scan
 from longrnn.ops.ssd import BACKENDS, ScanInputs, chunked, native, reference
 from longrnn.ops.ssd.rescale import UNLIMITED, rescaled_ssd, scale_of
+from torch import Tensor
+
 from tests.contracts.builders import assert_near
 from tests.ops.test_native import SHAPES, draw, library, needs_kernels, threads
 

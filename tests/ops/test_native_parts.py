@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
-
-from longrnn.mitigations.forget_more import ForgetMore
-from longrnn.cells.mamba2 import Mamba2
-from longrnn.ops import native
-from longrnn.ops.conv import causal_conv
 from longrnn.ops.native import parts
 from longrnn.ops.native.scan import readable_tokens, scan
+from torch import Tensor
+
+from longrnn.cells.mamba2 import Mamba2
+from longrnn.mitigations.forget_more import ForgetMore
+from longrnn.ops import native
+from longrnn.ops.conv import causal_conv
 from longrnn.ops.norm import gated_rms_norm
 from tests.contracts.builders import assert_near, build_mixer, generator
 from tests.ops.test_native import needs_kernels

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from longrnn.ops.native import stepwise
 from torch import Tensor
 
-from longrnn.mitigations import Mitigated, mitigation
-from longrnn.mitigations.state_norm import Limit
 from longrnn.cells import MIXERS, Edit, EditedState, Update
 from longrnn.cells.stepwise import StepwiseCell
+from longrnn.mitigations import Mitigated, mitigation
+from longrnn.mitigations.state_norm import Limit
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.ops import native
-from longrnn.ops.native import stepwise
 from longrnn.state import PyTree, leaves, tree_map
 from tests.contracts.builders import (
     DEFINED,

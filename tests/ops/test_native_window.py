@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from longrnn import state as states
 from longrnn.ops.ssd import BACKENDS, SSD, ScanInputs, chunked, window
 from longrnn.ops.ssd.window import windowed_ssd
 from longrnn.ops.ssd.window_carry import WindowCarry, init_carry
+from torch import Tensor
+
+from longrnn import state as states
 from tests.contracts.builders import assert_near
 from tests.ops.test_native import draw, library, needs_kernels, threads
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from longrnn.ops.ssd import ScanInputs, chunked
 from torch import Tensor
 
-from longrnn.ops.ssd import ScanInputs, chunked
 from tests.contracts.builders import generator
 
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 import torch
+from longrnn.ops.ssd import BACKENDS, ScanInputs, mamba_ssm, resolve, select
 from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.models import RecurrentConfig, RecurrentLM
-from longrnn.ops.ssd import BACKENDS, ScanInputs, mamba_ssm, resolve, select
 from tests.contracts.builders import assert_near, generator
 from tests.refusals import naming
 

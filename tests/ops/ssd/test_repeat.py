@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-
 from longrnn.ops.ssd import ScanInputs, reference
 from longrnn.ops.ssd.repeat import repeated
+from torch import Tensor
+
 from tests.contracts.builders import generator
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from longrnn.ops.ssd import ScanInputs, chunked
+from longrnn.ops.ssd.rescale import rescaled_ssd
 from torch import Tensor
 
 from longrnn.mitigations import Mitigated, mitigation
-from longrnn.ops.ssd import ScanInputs, chunked
-from longrnn.ops.ssd.rescale import rescaled_ssd
 from longrnn.state import leaves, tree_map
 from tests.contracts.builders import assert_near, build_model, generator, random_state
 from tests.contracts.limits import limited_loop
