@@ -4,8 +4,8 @@ A cell applies an edit in fixed stages, so that several edits of a layer merge i
 
 | stage | scanning cells | stepwise cells |
 | --- | --- | --- |
-| 1 `steps` | functions of the step dt and the rate A, and of x | |
-| 2 `keep`, `add` | factors of the decay and of the gain | factors of `Update.keep` and `Update.add` |
+| 1 `steps` | functions of dt, A and x | |
+| 2 `keep`, `add` | factors of decay and gain | factors of `Update.keep` and `Update.add` |
 | 3 `limit` | the largest norm of each head's state | the largest norm of the memory |
 | 3 `window` | the state is a sum over the last tokens | the memory is a sum over the last tokens |
 

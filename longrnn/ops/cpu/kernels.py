@@ -270,7 +270,7 @@ def _cell(
     ssm = ssm.contiguous()
     dtype = ssm.dtype
     given = [_mixed(one, dtype) for one in (projected, *weights, conv)]
-    b, h, p, n = ssm.shape
+    b, h, p, _n = ssm.shape
     # Not on torch's default device, which may be another one.
     y = projected.new_empty(b, projected.shape[1], h * p)
     conv_after, ssm_after = torch.empty_like(conv), torch.empty_like(ssm)
@@ -329,7 +329,8 @@ class _Cell(torch.autograd.Function):
         ctx: Any, options: Sequence[Any], *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         projected, ssm = tensors[0], tensors[-1]
-        assert projected is not None and ssm is not None
+        assert projected is not None
+        assert ssm is not None
         scanned = ssm.new_empty(*projected.shape[:2], ssm.shape[1] * ssm.shape[2])
         kept = _kept(projected.shape[1], ssm)
         found = _cell(tensors, options, scanned, kept)
