@@ -136,8 +136,7 @@ def fitting_rows(config: TrainConfig, processes: int, *, quiet: bool = True) -> 
     """
     name, tokenizer = models.tokenizer_of(config)
     task = build_task(config.task, tokenizer, name=name, quiet=quiet)
-    world = processes // config.context_parallel_size
-    most = Source(task, config, 0, world).most_rows()
+    most = Source(task, config, 0, processes).most_rows()
     rows = config.per_device_train_batch_size
     return rows if most is None else max(1, min(rows, most))
 
