@@ -46,21 +46,20 @@ METHODS = {
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_every_process_of_a_launch_gets_its_own_gpu(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_process_of_a_launch_gets_its_own_gpu(device: str) -> None:
     """By its number on its machine; one without a GPU is refused, and a launch on CPUs has none."""
-    with simulated():
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    # What is patched inside of the simulation is restored before it ends.
+    with simulated(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "device_count", lambda: 2)
         assert pick_device(device) == "cuda"
-        monkeypatch.setattr(processes, "_group", processes._Group(1, 3))
+        patch.setattr(processes, "_group", processes._Group(1, 3))
         for rank in ("0", "1"):
-            monkeypatch.setenv("LOCAL_RANK", rank)
+            patch.setenv("LOCAL_RANK", rank)
             assert pick_device(device) == f"cuda:{rank}"
-        monkeypatch.setenv("LOCAL_RANK", "2")
+        patch.setenv("LOCAL_RANK", "2")
         with pytest.raises(UserError, match="needs a GPU of its own, and torch can use 2"):
             pick_device(device)
-        monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+        patch.setenv("ACCELERATE_USE_CPU", "true")
         assert pick_device("auto") == "cpu"
 
 
