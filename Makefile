@@ -2,7 +2,7 @@
 # make test    ruff, pyright and the default test suite
 # make slow    the long tests and studies
 # make docs    build the documentation site in site/; warnings are errors
-# make wheel   build dist/*.whl
+# make wheel   build dist/*.tar.gz, and from it dist/*.whl
 #
 # Each target first creates a virtual environment in .venv. TORCH_INDEX is the package index of the
 # CPU wheel of torch; if it cannot be reached, pip uses its default index.
@@ -31,7 +31,7 @@ docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
 
 wheel: $(VENV)/.dev
-	$(VENV)/bin/python -m build --wheel
+	$(VENV)/bin/python -m build
 
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -1,16 +1,46 @@
-"""Where the tasks and suites of `eval/` lie, in a checkout and in an installed wheel."""
+"""The files of `eval/` and `configs/`, in a checkout and in an installed wheel."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+from longrnn.errors import UserError, nearest
 
 PACKAGE = Path(__file__).resolve().parent
 
 
-def bundled() -> Path:
-    """The folder with `tasks/` (YAML of lm-eval) and `suites/` (YAML of `longrnn compare`).
+def bundled(path: str) -> Path:
+    """Return the path of a file or folder of `eval/` or `configs/`, such as `eval/suites`.
 
-    A wheel carries it inside the package, a checkout has it beside the package.
+    A wheel contains them inside the package, a checkout beside it.
     """
-    inside = PACKAGE / "bundled"
-    return inside if inside.is_dir() else PACKAGE.parent / "eval"
+    inside = PACKAGE / "_bundled"
+    return (inside if inside.is_dir() else PACKAGE.parent) / path
+
+
+def names(folder: str) -> list[str]:
+    """Return the names of the YAML files of a bundled folder, without `.yaml`."""
+    return sorted(path.stem for path in bundled(folder).glob("*.yaml"))
+
+
+def find(name_or_path: str | Path, folder: str) -> Path:
+    """Return the path of a YAML file, given by its path or as the name of a bundled one.
+
+    Args:
+        name_or_path: `quick` or `mine/quick.yaml`; a file of that name goes before a bundled one.
+        folder: the bundled folder with the names, such as `eval/suites`.
+
+    Raises:
+        UserError: neither.
+    """
+    path, known = Path(name_or_path), names(folder)
+    # `Path.is_file` and `Path.exists` raise for a name that is too long for a file.
+    if str(path) in known and not os.path.isfile(path):
+        return bundled(f"{folder}/{path}.yaml")
+    if os.path.exists(path):
+        return path
+    raise UserError(
+        f"{str(path)!r} is neither a file nor the name of a bundled one: "
+        f"{nearest(str(path), known)}"
+    )

@@ -10,13 +10,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+from longrnn.bundled import bundled, find
 from longrnn.errors import UserError, nearest
 from longrnn.files import expand_home
 from longrnn.ranges import choices_of, meaning_of_true
 from longrnn.text import read_mapping, read_regular
 from longrnn.units import with_counts
+
+if TYPE_CHECKING:
+    from omegaconf.errors import OmegaConfBaseException
 
 C = TypeVar("C")
 # The value of a key that the user must give.
@@ -36,35 +40,46 @@ RECORDED_TYPES: dict[str, tuple[type, ...]] = {
 TYPE_NAMES = {dict: "a mapping", str: "text", int: "a whole number", float: "a number"}
 
 
-def load_config(kind: type[C], path: str | Path, overrides: Sequence[str] = ()) -> C:
+def load_config(
+    kind: type[C],
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    examples: str = "configs/train",
+) -> C:
     """Reads a YAML file onto a dataclass.
 
     Args:
         kind: the dataclass.
-        path: the YAML file.
+        path: the YAML file, or the name of one in `examples`.
         overrides: `key=value` with dotted keys, for example `model.mixer.d_state=64`.
+        examples: the bundled folder with files of this kind.
 
     Raises:
         UserError: no such file, no YAML, an empty file, an unknown key (the nearest is named), or a
             value of the wrong type.
     """
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    remedy = "see configs/train/ for ones that run"
-    content = read_regular(Path(path), remedy, kind="configuration file")
+    path = find(path, examples)
+    remedy = f"see {bundled(examples)} for ones that run"
+    content = read_regular(path, remedy, kind="configuration file")
     try:
         loaded = OmegaConf.to_container(OmegaConf.load(io.StringIO(content.decode())))
     except (YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, a bad date
         reason = " ".join(str(error).split())
         raise UserError(f"{path} is not YAML ({reason}): {remedy}") from error
+    except OmegaConfBaseException as error:  # an interpolation that does not end
+        raise _unfit(str(path), error) from error
     except (OSError, TypeError) as error:  # what omegaconf raises for a number, or a key of a list
         raise UserError(
             f"{path} cannot be read as a mapping of keys to values ({error}): {remedy}"
         ) from error
     config = build_config(kind, loaded, overrides, source=str(path))
     if not loaded:
-        raise UserError(f"{path} is empty: write at least one key, as in configs/train/")
+        raise UserError(f"{path} is empty: {remedy}")
     return config
 
 
@@ -78,7 +93,7 @@ def build_config(
 
     if not isinstance(values, dict):
         raise UserError(
-            f"{source} must be a mapping of keys to values: see configs/train/ for ones that run"
+            f"{source} must be a mapping of keys to values: write one `key: value` per line"
         )
     for override in overrides:
         if override.find("=") < 1:
@@ -104,13 +119,16 @@ def build_config(
             f"{source} holds a number that is too large ({reason}): lower it"
         ) from error
     except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(
-            f"{source}, key {error.full_key!r}: {reason}; write a value of the right type"
-        ) from error
+        raise _unfit(source, error) from error
     except YAMLError as error:
         reason = " ".join(str(error).split())
         raise UserError(f"an override is not YAML ({reason}): write its value in quotes") from error
+
+
+def _unfit(source: str, error: OmegaConfBaseException) -> UserError:
+    """The error for a value that omegaconf refuses."""
+    reason = str(error).splitlines()[0]
+    return UserError(f"{source}, key {error.full_key!r}: {reason}; write a value of the right type")
 
 
 def _with_home(value: Any) -> Any:

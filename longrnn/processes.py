@@ -19,8 +19,8 @@ from longrnn.errors import UserError
 T = TypeVar("T")
 
 LAUNCH = (
-    "launch with `accelerate launch --config_file configs/accelerate/cpu2.yaml -m longrnn.cli "
-    "eval …`, and see configs/accelerate/"
+    "launch with `longrnn launch --cpu --num_processes 2 eval …`, or with --config_file gpu8 on "
+    "eight GPUs"
 )
 # A process waits this long for the others, which may evaluate longer texts.
 PATIENCE = timedelta(days=14)
@@ -102,8 +102,7 @@ def form_teams(size: int, device: str) -> Any:
         raise UserError(
             f"{size} processes are to read each text together and there "
             f"{'is 1' if _group.size == 1 else f'are {_group.size}'}: launch a multiple of {size}, "
-            "for example with `accelerate launch --config_file configs/accelerate/cpu2.yaml "
-            f"--num_processes {size} -m longrnn.cli eval …`"
+            f"for example with `longrnn launch --cpu --num_processes {size} eval …`"
         )
     import torch.distributed as dist
 

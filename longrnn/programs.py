@@ -28,6 +28,8 @@ from longrnn.errors import Terminated, UserError
 from longrnn.locks import release_all
 
 DEBUG = "LONGRNN_DEBUG"
+# The folder in which each process of `longrnn launch` leaves its error, which is printed once.
+ERRORS = "LONGRNN_LAUNCH_ERRORS"
 # Exit codes: an error that the user can fix, Ctrl-C, and an unexpected error.
 REFUSED, INTERRUPTED, UNEXPECTED = 2, 130, 1
 # Characters of another library's message; the traceback has all of it.
@@ -70,8 +72,9 @@ def run_to_end(program: Callable[[], object], *, again: Callable[[], str]) -> No
         again: the command that continues an interrupted one.
     """
     code: Any = REFUSED
+    errors = os.environ.pop(ERRORS, "")  # not for the processes that this one starts
     if _open_streams():
-        code = _ending(program, again)
+        code = _ending(program, again, errors)
     else:
         _complain("standard output is closed: redirect it to a file, or to /dev/null")
     release_all()
@@ -81,21 +84,21 @@ def run_to_end(program: Callable[[], object], *, again: Callable[[], str]) -> No
     sys.exit(code)
 
 
-def _ending(program: Callable[[], object], again: Callable[[], str]) -> Any:
+def _ending(program: Callable[[], object], again: Callable[[], str], errors: str) -> Any:
     """The exit code of a program, after the sentence about its error."""
     try:
         program()
     except SystemExit as leaving:
         if leaving.code == INTERRUPTED:  # how typer leaves after Ctrl-C
-            return _fail(_interruption(leaving), again)
+            return _fail(_interruption(leaving), again, errors)
         if isinstance(leaving.__context__, BrokenPipeError):  # which typer swallows
-            return _fail(leaving.__context__, again)
+            return _fail(leaving.__context__, again, errors)
         return leaving.code
     except Terminated as reason:
         if os.environ.get("RANK", "0") == "0":
             print(f"terminated; {reason}; go on with: {again()}")
     except BaseException as error:  # the last handler: whatever it is becomes a sentence
-        return _fail(error, again)
+        return _fail(error, again, errors)
     return 0
 
 
@@ -107,11 +110,14 @@ def _interruption(leaving: SystemExit) -> KeyboardInterrupt:
     return cause or KeyboardInterrupt()
 
 
-def _fail(error: BaseException, again: Callable[[], str]) -> int:
+def _fail(error: BaseException, again: Callable[[], str], errors: str) -> int:
     if os.environ.get(DEBUG, "") not in ("", "0"):
         traceback.print_exception(error)
     sentence, code = describe(error, again())
-    _complain(sentence)
+    if errors and os.path.isdir(errors):  # not after a launcher that was killed
+        Path(errors, os.environ.get("RANK", "0")).write_text(sentence)
+    else:
+        _complain(sentence)
     return code
 
 

@@ -1,15 +1,43 @@
 #!/usr/bin/env bash
-# Installs the built wheel into an empty environment and evaluates a checkpoint from an empty folder.
+# Installs the built wheel into an empty environment, and uses it in an empty folder without the checkout.
 # Usage: make wheel && scripts/check_wheel.sh
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 wheel=$(ls -t "$root"/dist/*.whl | head -n 1)
 folder=$(mktemp -d)
-trap 'rm -rf "$folder"' EXIT
+trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$folder"' EXIT
+unset PYTHONPATH
+export OMP_NUM_THREADS=1
 cd "$folder"
 python3 -m venv venv
-venv/bin/python -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt" "$wheel"
-mkdir empty && cd empty
-../venv/bin/longrnn eval passkey passkey-tiny --lengths 1k,4k --n 4
-test -s results/passkey/passkey-tiny/results.jsonl
-test -s results/passkey/passkey-tiny/heatmap.png
+venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c "$root/constraints.txt" \
+  "${wheel}[harness]" nbclient ipykernel
+mkdir empty notebooks
+cp "$root"/docs/tutorials/*.ipynb notebooks
+export PATH=$folder/venv/bin:$PATH
+
+run() {
+  echo "check_wheel: $*"
+  "$@" >"$folder/log.$BASHPID" 2>&1 || { cat "$folder/log.$BASHPID"; exit 1; }
+}
+
+# Two jobs at once, each of which ends at its first failure.
+(
+  cd notebooks
+  run jupyter execute ./*.ipynb
+  run longrnn doctor
+) &
+notebooks=$!
+(
+  cd empty
+  run longrnn compare passkey-tiny --quiet
+  test -s results/compare/passkey-tiny--suite-quick/report.html
+  run longrnn eval harness passkey-tiny --tasks longrnn_passkey --metadata '{"max_seq_lengths": [1024], "n": 2}'
+  run longrnn train reverse_small max_steps=20 warmup_steps=2 --quiet
+  test -s runs/reverse-small/model.safetensors
+  text=$(python -c 'from longrnn.bundled import bundled; print(bundled("eval/data/moby_dick_excerpt.txt"))')
+  run longrnn diagnose states collapse-tiny --text "$text" --length 2k --quiet
+  test -s results/states/collapse-tiny/report.html
+) &
+wait $!
+wait $notebooks

@@ -63,7 +63,7 @@ def demo(
 def collapse(length: int, output: Path) -> None:
     """Loss by position of a model that collapses: plain, and under three mitigations."""
     plain, tokenizer = load_recurrent(COLLAPSING), load_tokenizer(COLLAPSING)
-    texts = bundled() / "data"
+    texts = bundled("eval/data")
     novel = read_documents([texts / "moby_dick_excerpt.txt"], tokenizer, plain)
     other = read_documents([texts / "tom_sawyer_excerpt.txt"], tokenizer, plain)
     calibrated = calibrate(plain, other, "state_norm", Settings(train_length=ROW), quiet=True)

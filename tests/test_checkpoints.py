@@ -13,11 +13,11 @@ from longrnn.hf.loading import embedded, load
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.training.config import TrainConfig
+from tests.texts import BOOK
 
 ROOT = Path(__file__).parent.parent
 PASSKEY = ("passkey-tiny", "passkey-tiny-short")
 NAMES = (*PASSKEY, "collapse-tiny", "recall-tiny", "recall-tiny-numbered")
-NOVEL = ROOT / "eval/data/tom_sawyer_excerpt.txt"
 
 
 def accuracy(name: str, length: int, output: Path, n: int = 4) -> float:
@@ -76,7 +76,7 @@ def in_a_novel(name: str, n_keys: int, output: Path) -> float:
     subject = OpenCheckpoint(name, load(name), load_tokenizer(name))
     rows = passkey.evaluate(
         [subject],
-        Grid([2048], 4, [0.0, 0.5, 1.0], filler=NOVEL, n_keys=n_keys),
+        Grid([2048], 4, [0.0, 0.5, 1.0], filler=BOOK, n_keys=n_keys),
         output=output,
         quiet=True,
     )

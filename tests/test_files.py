@@ -15,10 +15,13 @@ from longrnn.files import (
     file_name,
     leftovers,
     naming,
+    replacing,
     sha256,
     sync_folder,
     write_atomic,
 )
+
+pytestmark = pytest.mark.core
 
 
 def names(folder: Path) -> list[str]:
@@ -60,7 +63,10 @@ def test_failure_keeps_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The partial file of a kill is found by the name of its target, and no other file is."""
+    """The partial file of a kill is found by the name of its target, and no other file is.
+
+    The next writer removes it, and not that of a writer at the same time.
+    """
     path = tmp_path / "new" / "file.txt"
     assert leftovers(path) == []
 
@@ -73,6 +79,14 @@ def test_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(KeyboardInterrupt):
             write_atomic(path, "half")
     (left,) = path.parent.iterdir()
+    with replacing(path) as other:  # which still writes
+        write_atomic(path, "first")
+        assert not left.exists()
+        other.write(b"second")
+    assert names(path.parent) == ["file.txt"]
+    assert path.read_text() == "second"
+    left.touch()
+    path.unlink()
     for name in (".file.txt", ".file.txt.0a1b2c3", ".filextxt.0a1b2c3d", ".other.0a1b2c3d"):
         (path.parent / name).write_text("kept")
     assert leftovers(path) == [left]
@@ -102,13 +116,13 @@ def test_content_is_on_disk_before_the_rename(
     assert order == ["sync", "rename", "sync"]
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="no list of open files")
 def test_sync_folder_closes(tmp_path: Path) -> None:
     """No descriptor is left open."""
-    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
+    before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         sync_folder(tmp_path)
-    if before is not None:
-        assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_sha256(tmp_path: Path) -> None:
@@ -125,7 +139,7 @@ def test_sha256(tmp_path: Path) -> None:
 )
 def test_names_that_mean_another_place_are_refused(name: str) -> None:
     """A name that the user gave never leaves the folder that its file belongs in."""
-    with pytest.raises(UserError, match="is not a valid name for a suite"):
+    with pytest.raises(UserError):
         check_name(name, "a suite")
 
 
@@ -133,7 +147,7 @@ def test_names_that_mean_another_place_are_refused(name: str) -> None:
 def test_names_of_files_are_accepted(name: str) -> None:
     """Names that people give."""
     assert check_name(name, "a suite") == name
-    with pytest.raises(UserError, match="is not a valid name"):
+    with pytest.raises(UserError):
         check_name(name, "a suite", [name])
 
 

@@ -30,7 +30,7 @@ from tests.contracts.builders import build_model, random_tokens
 from tests.hf.foreign import causal, native, with_bytes
 from tests.training.runs import tiny, write_config
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.core, pytest.mark.slow]
 
 # What stands in a file where a number or a text stood.
 WORDS = [

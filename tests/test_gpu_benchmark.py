@@ -77,7 +77,7 @@ def test_without_a_gpu_it_ends_with_one_sentence(capsys: pytest.CaptureFixture[s
     told = capsys.readouterr()
     assert not told.out
     assert told.err.count("\n") == 1
-    assert "add --dry-run" in told.err
+    assert "--dry-run" in told.err
 
 
 def test_a_failed_check_gives_exit_code_1(

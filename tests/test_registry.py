@@ -172,7 +172,7 @@ def test_families() -> None:
 
 def test_nearest() -> None:
     """The closest name is suggested, or all of them."""
-    assert nearest("lsmt", ["lstm", "gru"]) == "did you mean 'lstm'?"
+    assert "lstm" in nearest("lsmt", ["lstm", "gru"])
     assert nearest("transformer", ["lstm", "gru"]) == "known: gru, lstm"
 
 

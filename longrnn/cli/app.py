@@ -29,6 +29,9 @@ from longrnn.cli import (
 from longrnn.files import expand_home
 from longrnn.programs import run_to_end
 
+# Options whose value is a text, not a path.
+TEXTS = ("--prompt", "--stop", "--split-on", "--system_instruction")
+
 app = typer.Typer(
     name="longrnn",
     help="Recurrent and state-space language models on contexts far beyond their training length.",
@@ -48,7 +51,7 @@ app.command("compare")(compare.compare)
 app.add_typer(diagnose.app, name="diagnose")
 app.command("calibrate")(calibrate.calibrate)
 app.command("convert")(convert.convert)
-app.command("generate")(generate.generate)
+app.command("generate", context_settings=generate.SETTINGS)(generate.generate)
 app.command("info")(info.info)
 app.command("doctor")(doctor.doctor)
 app.command("report")(report.report)
@@ -67,13 +70,15 @@ def root(
 
 def run() -> NoReturn:
     """Runs the command line; bad input prints one message to standard error and exits with 2."""
-    sys.argv[1:] = map(_with_home, sys.argv[1:])
+    sys.argv[1:] = map(_with_home, sys.argv, sys.argv[1:])
     run_to_end(lambda: app(prog_name="longrnn"), again=_again)
 
 
-def _with_home(word: str) -> str:
-    """Expand `~/` in `--option=~/file` too, which some shells leave as it is."""
+def _with_home(before: str, word: str) -> str:
+    """Expand `~/` of a path in an argument, and in `--option=~/file`, which some shells leave."""
     option, equals, value = word.partition("=")
+    if before in TEXTS or option in TEXTS:
+        return word
     if equals and option.startswith("--"):
         return f"{option}={expand_home(value)}"
     return expand_home(word)

@@ -11,6 +11,7 @@ import typer
 from longrnn.cli.options import (
     Device,
     Quiet,
+    TrustTaskCode,
     lock_output,
     pick_placement,
     warn_if_calibrated_on,
@@ -50,13 +51,7 @@ def compare(
         Path | None,
         typer.Option(help="Folder for the results.", show_default="results/compare/NAMES"),
     ] = None,
-    trust_task_code: Annotated[
-        bool,
-        typer.Option(
-            "--trust-task-code",
-            help="Allow suites to run lm-eval task files, which can run any Python code.",
-        ),
-    ] = False,
+    trust_task_code: TrustTaskCode = False,
     device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from longrnn.bundled import bundled
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -22,14 +24,14 @@ PACKAGES = {
     "transformers": "",
     "accelerate": "",
     "safetensors": "",
-    "triton": "fast kernels on a GPU: pip install 'longrnn[cuda]'",
-    "datasets": "training on tables and datasets: pip install 'longrnn[data]'",
-    "lm-eval": "eval harness: pip install 'longrnn[harness]'",
-    "peft": "LoRA: pip install 'longrnn[lora]'",
-    "tensorboard": "report_to=tensorboard: pip install 'longrnn[tensorboard]'",
-    "wandb": "report_to=wandb: pip install 'longrnn[trackers]'",
-    "trackio": "report_to=trackio: pip install 'longrnn[trackers]'",
-    "mamba-ssm": "backend mamba_ssm, on NVIDIA GPUs: pip install mamba-ssm",
+    "triton": "backend triton, on NVIDIA GPUs",
+    "datasets": "training on tables and datasets",
+    "lm-eval": "eval harness",
+    "peft": "LoRA",
+    "tensorboard": "report_to=tensorboard",
+    "wandb": "report_to=wandb",
+    "trackio": "report_to=trackio",
+    "mamba-ssm": "backend mamba_ssm, on NVIDIA GPUs",
 }
 
 
@@ -82,7 +84,7 @@ def _version(name: str, needed: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
-        return f"not installed ({needed})" if needed else "not installed: pip install longrnn"
+        return f"not installed ({needed}: pip install {name})" if needed else "not installed"
 
 
 def _machine() -> dict[str, str]:
@@ -102,6 +104,7 @@ def _machine() -> dict[str, str]:
         f"{cores} core{'s' * (cores != 1)}, {threads} thread{'s' * (threads != 1)}",
         "CUDA of torch": torch.version.cuda or "none: this build of torch runs on CPUs only",
         "GPUs": f"\n{'':<14}".join(devices) or "none that torch can use",
+        "examples": f"{bundled('configs')}\n{'':<14}{bundled('eval')}",
     }
 
 
@@ -168,11 +171,8 @@ def _advice() -> list[str]:
     """What would make this installation faster."""
     import torch
 
-    from longrnn.ops.triton import missing
-
     if torch.cuda.is_available():
-        without = "Without triton, a GPU computes the recurrence in many small operations of torch."
-        return [without] if missing() is not None else []
+        return []
     advice = []
     if NVIDIA_DRIVER.exists():
         advice.append(HIDDEN_GPU if torch.version.cuda else CPU_BUILD)

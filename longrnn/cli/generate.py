@@ -10,8 +10,12 @@ import typer
 from longrnn.cli.options import Checkpoint, Device, Mitigation, pick_device
 from longrnn.errors import UserError
 
+# Words behind the checkpoint are refused with the option that they need.
+SETTINGS = {"allow_extra_args": True}
+
 
 def generate(
+    context: typer.Context,
     checkpoint: Checkpoint,
     prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
     prompt_file: Annotated[
@@ -54,6 +58,8 @@ def generate(
     from longrnn.text import check_text, read_text
     from longrnn.units import parse_length
 
+    if context.args:
+        raise UserError(f"{context.args[0]!r} has no option before it: give a text with --prompt")
     if (prompt is None) == (prompt_file is None):
         raise UserError("give either --prompt or --prompt-file")
     if prompt_file is not None:

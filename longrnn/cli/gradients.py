@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from longrnn.bundled import names
 from longrnn.cli.options import Quiet, lock_output
 from longrnn.cli.results_folders import results_folder
 from longrnn.config import read_recorded
@@ -40,8 +41,8 @@ def gradients(
     sources: Annotated[
         list[str],
         typer.Argument(
-            help="Checkpoints, folders of training runs, or training configurations (.yaml) of "
-            "models that are not trained yet.",
+            help="Checkpoints, folders of training runs, or training configurations (a YAML file, "
+            "or a name such as reverse_small) of models that are not trained yet.",
             metavar="CHECKPOINT|CONFIG...",
             show_default=False,
         ),
@@ -97,7 +98,7 @@ def gradients(
     Writes gradients.jsonl, pictures and report.html. A loss or gradient that is not finite is
     reported with its layer, parameter and token.
 
-    Example: longrnn diagnose gradients configs/train/reverse_small.yaml --init default,orthogonal
+    Example: longrnn diagnose gradients reverse_small --init default,orthogonal
     """
     from longrnn.diagnostics.gradients import Settings, default_lengths, diagnose
     from longrnn.diagnostics.gradients_report import summary, write_report
@@ -130,7 +131,8 @@ def _open(source: str, inits: Sequence[str]) -> list[ModelEntry]:
     """The model of a checkpoint, or the untrained models of a configuration, one per `init`."""
     from longrnn.hf.loading import load_recurrent, resolve
 
-    if source.endswith((".yaml", ".yml")):
+    is_bundled = source in names("configs/train") and not Path(source).exists()
+    if is_bundled or source.endswith((".yaml", ".yml")):
         return _untrained(source, inits)
     if inits:
         raise UserError(

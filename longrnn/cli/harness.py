@@ -7,7 +7,14 @@ from typing import Annotated
 
 import typer
 
-from longrnn.cli.options import Checkpoint, Device, Mitigation, Quiet, pick_placement
+from longrnn.cli.options import (
+    Checkpoint,
+    Device,
+    Mitigation,
+    Quiet,
+    TrustTaskCode,
+    pick_placement,
+)
 from longrnn.errors import UserError
 
 # Options that typer does not know are passed on to lm-eval.
@@ -24,6 +31,7 @@ def harness(
             help="Folder with data sets: ORGANISATION/NAME in it is read instead of the Hub."
         ),
     ] = None,
+    trust_task_code: TrustTaskCode = False,
     device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
@@ -46,9 +54,9 @@ def harness(
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "lm_eval":
             raise
-        raise UserError("lm-eval is not installed: pip install 'longrnn[harness]'") from error
+        raise UserError("lm-eval is not installed: pip install lm-eval") from error
 
     options: dict[str, object] = {"device": pick_placement(device), "quiet": quiet}
     if mitigation is not None:
         options["mitigation"] = mitigation
-    run(checkpoint, context.args, options, datasets=datasets)
+    run(checkpoint, context.args, options, datasets=datasets, trust_task_code=trust_task_code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +20,14 @@ Checkpoint = Annotated[
         show_default=False,
     ),
 ]
+Configuration = Annotated[
+    Path,
+    typer.Argument(
+        help="A training configuration: a YAML file, or the name of a bundled one such as "
+        "reverse_small.",
+        show_default=False,
+    ),
+]
 Device = Annotated[
     str,
     typer.Option(
@@ -27,6 +36,13 @@ Device = Annotated[
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
+TrustTaskCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-task-code",
+        help="Allow lm-eval task files of your own, which can run any Python code.",
+    ),
+]
 Mitigation = Annotated[
     str | None,
     typer.Option(
@@ -64,10 +80,10 @@ TrainLength = Annotated[
 def pick_device(device: str) -> str:
     """Returns the device to use: `auto` becomes cuda if it is available, else cpu.
 
-    Of several processes on one machine, each gets its own GPU.
+    Of several processes on one machine, each gets its own GPU for `auto` and `cuda`.
 
     Raises:
-        UserError: torch cannot use the device.
+        UserError: torch cannot use the device, or has fewer GPUs than there are processes.
     """
     import torch
 
@@ -75,10 +91,17 @@ def pick_device(device: str) -> str:
     from longrnn.errors import UserError
 
     if device == "auto":
-        if not torch.cuda.is_available():
-            return "cpu"
-        own = processes.local_rank() % torch.cuda.device_count()
-        return "cuda" if processes.size() == 1 else f"cuda:{own}"
+        # A launch without GPUs is one for the processes that it starts.
+        on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
+        device = "cpu" if on_cpu or not torch.cuda.is_available() else "cuda"
+    if device == "cuda" and processes.size() > 1:
+        own, there = processes.local_rank(), torch.cuda.device_count()
+        if own >= there:
+            raise UserError(
+                f"process {own} of this machine needs a GPU of its own, and torch can use {there}: "
+                "start fewer processes, or give --device cpu"
+            )
+        device = f"cuda:{own}"
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:

@@ -7,16 +7,13 @@ from typing import Annotated
 
 import typer
 
-from longrnn.cli.options import Quiet, lock_output, pick_device
+from longrnn.cli.options import Configuration, Quiet, lock_output, pick_device
 from longrnn.cli.train import terminable
 from longrnn.errors import UserError
 
 
 def sweep(
-    config: Annotated[
-        Path,
-        typer.Argument(help="A training configuration such as configs/train/reverse_small.yaml."),
-    ],
+    config: Configuration,
     values: Annotated[
         list[str] | None,
         typer.Argument(
@@ -58,7 +55,7 @@ def sweep(
     checked before the first is trained. The same command resumes an interrupted sweep and repeats
     failed runs; more values may be added.
 
-    Example: longrnn sweep configs/train/reverse_small.yaml --grid position.kind=none,duplicate,sinusoidal vocab_size=32,256 seed=111,222,333 --baseline position.kind=duplicate --jobs 2
+    Example: longrnn sweep reverse_small --grid position.kind=none,duplicate,sinusoidal vocab_size=32,256 seed=111,222,333 --baseline position.kind=duplicate --jobs 2
     """  # noqa: E501 (an example that can be copied)
     with terminable():
         from longrnn.config import load_config

@@ -7,21 +7,17 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
 
-from longrnn.cli.options import Quiet
+from longrnn.cli.options import Configuration, Quiet
 from longrnn.errors import Terminated
 
 
 def train(
-    config: Annotated[
-        Path,
-        typer.Argument(help="A training configuration such as configs/train/reverse_small.yaml."),
-    ],
+    config: Configuration,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
@@ -59,9 +55,10 @@ def train(
 ) -> None:
     """Train a model from a configuration file.
 
-    Ctrl-C and SIGTERM finish and save the current step, and print the command that resumes.
+    `longrnn doctor` prints the folder of the bundled configurations. Ctrl-C and SIGTERM finish and
+    save the current step, and print the command that resumes.
 
-    Example: longrnn train configs/train/passkey_tiny_short.yaml max_steps=500 output_dir=runs/try
+    Example: longrnn train passkey_tiny_short max_steps=500 output_dir=runs/try
     """
     with terminable():
         if attended:

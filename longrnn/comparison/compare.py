@@ -20,6 +20,7 @@ from longrnn import processes
 from longrnn.comparison.suites import Evaluation, Measurement, Suite
 from longrnn.comparison.suites.base import CELLS, RECORD, settings
 from longrnn.errors import UserError
+from longrnn.evaluation.task_code import refuse_task_code
 from longrnn.files import file_name, write_atomic
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.intervals import Estimate
@@ -99,12 +100,8 @@ def compare(
     for model in models:
         model.refuse_unfit()
     evaluations = [evaluation for suite in suites for evaluation in suite.evaluations]
-    code = dict.fromkeys(path for evaluation in evaluations for path in evaluation.task_code())
-    if code and not trust_task_code:
-        raise UserError(
-            "the suite uses task files of its own, which can run any Python code "
-            f"({', '.join(code)}): read them, then give --trust-task-code"
-        )
+    if not trust_task_code:
+        refuse_task_code(path for one in evaluations for path in one.task_code())
     for evaluation in evaluations:
         evaluation.prepare(models)
     records = processes.on_main(lambda: [_record(output / suite.name, suite) for suite in suites])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from longrnn.comparison.compare import Cell, tables
+from longrnn.diagnostics.loss_curves import LEGEND_WIDTH
 from longrnn.diagnostics.pages import Picture, write_page
 from longrnn.diagnostics.plots import lengths_axis, new_figure, png
 from longrnn.files import file_name
@@ -59,7 +61,7 @@ def _picture(cells: Sequence[Cell], models: Iterable[str]) -> Picture | None:
     ]
     if not drawn:
         return None
-    figure = new_figure(7.5, 4.2)
+    figure = new_figure(7.5, 4.2 + 0.17 * len({model for _, _, model in drawn}))
     panel = figure.subplots()
     for number, model in enumerate(models):
         own = [(at, estimate) for at, estimate, name in drawn if name == model]
@@ -75,17 +77,19 @@ def _picture(cells: Sequence[Cell], models: Iterable[str]) -> Picture | None:
             capsize=3,
             lw=1.4,
             alpha=0.8,
-            label=model,
+            label=fill(model, LEGEND_WIDTH),
         )
     lengths, values = [at for at, _, _ in drawn], [estimate.mean for _, estimate, _ in drawn]
-    lengths_axis(panel, round(max(lengths) * 1.2), least=max(1, round(min(lengths) / 1.2)))
+    low, high = max(1, round(min(lengths) / 1.2)), round(max(lengths) * 1.2)
+    lengths_axis(panel, high, least=low, measured=lengths)
     if min(values) > 0 and max(values) > WIDE * min(values):
         panel.set_yscale("log")
     elif min(values) >= 0:
-        panel.set_ylim(bottom=-0.02 * max(values))
+        top = max(estimate.mean + _bar(estimate)[1] for _, estimate, _ in drawn)
+        panel.set_ylim(-0.02 * top, 1.05 * top or 1)
     suite, metric = cells[0].suite, cells[0].metric
     panel.set(xlabel="tokens", ylabel=metric)
-    panel.legend(fontsize=8)
+    figure.legend(loc="outside lower left", fontsize=8, frameon=False)
     plain = "".join(sign if sign.isalnum() else "_" for sign in f"{suite}_{metric}")
     caption = f"{metric}, suite {suite}."
     if any(_bar(estimate) != (0, 0) for _, estimate, _ in drawn):

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 NAMED = 12
 # A factor per token this near to 1 is called neither vanishing nor exploding.
 STEADY = 0.01
+# A ratio of the largest to the smallest Lyapunov exponent above this gets a logarithmic axis.
+WIDE = 10
 
 CAPTIONS = {
     "norms": "Norm of the loss's gradient in the state, by distance in tokens: geometric mean over "
@@ -128,6 +130,8 @@ def _norms(record: GradientRecord) -> bytes:
 
 def _weights(record: GradientRecord) -> bytes:
     """Plot histograms, one panel per model, all layers together."""
+    from matplotlib.ticker import MultipleLocator
+
     names = list(dict.fromkeys(row["subject"] for row in record.of("weights")))
     figure = new_figure(3.6 * len(names) + 0.6, 3.4)
     panels = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
@@ -140,6 +144,7 @@ def _weights(record: GradientRecord) -> bytes:
                 shares = [count / total for count in counts]
                 panel.stairs(shares, BINS, label=f"length {length}", lw=1.2)
         panel.set(title=name, xlabel="log₁₀ |gradient|")
+        panel.xaxis.set_major_locator(MultipleLocator(4))
         panel.legend(fontsize=7)
     panels[0].set_ylabel("share of entries")
     return png(figure)
@@ -158,6 +163,7 @@ def _jacobian(record: GradientRecord) -> bytes:
     for panel, name in zip(panels, ("spectral radius", "largest singular value"), strict=True):
         panel.axhline(1, color="gray", linestyle=":", linewidth=1.2)
         panel.set(xlabel="token", ylabel=name)
+        panel.ticklabel_format(useOffset=False)
     _legend(panels[0])
     return png(figure)
 
@@ -169,8 +175,12 @@ def _lyapunov(record: GradientRecord) -> bytes:
     for row in rows:
         finite = [e for e in row["exponents"] if math.isfinite(e)]
         panel.plot(range(1, len(finite) + 1), finite, marker="o", ms=4, label=_label(row, rows))
+    sizes = [abs(e) for row in rows for e in row["exponents"] if math.isfinite(e) and e]
+    if sizes and max(sizes) > WIDE * min(sizes):
+        # A linear axis would draw the exponents near 0 on the line of 0.
+        panel.set_yscale("symlog", linthresh=10 ** math.floor(math.log10(min(sizes))))
     panel.axhline(0, color="gray", linestyle=":", linewidth=1.2)
-    panel.set(xlabel="exponent", ylabel="nats per token")
+    panel.set(xlabel="exponent, the largest first", ylabel="nats per token")
     _legend(panel)
     return png(figure)
 

@@ -10,24 +10,25 @@ from longrnn.diagnostics.collapse import MARGIN
 from longrnn.diagnostics.pages import Picture
 from longrnn.diagnostics.plots import lengths_axis, new_figure, png
 from longrnn.diagnostics.states import Diagnosis
-from longrnn.diagnostics.states_pictures import lines_of
+from longrnn.diagnostics.states_pictures import COLOURS, lines_of
 from longrnn.diagnostics.states_summary import most_changed, worst_heads
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Heads that are drawn in colour, and layers whose output is drawn.
-WORST, LAYERS = 4, 8
+# Layers whose output is drawn.
+LAYERS = 8
 # Fraction of the channels whose share of the output is drawn.
 TOP = 0.1
-COLOURS = ("tab:red", "tab:orange", "tab:purple", "tab:brown")
 CAPTION = (
     "From top to bottom, by tokens read: the loss; the norm of each head's state over its largest "
     "value inside the training length, in colour the heads that grow most (above the dashed line a "
     "head is outside its range); {shares}and the share of each layer's output energy that is in "
-    "the largest tenth of its channels, inside and beyond the training length. The output is "
-    "measured behind the gated norm of Mamba-2, where what some channels gain the others lose; "
-    "RNN, GRU and LSTM have no such norm."
+    "the largest tenth of its channels, inside and beyond the training length. Collapse is found "
+    "from states alone: the loss can stay or fall while a head collapses, because later layers may "
+    "use little of its output, and an output norm removes growth that the heads of a layer share. "
+    "The output is measured behind the gated norm of Mamba-2, where what some channels gain the "
+    "others lose; RNN, GRU and LSTM have no such norm."
 )
 SHARES = (
     "the share of each head in the output energy of the layer where most of it moves, in red the "

@@ -70,7 +70,7 @@ def _picture(runs: Sequence[Run], name: str) -> Picture:
         panel.plot(*zip(*points, strict=True), lw=1.2, marker=marker, label=run.name)
     if name == "grad_norm":
         panel.set_yscale("log")
-    if name in ("tokens_per_second", "mfu", "peak_memory_gib"):
+    if name not in ("loss", "eval_loss", "grad_norm"):
         panel.set_ylim(bottom=0)
     panel.set(xlabel="step", ylabel=name.replace("_", " "))
     if len(runs) > 1:

@@ -271,4 +271,4 @@ def _merge(folder: Path, base: RecurrentLM) -> str | None:
 
 def _require_peft() -> None:
     if find_spec("peft") is None:
-        raise UserError("adapters need PEFT, which is not installed: pip install longrnn[lora]")
+        raise UserError("adapters need PEFT, which is not installed: pip install peft")

@@ -219,7 +219,8 @@ class Mitigated(nn.Module):
     def adopt(self, state: LMState) -> LMState:
         """Makes a state computed with earlier weights valid for the current weights.
 
-        Truncated backpropagation through time needs this after every optimizer step.
+        A training loop of your own that carries a state over an optimizer step calls this after the
+        step. `longrnn train` does not: it calls the plain model with the edits of the mitigation.
 
         Raises:
             UserError: the state of a plain model, or a state with another carry.

@@ -88,7 +88,7 @@ class Mamba2(ScanningMixer):
         bias: whether the two projections have a bias.
         conv_bias: whether the convolution has a bias.
         backend: implementation of the recurrence: `native`, `triton`, `mamba_ssm`, `chunked` or
-            `reference`; `auto` selects the fastest one for the device of each call.
+            `reference`; `auto` selects by the device of each call.
         init: see `longrnn.mixers.init`: `default` or `long_memory`.
     """
 

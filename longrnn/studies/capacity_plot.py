@@ -11,7 +11,6 @@ from longrnn.diagnostics.plots import lengths_axis, new_figure, png
 from longrnn.files import write_atomic
 from longrnn.studies.capacity import Bounded, Member, Size
 from longrnn.studies.capacity_fits import FORMS, Fit
-from longrnn.units import format_length
 
 MARKERS = {"": "o", "≤": "v", "≥": "^", ">": "^"}
 LINES = {"line": "-", "power": "--", "exponential": "-"}
@@ -73,9 +72,8 @@ def _picture(found: Sequence[Size], fits: Mapping[str, Sequence[Fit | str]]) -> 
                 curve = [fitted.at(n) for n in across]
                 panel.plot(across, curve, line, color="tab:red", lw=1.2, label=label)
                 panel.legend(fontsize=8)
-        lengths_axis(panel, high, least=low)
+        lengths_axis(panel, high, least=low, measured=all_sizes)
         panel.set_xlim(low / 1.3, high * 1.3)
-        panel.set_xticks(all_sizes, [format_length(n) for n in all_sizes])
         panel.set(
             xlabel="entries of the state", ylabel="tokens", title=TITLES[name], ylim=(0, None)
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import torch
@@ -33,17 +34,23 @@ def check_one_process(config: TrainConfig) -> None:
             raise UserError(f"each run has one process here: leave out {name}={value}")
 
 
-def check(config: TrainConfig) -> None:
-    """Raises what a `Trainer` would raise for a configuration, whatever the launch.
+def check(config: TrainConfig, *, quiet: bool = True) -> None:
+    """Raises what a `Trainer` would raise for a configuration, in this one process.
+
+    The number of processes is that of the configuration, or the one that a launch asks for.
+
+    Args:
+        config: the run.
+        quiet: print no progress where data is tokenized.
 
     Raises:
-        UserError: the configuration is invalid.
+        UserError: the configuration is invalid, or its data does not fit.
     """
-    _check_groups(config)
+    groups = _groups(config)
     config = replace(config)  # which building a model fills in
-    _, tokenizer = models.tokenizer_of(config)
-    task = build_task(config.task, tokenizer, name=config.tokenizer or "")
-    source = Source(task, config, 0, 1)
+    config.tokenizer, tokenizer = models.tokenizer_of(config)
+    task = build_task(config.task, tokenizer, name=config.tokenizer, quiet=quiet)
+    source = Source(task, config, 0, groups)
     with torch.random.fork_rng(devices=[]):
         if config.model is not None and config.init_from is None and not config.transformer:
             check_vocabulary(config.model.vocab_size, config, task)
@@ -63,7 +70,7 @@ def check(config: TrainConfig) -> None:
     freeze(model, config.freeze)
     build_optimizer(model, config)
     if config.validation:
-        held_out = build_task(config.validation, tokenizer, name=config.tokenizer or "")
+        held_out = build_task(config.validation, tokenizer, name=config.tokenizer, quiet=quiet)
         validation = Validation(config, model, task, held_out, 0, 1)
         if model.vocab_size > 1:
             check_vocabulary(model.vocab_size, config, validation.task)
@@ -73,17 +80,29 @@ def check(config: TrainConfig) -> None:
     check_positions(model, source)
 
 
-def _check_groups(config: TrainConfig) -> None:
-    """Refuses groups of processes that do not divide the number of processes, where it is given."""
-    if config.num_processes is None:
-        return
+def _groups(config: TrainConfig) -> int:
+    """The number of processes that read different rows; 1 where no number is given.
+
+    Raises:
+        UserError: groups of processes that do not divide the number, or two different numbers.
+    """
+    given, launched = config.num_processes, int(os.environ.get("WORLD_SIZE", "1"))
+    if given is None and launched == 1:
+        return 1
+    processes = given or launched
+    if launched not in (1, processes):
+        raise UserError(
+            f"num_processes={given} and the launch starts {launched} processes: leave out one of "
+            "the two numbers, or make them equal"
+        )
     for name in ("context_parallel_size", "shard_size"):
         size = getattr(config, name)
-        if size is not None and config.num_processes % size:
+        if size is not None and processes % size:
             raise UserError(
-                f"{name}={size} does not divide num_processes={config.num_processes}: set a "
+                f"{name}={size} does not divide the {processes} processes of the run: set a "
                 "multiple of it"
             )
+    return processes // config.context_parallel_size
 
 
 def check_vocabulary(vocab_size: int, config: TrainConfig, task: Task) -> None:

@@ -130,7 +130,8 @@ class TrainConfig:
             the zero state. By default there is no validation.
         eval_steps: steps between evaluations; there is one after the last step too.
         eval_length: tokens of a validation row; by default 16 · `length.max`, or as many as the
-            model has positions, halved until the validation data has such rows.
+            model has positions, halved until the validation data has such rows; with prompts and
+            answers, so many that a row holds any document.
         eval_samples: number of validation rows.
         per_device_eval_batch_size: validation rows per process at a time.
         metric_for_best_model: `loss` (over all positions), `loss_inside` (those up to

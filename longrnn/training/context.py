@@ -64,8 +64,8 @@ def mesh_of(accelerator: Accelerator, size: int) -> Mesh:
         raise UserError(
             f"context_parallel_size={size} does not divide the {world} process"
             f"{'es' if world > 1 else ''} of this launch: launch {size * max(1, world // size)} "
-            "processes, for example with `longrnn launch --config_file "
-            f"configs/accelerate/cpu2.yaml --num_processes {size * max(1, world // size)} train …`"
+            "processes, for example with `longrnn launch --cpu --num_processes "
+            f"{size * max(1, world // size)} train …`"
         )
     import torch.distributed as dist
 

@@ -203,7 +203,7 @@ def _library() -> Any:
     except ImportError as error:
         raise UserError(
             "tables and datasets need the datasets library, which is not installed: pip install "
-            "'longrnn[data]'"
+            "datasets"
         ) from error
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     return datasets

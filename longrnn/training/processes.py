@@ -30,8 +30,8 @@ T = TypeVar("T")
 PROJECT, TRACKER_ID = "longrnn", "tracker-id"
 
 LAUNCH = (
-    "launch with `accelerate launch --config_file configs/accelerate/cpu2.yaml -m longrnn.cli "
-    "train …`, and see configs/accelerate/"
+    "launch with `longrnn launch --cpu --num_processes 2 train …`, or with --config_file gpu8 on "
+    "eight GPUs"
 )
 
 
@@ -55,7 +55,7 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
     if config.report_to != "none" and find_spec(config.report_to) is None:
         raise UserError(
             f"report_to={config.report_to} needs a package that is not installed: "
-            f"pip install longrnn[{EXTRAS.get(config.report_to, 'trackers')}]"
+            f"pip install {config.report_to}"
         )
     with unseen_by_accelerate():
         try:
@@ -88,8 +88,6 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
     return accelerator
 
 
-# The extra of longrnn that has the package of a tracker, where it is not `trackers`.
-EXTRAS = {"tensorboard": "tensorboard"}
 # Settings of a launch configuration that the trainer does not support, by environment variable.
 UNSUPPORTED = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
@@ -128,7 +126,7 @@ def _check_launch(config: TrainConfig) -> None:
         if os.environ.get(name, "").lower() not in OFF:
             raise UserError(
                 f"the launch configuration has {what} ({name}), which longrnn does not support: "
-                "take one of configs/accelerate/"
+                "take a bundled one, as in `longrnn launch --config_file gpu8`"
             )
 
 

@@ -64,8 +64,8 @@ def check(accelerator: Accelerator, config: TrainConfig) -> None:
     """
     if os.environ.get("FSDP_VERSION", "1") != "2":
         raise UserError(
-            "FSDP of version 1 is not supported: set fsdp_config.fsdp_version to 2, as in "
-            "configs/accelerate/gpu8_fsdp2.yaml"
+            "FSDP of version 1 is not supported: set fsdp_config.fsdp_version to 2, as in the "
+            "bundled configuration gpu8_fsdp2"
         )
     if accelerator.num_processes < 2:
         raise UserError("FSDP shards a model over processes and there is one: launch at least 2")
@@ -89,7 +89,7 @@ def prepare(accelerator: Accelerator, objective: Objective, config: TrainConfig)
         if config.shard_size is not None:
             raise UserError(
                 f"shard_size={config.shard_size} applies to shards (FSDP2) only: launch with "
-                "configs/accelerate/gpu8_fsdp2.yaml, or leave it out"
+                "--config_file gpu8_fsdp2, or leave it out"
             )
         return accelerator.prepare(objective, build_optimizer(objective.model, config))
     check(accelerator, config)

@@ -78,7 +78,7 @@ def contents(folder: Path) -> dict[Path, bytes | None]:
     return {p: p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
 
 
-def refused(cli: CLI, *arguments: str | Path, says: tuple[str, ...]) -> None:
+def refused(cli: CLI, *arguments: str | Path, says: tuple[str, ...] = ()) -> None:
     """Runs a command that must be refused and must leave its folder as it was."""
     before = contents(Path.cwd())
     assert_refused(cli(*arguments), *says)

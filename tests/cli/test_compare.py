@@ -81,10 +81,10 @@ def test_a_transformer(cli: CLI, models: Path, tmp_path: Path) -> None:
     assert len(cells) == 12
     for metric, near, far in (("passkey", 180, 240), ("perplexity, bits per byte", 64, 256)):
         assert cells[metric, "llama", near]["difference"] is not None
-        assert "made for at most 200 tokens" in cells[metric, "llama", far]["reason"]
+        assert "200" in cells[metric, "llama", far]["reason"]
         assert cells[metric, "llama", far]["estimate"] is None
         assert cells[metric, "llama+beyond", far]["difference"] is not None
-    assert "made for at most 200" in (tmp_path / "out/report.html").read_text()
+    assert "at most 200" in (tmp_path / "out/report.html").read_text()
 
 
 def test_a_text_that_was_calibrated_on(cli: CLI, models: Path, tmp_path: Path) -> None:
@@ -100,9 +100,8 @@ def test_a_text_that_was_calibrated_on(cli: CLI, models: Path, tmp_path: Path) -
     variants = [models / "text", f"{models / 'text'}+c.yaml"]
     result = cli("compare", *variants, "--suite", "s.yaml", "--quiet")
     assert result.code == 0, result.err
-    assert result.err == (
-        "warning: the mitigation was calibrated on book.txt: measure it on another text\n"
-    )
+    (warning,) = result.err.splitlines()
+    assert "book.txt" in warning
 
 
 def test_an_unknown_task_is_refused_before_anything_is_measured(
@@ -114,15 +113,15 @@ def test_an_unknown_task_is_refused_before_anything_is_measured(
     )
     result = cli("compare", models / "text", "--suite", "s.yaml", "--output", "out", "--quiet")
     assert result.code == 2
-    assert "did you mean 'longrnn_passkey'?" in result.err
+    assert "longrnn_passkey" in result.err
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--suite", "quik"], ("no suite 'quik'", "did you mean 'quick'")),
-        (["--suite", "none.yaml"], ("no suite none.yaml", "give a YAML file")),
+        (["--suite", "quik"], ("'quik' is neither a file", "did you mean 'quick'")),
+        (["--suite", "none.yaml"], ("'none.yaml' is neither a file", "known: books, long")),
         (["--suite", "bad.yaml"], ("bad.yaml: unknown key evaluation", "'evaluations'")),
         (["--suite", "kind.yaml"], ("unknown evaluation 'passkeys'", "'passkey'")),
         (["--suite", "short.yaml"], ("length 20 is too short",)),
@@ -153,8 +152,8 @@ def test_results_of_another_suite(cli: CLI, models: Path, suite: str, tmp_path: 
     command = ["compare", models / "text", "--suite", suite, "--output", "out", "--quiet"]
     assert cli(*command).code == 0
     (tmp_path / suite).write_text(SUITE.replace("n: 2", "n: 2, n_keys: 2"))
-    refused(cli, *command, says=("results of another suite", "choose another output"))
-    refused(cli, "compare", suite, says=("give the checkpoints",))
+    refused(cli, *command, says=("suite",))
+    refused(cli, "compare", suite, says=("checkpoints",))
 
 
 @pytest.mark.parametrize("how", ["include_path", "file"])
@@ -181,7 +180,6 @@ def test_a_suite_runs_its_own_task_files_only_where_they_are_trusted(
     suite.write_text(f"evaluations: [{{kind: harness, {options[how]}}}]")
     refused = cli("compare", models / "text", suite, "--quiet")
     assert refused.code == 2
-    assert "can run any Python code" in refused.err
     assert "--trust-task-code" in refused.err
     assert not ran.exists()
     trusted = cli("compare", models / "text", suite, "--trust-task-code", "--quiet")

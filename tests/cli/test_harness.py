@@ -17,6 +17,7 @@ from tests.cli.conftest import CLI
 
 SHORT = json.dumps({"max_seq_lengths": [1024], "n": 10, "n_items": 8})
 LM_EVAL = "longrnn.evaluation.harness"
+TRUST = "--trust-task-code"
 
 
 def test_passkey_tiny(cli: CLI, tmp_path: Path) -> None:
@@ -55,7 +56,7 @@ def test_all_tasks(cli: CLI, models: Path, tmp_path: Path) -> None:
 
 
 def test_own_task(cli: CLI, models: Path, tmp_path: Path) -> None:
-    """A task of the user runs by --include_path."""
+    """A task of the user runs by --include_path, once its code is trusted."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "rows.jsonl").write_text('{"text": "one two three"}\n')
     (tmp_path / "mine" / "task.yaml").write_text(
@@ -65,6 +66,9 @@ def test_own_task(cli: CLI, models: Path, tmp_path: Path) -> None:
     )
     options = ["--tasks", "mine", "--include_path", tmp_path / "mine", "--quiet"]
     result = cli("eval", "harness", models / "text", *options)
+    assert result.code == 2
+    assert "can run any Python code" in result.err
+    result = cli("eval", "harness", models / "text", *options, TRUST)
     assert result.code == 0, result.err
     assert "bits_per_byte" in result.out
 
@@ -126,40 +130,40 @@ def test_a_task_that_fails(cli: CLI, tmp_path: Path, line: str, message: str) ->
     name, _, value = line.partition(": ")
     task[name] = value
     (tmp_path / "mine.yaml").write_text("".join(f"{k}: {v}\n" for k, v in task.items()))
-    result = cli("eval", "harness", "passkey-tiny", "--tasks", "mine.yaml", "--quiet")
+    result = cli("eval", "harness", "passkey-tiny", "--tasks", "mine.yaml", TRUST, "--quiet")
     assert result.code == 2
     last = result.err.strip().splitlines()[-1]
-    assert last.startswith("error: lm-eval stopped (")
+    assert last.startswith("error: ")
     assert message in last
     assert "LMEVAL_LOG_LEVEL" in last
 
 
-def test_a_missing_package_names_the_extra(cli: CLI, tmp_path: Path) -> None:
-    """A task whose code cannot import a package says which extra to install."""
+def test_a_missing_package_is_named(cli: CLI, tmp_path: Path) -> None:
+    """A task whose code cannot import a package is refused with its name."""
     (tmp_path / "code.py").write_text("import wonderwords_that_nobody_has\n\ndef rows(**_): ...\n")
     (tmp_path / "mine.yaml").write_text(
         "task: mine\ncustom_dataset: !function code.rows\noutput_type: generate_until\n"
         "test_split: test\ndoc_to_text: text\ndoc_to_target: text\n"
     )
-    result = cli("eval", "harness", "passkey-tiny", "--tasks", "mine.yaml", "--quiet")
+    result = cli("eval", "harness", "passkey-tiny", "--tasks", "mine.yaml", TRUST, "--quiet")
     assert result.code == 2
     last = result.err.strip().splitlines()[-1]
     assert "wonderwords_that_nobody_has" in last
-    assert last.endswith("pip install 'longrnn[longcontext]'")
+    assert "install that package" in last
 
 
 def test_the_command_of_lm_eval_knows_the_model_type(tmp_path: Path) -> None:
     """`python -m longrnn.evaluation.harness` is lm-eval's command with the type `longrnn`."""
     command = [sys.executable, "-m", "longrnn.evaluation.harness", "--model", "longrnn"]
     command += ["--model_args", "pretrained=passkey-tiny,quiet=True", "--tasks", "longrnn_reverse"]
-    command += ["--include_path", str(bundled() / "tasks"), "--limit", "1", "--device", "cpu"]
+    command += ["--include_path", str(bundled("eval/tasks")), "--limit", "1", "--device", "cpu"]
     command += ["--metadata", '{"n_items": 2, "n": 1}', "--gen_kwargs", "max_gen_toks=2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert "|longrnn_reverse|" in done.stdout, done.stderr
 
 
 def test_without_lm_eval(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without lm-eval, the message names the extra to install."""
+    """Without lm-eval, the message names the package to install."""
     for name in [name for name in sys.modules if name.startswith(LM_EVAL)]:
         monkeypatch.delitem(sys.modules, name)
     import_before = builtins.__import__
@@ -172,7 +176,7 @@ def test_without_lm_eval(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtins, "__import__", without)
     result = cli("eval", "harness", "passkey-tiny", "--tasks", "longrnn_passkey")
     assert result.code == 2
-    assert "pip install 'longrnn[harness]'" in result.err
+    assert "pip install lm-eval" in result.err
 
 
 @pytest.mark.parametrize(("requested", "end"), [(300, "have 300, 3.0 × as many.\n"), (20, "20.\n")])

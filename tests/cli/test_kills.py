@@ -1,7 +1,6 @@
 """Every long command, killed at random moments and run again, ends with the same results.
 
-LONGRNN_KILLS is the number of kills for each command; 6 make 78 in all.
-
+LONGRNN_KILLS is the number of kills for each command.
 """
 
 from __future__ import annotations
@@ -24,6 +23,8 @@ from safetensors import safe_open
 
 from tests.training.forks import Fork
 from tests.training.runs import tiny, write_config
+
+pytestmark = pytest.mark.core
 
 KILLS = int(os.environ.get("LONGRNN_KILLS", "6"))
 # What a clock or a draft of a name says, and differs between equal runs.
@@ -178,8 +179,7 @@ def results(command: Command, folder: Path) -> dict[str, Any]:
 
 def is_done(process: Fork, code: int) -> bool:
     """Whether a command ended, or found that the killed one had written everything."""
-    there = ("is not overwritten", "exists already")
-    return code == 0 or (code == 2 and any(piece in process.err for piece in there))
+    return code == 0 or (code == 2 and "exists already" in process.err)
 
 
 def without_clock(value: Any) -> Any:
@@ -224,11 +224,7 @@ def test_a_killed_command_ends_with_the_same_results(
             code = last.end()
             assert is_done(last, code), last.err
             if code == 0:
-                assert last.out.splitlines()[-1:] == printed.splitlines()[-1:]
+                ends = last.out.replace(" is built already", "").splitlines()[-1:]
+                assert ends == printed.splitlines()[-1:]
         assert results(command, folder) == wanted
         assert_whole(folder)
-
-
-@pytest.mark.slow
-def test_the_kills_of_every_long_command_are_many() -> None:
-    assert 6 * len(COMMANDS) >= 60

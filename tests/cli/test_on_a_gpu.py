@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from longrnn import processes
+from longrnn.cli.options import pick_device
+from longrnn.errors import UserError
 from tests.cli.conftest import CLI
 from tests.simulated_cuda import simulated
 from tests.training.conftest import fresh_accelerate as fresh_accelerate
@@ -40,6 +43,25 @@ METHODS = {
     "token_filter": ["--target-length", "1k"],
     "scale_delta": ["--target-length", "512", "--steps", "2"],
 }
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_every_process_of_a_launch_gets_its_own_gpu(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its number on its machine; one without a GPU is refused, and a launch on CPUs has none."""
+    with simulated():
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        assert pick_device(device) == "cuda"
+        monkeypatch.setattr(processes, "_group", processes._Group(1, 3))
+        for rank in ("0", "1"):
+            monkeypatch.setenv("LOCAL_RANK", rank)
+            assert pick_device(device) == f"cuda:{rank}"
+        monkeypatch.setenv("LOCAL_RANK", "2")
+        with pytest.raises(UserError, match="needs a GPU of its own, and torch can use 2"):
+            pick_device(device)
+        monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+        assert pick_device("auto") == "cpu"
 
 
 @pytest.fixture(autouse=True)

@@ -39,6 +39,8 @@ from tests.contracts.builders import (
     with_kernels,
 )
 
+pytestmark = pytest.mark.core
+
 NARROW = torch.bfloat16
 # A projection's sum may round to either neighbour, 2^-8 of it apart, where pieces of another length
 # add it up in another order. Two layers with two projections each, their gradients and a factor of

@@ -32,6 +32,9 @@ from tests.contracts.builders import (
     random_tokens,
     spec_id,
 )
+from tests.refusals import naming
+
+pytestmark = pytest.mark.core
 
 TIME = 40
 every_granularity = pytest.mark.parametrize("every", [g for g in GRANULARITIES if g != "no"])
@@ -147,5 +150,5 @@ def test_without_gradients_nothing_is_computed_twice(every: str) -> None:
 def test_unknown_words_are_refused() -> None:
     """The nearest word is named."""
     enable: Callable[[str], None] = build_model().gradient_checkpointing_enable
-    with pytest.raises(UserError, match="unknown gradient_checkpointing 'blocks': did you mean"):
+    with pytest.raises(UserError, match=naming("gradient_checkpointing", "blocks")):
         enable("blocks")

@@ -16,6 +16,8 @@ from longrnn.ops.ssd.rescale import UNLIMITED, rescaled_ssd
 from tests.contracts.builders import DTYPES, assert_near, generator, small_chunks, spec_id
 from tests.contracts.limits import limited_loop
 
+pytestmark = pytest.mark.core
+
 every_backend = pytest.mark.parametrize("backend", list(BACKENDS))
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=spec_id)
 Scan = Callable[[ScanInputs, Tensor], tuple[Tensor, Tensor]]

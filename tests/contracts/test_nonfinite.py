@@ -32,6 +32,8 @@ from tests.contracts.builders import (
     with_kernels,
 )
 
+pytestmark = pytest.mark.core
+
 Scan = Callable[[ScanInputs, Tensor], tuple[Tensor, Tensor]]
 TIME, BAD = 37, 22  # tokens, and the one that is not finite, in row 1 of 3
 SPLITS = [[TIME], [20, 1, 1, 1, 14], [BAD, TIME - BAD], [BAD + 1, TIME - BAD - 1], [1] * TIME]

@@ -33,6 +33,8 @@ from tests.contracts.builders import (
 )
 from tests.contracts.test_nonfinite import INF, NAN, assert_equal_or_both_not_finite
 
+pytestmark = pytest.mark.core
+
 MODELS = {
     f"{spec_id(spec)}-{spec_id(mixer | backend)}": ([spec], mixer | backend)
     for spec, mixer in DEFINED

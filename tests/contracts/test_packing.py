@@ -51,6 +51,8 @@ from tests.contracts.builders import (
     with_positions,
 )
 
+pytestmark = pytest.mark.core
+
 POSITION_KINDS = [spec["kind"] for spec in POSITION_SPECS]
 Model = RecurrentLM | Mitigated
 # The name of the embedding in a plain and in a mitigated model.

@@ -30,6 +30,8 @@ from tests.contracts.builders import (
     splits,
 )
 
+pytestmark = pytest.mark.core
+
 POSITION_KINDS = [spec["kind"] for spec in POSITION_SPECS]
 seeds = st.integers(0, 10**6)
 

@@ -19,6 +19,8 @@ from tests.contracts.builders import (
     random_tokens,
 )
 
+pytestmark = pytest.mark.core
+
 every_model = [
     pytest.mark.parametrize("block", BLOCK_KINDS),
     pytest.mark.parametrize("mixer", list(MIXERS)),

@@ -29,6 +29,8 @@ from tests.contracts.builders import (
     spec_id,
 )
 
+pytestmark = pytest.mark.core
+
 TIMES = 10  # rows of 70 tokens, so of two segments
 IS_TOKEN = torch.tensor([[1, 1, 0, 1, 0, 1, 1], [0, 0, 0, 1, 1, 1, 0]]).bool().repeat(1, TIMES)
 IS_START = torch.tensor([[0, 1, 0, 0, 0, 1, 0], [0, 0, 0, 1, 0, 0, 0]]).bool().repeat(1, TIMES)
@@ -101,7 +103,7 @@ def test_vectors_that_cannot_be_used_are_refused() -> None:
     model, tokens = build_model(), random_tokens(2, 5)
     embeddings = model.embedding(tokens)
     for wrong in (embeddings[:, :3], embeddings[..., :3]):
-        with pytest.raises(UserError, match="embeddings have shape"):
+        with pytest.raises(UserError, match="shape"):
             model(tokens, vectors=Vectors(wrong))
-    with pytest.raises(UserError, match="leave out context"):
+    with pytest.raises(UserError, match="context"):
         model(tokens, context=ContextGroup(None, 0, 1), vectors=Vectors(embeddings))

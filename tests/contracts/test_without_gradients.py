@@ -34,6 +34,8 @@ from tests.contracts.builders import (
     splits,
 )
 
+pytestmark = pytest.mark.core
+
 seeds = st.integers(0, 10**6)
 
 

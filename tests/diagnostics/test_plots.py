@@ -5,10 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from matplotlib import image
 
 from longrnn.diagnostics.loss_curves import losses_by_position
-from longrnn.diagnostics.plots import loss_by_position, passkey_by_position, passkey_heat_map
+from longrnn.diagnostics.plots import (
+    lengths_axis,
+    loss_by_position,
+    new_figure,
+    passkey_by_position,
+    passkey_heat_map,
+)
 from longrnn.evaluation.perplexity import STRETCH, edges
 from longrnn.results import Row
 
@@ -51,6 +58,22 @@ def test_colours_follow_the_scores(tmp_path: Path) -> None:
     (green, red), (less_green, more_red) = counts["good"], counts["bad"]
     assert green > 5 * less_green
     assert more_red > 5 * red
+
+
+@pytest.mark.parametrize(("right", "dark"), [(1.0, (0, 104, 55)), (0.0, (165, 0, 38))])
+def test_figures_and_title_of_a_heat_map_can_be_read(
+    right: float, dark: tuple[int, int, int], tmp_path: Path
+) -> None:
+    """Figures on dark cells are lighter than the cells; a long title stays above its panel."""
+    name = "passkey-tiny-short+sliding_window(window=8192)+state_norm(max_norm=0.25)"
+    passkey_heat_map(rows(name, right, (512,)), tmp_path / "map.png")
+    pixels = picture(tmp_path / "map.png")
+    cells = np.abs(pixels - np.array(dark) / 255).max(axis=-1) < 0.02
+    down, across = (np.flatnonzero(cells.mean(axis=axis) > 0.3) for axis in (1, 0))
+    inside = pixels[down[0] + 3 : down[-1] - 2, across[0] + 3 : across[-1] - 2].sum(axis=-1)
+    assert inside.min() > sum(dark) / 255 - 0.1
+    assert inside.max() > 2.9
+    assert (pixels[: down[0] - 8, across[-1] + 5 :] == 1).all(), "the title is above its panel"
 
 
 def test_one_panel_for_each_model(tmp_path: Path) -> None:
@@ -134,3 +157,19 @@ def test_losses_of_several_models_are_in_one_figure(tmp_path: Path) -> None:
     colours = {tuple((pixel * 255).astype(int)) for pixel in together.reshape(-1, 3)}
     drawn = {(31, 119, 180), (255, 127, 14), (44, 160, 44), (214, 39, 40), (148, 103, 189)}
     assert drawn <= colours
+
+
+@pytest.mark.parametrize(
+    ("length", "measured", "labels"),
+    [
+        (614, [512], ["512"]),  # one length, with room on both sides
+        (78643, [4096, 61440, 65536], ["4k", "60k"]),  # labels do not overlap
+        (4000, [1000, 2000, 3000, 4000], ["1000", "2000", "3000", "4000"]),
+        (512, [], ["1", "4", "16", "64", "256", "512"]),
+        (5000, [], ["1", "4", "16", "64", "256", "1k", "4k"]),
+    ],
+)
+def test_an_axis_of_lengths_has_ticks(length: int, measured: list[int], labels: list[str]) -> None:
+    panel = new_figure(4, 3).subplots()
+    lengths_axis(panel, length, least=min(measured, default=1), measured=measured)
+    assert [label.get_text() for label in panel.get_xticklabels()] == labels

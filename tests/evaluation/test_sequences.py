@@ -16,6 +16,7 @@ from longrnn.models import LMOutput
 from longrnn.results import Row, read_results
 from longrnn.state import LMState
 from longrnn.tasks import Reverse, ReverseDualFrequency
+from tests.refusals import naming
 
 
 class Mirror:
@@ -131,15 +132,15 @@ def test_all_held_out_sequences_are_asked_by_default(
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     """A model with too few ids and an n out of range raise a UserError."""
     output = tmp_path / "new/r.jsonl"
-    with pytest.raises(UserError, match="between 1 and the 20 held-out"):
+    with pytest.raises(UserError, match="20"):
         measure(Mirror(), output, n=21)
-    with pytest.raises(UserError, match="between 1 and the 20 held-out"):
+    with pytest.raises(UserError, match="20"):
         measure(Mirror(), output, n=0)
-    with pytest.raises(UserError, match="length must be at least 1"):
+    with pytest.raises(UserError, match="length"):
         measure(Mirror(), output, length=0)
     narrow = Mirror()
     narrow.vocab_size = 8
-    with pytest.raises(UserError, match="needs a model with 9 ids, this one has 8"):
+    with pytest.raises(UserError, match=naming(9, 8)):
         measure(narrow, output)
     assert not output.parent.exists()
 
@@ -149,9 +150,9 @@ def test_results_of_another_run_are_refused(tmp_path: Path) -> None:
     output = tmp_path / "r.jsonl"
     measure(Mirror(), output)
     before = output.read_bytes()
-    with pytest.raises(UserError, match="different length"):
+    with pytest.raises(UserError, match="length"):
         measure(Mirror(), output, length=7)
-    with pytest.raises(UserError, match="different model"):
+    with pytest.raises(UserError, match="model"):
         measure(Mirror(swap=True), output)
     assert output.read_bytes() == before
 
@@ -182,6 +183,6 @@ def test_scores_by_condition(tmp_path: Path) -> None:
     assert scores["token_accuracy"].mean == 0.5
     header, _ = read_results(tmp_path / "r.jsonl")
     assert header["evaluation"] == "reverse_dual_frequency"
-    with pytest.raises(UserError, match="different rare_share"):
+    with pytest.raises(UserError, match="rare_share"):
         other = ReverseDualFrequency(vocab_size=8, held_out=40, rare_share=0.5)
         evaluate(Forgetful(), other, length=4, output=tmp_path / "r.jsonl", quiet=True)

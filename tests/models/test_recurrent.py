@@ -23,6 +23,7 @@ from tests.contracts.builders import (
     random_state,
     random_tokens,
 )
+from tests.refusals import naming
 
 SMALL = RecurrentConfig(vocab_size=VOCAB, d_model=D_MODEL, mixer={"kind": "rnn"})
 
@@ -71,7 +72,7 @@ def test_only_kept_logits_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("time", [0, 5])
 def test_a_negative_keep_is_refused(time: int) -> None:
     """Also for a call without tokens."""
-    with pytest.raises(UserError, match="keep must be at least 0, not -1"):
+    with pytest.raises(UserError, match=naming("keep", -1)):
         build_model("rnn")(random_tokens(1, time), keep=-1)
 
 
@@ -80,14 +81,14 @@ def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
     """The error names the id."""
     tokens = random_tokens(2, 5)
     tokens[1, 3] = token
-    with pytest.raises(UserError, match=f"token id {token} is outside the vocabulary of {VOCAB}"):
+    with pytest.raises(UserError, match=naming(token, VOCAB)):
         build_model("rnn")(tokens)
 
 
 @pytest.mark.parametrize("shape", [(3,), (1, 2, 3)])
 def test_tokens_must_have_two_axes(shape: tuple[int, ...]) -> None:
     """Any shape other than (batch, time) is refused."""
-    with pytest.raises(UserError, match=r"must have shape \(batch, time\)"):
+    with pytest.raises(UserError, match="shape"):
         build_model("rnn")(torch.zeros(shape, dtype=torch.long))
 
 
@@ -258,15 +259,15 @@ def test_carries_of_edits_go_through_a_long_call(kind: str, monkeypatch) -> None
 def test_a_state_without_the_carries_of_the_edits_is_refused() -> None:
     """Missing or unexpected carries raise."""
     model = build_model("gru")
-    with pytest.raises(UserError, match="start from init_state"):
+    with pytest.raises(UserError, match="init_state"):
         model(random_tokens(2, 3), model.init_state(2), edits=[Count(), Count()])
     with pytest.raises(UserError, match="mitigation"):
         model(random_tokens(2, 3), model.init_state(2, [Count(), Count()]))
     cell = model.mixers[0]
     x, state = torch.zeros(1, 2, cell.d_input, dtype=torch.float64), cell.init_state(1)
-    with pytest.raises(UserError, match="remembers tokens and the state has no carry"):
+    with pytest.raises(UserError):
         cell(x, state, Count())
-    with pytest.raises(UserError, match="no edit was given"):
+    with pytest.raises(UserError, match="edit"):
         cell(x, EditedState(state, ()))
 
 

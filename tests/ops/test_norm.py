@@ -84,5 +84,5 @@ def test_second_derivatives_of_a_rounded_input_are_refused() -> None:
     x, gate, weight = (one.float().requires_grad_() for one in draw((1, 2, 4), (1, 2, 4), (4,)))
     y = gated_rms_norm(x, gate.bfloat16(), weight, EPS, 1).float().square().sum()
     assert torch.autograd.grad(y, x, retain_graph=True)[0].isfinite().all()
-    with pytest.raises(UserError, match="leave autocast out"):
+    with pytest.raises(UserError, match="autocast"):
         torch.autograd.grad(y, x, create_graph=True)

@@ -130,7 +130,7 @@ def simulated(*, fused: bool = True) -> Iterator[None]:
             launch = _launcher(GridExecutor.__call__)
             stack.enter_context(mock.patch.object(GridExecutor, "__call__", launch))
         else:
-            why = "Triton is not installed: pip install longrnn[cuda]"
+            why = "Triton is not installed: pip install triton"
             stack.enter_context(mock.patch.object(kernels, "missing", return_value=why))
             others = {name: ssd for name, ssd in BACKENDS.items() if name != "triton"}
             stack.enter_context(mock.patch.dict(BACKENDS, others, clear=True))

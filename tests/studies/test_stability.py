@@ -82,9 +82,9 @@ def test_no_input_is_compared_with_itself() -> None:
     assert (base[:, 0] != suffix[:, 0]).all()
     assert torch.equal(base[:, 1:], suffix[:, 1:])
     assert suffix[:, 0].unique().tolist() == list(range(7))
-    with pytest.raises(UserError, match="length.max is at least 2"):
+    with pytest.raises(UserError, match="length.max"):
         drawn(5, 0, length=1)
-    with pytest.raises(UserError, match="larger vocab_size"):
+    with pytest.raises(UserError, match="vocab_size"):
         drawn(5, 0, condition=Condition("rare target, rare disturbants", range(6, 7), range(6)))
 
 
@@ -185,9 +185,9 @@ def test_along_checkpoints(tmp_path: Path) -> None:
     assert readings[-1].same_token.mean == pytest.approx(float(last.same_token.mean()), abs=1e-6)
     assert readings[-1].norm.n == 3
     assert {reading.condition for reading in readings} == {None}
-    with pytest.raises(UserError, match="no checkpoints"):
+    with pytest.raises(UserError, match="checkpoints"):
         along_checkpoints(tmp_path, task, length=4)
-    with pytest.raises(UserError, match="at least 1"):
+    with pytest.raises(UserError, match="n must be from 1 to"):
         along_checkpoints(tmp_path / "run", task, length=4, n=0)
 
 

@@ -74,7 +74,7 @@ def test_own_haystack(tmp_path: Path) -> None:
     example = needles("single", Haystack(path), BYTES, 1000, "0/0")
     words = re.findall(r"w\d+", example.text)
     assert words == [f"w{i}" for i in range(len(words))]
-    with pytest.raises(UserError, match="500 words, too few"):
+    with pytest.raises(UserError, match="500"):
         needles("single", Haystack(path), BYTES, 10_000, "0/0")
-    with pytest.raises(UserError, match="length 100 is too short"):
+    with pytest.raises(UserError, match="100"):
         needles("single", Haystack(), BYTES, 100, "0/0")

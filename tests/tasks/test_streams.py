@@ -133,9 +133,9 @@ def test_long_documents_are_cut_evenly() -> None:
 @pytest.mark.parametrize(
     ("lengths", "n_streams", "says"),
     [
-        ([100, 100], 3, "2 documents.*3 streams.*task.max_segments=16 or less"),
-        ([5, 5, 4], 3, "2 documents.*3 streams.*at most 2 streams, or a smaller length.max"),
-        ([3, 2], 1, "0 documents have a segment of 4 tokens.*smaller length.max"),
+        ([100, 100], 3, "task.max_segments=16"),
+        ([5, 5, 4], 3, "length.max"),
+        ([3, 2], 1, "length.max"),
     ],
 )
 def test_fewer_documents_than_streams(lengths: list[int], n_streams: int, says: str) -> None:

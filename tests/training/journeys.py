@@ -12,6 +12,7 @@ from longrnn.config import build_config
 from longrnn.hf.layouts import LAYOUTS
 from longrnn.models import RecurrentConfig, RecurrentLM
 from tests.tasks.test_passkey import trained_bpe
+from tests.texts import TEXTS
 
 # As in the published checkpoints: the ids of the tokenizer, and those of the embedding.
 IDS, PADDED_IDS = 50_277, 50_288
@@ -56,9 +57,8 @@ def _save_tokenizer(folder: Path) -> None:
 
 
 def documents(folder: Path) -> Path:
-    """A folder of ten texts of different lengths, the sources of tests."""
+    """A folder of texts of different lengths."""
     folder.mkdir()
-    sources = sorted(Path(__file__).parent.glob("test_*.py"))[:10]
-    for number, source in enumerate(sources):
-        (folder / f"{number}.txt").write_text(source.read_text()[: 3000 + 1500 * number])
+    for text in TEXTS:
+        (folder / Path(text).name).write_text(Path(text).read_text())
     return folder

@@ -18,6 +18,7 @@ from longrnn.config import build_config, dump_config
 from longrnn.training import checkpoint
 from longrnn.training.config import TrainConfig
 from longrnn.training.trainer import Trainer
+from tests.texts import TEXTS
 
 LSTM = {"vocab_size": 256, "d_model": 16, "n_layers": 1, "mixer": {"kind": "lstm"}}
 MAMBA2 = {
@@ -26,7 +27,6 @@ MAMBA2 = {
     "n_layers": 2,
     "mixer": {"kind": "mamba2", "d_state": 4, "head_dim": 8},
 }
-TEXTS = [str(path) for path in sorted(Path(__file__).parent.glob("test_*.py"))]
 BASE: dict[str, Any] = {
     "per_device_train_batch_size": 2,
     "warmup_steps": 3,

@@ -22,7 +22,9 @@ from longrnn.training.context import Mesh
 from longrnn.training.trainer import Trainer
 from tests.devices import GPU
 from tests.launched import launch, launched
-from tests.training.runs import MAMBA2, TEXTS, metrics, tiny, train, write_config
+from tests.refusals import naming
+from tests.texts import TEXTS
+from tests.training.runs import MAMBA2, metrics, tiny, train, write_config
 
 STEPS: dict[str, Any] = {"max_steps": 4, "logging_steps": 1, "save_steps": 2}
 TEXT = {"kind": "text", "files": TEXTS, "max_segments": 5}
@@ -138,20 +140,20 @@ def test_processes_on_gpus_exchange_tensors_on_gpus() -> None:
 
 def test_a_number_of_processes_that_does_not_divide_is_refused(tmp_path: Path) -> None:
     """One process cannot be two."""
-    with pytest.raises(UserError, match="context_parallel_size=2 does not divide the 1 process"):
+    with pytest.raises(UserError, match="context_parallel_size"):
         Trainer(tiny("passkey", tmp_path / "run", context_parallel_size=2), quiet=True)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_transformer_cannot_be_divided(tmp_path: Path) -> None:
     """Only a recurrent state passes from share to share."""
-    with pytest.raises(UserError, match="a transformer has none: leave it out"):
+    with pytest.raises(UserError, match="transformer"):
         tiny("passkey", tmp_path, context_parallel_size=2, transformer={"model_type": "llama"})
 
 
 def test_repeated_segments_are_refused_before_anything_starts(tmp_path: Path) -> None:
     task = {"kind": "passkey", "max_repeat": 4, "max_segments": 2}
-    with pytest.raises(UserError, match="repeated segments are read by one process each"):
+    with pytest.raises(UserError):
         tiny("passkey", tmp_path, context_parallel_size=2, task=task)
 
 
@@ -159,5 +161,5 @@ def test_a_backend_that_refuses_some_inputs_is_refused_before_anything_starts(
     tmp_path: Path,
 ) -> None:
     model = {**MAMBA2, "mixer": {**MAMBA2["mixer"], "backend": "mamba_ssm"}}
-    with pytest.raises(UserError, match="mamba_ssm refuses some inputs.*set model.mixer.backend"):
+    with pytest.raises(UserError, match=naming("mamba_ssm", "model.mixer.backend")):
         tiny("passkey", tmp_path, context_parallel_size=2, model=model)

@@ -265,5 +265,5 @@ def test_which_policies_use_streams() -> None:
     """Only `carry` reads documents in streams."""
     assert [kind for kind in INITIAL_STATES if uses_streams({"kind": kind})] == ["carry"]
     assert not uses_streams({})
-    with pytest.raises(UserError, match="did you mean 'fitted_noise'"):
+    with pytest.raises(UserError, match="fitted_noise"):
         uses_streams({"kind": "fited_noise"})

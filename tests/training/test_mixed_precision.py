@@ -53,6 +53,6 @@ def test_weights_states_and_decays_stay_float32(tmp_path: Path) -> None:
 def test_another_precision_in_the_same_process_is_refused(tmp_path: Path) -> None:
     """accelerate has one precision per process, as a notebook with two runs finds out."""
     Trainer(tiny("carry", tmp_path / "one"), quiet=True).train()
-    with pytest.raises(UserError, match="accelerate refuses .*: start it in a new Python process"):
+    with pytest.raises(UserError, match="accelerate"):
         Trainer(tiny("carry", tmp_path / "two", mixed_precision="bf16"), quiet=True)
     assert not (tmp_path / "two").exists()

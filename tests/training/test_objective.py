@@ -15,6 +15,7 @@ from longrnn.tasks import Batch
 from longrnn.training.objective import Objective
 from tests.contracts.builders import VOCAB, build_model, generator, random_state, random_tokens
 from tests.devices import GPU, CopyCounter
+from tests.refusals import naming
 
 TIME, QUERY_LENGTH = 20, 6
 
@@ -118,5 +119,5 @@ def test_ids_are_checked_before_they_reach_a_gpu() -> None:
     """There they would end the process."""
     given = batch(weighted=False, query_length=0)
     given.tokens[1, 3] = VOCAB
-    with pytest.raises(UserError, match=f"token id {VOCAB} is outside the vocabulary"):
+    with pytest.raises(UserError, match=naming(VOCAB)):
         Objective(build_model("gru")).placed([given], GPU)

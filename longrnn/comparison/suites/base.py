@@ -6,16 +6,15 @@ A suite is a list of evaluations, each `{kind: …, option: value, …}`. A kind
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from longrnn.bundled import bundled
+from longrnn.bundled import find
 from longrnn.config import load_config
-from longrnn.errors import UserError, nearest
+from longrnn.errors import UserError
 from longrnn.files import check_name
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.intervals import Estimate
@@ -26,6 +25,7 @@ from longrnn.units import parse_lengths
 # Files of a comparison, whose names suites and evaluations cannot have.
 RECORD, CELLS, REPORT = "suite.yaml", "comparison.jsonl", "report.html"
 RESERVED = (RECORD, CELLS, REPORT)
+SUITES = "eval/suites"
 
 
 class Metric(NamedTuple):
@@ -151,9 +151,9 @@ def read_suite(name_or_path: str) -> Suite:
         UserError: there is no such suite, it has unknown keys, kinds or options, or names that are
             not valid file names.
     """
-    path = _find(name_or_path)
+    path = find(name_or_path, SUITES)
     name = check_name(path.stem, "a suite", RESERVED)
-    config = load_config(SuiteConfig, path)
+    config = load_config(SuiteConfig, path, examples=SUITES)
     if not config.evaluations:
         raise UserError(f"{path} has no evaluations: add some, such as {{kind: passkey, …}}")
     identities: dict[str, Any] = {}
@@ -188,26 +188,6 @@ def settings(options: Mapping[str, Any]) -> dict[str, Any]:
     except UserError:
         return lasting
     return {name: value for name, value in whole.items() if name not in growing}
-
-
-def _find(name_or_path: str) -> Path:
-    path = Path(name_or_path)
-    # `Path.is_file` raises for a name that is too long for a file.
-    if path.suffix in (".yaml", ".yml") or os.path.isfile(path):
-        if not path.is_file():
-            raise UserError(f"no suite {path}: give a YAML file, or a name: {', '.join(_names())}")
-        return path
-    known = _names()
-    if name_or_path not in known:
-        raise UserError(
-            f"no suite {name_or_path!r}, neither bundled nor a file: {nearest(name_or_path, known)}"
-        )
-    return known[name_or_path]
-
-
-def _names() -> dict[str, Path]:
-    """Return the files of the bundled suites by name."""
-    return {path.stem: path for path in sorted((bundled() / "suites").glob("*.yaml"))}
 
 
 def sorted_lengths(texts: Sequence[str]) -> list[int]:

@@ -10,14 +10,9 @@ from typing import Any, ClassVar
 from longrnn import processes
 from longrnn.comparison.suites.base import EVALUATIONS, Evaluation, Measurement, Metric
 from longrnn.errors import UserError
+from longrnn.evaluation.task_code import task_code
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.intervals import (
-    Estimate,
-    mean,
-    paired_mean,
-    paired_proportion,
-    proportion,
-)
+from longrnn.intervals import paired_share_or_mean, share_or_mean
 from longrnn.results import Results, Row
 from longrnn.text import read_text
 
@@ -27,7 +22,7 @@ class Harness(Evaluation):
     """Scores of lm-eval tasks for each document.
 
     Every model gets lm-eval's own requests. A model for which requests had to be truncated to its
-    maximum length has a reason instead of a score. Needs the extra `longrnn[harness]`.
+    maximum length has a reason instead of a score. Needs lm-eval.
 
     Args:
         title: see `Evaluation`.
@@ -67,15 +62,13 @@ class Harness(Evaluation):
 
     def prepare(self, models: Sequence[OpenCheckpoint]) -> None:
         if find_spec("lm_eval") is None:
-            raise UserError("lm-eval is not installed: pip install 'longrnn[harness]'")
+            raise UserError("lm-eval is not installed: pip install lm-eval")
         from longrnn.evaluation.harness import find_tasks
 
         find_tasks(self.tasks, self.include_path, self.metadata)
 
     def task_code(self) -> list[str]:
-        names = [name for task in self.tasks for name in task.split(",")]
-        files = [name for name in names if name.endswith((".yaml", ".yml")) or "/" in name]
-        return [*files, *([] if self.include_path is None else [self.include_path])]
+        return task_code(self.tasks, self.include_path)
 
     def measure(self, model: OpenCheckpoint, output: Path, *, quiet: bool) -> list[Measurement]:
         header = {
@@ -135,19 +128,6 @@ class Harness(Evaluation):
                 )
         for name, samples in row["scores"].items():
             if not self.metrics or name.split(", ")[-1] in self.metrics:
-                metric = Metric(name, _estimate, _difference, ".3f")
+                metric = Metric(name, share_or_mean, paired_share_or_mean, ".3f")
                 measurements.append(Measurement(metric, None, {} if reason else samples, reason))
         return measurements
-
-
-def _estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean, with Wilson's interval if all values are 0 or 1, else Student's t."""
-    if set(values) <= {0, 1}:
-        return proportion(round(sum(values)), len(values))
-    return mean(values)
-
-
-def _difference(values: Sequence[float], others: Sequence[float]) -> Estimate:
-    if {*values, *others} <= {0, 1}:
-        return paired_proportion(values, others)
-    return paired_mean(values, others)

@@ -25,6 +25,7 @@ from longrnn.bundled import bundled
 from longrnn.errors import UserError, nearest
 from longrnn.evaluation.harness.lm import LongRNN
 from longrnn.evaluation.harness.resources import task_resources
+from longrnn.evaluation.task_code import refuse_task_code, task_code
 from longrnn.registry import keyword_options
 
 # Warnings that lm-eval logs for each of our tasks although nothing is wrong.
@@ -48,6 +49,7 @@ def run(
     options: dict[str, Any],
     *,
     datasets: str | Path | None = None,
+    trust_task_code: bool = False,
 ) -> None:
     """Evaluate a checkpoint with the options of `lm-eval run`, and print lm-eval's table.
 
@@ -56,9 +58,10 @@ def run(
         arguments: command line arguments of `lm-eval run`.
         options: options of `LongRNN`; those in `--model_args` take precedence.
         datasets: a folder with data sets, see `task_resources`.
+        trust_task_code: whether to run Python code in task files of the user.
 
     Raises:
-        UserError: an unknown option, task or folder.
+        UserError: an unknown option, task or folder, or code that is not trusted.
     """
     if "LMEVAL_LOG_LEVEL" in os.environ:
         setup_logging()
@@ -66,6 +69,8 @@ def run(
     parsed = _parse(arguments)
     config = _config(parsed, {"pretrained": checkpoint, **options})
     requested = config.tasks if isinstance(config.tasks, list) else [str(config.tasks)]
+    if not trust_task_code:
+        refuse_task_code(task_code(requested, config.include_path))
     manager, tasks = find_tasks(requested, config.include_path, config.metadata)
     tracker = EvaluationTracker(output_path=config.output_path)
     try:
@@ -183,8 +188,8 @@ def missing_package(error: ImportError) -> str:
     """Return what to install for a task that cannot import a package."""
     reason = " ".join(str(error).split())
     return (
-        f"the code of a task could not import what it needs ({reason}): pip install "
-        "'longrnn[longcontext]'"
+        f"the code of a task could not import what it needs ({reason}): install that package (for "
+        "the tasks that come with lm-eval, pip install 'lm-eval[ruler,longbench]')"
     )
 
 
@@ -299,7 +304,7 @@ def find_tasks(
     """
     if include_path is not None and not Path(include_path).is_dir():
         raise UserError(f"no folder {include_path} for include_path: give one with task files")
-    folders: list[str | Path] = [bundled() / "tasks"]
+    folders: list[str | Path] = [bundled("eval/tasks")]
     folders += [] if include_path is None else [include_path]
     names = [name for task in requested for name in str(task).split(",") if name]
     if not names:

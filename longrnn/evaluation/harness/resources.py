@@ -2,17 +2,20 @@
 
 Notable choices:
 - Tasks load both themselves, with names that are fixed in their files. The functions that they call
-  are replaced while an evaluation runs, and restored after it.
+  are replaced while an evaluation runs, and restored after it. So is the one that asks git for the
+  commit of the current folder, because it prints an error where there is none.
 - No remote code is run: lm-eval's long-context tasks ask for it when they load a tokenizer.
 """
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lm_eval import evaluator
 from lm_eval.api import task as lm_eval_task
 
 from longrnn.errors import UserError
@@ -43,12 +46,25 @@ def task_resources(folder: str | Path | None = None) -> Iterator[None]:
             options["features"] = features_of(options["features"])
         return before(path, *arguments, **options)
 
+    asked: Any = evaluator.get_git_commit_hash
     datasets.load_dataset = load_dataset
+    evaluator.get_git_commit_hash = commit
     try:
         with own_tokenizers():
             yield
     finally:
         datasets.load_dataset = before
+        evaluator.get_git_commit_hash = asked
+
+
+def commit() -> str | None:
+    """Return the commit of the current folder; None where there is none, or no git."""
+    try:
+        command = ["git", "describe", "--always"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() or None
 
 
 def features_of(described: Mapping[str, Any]) -> Any:

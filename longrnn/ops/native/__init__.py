@@ -226,10 +226,17 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | Non
     return (y if bias is None else y + bias).to(x.dtype)
 
 
+OUT_OF_MEMORY = -1  # as in kernels.cpp
+
+
 def call(name: str, arguments: ctypes.Structure) -> int:
+    """What a kernel returns; MemoryError if there is not enough memory for what it computes."""
     kernels = library()
     assert kernels is not None, missing()
-    return getattr(kernels, name)(ctypes.byref(arguments))
+    found = getattr(kernels, name)(ctypes.byref(arguments))
+    if found == OUT_OF_MEMORY:
+        raise MemoryError(f"in the kernel {name}")
+    return found
 
 
 class _Few(ctypes.Structure):

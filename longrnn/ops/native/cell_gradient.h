@@ -100,9 +100,10 @@ template <class T>
 void gate_gradients(const Cell<T> &s, const CellGradient<T> &to, const T *mixed, T *grad_scanned, T *grad_mixed,
                     double *sums, int threads) {
   const long d = s.d(), c = s.c(), tokens = s.b * s.t, blocks = (tokens + TOKENS - 1) / TOKENS;
+  PerThread<GateWork<T>> works(threads, d);
 #pragma omp parallel num_threads(threads)
   {
-    GateWork<T> w(d);
+    GateWork<T> &w = works.mine();
     double *own = sums;
 #ifdef _OPENMP
     own += omp_get_thread_num() * (d + s.h);

@@ -3,6 +3,8 @@
 // Notable choices:
 // - Plain C interface, no torch headers: it is compiled in seconds, and works with any torch version.
 //   `setup.py` compiles this file once per instruction set; `longrnn.ops.native` loads the best one.
+// - No exception leaves a function: a caller of C could not catch it. Memory is taken outside of parallel
+//   regions, see `PerThread`.
 // - One translation unit: the headers, one per topic, have internal linkage, so that two libraries in
 //   one process cannot use each other's functions.
 
@@ -18,27 +20,34 @@
 #define LONGRNN_SOURCES ""
 #endif
 
+// What a kernel returns, 1 if that is nothing, or OUT_OF_MEMORY of __init__.py.
+template <class Kernel, class Arguments> int guarded(Kernel kernel, const Arguments *arguments) {
+  try {
+    if constexpr (std::is_void_v<decltype(kernel(*arguments))>) return kernel(*arguments), 1;
+    else return kernel(*arguments);
+  } catch (const std::bad_alloc &) {
+    return -1;
+  }
+}
+
+#define KERNEL(name, Arguments, kernel) \
+  int longrnn_##name(const Arguments *arguments) { return guarded(kernel, arguments); }
+#define KERNELS(name, Arguments, kernel)               \
+  KERNEL(name##_f32, Arguments<float>, kernel<float>) \
+  KERNEL(name##_f64, Arguments<double>, kernel<double>)
+
 extern "C" {
 const char *longrnn_sources() { return LONGRNN_SOURCES; }  // see sources.py
 int longrnn_vector_bytes() { return BYTES; }
-void longrnn_scan_f32(const Scan<float> *s) { scan<float>(*s); }
-void longrnn_scan_f64(const Scan<double> *s) { scan<double>(*s); }
-int longrnn_limited_scan_f32(const Limited<float> *s) { return limited_scan<float>(*s); }
-int longrnn_limited_scan_f64(const Limited<double> *s) { return limited_scan<double>(*s); }
-void longrnn_windowed_scan_f32(const Windowed<float> *s) { windowed_scan<float>(*s); }
-void longrnn_windowed_scan_f64(const Windowed<double> *s) { windowed_scan<double>(*s); }
-void longrnn_scan_gradient_f32(const ScanGradient<float> *s) { scan_gradient<float>(*s); }
-void longrnn_scan_gradient_f64(const ScanGradient<double> *s) { scan_gradient<double>(*s); }
-int longrnn_convolution_f32(const Convolution<float> *s) { return convolution<float>(*s); }
-int longrnn_convolution_f64(const Convolution<double> *s) { return convolution<double>(*s); }
-int longrnn_gated_norm_f32(const Gate<float> *s) { return gated_norm<float>(*s); }
-int longrnn_gated_norm_f64(const Gate<double> *s) { return gated_norm<double>(*s); }
-int longrnn_cell_f32(const Given<float> *s) { return cell<float>(*s); }
-int longrnn_cell_f64(const Given<double> *s) { return cell<double>(*s); }
-void longrnn_cell_gradient_f32(const CellGradient<float> *s) { cell_gradient<float>(*s); }
-void longrnn_cell_gradient_f64(const CellGradient<double> *s) { cell_gradient<double>(*s); }
-void longrnn_stepwise_f32(const Stepwise<float> *s) { stepwise<float>(*s); }
-void longrnn_stepwise_f64(const Stepwise<double> *s) { stepwise<double>(*s); }
-void longrnn_few(const Few *s) { few(*s); }
-int longrnn_layers(const Stack *s) { return layers(*s); }
+KERNELS(scan, Scan, scan)
+KERNELS(limited_scan, Limited, limited_scan)
+KERNELS(windowed_scan, Windowed, windowed_scan)
+KERNELS(scan_gradient, ScanGradient, scan_gradient)
+KERNELS(convolution, Convolution, convolution)
+KERNELS(gated_norm, Gate, gated_norm)
+KERNELS(cell, Given, cell)
+KERNELS(cell_gradient, CellGradient, cell_gradient)
+KERNELS(stepwise, Stepwise, stepwise)
+KERNEL(few, Few, static_cast<void (*)(const Few &)>(few))
+KERNEL(layers, Stack, layers)
 }

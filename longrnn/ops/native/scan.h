@@ -125,10 +125,12 @@ template <class T, class W, class Prepare, class Chunk>
 void chunks(const Scan<T> &s, int threads, Prepare prepare, Chunk chunk) {
   const long r = s.h / s.g;
   const long each = heads_per_task(r, s.b * s.g, threads), parts = (r + each - 1) / each;
+  PerThread<W> works(threads, s.n, s.p);
+  PerThread<Buffer<T>> all_memories(threads, each * s.n * padded<T>(s.p));
 #pragma omp parallel num_threads(threads)
   {
-    W w(s.n, s.p);
-    Buffer<T> memories(each * s.n * w.pp);
+    W &w = works.mine();
+    T *const memories = all_memories.mine();
 #pragma omp for schedule(static)
     for (long task = 0; task < s.b * s.g * parts; task++) {
       const long row = task / (s.g * parts), group = task / parts % s.g;

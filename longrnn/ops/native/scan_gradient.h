@@ -43,11 +43,13 @@ template <class T> struct GradientWork {  // tiles of one thread
   Buffer<T> grad_u;                            // (q, pp)
   Buffer<T> part, grad_B, grad_C;                // (n, qp)
   Buffer<T> change;                          // (n, pp)
-  GradientWork(long n, long pp)
+  Buffer<T> states, after;                   // of the heads of one task: (chunks, heads, n, pp), (heads, n, pp)
+  GradientWork(long n, long pp, long chunks, long heads)
       : B(CHUNK * n), C(CHUNK * n), B_t(n * CHUNK), C_t(n * CHUNK), scores(CHUNK * CHUNK), decays(CHUNK * CHUNK),
         weights(CHUNK * CHUNK), pairs(CHUNK * CHUNK), grad_scores(CHUNK * CHUNK), u(CHUNK * pp), u_t(pp * CHUNK),
         scaled_u(pp * CHUNK), g(CHUNK * pp), scaled_g(CHUNK * pp), scaled_g_t(pp * CHUNK), grad_u(CHUNK * pp),
-        part(n * CHUNK), grad_B(n * CHUNK), grad_C(n * CHUNK), change(n * pp) {}
+        part(n * CHUNK), grad_B(n * CHUNK), grad_C(n * CHUNK), change(n * pp), states(chunks * heads * n * pp),
+        after(heads * n * pp) {}
 };
 
 inline double sum_of(const double *from, long n) {  // n: whole vectors
@@ -197,14 +199,16 @@ template <class T> void write_groups(GradientWork<T> &w, long n, long q, T *grad
     }
 }
 
+template <class T> long segment_of(const Scan<T> &of) { return std::min(of.segment, (of.t + CHUNK - 1) / CHUNK * CHUNK); }
+
 // The heads `first` to `last` of a group of one row. `grad_B` and `grad_C` are of the row and group.
 template <class T>
 void gradient_of_heads(const ScanGradient<T> &s, GradientWork<T> &w, long row, long group, long first, long last,
                        T *grad_B, T *grad_C, long step) {
   const Scan<T> &of = s.of;
   const long n = of.n, p = of.p, pp = padded<T>(p), heads = last - first, size = p * n;
-  const long segment = std::min(of.segment, (of.t + CHUNK - 1) / CHUNK * CHUNK);
-  Buffer<T> states(segment / CHUNK * heads * n * pp), after(heads * n * pp);
+  const long segment = segment_of(of);
+  T *const states = w.states, *const after = w.after;
   for (long head = first; head < last; head++) {
     T *to = after + (head - first) * n * pp;
     if (s.final_state) read_state<T>(s.final_state + (row * of.h + head) * size, p, n, pp, to);
@@ -246,9 +250,10 @@ template <class T> void scan_gradient(const ScanGradient<T> &s) {
   const long each = heads_per_task(r, of.b * of.g, threads), parts = (r + each - 1) / each;
   // The first part writes the gradients of B and C, the others what is added to them.
   Buffer<T> more(2 * (parts - 1) * one);
+  PerThread<GradientWork<T>> works(threads, of.n, padded<T>(of.p), segment_of(of) / CHUNK, each);
 #pragma omp parallel num_threads(threads)
   {
-    GradientWork<T> w(of.n, padded<T>(of.p));
+    GradientWork<T> &w = works.mine();
 #pragma omp for schedule(static)
     for (long task = 0; task < of.b * of.g * parts; task++) {
       const long row = task / (of.g * parts), group = task / parts % of.g, part = task % parts;

@@ -1,4 +1,4 @@
-// Vectors, aligned buffers, exponentials, and the number of threads of a piece of work.
+// Vectors, aligned buffers, exponentials, and the threads of a piece of work.
 
 #pragma once
 #include <algorithm>
@@ -6,6 +6,9 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <new>
+#include <vector>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -53,7 +56,7 @@ template <class T> struct Buffer {  // 64-byte aligned
   T *data = nullptr;
   explicit Buffer(long n) {
     void *raw = nullptr;
-    if (posix_memalign(&raw, 64, std::max<size_t>(64, n * sizeof(T)))) std::abort();
+    if (posix_memalign(&raw, 64, std::max<size_t>(64, n * sizeof(T)))) throw std::bad_alloc();
     data = static_cast<T *>(raw);
   }
   ~Buffer() { free(data); }
@@ -100,5 +103,21 @@ int threads_for(double work) {
   return 1;
 #endif
 }
+
+// The memory of each thread of a parallel region. It is taken before the region, because no exception may
+// leave one.
+template <class Work> struct PerThread {
+  std::vector<std::unique_ptr<Work>> all;
+  template <class... Sizes> explicit PerThread(int threads, Sizes... sizes) {
+    for (int i = 0; i < threads; i++) all.push_back(std::make_unique<Work>(sizes...));
+  }
+  Work &mine() {
+#ifdef _OPENMP
+    return *all[omp_get_thread_num()];
+#else
+    return *all[0];
+#endif
+  }
+};
 
 }  // namespace

@@ -175,17 +175,24 @@ template <class T> struct Recurrent {
   }
 };
 
+template <class T> struct StepwiseWork {  // of the rows of one thread
+  Buffer<T> h, memory, out, bias, x, open, kept, added;
+  StepwiseWork(long rows, long dp, long columns, long gates)
+      : h(rows * dp), memory(rows * dp), out(rows * columns), bias(columns), x(gates * dp), open(dp), kept(dp),
+        added(dp) {}
+};
+
 // All tokens of the rows from `first`, one token of all of them after the other.
 template <class T, class Cell>
-void rows_of_cell(const Stepwise<T> &s, Recurrent<T> &recurrent, long first, long rows) {
+void rows_of_cell(const Stepwise<T> &s, Recurrent<T> &recurrent, StepwiseWork<T> &w, long first, long rows) {
   constexpr int W = Lane<T>::W, G = Cell::GATES;
   const long d = s.d, dp = recurrent.dp, columns = recurrent.columns;
-  Buffer<T> h(rows * dp), memory(rows * dp), out(rows * columns), bias(columns), x(G * dp);
-  Buffer<T> open(dp), kept(dp), added(dp);
-  std::memset(bias.data, 0, columns * sizeof(T));
-  std::memset(x.data, 0, G * dp * sizeof(T));
-  std::memset(h.data, 0, rows * dp * sizeof(T));
-  std::memset(memory.data, 0, rows * dp * sizeof(T));
+  T *const h = w.h, *const memory = w.memory, *const out = w.out, *const bias = w.bias, *const x = w.x;
+  T *const open = w.open, *const kept = w.kept, *const added = w.added;
+  std::memset(bias, 0, columns * sizeof(T));
+  std::memset(x, 0, G * dp * sizeof(T));
+  std::memset(h, 0, rows * dp * sizeof(T));
+  std::memset(memory, 0, rows * dp * sizeof(T));
   for (long gate = 0; gate < G; gate++) std::memcpy(bias + gate * dp, s.bias + gate * d, d * sizeof(T));
   for (long row = 0; row < rows; row++) {
     std::memcpy(h + row * dp, s.h + (first + row) * d, d * sizeof(T));
@@ -193,7 +200,7 @@ void rows_of_cell(const Stepwise<T> &s, Recurrent<T> &recurrent, long first, lon
   }
   const T keep_factor = T(s.keep), add_factor = T(s.add);
   for (long token = 0; token < s.t; token++) {
-    for (long row = 0; row < rows; row++) std::memcpy(out + row * columns, bias.data, columns * sizeof(T));
+    for (long row = 0; row < rows; row++) std::memcpy(out + row * columns, bias, columns * sizeof(T));
     recurrent.product_of(rows, h, out);
     for (long row = 0; row < rows; row++) {
       const T *from = s.projected + ((first + row) * s.t + token) * G * d, *gates = out + row * columns;
@@ -226,9 +233,11 @@ template <class T, class Cell> void stepwise_cell(const Stepwise<T> &s) {
   const double work = double(s.b) * s.t * Cell::GATES * s.d * s.d;
   const long parts = std::min<long>(s.b, threads_for(work)), each = (s.b + parts - 1) / parts;
   Recurrent<T> recurrent(s, Cell::GATES);
+  PerThread<StepwiseWork<T>> works(int(parts), each, recurrent.dp, recurrent.columns, Cell::GATES);
 #pragma omp parallel for schedule(static) num_threads(int(parts))
   for (long part = 0; part < parts; part++)
-    if (part * each < s.b) rows_of_cell<T, Cell>(s, recurrent, part * each, std::min(each, s.b - part * each));
+    if (part * each < s.b)
+      rows_of_cell<T, Cell>(s, recurrent, works.mine(), part * each, std::min(each, s.b - part * each));
 }
 
 // In the order of `CELLS` in stepwise.py.

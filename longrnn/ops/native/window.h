@@ -45,8 +45,9 @@ constexpr double LEAST_LOG_DECAY = -1e4;
 
 template <class T> struct WindowWork : Work<T> {
   Buffer<T> old_right, old_scores, old_inputs;
-  WindowWork(long n, long p)
-      : Work<T>(n, p), old_right(n * OLD), old_scores(CHUNK * OLD), old_inputs(OLD * this->pp) {}
+  Buffer<const T *> fronts;  // of the heads of one task: (heads, between)
+  WindowWork(long n, long p, long fronts)
+      : Work<T>(n, p), old_right(n * OLD), old_scores(CHUNK * OLD), old_inputs(OLD * this->pp), fronts(fronts) {}
 };
 
 // One chunk of the call: its tokens `offset` up to `last` are new.
@@ -182,7 +183,7 @@ void write_final(const Windowed<T> &a, WindowWork<T> &w, const Part &part, const
 // `ends` are the log decays of this chunk and of those before, `a.h` apart.
 template <class T>
 void slide(const Windowed<T> &a, WindowWork<T> &w, const Part &part, long row, long head, long slot,
-           std::vector<const T *> &front, const double *ends) {
+           const T **front, const double *ends) {
   const long size = a.n * w.pp, at = (row * a.h + head) * size;
   const Piece<T> &piece = a.pieces[part.index + a.between + 2];
   const T *B = B_of(a, piece, row, head / (a.h / a.g));
@@ -214,7 +215,7 @@ void slide(const Windowed<T> &a, WindowWork<T> &w, const Part &part, long row, l
 // One part of one head. `front` are the states of its slots.
 template <class T>
 void part_of_head(const Windowed<T> &a, WindowWork<T> &w, const Part &part, long chunks, long row, long head,
-                  long slot, std::vector<const T *> &front) {
+                  long slot, const T **front) {
   const Piece<T> &piece = a.pieces[part.index + a.between + 2];
   const long at = row * piece.gain_row + head, size = a.n * w.pp, state = (row * a.h + head) * size;
   double logs[CHUNK];
@@ -236,17 +237,17 @@ template <class T> void windowed_scan(const Windowed<T> &a) {
   const int threads = threads_for(double(a.b) * a.t * a.h * a.p * a.n);
   const long r = a.h / a.g, each = heads_per_task(r, a.b * a.g, threads), parts = (r + each - 1) / each;
   const long chunks = (a.offset + a.t + a.chunk - 1) / a.chunk, pp = padded<T>(a.p);
+  PerThread<WindowWork<T>> works(threads, a.n, a.p, each * a.between);
 #pragma omp parallel num_threads(threads)
   {
-    WindowWork<T> w(a.n, a.p);
+    WindowWork<T> &w = works.mine();
 #pragma omp for schedule(static)
     for (long task = 0; task < a.b * a.g * parts; task++) {
       const long row = task / (a.g * parts), group = task / parts % a.g;
       const long first = group * r + task % parts * each, last = std::min(group * r + r, first + each);
-      std::vector<std::vector<const T *>> front(last - first);
       for (long head = first; head < last; head++)
         for (long j = 0; j < a.between; j++)
-          front[head - first].push_back(a.front[j] ? a.front[j] + (row * a.h + head) * a.n * pp : nullptr);
+          w.fronts[(head - first) * a.between + j] = a.front[j] ? a.front[j] + (row * a.h + head) * a.n * pp : nullptr;
       for (long i = 0; i < chunks; i++) {
         Part part{i, i ? i * a.chunk - a.offset : 0, i ? 0 : a.offset, std::min(a.chunk, a.offset + a.t - i * a.chunk),
                   false, i + 1 == chunks};
@@ -254,7 +255,7 @@ template <class T> void windowed_scan(const Windowed<T> &a) {
         scores_of_group<T>(a, w, part, row, group);
         const long slot = a.between ? (a.slot + i) % a.between : 0;
         for (long head = first; head < last; head++)
-          part_of_head<T>(a, w, part, chunks, row, head, slot, front[head - first]);
+          part_of_head<T>(a, w, part, chunks, row, head, slot, w.fronts + (head - first) * a.between);
       }
     }
   }

@@ -21,7 +21,7 @@ if cpu_kernels.available():
     BACKENDS["native"] = native.ssd
 if gpu_kernels.available():
     BACKENDS["triton"] = triton.ssd
-# The backend with compiled kernels for each type of device; `chunked` runs on all of them.
+# The backend with kernels of this project for each type of device; `chunked` runs on all of them.
 KERNELS = {"cpu": "native", "cuda": "triton"}
 # Backends that compute a part of `ScanInputs` and refuse the rest; `auto` selects none of them.
 PARTIAL: dict[str, SSD] = {"mamba_ssm": mamba_ssm.ssd}
@@ -33,15 +33,15 @@ def resolve(backend: str, device: str = "cpu") -> str:
     """The name of the backend that runs.
 
     Args:
-        backend: a name in BACKENDS, or `auto` for the fastest one on this machine.
+        backend: a name in BACKENDS, or `auto` for `native` on a CPU where it was compiled, else
+            `chunked`: no GPU has run the Triton kernels yet.
         device: type of the device of the tensors: `cpu`, `cuda`, …
 
     Raises:
         UserError: unknown backend, or one that this machine cannot run.
     """
     if backend == "auto":
-        fastest = KERNELS.get(device)
-        return fastest if fastest in BACKENDS else "chunked"
+        return "native" if device == "cpu" and "native" in BACKENDS else "chunked"
     if backend in PARTIAL:
         mamba_ssm.combined()  # refuses a missing package
         return backend

@@ -37,7 +37,7 @@ def available() -> bool:
 def missing() -> str | None:
     """Why the kernels cannot run, and what to do; None if they can."""
     if not _installed():
-        return "Triton is not installed: pip install longrnn[cuda]"
+        return "Triton is not installed: pip install triton"
     if not (interpreting() or torch.cuda.is_available()):
         return "torch finds no CUDA device for the Triton kernels: use a machine with an NVIDIA GPU"
     return None
@@ -82,10 +82,7 @@ def runs(fused: bool | None, *tensors: Tensor | None) -> bool:
     """Whether a fused kernel computes an operation, rather than torch's operators.
 
     Args:
-        fused: true or false where the caller has decided; None for tensors on a GPU only, so that
-            nothing else runs in the interpreter.
+        fused: whether the caller wants it; None for no, because no GPU has run the kernels yet.
         tensors: of the operation; the first one is not None.
     """
-    first = tensors[0]
-    wanted = first is not None and first.is_cuda if fused is None else fused
-    return wanted and available() and suits(tensors)
+    return bool(fused) and available() and suits(tensors)

@@ -29,6 +29,7 @@ from longrnn.intervals import paired_proportion, proportion
 from longrnn.results import read_results
 from longrnn.text import ByteTokenizer
 from tests.comparison.suites.small_models import SHORT, PairTokenizer, llama, points, small_model
+from tests.refusals import naming
 
 WORDS = [f"{i * 7919 % 1000} of {i * 104729 % 77} é. " for i in range(1200)]
 
@@ -98,7 +99,7 @@ def test_passkey_beyond_the_model(tmp_path: Path) -> None:
 def test_passkey_too_short() -> None:
     """A length that is too short for the key raises a UserError."""
     evaluation = PasskeyRetrieval("keys", 0, lengths=["100", "1k"])
-    with pytest.raises(UserError, match="length 100 is too short .* the least is .* of one"):
+    with pytest.raises(UserError, match="100"):
         evaluation.prepare([small_model("one")])
 
 
@@ -160,7 +161,7 @@ def test_rows_that_did_not_count_the_scored_bytes_are_measured_again(
     output.write_text("".join(json.dumps(line) + "\n" for line in lines))
     again = points(perplexity(tmp_path), one, output)
     assert [point.samples for point in again] == [point.samples for point in found]
-    assert "are measured again" in caplog.text
+    assert "again" in caplog.text
 
 
 def test_perplexity_beyond_the_model(tmp_path: Path) -> None:
@@ -187,9 +188,9 @@ def test_overlapping_windows_reach_beyond_the_model(tmp_path: Path) -> None:
     key = next(iter(carried[0].samples))
     # The first 64 tokens are read from the empty state by both.
     assert losses[0].samples[key].nats == pytest.approx(carried[0].samples[key].nats, rel=1e-6)
-    with pytest.raises(UserError, match="different context, stride"):
+    with pytest.raises(UserError, match="stride"):
         points(perplexity(tmp_path), short, tmp_path / "short.jsonl")
-    with pytest.raises(UserError, match="set both context and stride, or neither"):
+    with pytest.raises(UserError, match="stride"):
         perplexity(tmp_path, stride=100)
 
 
@@ -209,19 +210,19 @@ def test_perplexity_goes_on(tmp_path: Path) -> None:
     more = points(perplexity(tmp_path), one, output)
     assert [len(point.samples) for point in more] == [6, 6, 6]
     assert len(read_results(output)[1]) == 3 + 6
-    with pytest.raises(UserError, match="different model"):
+    with pytest.raises(UserError, match="model"):
         points(perplexity(tmp_path), small_model("one", seed=1), output)
 
 
 def test_perplexity_of_short_texts(tmp_path: Path) -> None:
     """A text that is too short is refused before anything is measured."""
-    with pytest.raises(UserError, match="has .* tokens with the tokenizer of one and 8k needs"):
+    with pytest.raises(UserError, match="8k"):
         perplexity(tmp_path, lengths=["8k"]).prepare([small_model("one")])
-    with pytest.raises(UserError, match="no text file"):
+    with pytest.raises(UserError, match="text"):
         perplexity(tmp_path, texts=["none.txt"]).prepare([small_model("one")])
     (tmp_path / "c.txt").write_text((tmp_path / "a.txt").read_text())
     twice = [*texts(tmp_path), str(tmp_path / "c.txt")]
-    with pytest.raises(UserError, match=r"c\.txt and .*a\.txt are the same text"):
+    with pytest.raises(UserError, match=naming("a.txt", "c.txt")):
         perplexity(tmp_path, texts=twice).prepare([small_model("one")])
 
 
@@ -247,7 +248,7 @@ def test_a_cost_that_cannot_be_measured(tmp_path: Path) -> None:
     """A failed measurement is not recorded and is repeated the next time."""
     gone = small_model("gone")._replace(source=str(tmp_path / "gone"))
     found = points(Cost("cost", 0, lengths=["64"]), gone, tmp_path / "c.jsonl")
-    assert all("no checkpoint" in str(point.reason) for point in found)
+    assert all("checkpoint" in str(point.reason) for point in found)
     assert read_results(tmp_path / "c.jsonl")[1] == []
 
 
@@ -278,8 +279,8 @@ def test_tasks_of_lm_eval(tmp_path: Path) -> None:
     cut = OpenCheckpoint("llama", short, ByteTokenizer(), str(tmp_path / "llama"), None, "cpu")
     (point,) = evaluation.measure(cut, tmp_path / "cut.jsonl", quiet=True)
     assert point.samples == {}
-    assert point.reason == "5 requests exceed the 256 tokens that it reads"
-    with pytest.raises(UserError, match="has no metric 'acc': use one of 300, accuracy"):
+    assert all(number in str(point.reason) for number in ("5", "256"))
+    with pytest.raises(UserError, match=naming("acc", 300)):
         Harness("lm-eval", 0, **{**options, "metrics": ["acc"]}).measure(
             good, tmp_path / "good.jsonl", quiet=True
         )

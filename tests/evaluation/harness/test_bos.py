@@ -78,7 +78,7 @@ def test_a_tokenizer_that_is_given_stays_as_it_is(setting: Setting, tmp_path: Pa
 
 def test_bos_is_refused_without_a_bos_token(setting: Setting) -> None:
     """A tokenizer without BOS raises a UserError if BOS is requested."""
-    with pytest.raises(UserError, match="has no BOS token"):
+    with pytest.raises(UserError, match="BOS"):
         LongRNN("passkey-tiny", device="cpu", add_bos_token=True)
-    with pytest.raises(UserError, match="BOS token"):
+    with pytest.raises(UserError, match="BOS"):
         LongRNN(str(setting.checkpoint), device="cpu", add_bos_token=True)

@@ -22,6 +22,7 @@ from longrnn.positions import POSITIONS
 from longrnn.state import leaves
 from tests.contracts.builders import mitigation_spec, random_state, random_tokens
 from tests.hf.auto.models import build_auto
+from tests.refusals import naming
 
 KINDS = sorted(MIXERS)
 MASK = torch.tensor([[1, 1, 0, 1, 0, 1, 1], [0, 0, 0, 1, 1, 1, 0]])
@@ -117,14 +118,14 @@ def test_generation_continues_given_embeddings(spec: dict[str, Any] | None) -> N
 def test_embeddings_that_cannot_be_read_are_refused() -> None:
     model, tokens = build_auto(), random_tokens(1, 3)
     vectors = model.get_input_embeddings()(tokens)
-    with pytest.raises(UserError, match="both input_ids and inputs_embeds"):
+    with pytest.raises(UserError, match=naming("input_ids", "inputs_embeds")):
         model(tokens, inputs_embeds=vectors)
     for wrong in (vectors[0], vectors[..., :3]):
-        with pytest.raises(UserError, match=r"have shape|has shape"):
+        with pytest.raises(UserError, match="shape"):
             model(inputs_embeds=wrong)
     cache = StateCache()
     cache.activate_past_recording()
-    with pytest.raises(UserError, match="assisted decoding"):
+    with pytest.raises(UserError):
         model(inputs_embeds=vectors, past_key_values=cache)
 
 

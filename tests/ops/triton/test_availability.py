@@ -14,17 +14,17 @@ from longrnn.errors import UserError
 from longrnn.ops import triton as kernels
 
 
-def test_without_triton_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_installed", lambda: False)
     assert not kernels.available()
-    with pytest.raises(UserError, match=r"pip install longrnn\[cuda\]"):
+    with pytest.raises(UserError, match=r"pip install triton"):
         kernels.require()
 
 
 def test_without_a_gpu_the_kernels_are_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "interpreting", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="no CUDA device"):
+    with pytest.raises(UserError, match="CUDA"):
         kernels.require()
 
 

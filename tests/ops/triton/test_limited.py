@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from longrnn.ops import triton as kernels
-from longrnn.ops.ssd import ScanInputs, on_device, rescale, select, triton
+from longrnn.ops.ssd import ScanInputs, rescale, triton
 from longrnn.ops.ssd.rescale import UNLIMITED, rescaled_ssd
 from tests.contracts.builders import assert_near, generator
 from tests.contracts.limits import limited_loop
@@ -61,9 +61,3 @@ def test_equals_the_loop(dtype: torch.dtype, size: float, monkeypatch: pytest.Mo
             one, other = ours.select(axis, head), theirs.select(axis, head)
             finite = other.isfinite()
             assert_near(one[finite], other[finite], tolerance, f"head {head}")
-
-
-def test_tensors_of_a_gpu_run_these_kernels() -> None:
-    state = draw(torch.float64)[1]
-    automatic = on_device(select("auto"), state.device)
-    assert (automatic is triton.ssd) == (DEVICE == "cuda")
