@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -112,7 +113,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file's bytes."""
+    """Hexadecimal SHA-256 of a file's bytes.
+
+    Raises:
+        OSError: it is missing or not a regular file: a pipe or a device might not end.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
