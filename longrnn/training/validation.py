@@ -204,7 +204,9 @@ class Validation(Component):
         if rows.is_token is None:
             return rows
         used = int(rows.is_token.any(0).nonzero().max()) + 1  # what follows is padding in all rows
-        return Batch(*(x[:, :used] if isinstance(x, Tensor) and x.ndim == 2 else x for x in rows))
+        fields = rows._asdict().items()
+        rectangles = {name: x for name, x in fields if isinstance(x, Tensor) and x.ndim == 2}
+        return rows._replace(**{name: x[:, :used] for name, x in rectangles.items()})
 
     def _check_metric(self) -> None:
         scored = self._parts[self.rows.targets != UNSCORED]
