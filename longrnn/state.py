@@ -24,8 +24,7 @@ from longrnn.errors import UserError
 PyTree: TypeAlias = Any
 S = TypeVar("S")
 
-# What `save` writes, and what versions without a checksum wrote.
-FORMAT, WITHOUT_CHECKSUM = "longrnn-state-2", "longrnn-state-1"
+FORMAT = "longrnn-state-2"
 # More than any sequence has; sums of two positions still fit into int64.
 MOST_TOKENS = 2**53
 
@@ -234,10 +233,9 @@ def load(path: str | os.PathLike[str], like: Any) -> LMState:
         raise UserError(
             f"{path} is truncated or not a state file ({one_line(error)}): save it again"
         ) from error
-    if metadata.get("format") not in (FORMAT, WITHOUT_CHECKSUM):
+    if metadata.get("format") != FORMAT:
         raise UserError(f"{path} holds no state: give a file that `state.save` wrote")
-    if metadata["format"] == FORMAT:
-        verify_sealed(Path(path), metadata)
+    verify_sealed(Path(path), metadata)
     example, same_model = like, False
     if not isinstance(like, LMState):
         recorded = metadata.get("fingerprint", "")

@@ -222,5 +222,5 @@ def assert_same(
     of_parameters = [name for name in expected if name.startswith("gradient of parameter")]
     shared = max((expected[name].abs().max().item() for name in of_parameters), default=0.0)
     for name in expected:
-        scale = shared if dtype != torch.float64 and name in of_parameters else 0.0
+        scale = shared if dtype != torch.float64 and name in of_parameters else 1e-6
         assert_near(actual[name], expected[name], tolerance or TOLERANCE[dtype], name, scale)
