@@ -150,9 +150,7 @@ class _RowLosses(NamedTuple):
     gradient: Tensor | None
 
 
-def _losses(
-    logits: Tensor, targets: Tensor, dtype: torch.dtype | None
-) -> _RowLosses:
+def _losses(logits: Tensor, targets: Tensor, dtype: torch.dtype | None) -> _RowLosses:
     """The losses of rows of logits.
 
     Args:

@@ -88,7 +88,9 @@ def windowed(
     before = before.slice(max(0, before.x.shape[1] - w), before.x.shape[1])
     known = before.x.shape[1]
     after = _last(before, given, w, rows)
-    before, given = (one._replace(log_decay=one.log_decay.clamp(min=NEVER)) for one in (before, given))
+    before, given = (
+        one._replace(log_decay=one.log_decay.clamp(min=NEVER)) for one in (before, given)
+    )
     if time <= FEW:
         return _attention(_joined(before, given), inputs.C, w), after
     if known + time <= w:  # nothing leaves the window
