@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from longrnn.cells import MIXERS, Composed, Edit
 from longrnn.errors import UserError
 from longrnn.mitigations import MITIGATIONS, Chain, Stage, mitigation
-from longrnn.cells import MIXERS, Composed, Edit
 from tests.contracts.builders import (
     DEFINED,
     assert_trees_equal,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from longrnn.mitigations.values import Constant
 from longrnn.cells import EditedState
+from longrnn.mitigations.values import Constant
 from longrnn.state import tree_map
 from tests.contracts.builders import DEFINED, build_mitigated, spec_id
 from tests.devices import GPU, CopyCounter

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from longrnn.ops.ssd import ScanInputs, chunked
 from torch import Tensor
 
 from longrnn import state as states
-from longrnn.ops.ssd import ScanInputs, chunked
 from longrnn.state import leaves
 from tests.contracts.builders import (
     assert_near,

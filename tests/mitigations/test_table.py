@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from longrnn.mitigations.table import support_table
 
+from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.mitigations import MITIGATIONS, Mitigated, mitigation
-from longrnn.mitigations.table import support_table
-from longrnn.cells import MIXERS
 from tests.contracts.builders import DEFINED, UNDEFINED, build_model, spec_id
 
 DOCUMENT = Path(__file__).parents[2] / "docs/mitigations.md"

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from longrnn.cells import ScanningCell, Steps
 from longrnn.errors import UserError
 from longrnn.mitigations import Mitigated, mitigation
-from longrnn.cells import ScanningCell, Steps
 from longrnn.models import RecurrentLM
 from longrnn.models.base import LMOutput
 from longrnn.state import LMState, leaves
