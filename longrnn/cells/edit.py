@@ -4,8 +4,8 @@ A cell applies an edit in fixed stages, so that several edits of a layer merge i
 
 | stage | scanning cells | stepwise cells |
 | --- | --- | --- |
-| 1 `steps` | functions of dt, A and x | |
-| 2 `keep`, `add` | factors of decay and gain | factors of `Update.keep` and `Update.add` |
+| 1 `steps` | functions of the step dt and the rate A, and of x | |
+| 2 `keep`, `add` | factors of the decay and of the gain | factors of those of `Update` |
 | 3 `limit` | the largest norm of each head's state | the largest norm of the memory |
 | 3 `window` | the state is a sum over the last tokens | the memory is a sum over the last tokens |
 
@@ -65,7 +65,7 @@ class Edit(NamedTuple):
         add: factor of the input of each head, `(h,)` float64, above 0.
         limit: largest norm of each head's state, `(h,)` float64; infinite for no limit.
         window: number of last tokens that the state of a windowed head is a sum over.
-        heads: the windowed heads, `(h,)` bool; None for all.
+        heads: the windowed heads, `(h,)` bool on the CPU, where they are counted; None for all.
     """
 
     steps: tuple[Callable[[Steps], Steps], ...] = ()
@@ -76,8 +76,9 @@ class Edit(NamedTuple):
     heads: Tensor | None = None
 
     def to(self, device: torch.device) -> Edit:
-        """The edit with its tensors on a device."""
-        return Edit(*(one.to(device) if isinstance(one, Tensor) else one for one in self))
+        """The edit with its numbers on a device."""
+        keep, add, limit = (None if one is None else one.to(device) for one in self[1:4])
+        return self._replace(keep=keep, add=add, limit=limit)
 
     @property
     def changes_nothing(self) -> bool:

@@ -151,7 +151,8 @@ class Mamba2(ScanningCell):
     ) -> tuple[Tensor, PyTree]:
         own, recent = state if isinstance(state, EditedState) else (state, None)
         projected, weights = self.in_proj(x), self.weights()
-        ops = choose(self.backend, (projected, *weights[:6], *own))
+        remembered = [] if recent is None else [one.entries for one in recent]
+        ops = choose(self.backend, (projected, *weights[:6], *own, *remembered))
         if self.gate is not None:
             ops = ops._replace(gate=self.gate).composed()
         if edit is None and rows is None and not self.is_observed:

@@ -46,12 +46,17 @@ class Scan(nn.Module):
         if edit.heads is None:
             y, recent = windowed(inputs, recent, edit.window, ops.scan, rows)
             return y, state, recent
-        inside, outside = edit.heads.nonzero()[:, 0], (~edit.heads).nonzero()[:, 0]
+        inside, outside = _index(edit.heads, state), _index(~edit.heads, state)
         y_in, recent = windowed(inputs.heads(inside), recent, edit.window, ops.scan, rows)
         limit = None if edit.limit is None else edit.limit[outside]
         y_out, after = _plain(inputs.heads(outside), state.index_select(1, outside), limit, ops)
         y = torch.cat([y_in, y_out], 2).index_select(2, torch.cat([inside, outside]).argsort())
         return y, state.index_copy(1, outside, after), recent
+
+
+def _index(heads: Tensor, like: Tensor) -> Tensor:
+    """The numbers of the chosen heads, on the device of `like`."""
+    return heads.nonzero()[:, 0].to(like.device)
 
 
 def _plain(
@@ -147,12 +152,10 @@ class ScanningCell(Cell):
         windowed = state_of(state.recent, self._windowed(edit))
         if edit.heads is None:
             return windowed
-        inside = edit.heads.nonzero()[:, 0].to(windowed.device)
+        inside = _index(edit.heads, windowed)
         return self.own_memory(state.state).index_copy(1, inside, windowed)
 
     def _windowed(self, edit: Edit) -> ScanInputs:
         """`inputs_like` of the windowed heads."""
         like = self.inputs_like()
-        return (
-            like if edit.heads is None else like.heads(edit.heads.nonzero()[:, 0].to(like.x.device))
-        )
+        return like if edit.heads is None else like.heads(_index(edit.heads, like.x))

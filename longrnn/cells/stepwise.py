@@ -8,6 +8,7 @@ from typing import NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from longrnn.cells.base import Cell, EditedState
@@ -138,7 +139,7 @@ class StepwiseCell(Cell):
                 return y, self.state_of(h, memory)
             if fused:
                 return self.fused(x, state)
-            return self._unrolled(nn.functional.linear(x, weight_ih, bias_ih), state, edit)
+            return self._unrolled(F.linear(x, weight_ih, bias_ih), state, edit)
 
     def run_packed(
         self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows
@@ -217,7 +218,7 @@ class StepwiseCell(Cell):
     def recurrent(self, h: Tensor) -> Tensor:
         """`W_hh h + b_hh`, `(b, gates · d)`."""
         _, weight_hh, _, bias_hh = self.cell.all_weights[0]
-        return nn.functional.linear(h, weight_hh, bias_hh)
+        return F.linear(h, weight_hh, bias_hh)
 
     def vector_like(self) -> Tensor:
         """A hidden vector of one row, on the meta device."""
@@ -248,15 +249,11 @@ def _older(recent: RecentUpdates, window: int, tokens: int) -> Tensor:
 
     Token r of the block, from 0, has the last w − 1 − r tokens before the block.
     """
-    keep, add = recent.keep.entries, recent.add.entries
-    read = min(window - 1, add.shape[1])
-    total = add.new_zeros(len(add), add.shape[2])
-    decay, sums = torch.ones_like(total), [total]
-    for back in range(1, read + 1):
-        total = total + decay * add[:, -back]
-        decay = decay * keep[:, -back]
-        sums.append(total)
-    return torch.stack([sums[min(window - 1 - row, read)] for row in range(tokens)], dim=1)
+    keep, add = (one.entries.flip(1)[:, : window - 1] for one in recent)  # the newest first
+    decay = F.pad(keep, (0, 0, 1, 0), value=1.0).cumprod(1)[:, :-1]
+    sums = F.pad((decay * add).cumsum(1), (0, 0, 1, 0))
+    count = window - 1 - torch.arange(tokens, device=add.device)
+    return sums.index_select(1, count.clamp(max=add.shape[1]))
 
 
 def _appended(recent: RecentUpdates, updates: list[Update], window: int) -> RecentUpdates:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,24 +38,18 @@ class Bound(NamedTuple):
     edits: list[Edit | None]
 
 
-def bind(
-    mitigation: Mitigation | Chain | Sequence[Mitigation | Chain],
-    cells: Sequence[Cell],
-    fingerprint: str,
-) -> Bound:
+def bind(chain: Chain, cells: Sequence[Cell], fingerprint: Callable[[], str]) -> Bound:
     """Binds mitigations to the cells of a model.
 
     Args:
-        mitigation: one or several, which are combined as in `Chain`.
+        chain: the mitigations.
         cells: of the model, first layer first.
-        fingerprint: of the model without mitigation.
+        fingerprint: returns that of the model without mitigation; called if it is compared.
 
     Raises:
         UserError: a mitigation that is not defined for the cells, layers or heads that do not
             exist, numbers calibrated for another model, or members that exclude each other.
     """
-    members = [mitigation] if isinstance(mitigation, Mitigation | Chain) else mitigation
-    chain = Chain(members)
     for part in chain.parts():
         _check(part, cells, fingerprint)
     heads = [_select(part, cells, fingerprint) for part in chain.parts()]
@@ -106,20 +100,22 @@ def _without_files(part: Mitigation, masks: Sequence[Tensor]) -> Mitigation:
     return own if part.calibration is None else own.calibrated(part.calibration)
 
 
-def _check(part: Mitigation, cells: Sequence[Cell], fingerprint: str) -> None:
+def _check(part: Mitigation, cells: Sequence[Cell], fingerprint: Callable[[], str]) -> None:
     """Refuses a mitigation that is not defined for cells or was calibrated for another model."""
     known = part.calibration
-    if known is not None and known.fingerprint != fingerprint:
+    if known is not None and known.fingerprint != (own := fingerprint()):
         raise UserError(
             f"{known.source} was calibrated for another model (fingerprint {known.fingerprint}, "
-            f"this model has {fingerprint}): calibrate again"
+            f"this model has {own}): calibrate again"
         )
     check_defined(part, type(cells[0]))
     for option in part.numbers:
         check_sizes(option, getattr(part, option), [cell.n_heads for cell in cells])
 
 
-def _select(part: Mitigation, cells: Sequence[Cell], fingerprint: str) -> list[Tensor]:
+def _select(
+    part: Mitigation, cells: Sequence[Cell], fingerprint: Callable[[], str]
+) -> list[Tensor]:
     """The heads that a mitigation changes, per layer, `(h,)` bool.
 
     Raises:
@@ -148,7 +144,7 @@ def _select(part: Mitigation, cells: Sequence[Cell], fingerprint: str) -> list[T
     return masks
 
 
-def _collapsing(part: Mitigation, fingerprint: str) -> list[list[int]]:
+def _collapsing(part: Mitigation, fingerprint: Callable[[], str]) -> list[list[int]]:
     """The pairs [layer, head] that the diagnosis lists."""
     path = Path(str(part.diagnosis))
     if not path.is_file():
@@ -161,7 +157,7 @@ def _collapsing(part: Mitigation, fingerprint: str) -> list[list[int]]:
         raise UserError(f"{path} is not YAML: make it again") from error
     if not isinstance(found, dict) or not is_pairs(found.get(COLLAPSING)):
         raise UserError(f"{path} is not a diagnosis: give the diagnosis.yaml of diagnose states")
-    if found.get("fingerprint") not in (None, fingerprint):
+    if found.get("fingerprint") not in (None, fingerprint()):
         raise UserError(f"{path} is the diagnosis of another model: make one of this model")
     if not found[COLLAPSING]:
         raise UserError(

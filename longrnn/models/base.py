@@ -47,7 +47,6 @@ class LanguageModel(nn.Module, ABC):
     mitigation: Chain | None = None
     mitigated_heads: Sequence[Sequence[Tensor]] = ()
     _edits: Sequence[Edit | None] | None = None
-    _hashed: tuple[list[Any], str] | None = None
 
     @property
     def cells(self) -> list[Cell]:
@@ -90,16 +89,8 @@ class LanguageModel(nn.Module, ABC):
         """16 hexadecimal digits of the SHA-256 of configuration and weights."""
 
     def weights_fingerprint(self) -> str:
-        """`fingerprint` without the mitigation; hashed again only after a change of a weight."""
-        weights = [torch.func.debug_unwrap(one) for one in (*self.parameters(), *self.buffers())]
-        marks = [
-            (one.data_ptr(), None if one.is_inference() else one._version, one.dtype)
-            for one in weights
-            if not one.is_meta  # of an offloaded weight
-        ]
-        if self._hashed is None or self._hashed[0] != marks:
-            self._hashed = marks, self._hash()
-        return self._hashed[1]
+        """`fingerprint` without the mitigation."""
+        return self._hash()
 
     def cell_states(self, state: LMState) -> list[PyTree]:
         """The state of each cell."""
@@ -157,11 +148,14 @@ class LanguageModel(nn.Module, ABC):
                 "give an RNN, GRU, LSTM or Mamba-2 model, or a hybrid with Mamba-2 layers"
             )
         members = [mitigation] if isinstance(mitigation, Mitigation | Chain) else list(mitigation)
-        whole = members if self.mitigation is None else [self.mitigation, *members]
+        whole = Chain(members if self.mitigation is None else [self.mitigation, *members])
         # The plain model is what numbers are calibrated for.
-        bound = bind(whole, self.cells, self.weights_fingerprint())
+        with torch.inference_mode(False):  # so that the edits serve training too
+            bound = bind(whole, self.cells, self.weights_fingerprint)
         copied.__dict__.update(
-            _edits=bound.edits, mitigation=bound.mitigation, mitigated_heads=bound.heads
+            _edits=bound.edits,
+            mitigation=bound.mitigation if whole.parts() else None,
+            mitigated_heads=bound.heads,
         )
         return copied
 

@@ -69,7 +69,7 @@ def choose(name: str, tensors: Sequence[Tensor | None]) -> Backend:
 
     Args:
         name: `auto`, or a name in `BACKENDS`.
-        tensors: everything that the call reads, the state last.
+        tensors: everything that the call reads.
 
     Raises:
         UserError: the named backend cannot compute this call.

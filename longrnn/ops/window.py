@@ -84,6 +84,8 @@ def windowed(
     """
     time, given = inputs.x.shape[1], _Inputs(*inputs[:4])
     before = _by_head(recent, given)
+    # A state of a wider window remembers more.
+    before = before.slice(max(0, before.x.shape[1] - w), before.x.shape[1])
     known = before.x.shape[1]
     after = _last(before, given, w, rows)
     before, given = (

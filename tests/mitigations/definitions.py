@@ -4,7 +4,7 @@
 
     dt, A         ← the cell's step and rate; each member's `steps`, in the order of the list
     keep, add     = exp(dt · A), dt · x Bᵀ; each member's `multiplied`
-    h             ← keep ∘ h + add; or the `memory` of the one member that redefines it
+    h             ← keep ∘ h + add; then each member's `redefined`
 
 A stepwise cell starts with its gates as keep and add. This file does not use `longrnn.ops` or the
 edits, and is not fast. Vectors count as one head, so that every memory has the shape (b, h, p, n).
@@ -40,8 +40,9 @@ class Defined:
     def multiplied(self, keep: Tensor | None, add: Tensor) -> tuple[Tensor | None, Tensor]:
         return keep, add
 
-    def memory(self, h: Tensor, keep: Tensor | None, add: Tensor) -> Tensor:
-        return add if keep is None else keep * h + add
+    def redefined(self, h: Tensor, keep: Tensor | None, add: Tensor) -> Tensor:
+        """The memory after a token, from that which `keep` and `add` give."""
+        return h
 
     def value(self, option: str, alone: float) -> Tensor:
         """The option's number for each head, (h, 1, 1); `alone` where a head is left alone."""
@@ -95,15 +96,12 @@ class StateNorm(Defined):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.rescaled: list[Tensor] = []
-        self.norms: list[Tensor] = []
 
-    def memory(self, h: Tensor, keep: Tensor | None, add: Tensor) -> Tensor:
-        h = super().memory(h, keep, add)
+    def redefined(self, h: Tensor, keep: Tensor | None, add: Tensor) -> Tensor:
         # Finite, because `where` would turn the gradient of an infinity into NaN.
         p = self.value("threshold", 1e30).clamp(max=1e30)
         norm = h.square().sum((2, 3), keepdim=True).sqrt()
         self.rescaled.append(norm > p)
-        self.norms.append(norm.detach())
         return torch.where(norm > p, h * (p / norm), h)
 
 
@@ -112,11 +110,11 @@ class SlidingWindow(Defined):
 
     terms: Tensor | None = None
 
-    def memory(self, h: Tensor, keep: Tensor | None, add: Tensor) -> Tensor:
+    def redefined(self, h: Tensor, keep: Tensor | None, add: Tensor) -> Tensor:
         assert keep is not None
         terms = add.new_zeros(0, *add.shape) if self.terms is None else self.terms
         self.terms = torch.cat([terms * keep.expand_as(h), add[None]])[-self.spec["window"] :]
-        return torch.where(self.chosen(), self.terms.sum(0), super().memory(h, keep, add))
+        return torch.where(self.chosen(), self.terms.sum(0), h)
 
 
 DEFINITIONS: dict[str, type[Defined]] = {
@@ -147,9 +145,10 @@ class Definition:
         """The memory after one token with these `keep` and `add`."""
         for member in self.members:
             keep, add = member.multiplied(keep, add)
-        redefine = [one for one in self.members if type(one).memory is not Defined.memory]
-        member = redefine[0] if redefine else Defined({}, 0, 1)
-        return member.memory(h, keep, add)
+        h = add if keep is None else keep * h + add
+        for member in self.members:
+            h = member.redefined(h, keep, add)
+        return h
 
     def vector(self, keep: Tensor | None, add: Tensor, h: Tensor) -> Tensor:
         """`stepped` for a cell whose memory is a vector, (b, d)."""

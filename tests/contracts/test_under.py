@@ -1,0 +1,236 @@
+"""A mitigation is part of the model value: `under` gives another model that shares the weights."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from longrnn import Mitigated, mitigation
+from longrnn.errors import UserError
+from longrnn.mitigations import MITIGATIONS
+from longrnn.models import LanguageModel, LMOutput, RecurrentLM
+from longrnn.state import LMState
+from tests.contracts.builders import (
+    assert_near,
+    assert_trees_equal,
+    build_mitigated,
+    build_model,
+    mitigation_spec,
+    random_tokens,
+    random_tree,
+    spec_id,
+)
+from tests.contracts.subjects import DEFINED, Subject, assert_same, every_subject, outcome, started
+from tests.devices import GPU
+
+pytestmark = pytest.mark.core
+
+TOKENS = random_tokens(2, 23)
+WINDOW = mitigation("sliding_window(window=4)")
+
+
+def run(model: LanguageModel) -> LMOutput:
+    """Two calls, the second from the state of the first."""
+    return model(TOKENS[:, 10:], model(TOKENS[:, :10]).state)
+
+
+def trained(model: RecurrentLM) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(TOKENS).logits.square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def loaded(model: RecurrentLM) -> None:
+    model.load_state_dict(build_model(model.config.mixer, seed=7).state_dict())
+
+
+def assigned(model: RecurrentLM) -> None:
+    model.load_state_dict(build_model(model.config.mixer, seed=7).state_dict(), assign=True)
+
+
+def through_data(model: RecurrentLM) -> None:
+    for weight in model.parameters():
+        weight.data.mul_(1.5)
+
+
+def converted(model: RecurrentLM) -> None:
+    model.to(torch.float32).to(torch.bfloat16).to(torch.float64)
+
+
+def replaced(model: RecurrentLM) -> None:
+    model.head = nn.Linear(8, 11, bias=False).double()  # type: ignore[assignment]
+    model.blocks[0].norm = nn.RMSNorm(8, eps=0.5).double()  # type: ignore[assignment]
+
+
+CHANGES: list[Callable[[RecurrentLM], None]] = [
+    *(trained, loaded, assigned, through_data, converted, replaced)
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("changed", ["given", "mitigated"])
+@pytest.mark.parametrize("kind", ["mamba2", "lstm"])
+def test_a_change_of_one_model_is_seen_by_the_other(
+    kind: str, changed: str, change: Callable[[RecurrentLM], None]
+) -> None:
+    """Outputs and fingerprints are those of a model that is built anew from the weights."""
+    plain = build_model(kind)
+    ours = plain.under(WINDOW)
+    before, known = run(ours), ours.fingerprint()
+    torch.manual_seed(0)
+    change(plain if changed == "given" else ours)
+    assert not torch.equal(run(ours).logits, before.logits)
+    assert ours.fingerprint() != known
+    rebuilt = copy.deepcopy(plain)
+    assert_trees_equal(run(plain), run(rebuilt))
+    assert_trees_equal(run(ours), run(rebuilt.under(WINDOW)))
+    assert ours.fingerprint() == rebuilt.under(WINDOW).fingerprint()
+
+
+@every_subject
+def test_the_given_model_does_not_change(subject: Subject) -> None:
+    """And `under(None)` of a mitigated model is the plain one."""
+    plain = subject._replace(specs=[]).build()
+    expected, known = run(plain), plain.fingerprint()
+    ours = plain.under([mitigation(spec) for spec in subject.specs])
+    assert type(ours) is type(plain)
+    assert (ours.fingerprint() == known) == (not subject.specs)
+    assert ours.state_dict().keys() == plain.state_dict().keys()
+    assert plain.mitigation is None
+    for model in (plain, ours.under(None), ours.under(None).under([])):
+        assert_trees_equal(run(model), expected)
+        assert model.fingerprint() == known
+        assert not any(model.edits)
+    assert_trees_equal(run(Mitigated(plain, mitigation("none"))), expected)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("scale_delta", "token_filter"),
+        ("token_filter", "scale_delta"),
+        ("forget_more", "sliding_window"),
+        ("state_norm", "power_decay"),
+    ],
+)
+def test_mitigations_add_up(one: str, other: str) -> None:
+    """`under(a).under(b)` is `under([a, b])`."""
+    model = build_model()
+    a, b = (mitigation(mitigation_spec(kind)) for kind in (one, other))
+    twice, once = model.under(a).under(b), model.under([a, b])
+    assert_trees_equal(run(twice), run(once))
+    assert twice.fingerprint() == once.fingerprint() != model.under(a).fingerprint()
+    assert str(twice.mitigation) == str(once.mitigation) == f"{a}+{b}"
+    heads = [[one.tolist() for one in layers] for layers in once.mitigated_heads]
+    assert heads == [[one.tolist() for one in layers] for layers in twice.mitigated_heads]
+    assert len(heads) == len(once.mitigation.parts()) == 2  # type: ignore[union-attr]
+
+
+def written(model: RecurrentLM) -> RecurrentLM:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one)), written]
+)
+@every_subject
+def test_copies_compute_the_same(subject: Subject, duplicate: Callable[..., RecurrentLM]) -> None:
+    """With states of the original, after it has decoded; only shallow ones share its weights."""
+    model = subject.build(torch.float32)
+    state = started(model, 2)
+    with torch.no_grad():
+        model(TOKENS[:, :1], state)
+        other = duplicate(model)
+        expected = model(TOKENS, state)
+        assert_trees_equal(other(TOKENS, state), expected)
+        assert other.fingerprint() == model.fingerprint()
+        other.embedding.weight.add_(1)
+        changed = not torch.equal(model(TOKENS, state).logits, expected.logits)
+        assert changed == (duplicate is copy.copy)
+
+
+@pytest.mark.parametrize(("spec", "mixer"), DEFINED, ids=spec_id)
+def test_weights_of_one_call_are_used_by_this_call(spec: Any, mixer: Any) -> None:
+    """`functional_call` and `torch.func.grad` work on a mitigated model."""
+    ours, rebuilt = build_mitigated([spec], mixer), build_mitigated([spec], mixer, seed=7)
+    before, state = run(ours), started(rebuilt, 2)
+    weights = {name: one.detach() for name, one in rebuilt.named_parameters()}
+
+    def given(weights: dict[str, Tensor]) -> LMOutput:
+        return torch.func.functional_call(ours, weights, (TOKENS, state))
+
+    assert_near(given(weights).logits, rebuilt(TOKENS, state).logits, 1e-12)
+    assert_trees_equal(run(ours), before)
+    found = torch.func.grad(lambda one: given(one).logits.square().sum())(weights)
+    loss = rebuilt(TOKENS, state).logits.square().sum()
+    wanted = torch.autograd.grad(loss, list(rebuilt.parameters()))
+    pairs = zip(rebuilt.named_parameters(), wanted, strict=True)
+    assert_same(found, {name: one for (name, _), one in pairs}, torch.float64)
+
+
+def test_a_mitigation_serves_models_in_inference_mode_and_in_training() -> None:
+    """In either order."""
+    model = build_model()
+    with torch.inference_mode():
+        ours = [model.under(mitigation(mitigation_spec(kind))) for kind in MITIGATIONS]
+        values = [run(one) for one in ours]
+    for one, (logits, state) in zip(ours, values, strict=True):
+        outcome(one, TOKENS, started(one, 2), [23])
+        assert_near(run(one).logits, logits, 1e-12)
+        assert_trees_equal(random_tree(run(one).state), random_tree(state))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "kind", [kind for kind in MITIGATIONS if kind != "state_norm"]
+)  # its number of scans depends on values
+def test_a_mitigated_model_moves_to_another_device(kind: str) -> None:
+    """No value is read back from the device, and nothing stays behind."""
+    for options in ({}, {"heads": [1, 2]}, {"layers": [1]}):
+        if kind == "none" and options:
+            continue
+        model = build_model().under(mitigation({**mitigation_spec(kind), **options})).to(GPU)
+        state = model.init_state(2)
+        for time in (1, 3, 40):
+            logits, state = model(torch.zeros(2, time, dtype=torch.long, device=GPU), state)
+            assert logits.device == GPU
+        assert {one.device for one in model.memories(state)} == {GPU}
+
+
+class Constant(LanguageModel):
+    """A model without a cell of longrnn."""
+
+    vocab_size = 3
+
+    def init_state(self, batch_size: int) -> LMState:
+        return LMState(torch.zeros(batch_size, dtype=torch.long), ())
+
+    def forward(self, tokens: Tensor, state: Any = None, *, keep: Any = None, rows: Any = None):
+        state = self.init_state(len(tokens)) if state is None else state
+        logits = torch.zeros(*tokens.shape, 3)[:, tokens.shape[1] - (keep or tokens.shape[1]) :]
+        return LMOutput(logits, state._replace(position=state.position + tokens.shape[1]))
+
+    def _hash(self) -> str:
+        return "constant"
+
+
+def test_a_model_without_cells_cannot_be_mitigated() -> None:
+    """And has everything else of a language model."""
+    model, tokens = Constant(), torch.tensor([[0, 1, 2]])
+    with pytest.raises(UserError, match="recurrence"):
+        model.under(WINDOW)
+    assert model.under(None).fingerprint() == model.fingerprint() == "constant"
+    losses, state = model.token_losses(tokens, torch.tensor([[1, 2, -100]]))
+    torch.testing.assert_close(losses, torch.tensor([[1.0986, 1.0986, 0]]), atol=1e-4, rtol=0)
+    assert (state.position.tolist(), model.memories(state)) == ([3], [])

@@ -1,0 +1,112 @@
+"""A sliding window of any width, in calls of any length, remembers what its definition says."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longrnn import state as states
+from longrnn.models import RecurrentLM
+from longrnn.state import histories, leaves
+from tests.contracts.builders import (
+    assert_near,
+    build_mitigated,
+    mixer_spec,
+    random_tokens,
+    random_tree,
+)
+from tests.contracts.subjects import BACKENDS, assert_same, cell_leaves, outcome, started
+
+pytestmark = pytest.mark.core
+
+MIXERS: dict[str, dict[str, Any]] = {
+    **{f"mamba2 {backend}": mixer_spec("mamba2") | {"backend": backend} for backend in BACKENDS},
+    **{kind: {"kind": kind} for kind in ("gru", "lstm")},
+}
+every_mixer = pytest.mark.parametrize("mixer", MIXERS.values(), ids=MIXERS)
+
+
+def windowed(mixer: dict[str, Any], window: int, **more: Any) -> RecurrentLM:
+    return build_mitigated([{"kind": "sliding_window", "window": window}], mixer, **more)
+
+
+@every_mixer
+@pytest.mark.parametrize("window", [1, 2, 17, 1000])
+def test_calls_of_every_length_give_what_single_tokens_give(mixer: dict, window: int) -> None:
+    """Around the width of the window, and where another way of computing it begins."""
+    model, total = windowed(mixer, window, n_layers=1), 3 * min(window, 20) + 3
+    state, tokens = started(model, 2), random_tokens(2, total)
+    expected = outcome(model, tokens, state, [1] * total)
+    for first in sorted({1, 16, 17, window - 1, window, window + 1, total}):
+        if 0 < first <= total:
+            sizes = [first] * (total // first) + [total % first] * (total % first > 0)
+            assert_same(outcome(model, tokens, state, sizes), expected, torch.float64)
+
+
+@every_mixer
+def test_memory_and_time_are_those_of_what_was_read(mixer: dict) -> None:
+    """A window wider than any text costs what the text costs, and is the model without one."""
+    model, tokens = windowed(mixer, 10**8), random_tokens(2, 90)
+    start = time.perf_counter()
+    logits, state = model(tokens)
+    assert time.perf_counter() - start < 30
+    plain = model.under(None)
+    assert_near(logits, plain(tokens).logits, 1e-10)
+    sizes = {leaf.shape[1] for name, leaf in leaves(state) if name in histories(state)}
+    assert sizes == {90}
+    assert states.nbytes(model.init_state(1)) == states.nbytes(plain.init_state(1))
+
+
+@every_mixer
+@pytest.mark.parametrize("window", [1, 5, 64])
+@torch.no_grad()
+def test_what_is_remembered_are_the_inputs_of_the_window(mixer: dict, window: int) -> None:
+    """As many as tokens were read, up to the window, and none that left it."""
+    model = windowed(mixer, window)
+    state, read = model.init_state(2), 0
+    most = window - (mixer["kind"] != "mamba2")  # the memory of a stepwise cell has the last one
+    for size in (1, 3, 70, 1, 64):
+        state, read = model(random_tokens(2, size), state).state, read + size
+        found = {leaf.shape[1] for name, leaf in leaves(state) if name in histories(state)}
+        assert found == {min(read, most)}
+
+
+@every_mixer
+@torch.no_grad()
+def test_what_came_before_the_window_has_no_effect(mixer: dict) -> None:
+    """Not even NaN: of a layer, w tokens after it; of a model, after the windows of its layers."""
+    model, tokens = windowed(mixer, 6, n_layers=1), random_tokens(2, 60)
+    broken = states.tree_map(
+        lambda leaf: leaf * torch.nan if leaf.is_floating_point() else leaf, started(model, 2)
+    )
+    for sizes in ([60], [20, 1, 39]):
+        found, whole = states.clone(broken), started(model, 2)
+        parts: list[tuple[Tensor, Tensor]] = []
+        for piece in tokens.split(sizes, 1):
+            ours, found = model(piece, found)
+            theirs, whole = model(piece, whole)
+            parts.append((ours, theirs))
+        ours, theirs = (torch.cat(one, 1) for one in zip(*parts, strict=True))
+        if mixer["kind"] == "mamba2":  # the gates of the other cells read their last output
+            assert ours[:, 0].isnan().all()
+            assert_near(ours[:, 20:], theirs[:, 20:], 1e-10)
+            for name, leaf in cell_leaves(model, found).items():
+                assert_near(leaf, cell_leaves(model, whole)[name], 1e-10, name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_state_of_a_wider_window_is_cut(backend: str) -> None:
+    """What it remembers beyond the window is not read."""
+    wide, narrow = (windowed(mixer_spec("mamba2") | {"backend": backend}, w) for w in (30, 4))
+    cell, edit = narrow.cells[0], narrow.edits[0]
+    for size in (1, 17, 60):
+        x = random_tree(torch.empty(2, 40 + size, cell.d_input, dtype=torch.float64))
+        _, state = wide.cells[0](x[:, :40], cell.init_state(2, wide.edits[0]), wide.edits[0])
+        _, cut = cell(x[:, :40], cell.init_state(2, edit), edit)
+        found, expected = (cell(x[:, 40:], one, edit) for one in (state, cut))
+        assert_near(found[0], expected[0], 1e-10)
+        assert_near(cell.memory(found[1], edit), cell.memory(expected[1], edit), 1e-10)
