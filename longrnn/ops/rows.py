@@ -204,7 +204,8 @@ class Rows:
         since = self.since_start.gather(1, (self.count - 1).clamp(min=0)[:, None])
         missing = (index < 0) | (count - 1 - place > since)
         index, missing = (
-            one.view(-1, count, *[1] * (values.ndim - 2)) for one in (index.clamp(min=0), missing)
+            one.view(len(values), count, *[1] * (values.ndim - 2))
+            for one in (index.clamp(min=0), missing)
         )
         return torch.where(missing, 0, values.gather(1, index.expand(-1, -1, *values.shape[2:])))
 

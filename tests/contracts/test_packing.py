@@ -9,283 +9,192 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from longrnn.ops.ssd import BACKENDS
 from torch import Tensor
 
 from longrnn import state as states
-from longrnn.cells import LSTM, MIXERS, ScanningCell
-from longrnn.mitigations import Mitigated
-from longrnn.models import RecurrentLM, segments
+from longrnn.cells import LSTM
+from longrnn.errors import UserError
+from longrnn.models import LanguageModel, Rows
 from longrnn.state import LMState, leaves
 from tests.contracts.builders import (
-    BLOCK_KINDS,
-    DEFINED,
-    DTYPES,
-    LONGEST,
-    MIXER_SPECS,
-    POSITION_SPECS,
     VOCAB,
     assert_near,
-    assert_same,
     assert_trees_equal,
-    build_mitigated,
     build_model,
     differentiable,
-    generator,
-    gradients,
-    parameters,
-    random_start,
-    random_state,
+    random_sizes,
     random_tokens,
-    real_leaves,
+)
+from tests.contracts.subjects import (
+    Subject,
+    assert_same,
+    cell_leaves,
+    every_dtype,
+    every_subject,
+    functional,
+    outcome,
+    outcome_of,
+    random_masks,
+    read,
     small_chunks,
-    spec_id,
-    splits,
-    with_positions,
+    started,
 )
 
 pytestmark = pytest.mark.core
 
-POSITION_KINDS = [spec["kind"] for spec in POSITION_SPECS]
-Model = RecurrentLM | Mitigated
-# The name of the embedding in a plain and in a mitigated model.
-EMBEDDING = ("embedding.weight", "model.embedding.weight")
-seeds = st.integers(0, 10**6)
+TIME = 70  # more than a chunk of the C++ kernels, and than a segment of `small_chunks`
 
 
-class Rows(NamedTuple):
-    """Arguments of a model: `(b, t)` each."""
-
-    tokens: Tensor
-    is_token: Tensor
-    is_document_start: Tensor
-
-    @property
-    def masks(self) -> dict[str, Tensor]:
-        return {"is_token": self.is_token, "is_document_start": self.is_document_start}
+def packed_tokens(is_token: Tensor, seed: int) -> Tensor:
+    """Random ids; those at padding are not in the vocabulary."""
+    return random_tokens(*is_token.shape, seed).masked_fill(~is_token, VOCAB + 3)
 
 
-def draw_rows(batch: int, time: int, seed: int) -> Rows:
-    """Random rows; ids at padding are not in the vocabulary, and some rows are padding only."""
-    randomness = generator(seed)
-
-    def chance(limit: float) -> Tensor:
-        return torch.rand(batch, time, generator=randomness) < limit
-
-    left, right = (torch.randint(0, time // 3 + 1, (batch, 1), generator=randomness) for _ in "ab")
-    index = torch.arange(time)
-    is_token = (index >= left) & (index < time - right) & ~chance(0.2)
-    is_token &= torch.rand(batch, 1, generator=randomness) < 0.9
-    starts = chance(0.15) & is_token
-    tokens = random_tokens(batch, time, seed).masked_fill(~is_token, VOCAB + 3)
-    return Rows(tokens, is_token, starts)
-
-
-def started(model: Model, batch: int, seed: int) -> LMState:
-    """A state after some tokens of a random one, so that memories and carries are not initial."""
-    if isinstance(model, Mitigated):
-        start = random_start(model, batch, seed)
-    else:
-        start = random_state(model, batch, seed)
-    return states.detach(model(random_tokens(batch, 5, seed), start, keep=0).state)
-
-
-def packed(model: Model, rows: Rows, state: LMState, sizes: Sequence[int]) -> dict[str, Tensor]:
-    """Outputs, final state and gradients of calls with masks."""
-    state = differentiable(state)
-    outputs, after = [], state
-    for part in zip(*(tensor.split(list(sizes), 1) for tensor in rows), strict=True):
-        piece = Rows(*part)
-        logits, after = model(piece.tokens, after, **piece.masks)
-        outputs.append(logits)
-    return outcome(model, torch.cat(outputs, 1), state, after)
-
-
-def one_by_one(model: Model, rows: Rows, state: LMState) -> dict[str, Tensor]:
-    """`packed`, computed document by document without masks; the logits at padding are 0."""
+def one_by_one(
+    model: LanguageModel, tokens: Tensor, state: LMState, masks: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """`outcome`, computed document by document without masks; the logits at padding are 0."""
     state = differentiable(state)
     outputs, finals = [], []
-    for row, (tokens, is_token, starts) in enumerate(zip(*rows, strict=True)):
+    for row, (ids, is_token, starts) in enumerate(zip(tokens, *masks, strict=True)):
         after = states.take(state, [row])
         times = is_token.nonzero()[:, 0].tolist()
         bounds = [i for i, time in enumerate(times) if starts[time] or i == 0]
-        logits = torch.zeros(len(tokens), VOCAB, dtype=next(model.parameters()).dtype)
+        logits = torch.zeros(len(ids), VOCAB, dtype=next(model.parameters()).dtype)
         for first, last in pairwise([*bounds, len(times)]):
             document = times[first:last]
             if starts[document[0]]:
                 after = model.init_state(1)
-            found, after = model(tokens[None, document], after)
+            found, after = model(ids[None, document], after)
             logits = logits.index_copy(0, torch.tensor(document), found[0])
         outputs.append(logits)
         finals.append(after)
-    return outcome(model, torch.stack(outputs), state, states.join(finals))
+    return outcome_of(model, torch.stack(outputs), state, states.join(finals))
 
 
-def outcome(model: Model, logits: Tensor, state: LMState, after: LMState) -> dict[str, Tensor]:
-    inputs = {**real_leaves(state, "state."), **parameters(model)}
-    result = {"logits": logits, "position": after.position, **real_leaves(after, "final ")}
-    return result | gradients((logits, after), inputs)
-
-
-def build(
-    specs: Sequence[dict[str, Any]], mixer: dict[str, Any], position: str, block: str, **more: Any
-) -> Model:
-    if specs:
-        return build_mitigated(specs, mixer, position=position, block=block, **more)
-    return build_model(mixer, position, block, **more)
-
-
-CASES = {spec_id(spec): ([], spec) for spec in MIXER_SPECS} | {
-    f"{spec_id(spec)}-{mixer['kind']}{'-' * bool(backend)}{backend}": (
-        [spec],
-        mixer | ({"backend": backend} if backend else {}),
-    )
-    for spec, mixer in DEFINED
-    for backend in (BACKENDS if issubclass(MIXERS[mixer["kind"]], ScanningCell) else [""])
-}
-every_case = pytest.mark.parametrize(("specs", "mixer"), CASES.values(), ids=CASES)
-
-
-@pytest.mark.parametrize(("specs", "mixer", "position"), with_positions(CASES))
-def test_documents_are_those_of_separate_rows(
-    specs: list[dict[str, Any]], mixer: dict[str, Any], position: str
-) -> None:
-    """Every cell, position and mitigation, in one call and in pieces, over several chunks."""
-    model, rows = build(specs, mixer, position, "residual"), draw_rows(3, 37, seed=1)
+@every_dtype
+@every_subject
+def test_documents_are_those_of_separate_rows(subject: Subject, dtype: torch.dtype) -> None:
+    """In one call and in pieces, with and without gradients."""
+    model = subject.build(dtype)
+    masks = random_masks(3, TIME, seed=1)
+    tokens, state = packed_tokens(masks[0], 1), started(model, 3)
     with small_chunks():
-        state = started(model, 3, seed=2)
-        expected = one_by_one(model, rows, state)
-        for sizes in ([37], [1, 13, 1, 22]):
-            assert_same(packed(model, rows, state, sizes), expected, torch.float64)
+        expected = one_by_one(model, tokens, state, masks)
+        for sizes in ([TIME], random_sizes(TIME, 2, empty=True)):
+            assert_same(outcome(model, tokens, state, sizes, masks), expected, dtype)
+    with torch.no_grad():
+        logits, after = read(model, tokens, state, [TIME], masks)
+    found = {"logits": logits, "position": after.position, **cell_leaves(model, after)}
+    assert_same(found, {name: expected[name].detach() for name in found}, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=spec_id)
-@every_case
-@settings(max_examples=3)
-@given(
-    sizes=splits(empty=True, longest=50),
-    batch=st.integers(1, 4),
-    seed=seeds,
-    position=st.sampled_from(POSITION_KINDS),
-    block=st.sampled_from(BLOCK_KINDS),
-    chunk=st.sampled_from([4, 64]),
-    both=st.sampled_from(["is_token", "is_document_start", None]),
-)
-def test_any_split_of_packed_rows_gives_the_same(
-    specs: list[dict[str, Any]],
-    mixer: dict[str, Any],
-    dtype: torch.dtype,
-    sizes: list[int],
-    batch: int,
-    seed: int,
-    position: str,
-    block: str,
-    chunk: int,
-    both: str | None,
-) -> None:
-    """Random rows and pieces; one of the masks may be trivial."""
-    model = build(specs, mixer, position, block, dtype=dtype, seed=seed)
-    rows = draw_rows(batch, sum(sizes), seed)
-    if both == "is_token":
-        everywhere = torch.ones_like(rows.is_token)
-        rows = rows._replace(tokens=rows.tokens % VOCAB, is_token=everywhere)
-    elif both == "is_document_start":
-        rows = rows._replace(is_document_start=torch.zeros_like(rows.is_token))
-    with small_chunks(chunk):
-        state = started(model, batch, seed)
-        expected = one_by_one(model, rows, state)
-        assert_same(packed(model, rows, state, sizes), expected, dtype)
-
-
-@pytest.mark.parametrize("spec", MIXER_SPECS, ids=spec_id)
-def test_segments_do_not_change_packed_rows(
-    spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A call that is processed in several segments gives what its documents give."""
-    monkeypatch.setattr(segments, "segment_tokens", lambda d_model: 1)
-    model, rows = build_model(spec, "learned"), draw_rows(2, LONGEST, seed=3)
-    state = started(model, 2, seed=4)
-    found = packed(model, rows, state, [LONGEST])
-    assert_same(found, one_by_one(model, rows, state), torch.float64)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+@every_dtype
+@every_subject
+def test_random_rows(subject: Subject, dtype: torch.dtype, seed: int) -> None:
+    """Longer rows, of other weights and batches."""
+    model, batch, time = subject.build(dtype, seed=seed), 1 + seed % 4, 20 + 31 * seed
+    masks = random_masks(batch, time, seed)
+    tokens, state = packed_tokens(masks[0], seed), started(model, batch, seed)
+    found = outcome(model, tokens, state, random_sizes(time, seed, empty=True), masks)
+    assert_same(found, one_by_one(model, tokens, state, masks), dtype)
 
 
 def test_the_packed_kernel_of_an_lstm_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, documents go through the kernel for packed sequences; both ways agree."""
     monkeypatch.setattr(LSTM, "packs_on_cpu", True)
-    model, rows = build_model("lstm"), draw_rows(3, 70, seed=5)
-    state = started(model, 3, seed=6)
-    found = packed(model, rows, state, [70])
-    assert_same(found, one_by_one(model, rows, state), torch.float64)
+    model, masks = build_model("lstm"), random_masks(3, TIME, seed=5)
+    tokens, state = packed_tokens(masks[0], 5), started(model, 3)
+    found = outcome(model, tokens, state, [TIME], masks)
+    assert_same(found, one_by_one(model, tokens, state, masks), torch.float64)
 
 
-@every_case
-def test_padding_is_not_read(specs: list[dict[str, Any]], mixer: dict[str, Any]) -> None:
-    """Rows of padding keep their state bit for bit, and logits and gradients of padding are 0."""
-    model = build(specs, mixer, "learned", "residual")
-    state, rows = started(model, 2, seed=7), draw_rows(2, 9, seed=8)
+@every_subject
+def test_padding_is_not_read(subject: Subject) -> None:
+    """Rows of padding keep their state bit for bit, and their logits are 0."""
+    model = subject.build()
+    state, tokens = started(model, 2), random_tokens(2, 9, seed=8)
     nothing = torch.zeros(2, 9, dtype=torch.bool)
-    logits, after = model(rows.tokens, state, is_token=nothing)
+    logits, after = model(tokens + VOCAB, state, rows=Rows(nothing))
     assert_trees_equal(after, state)
     assert logits.shape == (2, 9, VOCAB)
     assert not logits.any()
     one = nothing.clone()
     one[0, 4] = True
-    logits, after = model(rows.tokens % VOCAB, state, is_token=one)
+    logits, after = model(tokens, state, rows=Rows(one))
     assert not logits[~one].any()
-    assert_trees_equal(states.take(after, [1]), states.take(state, [1]))
+    # Joined, because a longer history has zeros in front of what it had.
+    both = states.join([states.take(one, [1]) for one in (after, state)])
+    assert_trees_equal(states.take(both, [0]), states.take(both, [1]))
 
 
-@every_case
-def test_a_document_with_nan_does_not_reach_the_next(
-    specs: list[dict[str, Any]], mixer: dict[str, Any]
-) -> None:
-    """Nor does a given state with NaN, whose gradients stay finite too."""
-    model = build(specs, mixer, "sinusoidal", "residual")
+@every_subject
+def test_a_document_with_nan_does_not_reach_the_next(subject: Subject) -> None:
+    """Nor does a given state with NaN: logits, states, what windows hold, and gradients."""
     nan, time = VOCAB - 1, 30
+    model = subject.build(tie_embeddings=False)
     tokens = random_tokens(2, time, seed=9) % nan
     starts = torch.zeros(2, time, dtype=torch.bool)
     starts[:, [0, 7, 15]] = True
-    state = started(model, 2, seed=10)
-    broken = states.clone(state)
-    for _, leaf in leaves(broken):
-        if leaf.is_floating_point():
-            leaf.fill_(torch.nan)
-    expected = packed(model, Rows(tokens, torch.ones_like(starts), starts), state, [time])
-    found = packed(model, Rows(tokens, torch.ones_like(starts), starts), broken, [time])
-    assert_same(found, expected, torch.float64)
+    masks = torch.ones_like(starts), starts
+    state = started(model, 2)
+    broken = states.tree_map(
+        lambda leaf: leaf * torch.nan if leaf.is_floating_point() else leaf, state
+    )
+    expected = outcome(model, tokens, state, [time], masks)
+    assert_same(outcome(model, tokens, broken, [time], masks), expected, torch.float64)
+    split = outcome(model, tokens, broken, [5, 3, 22], masks)
+    assert_same(split, expected, torch.float64)
 
     with torch.no_grad():
-        model.get_parameter(EMBEDDING[bool(specs)])[nan] = torch.nan
-        tokens[0, 9] = nan
-        is_token = torch.ones_like(starts)
-        is_token[1, 9] = False
-        tokens[1, 9] = nan
-        with small_chunks():
-            logits, after = model(tokens, state=None, is_document_start=starts, is_token=is_token)
-    logits = logits[..., :nan]  # the head is the embedding
+        model.embedding.weight[nan] = torch.nan
+    tokens[0, 9] = nan
+    start = differentiable(state)
+    with small_chunks():
+        logits, after = model(tokens, start, rows=Rows(None, starts))
+        alone = model(tokens[:, 15:]).logits
+        sources = [leaf for _, leaf in leaves(start) if leaf.requires_grad]
+        later = functional((logits[:, 15:], after), 3)
+        grads = torch.autograd.grad(later, sources, materialize_grads=True)
+    assert not any(one.any() for one in grads)
     found = logits.isfinite().all(-1)
-    assert not found[0, 9:15].any()  # within the document, NaN also reaches the tokens of its chunk
+    assert not found[0, 9:15].any()
     assert found[0, :7].all()
     assert found[0, 15:].all()
     assert found[1].all()
     assert all(leaf.isfinite().all() for _, leaf in leaves(after))
-    with small_chunks():
-        alone = model(tokens[:, 15:]).logits[..., :nan]
     assert_near(logits[:, 15:], alone, 1e-10)
 
 
 @pytest.mark.parametrize("keep", [0, 1, 5, 20])
-@pytest.mark.parametrize("kind", list(MIXERS))
+@pytest.mark.parametrize("kind", ["lstm", "mamba2"])
 def test_keep_counts_tokens_as_given(kind: str, keep: int) -> None:
     """The last `keep` columns, padding included."""
-    model, rows = build_model(kind, "learned"), draw_rows(3, 20, seed=11)
-    whole = model(rows.tokens, **rows.masks)
-    last = model(rows.tokens, keep=keep, **rows.masks)
+    model, masks = build_model(kind, "learned"), random_masks(3, 20, seed=11)
+    tokens = packed_tokens(masks[0], 11)
+    whole = model(tokens, rows=Rows(*masks))
+    last = model(tokens, keep=keep, rows=Rows(*masks))
     assert_near(last.logits, whole.logits[:, 20 - keep :], 1e-12)
     assert_trees_equal(last.state, whole.state)
+
+
+@pytest.mark.parametrize(
+    ("masks", "words"),
+    [
+        ((torch.ones(2, 3), None), "is_token.*bool"),
+        ((torch.ones(3, dtype=torch.bool), None), "is_token"),
+        ((None, None), "is_token or is_document_start"),
+        ((torch.ones(2, 3).bool(), torch.ones(2, 4).bool()), "shape"),
+        ((torch.zeros(2, 3).bool(), torch.ones(2, 3).bool()), "padding"),
+    ],
+)
+def test_masks_that_cannot_be_used_are_refused(masks: tuple, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Rows(*masks)
+    with pytest.raises(UserError, match="rows"):
+        build_model()(random_tokens(2, 3), rows=Rows(torch.ones(2, 4).bool()))
