@@ -48,6 +48,7 @@ def commands(text: str) -> Iterator[tuple[str, bool]]:
 
 def words_of(line: str) -> list[str] | None:
     """The words of a command of this project; None for any other line."""
+    line = re.sub(r"^([A-Z_]+=\S+ )+", "", line)
     if not re.match(r"(longrnn|python|accelerate|make|pytest)\s+\S", line):
         return None
     try:
