@@ -20,7 +20,7 @@ ROOT = REPOSITORY / "longrnn"
 # every layer, so an import from `longrnn` counts as an import from the top layer.
 LAYERS = {
     "ops": 1,
-    "cells": 2,
+    "mixers": 2,
     "positions": 2,
     "tasks": 2,
     "models": 3,
@@ -37,15 +37,14 @@ LAYERS = {
 }
 TOP = 7
 # Packages that may not import each other although they are in the same layer.
-SEPARATE_PACKAGES = {"cells", "positions", "tasks"}
+SEPARATE_PACKAGES = {"mixers", "positions", "tasks"}
 # The only package or module that may import a library.
 HOMES = {
     "transformers": "longrnn.hf",
     "accelerate": "longrnn.training",
     "peft": "longrnn.hf.lora",
     "datasets": "longrnn.training.origins",
-    "mamba_ssm": "longrnn.ops.gpu",
-    "fla": "longrnn.ops.gpu",
+    "mamba_ssm": "longrnn.ops.ssd",
     "lm_eval": "longrnn.evaluation.harness",
     "matplotlib": "longrnn.diagnostics",
     "jinja2": "longrnn.diagnostics",
@@ -63,7 +62,7 @@ SOURCES = {
 
 
 def package_of(module: str) -> str:
-    """Returns the package of a module: `cells` for `longrnn.cells.recurrent`, "" for `longrnn`."""
+    """Returns the package of a module: `mixers` for `longrnn.cells.recurrent`, "" for `longrnn`."""
     return ".".join(module.split(".")[1:2])
 
 

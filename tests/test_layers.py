@@ -63,7 +63,7 @@ def test_the_graph_in_contributing_is_the_code() -> None:
 
 def test_there_are_modules() -> None:
     """The parametrisation above finds the modules of the package."""
-    assert {"longrnn.state", "longrnn.ops.scan", "longrnn.models.recurrent"} <= SOURCES.keys()
+    assert {"longrnn.state", "longrnn.ops.ssd", "longrnn.models.recurrent"} <= SOURCES.keys()
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_the_checker_finds(module: str, source: str) -> None:
         ("longrnn.ops.norm", "import typing\nif typing.TYPE_CHECKING:\n    import transformers"),
         ("longrnn.training.trainer", "from longrnn.evaluation import passkey\nimport accelerate"),
         ("longrnn.evaluation.harness", "import lm_eval.api"),
-        ("longrnn.ops.gpu", "import mamba_ssm.ops"),
+        ("longrnn.ops.ssd.mamba_ssm", "import mamba_ssm.ops"),
         ("longrnn.hf.loading", "import transformers_extra, torch"),
     ],
 )
