@@ -5,7 +5,7 @@ Hugging Face `Mamba2ForCausalLM`. Both generate greedily from the same prompt; t
 compared. The time of the prompt is measured apart and subtracted.
 
 Example:
-    python -m benchmarks.generate_cpu --threads 1 --json generate_cpu.json
+    python -m benchmarks.generate_cpu --threads 1 --json benchmarks/results/generate_cpu.json
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ the hidden states and the head, for 64 rows of 64 tokens. `all logits` computes
 peak is measured in a separate process, relative to the memory in use before the loss.
 
 Example:
-    python -m benchmarks.head_cpu --threads 1 --json head_cpu.json
+    python -m benchmarks.head_cpu --threads 1 --json benchmarks/results/head_cpu.json
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ one layer alone is timed in the same way. The token loop computes state normalis
 definition, one token at a time.
 
 Example:
-    python -m benchmarks.mitigations_cpu --json mitigations_cpu.json
+    python -m benchmarks.mitigations_cpu --json results/mitigations_cpu.json
     python -m benchmarks.mitigations_cpu --layers 2 --d-model 128 --tokens 1024 --stream 0
     python -m benchmarks.mitigations_cpu --model collapse-tiny --tokens 8192 --stream 0
 """

@@ -9,7 +9,7 @@ llama.cpp is timed by its own program `llama-bench`, if it is found and `--gguf`
 the model: see `benchmarks.llama_bench`.
 
 Example:
-    python -m benchmarks.peers_cpu --threads 1 2 --json peers_cpu.json
+    python -m benchmarks.peers_cpu --threads 1 2 --json benchmarks/results/peers_cpu.json
     python -m benchmarks.peers_cpu --quick
 """
 

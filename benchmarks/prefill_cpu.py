@@ -9,7 +9,7 @@ questions:
 - Is the cost per token of a long prefill equal to that of a short one?
 
 Example:
-    python -m benchmarks.prefill_cpu --json prefill_cpu.json
+    python -m benchmarks.prefill_cpu --json benchmarks/results/prefill_cpu.json
     python -m benchmarks.prefill_cpu --layers 2 --d-model 128 --vocab 512 --tokens 512 --long 4096
 """
 

@@ -9,7 +9,7 @@ a model of embedding, cell and head in float32. Three variants have the same wei
 Also measures the peak memory of one step at a large vocabulary, each in a separate process.
 
 Example:
-    python -m benchmarks.stepwise_cpu --threads 1 --json stepwise_cpu.json
+    python -m benchmarks.stepwise_cpu --threads 1 --json benchmarks/results/stepwise_cpu.json
 """
 
 from __future__ import annotations

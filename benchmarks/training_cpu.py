@@ -11,7 +11,7 @@ Questions:
 - Are time and memory per step constant over thousands of steps of the trainer?
 
 Example:
-    python -m benchmarks.training_cpu --threads 1 --json training_cpu.json
+    python -m benchmarks.training_cpu --threads 1 --json benchmarks/results/training_cpu.json
     python -m benchmarks.training_cpu --layers 2 --d-model 128 --tokens 256 --vocab 256 --steps 200
 """
 
