@@ -1,8 +1,8 @@
 """Adds pages to the documentation site that are generated from the code and the repository.
 
-mkdocs calls `on_files` and `on_page_markdown`. README.md becomes the home page and the files of
-benchmarks/results/ become the measurements. The command reference is generated from the typer app,
-the Python reference from the public names of `longrnn` and from the docstrings of its packages.
+mkdocs calls `on_files` and `on_page_markdown`. README.md becomes the home page. The command
+reference is generated from the typer app, the Python reference from the public names of `longrnn`
+and from the docstrings of its packages.
 """
 
 from __future__ import annotations
@@ -29,19 +29,6 @@ PAGES = {
 def on_files(files: Files, config: Any) -> Files:
     """Adds the generated pages to the files of docs/."""
     pages = {target: (ROOT / source).read_text() for source, target in PAGES.items()}
-    results = sorted((ROOT / "benchmarks" / "results").iterdir())
-    listed = []
-    for path in results:
-        if path.suffix == ".md":
-            text = path.read_text()
-            pages[f"measurements/{path.name}"] = text
-            listed.append(f"- [{text.splitlines()[0].lstrip('# ')}](measurements/{path.name})")
-        elif path.suffix == ".png":
-            name = f"measurements/{path.name}"
-            files.append(File.generated(config, name, abs_src_path=str(path)))
-    pages["measurements.md"] = "\n".join(
-        ["# Measurements", "", "Each page states its commands, hardware and date.", "", *listed]
-    )
     pages["reference/commands.md"] = commands()
     pages["reference/python.md"] = public_names()
     pages["reference/packages.md"] = packages()
@@ -53,8 +40,6 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Returns the page with links to repository files replaced by links to site pages."""
     source = next((s for s, t in PAGES.items() if t == page.file.src_uri), None)
-    if source is None and page.file.src_uri.startswith("measurements/"):
-        source = f"benchmarks/results/{Path(page.file.src_uri).name}"
     if source is None:
         source = f"docs/{page.file.src_uri}"
     depth = page.file.src_uri.count("/")
@@ -69,8 +54,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         place = path.relative_to(ROOT).as_posix()
         if place in PAGES:
             found = PAGES[place]
-        elif place.startswith("benchmarks/results/") and path.is_file():
-            found = f"measurements/{path.name}"
         elif place.startswith("docs/"):
             found = place.removeprefix("docs/")
         else:

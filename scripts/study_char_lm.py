@@ -69,7 +69,7 @@ def main(
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for the runs.")] = Path("runs/char-lm"),
     report: Annotated[Path, typer.Option(help="Report to write.")] = Path(
-        "benchmarks/results/char_lm_cpu.md"
+        "results/char_lm/report.md"
     ),
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
 ) -> None:

@@ -89,7 +89,7 @@ def main(
     hardware: Annotated[str, typer.Option(help="Hardware, as the document describes it.")] = "",
     output: Annotated[Path, typer.Option(help="Folder for the runs.")] = Path("runs/reverse-study"),
     document: Annotated[Path, typer.Option(help="Document to write.")] = Path(
-        "benchmarks/results/reverse_cpu.md"
+        "results/reverse/report.md"
     ),
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
 ) -> None:

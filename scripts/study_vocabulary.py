@@ -90,7 +90,7 @@ def main(
     ] = "one CPU",
     output: Annotated[Path, typer.Option(help="Folder for the runs.")] = Path("runs/vocabulary"),
     document: Annotated[Path, typer.Option(help="Document to write.")] = Path(
-        "benchmarks/results/vocabulary_cpu.md"
+        "results/vocabulary/report.md"
     ),
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
 ) -> None:

@@ -26,12 +26,10 @@ from longrnn.training.config import TrainConfig
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in (
-        "*.md", "docs/**/*.md", "eval/**/*.md", "configs/**/*.md", "benchmarks/results/*.md"
-    )
+    for pattern in ("*.md", "docs/**/*.md", "eval/**/*.md", "configs/**/*.md")
     for path in ROOT.glob(pattern)
     if path.name != "CHANGELOG.md"
-)  # fmt: skip
+)
 # Stands for words that a document omits.
 ELLIPSIS = "…"
 # The error for an invalid command line, from the click that typer vendors or depends on.
@@ -50,6 +48,7 @@ def commands(text: str) -> Iterator[tuple[str, bool]]:
 
 def words_of(line: str) -> list[str] | None:
     """The words of a command of this project; None for any other line."""
+    line = re.sub(r"^([A-Z_]+=\S+ )+", "", line)
     if not re.match(r"(longrnn|python|accelerate|make|pytest)\s+\S", line):
         return None
     try:

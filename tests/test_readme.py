@@ -1,8 +1,9 @@
-"""The README's Python example, public names and configuration paths work as printed."""
+"""What the README shows works as printed: the Python example, the commands, the public names."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,13 +11,22 @@ from pathlib import Path
 import pytest
 
 import longrnn
+from longrnn.programs import module_command, module_environment
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+COMMANDS = [
+    line
+    for kind, block in BLOCKS
+    for line in block.splitlines()
+    if not kind and line.startswith("longrnn ")
+]
 
 
 def test_the_python_example_recalls_its_key() -> None:
     """The example, in a separate process, recalls the key after 100,000 tokens."""
-    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (block,) = [block for kind, block in BLOCKS if kind == "python"]
     result = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     first, second = result.stdout.splitlines()
@@ -26,13 +36,24 @@ def test_the_python_example_recalls_its_key() -> None:
     assert second.split()[0] == first.split()[0], "both questions must start from the same state"
 
 
+@pytest.mark.slow
+def test_the_commands_run(tmp_path: Path) -> None:
+    """Every `longrnn` command of a code block runs, one after another in one folder."""
+    (tmp_path / "eval").symlink_to(ROOT / "eval")
+    assert len(COMMANDS) > 5
+    for command in COMMANDS:
+        words = shlex.split(command, comments=True)[1:]
+        done = subprocess.run(
+            module_command("longrnn.cli", *words),
+            cwd=tmp_path,
+            env=module_environment("longrnn.cli"),
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+
+
 @pytest.mark.parametrize("name", longrnn.__all__)
 def test_every_public_name_resolves(name: str) -> None:
     """Every name in `longrnn.__all__` can be imported lazily."""
     assert getattr(longrnn, name) is not None
-
-
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"configs/[\w/]+\.\w+", README))))
-def test_every_configuration_named_exists(path: str) -> None:
-    """Every configuration file that the README names exists."""
-    assert (Path(__file__).parent.parent / path).is_file()
