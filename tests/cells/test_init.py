@@ -98,7 +98,7 @@ def test_long_memory(kind: str) -> None:
     torch.manual_seed(0)
     mixer = MIXERS.build({**mixer_spec(kind), "init": "long_memory"}, 64, 64).double()
     if isinstance(mixer, Mamba2):
-        kept = (nn.functional.softplus(mixer.dt_bias) * mixer.rates()).exp()
+        kept = (nn.functional.softplus(mixer.dt_bias) * -mixer.A_log.exp()).exp()
         scales = -1 / kept.log()
     else:
         assert isinstance(mixer, StepwiseCell)
