@@ -16,9 +16,8 @@ from longrnn.errors import UserError
 from longrnn.models.base import MAX_LOGITS, LanguageModel
 from longrnn.state import LMState, leaves
 
-# Tokens of a call in the search: a position is exact to the chunk that a kernel computes at once,
-# unless the call ends before it.
-STEP = 16
+# Tokens of a call in the search.
+STEP = 64
 
 
 def refuse_nonfinite(
@@ -56,13 +55,19 @@ def explain_nonfinite(
     tokens, place = tokens.to(state.position.device), ""
     width = max(1, min(STEP, MAX_LOGITS // max(1, len(tokens) * model.vocab_size)))
     for part in tokens.split(width, dim=1):
-        first = state.position
-        logits, state = model(part, state)
-        bad = ~logits.isfinite().all(-1)
-        if bool(bad.any()):
-            positions = first[:, None] + torch.arange(part.shape[1], device=first.device)
-            place = f" from token {int(positions[bad].min()):,} on"
-            break
+        before = state
+        logits, state = model(part, before)
+        if bool(logits.isfinite().all()):
+            continue
+        # One by one: in a call, NaN may reach the tokens before it that are computed with it.
+        for token in part.split(1, dim=1):
+            first = before.position
+            logits, before = model(token, before)
+            bad = ~logits.isfinite().flatten(1).all(1)
+            if bool(bad.any()):
+                place = f" from token {int(first[bad].min()):,} on"
+                break
+        break
     for name, weight in model.named_parameters():
         if not bool(weight.isfinite().all()):
             cause = f"its weight {name} is not finite; take an earlier checkpoint"
