@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longrnn.cells import Edit, StepwiseCell
+from longrnn.cells import Edit, TorchCell
 from longrnn.errors import UserError
 from longrnn.state import PyTree
 from tests.contracts.builders import (
@@ -53,7 +53,7 @@ def test_equals_torch(
 ) -> None:
     """The same weights give the same outputs, states and gradients."""
     cell = build_mixer(spec, dtype)
-    assert isinstance(cell, StepwiseCell)
+    assert isinstance(cell, TorchCell)
     module.to(dtype).load_state_dict(cell.cell.state_dict())
     x = random_tree(torch.empty(BATCH, TIME, D_INPUT, dtype=dtype), 1)
     state = random_tree(cell.init_state(BATCH), 2)
