@@ -126,7 +126,8 @@ class StepwiseCell(Cell):
             update = _edited(update, edit)
             before = self.vector(state)
             if older is not None:
-                assert update.keep is not None and updates is not None
+                assert update.keep is not None
+                assert updates is not None
                 updates.append(update)
                 inside = update.add if inside is None else update.add + update.keep * inside
                 since = update.keep if since is None else since * update.keep

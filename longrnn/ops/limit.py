@@ -3,9 +3,9 @@
     ĥ_t = a_t h_{t−1} + u_t,  u_t = gain_t x_t B_tᵀ,  h_t = s_t ĥ_t,  s_t = min(1, limit / ‖ĥ_t‖)
 
 Given all scales s_t, this is the plain recurrence with decays s_t a_t and inputs s_t u_t. Computing
-the scales needs no state: within a chunk ĥ_t is a weighted sum of u_i, where u_0 is the state at the
-chunk's start, so norms are quadratic forms in ⟨u_i, u_j⟩ = gain_i gain_j ⟨x_i, x_j⟩ ⟨B_i, B_j⟩. Only
-a few operations on one number per head remain sequential.
+the scales needs no state: within a chunk ĥ_t is a weighted sum of u_i, where u_0 is the state at
+the chunk's start, so norms are quadratic forms in ⟨u_i, u_j⟩ = gain_i gain_j ⟨x_i, x_j⟩ ⟨B_i, B_j⟩.
+Only a few operations on one number per head remain sequential.
 
 Notable choices:
 - Where the triangle inequality shows that no state of a segment can reach its limit, the plain

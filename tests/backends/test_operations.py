@@ -37,7 +37,7 @@ def inputs_of(
     """Random inputs and a state; some decays are strong, some tokens keep nearly everything."""
     b, t, h, p, g, n = sizes
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    log_decay = -draw(b, t, h).abs() ** 6 * 0.01
+    log_decay = -(draw(b, t, h).abs() ** 6) * 0.01
     if starts:
         log_decay[:, :: max(1, t // 3)] = -torch.inf
     given = draw(b, t, h, p), draw(b, t, h).abs(), log_decay, draw(b, t, g, n), draw(b, t, g, n)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from longrnn import Mitigated, generate, mitigation
+from longrnn.cells import MIXERS, Cell, Edit
 from longrnn.errors import UserError
 from longrnn.mitigations import MITIGATIONS
-from longrnn.cells import MIXERS, Edit, Cell
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.state import PyTree
 from tests.contracts.builders import MITIGATION_OPTIONS, VOCAB, random_tokens

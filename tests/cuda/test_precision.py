@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from longrnn.ops.cross_entropy import token_cross_entropy
+from longrnn.ops.ssd import BACKENDS, ScanInputs, resolve
+from longrnn.ops.ssd.rescale import rescaled_ssd
+from longrnn.ops.ssd.window import windowed_ssd
+from longrnn.ops.ssd.window_carry import init_carry
 from torch import Tensor
 
 from longrnn import load
 from longrnn.cells import MIXERS, Edit
 from longrnn.models.checkpoint import save_model
 from longrnn.ops.conv import causal_conv
-from longrnn.ops.cross_entropy import token_cross_entropy
-from longrnn.ops.ssd import BACKENDS, ScanInputs, resolve
-from longrnn.ops.ssd.rescale import rescaled_ssd
-from longrnn.ops.ssd.window import windowed_ssd
-from longrnn.ops.ssd.window_carry import init_carry
 from longrnn.state import leaves, tree_map
 from tests.contracts.builders import (
     D_MODEL,

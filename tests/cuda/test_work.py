@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from longrnn.ops.ssd import BACKENDS, PARTIAL, mamba_ssm, resolve
+from longrnn.ops.ssd.self_test import self_test
 
 from longrnn import load, state
+from longrnn.cells import MIXERS
+from longrnn.cells.self_test import layer_self_test
 from longrnn.diagnostics.through_time import Run, norms
 from longrnn.evaluation.perplexity import evaluate
 from longrnn.evaluation.texts import Document
-from longrnn.cells import MIXERS
-from longrnn.cells.self_test import layer_self_test
 from longrnn.models import LanguageModel
-from longrnn.ops.ssd import BACKENDS, PARTIAL, mamba_ssm, resolve
-from longrnn.ops.ssd.self_test import self_test
 from longrnn.state import tree_map
 from longrnn.studies.stability import stability
 from longrnn.tasks import Batch

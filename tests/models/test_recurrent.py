@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from longrnn.ops.ssd import resolve
 
-from longrnn.errors import UserError
 from longrnn.cells import MIXERS, Edit, EditedState
+from longrnn.errors import UserError
 from longrnn.models import LanguageModel, RecurrentConfig, RecurrentLM, segments
 from longrnn.models.recurrent import BLOCKS
-from longrnn.ops.ssd import resolve
 from longrnn.state import LMState
 from tests.contracts.builders import (
     D_MODEL,

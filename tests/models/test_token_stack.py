@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from longrnn.cells.mamba2 import Mamba2
-from longrnn.models import RecurrentLM, generate
+from longrnn.models import RecurrentLM
 from longrnn.models.token_stack import TokenStack
 from longrnn.ops import native
 from longrnn.state import LMState, clone, leaves
