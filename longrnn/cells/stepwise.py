@@ -53,7 +53,7 @@ class StepwiseCell(Cell):
 
     @abstractmethod
     def project(self, x: Tensor) -> Tensor:
-        """What depends on the input alone, for all tokens at once: `(b, t, d_input)` → `(b, t, k)`."""
+        """Computes what depends on the input alone: `(b, t, d_input)` → `(b, t, k)`."""
 
     @abstractmethod
     def step(self, projected: Tensor, state: PyTree) -> tuple[Update, Callable[[Tensor], PyTree]]:
