@@ -164,7 +164,8 @@ class RecurrentLM(LanguageModel):
             keep: see `forward`.
             rows: see `forward`.
         """
-        if not tokens.is_floating_point():
+        embedded = isinstance(tokens, Tensor) and tokens.is_floating_point() and tokens.ndim == 3
+        if not embedded:
             tokens = check_tokens(tokens, self.vocab_size, rows)
         if state is None:
             state = self.init_state(len(tokens))
