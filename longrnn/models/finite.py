@@ -51,12 +51,12 @@ def explain_nonfinite(
     model: LanguageModel, tokens: Tensor, state: LMState | None = None
 ) -> NoReturn:
     """Raises the `UserError` of `refuse_nonfinite` for tokens whose logits are not all finite."""
-    state = model.init_state(len(tokens)) if state is None else state
-    tokens, place = tokens.to(state.position.device), ""
+    after = model.init_state(len(tokens)) if state is None else state
+    tokens, place = tokens.to(after.position.device), ""
     width = max(1, min(STEP, MAX_LOGITS // max(1, len(tokens) * model.vocab_size)))
     for part in tokens.split(width, dim=1):
-        before = state
-        logits, state = model(part, before)
+        before = after
+        logits, after = model(part, before)
         if bool(logits.isfinite().all()):
             continue
         # One by one: in a call, NaN may reach the tokens before it that are computed with it.
