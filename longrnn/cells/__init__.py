@@ -7,6 +7,7 @@ from longrnn.cells.mamba2 import Mamba2
 from longrnn.cells.recurrent import GRU, LSTM, RNN
 from longrnn.cells.scanning import ScanningCell
 from longrnn.cells.stepwise import StepwiseCell
+from longrnn.cells.torch_cell import TorchCell
 
 __all__ = [
     "GRU",
@@ -21,6 +22,7 @@ __all__ = [
     "ScanningCell",
     "Steps",
     "StepwiseCell",
+    "TorchCell",
     "Update",
     "merge",
 ]

@@ -71,9 +71,9 @@ def rescale(memory: Tensor, limit: Tensor) -> Tensor:
 
     Args:
         memory: `(b, d)`.
-        limit: scalar, float64.
+        limit: `(1,)`, float64; may be infinite.
     """
-    wide = memory.double()
+    wide, limit = memory.double(), limit.clamp(max=UNLIMITED)
     # The square of a float64 above 1e154 overflows: divide each row by its largest entry first.
     unit = wide.detach().abs().amax(-1, keepdim=True)
     unit = torch.where(unit.isfinite() & (unit > 0), unit, 1.0)

@@ -18,7 +18,7 @@ Notable choices:
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,22 +109,23 @@ def scan(
     Returns:
         y `(b, t, h, p)` and the state after the last token, both in the dtype of the state.
     """
-    state = inputs.zero_state() if state is None else state
+    h = inputs.zero_state() if state is None else state
     again = torch.is_grad_enabled() and not is_transformed()
     outputs, time = [], inputs.x.shape[1]
-    with own_precision(state):
+    with own_precision(h):
         if time <= FEW:
-            return loop(inputs, state)
+            return loop(inputs, h)
         for start in range(0, time, SEGMENT):
             part = inputs.slice(start, start + SEGMENT)
             if again:
-                y, state = checkpoint(
-                    _segment, part, state, use_reentrant=False, preserve_rng_state=False
+                pair: Any = checkpoint(
+                    _segment, part, h, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                y, state = _segment(part, state)
+                pair = _segment(part, h)
+            y, h = pair
             outputs.append(y)
-    return torch.cat(outputs, dim=1), state
+    return torch.cat(outputs, dim=1), h
 
 
 def advance(state: Tensor, log_decay: Tensor, added: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ MITIGATION_OPTIONS: dict[str, Spec] = {
     "scale_decay": {"scale": 1.5},
     "scale_delta": {"scale": 0.7},
     "sliding_window": {"window": 7, "heads": [0]},
-    "state_norm": {"threshold": 0.5},
+    "state_norm": {"threshold": 0.015},
     "token_filter": {"threshold": 0.05},
 }
 # Options that run code of their own.

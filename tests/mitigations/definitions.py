@@ -100,7 +100,8 @@ class StateNorm(Defined):
     def redefined(self, h: Tensor, keep: Tensor | None, add: Tensor) -> Tensor:
         # Finite, because `where` would turn the gradient of an infinity into NaN.
         p = self.value("threshold", 1e30).clamp(max=1e30)
-        norm = h.square().sum((2, 3), keepdim=True).sqrt()
+        square = h.square().sum((2, 3), keepdim=True)
+        norm = square.where(square > 0, 1e-60).sqrt()  # which has a gradient
         self.rescaled.append(norm > p)
         return torch.where(norm > p, h * (p / norm), h)
 

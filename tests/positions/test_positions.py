@@ -77,24 +77,6 @@ def test_a_table_gives_the_row_of_each_position(kind: str) -> None:
     assert torch.equal(encoding.encode(x, positions), encoding.table[positions])
 
 
-def test_an_encoding_sees_only_positions_that_exist() -> None:
-    """Rows that have ended past the table reach no encoding with a position beyond its last."""
-
-    class Plain(PositionalEncoding):
-        @property
-        def n_positions(self) -> int:
-            return 4
-
-        def encode(self, x: Tensor, positions: Tensor) -> Tensor:
-            return torch.arange(4.0, dtype=x.dtype)[positions][..., None].expand_as(x)
-
-    x, positions = torch.zeros(2, 1, D_MODEL), torch.tensor([[2], [7]])
-    found = Plain(D_MODEL, "add")(x, positions, checked=True)
-    assert found[:, 0, 0].tolist() == [2, 3]
-    with pytest.raises(UserError, match="position 7"):
-        Plain(D_MODEL, "add")(x, positions)
-
-
 @pytest.mark.parametrize("kind", ["learned", "random"])
 def test_a_position_past_the_end_is_refused(kind: str) -> None:
     """The error names the length that is needed, also when a model raises it."""

@@ -90,14 +90,15 @@ def _scan_inputs(
 
     All are contiguous, but for x, B and C, of which each token is: they may be parts of one tensor.
     """
-    x, gain, log_decay, B, C, state = (None if one is None else one.to(dtype) for one in tensors)
+    *given, state = tensors
+    x, gain, log_decay, B, C = (one.to(dtype) for one in given if one is not None)
     x, B, C = (
         one if one.stride()[2:] == (one.shape[3], 1) else one.contiguous() for one in (x, B, C)
     )
     if B.stride() != C.stride():
         B, C = B.contiguous(), C.contiguous()
     inputs = ScanInputs(x, gain.contiguous(), log_decay.contiguous(), B, C)
-    return inputs, None if state is None else state.contiguous()
+    return inputs, None if state is None else state.to(dtype).contiguous()
 
 
 def _scan_fields(inputs: ScanInputs, state: Tensor | None) -> dict[str, Any]:
@@ -147,7 +148,7 @@ class _Scan(torch.autograd.Function):
         dtype = kept.dtype
         inputs, state = _scan_inputs(tensors, dtype)
         grad_y = torch.zeros_like(inputs.x) if grad_y is None else grad_y
-        found = [one.new_empty(one.shape) for one in (*inputs, state)]
+        found = [one.new_empty(one.shape) for one in (*inputs, state) if one is not None]
         grads = {f"grad_{name}": one for name, one in zip(ScanInputs._fields, found, strict=False)}
         (x_row, x_token), (bc_row, bc_token) = found[0].stride()[:2], found[3].stride()[:2]
         call(
@@ -174,7 +175,7 @@ def limit(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tensor, Ten
     """See `longrnn.ops.limit.limited`; where squares leave the range of float32, it is used."""
     dtype = state.dtype
     given, before = _scan_inputs((*inputs, state), dtype)
-    y, final = given.x.new_empty(given.x.shape), torch.empty_like(before)
+    y, final = given.x.new_empty(given.x.shape), state.new_empty(state.shape)
     fits = bool((limit >= MIN_LIMIT).all()) and call(
         "limited_scan",
         dtype,
@@ -274,7 +275,7 @@ def _cell(
     # Not on torch's default device, which may be another one.
     y = projected.new_empty(b, projected.shape[1], h * p)
     conv_after, ssm_after = torch.empty_like(conv), torch.empty_like(ssm)
-    written = [_mixed(one, dtype) for one in (conv_after, y)]
+    written: list[Any] = [_mixed(one, dtype) for one in (conv_after, y)]
     names = ("projected", *Weights._fields[:6], "conv")
     call(
         "cell",
