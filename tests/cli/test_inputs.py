@@ -44,6 +44,7 @@ GOOD = {
     "destination": "new",
     "out": "new",
     "file": "{models}/good.txt",
+    "words": "doctor",
     "corpus": "{models}/good.txt",
 }
 # Options that keep a command short where what is tried is accepted, or that it needs to get there.

@@ -111,7 +111,8 @@ def test_answers_are_those_of_the_hf_type_with_fewer_tokens(
     arguments = ["--tasks", task, "--include_path", str(TASKS / suite), "--limit", "3"]
     arguments += ["--metadata", json.dumps(metadata), "--gen_kwargs", "max_gen_toks=4"]
     arguments += ["--output_path", str(tmp_path), "--log_samples"]
-    run(str(checkpoint), arguments, {"quiet": True, "device": "cpu"}, datasets=data)
+    options = {"quiet": True, "device": "cpu"}
+    run(str(checkpoint), arguments, options, datasets=data, trust_task_code=True)
     found = recorded(tmp_path)
     if suite != "ruler":  # its contexts differ from the first sentences on
         assert found["tokens_computed"] < 0.6 * found["tokens_requested"]
