@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.inference.prefix import Prompt, answers
 from longrnn.inference.scoring import Pair, score, token_losses
-from longrnn.cells import MIXERS
 from longrnn.mitigations import MITIGATIONS, mitigation
 from longrnn.models import LanguageModel, LMOutput, RecurrentLM, Rows, generate
 from longrnn.models.checkpoint import save_model

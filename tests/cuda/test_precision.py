@@ -6,10 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from longrnn.ops.ssd import BACKENDS, ScanInputs, resolve
-from longrnn.ops.ssd.rescale import rescaled_ssd
-from longrnn.ops.ssd.window import windowed_ssd
-from longrnn.ops.ssd.window_carry import init_carry
 from torch import Tensor
 
 from longrnn import load
@@ -64,7 +60,8 @@ def test_second_derivatives(kind: str, device: torch.device) -> None:
     """The gradient of a gradient's norm, as the diagnostics of gradients need it."""
 
     def outcome(where: torch.device) -> list[Tensor]:
-        mixer = build_mixer(mixer_spec(kind)).to(where)
+        spec = mixer_spec(kind) | ({"backend": "torch"} if MIXERS[kind].scans else {})
+        mixer = build_mixer(spec).to(where)
         x = random_tree(torch.empty(2, 7, D_MODEL + 2, dtype=torch.float64), 0).to(where)
         state = tree_map(lambda leaf: leaf.to(where), random_tree(mixer.init_state(2), 1))
         x.requires_grad_()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.positions import POSITIONS, PositionalEncoding
+from longrnn.positions import POSITIONS
 from tests.contracts.builders import (
     BLOCK_KINDS,
     D_MODEL,
