@@ -9,18 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-
-from longrnn import load, state
-from longrnn.diagnostics.through_time import Run, norms
-from longrnn.evaluation.perplexity import evaluate
-from longrnn.evaluation.texts import Document
-from longrnn.cells import MIXERS
-from longrnn.cells.self_test import layer_self_test
-from longrnn.models import LanguageModel
 from longrnn.ops.ssd import BACKENDS, PARTIAL, mamba_ssm, resolve
 from longrnn.ops.ssd.self_test import self_test
+
+from longrnn import load, state
+from longrnn.cells import MIXERS
+from longrnn.cells.self_test import layer_self_test
+from longrnn.diagnostics.gradients import Run, norms
+from longrnn.evaluation.perplexity import evaluate
+from longrnn.evaluation.texts import Document
+from longrnn.models import LanguageModel
 from longrnn.state import tree_map
-from longrnn.studies.stability import stability
 from longrnn.tasks import Batch
 from longrnn.training.objective import Objective
 from longrnn.training.prefetch import Prefetch
@@ -30,7 +29,6 @@ from tests.contracts.builders import (
     assert_trees_equal,
     build_mitigated,
     build_model,
-    generator,
     mitigation_spec,
     random_tokens,
 )
@@ -155,11 +153,8 @@ def test_an_evaluation(name: str, device: torch.device, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", MIXERS)
 def test_gradients_of_a_model_in_eval_mode(kind: str, device: torch.device) -> None:
-    """Stability of gradients and their norms through time; cuDNN refuses cells in eval mode."""
+    """Norms of gradients through time; cuDNN refuses cells in eval mode."""
     model, there = (build_model(kind).eval().to(where) for where in ("cpu", device))
-    inputs = torch.randint(model.vocab_size, (3, 3, 6), generator=generator(0))
-    for ours, exact in zip(stability(there, inputs), stability(model, inputs), strict=True):
-        assert_near(ours.cpu(), exact, 1e-8)
     tokens, targets = random_tokens(2, 12), random_tokens(1, 2, seed=1)[0]
     wanted = norms(Run(model, tokens), targets)
     found = norms(Run(there, tokens.to(device)), targets.to(device))
