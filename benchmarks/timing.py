@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -17,33 +16,25 @@ from typing import Any
 
 import torch
 
-from longrnn.programs import module_command, module_environment
 
-
-def add_threads(parser: argparse.ArgumentParser) -> None:
-    """Adds the option `--threads`, which `use_threads` applies."""
-    parser.add_argument(
+def parser(description: str | None, repeats: int) -> argparse.ArgumentParser:
+    """Returns a parser with the options that all benchmarks share."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--layers", type=int, default=24)
+    made.add_argument("--d-model", type=int, default=768)
+    made.add_argument("--vocab", type=int, default=50_288)
+    made.add_argument("--repeats", type=int, default=repeats)
+    made.add_argument(
         "--threads",
         type=int,
-        help="threads of torch (default: all cores); with 1, CPU time is measured instead of wall "
-        "time, which is less affected by other processes",
+        default=torch.get_num_threads(),
+        help="threads of torch; with 1, processor time is measured instead of wall time, which is "
+        "less affected by other processes",
     )
-
-
-def use_threads(args: argparse.Namespace) -> None:
-    if args.threads:
-        torch.set_num_threads(args.threads)
-
-
-def in_a_process(module: str, *arguments: str) -> Any:
-    """Runs a module in a separate process and returns the parsed JSON of its last output line."""
-    done = subprocess.run(
-        module_command(module, *arguments),
-        env=module_environment(module),
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    made.add_argument("--json", type=Path, help="also write the results to this file")
+    return made
 
 
 def clock() -> float:
@@ -54,22 +45,18 @@ def clock() -> float:
 def interleaved(
     calls: Mapping[str, Callable[[], Any]],
     repeats: int,
-    *,
-    warm: bool = False,
     timers: Mapping[str, Callable[[], float]] | None = None,
-) -> dict[str, float]:
-    """Returns the median seconds of each call; calls alternate so that noise affects all equally.
+) -> dict[str, list[float]]:
+    """Returns the seconds of each call; calls alternate so that noise affects all equally.
 
     Args:
-        calls: functions to time, by name.
+        calls: functions to time, by name; each first runs once untimed.
         repeats: number of measurements of each function.
-        warm: whether every function has run before; otherwise each first runs once untimed.
         timers: functions that measure themselves and return seconds, by name.
     """
     timers = timers or {}
-    if not warm:
-        for call in calls.values():
-            call()
+    for call in calls.values():
+        call()
     seconds: dict[str, list[float]] = {name: [] for name in (*calls, *timers)}
     for _ in range(repeats):
         for name, call in calls.items():
@@ -78,17 +65,26 @@ def interleaved(
             seconds[name].append(clock() - start)
         for name, timer in timers.items():
             seconds[name].append(timer())
-    return {name: median(values) for name, values in seconds.items()}
+    return seconds
 
 
-def cpu_model() -> str:
-    """Returns the model name of the CPU, or an empty string if it is unknown."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
+def report(title: str, tokens: int, seconds: Mapping[str, list[float]]) -> dict[str, Any]:
+    """Prints one row per call: tokens per second, and the time relative to the first call.
+
+    The relative time is the median over rounds of measurements, in brackets the extremes.
+    """
+    first = next(iter(seconds))
+    n = len(seconds[first])
+    print(f"\n{title}, {torch.get_num_threads()} threads, n = {n}")
+    print(f"{'':28} tokens/s  time relative to {first} [range]")
+    found = {}
+    for name, values in seconds.items():
+        speed = tokens / median(values)
+        ratios = [a / b for a, b in zip(values, seconds[first], strict=True)]
+        low, middle, high = min(ratios), median(ratios), max(ratios)
+        print(f"{name:28} {speed:8.1f}  {middle:.2f} [{low:.2f}, {high:.2f}]", flush=True)
+        found[name] = {"tokens_per_second": speed, "relative_time": [low, middle, high]}
+    return found
 
 
 def write_json(path: Path, figures: Mapping[str, Any]) -> None:
@@ -104,12 +100,15 @@ def write_json(path: Path, figures: Mapping[str, Any]) -> None:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", "-m", _module(), *sys.argv[1:]]),
+        "command": f"python -m benchmarks.{Path(sys.argv[0]).stem} {' '.join(sys.argv[1:])}",
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**figures, **versions, **where}, indent=2) + "\n")
 
 
-def _module() -> str:
-    here = Path(__file__).resolve().parent.parent
-    return ".".join(Path(sys.argv[0]).resolve().relative_to(here).with_suffix("").parts)
+def cpu_model() -> str:
+    """Returns the model name of the CPU, or an empty string if it is unknown."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    found = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return found[0] if found else platform.processor()

@@ -1,343 +1,173 @@
-"""Compare a transformer, a Mamba-2 and an LSTM of equal size and training on longer texts.
+"""Compare a transformer, a Mamba-2 and an LSTM of equal size on longer texts than in training.
 
-    python scripts/compare_with_transformer.py --record FILE
+    python scripts/compare_with_transformer.py recall
+    python scripts/compare_with_transformer.py passkey --reach 16
+    python scripts/compare_with_transformer.py books --train data/war_and_peace.txt \\
+        --text data/moby_dick.txt
 
-Each is trained with the trainer of `longrnn train` on rows of one length that start from the zero
-state: on pairs to recall, on passkeys, and on books. Every architecture has a grid of learning
-rates; a run ends when its recall on validation rows reaches 95 %, or after all its steps. The rate
-that is best by validation is repeated with further seeds. Then `longrnn compare` measures these
-models at the training length and beyond it: right answers, keys recalled, bits per byte on held-out
-books, speed, memory. The transformer refuses texts longer than its maximum length;
-`transformer+beyond` is the same model without that limit. The same command resumes an interrupted
-study and skips what is finished.
+All are trained by the same loop (AdamW, warm-up, cosine, clipping at 1) on the same rows of one
+length: pairs of keys and values to recall, passkeys, or books. Every architecture has a grid of
+learning rates; the one with the lowest validation loss is repeated with further seeds. These models
+are then measured at multiples of the training length. The transformer (Llama, rotary positions)
+has no limit on its length here; `longrnn compare` has costs and intervals of two checkpoints.
 """
 
 from __future__ import annotations
 
-import math
-import platform
-import shlex
-import sys
-from collections.abc import Sequence
-from datetime import UTC, datetime
+import json
+from argparse import Namespace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any
 
 import torch
-import typer
-import yaml
+from studies import UNSCORED, differences, estimate, options, record, right, run, table, text_task
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))  # benchmarks/ is not installed
+from longrnn import TASKS, RecurrentConfig, RecurrentLM
+from longrnn.errors import UserError
 
-from benchmarks.timing import cpu_model  # noqa: E402
-from longrnn.comparison.compare import compare, markdown, tables  # noqa: E402
-from longrnn.comparison.suites import read_suite  # noqa: E402
-from longrnn.diagnostics.comparison import write_report  # noqa: E402
-from longrnn.errors import UserError, nearest  # noqa: E402
-from longrnn.files import write_atomic  # noqa: E402
-from longrnn.hf.opened import OpenCheckpoint, open_checkpoint  # noqa: E402
-from longrnn.programs import run_script  # noqa: E402
-from longrnn.studies.equal_models import NAMES, shapes  # noqa: E402
-from longrnn.studies.learning_rates import (  # noqa: E402
-    Goal,
-    Trial,
-    at_best_rate,
-    best,
-    run_folder,
-    search,
-    table,
-)
-from longrnn.text import read_text  # noqa: E402
-from longrnn.units import parse_length  # noqa: E402
-
-TRAIN = ("war_and_peace", "les_miserables", "karamazov_brothers", "don_quixote")
-HELD_OUT = ("moby_dick", "tom_sawyer")
-# Tokens per training step.
-STEP_TOKENS = 4096
-# Positions of the transformer beyond the training length: for an answer, or what `cost` generates.
-EXTRA_POSITIONS = 32
-# The others are compared with the first one, which can be evaluated at every length.
-VARIANTS = {"transformer": ("+beyond", ""), "mamba2": ("",), "lstm": ("",)}
-# Ids of the pairs to recall: half of them are keys.
-RECALL_VOCABULARY = 64
-RATES = "1e-3,3e-3,1e-2"
-# Recall of validation rows from which on a task counts as learned, and number of these rows.
-LEARNED, VALIDATION_ROWS = 0.95, 64
+# Widths with about the same number of parameters, with two layers: Llama, Mamba-2, LSTM.
+SIZES = {"250k": (96, 128, 116), "120k": (64, 84, 80), "tiny": (16, 16, 16)}
+NAMES = ("transformer", "mamba2", "lstm")
+REFERENCE = "transformer"
+LENGTHS = {"recall": 16, "passkey": 256, "books": 256}
+VOCABULARY = {"recall": 64, "passkey": 256, "books": 256}
+VALIDATION = 64
 
 
-class Kind(NamedTuple):
-    """What models are trained on and measured with.
-
-    Attributes:
-        task: in training.
-        validation: the same for validation.
-        length: of a training row, as the task counts it.
-        steps: the most steps of a run.
-        score: the validation score that a run must reach; None to train all steps.
-        evaluations: of all models, at the training length and beyond.
-        costs: of the best run of each architecture.
-    """
-
-    task: dict[str, Any]
-    validation: dict[str, Any]
-    length: int
-    steps: int
-    score: str | None
-    evaluations: list[dict[str, Any]]
-    costs: list[dict[str, Any]]
-
-
-def main(
-    train: Annotated[
-        list[Path] | None, typer.Option(help="Books to train on.", show_default="four in data/")
-    ] = None,
-    text: Annotated[
-        list[Path] | None, typer.Option(help="Held-out books.", show_default="two in data/")
-    ] = None,
-    tasks: Annotated[str, typer.Option(help="What to train on.")] = "recall,passkey,books",
-    train_length: Annotated[str, typer.Option(help="Length of a training row in tokens.")] = "256",
-    pairs: Annotated[int, typer.Option(help="Pairs to recall in a training row.")] = 8,
-    recall_steps: Annotated[int, typer.Option(help="Most training steps on recall.")] = 4000,
-    passkey_steps: Annotated[int, typer.Option(help="Most training steps on passkeys.")] = 4000,
-    books_steps: Annotated[int, typer.Option(help="Training steps on books.")] = 500,
-    rates: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Learning rates of all architectures, or of one: lstm=3e-3,1e-2; repeatable.",
-            show_default=RATES,
-        ),
-    ] = None,
-    seeds: Annotated[int, typer.Option(help="Seeds at the best learning rate.")] = 3,
-    check_every: Annotated[int, typer.Option(help="Steps between two validations.")] = 250,
-    step_tokens: Annotated[int, typer.Option(help="Tokens per training step.")] = STEP_TOKENS,
-    size: Annotated[str, typer.Option(help="Parameters of each model: 250k or 120k.")] = "250k",
-    reach: Annotated[
-        int, typer.Option(help="Longest text, as a multiple of the training length.")
-    ] = 64,
-    n: Annotated[int, typer.Option("--n", help="Prompts per length and depth.")] = 8,
-    windows: Annotated[int, typer.Option(help="Windows of each held-out book.")] = 4,
-    output: Annotated[Path, typer.Option(help="Folder for runs and results.")] = Path(
-        "runs/compare-with-transformer"
-    ),
-    record: Annotated[Path | None, typer.Option(help="Also write the tables to this file.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
-) -> None:
-    """Trains and compares the models, and prints tables in Markdown."""
-    length, grid = parse_length(train_length), parse_rates(rates or [RATES])
-    counts = (recall_steps, passkey_steps, books_steps, reach, n, windows, pairs, step_tokens)
-    if min(*counts, seeds, check_every) < 1:
-        raise UserError("steps, sizes and counts must be at least 1: give larger ones")
-    books = train or [Path(f"data/{book}.txt") for book in TRAIN]
-    held_out = text or [Path(f"data/{book}.txt") for book in HELD_OUT]
-    known = {
-        "recall": lambda: recall(pairs, recall_steps, reach, n),
-        "passkey": lambda: passkey(length, passkey_steps, reach, n),
-        "books": lambda: reading(length, books_steps, reach, books, held_out, windows),
-    }
-    for name in tasks.split(","):
-        if name not in known:
-            raise UserError(f"--tasks: no task {name!r}: {nearest(name, known)}")
-    kinds = {name: known[name]() for name in tasks.split(",")}
-    lines = heading(seeds, check_every, step_tokens)
-    for name, kind in kinds.items():
-        every = kind.steps if kind.score is None else check_every
-        goal = Goal(kind.score, LEARNED, every)
-        lines += study(name, kind, grid, goal, seeds, size, step_tokens, output / name, quiet)
-        # Written after each kind of data, so that an interrupted study has its first tables.
-        for path in filter(None, (output / "table.md", record)):
-            write_atomic(path, "\n".join(lines) + "\n")
-    typer.echo("\n".join(lines))
+def main() -> None:
+    parser = options(__doc__, "runs/compare-with-transformer")
+    parser.add_argument("task", choices=LENGTHS)
+    parser.add_argument("--train", type=Path, nargs="+", help="books to train on")
+    parser.add_argument("--text", type=Path, nargs="+", help="held-out books")
+    parser.add_argument("--length", type=int, help="of a row (default: 256; recall: 16)")
+    parser.add_argument("--reach", type=int, default=4, help="longest text in training lengths")
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--step-tokens", type=int, default=4096)
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
+    parser.add_argument("--seeds", type=int, default=3, help="at the best learning rate")
+    parser.add_argument("--size", choices=SIZES, default="250k")
+    parser.add_argument("--n", type=int, default=64, help="rows per length")
+    args = parser.parse_args()
+    args.length = args.length or LENGTHS[args.task]
+    args.output /= args.task
+    if args.task == "books" and not (args.train and args.text):
+        raise UserError("books need --train and --text: name text files")
+    runs, chosen, parameters = [], {}, {}
+    for name in NAMES:
+        trials = {rate: trial(args, name, rate, 0) for rate in args.rates}
+        best = min(trials, key=lambda rate, of=trials: of[rate]["validation"])
+        seeds = [trials[best], *(trial(args, name, best, s) for s in range(1, args.seeds))]
+        chosen[name], parameters[name] = seeds, seeds[0]["parameters"]
+        runs += [[name, f"{rate:g}", f"{one['validation']:.3f}", "best" if rate == best else ""]
+                 for rate, one in trials.items()]  # fmt: skip
+    rows, verdicts = [], []
+    for length in chosen[REFERENCE][0]["scores"]:
+        scores = {name: [one["scores"][length] for one in runs] for name, runs in chosen.items()}
+        for name, values in scores.items():
+            less = differences(values, scores[REFERENCE])
+            rows.append([length, name, estimate(values), less, less.verdict])
+            if name != REFERENCE and int(length) > args.length:
+                verdicts.append(f"{name} at {length} {less.verdict}")
+    what = "loss in nats per byte" if args.task == "books" else "share of answers that are right"
+    sizes = ", ".join(f"{name} {count:,}" for name, count in parameters.items())
+    record(
+        args.output,
+        f"A transformer, a Mamba-2 and an LSTM on {args.task}, rows of {args.length}",
+        table(["model", "learning rate", "validation loss", ""], runs),
+        table(["length", "model", what, f"minus {REFERENCE}", "verdict"], rows),
+        f"Parameters: {sizes}. Intervals are over {args.seeds} seeds; differences are paired.",
+        f"**Verdict.** Beyond the training length, against the {REFERENCE}: {'; '.join(verdicts)}.",
+    )
 
 
-def recall(pairs: int, steps: int, reach: int, n: int) -> Kind:
-    """Pairs of a key and a value; a longer row has more pairs."""
-    # Keys and values of the longest row must differ.
-    lengths = [
-        2 * pairs * 2**k
-        for k in range(20)
-        if 2**k <= reach and 2 * pairs * 2**k <= RECALL_VOCABULARY
-    ]
-    task = {"kind": "recall", "vocab_size": RECALL_VOCABULARY}
-    evaluation = {"kind": "task", "name": "recall", "task": task, "lengths": lengths, "n": 8 * n}
-    costs = [{"kind": "cost", "lengths": [3 * pairs, 1024, 4096]}]
-    return Kind(task, task, 2 * pairs, steps, "token_accuracy", [evaluation], costs)
-
-
-def passkey(length: int, steps: int, reach: int, n: int) -> Kind:
-    """One key in filler; a longer row has more filler."""
-    lengths = lengths_of(length, reach)
-    evaluation = {"kind": "passkey", "lengths": lengths, "depths": [0.0, 0.5, 1.0], "n": n}
-    task = {"kind": "passkey"}
-    costs = [{"kind": "cost", "lengths": lengths}]
-    return Kind(task, task, length, steps, "accuracy", [evaluation], costs)
-
-
-def reading(
-    length: int, steps: int, reach: int, books: list[Path], held_out: list[Path], windows: int
-) -> Kind:
-    """Books; validation reads the parts of the training books that are held out."""
-    for path in (*books, *held_out):
-        read_text(path)  # refuses a missing book before the training begins
-    task = {"kind": "text", "files": list(map(str, books))}
-    evaluation = {
-        "kind": "perplexity",
-        "texts": list(map(str, held_out)),
-        "lengths": lengths_of(length, reach),
-        "windows": windows,
-    }
-    parts = [{**task, "part": part} for part in ("training", "held_out")]
-    return Kind(parts[0], parts[1], length, steps, None, [evaluation], [])
-
-
-def lengths_of(length: int, reach: int) -> list[int]:
-    """Returns the training length and its multiples by powers of 4."""
-    return [length * 4**k for k in range(20) if 4**k <= reach]
-
-
-def parse_rates(items: Sequence[str]) -> dict[str, list[float]]:
-    """Returns the learning rates of each architecture, from `RATES` and `NAME=RATES`."""
-    found: dict[str, list[float]] = {}
-    for item in sorted(items, key=lambda one: "=" in one):
-        name, equals, values = item.rpartition("=")
-        if equals and name not in NAMES:
-            raise UserError(f"--rates: no architecture {name!r}: {nearest(name, NAMES)}")
-        try:
-            numbers = [float(value) for value in values.split(",")]
-        except ValueError as error:
-            raise UserError(
-                f"--rates: {item!r} is not a list of learning rates: write them as in lstm={RATES}"
-            ) from error
-        found |= dict.fromkeys([name] if equals else NAMES, numbers)
-    missing = [name for name in NAMES if name not in found]
-    if missing:
-        raise UserError(f"--rates: none for {missing[0]}: give --rates {RATES} for all, too")
-    return found
-
-
-def study(
-    name: str,
-    kind: Kind,
-    grid: dict[str, list[float]],
-    goal: Goal,
-    seeds: int,
-    size: str,
-    step_tokens: int,
-    folder: Path,
-    quiet: bool,
-) -> list[str]:
-    """Trains and compares the models on one kind of data, and returns the lines of its record."""
-    suites = {}
-    for part, evaluations in ((name, kind.evaluations), ("cost", kind.costs)):
-        if evaluations:
-            write_atomic(folder / f"{part}.yaml", yaml.safe_dump({"evaluations": evaluations}))
-            suites[part] = read_suite(str(folder / f"{part}.yaml"))
-    trials = {}
-    for model in NAMES:
-        base = configuration(model, shapes(size)[model], kind, step_tokens)
-        trials[model] = search(
-            model, base, grid[model], seeds=seeds, goal=goal, folder=folder / model, quiet=quiet
-        )
-    lines = [f"\n## {name}\n", f"At most {kind.steps:,} steps.", ""]
-    lines += table([trial for runs in trials.values() for trial in runs])
-    chosen = {model: best(at_best_rate(runs)) for model, runs in trials.items()}
-    if any(math.isinf(run.loss) for run in chosen.values()):
-        return [*lines, "", "An architecture failed at every rate; nothing was compared."]
-    best_ones = [one for model, run in chosen.items() for one in variants(folder, model, run)]
-    cells = [
-        cell
-        for suite in suites.values()
-        for cell in compare(best_ones, [suite], output=folder / "compare", quiet=quiet)
-    ]
-    about = {one.name: f"{one.checkpoint}, trained on {name}" for one in best_ones}
-    texts = {part: suite.text for part, suite in suites.items()}
-    write_report(cells, folder / "compare", models=about, suites=texts)
-    lines += ["", *sizes(best_ones)]
-    for found in tables(cells):
-        lines += ["", *markdown(found)]
-    others = [
-        one
-        for model, runs in trials.items()
-        for run in at_best_rate(runs)
-        if run != chosen[model] and math.isfinite(run.loss)
-        for one in variants(folder, model, run, numbered=True)[:1]
-    ]
-    if others:
-        again = compare(others, [suites[name]], output=folder / "seeds", quiet=quiet)
-        lines += ["", "The other seeds at the same learning rates:"]
-        for found in tables(again):
-            lines += ["", *markdown(found)]
-    return lines
-
-
-def variants(
-    folder: Path, model: str, run: Trial, *, numbered: bool = False
-) -> list[OpenCheckpoint]:
-    """Opens the checkpoint of a run, the transformer with and without its limit."""
-    path = run_folder(folder / model, run.rate, run.seed)
-    label = f", seed {run.seed}" if numbered else ""
-    return [
-        open_checkpoint(f"{path}{suffix}", name=f"{model}{suffix}{label}")
-        for suffix in VARIANTS[model]
-    ]
-
-
-def configuration(name: str, shape: dict[str, Any], kind: Kind, step_tokens: int) -> dict[str, Any]:
-    """Returns the training configuration of one architecture; only the model differs."""
+def build(name: str, size: str, vocabulary: int) -> Any:
+    transformer, mamba2, lstm = SIZES[size]
     if name == "transformer":
-        width = 3 * kind.length // 2 if kind.task["kind"] == "recall" else kind.length
-        positions = {"max_position_embeddings": width + EXTRA_POSITIONS}
-        shape = {"transformer": shape["transformer"] | positions}
-    return {
-        **shape,
-        "task": kind.task,
-        "validation": kind.validation,
-        "eval_length": kind.length,
-        "eval_samples": VALIDATION_ROWS,
-        "length": {"max": kind.length},
-        "per_device_train_batch_size": max(1, step_tokens // kind.length),
-        "max_steps": kind.steps,
-        # A run with a goal ends at an unknown step, so its rate cannot be lowered towards the end.
-        "lr_scheduler_type": "cosine" if kind.score is None else "constant",
-        "warmup_steps": max(1, min(100, kind.steps // 5)),
-        "weight_decay": 0.1,
-        "save_steps": 10**6,
-        "save_total_limit": 1,
-        "logging_steps": 50,
-        "on_spike": "ignore",
-    }
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=vocabulary,
+                hidden_size=transformer,
+                intermediate_size=11 * transformer // 4,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                tie_word_embeddings=True,
+                use_cache=False,
+            )
+        )
+    width = mamba2 if name == "mamba2" else lstm
+    heads = {"kind": "mamba2", "d_state": 32, "head_dim": mamba2 // 2}
+    return RecurrentLM(
+        RecurrentConfig(vocabulary, width, 2, heads if name == "mamba2" else {"kind": "lstm"})
+    )
 
 
-def heading(seeds: int, check_every: int, step_tokens: int) -> list[str]:
-    """Returns the title and the paragraph on commands, hardware and settings."""
-    return [
-        "# A transformer, a Mamba-2 and an LSTM on longer texts than they were trained on",
-        "",
-        f"`python {shlex.join(sys.argv)}`, {datetime.now(UTC):%Y-%m-%d}, {cpu_model()}, "
-        f"{torch.get_num_threads()} thread(s), Python {platform.python_version()}, torch "
-        f"{torch.__version__}.",
-        "",
-        f"Rows start from the zero state; {step_tokens:,} tokens per step. Every learning rate is "
-        f"trained with one seed, the best by validation with {seeds} (bold). On recall and "
-        f"passkeys the rate is constant after a warm-up, and a run ends when {LEARNED:.0%} of the "
-        f"answers in {VALIDATION_ROWS} validation rows are right, checked every {check_every:,} "
-        "steps; on books the schedule is a cosine. In the tables of runs: the median over seeds "
-        "(lowest to highest). In the other tables: lengths of the evaluation in tokens (of "
-        "recall: of the pairs), in brackets 95 % intervals; below a value its paired difference "
-        "from `transformer+beyond` on the same items. `transformer+beyond` is the same transformer "
-        "without its limit on the length. Peak memory is that of the process, including "
-        "libraries (a transformer also loads those of transformers).",
-    ]
+def sample(
+    args: Namespace, rows: int, length: int, seed: int, held_out: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns tokens and targets of rows; `held_out` decides which books are read."""
+    draw = torch.Generator().manual_seed(seed)
+    if args.task != "books":
+        task = TASKS.build(
+            {"kind": args.task, **({"vocab_size": 64} if args.task == "recall" else {})}
+        )
+        batch = task.sample(rows, length=length, generator=draw)
+        return batch.tokens, batch.targets.where(batch.answers(), UNSCORED)
+    files = args.text if held_out else args.train
+    text_task(files)
+    text = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
+    if len(text) <= length + 1:
+        raise UserError(f"the books have {len(text):,} bytes and rows {length:,}: give longer ones")
+    starts = torch.randint(len(text) - length - 1, (rows,), generator=draw).tolist()
+    tokens = torch.stack([text[k : k + length + 1].long() for k in starts])
+    return tokens[:, :-1], tokens[:, 1:]
 
 
-def sizes(models: Sequence[OpenCheckpoint]) -> list[str]:
-    """Returns one line with the number of parameters of each model."""
-    counts = {}
-    for one in models:
-        module: Any = one.model
-        counts[one.name.partition("+")[0]] = sum(p.numel() for p in module.parameters())
-    return [f"Parameters: {', '.join(f'{name} {count:,}' for name, count in counts.items())}."]
+def loss_of(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).logits.flatten(0, 1).float(), targets.flatten())
+
+
+def trial(args: Namespace, name: str, rate: float, seed: int) -> dict[str, Any]:
+    """Trains and measures one model, or reads what was recorded of it."""
+    kept = args.output / f"{name}-{rate:g}-seed{seed}.json"
+    if kept.exists():
+        return json.loads(kept.read_text())
+    torch.manual_seed(seed)
+    model = build(name, args.size, VOCABULARY[args.task])
+    optimizer = torch.optim.AdamW(model.parameters(), rate, (0.9, 0.95), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, rate, total_steps=args.steps + 1, pct_start=0.05, cycle_momentum=False
+    )
+    rows = max(1, args.step_tokens // args.length)
+    for step in range(args.steps):
+        loss_of(
+            model, *sample(args, rows, args.length, 10**6 * (seed + 1) + step, False)
+        ).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    model.eval()
+    with torch.inference_mode():
+        validation = float(loss_of(model, *sample(args, VALIDATION, args.length, 1, False)))
+        scores = {}
+        for length in (args.length * 2**k for k in range(20) if 2**k <= args.reach):
+            tokens, targets = sample(args, args.n, length, 2, True)
+            if args.task == "books":
+                parts = zip(tokens.split(8), targets.split(8), strict=True)
+                found = [float(loss_of(model, *part)) for part in parts]
+                scores[length] = sum(found) / len(found)
+            else:
+                scores[length] = float(right(model, tokens, targets, 8).all(1).double().mean())
+    count = sum(one.numel() for one in model.parameters())
+    result = {"validation": validation, "scores": scores, "parameters": count}
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text(json.dumps(result))
+    return json.loads(kept.read_text())
 
 
 if __name__ == "__main__":
-    run_script(main, __doc__)
+    run(main)

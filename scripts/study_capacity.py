@@ -1,208 +1,74 @@
-"""Train families of small models, and relate the size of the state to forgetting and recall.
+"""Relate the size of the state to forgetting (`forget`) and to recall (`recall`).
 
-    python scripts/study_capacity.py forget
+    python scripts/study_capacity.py forget --text data/moby_dick.txt data/tom_sawyer.txt
     python scripts/study_capacity.py recall
 
 `forget` trains byte-level language models with slow decays (`configs/train/capacity_forget.yaml`),
-which collapse beyond their training length unless that length teaches them to forget. Every model
-is trained from scratch, with the same number of steps and of tokens per step at every training
-length, and then reads long windows of books that training did not see. The shortest training length
-with which a state size forgets robustly is found by bisection, which takes it that every longer one
-does too (`--all-lengths` trains them all).
-
-`recall` trains on passkeys (`configs/train/capacity.yaml`). Models this small do not learn the task
-from scratch at every length, so each state size learns it once at the shortest length, and every
-longer length continues from this start with the same number of steps and tokens.
-
-`longrnn diagnose capacity` combines what was recorded. The same command resumes an interrupted
-study. Seeds come first, so that an interrupted study has complete families.
+which collapse beyond their training length unless that length teaches them to forget. T_forget is
+the shortest training length from which on the loss by position on long windows stays below 2 × its
+largest value inside (arXiv 2410.07145), found by bisection. `recall` trains on passkeys
+(`configs/train/capacity.yaml`): each state size learns the task at the shortest length, and every
+longer length continues from there. T_recall is the longest prompt with more than 95 % recalled.
+All models have equal steps and tokens per step. Finished runs are skipped.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
 
-import typer
+import numpy as np
+import torch
+from scipy import stats
+from studies import estimate, losses, options, record, right, run, table, text_task, train, windows
 
-from longrnn import load, load_tokenizer
-from longrnn.config import load_config
+from longrnn import TASKS, load
 from longrnn.errors import UserError
-from longrnn.evaluation import passkey, perplexity
-from longrnn.evaluation.forgetting import forgetting
-from longrnn.evaluation.passkey_grid import Grid
-from longrnn.evaluation.texts import read_documents
-from longrnn.files import write_atomic
-from longrnn.hf.opened import OpenCheckpoint
-from longrnn.programs import new_app, run_script
-from longrnn.studies.capacity import LEAST_SIZES
-from longrnn.studies.capacity_report import report
-from longrnn.training.config import TrainConfig
-from longrnn.training.trainer import Trainer
-from longrnn.units import parse_length, parse_lengths
+from longrnn.units import parse_lengths
 
-CONFIGS = Path(__file__).parents[1] / "configs/train"
-BOOKS = ["data/moby_dick.txt", "data/tom_sawyer.txt"]
-PROMPTS = "256,384,512,768,1k,1536,2k,3k,4k,6k,8k,12k,16k,24k,32k"
-# Tokens per optimizer step, at every training length: a multiple of all lengths below.
+# Tokens per optimizer step, a multiple of all training lengths.
 STEP_TOKENS = {"forget": 1536, "recall": 6144}
-
-app = new_app()
-DStates = Annotated[str, typer.Option(help="State sizes, as mixer.d_state.")]
-Trainings = Annotated[str, typer.Option(help="Training lengths.")]
-Seeds = Annotated[int, typer.Option(help="Models of each state size and training length.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
-
-
-@app.command()
-def forget(
-    d_states: DStates = "2,6,16,48,128",
-    train_lengths: Trainings = "64,96,128,192,256,384,512,768",
-    all_lengths: Annotated[
-        bool, typer.Option("--all-lengths", help="Train at every length, without bisection.")
-    ] = False,
-    steps: Annotated[int, typer.Option(help="Training steps of every model.")] = 250,
-    seeds: Seeds = 2,
-    text: Annotated[
-        list[str], typer.Option(help="A book that training does not see; repeatable.")
-    ] = BOOKS,
-    length: Annotated[str, typer.Option(help="Tokens of an evaluation window.")] = "16k",
-    windows: Annotated[int, typer.Option(help="Windows of each book.")] = 4,
-    files: Annotated[
-        list[str] | None,
-        typer.Option(help="A training text; repeatable.", show_default="as in the configuration"),
-    ] = None,
-    output: Annotated[Path, typer.Option(help="Folder for runs and results.")] = Path(
-        "runs/capacity-forget"
-    ),
-    quiet: Quiet = False,
-) -> None:
-    """Measures the training length from which on models of each state size forget robustly."""
-    check(steps, seeds, windows)
-    sizes, reach = family(d_states), parse_length(length)
-    trainings = equal_tokens("forget", train_lengths)
-    if reach <= trainings[-1]:
-        raise UserError(
-            f"windows of {reach} tokens do not go beyond the longest training length: give a "
-            "longer --length"
-        )
-    heads = [head(Path(book), reach * windows + 1, output) for book in text]
-
-    def robust(trained: int, d_state: int, seed: int) -> bool:
-        """Trains one model and returns whether it forgets robustly."""
-        run = output / "runs" / f"state{d_state}-length{trained}-seed{seed}"
-        settings = common("forget", run, d_state, trained, seed, steps)
-        train("capacity_forget.yaml", settings | listed(files), quiet)
-        model, tokenizer = load(run), load_tokenizer(run)
-        rows = perplexity.evaluate(
-            model,
-            read_documents(heads, tokenizer, model),
-            length=reach,
-            output=output / "results" / run.name / "perplexity.jsonl",
-            quiet=quiet,
-        )
-        judged = forgetting(rows, trained)
-        assert judged is not None  # `reach` is greater than every training length
-        return judged.robust
-
-    for seed in range(seeds):
-        for d_state in sizes:
-            model_at = partial(robust, d_state=d_state, seed=seed)
-            if all_lengths:
-                for trained in trainings:
-                    model_at(trained)
-            else:
-                bisect_left(trainings, True, key=model_at)
-    finish(output)
+D_STATES = {"forget": "2,6,16,48,128", "recall": "4,12,32,96,256"}
+LENGTHS = {"forget": "64,96,128,192,256,384,512,768", "recall": "192,384,768,1536"}
+# Layers × heads × channels per head of the configurations: entries per unit of d_state.
+ENTRIES = 256
+FACTOR, RECALLED = 2.0, 0.95
 
 
-@app.command()
-def recall(
-    d_states: DStates = "4,12,32,96,256",
-    train_lengths: Trainings = "192,384,768,1536",
-    steps: Annotated[int, typer.Option(help="Steps of the start, at the shortest length.")] = 1000,
-    more_steps: Annotated[int, typer.Option(help="Steps of every model after the start.")] = 300,
-    seeds: Seeds = 2,
-    lengths: Annotated[str, typer.Option(help="Prompt lengths.")] = PROMPTS,
-    n: Annotated[
-        int, typer.Option("--n", help="Prompts for each length and each of three depths.")
-    ] = 20,
-    output: Annotated[Path, typer.Option(help="Folder for runs and results.")] = Path(
-        "runs/capacity-recall"
-    ),
-    quiet: Quiet = False,
-) -> None:
-    """Measures the longest passkey prompt that models of each state size recall."""
-    check(steps, more_steps, seeds, n)
-    sizes, trainings = family(d_states), equal_tokens("recall", train_lengths)
-    prompts = Grid(parse_lengths(lengths), n, passkey.evenly_spaced(3))
-    for seed in range(seeds):
-        for d_state in sizes:
-            start = output / "starts" / f"state{d_state}-seed{seed}"
-            settings = common("recall", start, d_state, trainings[0], seed, steps)
-            train("capacity.yaml", settings, quiet)
-            for trained in trainings:
-                run = output / "runs" / f"state{d_state}-length{trained}-seed{seed}"
-                settings = common("recall", run, d_state, trained, seed, more_steps)
-                train("capacity.yaml", settings | {"init_from": start}, quiet)
-                passkey.evaluate(
-                    [OpenCheckpoint(run.name, load(run), load_tokenizer(run))],
-                    prompts,
-                    output=output / "results" / run.name / "passkey.jsonl",
-                    quiet=quiet,
-                )
-    finish(output)
-
-
-def check(*numbers: int) -> None:
-    """Refuses a number of steps, seeds, windows or prompts below 1."""
-    if min(numbers) < 1:
-        raise UserError("steps, seeds, windows and n must be at least 1: give positive numbers")
-
-
-def family(d_states: str) -> list[int]:
-    """Returns the state sizes, ascending.
-
-    Raises:
-        UserError: there are too few for a fit.
-    """
-    sizes = sorted(set(parse_lengths(d_states)))
-    if len(sizes) < LEAST_SIZES:
-        raise UserError(
-            f"--d-states {d_states} has {len(sizes)} different sizes and a fit needs "
-            f"{LEAST_SIZES}: give more"
-        )
-    return sizes
-
-
-def equal_tokens(part: str, lengths: str) -> list[int]:
-    """Returns training lengths, ascending, that all have the same tokens per step.
-
-    Raises:
-        UserError: a length does not divide the tokens of a step.
-    """
-    trainings, tokens = sorted(parse_lengths(lengths)), STEP_TOKENS[part]
-    for trained in trainings:
-        if tokens % trained:
+def main() -> None:
+    parser = options(__doc__, "runs/capacity")
+    parser.add_argument("part", choices=STEP_TOKENS)
+    parser.add_argument("--d-states", type=parse_lengths, help="state sizes, comma-separated")
+    parser.add_argument("--train-lengths", type=parse_lengths)
+    parser.add_argument("--steps", type=int, help="of every run (default: 250; recall: 1,000)")
+    parser.add_argument("--more-steps", type=int, default=300, help="of recall, after the start")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--train", type=Path, nargs="+", help="books to train on")
+    parser.add_argument("--text", type=Path, nargs="+", help="books that training does not see")
+    parser.add_argument("--length", type=int, default=2**14, help="tokens of a window")
+    parser.add_argument("--windows", type=int, default=4)
+    parser.add_argument("--prompts", type=parse_lengths, default=[2**k for k in range(8, 16)])
+    parser.add_argument("--n", type=int, default=60, help="prompts of each length")
+    args = parser.parse_args()
+    args.output /= args.part
+    d_states = args.d_states or parse_lengths(D_STATES[args.part])
+    lengths = sorted(args.train_lengths or parse_lengths(LENGTHS[args.part]))
+    for length in lengths:
+        if STEP_TOKENS[args.part] % length:
             raise UserError(
-                f"rows of {trained} tokens do not divide a step of {tokens:,} tokens, and all "
-                "training lengths must have equal tokens: give divisors of it"
+                f"rows of {length} tokens do not divide a step of {STEP_TOKENS[args.part]:,} "
+                "tokens, and all lengths must have equal tokens: give divisors of it"
             )
-    return trainings
+    (forget if args.part == "forget" else recall)(args, d_states, lengths)
 
 
-def common(
-    part: str, run: Path, d_state: int, trained: int, seed: int, steps: int
-) -> dict[str, Any]:
-    """Returns the settings of a run that differ from its configuration."""
+def settings(part: str, d_state: int, length: int, seed: int, steps: int) -> dict[str, object]:
     return {
-        "output_dir": run,
         "model.mixer.d_state": d_state,
-        "length.max": trained,
-        "per_device_train_batch_size": STEP_TOKENS[part] // trained,
+        "length.max": length,
+        "per_device_train_batch_size": STEP_TOKENS[part] // length,
         "seed": seed,
         "max_steps": steps,
         "warmup_steps": max(1, steps // 8),
@@ -210,42 +76,104 @@ def common(
     }
 
 
-def listed(files: Sequence[str] | None) -> dict[str, Any]:
-    return {} if files is None else {"task.files": f"[{','.join(files)}]"}
+def forget(args, d_states: Sequence[int], lengths: Sequence[int]) -> None:
+    if not args.text or args.length <= lengths[-1]:
+        raise UserError("give --text with books, and a --length beyond the training lengths")
+    ratios: dict[tuple[int, int, int], float] = {}
+
+    def robust(length: int, d_state: int, seed: int) -> bool:
+        """Trains one model and returns whether it forgets robustly."""
+        chosen = settings("forget", d_state, length, seed, args.steps or 250)
+        if args.train:
+            chosen["task"] = text_task(args.train)
+        name = f"state{d_state}-length{length}-seed{seed}"
+        folder = train("capacity_forget", args.output / name, chosen)
+        rows = windows(args.text, str(folder), args.length, args.windows)
+        curve = losses(load(folder), rows).mean(0)
+        width = max(1, length // 8)  # so that one token is not a maximum
+        means = torch.stack([piece.mean() for piece in curve.split(width)])
+        inside = length // width
+        ratios[d_state, length, seed] = float(means[inside:].max() / means[:inside].max())
+        return ratios[d_state, length, seed] <= FACTOR
+
+    rows = []
+    for seed in range(args.seeds):
+        for d_state in d_states:
+            place = bisect_left(lengths, True, key=lambda t, d=d_state, s=seed: robust(t, d, s))
+            found = f"{lengths[place]:,}" if place < len(lengths) else f"> {lengths[-1]:,}"
+            rows.append([f"{d_state * ENTRIES:,}", seed, f"≤ {found}" if place == 0 else found])
+    models = [
+        [f"{d * ENTRIES:,}", t, s, f"{ratio:.2f}", "yes" if ratio <= FACTOR else "no"]
+        for (d, t, s), ratio in sorted(ratios.items())
+    ]
+    head = ["state", "trained on", "seed", "largest loss beyond / inside", "forgets robustly"]
+    record(
+        args.output,
+        "Forgetting by the size of the state",
+        table(["state", "seed", "T_forget"], rows),
+        table(head, models),
+        f"**Verdict.** {slopes(ratios)}",
+    )
 
 
-def train(config: str, settings: dict[str, Any], quiet: bool) -> None:
-    """Trains a run to its end, or does nothing if it is already there."""
-    overrides = [f"{key}={value}" for key, value in settings.items()]
-    loaded = load_config(TrainConfig, CONFIGS / config, overrides)
-    Trainer(loaded, resume=True, quiet=quiet).train()
+def slopes(ratios: dict[tuple[int, int, int], float]) -> str:
+    """Fits log2 of the ratio by doublings of state and training length, with t intervals."""
+    design = np.array([[1, math.log2(d * ENTRIES), math.log2(t)] for d, t, _ in ratios])
+    free = len(design) - 3
+    if free < 1 or np.linalg.matrix_rank(design) < 3:
+        return "No fit: it needs four models of different state sizes and training lengths."
+    y = np.log2(list(ratios.values()))
+    best, *_ = np.linalg.lstsq(design, y, rcond=None)
+    variance = ((y - design @ best) ** 2).sum() / free
+    errors = np.sqrt(np.diag(np.linalg.inv(design.T @ design)) * variance)
+    half = stats.t.ppf(0.975, free) * errors
+    state, length = (
+        f"{best[k]:.3f} [{best[k] - half[k]:.3f}, {best[k] + half[k]:.3f}]" for k in (1, 2)
+    )
+    return (
+        f"log2 of the largest loss beyond / inside changes by {state} per doubling of the state, "
+        f"and by {length} per doubling of the training length ({len(y)} models)."
+    )
 
 
-def head(book: Path, n_bytes: int, output: Path) -> Path:
-    """Writes the first bytes of a book to the study's folder, and returns the file.
-
-    Raises:
-        UserError: the book does not exist or is too short.
-    """
-    if not book.is_file():
-        raise UserError(f"no text at {book}: save the book there, or give another --text")
-    content = book.read_bytes()
-    if len(content) < n_bytes:
-        raise UserError(
-            f"{book} has {len(content):,} bytes and the windows need {n_bytes:,}: give a longer "
-            "text, or fewer or shorter windows"
-        )
-    path = output / "texts" / book.name
-    # A character at the cut may have up to four bytes; a partial one at the end is dropped.
-    write_atomic(path, content[: n_bytes + 4].decode("utf-8", errors="ignore"))
-    return path
-
-
-def finish(output: Path) -> None:
-    """Prints and writes the capacity of all models that the folder has results of."""
-    family = [str(output / "runs" / one.name) for one in sorted((output / "results").iterdir())]
-    typer.echo("\n".join(map(str, report(family, [output / "results"], output / "capacity"))))
+def recall(args, d_states: Sequence[int], lengths: Sequence[int]) -> None:
+    task, rows, longest = TASKS.build({"kind": "passkey"}), [], {}
+    prompts = {}
+    for length in args.prompts:
+        draw = torch.Generator().manual_seed(length)
+        prompts[length] = task.sample(args.n, length=length, generator=draw)
+    for seed in range(args.seeds):
+        for d_state in d_states:
+            start = args.output / f"start{d_state}-seed{seed}"
+            train(
+                "capacity",
+                start,
+                settings("recall", d_state, lengths[0], seed, args.steps or 1000),
+            )
+            for length in lengths:
+                name = f"state{d_state}-length{length}-seed{seed}"
+                more = settings("recall", d_state, length, seed, args.more_steps)
+                del more["model.mixer.d_state"]
+                folder = train({"task": {"kind": "passkey"}}, args.output / name, more | {
+                    "init_from": str(start), "learning_rate": 4e-3})  # fmt: skip
+                model, reached, cells = load(folder), 0, []
+                for asked, batch in prompts.items():
+                    targets = batch.targets.where(batch.answers(), -100)
+                    share = right(model, batch.tokens, targets, 8).all(1).double().mean()
+                    cells.append(f"{float(share):.2f}")
+                    reached = asked if share > RECALLED else reached
+                longest.setdefault(d_state, []).append(reached)
+                rows.append([f"{d_state * ENTRIES:,}", length, seed, *cells])
+    best = {d: max(found) for d, found in longest.items()}
+    record(
+        args.output,
+        "Recall by the size of the state",
+        table(["state", "trained on", "seed", *(f"{t:,}" for t in args.prompts)], rows),
+        "**Verdict.** Longest prompt with more than 95 % of the keys recalled, of the best model: "
+        + "; ".join(f"{d * ENTRIES:,} entries {n:,}" for d, n in best.items())
+        + f". Mean over all models: {estimate([float(n) for f in longest.values() for n in f])}.",
+    )
 
 
 if __name__ == "__main__":
-    run_script(app, __doc__)
+    run(main)

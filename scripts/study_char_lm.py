@@ -1,244 +1,204 @@
 """Test whether longer training windows help a vanilla RNN as a character language model.
 
-    python -m scripts.study_char_lm data/tinyshakespeare.txt
+    python scripts/study_char_lm.py data/tinyshakespeare.txt
 
 A vanilla RNN is trained on the head of a text by truncated back-propagation through windows of 16,
 32 and 64 characters; a GRU, an LSTM and a Mamba-2 through 64. All carry their state from window to
-window. A perceptron that sees the last 8 characters is the baseline without recurrence. All have
-the same number of parameters (within TOLERANCE), the same steps, and the same characters per step.
-Perplexity is measured on the held-out tail of the text, with Student-t intervals over seeds.
-Gradients of the first seed's models explain the result, and the gradient of the recurrent weights
-is measured in the middle and at the end of every seed's training. The same command resumes an
-interrupted study and skips finished runs.
+window. `mlp-8`, a perceptron that sees the last 8 characters, is the baseline without recurrence.
+All have about the same number of parameters, the same steps and the same characters per step.
+Perplexity is measured on the held-out tail. `longrnn diagnose gradients` shows why, on the models
+of the first seed. Finished runs are skipped.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import math
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
+from studies import (
+    command,
+    differences,
+    estimate,
+    losses,
+    options,
+    record,
+    run,
+    table,
+    text_task,
+    train,
+    windows,
+)  # fmt: skip
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from longrnn import LanguageModel, load
-from longrnn.config import build_config
-from longrnn.diagnostics.gradients import GradientRecord, Settings, Subject, diagnose
-from longrnn.diagnostics.gradients_report import write_report
-from longrnn.errors import UserError, nearest
-from longrnn.evaluation import perplexity as measure
-from longrnn.evaluation.texts import read_documents
-from longrnn.files import write_atomic
-from longrnn.hf.loading import load_recurrent
-from longrnn.models import RecurrentConfig, RecurrentLM
-from longrnn.programs import run_script
-from longrnn.tasks import TASKS
-from longrnn.text import ByteTokenizer, read_text
-from longrnn.training.config import TrainConfig
-from longrnn.training.trainer import Trainer
-from scripts import char_mlp
-from scripts.char_gradients import along_training
-from scripts.report_char_lm import (
-    MLP,
-    SETTINGS,
-    STEP_TOKENS,
-    WINDOW_TOKENS,
-    Setting,
-    Study,
-    report_lines,
-)
+from longrnn import RecurrentConfig, RecurrentLM, load
+from longrnn.errors import UserError
 
-# Share of the text that is held out, and largest relative difference in parameters.
-HELD_OUT, TOLERANCE = 0.1, 0.02
+SETTINGS = ("rnn-16", "rnn-32", "rnn-64", "gru-64", "lstm-64", "mamba2-64", "mlp-8")
+STEP_TOKENS, WINDOW, RATE = 2048, 1024, 2e-3
+# A benefit of longer windows below this many nats (2 % of perplexity) is none.
+BENEFIT = 0.02
+CONTEXT, EMBEDDING = 8, 32
 
 
-def main(
-    text: Annotated[Path, typer.Argument(help="The text, UTF-8; its tail is held out.")],
-    steps: Annotated[int, typer.Option(help="Training steps of each run.")] = 800,
-    seeds: Annotated[int, typer.Option(help="Runs for each setting.")] = 3,
-    width: Annotated[
-        int, typer.Option(help="d_model of the RNN; the others get as many parameters.")
-    ] = 256,
-    setting: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Train only this cell and window, such as rnn-64; may be given several times.",
-            show_default="all",
-        ),
-    ] = None,
-    output: Annotated[Path, typer.Option(help="Folder for the runs.")] = Path("runs/char-lm"),
-    report: Annotated[Path, typer.Option(help="Report to write.")] = Path(
-        "results/char_lm/report.md"
-    ),
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
-) -> None:
-    """Trains and evaluates the models, and writes the report."""
-    if min(steps, seeds) < 1 or width < 16:
-        raise UserError("steps and seeds must be at least 1 and width at least 16: give larger")
-    chosen = choose(setting)
-    head, tail = split_text(text, output)
-    models = {s.kind: matched(s.kind, width) for s in chosen if s.kind != MLP}
-    sizes = {kind: parameters(model) for kind, model in models.items()}
-    widths = {kind: int(model["d_model"]) for kind, model in models.items()}
-    widths[MLP] = char_mlp.matched(parameters(plain({"kind": "rnn"}, width)))
-    sizes[MLP] = char_mlp.parameters(widths[MLP])
-    trained: dict[str, list[LanguageModel]] = {one.name: [] for one in chosen}
-    losses: dict[str, list[float]] = {one.name: [] for one in chosen}
-    for seed in range(seeds):  # seed by seed: a study that is stopped has whole comparisons
-        for one in chosen:
-            run = output / one.name / f"seed{seed}"
-            config = training(one, models.get(one.kind), head, run, seed, steps)
-            if one.kind == MLP:
-                model: LanguageModel = char_mlp.train(config, widths[MLP])
+def main() -> None:
+    parser = options(__doc__, "runs/char-lm")
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--setting", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--width", type=int, default=256, help="of the RNN; sets the parameters")
+    args = parser.parse_args()
+    head, tail = split(args)
+    wanted = parameters(model_of("rnn", args.width))
+    sizes, found, first = {}, {}, []
+    for seed in range(args.seeds):  # outermost, so that an interrupted study has whole comparisons
+        for setting in args.setting:
+            kind, _, window = setting.partition("-")
+            folder = args.output / f"{setting}-seed{seed}"
+            if kind == "mlp":
+                width = fitting(wanted, lambda d: size(Perceptron(d)))
+                sizes[setting] = size(Perceptron(width))
+                rows = read(tail, args.tail_windows)
+                nats = perceptron_loss(head, rows, width, seed, args.steps)
             else:
-                Trainer(config, resume=True, quiet=quiet).train()
-                model = load(run)
-            trained[one.name].append(model)
-            losses[one.name].append(loss_of(model, run, tail, quiet))
-    study = Study(
-        losses, widths, sizes, {name: found[0] for name, found in trained.items()}, head, tail,
-        steps,
-    )  # fmt: skip
-    lines = report_lines(study, gradients(chosen, output, tail, quiet))
-    lines += along_training(chosen, output, tail, seeds, report.with_suffix(".png"))
-    write_atomic(report, "\n".join(lines) + "\n")
-    typer.echo("\n".join(lines))
+                width = fitting(wanted, lambda d, kind=kind: parameters(model_of(kind, d)))
+                sizes[setting] = parameters(model_of(kind, width))
+                config: dict[str, Any] = {"model": model_of(kind, width), "task": text_task([head])}
+                train(config, folder, run_settings(int(window), seed, args.steps))
+                rows = windows([tail], str(folder), WINDOW, args.tail_windows)
+                nats = float(losses(load(folder), rows).mean())
+                first += [str(folder)] if seed == 0 else []
+            found.setdefault(setting, []).append(nats)
+    lines = [
+        [name, f"{sizes[name]:,}", estimate(nats), f"{math.exp(sum(nats) / len(nats)):.2f}"]
+        for name, nats in found.items()
+    ]
+    blocks = [table(["setting", "parameters", "nats per character", "perplexity"], lines)]
+    others = [name for name in found if name != "rnn-64" and "rnn-64" in found]
+    less = [[n, (d := differences(found[n], found["rnn-64"])), d.verdict] for n in others]
+    blocks.append(table(["against rnn-64", "difference in nats", "verdict"], less))
+    blocks.append(f"**Verdict.** {verdict(found)}")
+    if first:
+        folder = args.output / "gradients"
+        command("diagnose", "gradients", *first, "--text", str(tail), "--output", str(folder),
+                "--quiet")  # fmt: skip
+        blocks.append(f"Gradients of the first seed: `{folder}/report.html`.")
+    record(args.output, "Character language models at equal size and steps", *blocks)
 
 
-def choose(names: list[str] | None) -> list[Setting]:
-    """Returns the settings of these names, in the order of SETTINGS.
-
-    Raises:
-        UserError: an unknown name, or no recurrent setting.
-    """
-    known = {one.name: one for one in SETTINGS}
-    for name in names or []:
-        if name not in known:
-            raise UserError(f"unknown setting {name!r}: {nearest(name, known)}")
-    chosen = [one for name, one in known.items() if names is None or name in names]
-    if all(one.kind == MLP for one in chosen):
-        raise UserError(f"{MLP} has no recurrent gradient: add a recurrent --setting")
-    return chosen
+def verdict(found: dict[str, list[float]]) -> str:
+    """Returns whether windows of 64 characters help the RNN, compared with 16."""
+    if not {"rnn-16", "rnn-64"} <= found.keys():
+        return "None: it needs rnn-16 and rnn-64."
+    benefit = differences(found["rnn-16"], found["rnn-64"])
+    said = "inconclusive"
+    if benefit.high < BENEFIT:
+        said = "confirmed: longer windows do not help"
+    if benefit.low > BENEFIT:
+        said = "refuted: longer windows help"
+    return f"Windows of 64 lower the loss of the RNN by {benefit} nats, {said}."
 
 
-def split_text(text: Path, output: Path) -> tuple[Path, Path]:
-    """Writes head and tail of a text, cut at the beginning of a line, and returns both paths."""
-    content, _ = read_text(text)
-    cut = content.find("\n", int(len(content) * (1 - HELD_OUT))) + 1
-    if cut == 0 or len(content) - cut <= WINDOW_TOKENS:
-        raise UserError(
-            f"{text} is too short: its last tenth needs more than {WINDOW_TOKENS} characters, "
-            "give a longer text"
-        )
-    head, tail = output / "head.txt", output / "tail.txt"
-    if head.is_file() and head.read_bytes() != content[:cut].encode():
-        raise UserError(f"{output} holds the study of another text: choose another --output")
-    write_atomic(head, content[:cut])
-    write_atomic(tail, content[cut:])
-    return head, tail
+def split(args: Namespace) -> tuple[Path, Path]:
+    """Writes the first nine tenths and the rest of the text, and returns both files."""
+    text_task([args.text])
+    text = args.text.read_text(encoding="utf-8")
+    cut = text.find("\n", int(0.9 * len(text))) + 1
+    args.tail_windows = (len(text[cut:].encode()) - 1) // WINDOW
+    if cut == 0 or args.tail_windows == 0:
+        raise UserError(f"the last tenth of {args.text} is too short: give a longer text")
+    args.output.mkdir(parents=True, exist_ok=True)
+    for name, part in (("head", text[:cut]), ("tail", text[cut:])):
+        (args.output / f"{name}.txt").write_text(part, encoding="utf-8")
+    return args.output / "head.txt", args.output / "tail.txt"
 
 
-def matched(kind: str, width: int) -> dict[str, Any]:
-    """Returns the model of a kind with nearly as many parameters as the RNN of `width`.
-
-    Raises:
-        UserError: no size comes within TOLERANCE.
-    """
-    wanted = parameters(plain({"kind": "rnn"}, width))
-    if kind == "mamba2":  # the largest width for a state of 64, and then the state
-        below, *_ = around(lambda d: plain(mamba2(64), d), range(16, width + 1, 16), wanted)
-        candidates = around(lambda n: plain(mamba2(n), below["d_model"]), range(64, 512, 8), wanted)
-    else:
-        candidates = around(lambda d: plain({"kind": kind}, d), range(2, width + 1), wanted)
-    best = min(candidates, key=lambda model: abs(parameters(model) - wanted))
-    if abs(parameters(best) / wanted - 1) > TOLERANCE:
-        raise UserError(f"no {kind} has about {wanted:,} parameters: give another --width")
-    return best
-
-
-def around(
-    build: Callable[[int], dict[str, Any]], sizes: range, wanted: int
-) -> list[dict[str, Any]]:
-    """Returns the largest model below `wanted` parameters and the smallest one above."""
-    place = bisect_left(sizes, wanted, key=lambda size: parameters(build(size)))
-    return [build(size) for size in sizes[max(0, place - 1) : place + 1]]
-
-
-def mamba2(d_state: int) -> dict[str, Any]:
-    return {"kind": "mamba2", "d_state": d_state, "head_dim": 16}
-
-
-def plain(mixer: dict[str, Any], width: int) -> dict[str, Any]:
-    """Returns a model of an embedding, one cell and a head."""
+def run_settings(window: int, seed: int, steps: int) -> dict[str, Any]:
     return {
-        "vocab_size": 256,
-        "d_model": width,
-        "n_layers": 1,
-        "mixer": mixer,
-        "block": "plain",
-        "tie_embeddings": False,
+        "initial_state": {"kind": "carry"},
+        "length.max": window,
+        "per_device_train_batch_size": STEP_TOKENS // window,
+        "max_steps": steps,
+        "learning_rate": RATE,
+        "warmup_steps": steps // 10,
+        "seed": seed,
     }
+
+
+def model_of(kind: str, width: int) -> dict[str, Any]:
+    """Returns a model of an embedding, one cell and a head."""
+    mixer: dict[str, Any] = {"kind": kind}
+    if kind == "mamba2":
+        mixer |= {"d_state": 64, "head_dim": 16}
+        width = 8 * max(1, width // 8)
+    common = {"vocab_size": 256, "n_layers": 1, "block": "plain", "tie_embeddings": False}
+    return {**common, "d_model": width, "mixer": mixer}
 
 
 def parameters(model: dict[str, Any]) -> int:
-    """Returns the number of parameters, without allocating them."""
     with torch.device("meta"):
-        built = RecurrentLM(build_config(RecurrentConfig, model))
-    return sum(parameter.numel() for parameter in built.parameters())
+        return size(RecurrentLM(RecurrentConfig(**model)))
 
 
-def training(
-    setting: Setting, model: dict[str, Any] | None, head: Path, run: Path, seed: int, steps: int
-) -> TrainConfig:
-    """Returns the training configuration of a run; only model, window and seed differ."""
-    rows = STEP_TOKENS // setting.window
-    stream = head.stat().st_size // STEP_TOKENS  # windows per row in one pass over the text
-    values = {
-        "output_dir": str(run),
-        **({} if model is None else {"model": model}),
-        "task": {"kind": "text", "files": [str(head)], "max_segments": stream - 1},
-        "initial_state": {"kind": "carry"},
-        "seed": seed,
-        "length": {"max": setting.window},
-        "per_device_train_batch_size": rows,
-        "max_steps": steps,
-        "learning_rate": 2e-3,
-        "warmup_steps": steps // 10,
-        "save_steps": max(1, steps // 2),  # the middle of the training, and its end
-        "save_total_limit": 2,
-        "logging_steps": 50,
-    }
-    return build_config(TrainConfig, values)
+def size(module: nn.Module) -> int:
+    return sum(one.numel() for one in module.parameters())
 
 
-def loss_of(model: LanguageModel, run: Path, tail: Path, quiet: bool) -> float:
-    """Returns nats per character on the tail, in windows that start from the zero state."""
-    documents = read_documents([tail], ByteTokenizer(), model)
-    rows = measure.evaluate(
-        model,
-        documents,
-        length=WINDOW_TOKENS,
-        output=run.parent / f"{run.name}.jsonl",
-        batch_size=16,
-        quiet=quiet,
+def fitting(wanted: int, count: Callable[[int], int]) -> int:
+    """Returns the width whose number of parameters is nearest to `wanted`."""
+    return min(range(8, 1025, 2), key=lambda width: abs(count(width) - wanted))
+
+
+class Perceptron(nn.Module):
+    """tanh(LayerNorm(W x)) and a head, x the embeddings of the last CONTEXT characters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(257, EMBEDDING)
+        self.hidden = nn.Linear(CONTEXT * EMBEDDING, width, bias=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        seen = F.pad(tokens, (CONTEXT - 1, 0), value=256).unfold(1, CONTEXT, 1)
+        return self.head(torch.tanh(self.norm(self.hidden(self.embedding(seen).flatten(2)))))
+
+    def loss(self, rows: Tensor) -> Tensor:
+        return F.cross_entropy(self(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+
+def read(file: Path, count: int) -> Tensor:
+    """Returns the first windows of a text as bytes, `(count, WINDOW + 1)`."""
+    tokens = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8).long()
+    return tokens[: count * WINDOW + 1].unfold(0, WINDOW + 1, WINDOW)
+
+
+def perceptron_loss(head: Path, rows: Tensor, width: int, seed: int, steps: int) -> float:
+    """Trains the baseline with as many characters per step, and returns its loss in nats."""
+    torch.manual_seed(seed)
+    model, text = (
+        Perceptron(width),
+        torch.frombuffer(bytearray(head.read_bytes()), dtype=torch.uint8),
     )
-    return measure.summarise(rows)[0].nats.mean
-
-
-def gradients(chosen: list[Setting], output: Path, tail: Path, quiet: bool) -> GradientRecord:
-    """Diagnoses the gradients of the first seed's models on the tail, and writes their report."""
-    subjects = [
-        Subject(s.name, load_recurrent(output / s.name / "seed0")) for s in chosen if s.kind != MLP
-    ]
-    task = TASKS.build({"kind": "text", "files": [str(tail)]})
-    folder = output / "gradients"
-    found = diagnose(
-        subjects, task, Settings(rows=16), output=folder, described="text (the tail)", quiet=quiet
+    optimizer = torch.optim.AdamW(model.parameters(), RATE)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, RATE, total_steps=steps, pct_start=0.1
     )
-    write_report(found, folder)
-    return found
+    for _ in range(steps):
+        starts = torch.randint(len(text) - 257, (STEP_TOKENS // 256,)).tolist()
+        loss = model.loss(torch.stack([text[k : k + 257].long() for k in starts]))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    with torch.no_grad():
+        return float(model.loss(rows))
 
 
 if __name__ == "__main__":
-    run_script(main, __doc__)
+    run(main)

@@ -1,338 +1,220 @@
 """Test whether positional encodings help recurrent models with large vocabularies.
 
-    python scripts/study_reverse.py --jobs 2
+    python scripts/study_reverse.py encodings
+    python scripts/study_reverse.py rare
+    python scripts/study_reverse.py vocabularies --vocab-sizes 256,1024,4096 --steps 300
 
-Reverse ordering (configs/train/reverse_study.yaml) with every cell and every encoding, the LSTM
-also with a larger vocabulary and with rare tokens, each with several seeds; gradient stability
-along the LSTM's checkpoints. The control is a duplicate of the token embedding: as wide as an
-encoding, but without positions; the others are compared with it seed by seed. Writes a document
-with tables and with verdicts that follow from the intervals alone: inconclusive if an interval
-contains 0. The same command resumes an interrupted study; more seeds add to its results.
+Reverse ordering (`configs/train/reverse_study.yaml`), as in arXiv 2402.00236. The control is
+`duplicate`, a second copy of the token embedding: as wide as an encoding, but without positions.
+Encodings are compared with it seed by seed.
+
+`encodings`: accuracy on unseen sequences, by cell and encoding. `rare`: half of the vocabulary is
+rare in training; accuracy and the stability of the gradient of the LSTM, at each checkpoint.
+`vocabularies`: the slope of the loss over log2 of the vocabulary. Finished runs are skipped.
 """
 
 from __future__ import annotations
 
-import os
-import platform
-import shlex
-import sys
-from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
+import math
+from argparse import Namespace
+from itertools import product
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Any
 
-import typer
+import numpy as np
+import torch
+from studies import differences, estimate, options, record, right, run, table, train
+from torch import Tensor
+from torch.nn import functional as F
 
-from longrnn.cells import MIXERS
-from longrnn.config import load_config
-from longrnn.diagnostics.plots import new_figure, png
-from longrnn.errors import UserError, nearest
-from longrnn.files import write_atomic
-from longrnn.intervals import Estimate, mean
-from longrnn.programs import run_script
-from longrnn.results import Row
-from longrnn.studies import attribution
-from longrnn.studies.stability import along_checkpoints
-from longrnn.sweep.grid import Axes, expand
-from longrnn.sweep.runs import Sweep
-from longrnn.sweep.table import differences, means, shown, table, verdict
-from longrnn.tasks import TASKS
-from longrnn.tasks.sequence import Transduction
-from longrnn.training.config import TrainConfig
+from longrnn import TASKS, LMState, load
+from longrnn.errors import UserError
+from longrnn.state import leaves, tree_map
+from longrnn.units import parse_lengths
 
-CONFIG = Path(__file__).parents[1] / "configs/train/reverse_study.yaml"
-SEEDS = ["111", "222", "333", "444", "555"]
-CELLS = ["lstm", "gru", "rnn", "mamba2"]
+CELLS: dict[str, dict[str, Any]] = {
+    "lstm": {"kind": "lstm"},
+    "gru": {"kind": "gru"},
+    "rnn": {"kind": "rnn"},
+    "mamba2": {"kind": "mamba2", "d_state": 32, "head_dim": 32},
+}
 ENCODINGS = ["none", "duplicate", "sinusoidal", "learned", "random"]
 CONTROL = "duplicate"
-METRIC = "token_accuracy"
-METRICS = [METRIC, "exact_match", "edit_distance"]
+TESTED = 1024
 
 
-class Part(NamedTuple):
-    """One sweep of the study, with its results."""
+def main() -> None:
+    parser = options(__doc__, "runs/reverse-study")
+    parser.add_argument("part", choices=("encodings", "rare", "vocabularies"))
+    parser.add_argument("--cell", nargs="+", choices=CELLS, help="(default: all; rare: lstm)")
+    parser.add_argument("--encoding", nargs="+", choices=ENCODINGS, default=ENCODINGS)
+    parser.add_argument("--vocab-sizes", type=parse_lengths, help="(default: 256)")
+    parser.add_argument("--length", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--rows", type=int, default=64, help="per step")
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--triplets", type=int, default=1024, help="of the gradient stability")
+    args = parser.parse_args()
+    if CONTROL not in args.encoding:
+        raise UserError(f"encodings are compared with {CONTROL}: name it in --encoding, too")
+    args.output /= args.part
+    blocks = {"encodings": encodings, "rare": rare, "vocabularies": vocabularies}[args.part](args)
+    record(args.output, f"Reverse ordering: {args.part}", *blocks)
 
-    title: str
-    base: TrainConfig
-    axes: Axes
-    rows: list[Row]
 
-
-def main(
-    seeds: Annotated[int, typer.Option(help="Runs of each combination, from 2 to 5.")] = 3,
-    vocab_size: Annotated[
-        int, typer.Option(help="Vocabulary size of the grid of all cells.")
-    ] = 256,
-    large: Annotated[
-        int, typer.Option(help="Vocabulary size of the second grid of the LSTM.")
-    ] = 1024,
-    cell: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Cell of the first grid; may be given several times.", show_default="all"
-        ),
-    ] = None,
-    encoding: Annotated[
-        list[str] | None,
-        typer.Option(help="Positional encoding; may be given several times.", show_default="all"),
-    ] = None,
-    part: Annotated[
-        list[str] | None,
-        typer.Option(help="Part of the study: cells, large or dual.", show_default="all"),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(help="Training steps of each run.", show_default="as in the configuration"),
-    ] = None,
-    triplets: Annotated[int, typer.Option(help="Triplets of the gradient stability.")] = 1024,
-    jobs: Annotated[int, typer.Option(help="Runs at the same time.")] = 2,
-    hardware: Annotated[str, typer.Option(help="Hardware, as the document describes it.")] = "",
-    output: Annotated[Path, typer.Option(help="Folder for the runs.")] = Path("runs/reverse-study"),
-    document: Annotated[Path, typer.Option(help="Document to write.")] = Path(
-        "results/reverse/report.md"
-    ),
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
-) -> None:
-    """Trains and evaluates the models, and writes the document."""
-    if not 2 <= seeds <= 5:
-        raise UserError(
-            f"seeds must be from 2 (for an interval) to 5, not {seeds}: give such a number"
-        )
-    base = load_config(TrainConfig, CONFIG, [] if steps is None else _steps(steps))
-    grids = study_grids(cell or CELLS, encoding or ENCODINGS, vocab_size, large, SEEDS[:seeds])
-    for name in part or []:
-        if name not in grids:
-            raise UserError(f"unknown part {name!r}: {nearest(name, grids)}")
-    grids = {name: grid for name, grid in grids.items() if part is None or name in part}
-    plans = {
-        title: expand(base, axes, output / name / "runs") for name, (title, axes) in grids.items()
+def trained(
+    args: Namespace, cell: str, encoding: str, vocab: int, seed: int, kind: str = "reverse"
+) -> Path:
+    """Trains one model, with four checkpoints, and returns the folder of its run."""
+    settings = {
+        "task": {"kind": kind, "vocab_size": vocab},
+        "model.vocab_size": vocab + 1,
+        "model.d_model": args.width,
+        "model.mixer": CELLS[cell],
+        "model.position": {"kind": encoding, "combine": "concat"},
+        "length.max": args.length,
+        "max_steps": args.steps,
+        "warmup_steps": max(1, args.steps // 20),
+        "per_device_train_batch_size": args.rows,
+        "save_steps": max(1, args.steps // 4),
+        "seed": 111 * (seed + 1),
     }
-    parts: dict[str, Part] = {}
-    for name, (title, axes) in grids.items():
-        rows, failures = Sweep(plans[title], output / name, jobs=jobs, quiet=quiet).run()
-        if failures:
-            listed = "; ".join(f"{f.name} ({f.reason})" for f in failures)
-            raise UserError(f"runs failed; give the same command to run them again: {listed}")
-        parts[name] = Part(title, base, axes, rows)
-    stability = []
-    if "dual" in parts:
-        runs = output / "dual/runs"
-        stability = stability_lines(parts["dual"], runs, triplets, quiet)
-        stability += attribution_lines(parts["dual"], runs, quiet)
-    plot = document.with_suffix(".png")
-    plotted = [found for name, found in parts.items() if name != "dual"]
-    picture(plotted or list(parts.values()), plot)
-    image = ["", f"![token accuracy of every run (points) and their means (bars)]({plot.name})"]
-    lines = [*preamble(base, seeds, hardware), *image, *chapters(parts), *stability]
-    write_atomic(document, "\n".join(lines) + "\n")
-    typer.echo("\n".join(lines))
+    if encoding == "none":
+        settings["model.position"] = {"kind": "none"}
+    return train("reverse_study", args.output / f"{cell}-{encoding}-{vocab}-seed{seed}", settings)
 
 
-def study_grids(
-    cells: list[str], encodings: list[str], vocab_size: int, large: int, seeds: list[str]
-) -> dict[str, tuple[str, Axes]]:
-    """Returns title and axes of every grid, by the name of its folder."""
-    for kind in cells:
-        MIXERS[kind]  # refuses an unknown cell before the training begins
-    if CONTROL not in encodings:
-        raise UserError(f"all encodings are compared with {CONTROL}: add --encoding {CONTROL}")
-    # The seed comes first, so that an interrupted study has complete comparisons.
-    all_cells: Axes = {"seed": seeds, "mixer.kind": cells, "position.kind": encodings}
-    lstm: Axes = all_cells | {"mixer.kind": ["lstm"]}
-    three = [kind for kind in encodings if kind in ("none", CONTROL, "sinusoidal")]
-    dual: Axes = lstm | {"position.kind": three, "task.kind": ["reverse_dual_frequency"]}
-    small: Axes = {"vocab_size": [str(vocab_size)]}
-    wide: Axes = {"vocab_size": [str(large)]}
-    return {
-        "cells": (f"All cells, V = {vocab_size:,}", all_cells | small),
-        "large": (f"LSTM, V = {large:,}", lstm | wide),
-        "dual": (f"LSTM, V = {vocab_size:,}, half of it rare", dual | small),
-    }
+def compared(found: dict[str, list[float]], what: str) -> tuple[list[list[object]], list[str]]:
+    """Returns rows of means and of differences from the control, and the verdicts."""
+    rows, verdicts = [], []
+    for encoding, values in found.items():
+        less = differences(values, found[CONTROL])
+        verdict = "control" if encoding == CONTROL else less.verdict
+        rows.append([what, encoding, estimate(values), less, verdict])
+        if encoding not in (CONTROL, "none"):
+            verdicts.append(verdict)
+    return rows, verdicts
 
 
-def _steps(steps: int) -> list[str]:
-    """Returns the settings of a run of `steps` steps with four checkpoints."""
-    every = max(1, steps // 4)
-    return [f"max_steps={steps}", f"save_steps={every}", f"warmup_steps={max(1, steps // 20)}"]
+def verdict_of(verdicts: list[str]) -> str:
+    counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("higher", "lower", "inconclusive"))
+    return (
+        f"**Verdict.** Of {len(verdicts)} comparisons of a positional encoding with the {CONTROL} "
+        f"control: {counts}. One in twenty intervals is expected to be wrong."
+    )
 
 
-def preamble(base: TrainConfig, seeds: int, hardware: str) -> list[str]:
-    """Returns title, hardware, settings and command of the document."""
-    assert base.model is not None  # `reverse_study.yaml` has one
-    where = hardware or f"{os.cpu_count()} cores, {platform.machine()}, no GPU"
-    return [
-        "# Reverse ordering with five positional encodings, on a CPU",
-        "",
-        f"{datetime.now(UTC):%Y-%m-%d}, {where}. One layer, hidden and embedding "
-        f"{base.model.d_model}, length {base.length.max}, {base.max_steps:,} steps of "
-        f"{base.per_device_train_batch_size} rows, {seeds} seeds; everything else as in "
-        "`configs/train/reverse_study.yaml`. Scores are those of 1,024 sequences that training "
-        "never saw. Intervals are over seeds (Student t, 95 %); a single one is wrong in one of "
-        "twenty cases, and there are many here. `docs/studies.md` has question and setting.",
-        "",
-        "```",
-        shlex.join(["python", "scripts/study_reverse.py", *sys.argv[1:]]),
-        "```",
-    ]
+HEAD = ["of", "encoding", "mean [95 % interval over seeds]", f"minus {CONTROL}", "verdict"]
 
 
-def chapters(parts: dict[str, Part]) -> Iterator[str]:
-    """Yields the tables and the verdict of every part."""
-    for name, part in parts.items():
-        yield from ["", f"## {part.title}", ""]
-        conditions = conditions_of(part) if name == "dual" else []
-        yield from scores(part, conditions or METRICS)
-        yield from ["", *verdicts(part, conditions or [METRIC])]
+def encodings(args: Namespace) -> list[str]:
+    rows, verdicts = [], []
+    for cell, vocab in product(args.cell or CELLS, args.vocab_sizes or [256]):
+        task = TASKS.build({"kind": "reverse", "vocab_size": vocab})
+        batch = task.sample(TESTED, length=args.length, generator=torch.Generator().manual_seed(0))
+        found = {}
+        for encoding in args.encoding:
+            runs = [trained(args, cell, encoding, vocab, seed) for seed in range(args.seeds)]
+            shares = [right(load(one), batch.tokens, batch.targets).double() for one in runs]
+            found[encoding] = [float(share.mean()) for share in shares]
+        more, judged = compared(found, f"{cell}, V = {vocab:,}")
+        rows, verdicts = rows + more, verdicts + judged
+    return ["Token accuracy on unseen sequences.", table(HEAD, rows), verdict_of(verdicts)]
 
 
-def conditions_of(part: Part) -> list[str]:
-    """Returns the four conditions of the dual-frequency test."""
-    return [name for name in part.rows[0]["metrics"] if name.endswith("disturbants")]
+def rare(args: Namespace) -> list[str]:
+    """Compares the stability of the gradient, by condition and checkpoint."""
+    rows, verdicts = [], []
+    for cell, vocab in product(args.cell or ["lstm"], args.vocab_sizes or [256]):
+        kind = "reverse_dual_frequency"
+        task: Any = TASKS.build({"kind": kind, "vocab_size": vocab})
+        draw = torch.Generator().manual_seed(0)
+        inputs = {
+            one.name: triplets(task, one, args.triplets, args.length, draw)
+            for one in task.conditions()
+        }
+        found: dict[tuple[str, str], dict[str, list[float]]] = {}
+        for encoding, seed in product(args.encoding, range(args.seeds)):
+            folder = trained(args, cell, encoding, vocab, seed, kind)
+            for place in sorted(folder.glob("checkpoint-*")):
+                model = load(place)
+                for condition, tokens in inputs.items():
+                    key = (place.name, condition)
+                    value = float(stability(model, tokens).mean())
+                    found.setdefault(key, {}).setdefault(encoding, []).append(value)
+        for (step, condition), values in sorted(found.items()):
+            more, judged = compared(values, f"{cell}, {step}, {condition}")
+            rows, verdicts = rows + more, verdicts + judged
+    about = (
+        "Stability of the gradient J of the last output in the state after the first token: the "
+        "cosine of J between two inputs with the same first token, weighted by norms; 1 if the "
+        "other tokens do not change it."
+    )
+    return [about, table(HEAD, rows), verdict_of(verdicts)]
 
 
-def scores(part: Part, metrics: Sequence[str]) -> list[str]:
-    """Returns a table of means over seeds."""
-    cells = [
-        [values["mixer.kind"], values["position.kind"], *(shown(found[m]) for m in metrics)]
-        for values, found in means(part.rows, part.axes)
-    ]
-    return table(["cell", "encoding", *(metric.replace("_", " ") for metric in metrics)], cells)
+def triplets(task: Any, condition: Any, n: int, length: int, draw: torch.Generator) -> Tensor:
+    """Returns pairs of inputs with the same first token, `(n, 2, 2 · length)`."""
+    low, high = condition.target.start, condition.target.stop
+    first = torch.randint(low, high, (n, 1, 1), generator=draw).expand(n, 2, 1)
+    low, high = condition.disturbants.start, condition.disturbants.stop
+    rest = torch.randint(low, high, (n, 2, length - 1), generator=draw)
+    inputs = torch.cat([first, rest], dim=2)
+    return torch.cat([inputs, torch.full_like(inputs, task.query)], dim=2)
 
 
-def verdicts(part: Part, metrics: Sequence[str]) -> list[str]:
-    """Returns a table of differences from the control and from no encoding, with verdicts."""
-    lines, cells = [], []
-    for metric in metrics:
-        from_control = differences(part.rows, part.axes, ("position.kind", CONTROL), metric)
-        from_none = differences(part.rows, part.axes, ("position.kind", "none"), metric)
-        plain = {tuple(d.values.values()): d.estimate for d in from_none}
-        for one in from_control:
-            cell, encoding = one.values["mixer.kind"], one.values["position.kind"]
-            other = plain.get(tuple(one.values.values()))
-            row = [cell, encoding, shown(one.estimate), one.verdict]
-            row += ["–", "–"] if other is None else [shown(other), verdict(other)]
-            cells.append([*([metric] if len(metrics) > 1 else []), *row])
-    head = ["cell", "encoding", f"minus {CONTROL}", "verdict", "minus none", "verdict"]
-    lines += table([*(["of"] if len(metrics) > 1 else []), *head], cells)
-    counts = [row[-3] for row in cells if row[-5] != "none"]
-    counted = ", ".join(f"{counts.count(v)} {v}" for v in ("higher", "lower", "inconclusive"))
-    return [
-        *lines,
-        "",
-        f"**Verdict.** Of {len(counts)} comparisons of a positional encoding with the {CONTROL} "
-        f"control: {counted}.",
-    ]
+def stability(model: Any, inputs: Tensor) -> Tensor:
+    """Returns Σ_i ⟨J_i, J'_i⟩ / Σ_i ‖J_i‖ ‖J'_i‖ over the rows i of J, for each pair, `(n,)`."""
+    model.requires_grad_(False)
+    found = []
+    for part in inputs.split(64):
+        tokens = part.flatten(0, 1)
+        state = model(tokens[:, :1], keep=0).state
+        layers = tree_map(lambda leaf: leaf.clone().requires_grad_(), state.layers)
+        z = [leaf for _, leaf in leaves(layers)]
+        y, _ = model.hidden(tokens[:, 1:], LMState(state.position, layers), keep=1)
+        products = weights = torch.zeros(len(part))
+        for index in range(y.shape[-1]):
+            total = y[:, 0, index].sum()
+            grads = torch.autograd.grad(total, z, retain_graph=True, materialize_grads=True)
+            one, other = (
+                torch.cat([g.flatten(1) for g in grads], 1).view(len(part), 2, -1).unbind(1)
+            )
+            products = products + (one * other).sum(1)
+            weights = weights + one.norm(dim=1) * other.norm(dim=1)
+        found.append(torch.where(weights > 0, products / weights, 0.0))
+    return torch.cat(found)
 
 
-def stability_lines(part: Part, folder: Path, n: int, quiet: bool) -> list[str]:
-    """Returns the gradient stability of the LSTM by condition and checkpoint: means over seeds."""
-    task = dual_task(part)
-    found: dict[tuple[str | None, str, int], list[tuple[float, ...]]] = {}
-    for row in part.rows:
-        measured = along_checkpoints(
-            folder / row["run"], task, length=part.base.length.max, n=n, quiet=quiet
-        )
-        for one in measured:
-            key = one.condition, row["values"]["position.kind"], one.step
-            means_of = (one.same_token, one.same_suffix, one.norm)
-            found.setdefault(key, []).append(tuple(estimate.mean for estimate in means_of))
-    cells, verdicts_of = [], []
-    places = {condition.name: index for index, condition in enumerate(task.conditions())}
-    # The sort is stable: within a condition, encodings and steps keep their order.
-    for (condition, encoding, step), runs in sorted(found.items(), key=lambda i: places[i[0][0]]):
-        token, suffix, norm = (mean(values) for values in zip(*runs, strict=True))
-        against = ["–", "–"]
-        if encoding != CONTROL:
-            # For every encoding, runs are in the order of their seeds.
-            pairs = zip(runs, found[condition, CONTROL, step], strict=True)
-            less = mean([run[0] - control[0] for run, control in pairs])
-            against = [shown(less), verdict(less)]
-            if encoding != "none":
-                verdicts_of.append(verdict(less))
-        row_start = [condition or "all tokens", encoding, f"{step:,}", shown(token)]
-        cells.append([*row_start, *against, shown(suffix), short(norm)])
-    head = ["condition", "encoding", "step", "same first token", f"minus {CONTROL}", "verdict"]
-    counted = ", ".join(f"{verdicts_of.count(v)} {v}" for v in ("higher", "lower", "inconclusive"))
-    return [
-        "",
-        f"## Gradient stability of the LSTM ({n:,} triplets per condition and checkpoint)",
-        "",
-        *table([*head, "same suffix", "norm of J"], cells),
-        "",
-        f"**Verdict.** Of {len(verdicts_of)} comparisons of a positional encoding with the "
-        f"{CONTROL} control, on inputs that share the first token: {counted}.",
-    ]
+def vocabularies(args: Namespace) -> list[str]:
+    sizes, rows, verdicts = args.vocab_sizes or [256, 1024, 4096, 16_384], [], []
+    if len(sizes) < 2:
+        raise UserError("a slope needs two vocabularies: give --vocab-sizes such as 256,1024")
+    for cell in args.cell or ["mamba2"]:
+        found: dict[str, list[float]] = {}
+        for encoding, seed in product(args.encoding, range(args.seeds)):
+            curve = [loss(args, cell, encoding, vocab, seed) for vocab in sizes]
+            slope = np.polyfit([math.log2(vocab) for vocab in sizes], curve, 1)[0]
+            found.setdefault(encoding, []).append(float(slope))
+        more, judged = compared(found, cell)
+        rows, verdicts = rows + more, verdicts + judged
+    about = f"Slope of the loss in nats per doubling of the vocabulary, V in {sizes}."
+    return [about, table(HEAD, rows), verdict_of(verdicts)]
 
 
-def dual_task(part: Part) -> Transduction:
-    """Returns the task of the part with rare tokens."""
-    options = {
-        "kind": part.axes["task.kind"][0], "vocab_size": int(part.axes["vocab_size"][0])
-    }  # fmt: skip
-    task = TASKS.build(part.base.task | options, None)
-    assert isinstance(task, Transduction)
-    return task
-
-
-def attribution_lines(part: Part, folder: Path, quiet: bool) -> list[str]:
-    """Returns the share of rare tokens in the squared gradient at the embedding, by checkpoint."""
-    found: dict[tuple[str, int], list[tuple[float, ...]]] = {}
-    for row in part.rows:
-        measured = attribution.along_checkpoints(
-            folder / row["run"], dual_task(part), length=part.base.length.max, quiet=quiet
-        )
-        for one in measured:
-            ratio = one.per_rare_token.mean / one.per_frequent_token.mean
-            key = row["values"]["position.kind"], one.step
-            found.setdefault(key, []).append((one.rare_share.mean, ratio))
-    cells = []
-    for (encoding, step), runs in found.items():
-        share, ratio = (mean(values) for values in zip(*runs, strict=True))
-        less = mean([a[1] - b[1] for a, b in zip(runs, found[CONTROL, step], strict=True)])
-        against = ["–", "–"] if encoding == CONTROL else [short(less), verdict(less)]
-        cells.append([encoding, f"{step:,}", shown(share), short(ratio), *against])
-    head = ["encoding", "step", "share of rare tokens", "a rare row / a frequent row"]
-    return [
-        "",
-        f"## Attribution of the gradient ({attribution.SEQUENCES:,} sequences per checkpoint)",
-        "",
-        "Squared gradient at the rows of the embedding, as `longrnn diagnose attribution` measures "
-        "it. The third column is per token that a sequence has.",
-        "",
-        *table([*head, f"minus {CONTROL}", "verdict"], cells),
-    ]
-
-
-def picture(parts: Sequence[Part], path: Path) -> None:
-    """Plots the token accuracy of every run by encoding, with one panel per cell."""
-    panels = [
-        (f"{cell}, V = {part.axes['vocab_size'][0]}", part, cell)
-        for part in parts
-        for cell in part.axes["mixer.kind"]
-    ]
-    figure = new_figure(2.1 * len(panels) + 0.6, 3.2)
-    for axes, (title, part, cell) in zip(
-        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
-    ):
-        encodings = part.axes["position.kind"]
-        for place, encoding in enumerate(encodings):
-            chosen = {"mixer.kind": cell, "position.kind": encoding}
-            found = [
-                row["metrics"][METRIC]
-                for row in part.rows
-                if chosen.items() <= row["values"].items()
-            ]
-            axes.plot([place] * len(found), found, "o", ms=4, color="C0", alpha=0.6)
-            axes.plot(place, sum(found) / len(found), "_", ms=16, mew=2, color="black")
-        axes.set_xticks(range(len(encodings)), encodings, rotation=60, ha="right")
-        axes.set(title=title, ylabel=METRIC.replace("_", " "), xlim=(-0.6, len(encodings) - 0.4))
-    write_atomic(path, png(figure))
-
-
-def short(estimate: Estimate) -> str:
-    """Returns a mean with its interval, with two significant digits."""
-    return f"{estimate.mean:.2g} [{estimate.low:.2g}, {estimate.high:.2g}]"
+@torch.inference_mode()
+def loss(args: Namespace, cell: str, encoding: str, vocab: int, seed: int) -> float:
+    """Trains one model and returns its loss on unseen sequences."""
+    model = load(trained(args, cell, encoding, vocab, seed))
+    task = TASKS.build({"kind": "reverse", "vocab_size": vocab})
+    batch = task.sample(TESTED, length=args.length, generator=torch.Generator().manual_seed(0))
+    total = []
+    for tokens, targets in zip(batch.tokens.split(64), batch.targets.split(64), strict=True):
+        logits = model(tokens).logits.flatten(0, 1)
+        total.append(float(F.cross_entropy(logits, targets.flatten())))
+    return sum(total) / len(total)
 
 
 if __name__ == "__main__":
-    run_script(main, __doc__)
+    run(main)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from longrnn.cli.capacity import capacity
 from longrnn.cli.gradients import gradients
 from longrnn.cli.memory import memory
 from longrnn.cli.options import (
@@ -21,7 +20,6 @@ from longrnn.cli.options import (
     warn_if_calibrated_on,
 )
 from longrnn.cli.results_folders import results_folder
-from longrnn.cli.token_gradients import attribution, stability
 from longrnn.console import print_table
 from longrnn.errors import UserError
 from longrnn.units import parse_length
@@ -35,10 +33,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 app.command("memory")(memory)
-app.command("capacity")(capacity)
 app.command("gradients")(gradients)
-app.command("stability")(stability)
-app.command("attribution")(attribution)
 # At most this many rows are printed; the report has all of them.
 MAX_ROWS = 30
 
@@ -73,17 +68,14 @@ def states(
 ) -> None:
     """Find the heads that collapse beyond the training length or keep the first tokens.
 
-    Also finds outlier channels of heads, and measures which heads and channels the output of each
-    layer consists of, inside and beyond the training length. Writes states.jsonl (by position),
-    channels.jsonl (by channel), diagnosis.yaml (which lists the collapsing heads, so that a
+    Writes states.jsonl (by position), diagnosis.yaml (which lists the collapsing heads, so that a
     mitigation can be limited to them), pictures and report.html.
 
     Example: longrnn diagnose states passkey-tiny-short --text book.txt --length 64k
     """
     from longrnn.diagnostics import states as measure
-    from longrnn.diagnostics.readers import reader_of
-    from longrnn.diagnostics.states_report import write_report
-    from longrnn.diagnostics.states_summary import summary
+    from longrnn.diagnostics.observe import check_observable
+    from longrnn.diagnostics.states_report import summary, write_report
     from longrnn.evaluation.texts import read_documents
     from longrnn.hf.loading import load_plain
     from longrnn.hf.specs import mitigated
@@ -94,7 +86,9 @@ def states(
         raise UserError("give --text FILE, --newlines, or both")
     tokens, trained = parse_length(length), required_training_length(checkpoint, train_length)
     plain, own = load_plain(checkpoint, device=pick_device(device))
-    reader_of(plain)  # refuses a model without readable states before it refuses a mitigation
+    check_observable(
+        plain
+    )  # refuses a model without readable states before it refuses a mitigation
     model = mitigated(plain, [spec for spec in (own, mitigation) if spec is not None])
     tokenizer = load_tokenizer(checkpoint)
     documents = read_documents(text or [], tokenizer, model)
@@ -116,7 +110,7 @@ def states(
     report, *pictures = write_report(diagnosis, folder)
     print_states(diagnosis)
     typer.echo(f"{summary(diagnosis)}\n{diagnosis.about['criterion']}")
-    files = [folder / name for name in ("states.jsonl", "channels.jsonl", "diagnosis.yaml")]
+    files = [folder / name for name in ("states.jsonl", "diagnosis.yaml")]
     written = [*files, *pictures, report]
     typer.echo("\n".join(map(str, written)))
 
@@ -126,7 +120,7 @@ def print_states(diagnosis: Diagnosis) -> None:
     from rich.table import Table
 
     heads = [*diagnosis.collapsing(), *diagnosis.global_heads()]
-    chosen = [finding for finding in diagnosis.findings if [finding.layer, finding.head] in heads]
+    chosen = [finding for finding in diagnosis.findings if (finding.layer, finding.head) in heads]
     if not chosen:
         return
     table = Table(title="heads that collapse or are global", title_justify="left")
@@ -138,11 +132,11 @@ def print_states(diagnosis: Diagnosis) -> None:
         table.add_row(
             str(finding.layer),
             str(finding.head),
-            finding.prompt,
+            diagnosis.prompts[finding.prompt].name,
             ", ".join(finding.left) or "–",
             "–" if finding.onset is None else f"{finding.onset:,}",
             f"{finding.growth:.3g}",
-            "–" if finding.retention is None else f"{finding.retention:.3g}",
+            f"{finding.retention:.3g}" if diagnosis.retention_is_defined() else "–",
         )
     if len(chosen) > MAX_ROWS:
         table.caption = f"and {len(chosen) - MAX_ROWS} more rows in the report"

@@ -122,8 +122,6 @@ def gradients(
     report, *pictures = write_report(record, folder)
     print_gradients(record)
     typer.echo(summary(record))
-    for source in dict.fromkeys(sources):
-        typer.echo("".join(f"{line}\n" for line in _nonfinite_steps(Path(source))), nl=False)
     typer.echo("\n".join(map(str, [folder / "gradients.jsonl", *pictures, report])))
 
 
@@ -220,34 +218,16 @@ def _subjects(
             raise UserError(
                 f"--max-grad-{name} must be above 0, not {limit}: give a positive number"
             )
-    found = []
-    for source in opened:
-        default = Subject(source.name, source.model)
-        found.append(
-            default._replace(
-                max_grad_norm=max_grad_norm
-                or source.training.get("max_grad_norm")
-                or default.max_grad_norm,
-                max_grad_value=max_grad_value
-                or source.training.get("max_grad_value")
-                or default.max_grad_value,
-            )
+    default = Subject("", opened[0].model)
+    return [
+        Subject(
+            one.name,
+            one.model,
+            max_grad_norm or one.training.get("max_grad_norm") or default.max_grad_norm,
+            max_grad_value or one.training.get("max_grad_value") or default.max_grad_value,
         )
-    return found
-
-
-def _nonfinite_steps(folder: Path) -> list[str]:
-    """One line for each step with a non-finite loss or gradient that a run recorded."""
-    from longrnn.training import replay
-    from longrnn.training.checkpoint import read_tensors
-
-    lines = []
-    for path in replay.files(folder):
-        content = read_tensors(path)
-        lines.append(
-            f"step {content['step']} of {folder}: {content['where']} (longrnn replay {path})"
-        )
-    return lines
+        for one in opened
+    ]
 
 
 def print_gradients(record: GradientRecord) -> None:

@@ -3,6 +3,9 @@
 Notable choices:
 - Everything is measured in float64, in which vanishing gradients do not underflow.
 - If loss or gradient are not finite in the model's own dtype, only this is reported.
+- h_k is the state that token k passes to token k + 1. Its gradient is computed by autograd over
+  calls of one token each, which give the same result as one call.
+- loss_T is the loss at the last scored token of a row alone, and T counts the tokens up to it.
 """
 
 from __future__ import annotations
@@ -11,38 +14,38 @@ import copy
 import json
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from longrnn.cells import Mamba2
 from longrnn.diagnostics.jacobian import Step, lyapunov, spectrum
-from longrnn.diagnostics.through_time import Run, clipping, histogram, last_scored, norms
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
+from longrnn.intervals import Estimate, mean
 from longrnn.models import RecurrentLM
 from longrnn.progress import Progress
-from longrnn.ranges import check_count
 from longrnn.seeds import seeded
-from longrnn.state import LMState, leaves
+from longrnn.state import LMState, leaves, tree_map
 from longrnn.tasks import Batch, Task
-from longrnn.training.nonfinite import examine
-from longrnn.training.objective import Objective
 
 FORMAT = "longrnn-gradients-1"
 LENGTHS = (16, 32, 64)
 # Tokens of a sequence at which spectra are taken, evenly spaced.
 READINGS = 16
+# Edges of the histograms as powers of ten; values outside count in the first or last bin.
+BINS = [exponent / 2 for exponent in range(-32, 5)]
 DEFINITION = (
     "Norms are those of ∂loss_T/∂h_k: h_k is the state that token k passes to token k + 1, and "
     "loss_T the loss at the last scored token alone. Slopes are fitted to the far half of the "
     "distances T − k. Jacobians are those of one layer's state after a token with respect to its "
     "state before it, at the input that the layer reads there."
 )
+Row = dict[str, Any]
 
 
 class Subject(NamedTuple):
@@ -73,11 +76,11 @@ class Settings(NamedTuple):
 class GradientRecord(NamedTuple):
     """The content of gradients.jsonl: the header `about`, and all other `rows`."""
 
-    about: dict[str, Any]
-    rows: list[dict[str, Any]]
+    about: Row
+    rows: list[Row]
 
-    def of(self, kind: str, **fields: Any) -> list[dict[str, Any]]:
-        """Return the rows of one kind whose fields have these values."""
+    def of(self, kind: str, **fields: Any) -> list[Row]:
+        """Returns the rows of one kind whose fields have these values."""
         wanted = {"kind": kind, **fields}
         return [row for row in self.rows if wanted.items() <= row.items()]
 
@@ -91,7 +94,7 @@ def diagnose(
     described: str = "",
     quiet: bool = False,
 ) -> GradientRecord:
-    """Measure gradients of models on one task, and write `gradients.jsonl`.
+    """Measures gradients of models on one task, and writes `gradients.jsonl`.
 
     Args:
         subjects: models with different names.
@@ -105,13 +108,17 @@ def diagnose(
         UserError: a model without recurrent weights or with too few ids, lengths that the task
             cannot make, settings out of range.
     """
-    for name in ("rows", "exponents"):
-        check_count(name, getattr(settings, name))
-    check_count("the number of lengths", len(settings.lengths))
+    if min(settings.rows, settings.exponents) < 1 or not settings.lengths:
+        raise UserError(
+            "rows, exponents and the number of lengths must be at least 1: give positive numbers"
+        )
     for subject in subjects:
-        check(subject.model, task)
-    batches = {length: _draw(task, length, settings) for length in settings.lengths}
-    rows: list[dict[str, Any]] = []
+        _check(subject.model, task)
+    batches = {
+        length: task.sample(settings.rows, length=length, generator=seeded(settings.seed))
+        for length in settings.lengths
+    }
+    rows: list[Row] = []
     steps = len(subjects) * len(batches)
     with Progress("gradients", steps, unit="lengths", quiet=quiet) as progress:
         for subject in subjects:
@@ -131,8 +138,17 @@ def diagnose(
     return GradientRecord(head, rows)
 
 
-def check(model: object, task: Task) -> None:
-    """Raise a UserError if a model has no recurrent weights or does not fit the task."""
+def default_lengths(task: Task) -> list[int]:
+    """Returns LENGTHS, or the default length of a task for which these are too short."""
+    try:
+        task.sample(1, length=min(LENGTHS), generator=torch.Generator().manual_seed(0))
+    except UserError:
+        return [task.default_length]
+    return list(LENGTHS)
+
+
+def _check(model: object, task: Task) -> None:
+    """Refuses a model without recurrent weights or with fewer ids than the task."""
     if not isinstance(model, RecurrentLM) or not all(m.recurrent_weights for m in model.cells):
         raise UserError(
             f"a {type(model).__name__} has no recurrent weights whose gradient could be followed: "
@@ -145,31 +161,14 @@ def check(model: object, task: Task) -> None:
         )
 
 
-def default_lengths(task: Task) -> list[int]:
-    """Return LENGTHS, or the default length of a task for which these are too short."""
-    try:
-        task.sample(1, length=min(LENGTHS), generator=torch.Generator().manual_seed(0))
-    except UserError:
-        return [task.default_length]
-    return list(LENGTHS)
-
-
-def _draw(task: Task, length: int, settings: Settings) -> Batch:
-    generator = seeded(settings.seed)
-    return task.sample(settings.rows, length=length, generator=generator)
-
-
-def _measure(
-    subject: Subject, batch: Batch, length: int, settings: Settings
-) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one model and length."""
-    model = subject.model
-    batch = batch.to(next(model.parameters()).device)
-    where = nonfinite(model, batch)
+def _measure(subject: Subject, batch: Batch, length: int, settings: Settings) -> Iterator[Row]:
+    """Yields the rows of one model and length."""
+    batch = batch.to(next(subject.model.parameters()).device)
+    where = nonfinite(subject.model, batch)
     if where is not None:
         yield {"kind": "nonfinite", "length": length, "where": where}
         return
-    wide = copy.deepcopy(model).double().eval()
+    wide = copy.deepcopy(subject.model).double().eval()
     for cell in wide.cells:
         if isinstance(cell, Mamba2):
             cell.backend = "torch"  # which has second derivatives
@@ -185,81 +184,206 @@ def _measure(
         yield from jacobians(wide, tokens[:1], settings)
 
 
+def loss_of(model: RecurrentLM, batch: Batch) -> Tensor:
+    """Returns the mean loss over the scored tokens of a batch."""
+    return F.cross_entropy(model(batch.tokens).logits.transpose(1, 2), batch.targets)
+
+
 def nonfinite(model: RecurrentLM, batch: Batch) -> str | None:
-    """What is not finite in the loss of a batch or its gradient, and where it begins: the layer,
-    the parameter, and the first token after which a state is not finite; None where all is."""
+    """Names what is not finite first: a weight, a state and its token, the loss, or a gradient.
+
+    Returns:
+        None if weights, states, loss and gradients are finite.
+    """
+    named = dict(model.named_parameters())
+    for name, weight in named.items():
+        if not weight.isfinite().all():
+            return f"the weight {name} is not finite"
     state = model.init_state(len(batch.tokens))
-    seen = examine(Objective(model), [batch], state, nullcontext())
-    if seen.where is None:
-        return None
     with torch.no_grad():
         for position, token in enumerate(batch.tokens.split(1, dim=1)):
             state = model(token, state, keep=0).state
-            bad = [n for n, leaf in leaves(state.layers) if not leaf.isfinite().all()]
+            bad = [name for name, leaf in leaves(state.layers) if not leaf.isfinite().all()]
             if bad:
-                at = f"the first state that is not finite is layers.{bad[0]} after token {position}"
-                return f"{seen.where}; {at}"
-    return seen.where
+                return f"the state layers.{bad[0]} is not finite after token {position}"
+    loss = loss_of(model, batch)
+    if not loss.isfinite():
+        return "the loss is not finite"
+    gradients = torch.autograd.grad(loss, list(named.values()), materialize_grads=True)
+    for name, gradient in zip(named, gradients, strict=True):
+        if not gradient.isfinite().all():
+            return f"the gradient of {name} is not finite"
+    return None
 
 
-def jacobians(model: RecurrentLM, tokens: Tensor, settings: Settings) -> Iterator[dict[str, Any]]:
-    """Yield spectra of the step Jacobian along one sequence, and Lyapunov exponents, by layer."""
-    states, inputs = _trajectory(model, tokens)
+def last_scored(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Returns the tokens up to the last scored one, `(b, T)`, and its targets, `(b,)`.
+
+    Rows that end before it are left out.
+    """
+    scored = batch.answers()
+    last = int(scored.any(0).nonzero()[-1])
+    rows = scored[:, last]
+    return batch.tokens[rows, : last + 1], batch.targets[rows, last]
+
+
+class Run:
+    """One pass over sequences, token by token, with the autograd graph kept.
+
+    Args:
+        model: in float64.
+        tokens: `(b, T)`.
+    """
+
+    def __init__(self, model: RecurrentLM, tokens: Tensor) -> None:
+        self.model = model
+        self.before: list[tuple[Any, ...]] = []
+        state = tree_map(_real, model.init_state(len(tokens)))
+        for token in tokens.split(1, dim=1):
+            # A separate node, so that the gradient excludes the path through the layer above.
+            layers = tree_map(lambda leaf: leaf.view_as(leaf), state.layers)
+            self.before.append(layers)
+            self.logits, state = model(token, LMState(state.position, layers), keep=1)
+        self.logits = self.logits[:, -1]
+
+    def weight_gradients(self, targets: Tensor) -> list[Tensor]:
+        """Returns flat gradients of the mean loss in the recurrent weights, by layer."""
+        loss = F.cross_entropy(self.logits, targets)
+        by_layer = [[m.get_parameter(n) for n in m.recurrent_weights] for m in self.model.cells]
+        flat = [weight for weights in by_layer for weight in weights]
+        found = iter(torch.autograd.grad(loss, flat, retain_graph=True, materialize_grads=True))
+        return [torch.cat([next(found).flatten() for _ in weights]) for weights in by_layer]
+
+    def state_gradients(self, targets: Tensor) -> list[dict[str, Tensor]]:
+        """Returns gradient norms in each part of the state, by layer.
+
+        Returns:
+            For each layer, by part: `(b, T)`, at distances 1 to T; `state` is the whole state.
+        """
+        loss = F.cross_entropy(self.logits, targets, reduction="sum")
+        named = [list(leaves(layers)) for layers in self.before]
+        flat = [leaf for step in named for _, leaf in step]
+        found = iter(torch.autograd.grad(loss, flat, materialize_grads=True))
+        by_name: dict[str, list[Tensor]] = {}
+        for step in named:
+            for name, _ in step:
+                by_name.setdefault(name, []).append(next(found).flatten(1).norm(dim=1))
+        table: list[dict[str, Tensor]] = [{} for _ in self.model.cells]
+        for name, series in by_name.items():
+            layer, _, part = name.partition(".")
+            table[int(layer)][part] = torch.stack(series, dim=1).flip(1)
+        for parts in table:
+            parts["state"] = torch.stack(list(parts.values())).square().sum(0).sqrt()
+        return table
+
+
+def norms(run: Run, targets: Tensor) -> Iterator[Row]:
+    """Yields norms of ∂loss_T/∂h_k by layer and part of the state, with their log slope."""
+    for layer, parts in enumerate(run.state_gradients(targets)):
+        for part, values in parts.items():
+            slope = fitted_slope(values)
+            yield {
+                "layer": layer,
+                "part": part,
+                # Geometric mean over rows, and the smallest and largest row.
+                "norm": values.log().mean(0).exp().tolist(),
+                "low": values.amin(0).tolist(),
+                "high": values.amax(0).tolist(),
+                "slope": None if slope is None else slope._asdict(),
+            }
+
+
+def fitted_slope(values: Tensor) -> Estimate | None:
+    """Fits the slope of log norm by distance over the far half of distances.
+
+    Args:
+        values: `(b, T)` norms at distances 1 to T. A row with a norm of 0 there has no slope.
+
+    Returns:
+        Mean over rows with Student's interval, in nats per token; None if no row has a slope.
+    """
+    far = values[:, values.shape[1] // 2 :].log()
+    far = far[far.isfinite().all(1)]
+    if far.shape[1] < 2 or not len(far):
+        return None
+    x = torch.arange(far.shape[1], dtype=far.dtype, device=far.device)
+    x -= x.mean()
+    return mean(((far @ x) / x.square().sum()).tolist())
+
+
+def histogram(gradient: Tensor) -> Row:
+    """Returns counts of log10 |g| in BINS, with norm, median and largest entry."""
+    size = gradient.abs().cpu()
+    nonzero = size[size > 0]
+    edges = torch.tensor(BINS, dtype=size.dtype)
+    bins = torch.bucketize(nonzero.log10(), edges).clamp(1, len(BINS) - 1) - 1
+    return {
+        "counts": torch.bincount(bins, minlength=len(BINS) - 1).tolist(),
+        "zeros": int(size.numel() - nonzero.numel()),
+        "norm": float(gradient.norm()),
+        "median": float(size.median()),
+        "largest": float(size.max()),
+    }
+
+
+def clipping(model: RecurrentLM, batch: Batch, max_grad_norm: float, max_grad_value: float) -> Row:
+    """Returns how clipping by norm and by value would change the gradient of a batch's loss."""
+    weights = list(model.parameters())
+    found = torch.autograd.grad(loss_of(model, batch), weights, materialize_grads=True)
+    gradient = torch.cat([one.flatten() for one in found])
+    cut = gradient.clamp(-max_grad_value, max_grad_value)
+    norm, after = float(gradient.norm()), float(cut.norm())
+    return {
+        "norm": norm,
+        "max_grad_norm": max_grad_norm,
+        "norm_factor": min(1.0, max_grad_norm / norm) if norm else 1.0,
+        "max_grad_value": max_grad_value,
+        "value_norm": after,
+        "value_share": float((gradient.abs() > max_grad_value).double().mean()),
+        "value_cosine": float(gradient @ cut) / (norm * after) if norm else 1.0,
+    }
+
+
+def jacobians(model: RecurrentLM, tokens: Tensor, settings: Settings) -> Iterator[Row]:
+    """Yields spectra of the step Jacobian along one sequence, and Lyapunov exponents, by layer."""
+    inputs: list[list[Tensor]] = [[] for _ in model.cells]
+
+    def keep(kept: list[Tensor], module: nn.Module, args: tuple[Any, ...]) -> None:
+        kept.append(args[0])
+
+    handles = [
+        cell.register_forward_pre_hook(partial(keep, kept))
+        for cell, kept in zip(model.cells, inputs, strict=True)
+    ]
+    states = [model.init_state(1)]
+    with torch.no_grad():
+        for token in tokens.split(1, dim=1):
+            states.append(model(token, states[-1], keep=0).state)
+    for handle in handles:
+        handle.remove()
     time = tokens.shape[1]
     readings = sorted({round(i * (time - 1) / (READINGS - 1)) for i in range(READINGS)})
-    for layer, mixer in enumerate(model.cells):
+    for layer, cell in enumerate(model.cells):
         generator = seeded(settings.seed)
-        steps = [
-            Step(mixer, inputs[layer][:, t : t + 1], states[t].layers[layer]) for t in range(time)
-        ]
+        steps = [Step(cell, inputs[layer][t], states[t].layers[layer]) for t in range(time)]
         for position in readings:
-            found = spectrum(steps[position], generator)
-            yield {
-                "kind": "jacobian",
-                "layer": layer,
-                "position": position,
-                "size": steps[position].size,
-                **found._asdict(),
-            }
+            found = spectrum(steps[position], generator)._asdict()
+            size = steps[position].size
+            yield {"kind": "jacobian", "layer": layer, "position": position, "size": size, **found}
         exponents = lyapunov(steps, settings.exponents, generator)
         yield {"kind": "lyapunov", "layer": layer, "exponents": exponents}
 
 
-@torch.no_grad()
-def _trajectory(model: RecurrentLM, tokens: Tensor) -> tuple[list[LMState], list[Tensor]]:
-    """Return the state before each token, and the input of each layer's mixer, `(1, t, d)`."""
-    states = [model.init_state(1)]
-    with _inputs(model) as seen:
-        for token in tokens.split(1, dim=1):
-            states.append(model(token, states[-1], keep=0).state)
-    return states[:-1], [torch.cat(pieces, dim=1) for pieces in seen]
-
-
-@contextmanager
-def _inputs(model: RecurrentLM) -> Iterator[list[list[Tensor]]]:
-    """Record the inputs of the mixers within this context, by layer."""
-    seen: list[list[Tensor]] = [[] for _ in model.cells]
-    handles = [
-        mixer.register_forward_pre_hook(partial(_keep, kept))
-        for mixer, kept in zip(model.cells, seen, strict=True)
-    ]
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _keep(kept: list[Tensor], module: nn.Module, args: tuple[Any, ...]) -> None:
-    kept.append(args[0])
+def _real(leaf: Tensor) -> Tensor:
+    return leaf.requires_grad_() if leaf.is_floating_point() else leaf
 
 
 def _plain(value: Any) -> Any:
-    """Return a value for JSON; numbers that are not finite become None."""
+    """Returns a value for JSON; numbers that are not finite become None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
         return {name: _plain(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     return value

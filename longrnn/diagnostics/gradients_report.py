@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from longrnn.diagnostics.gradients import GradientRecord
+from longrnn.diagnostics.gradients import BINS, GradientRecord, Row
 from longrnn.diagnostics.pages import Picture, write_page
 from longrnn.diagnostics.plots import new_figure, png
-from longrnn.diagnostics.through_time import BINS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,19 +31,10 @@ CAPTIONS = {
     "lyapunov": "Lyapunov exponents of the product of the steps, in nats per token: at 0 a "
     "direction is kept, below it is forgotten.",
 }
-Row = dict[str, Any]
 
 
 def write_report(record: GradientRecord, folder: Path) -> list[Path]:
-    """Write the pictures and `report.html`.
-
-    Args:
-        record: of `diagnose`.
-        folder: of its other files.
-
-    Returns:
-        The files, the report first.
-    """
+    """Writes the pictures and `report.html`, and returns the files, the report first."""
     drawings = {"norms": _norms, "weights": _weights, "jacobian": _jacobian, "lyapunov": _lyapunov}
     pictures = [
         Picture(name, CAPTIONS[name], draw(record))
@@ -78,7 +68,7 @@ def layers(record: GradientRecord) -> list[Row]:
                 "factor": None if slope is None else math.exp(min(slope, 700)),
                 "half_life": -math.log(2) / slope if slope is not None and slope < 0 else None,
                 "radius": sum(radii) / len(radii),
-                "singular": max(row["singular"][0] for row in spectra),
+                "singular": max(row["singular"] for row in spectra),
                 "exponent": exponents["exponents"][0],
                 "method": spectra[0]["method"],
             }
@@ -133,9 +123,12 @@ def _weights(record: GradientRecord) -> bytes:
     from matplotlib.ticker import MultipleLocator
 
     names = list(dict.fromkeys(row["subject"] for row in record.of("weights")))
-    figure = new_figure(3.6 * len(names) + 0.6, 3.4)
-    panels = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
-    for panel, name in zip(panels, names, strict=True):
+    columns, lines = min(2, len(names)), -(-len(names) // 2)
+    figure = new_figure(4.2 * columns + 0.6, 2.8 * lines + 0.4)
+    grid = figure.subplots(lines, columns, squeeze=False, sharey=True)
+    for panel in grid.flat[len(names) :]:
+        panel.remove()
+    for panel, name in zip(grid.flat, names, strict=False):
         for length in record.about["lengths"]:
             rows = record.of("weights", subject=name, length=length)
             if rows:
@@ -145,13 +138,13 @@ def _weights(record: GradientRecord) -> bytes:
                 panel.stairs(shares, BINS, label=f"length {length}", lw=1.2)
         panel.set(title=name, xlabel="log₁₀ |gradient|")
         panel.xaxis.set_major_locator(MultipleLocator(4))
-        panel.legend(fontsize=7)
-    panels[0].set_ylabel("share of entries")
+        panel.legend(fontsize=8)
+    figure.supylabel("share of entries", fontsize=10)
     return png(figure)
 
 
 def _jacobian(record: GradientRecord) -> bytes:
-    figure = new_figure(9.0, 3.6)
+    figure = new_figure(9.0, 4.2)
     panels = figure.subplots(1, 2)
     keys = record.of("norms", part="state")
     for key in keys:
@@ -159,12 +152,16 @@ def _jacobian(record: GradientRecord) -> bytes:
         positions = [row["position"] for row in rows]
         label = _label(key, keys)
         panels[0].plot(positions, [row["radius"] for row in rows], lw=1.2, label=label)
-        panels[1].plot(positions, [row["singular"][0] for row in rows], lw=1.2, label=label)
+        panels[1].plot(positions, [row["singular"] for row in rows], lw=1.2, label=label)
     for panel, name in zip(panels, ("spectral radius", "largest singular value"), strict=True):
         panel.axhline(1, color="gray", linestyle=":", linewidth=1.2)
         panel.set(xlabel="token", ylabel=name)
         panel.ticklabel_format(useOffset=False)
-    _legend(panels[0])
+    handles, labels = panels[0].get_legend_handles_labels()
+    if len(handles) <= NAMED:
+        figure.legend(
+            handles, labels, fontsize=8, loc="outside lower center", ncols=3, frameon=False
+        )
     return png(figure)
 
 

@@ -1,50 +1,39 @@
-"""The Jacobian of one step of a cell: its spectrum, its singular values, and Lyapunov exponents.
+"""Spectra of the Jacobian of one step of a cell, ∂ state after a token / ∂ state before it.
 
-What is differentiated: the state of one layer after a token, with respect to that layer's state
-before it, the whole state as one flat vector (h of an RNN and a GRU, h and c of an LSTM, the inputs
-of the convolution and the p × n states of all heads of a Mamba-2), at the input that the layer
-reads there. Within a token nothing flows from a layer to itself through others, so these blocks are
-the diagonal of the block triangular Jacobian of the whole model: its eigenvalues are theirs, and
-the Lyapunov exponents of the product over tokens are theirs.
-
-Notable choices:
-- Rows of a batch are independent. A Jacobian is computed by one step on a batch of copies of the
-  state, one per row of the matrix, and one backward pass, which is exact for every cell.
-- A product with the Jacobian (not its transpose) is the derivative of the backward pass, which is
-  linear in the vector that it carries.
-- For states of up to DENSE entries the matrix is computed explicitly. For larger states, its
-  eigenvalue of largest modulus is computed by Arnoldi iteration and its largest singular values by
-  Golub–Kahan bidiagonalisation, both with KRYLOV steps.
+Matrices of at most DENSE rows are computed explicitly; of larger ones ARPACK (scipy) finds the
+largest eigenvalue and singular value from products with vectors.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs, svds
 from torch import Tensor
 
 from longrnn.cells import Cell, Edit
 from longrnn.state import PyTree, leaves, tree_map
 
 DENSE = 1024
-KRYLOV = 48
-# Singular values that are kept.
-KEPT = 8
+TOLERANCE = 1e-8  # of ARPACK, relative
 
 
 class Spectrum(NamedTuple):
     """The spectrum of the Jacobian of one step.
 
     Attributes:
-        radius: largest modulus of an eigenvalue.
-        singular: the largest singular values, descending.
-        method: `dense`, or `krylov` if the matrix is too large to be computed explicitly.
+        radius: largest modulus of an eigenvalue; NaN if ARPACK found none.
+        singular: largest singular value.
+        method: `dense`, or `arpack` if the matrix is too large to be computed explicitly.
     """
 
     radius: float
-    singular: list[float]
+    singular: float
     method: str
 
 
@@ -52,7 +41,7 @@ class Step:
     """One step of a cell as a function of its flat state, and its Jacobian as an operator.
 
     Args:
-        cell: in float64, with the backend `torch`.
+        cell: in float64, with the backend `torch`, which has second derivatives.
         x: `(1, 1, d_input)`, the input.
         state: of one row, before the token.
     """
@@ -64,19 +53,19 @@ class Step:
         self.size = self.start.shape[1]
 
     def after(self, flat: Tensor) -> Tensor:
-        """Return flat states after the token, `(b, n)`, from flat states before it."""
+        """Returns flat states after the token, `(b, n)`, from flat states before it."""
         # An edit makes the cells of torch.nn run in plain operations, differentiable twice.
         x = self.x.expand(len(flat), -1, -1)
         return flatten(self.cell(x, unflatten(flat, self.like), Edit())[1])
 
     def transposed(self, vectors: Tensor) -> Tensor:
-        """Return J^T v for each row v, `(b, n)`."""
+        """Returns J^T v for each row v, `(b, n)`."""
         before = self.start.repeat(len(vectors), 1).requires_grad_()
         (found,) = torch.autograd.grad(self.after(before), before, vectors)
         return found
 
     def product(self, vectors: Tensor) -> Tensor:
-        """Return J v for each row v, `(b, n)`."""
+        """Returns J v for each row v, `(b, n)`."""
         before = self.start.repeat(len(vectors), 1).requires_grad_()
         probe = torch.zeros_like(before).requires_grad_()
         (pulled,) = torch.autograd.grad(self.after(before), before, probe, create_graph=True)
@@ -84,82 +73,41 @@ class Step:
         return found
 
     def matrix(self) -> Tensor:
-        """Return J, `(n, n)`: entry (i, j) is ∂ after_i / ∂ before_j."""
+        """Returns J, `(n, n)`: entry (i, j) is ∂ after_i / ∂ before_j."""
         identity = torch.eye(self.size, dtype=self.start.dtype, device=self.start.device)
         return self.transposed(identity)
 
+    def operator(self) -> LinearOperator:
+        """Returns J as an operator of scipy."""
 
-def spectrum(step: Step, generator: torch.Generator) -> Spectrum:
-    """Return the spectral radius and largest singular values of one step."""
-    if step.size <= DENSE:
+        def call(apply: Callable[[Tensor], Tensor], vector: np.ndarray) -> np.ndarray:
+            row = torch.from_numpy(np.array(vector, np.float64).reshape(1, -1))
+            return apply(row.to(self.start.device))[0].cpu().numpy()
+
+        build: Any = LinearOperator  # whose types do not know the functions
+        products = partial(call, self.product), partial(call, self.transposed)
+        return build((self.size,) * 2, *products, dtype=np.float64)
+
+
+def spectrum(step: Step, generator: torch.Generator, *, dense: int = DENSE) -> Spectrum:
+    """Returns the spectral radius and the largest singular value of one step."""
+    if step.size <= dense:
         matrix = step.matrix()
-        singular = torch.linalg.svdvals(matrix)[:KEPT].tolist()
-        return Spectrum(_radius(matrix), singular, "dense")
-    singular = golub_kahan(step, generator)[:KEPT]
-    return Spectrum(arnoldi(step, generator), singular, "krylov")
+        radius = float(torch.linalg.eigvals(matrix).abs().max())
+        return Spectrum(radius, float(torch.linalg.matrix_norm(matrix, 2)), "dense")
+    options: dict[str, Any] = {"k": 1, "tol": TOLERANCE}
+    options["v0"] = _normal(1, step, generator)[0].cpu().numpy()
+    try:
+        found: Any = eigs(step.operator(), return_eigenvectors=False, **options)
+    except ArpackNoConvergence as error:
+        found = error.eigenvalues
+    radius = float(np.abs(found).max()) if len(found) else math.nan
+    singular: Any = svds(step.operator(), return_singular_vectors=False, **options)
+    return Spectrum(radius, float(singular[0]), "arpack")
 
 
-def arnoldi(step: Step, generator: torch.Generator) -> float:
-    """Return the largest modulus of the eigenvalues in a Krylov space of KRYLOV vectors."""
-    basis = [_unit(_normal(1, step, generator))]
-    columns = step.start.new_zeros(KRYLOV + 1, KRYLOV)
-    for j in range(KRYLOV):
-        vector = step.product(basis[-1])
-        size = float(vector.norm())
-        stacked = torch.cat(basis)
-        for _ in range(2):  # twice is enough for orthogonality to rounding
-            weights = vector @ stacked.T
-            vector = vector - weights @ stacked
-            columns[: j + 1, j] += weights[0]
-        left = float(vector.norm())
-        if left <= 1e-13 * max(size, 1e-300):  # the space is closed: its eigenvalues are exact
-            return _radius(columns[: j + 1, : j + 1])
-        columns[j + 1, j] = left
-        basis.append(vector / left)
-    return _radius(columns[:KRYLOV, :KRYLOV])
-
-
-def golub_kahan(step: Step, generator: torch.Generator) -> list[float]:
-    """Return the largest singular values, descending.
-
-    Bidiagonalisation with full reorthogonalisation. A value with multiplicity above 1 is found at
-    least once.
-    """
-    right = [_unit(_normal(1, step, generator))]
-    left: list[Tensor] = []
-    diagonal: list[float] = []
-    above: list[float] = []
-    largest = 0.0
-    for _ in range(KRYLOV):
-        image = _cleared(step.product(right[-1]), left)
-        size = float(image.norm())
-        largest = max(largest, size)
-        if size <= 1e-13 * largest or size == 0.0:
-            break
-        diagonal.append(size)
-        left.append(image / size)
-        back = _cleared(step.transposed(left[-1]), right)
-        size = float(back.norm())
-        if size <= 1e-13 * largest:
-            break
-        above.append(size)
-        right.append(back / size)
-    if not diagonal:
-        return [0.0]
-    # As many rows as left vectors; one column more where the last right vector was used.
-    bidiagonal = step.start.new_zeros(len(diagonal), len(diagonal) + 1)
-    bidiagonal.diagonal().copy_(step.start.new_tensor(diagonal))
-    bidiagonal.diagonal(1)[: len(above)] = step.start.new_tensor(above)
-    return torch.linalg.svdvals(bidiagonal).tolist()
-
-
-def lyapunov(
-    steps: Sequence[Step],
-    count: int,
-    generator: torch.Generator,
-    advance: Callable[[], None] | None = None,
-) -> list[float]:
-    """Return the largest Lyapunov exponents of the product of the steps, descending.
+def lyapunov(steps: Sequence[Step], count: int, generator: torch.Generator) -> list[float]:
+    """Returns the largest Lyapunov exponents of the product of the steps, descending.
 
     By the QR method: an orthonormal frame is multiplied by each step's Jacobian and orthonormalised
     again; an exponent is the mean logarithm of the stretching of its vector (Benettin et al.,
@@ -170,7 +118,6 @@ def lyapunov(
         steps: of consecutive tokens.
         count: number of exponents, limited to the size of the state.
         generator: draws the first frame.
-        advance: called after each step.
 
     Returns:
         Nats per token; −∞ for a direction that is mapped to zero.
@@ -183,25 +130,19 @@ def lyapunov(
         frame, stretched = torch.linalg.qr(step.product(frame.T).T)
         if index >= turning:
             sums += stretched.diagonal().abs().log()
-        if advance is not None:
-            advance()
     return sorted((sums / (len(steps) - turning)).tolist(), reverse=True)
 
 
 def flatten(state: PyTree) -> Tensor:
-    """Return all entries of a state, `(b, n)`."""
+    """Returns all entries of a state, `(b, n)`."""
     return torch.cat([leaf.flatten(1) for _, leaf in leaves(state)], dim=1)
 
 
 def unflatten(flat: Tensor, like: PyTree) -> PyTree:
-    """Invert `flatten` for states with the shapes of `like`."""
+    """Inverts `flatten` for states with the shapes of `like`."""
     sizes = [leaf[0].numel() for _, leaf in leaves(like)]
     parts = iter(flat.split(sizes, dim=1))
     return tree_map(lambda leaf: next(parts).reshape(len(flat), *leaf.shape[1:]), like)
-
-
-def _radius(matrix: Tensor) -> float:
-    return float(torch.linalg.eigvals(matrix).abs().max())
 
 
 def _normal(rows: int, step: Step, generator: torch.Generator) -> Tensor:
@@ -210,17 +151,3 @@ def _normal(rows: int, step: Step, generator: torch.Generator) -> Tensor:
         rows, step.size, generator=generator, dtype=step.start.dtype, device=generator.device
     )
     return drawn.to(step.start.device)
-
-
-def _unit(vector: Tensor) -> Tensor:
-    return vector / vector.norm()
-
-
-def _cleared(vector: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """Return `vector` without its components along orthonormal `others`."""
-    if not others:
-        return vector
-    stacked = torch.cat(list(others))
-    for _ in range(2):
-        vector = vector - (vector @ stacked.T) @ stacked
-    return vector

@@ -11,10 +11,8 @@ import torch
 
 from longrnn import load
 from longrnn.models import RecurrentLM
-from longrnn.training.replay import files
 from tests.cli.conftest import CLI, refused
 from tests.training.runs import tiny, write_config
-from tests.training.test_nonfinite import sick
 
 SMALL = ["--lengths", "4,8", "--rows", "2", "--exponents", "1", "--quiet"]
 FILES = {"gradients.jsonl", "report.html"}
@@ -96,21 +94,6 @@ def test_a_text(options: list[str], cli: CLI, models: Path, tmp_path: Path) -> N
     result = cli("diagnose", "gradients", models / "text", *options, *SMALL, "--output", "out")
     assert result.code == 0, result.err
     assert "a.txt" in head_of(tmp_path / "out")["task"]
-
-
-def test_steps_that_were_not_finite(cli: CLI, models: Path, tmp_path: Path) -> None:
-    """Non-finite steps that a run recorded are printed with the command that replays them."""
-    how: dict[str, Any] = {"nonfinite": "skip", "max_steps": 1, "learning_rate": 1e-3}
-    sick(tmp_path / "broken", "backwards")
-    config = tiny("reverse", tmp_path / "run", **how, init_from="broken")
-    write_config(config, tmp_path / "c.yaml")
-    assert cli("train", "c.yaml", "--quiet").code == 0
-    assert files(tmp_path / "run")
-    result = cli("diagnose", "gradients", "run", *SMALL, "--output", "out")
-    assert result.code == 0, result.err
-    said = " ".join(result.out.split())
-    assert "embedding.weight" in said
-    assert "longrnn replay run/nonfinite-00000001.pt" in said
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from longrnn.hf.delta import has_delta_layers
 
 from longrnn import load, mitigation
-from longrnn.diagnostics.record import read
+from longrnn.diagnostics.observe import observe
 from longrnn.errors import UserError
-from longrnn.hf.delta import has_delta_layers
 from longrnn.mitigations import Mitigated
 from longrnn.models import LanguageModel
 from longrnn.state import expand
@@ -75,7 +75,7 @@ def measure(kind: str) -> Support:
         "yes" if forks else "no",
         works(lambda: model(text, is_token=torch.ones_like(text, dtype=torch.bool))),
         works(lambda: Mitigated(model, mitigation("state_norm(threshold=1)"))(text)),
-        works(lambda: list(read(model, text, [20], first=8))),
+        works(lambda: list(observe(model, text, [20], first=8))),
         reason(model),
     )
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from longrnn.cells import Edit
 from longrnn.cli.app import app
-from longrnn.diagnostics.record import read
+from longrnn.diagnostics.observe import observe
 from longrnn.errors import UserError
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.model import HybridLM, open_hugging_face
@@ -118,14 +118,14 @@ def test_a_state_of_another_mitigation_is_refused() -> None:
 def test_states_are_measured_as_they_are() -> None:
     """The norms of a diagnosis are those of the states, and the loss is that of the logits."""
     model, text = hybrid("granitemoehybrid"), tokens(2, 33, seed=6) % 60
-    (measured,) = read(model, text, [32], first=8)
+    (measured,) = observe(model, text, [32], first=8)
     states = model.cell_states(model(text[:, :32]).state)
-    for found, state in zip(measured.heads, states, strict=True):
+    for found, state in zip(measured.layers, states, strict=True):
         assert_near(found.norm, state.ssm.flatten(2).norm(dim=-1), 1e-9)
-        assert found.retention is not None
+        assert found.retention.isfinite().all()
     logits = model(text[:, :32]).logits.transpose(1, 2)
     losses = torch.nn.functional.cross_entropy(logits, text[:, 1:], reduction="none")
-    assert_near(measured.loss, losses.mean(1), 1e-9)
+    assert_near(measured.loss, losses.mean(1), 1e-6)
 
 
 def run(*arguments: Any) -> str:

@@ -1,1 +1,0 @@
-"""Long-context evaluation on a CPU: savings by shared prefixes, and peak memory."""

@@ -1,0 +1,149 @@
+"""Peak memory on the CPU.
+
+| case | what is measured |
+| --- | --- |
+| prefill | peak of a process that reads a short prompt and of one that reads a long one |
+| stream | the same for a stream that a mitigated model reads in pieces |
+| train | bytes of live tensors per token of a training step, with and without checkpointing |
+
+Example:
+    python -m benchmarks.memory prefill stream
+    python -m benchmarks.memory train --layers 12 --d-model 512 --vocab 8192
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.models import build, draw
+from benchmarks.timing import parser, write_json
+from longrnn import mitigation
+from longrnn.ops.loss import weighted_cross_entropy
+
+STREAMED = ("state_norm(threshold=1.0)", "sliding_window(window=1000)", "forget_more")
+PIECE = 4096
+
+
+def arguments() -> argparse.Namespace:
+    options = parser(__doc__, repeats=1)
+    options.add_argument("cases", nargs="+", choices=("prefill", "stream", "train"), metavar="CASE")
+    options.add_argument("--tokens", type=int, default=4096, help="length of the short prompt, row")
+    options.add_argument("--long", type=int, default=65_536, help="length of the long prompt")
+    options.add_argument("--spec", default="", help=argparse.SUPPRESS)  # of child processes
+    options.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    return options.parse_args()
+
+
+def peak_of(args: argparse.Namespace) -> float:
+    """Returns the peak memory of this process in MiB after reading `--child` tokens in pieces."""
+    model, state = build(args), None
+    if args.spec:
+        model = model.under(mitigation(args.spec))
+    with torch.inference_mode():
+        for piece in draw(args.vocab, args.child).split(PIECE if args.spec else args.child, dim=1):
+            state = model(piece, state, keep=1).state
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def peaks(args: argparse.Namespace, case: str) -> dict[str, Any]:
+    """Returns the peaks of processes that read the short and the long prompt, in MiB."""
+    found = {}
+    for spec in STREAMED if case == "stream" else ("",):
+        command = [sys.executable, "-m", "benchmarks.memory", case, "--spec", spec]
+        for name in ("layers", "d_model", "vocab", "threads"):
+            command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+        short, long = (
+            json.loads(
+                subprocess.run(
+                    [*command, "--child", str(length)],
+                    stdout=subprocess.PIPE,
+                    check=True,
+                    cwd=Path(__file__).parents[1],
+                    env=os.environ,
+                ).stdout
+            )
+            for length in (args.tokens, args.long)
+        )
+        name = spec or "prefill"
+        print(f"{name}: {short:.0f} MiB at {args.tokens:,} tokens, {long:.0f} at {args.long:,}")
+        found[name] = {"short": short, "long": long, "ratio": long / short}
+    return found
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages that operations create in this context, and their peak.
+
+    The count is the same in every run, unlike the resident memory of a process, which depends on
+    the allocator. Memory that an operation uses only inside its kernel is not seen.
+    """
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known = {one.untyped_storage()._cdata: 0 for one in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._known:
+                storage = leaf.untyped_storage()
+                self._known[storage._cdata] = storage.nbytes()
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._remove, storage._cdata)
+        return result
+
+    def _remove(self, key: int) -> None:
+        self.now -= self._known.pop(key, 0)
+
+
+def training(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns MiB per token as differences of two lengths, so that the weights are left out."""
+    figures = {}
+    print("MiB per token: kept by the forward pass, peak of forward and backward pass")
+    for every in ("no", "block"):
+        found = []
+        for length in (args.tokens, 2 * args.tokens):
+            model = build(args).train()
+            model.gradient_checkpointing_enable(every)
+            ids = draw(args.vocab, length + 1)
+            with LiveBytes(list(model.parameters())) as live:
+                hidden, _ = model.hidden(ids[:, :-1], model.init_state(1))
+                weights = torch.full((1, length), 1 / length)
+                loss = weighted_cross_entropy(hidden, model.head.weight, ids[:, 1:], weights).loss
+                kept = live.now
+                loss.backward()
+            found.append((kept, live.peak))
+            del hidden, loss
+        per_token = [(b - a) / args.tokens / 2**20 for a, b in zip(*found, strict=True)]
+        print(f"  gradient_checkpointing={every:6} {per_token[0]:.3f} {per_token[1]:.3f}")
+        figures[every] = per_token
+    return figures
+
+
+def main() -> None:
+    args = arguments()
+    torch.set_num_threads(args.threads)
+    if args.child:
+        print(json.dumps(peak_of(args)))
+        return
+    figures = {c: training(args) if c == "train" else peaks(args, c) for c in args.cases}
+    if args.json:
+        write_json(args.json, figures)
+
+
+if __name__ == "__main__":
+    main()

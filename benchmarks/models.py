@@ -1,0 +1,111 @@
+"""Models of the benchmarks: a Mamba-2 with random weights, its twins, and inputs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longrnn import RecurrentConfig, RecurrentLM
+
+MIXER = {"kind": "mamba2", "d_state": 128, "head_dim": 64, "expand": 2, "d_conv": 4, "n_groups": 1}
+# Tokens of one run of llama.cpp's decoding: so many that loading does not hide their time.
+DECODED = 32
+# Options of llama-bench for the length of the two parts.
+LLAMA = {"prefill": "-p", "decode": "-n"}
+
+
+def build(args: argparse.Namespace, backend: str = "auto") -> RecurrentLM:
+    """Returns a model with random weights that depend only on its shape."""
+    torch.manual_seed(0)
+    mixer = {**MIXER, "backend": backend}
+    config = RecurrentConfig(args.vocab, args.d_model, args.layers, mixer, residual_in_fp32=True)
+    return RecurrentLM(config).eval()
+
+
+def draw(vocab: int, length: int) -> Tensor:
+    """Returns random tokens, `(1, length)`."""
+    return torch.randint(vocab, (1, length), generator=torch.Generator().manual_seed(length))
+
+
+def transformers_twin(model: RecurrentLM) -> Any:
+    """Returns the Hugging Face model of the same shape with the same weights."""
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    config = model.config
+    twin: Any = Mamba2ForCausalLM(
+        Mamba2Config(
+            vocab_size=config.vocab_size,
+            hidden_size=config.d_model,
+            num_hidden_layers=config.n_layers,
+            num_heads=MIXER["expand"] * config.d_model // MIXER["head_dim"],
+            head_dim=MIXER["head_dim"],
+            state_size=MIXER["d_state"],
+            expand=MIXER["expand"],
+            conv_kernel=MIXER["d_conv"],
+            n_groups=MIXER["n_groups"],
+            layer_norm_epsilon=config.norm_eps,
+            tie_word_embeddings=True,
+        )
+    ).eval()
+    renamed = {
+        name.replace("embedding.", "backbone.embeddings.")
+        .replace("blocks.", "backbone.layers.")
+        .replace("head.", "lm_head."): tensor
+        for name, tensor in model.state_dict().items()
+    }
+    renamed["backbone.norm_f.weight"] = renamed.pop("norm.weight")
+    twin.load_state_dict(renamed)
+    return twin.to(model.embedding.weight.dtype)
+
+
+class Llama(NamedTuple):
+    """llama.cpp, timed by its own program in processes of its own.
+
+    Attributes:
+        binary: `llama-bench`.
+        folder: has the model as `float32.gguf` and `bfloat16.gguf`, which `convert_hf_to_gguf.py`
+            of llama.cpp writes from a checkpoint of `longrnn convert --to hf`.
+    """
+
+    binary: str
+    folder: Path
+
+    def timers(self, part: str, dtype: str, tokens: int) -> dict[str, Callable[[], float]]:
+        """Returns a function that returns the seconds of the same work; none without a model."""
+        model = self.folder / f"{dtype}.gguf"
+        if not model.exists():
+            return {}
+        count = DECODED if part == "decode" else tokens
+        return {"llama.cpp": lambda: self._seconds(model, part, count) * tokens / count}
+
+    def _seconds(self, model: Path, part: str, count: int) -> float:
+        if torch.get_num_threads() > 1:
+            return self._run(model, part, count, 1)[0]
+        # Loading takes processor time too: it is the same with one repetition and with two.
+        once, twice = (self._run(model, part, count, repeats)[1] for repeats in (1, 2))
+        return twice - once
+
+    def _run(self, model: Path, part: str, count: int, repeats: int) -> tuple[float, float]:
+        """Returns wall time per repetition as the program measures it, and its processor time."""
+        other = LLAMA["decode" if part == "prefill" else "prefill"]
+        command = [self.binary, "-m", str(model), LLAMA[part], str(count), other, "0"]
+        command += ["-t", str(torch.get_num_threads()), "-r", str(repeats), "-o", "json"]
+        before = _processor_time()
+        done = subprocess.run(
+            [*command, "--no-warmup"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True
+        )
+        (found,) = json.loads(done.stdout)
+        return found["avg_ns"] / 1e9, _processor_time() - before
+
+
+def _processor_time() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

@@ -1,0 +1,305 @@
+"""Speed on the CPU, beside transformers, llama.cpp and what the hardware allows.
+
+The model is a Mamba-2 of the shape of mamba2-130m with random weights, batch size 1. All variants
+of a case are interleaved in one process, and outputs are compared before anything is timed.
+
+| case | what is timed |
+| --- | --- |
+| prefill | reading a prompt, logits of the last token only; bound: the matrix products alone |
+| decode | one token per call; bound: reading all weights once per token |
+| train | forward, backward and optimizer step, in float32 |
+| mitigations | reading without logits, under each mitigation; also one token at a time |
+| lengths | time per token of a short prompt, interleaved with pieces of a long one |
+| checkpoint | an embedded checkpoint reads a long text, by each backend |
+
+llama.cpp takes part where `--gguf` names a folder with its models, see `benchmarks.models.Llama`.
+
+Examples:
+    python -m benchmarks.speed prefill decode --threads 1 --json speed.json
+    python -m benchmarks.speed train --layers 12 --d-model 512 --vocab 256 --repeats 7 --threads 1
+    python -m benchmarks.speed mitigations --layers 2 --tokens 2048 --repeats 11 --threads 1
+    python -m benchmarks.speed mitigations --model collapse-tiny --tokens 8192 --continued
+    python -m benchmarks.speed lengths --tokens 4096 --long 65536 --threads 1
+    python -m benchmarks.speed checkpoint --model passkey-tiny --long 65536
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.models import Llama, build, draw, transformers_twin
+from benchmarks.timing import interleaved, parser, report, write_json
+from longrnn import RecurrentLM, load, mitigation
+from longrnn.cells import Mamba2
+from longrnn.ops.loss import weighted_cross_entropy
+from longrnn.state import detach
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+BACKENDS = ("auto", "torch")
+Figures = dict[str, Any]
+
+
+def arguments() -> argparse.Namespace:
+    options = parser(__doc__, repeats=5)
+    options.add_argument("cases", nargs="+", choices=CASES, metavar="CASE")
+    options.add_argument("--tokens", type=int, default=1024, help="length of a prompt or row")
+    options.add_argument("--long", type=int, default=65_536, help="length of a long prompt")
+    options.add_argument("--steps", type=int, default=4, help="tokens per measurement of decoding")
+    options.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    options.add_argument("--window", type=int, default=1000, help="tokens of sliding_window")
+    options.add_argument("--model", help="an embedded checkpoint instead of random weights")
+    options.add_argument(
+        "--continued", action="store_true", help="each call continues the one before"
+    )
+    options.add_argument("--gguf", type=Path, help="folder with float32.gguf and bfloat16.gguf")
+    options.add_argument("--llama-bench", default=which("llama-bench"), help="of llama.cpp")
+    return options.parse_args()
+
+
+def llama_timers(args: argparse.Namespace, part: str, dtype: str, tokens: int) -> dict[str, Any]:
+    if args.gguf is None or args.llama_bench is None:
+        return {}
+    return Llama(args.llama_bench, args.gguf).timers(part, dtype, tokens)
+
+
+def backends(args: argparse.Namespace, dtype: str) -> dict[str, RecurrentLM]:
+    """Returns models with the same weights, by backend."""
+    return {name: build(args, name).to(DTYPES[dtype]) for name in BACKENDS}
+
+
+def named(backend: str) -> str:
+    return "longrnn" if backend == "auto" else f"longrnn, backend {backend}"
+
+
+@torch.inference_mode()
+def prefill(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
+    tokens = draw(args.vocab, args.tokens)
+    for dtype in args.dtypes:
+        models = backends(args, dtype)
+        twin = transformers_twin(models["auto"])
+        if dtype == "float32":
+            ours, theirs = models["auto"](tokens, keep=1), twin(tokens, logits_to_keep=1)
+            torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-3, rtol=1e-3)
+        calls: dict[str, Callable[[], object]] = {
+            named(name): lambda model=model: model(tokens, keep=1) for name, model in models.items()
+        }
+        calls["transformers"] = lambda twin=twin: twin(tokens, logits_to_keep=1)
+        calls["products alone"] = lambda model=models["auto"]: products(model, args.tokens)
+        title = f"prefill of {args.tokens:,} tokens, {dtype}"
+        timers = llama_timers(args, "prefill", dtype, args.tokens)
+        yield title, report(title, args.tokens, interleaved(calls, args.repeats, timers))
+
+
+def products(model: RecurrentLM, length: int, piece: int = 1024) -> None:
+    """Computes only the matrix products with weights: a lower bound on the time of a prefill."""
+    dtype = model.embedding.weight.dtype
+    for start in range(0, length, piece):
+        width = min(piece, length - start)
+        for cell in model.cells:
+            assert isinstance(cell, Mamba2)
+            cell.in_proj(torch.ones(width, cell.d_input, dtype=dtype))
+            cell.out_proj(torch.ones(width, cell.d_inner, dtype=dtype))
+    model.head(torch.ones(1, model.config.d_model, dtype=dtype))
+
+
+@torch.inference_mode()
+def decode(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
+    tokens, prompt = draw(args.vocab, args.steps), draw(args.vocab, 8)
+
+    def ours(model: RecurrentLM) -> Callable[[], None]:
+        start = model(prompt, keep=1).state
+
+        def run() -> None:
+            state = start
+            for token in tokens.split(1, dim=1):
+                state = model(token, state, keep=1).state
+
+        return run
+
+    for dtype in args.dtypes:
+        models = backends(args, dtype)
+        twin = transformers_twin(models["auto"])
+        cache = twin(prompt, use_cache=True).cache_params
+
+        def theirs(twin: Any = twin, cache: Any = cache) -> None:
+            for token in tokens.split(1, dim=1):
+                twin(token, cache_params=cache, use_cache=True)
+
+        calls: dict[str, Callable[[], object]] = {
+            named(name): ours(model) for name, model in models.items()
+        }
+        calls["transformers"] = theirs
+        # Sums in bfloat16 are slow: pairs are read as one float32.
+        flat = [weight.detach().view(-1) for weight in models["auto"].parameters()]
+        whole = [one[: len(one) // 2 * 2].view(torch.float32) for one in flat]
+        calls["reading the weights"] = lambda whole=whole: [
+            one.sum() for _ in range(args.steps) for one in whole
+        ]
+        title = f"decoding, {dtype}"
+        timers = llama_timers(args, "decode", dtype, args.steps)
+        yield title, report(title, args.steps, interleaved(calls, args.repeats, timers))
+
+
+def train(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
+    ids = draw(args.vocab, args.tokens + 1)
+    tokens, targets = ids[:, :-1], ids[:, 1:]
+    weights = torch.full(targets.shape, 1 / args.tokens)
+
+    def stepper(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], float]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+
+        def step() -> float:
+            value = loss()
+            value.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            return value.item()
+
+        return step
+
+    def ours(backend: str = "auto", every: str = "no", carry: bool = False) -> Callable[[], float]:
+        model = build(args, backend).train()
+        model.gradient_checkpointing_enable(every)
+        state = model.init_state(1)
+
+        def loss() -> Tensor:
+            nonlocal state
+            hidden, after = model.hidden(tokens, state)
+            state = detach(after) if carry else state
+            return weighted_cross_entropy(hidden, model.head.weight, targets, weights).loss
+
+        return stepper(model, loss)
+
+    twin = transformers_twin(build(args)).train()
+
+    def their_loss() -> Tensor:
+        logits = twin(tokens, use_cache=False).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    calls = {
+        "longrnn": ours(),
+        "longrnn, carried state": ours(carry=True),
+        "longrnn, backend torch": ours("torch"),
+        "longrnn, checkpointing": ours(every="block"),
+        "transformers": stepper(twin, their_loss),
+    }
+    losses = {name: call() for name, call in calls.items()}
+    for value in losses.values():
+        assert abs(value - losses["longrnn"]) < 1e-3 * value, losses
+    title = f"training step of {args.tokens:,} tokens, vocabulary {args.vocab:,}, float32"
+    yield title, report(title, args.tokens, interleaved(calls, args.repeats))
+
+
+@torch.inference_mode()
+def mitigations(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
+    model = load(args.model) if args.model else build(args)
+    tokens = draw(model.vocab_size, args.tokens)
+    state, largest = model.init_state(1), [torch.zeros(1)] * len(model.cells)
+    for token in tokens.split(1, dim=1):  # the largest norm of each head
+        state = model(token, state, keep=0).state
+        norms = [memory[0].flatten(1).norm(dim=1) for memory in model.memories(state)]
+        largest = [a.maximum(b) for a, b in zip(largest, norms, strict=True)]
+
+    def limited(factor: float) -> Any:
+        threshold = [(factor * one).tolist() for one in largest]
+        return model.under(mitigation({"kind": "state_norm", "threshold": threshold}))
+
+    variants = {
+        "plain": model,
+        "forget_more": model.under(mitigation("forget_more")),
+        "state_norm, far": limited(1e6),
+        "state_norm, near": limited(1.01),
+        "state_norm, most rescaled": limited(0.3),
+        f"sliding_window, {args.window:,}": model.under(
+            mitigation(f"sliding_window(window={args.window})")
+        ),
+    }
+    expected = model(tokens, keep=1).logits
+    for name in ("state_norm, far", "state_norm, near"):  # nothing is rescaled
+        logits = variants[name](tokens, keep=1).logits
+        torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+    states: dict[str, Any] = dict.fromkeys(variants)
+
+    def read(name: str) -> None:
+        after = variants[name](tokens, states[name], keep=0).state
+        states[name] = after if args.continued else None
+
+    def one_by_one(name: str) -> None:
+        state = None
+        for token in tokens[:, : args.steps].split(1, dim=1):
+            state = variants[name](token, state, keep=0).state
+
+    shape = args.model or f"{args.layers} layers × {args.d_model}"
+    title = f"{args.tokens:,} tokens under mitigations, {shape}"
+    calls = {name: lambda name=name: read(name) for name in variants}
+    yield title, report(title, args.tokens, interleaved(calls, args.repeats))
+    title = f"{args.steps:,} tokens one at a time, {shape}"
+    calls = {name: lambda name=name: one_by_one(name) for name in variants}
+    yield title, report(title, args.steps, interleaved(calls, args.repeats))
+
+
+@torch.inference_mode()
+def lengths(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
+    """Every piece of the long prompt has the length of the short one, and alternates with it."""
+    model, short, state = build(args), draw(args.vocab, args.tokens), None
+    seconds: dict[str, list[float]] = {"short": [], "long": []}
+    for piece in draw(args.vocab, args.long).split(args.tokens, dim=1):
+
+        def read(piece: Tensor = piece) -> None:
+            nonlocal state
+            state = model(piece, state, keep=1).state
+
+        before = state
+        found = interleaved({"short": lambda: model(short, keep=1), "long": read}, 1)
+        # The untimed first call must not be read twice.
+        state = model(piece, before, keep=0).state
+        for name, values in found.items():
+            seconds[name] += values
+    title = f"time per token at {args.tokens:,} (short) and {args.long:,} (long) tokens"
+    yield title, report(title, args.tokens, seconds)
+
+
+@torch.inference_mode()
+def checkpoint(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
+    name = args.model or "passkey-tiny"
+    calls = {}
+    for backend in BACKENDS:
+        model = load(name, backend=backend)
+        tokens = draw(model.vocab_size, args.long)
+        calls[named(backend)] = lambda model=model, tokens=tokens: model(tokens, keep=1)
+    title = f"{name}, prefill of {args.long:,} tokens"
+    yield title, report(title, args.long, interleaved(calls, args.repeats))
+
+
+CASES: dict[str, Callable[[argparse.Namespace], Iterator[tuple[str, Figures]]]] = {
+    "prefill": prefill,
+    "decode": decode,
+    "train": train,
+    "mitigations": mitigations,
+    "lengths": lengths,
+    "checkpoint": checkpoint,
+}
+
+
+def main() -> None:
+    args = arguments()
+    torch.set_num_threads(args.threads)
+    figures: Figures = {"shape": [args.layers, args.d_model, args.vocab], "repeats": args.repeats}
+    for name in args.cases:
+        for title, found in CASES[name](args):
+            figures[title] = found
+            if args.json:
+                write_json(args.json, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Every study runs from beginning to end at a size that is too small for results."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BOOKS = ["--train", "a.txt", "--text", "b.txt"]
+REVERSE = ["--steps", "2", "--seeds", "1", "--width", "16", "--vocab-sizes"]
+SMOKE = {
+    "study_state_collapse.py": [
+        "collapse-tiny", "--train-length", "64", "--length", "256", "--windows", "1",
+        "--target", "128", "--calibration", "a.txt", "--choice", "c.txt", "--text", "b.txt",
+        "--method", "sliding_window", "state_norm",
+    ],
+    "study_capacity.py forget": [
+        "--d-states", "4", "--train-lengths", "64", "--steps", "1", "--seeds", "1",
+        "--train", "a.txt", "--text", "b.txt", "--length", "256", "--windows", "1",
+    ],
+    "study_capacity.py recall": [
+        "--d-states", "4", "--train-lengths", "192", "--steps", "1", "--more-steps", "1",
+        "--seeds", "1", "--prompts", "192", "--n", "2",
+    ],
+    "study_reverse.py encodings": [
+        *REVERSE, "16", "--cell", "lstm", "--encoding", "duplicate", "learned",
+    ],
+    "study_reverse.py rare": [*REVERSE, "16", "--encoding", "duplicate", "--triplets", "2"],
+    "study_reverse.py vocabularies": [*REVERSE, "8,16", "--encoding", "duplicate"],
+    "study_initial_states.py": [
+        *BOOKS, "--base", "collapse-tiny", "--train-length", "64", "--steps", "1", "--seeds", "1",
+        "--step-tokens", "256", "--policy", "zero", "carry", "--length", "256", "--windows", "1",
+    ],
+    "study_char_lm.py": [
+        "long.txt", "--setting", "rnn-16", "mlp-8", "--steps", "2", "--seeds", "1", "--width", "16",
+    ],
+    "compare_with_transformer.py recall": [
+        "--size", "tiny", "--steps", "1", "--seeds", "2", "--rates", "1e-3", "--reach", "1",
+        "--n", "2", "--step-tokens", "64",
+    ],
+    "compare_with_transformer.py books": [
+        *BOOKS, "--size", "tiny", "--steps", "1", "--seeds", "1", "--rates", "1e-3", "--reach", "2",
+        "--n", "2", "--length", "32", "--step-tokens", "64",
+    ],
+}  # fmt: skip
+
+
+def study(folder: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    name, *part = script.split()
+    return subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / name), *part, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+
+
+@pytest.fixture
+def books(tmp_path: Path) -> Path:
+    for name, repeats in (("a", 60), ("b", 61), ("c", 62), ("long", 400)):
+        text = f"It was {name} dark and stormy night; the rain fell.\n"
+        (tmp_path / f"{name}.txt").write_text(text * repeats)
+    return tmp_path
+
+
+@pytest.mark.parametrize("script", SMOKE)
+def test_a_study(script: str, books: Path) -> None:
+    """It writes its tables and its verdict, and a second run trains nothing and finds the same."""
+    command = [*SMOKE[script], "--output", "out"]
+    done = study(books, script, *command)
+    assert done.returncode == 0, done.stderr
+    (report,) = books.glob("out/**/report.md")
+    assert report.read_text() == done.stdout
+    assert "**Verdict.**" in done.stdout
+    weights = {path: path.stat().st_mtime_ns for path in books.rglob("*.safetensors")}
+    if script in ("study_capacity.py forget", "compare_with_transformer.py recall"):
+        assert study(books, script, *command).stdout == done.stdout
+    assert {path: path.stat().st_mtime_ns for path in weights} == weights
+
+
+def test_attribution(books: Path) -> None:
+    """The attribution reads the checkpoints of a run of the study of reverse ordering."""
+    options = [*SMOKE["study_reverse.py rare"], "--output", "out"]
+    assert study(books, "study_reverse.py rare", *options).returncode == 0
+    (run,) = books.glob("out/rare/lstm-duplicate-*/")
+    done = study(books, "study_attribution.py", str(run), "--n", "64", "--output", "found")
+    assert done.returncode == 0, done.stderr
+    assert "| checkpoint-00000002 | 0." in done.stdout
+    assert "**Verdict.**" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "says"),
+    [
+        ("study_initial_states.py", ["--train", "no.txt", "--text", "b.txt"], "no.txt"),
+        ("study_capacity.py forget", ["--train-lengths", "100"], "step"),
+        ("study_reverse.py encodings", ["--encoding", "none"], "duplicate"),
+        ("study_attribution.py", ["."], "reverse_dual_frequency"),
+        ("compare_with_transformer.py books", [], "--train"),
+    ],
+)
+def test_bad_input_of_a_study(script: str, options: list[str], says: str, books: Path) -> None:
+    """Bad input is refused in one sentence before anything is written."""
+    before = list(books.iterdir())
+    done = study(books, script, *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert says in done.stderr
+    assert list(books.iterdir()) == before
