@@ -2,6 +2,7 @@
 
 from longrnn.cells.base import MIXERS, Cell, EditedState
 from longrnn.cells.edit import Edit, Steps, Update, merge
+from longrnn.cells.gated_deltanet import GatedDeltaNet
 from longrnn.cells.init import INITS
 from longrnn.cells.mamba2 import Mamba2
 from longrnn.cells.recurrent import GRU, LSTM, RNN
@@ -17,6 +18,7 @@ __all__ = [
     "Cell",
     "Edit",
     "EditedState",
+    "GatedDeltaNet",
     "Mamba2",
     "ScanningCell",
     "Steps",

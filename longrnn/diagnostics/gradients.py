@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from longrnn.diagnostics.jacobian import Step, lyapunov, spectrum
 from longrnn.diagnostics.through_time import Run, clipping, histogram, last_scored, norms
-from longrnn.cells import Mamba2
+from longrnn.cells import ScanningCell
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
 from longrnn.models import RecurrentLM
@@ -171,7 +171,7 @@ def _measure(
         return
     wide = copy.deepcopy(model).double().eval()
     for cell in wide.cells:
-        if isinstance(cell, Mamba2):
+        if isinstance(cell, ScanningCell):
             cell.backend = "torch"  # which has second derivatives
     clipped = clipping(wide, batch, subject.max_grad_norm, subject.max_grad_value)
     yield {"kind": "clipping", "length": length, **clipped}

@@ -52,12 +52,12 @@ def limited(
     with own_precision(state):
         while start < time:
             part = inputs.slice(start, start + size)
-            within = _is_within(part, state, limit)
+            within = is_within(part, state, limit)
             if not within and size > CHUNK:
                 size = CHUNK
                 continue
             if not within:
-                scales = _scales(part, state, limit)
+                scales = scales_of(part, state, limit)
                 part = _scaled(part.slice(0, scales.shape[1]), scales)
             y, state = plain(part, state)
             outputs.append(y)
@@ -82,7 +82,7 @@ def rescale(memory: Tensor, limit: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _is_within(inputs: ScanInputs, state: Tensor, limit: Tensor) -> bool:
+def is_within(inputs: ScanInputs, state: Tensor, limit: Tensor) -> bool:
     """Whether no state can exceed its limit, by ‖ĥ_t‖ ≤ a_t ‖h_{t−1}‖ + ‖u_t‖; false for NaN."""
     added = _norms_of_inputs(inputs)
     one = added.new_ones(*added.shape[:2], 1, 1)
@@ -99,7 +99,7 @@ def _norms_of_inputs(inputs: ScanInputs) -> Tensor:
     return inputs.x.double().norm(dim=-1) * inputs.gain.double().abs() * B
 
 
-def _scales(inputs: ScanInputs, state: Tensor, limit: Tensor) -> Tensor:
+def scales_of(inputs: ScanInputs, state: Tensor, limit: Tensor) -> Tensor:
     """The scales s_t of a chunk, `(b, t, h)` float64, possibly for its first tokens only."""
     products = _decayed_products(inputs, state).unbind(2)
     own = _norms_of_inputs(inputs).square().unbind(1)

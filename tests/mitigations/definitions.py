@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.cells import Cell
+from longrnn.cells.gated_deltanet import GatedDeltaNetState
 from longrnn.cells.mamba2 import Mamba2State
 from longrnn.cells.recurrent import GRUState, LSTMState, RNNState
 from longrnn.models import RecurrentLM
@@ -135,10 +136,15 @@ class Definition:
     def __init__(self, specs: Sequence[Spec], layer: int, n_heads: int) -> None:
         self.members = [DEFINITIONS[spec["kind"]](spec, layer, n_heads) for spec in specs]
 
-    def scanned(self, dt: Tensor, A: Tensor, xB: Tensor, h: Tensor) -> Tensor:
-        """The memory of a scanning cell after one token; dt (b, h, 1, 1), A (h, 1, 1)."""
+    def steps(self, dt: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
+        """The step (b, h, 1, 1) and the rate (h, 1, 1) of a scanning cell."""
         for member in self.members:
             dt, A = member.steps(dt, A)
+        return dt, A
+
+    def scanned(self, dt: Tensor, A: Tensor, xB: Tensor, h: Tensor) -> Tensor:
+        """The memory of a scanning cell after one token; dt (b, h, 1, 1), A (h, 1, 1)."""
+        dt, A = self.steps(dt, A)
         return self.stepped(torch.exp(dt * A), dt * xB, h)
 
     def stepped(self, keep: Tensor | None, add: Tensor, h: Tensor) -> Tensor:
@@ -215,7 +221,38 @@ def mamba2(
     return y, Mamba2State(seen[:, 1:], h)
 
 
-CELLS: dict[str, Any] = {"lstm": lstm, "gru": gru, "rnn": rnn, "mamba2": mamba2}
+def gated_deltanet(
+    mixer: Any, chain: Definition, x: Tensor, state: GatedDeltaNetState
+) -> tuple[Tensor, GatedDeltaNetState]:
+    """The step is β; the decay has a step of its own, which changes by the same factor."""
+    heads, groups, n, p = mixer.n_heads, mixer.n_key_heads, mixer.key_dim, mixer.value_dim
+    sizes = [groups * n, groups * n, heads * p]
+    qkv, z, b, a = (x @ mixer.in_proj.weight.T).split([sum(sizes), heads * p, heads, heads], -1)
+    seen = torch.cat([state.conv, qkv[:, None]], dim=1)
+    qkv = (seen * mixer.conv1d.weight[:, 0].T).sum(1)
+    q, k, v = (qkv * qkv.sigmoid()).split(sizes, dim=-1)
+    q, k = (
+        one.view(-1, groups, n)[:, [h // (heads // groups) for h in range(heads)]] for one in (q, k)
+    )
+    q, k = (one / (one.square().sum(-1, keepdim=True) + 1e-6).sqrt() for one in (q, k))
+    beta = (b.sigmoid() * mixer.largest_beta)[..., None, None]
+    scaled, A = chain.steps(beta, -mixer.A_log.exp()[:, None, None])
+    decay_dt = (1 + (a + mixer.dt_bias).exp()).log()[..., None, None] * (scaled / beta)
+    beta = scaled.clamp(max=2)
+    erased = state.ssm - beta * (state.ssm @ k[..., None]) * k[..., None, :]
+    h = chain.stepped(
+        (decay_dt * A).exp(), beta * v.view(-1, heads, p, 1) * k[..., None, :], erased
+    )
+    y = (h @ q[..., None])[..., 0] / n**0.5
+    y = y / (y.square().mean(-1, keepdim=True) + mixer.norm_eps).sqrt() * mixer.norm.weight
+    y = (y.flatten(1) * z * z.sigmoid()) @ mixer.out_proj.weight.T
+    return y, GatedDeltaNetState(seen[:, 1:], h)
+
+
+CELLS: dict[str, Any] = {
+    **{"lstm": lstm, "gru": gru, "rnn": rnn, "mamba2": mamba2},
+    "gated_deltanet": gated_deltanet,
+}
 
 
 def run_mixer(
