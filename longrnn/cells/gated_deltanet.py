@@ -52,7 +52,8 @@ class GatedDeltaNet(ScanningCell):
     Args:
         d_input: width of x.
         d_model: width of y.
-        n_heads: number of heads, each with values and a state of its own.
+        n_heads: number of heads, each with values and a state of its own; null for
+            2 · d_model / value_dim.
         n_key_heads: number of q and k, a divisor of n_heads; null for n_heads.
         key_dim: n, length of q and k.
         value_dim: p, length of v.
@@ -75,10 +76,10 @@ class GatedDeltaNet(ScanningCell):
         d_input: int,
         d_model: int,
         *,
-        n_heads: int = 4,
+        n_heads: int | None = None,
         n_key_heads: int | None = None,
         key_dim: int = 64,
-        value_dim: int = 128,
+        value_dim: int = 64,
         d_conv: int = 4,
         negative_eigenvalues: bool = False,
         norm_eps: float = 1e-5,
@@ -86,6 +87,13 @@ class GatedDeltaNet(ScanningCell):
         init: str = "default",
     ) -> None:
         super().__init__(d_input, d_model)
+        if n_heads is None:
+            if value_dim < 1 or 2 * d_model % value_dim:
+                raise UserError(
+                    f"value_dim {value_dim} does not divide 2 · d_model = {2 * d_model}: set "
+                    "another value_dim, or n_heads"
+                )
+            n_heads = 2 * d_model // value_dim
         n_key_heads = n_heads if n_key_heads is None else n_key_heads
         sizes = {"n_heads": n_heads, "n_key_heads": n_key_heads, "key_dim": key_dim}
         for name, size in {**sizes, "value_dim": value_dim, "d_conv": d_conv}.items():

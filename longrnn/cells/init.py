@@ -12,9 +12,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from longrnn.errors import UserError
-from longrnn.cells.base import Cell
+from longrnn.cells.base import MIXERS, Cell
 from longrnn.cells.stepwise import StepwiseCell
+from longrnn.errors import UserError
 from longrnn.registry import Registry
 
 # `long_memory` draws time scales uniformly between 2 and this number of tokens.
@@ -110,5 +110,5 @@ def _weights(cell: Cell, init: str) -> list[Tensor]:
 
 
 def _refuse(init: str, cell: Cell, reason: str) -> NoReturn:
-    kind = type(cell).__name__.lower()
+    kind = next(name for name, member in MIXERS.items() if isinstance(cell, member))
     raise UserError(f"init {init!r} is not defined for {kind}: {reason}")

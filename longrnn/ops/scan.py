@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -128,19 +128,18 @@ def in_segments(
         chunks: computes whole chunks of a given size.
         size: of a chunk.
     """
-    state = inputs.zero_state() if state is None else state
-    segment: Callable[..., tuple[Tensor, Tensor]] = _segment
+    h = inputs.zero_state() if state is None else state
+    segment: Any = _segment
     if torch.is_grad_enabled() and not is_transformed():
-        segment = partial(checkpoint, _segment, use_reentrant=False, preserve_rng_state=False)  # type: ignore[assignment]
+        segment = partial(checkpoint, _segment, use_reentrant=False, preserve_rng_state=False)
     outputs, time = [], inputs.x.shape[1]
-    with own_precision(state):
+    with own_precision(h):
         if time <= FEW:
-            return few(inputs, state)
+            return few(inputs, h)
         for start in range(0, time, SEGMENT):
-            part = inputs.slice(start, start + SEGMENT)
-            y, state = segment(part, state, chunks, size)
+            y, h = segment(inputs.slice(start, start + SEGMENT), h, chunks, size)
             outputs.append(y)
-    return torch.cat(outputs, dim=1), state
+    return torch.cat(outputs, dim=1), h
 
 
 def advance(state: Tensor, log_decay: Tensor, added: Tensor) -> Tensor:

@@ -8,22 +8,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longrnn.errors import UserError
-from longrnn.hf.loading import load
-from longrnn.cells import INITS, MIXERS, RNN, Mamba2, Cell
+from longrnn.cells import INITS, MIXERS, RNN, Cell
 from longrnn.cells.init import MAX_TIME_SCALE
 from longrnn.cells.stepwise import StepwiseCell
+from longrnn.errors import UserError
+from longrnn.hf.loading import load
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from tests.contracts.builders import D_MODEL, assert_trees_equal, mixer_spec, random_tokens
 from tests.refusals import naming
 
 DEFINED = {
-    "default": {"rnn", "gru", "lstm", "mamba2"},
+    "default": {"rnn", "gru", "lstm", "mamba2", "gated_deltanet"},
     "orthogonal": {"rnn", "gru", "lstm"},
     "identity": {"rnn"},
     "xavier": {"rnn", "gru", "lstm"},
-    "long_memory": {"gru", "lstm", "mamba2"},
+    "long_memory": {"gru", "lstm", "mamba2", "gated_deltanet"},
 }
 STEPWISE = [kind for kind, member in MIXERS.items() if issubclass(member, StepwiseCell)]
 
@@ -97,8 +97,9 @@ def test_long_memory(kind: str) -> None:
     """The decay for a zero input corresponds to time scales between 2 and MAX_TIME_SCALE."""
     torch.manual_seed(0)
     mixer = MIXERS.build({**mixer_spec(kind), "init": "long_memory"}, 64, 64).double()
-    if isinstance(mixer, Mamba2):
-        kept = (nn.functional.softplus(mixer.dt_bias) * mixer.rates()).exp()
+    if mixer.scans:
+        dt_bias, A_log = (mixer.get_parameter(name) for name in ("dt_bias", "A_log"))
+        kept = (nn.functional.softplus(dt_bias) * -A_log.exp()).exp()
         scales = -1 / kept.log()
     else:
         assert isinstance(mixer, StepwiseCell)

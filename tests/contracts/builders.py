@@ -30,7 +30,7 @@ LONGEST = 300
 
 MIXER_OPTIONS: dict[str, Spec] = {
     "mamba2": {"d_state": 6, "head_dim": 4, "n_groups": 2},
-    "gated_deltanet": {"n_heads": 4, "n_key_heads": 2, "key_dim": 6, "value_dim": 4},
+    "gated_deltanet": {"n_key_heads": 2, "key_dim": 5, "value_dim": 4},
 }
 POSITION_OPTIONS: dict[str, Spec] = {
     "learned": {"max_length": 2 * LONGEST},
