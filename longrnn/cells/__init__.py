@@ -5,6 +5,7 @@ from longrnn.cells.edit import Edit, Steps, Update, merge
 from longrnn.cells.gated_deltanet import GatedDeltaNet
 from longrnn.cells.init import INITS
 from longrnn.cells.mamba2 import Mamba2
+from longrnn.cells.mamba3 import Mamba3
 from longrnn.cells.recurrent import GRU, LSTM, RNN
 from longrnn.cells.scanning import ScanningCell
 from longrnn.cells.stepwise import StepwiseCell
@@ -20,6 +21,7 @@ __all__ = [
     "EditedState",
     "GatedDeltaNet",
     "Mamba2",
+    "Mamba3",
     "ScanningCell",
     "Steps",
     "StepwiseCell",

@@ -50,7 +50,7 @@ class Scan(nn.Module):
             return y, state, recent
         inside, outside = _index(edit.heads, state), _index(~edit.heads, state)
         y_in, recent = windowed(inputs.heads(inside), recent, edit.window, ops.scan, rows)
-        limit = None if edit.limit is None else edit.limit[outside]
+        limit = None if edit.limit is None else edit.limit[..., outside]
         y_out, after = _plain(inputs.heads(outside), state.index_select(1, outside), limit, ops)
         y = torch.cat([y_in, y_out], 2).index_select(2, torch.cat([inside, outside]).argsort())
         return y, state.index_copy(1, outside, after), recent

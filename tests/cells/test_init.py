@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from longrnn.cells import INITS, MIXERS, RNN, Cell
 from longrnn.cells.init import MAX_TIME_SCALE
+from longrnn.cells.observe import decay_sums
 from longrnn.cells.stepwise import StepwiseCell
 from longrnn.errors import UserError
 from longrnn.hf.loading import load
@@ -19,11 +20,11 @@ from tests.contracts.builders import D_MODEL, assert_trees_equal, mixer_spec, ra
 from tests.refusals import naming
 
 DEFINED = {
-    "default": {"rnn", "gru", "lstm", "mamba2", "gated_deltanet"},
+    "default": set(MIXERS),
     "orthogonal": {"rnn", "gru", "lstm"},
     "identity": {"rnn"},
     "xavier": {"rnn", "gru", "lstm"},
-    "long_memory": {"gru", "lstm", "mamba2", "gated_deltanet"},
+    "long_memory": {"gru", "lstm", "mamba2", "mamba3", "gated_deltanet"},
 }
 STEPWISE = [kind for kind, member in MIXERS.items() if issubclass(member, StepwiseCell)]
 
@@ -98,9 +99,10 @@ def test_long_memory(kind: str) -> None:
     torch.manual_seed(0)
     mixer = MIXERS.build({**mixer_spec(kind), "init": "long_memory"}, 64, 64).double()
     if mixer.scans:
-        dt_bias, A_log = (mixer.get_parameter(name) for name in ("dt_bias", "A_log"))
-        kept = (nn.functional.softplus(dt_bias) * -A_log.exp()).exp()
-        scales = -1 / kept.log()
+        with decay_sums([mixer]) as (seen,):
+            mixer(torch.zeros(1, 1, 64, dtype=torch.float64), mixer.init_state(1))
+        assert seen.total is not None
+        scales = -1 / seen.total
     else:
         assert isinstance(mixer, StepwiseCell)
         # Without the recurrent matrix: the bias alone.

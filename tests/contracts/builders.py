@@ -30,6 +30,7 @@ LONGEST = 300
 
 MIXER_OPTIONS: dict[str, Spec] = {
     "mamba2": {"d_state": 6, "head_dim": 4, "n_groups": 2},
+    "mamba3": {"d_state": 6, "head_dim": 4, "n_groups": 2},
     "gated_deltanet": {"n_key_heads": 2, "key_dim": 5, "value_dim": 4},
 }
 POSITION_OPTIONS: dict[str, Spec] = {
@@ -53,9 +54,10 @@ MORE_MIXERS: list[Spec] = [
     {"kind": "mamba2", "d_state": 5, "head_dim": 8, "backend": "torch", "d_conv": 1},
     {"kind": "mamba2", "d_state": 5, "head_dim": 16, "bias": True, "conv_bias": False, "d_conv": 2},
     {"kind": "mamba2", "d_state": 3, "head_dim": 2, "n_groups": 4, "dt_limit": [0.01, 0.05]},
+    {"kind": "mamba3", "d_state": 5, "head_dim": 8, "rope_fraction": 1.0, "backend": "torch"},
     {
-        **{"kind": "gated_deltanet", "n_heads": 2, "key_dim": 3, "value_dim": 5, "d_conv": 1},
-        **{"negative_eigenvalues": True, "backend": "torch"},
+        "kind": "gated_deltanet", "n_heads": 2, "key_dim": 3, "value_dim": 5, "d_conv": 1,
+        "negative_eigenvalues": True, "backend": "torch",
     },
 ]
 

@@ -161,7 +161,7 @@ def limit(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tensor, Ten
     dtype = state.dtype
     given, before = _scan_inputs((*inputs, state), dtype)
     y, final = given.x.new_empty(given.x.shape), torch.empty_like(before)
-    fits = bool((limit >= MIN_LIMIT).all()) and call(
+    fits = limit.ndim == 1 and bool((limit >= MIN_LIMIT).all()) and call(
         "limited_scan",
         dtype,
         **_scan_fields(given, before),
