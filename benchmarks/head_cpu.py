@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from longrnn.ops.cross_entropy import weighted_cross_entropy
 from torch.nn import functional as F
 
 from benchmarks.prefill_cpu import mebibytes
 from benchmarks.timing import add_threads, in_a_process, interleaved, use_threads, write_json
-from longrnn.ops.cross_entropy import weighted_cross_entropy
 
 WAYS = ("all logits", "2^21", "2^22", "2^23", "2^24")
 

@@ -20,17 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from benchmarks.timing import add_threads, clock, in_a_process, interleaved, use_threads, write_json
-from longrnn import load
-from longrnn.mitigations import Mitigated, mitigation
-from longrnn.cells import Edit, Cell
-from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 from longrnn.ops.ssd import BACKENDS, SSD, ScanInputs, resolve
 from longrnn.ops.ssd.rescale import rescaled_ssd, scale_to
 from longrnn.ops.ssd.window import windowed_ssd
 from longrnn.ops.ssd.window_carry import init_carry
+from torch import Tensor
+
+from benchmarks.timing import add_threads, clock, in_a_process, interleaved, use_threads, write_json
+from longrnn import load
+from longrnn.cells import Cell, Edit
+from longrnn.mitigations import Mitigated, mitigation
+from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 
 MIXER = {"kind": "mamba2", "d_state": 128, "head_dim": 64}
 # Largest permitted time relative to the plain model.

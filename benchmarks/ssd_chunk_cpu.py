@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from longrnn.ops.ssd import ScanInputs, chunked
 from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.timing import add_threads, interleaved, use_threads, write_json
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
-from longrnn.ops.ssd import ScanInputs, chunked
 
 
 class Shape(NamedTuple):

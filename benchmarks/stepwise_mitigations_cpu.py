@@ -22,7 +22,7 @@ import torch
 from benchmarks.timing import add_threads, interleaved, use_threads, write_json
 from longrnn.errors import UserError
 from longrnn.mitigations import Mitigated, mitigation
-from longrnn.cells import StepwiseCell
+from longrnn.cells import TorchCell
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 from longrnn.models.segments import segment_width
 from longrnn.ops import native
@@ -94,7 +94,7 @@ def measure(args: argparse.Namespace, kind: str) -> dict[str, float]:
 def products(model: RecurrentLM, rows: int, tokens: int) -> None:
     """The products of a prefill with the weights of input and recurrence, in its segments."""
     (mixer,) = model.cells
-    assert isinstance(mixer, StepwiseCell)
+    assert isinstance(mixer, TorchCell)
     weights = mixer.cell.all_weights[0][:2]
     width = segment_width(rows, weights[0].device, mixer.d_model)
     for start in range(0, tokens, width):

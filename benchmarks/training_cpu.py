@@ -25,6 +25,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from longrnn.models.recompute import GRANULARITIES
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -32,7 +33,6 @@ from benchmarks.live_bytes import LiveBytes
 from benchmarks.prefill_cpu import MIXER, mebibytes, transformers_twin
 from benchmarks.timing import add_threads, clock, interleaved, use_threads, write_json
 from longrnn.config import build_config
-from longrnn.models.recompute import GRANULARITIES
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 from longrnn.state import detach, reset
 from longrnn.tasks import Batch

@@ -31,12 +31,12 @@ from typing import TYPE_CHECKING, Any
 from longrnn.hf.register import register
 
 if TYPE_CHECKING:
+    from longrnn.cells import MIXERS as MIXERS
     from longrnn.hf.loading import load as load
     from longrnn.hf.tokenizer import load_tokenizer as load_tokenizer
     from longrnn.mitigations import MITIGATIONS as MITIGATIONS
     from longrnn.mitigations import Mitigated as Mitigated
     from longrnn.mitigations import mitigation as mitigation
-    from longrnn.cells import MIXERS as MIXERS
     from longrnn.models import LanguageModel as LanguageModel
     from longrnn.models import LMOutput as LMOutput
     from longrnn.models import RecurrentConfig as RecurrentConfig

@@ -28,19 +28,19 @@ def find(name_or_path: str | Path, folder: str) -> Path:
     """Return the path of a YAML file, given by its path or as the name of a bundled one.
 
     Args:
-        name_or_path: `quick` or `mine/quick.yaml`; an existing path goes before a name.
+        name_or_path: `quick` or `mine/quick.yaml`; a file of that name goes before a bundled one.
         folder: the bundled folder with the names, such as `eval/suites`.
 
     Raises:
         UserError: neither.
     """
     path, known = Path(name_or_path), names(folder)
-    # `Path.exists` raises for a name that is too long for a file.
+    # `Path.is_file` and `Path.exists` raise for a name that is too long for a file.
+    if str(path) in known and not os.path.isfile(path):
+        return bundled(f"{folder}/{path}.yaml")
     if os.path.exists(path):
         return path
-    if str(path) not in known:
-        raise UserError(
-            f"{str(path)!r} is neither a file nor the name of a bundled one: "
-            f"{nearest(str(path), known)}"
-        )
-    return bundled(f"{folder}/{path}.yaml")
+    raise UserError(
+        f"{str(path)!r} is neither a file nor the name of a bundled one: "
+        f"{nearest(str(path), known)}"
+    )

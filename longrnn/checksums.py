@@ -68,7 +68,7 @@ def read_checksums(folder: Path) -> dict[str, str]:
     """
     try:
         recorded = json.loads((folder / CHECKSUMS).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{CHECKSUMS} cannot be read, {type(error).__name__}") from error
     if not isinstance(recorded, dict) or not recorded:
         raise ValueError(f"{CHECKSUMS} names no files")

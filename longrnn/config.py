@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from longrnn.bundled import bundled, find
 from longrnn.errors import UserError, nearest
@@ -18,6 +18,9 @@ from longrnn.files import expand_home
 from longrnn.ranges import choices_of, meaning_of_true
 from longrnn.text import read_mapping, read_regular
 from longrnn.units import with_counts
+
+if TYPE_CHECKING:
+    from omegaconf.errors import OmegaConfBaseException
 
 C = TypeVar("C")
 # The value of a key that the user must give.
@@ -57,6 +60,7 @@ def load_config(
             value of the wrong type.
     """
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
     path = find(path, examples)
@@ -67,6 +71,8 @@ def load_config(
     except (YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, a bad date
         reason = " ".join(str(error).split())
         raise UserError(f"{path} is not YAML ({reason}): {remedy}") from error
+    except OmegaConfBaseException as error:  # an interpolation that does not end
+        raise _unfit(str(path), error) from error
     except (OSError, TypeError) as error:  # what omegaconf raises for a number, or a key of a list
         raise UserError(
             f"{path} cannot be read as a mapping of keys to values ({error}): {remedy}"
@@ -113,13 +119,16 @@ def build_config(
             f"{source} holds a number that is too large ({reason}): lower it"
         ) from error
     except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(
-            f"{source}, key {error.full_key!r}: {reason}; write a value of the right type"
-        ) from error
+        raise _unfit(source, error) from error
     except YAMLError as error:
         reason = " ".join(str(error).split())
         raise UserError(f"an override is not YAML ({reason}): write its value in quotes") from error
+
+
+def _unfit(source: str, error: OmegaConfBaseException) -> UserError:
+    """The error for a value that omegaconf refuses."""
+    reason = str(error).splitlines()[0]
+    return UserError(f"{source}, key {error.full_key!r}: {reason}; write a value of the right type")
 
 
 def _with_home(value: Any) -> Any:

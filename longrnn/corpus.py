@@ -56,6 +56,7 @@ class Header:
         sha256: hexadecimal checksums of the other files, by name.
         shard: bytes of every file of a column but the last; 0 for one file of any size.
         scored_tokens: number of tokens of answers; None for a corpus without `scored.bin`.
+        identity: hash of what determined the content; None where it was not given.
     """
 
     tokenizer: str
@@ -71,6 +72,7 @@ class Header:
     sha256: dict[str, str]
     shard: int = 0
     scored_tokens: int | None = None
+    identity: str | None = None
 
     def columns(self) -> dict[str, dict[str, int]]:
         """The files of each column and their bytes, by the stem of their names."""
@@ -97,7 +99,7 @@ class Corpus:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.header = _read_header(folder / HEADER)
+        self.header = read_header(folder / HEADER)
         columns = self.header.columns()
         files = {name: size for column in columns.values() for name, size in column.items()}
         sizes = {**files, DOCUMENTS: self.header.documents * 8}
@@ -206,7 +208,12 @@ def header_text(header: Header) -> str:
     return json.dumps({**content, OWN: digest(content)}, indent=2) + "\n"
 
 
-def _read_header(path: Path) -> Header:
+def read_header(path: Path) -> Header:
+    """Reads a `corpus.json`.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
     if not path.is_file():
         raise UserError(
             f"no corpus at {path.parent} (it has no {HEADER}): make one with `longrnn data build`"

@@ -236,6 +236,7 @@ class CorpusWriter:
             sha256={},
             shard=corpus_columns.SHARD,
             scored_tokens=written.scored_tokens if self._scored else None,
+            identity=self._identity,
         )
         blocks = {"tokens": BLOCKS, "scored": SCORED_BLOCKS}
         names = [DOCUMENTS]

@@ -14,6 +14,10 @@ class UserError(ValueError):
     """
 
 
+class LengthError(UserError):
+    """A row is longer than any that a task, or its data, has; a shorter one may exist."""
+
+
 class DivergedError(UserError):
     """A training run that ended because its loss, gradient or weights are not finite."""
 

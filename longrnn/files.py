@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,15 +35,25 @@ def write_atomic(path: Path, content: bytes | memoryview | str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write piece by piece that replaces `path` at the end, or not at all."""
+    """A file to write piece by piece that replaces `path` at the end, or not at all.
+
+    What earlier writers of `path` left when they were killed is removed. The `flock` that a writer
+    holds tells whether it still writes; where the file system has none, everything stays.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    for left in leftovers(path):
+        with suppress(OSError), open(left, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left.unlink()
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with naming(path), open(beside, "wb") as file:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
+            os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
     sync_folder(path.parent)
@@ -101,7 +113,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file's bytes."""
+    """Hexadecimal SHA-256 of a file's bytes.
+
+    Raises:
+        OSError: it is missing or not a regular file: a pipe or a device might not end.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -105,6 +105,20 @@ def mean(values: Sequence[float]) -> Estimate:
     return Estimate(center, center - half, center + half, n)
 
 
+def share_or_mean(values: Sequence[float]) -> Estimate:
+    """A mean, with Wilson's interval if all values are 0 or 1, else with Student's t."""
+    if set(values) <= {0, 1}:
+        return proportion(round(sum(values)), len(values))
+    return mean(values)
+
+
+def paired_share_or_mean(values: Sequence[float], others: Sequence[float]) -> Estimate:
+    """How far a mean lies above another of the same items; see `share_or_mean`."""
+    if {*values, *others} <= {0, 1}:
+        return paired_proportion(values, others)
+    return paired_mean(values, others)
+
+
 def paired_mean(values: Sequence[float], others: Sequence[float]) -> Estimate:
     """How far a mean lies above another of the same items, with its Student-t interval."""
     return mean([value - other for value, other in zip(values, others, strict=True)])

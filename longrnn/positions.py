@@ -13,7 +13,6 @@ from longrnn.registry import Registry
 from longrnn.seeds import seeded
 from longrnn.units import TokenCount
 
-
 POSITIONS: Registry[PositionalEncoding] = Registry("position")
 
 

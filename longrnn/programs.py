@@ -114,7 +114,7 @@ def _fail(error: BaseException, again: Callable[[], str], errors: str) -> int:
     if os.environ.get(DEBUG, "") not in ("", "0"):
         traceback.print_exception(error)
     sentence, code = describe(error, again())
-    if errors:
+    if errors and os.path.isdir(errors):  # not after a launcher that was killed
         Path(errors, os.environ.get("RANK", "0")).write_text(sentence)
     else:
         _complain(sentence)

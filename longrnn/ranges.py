@@ -99,6 +99,18 @@ def meaning_of_true(declared: Field[Any]) -> str | None:
     return declared.metadata.get(TRUE)
 
 
+def check_count(name: str, value: int, *, at_least: int = 1, at_most: int = LARGEST_SIZE) -> None:
+    """Refuses a number of things that is out of range.
+
+    Raises:
+        UserError: such a number.
+    """
+    if not at_least <= value <= at_most:
+        raise UserError(
+            f"{name} must be from {at_least:,} to {at_most:,}, not {value}: give such a number"
+        )
+
+
 def check_ranges(config: Any, prefix: str = "") -> None:
     """Refuses values outside the ranges and choices of a dataclass, and of those inside it.
 

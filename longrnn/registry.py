@@ -140,6 +140,11 @@ class Registry(Mapping[str, "type[T]"], Generic[T]):
                 "right "
                 "types"
             ) from error
+        except RecursionError as error:  # an anchor of YAML that contains itself
+            raise UserError(
+                f"{self.family} {kind!r}, options {dict(options)}: they contain themselves or are "
+                "nested too deeply; write numbers, texts and lists"
+            ) from error
         plain = OmegaConf.to_container(merged)
         assert isinstance(plain, dict)
         for name, value in plain.items():

@@ -140,6 +140,8 @@ def line_of(row: Row) -> str:
 def read_results(path: Path) -> tuple[Row, list[Row]]:
     """Header and rows of a results file; a last line without its end is left out.
 
+    The header may be repeated, as in files of one evaluation that were joined.
+
     Where one line has a checksum all have, so that damage to the checksum itself is noticed too.
     Files of versions without checksums are read as they are.
 
@@ -156,7 +158,7 @@ def read_results(path: Path) -> tuple[Row, list[Row]]:
             found.append(_parsed(line, checked))
         except (ValueError, RecursionError) as error:
             raise UserError(_damage(path, number, error, checked)) from error
-    return found[0], found[1:]
+    return found[0], [row for row in found[1:] if row != found[0]]
 
 
 def has_checksums(path: Path) -> bool:

@@ -24,6 +24,7 @@ from longrnn.errors import UserError
 PyTree: TypeAlias = Any
 S = TypeVar("S")
 
+# What `save` writes.
 FORMAT = "longrnn-state-2"
 # More than any sequence has; sums of two positions still fit into int64.
 MOST_TOKENS = 2**53
@@ -223,19 +224,22 @@ def load(path: str | os.PathLike[str], like: Any) -> LMState:
     from longrnn.checksums import verify_sealed
     from longrnn.files import one_line
 
-    if not Path(path).is_file():
+    # Not `Path.is_file`, which raises for a name that is too long and in a folder without access.
+    if not os.path.isfile(path):
         raise UserError(f"no state file at {path}: give the path that `state.save` wrote")
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if metadata.get("format") != FORMAT:
+            raise UserError(f"{path} holds no state: give a file that `state.save` wrote")
+        verify_sealed(Path(path), metadata)
+    except UserError:
+        raise
     except Exception as error:  # a SafetensorError, or what torch raises for a dtype it lacks
         raise UserError(
             f"{path} is truncated or not a state file ({one_line(error)}): save it again"
         ) from error
-    if metadata.get("format") != FORMAT:
-        raise UserError(f"{path} holds no state: give a file that `state.save` wrote")
-    verify_sealed(Path(path), metadata)
     example, same_model = like, False
     if not isinstance(like, LMState):
         recorded = metadata.get("fingerprint", "")

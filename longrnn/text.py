@@ -80,7 +80,7 @@ def files_below(folder: Path, suffixes: Collection[str] = TEXT_SUFFIXES) -> list
 def read_text(
     path: Path, remedy: str = "give a file of UTF-8 text", *, kind: str = "text file"
 ) -> tuple[str, str]:
-    """A text file and the hexadecimal SHA-256 of its bytes.
+    """A text file without its byte-order mark, and the hexadecimal SHA-256 of its bytes.
 
     Args:
         path: of the file.
@@ -91,14 +91,15 @@ def read_text(
         UserError: a file that is missing, unreadable, empty, not a regular file, or not UTF-8.
     """
     data = read_regular(path, remedy, kind=kind)
-    if not data:
-        raise UserError(f"{path} is empty: {remedy}")
     if 0 in data:
         raise UserError(f"{path} is binary (a NUL at byte {data.index(0)}): {remedy}")
     try:
-        return data.decode(), hashlib.sha256(data).hexdigest()
+        text = data.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 (at byte {error.start}): {remedy}") from error
+    if not text:
+        raise UserError(f"{path} is empty: {remedy}")
+    return text, hashlib.sha256(data).hexdigest()
 
 
 def read_regular(path: Path, remedy: str, *, kind: str = "file") -> bytes:

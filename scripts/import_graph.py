@@ -20,8 +20,7 @@ ROOT = REPOSITORY / "longrnn"
 # every layer, so an import from `longrnn` counts as an import from the top layer.
 LAYERS = {
     "ops": 1,
-    "mixers": 2,
-    "positions": 2,
+    "cells": 2,
     "tasks": 2,
     "models": 3,
     "mitigations": 3,
@@ -37,14 +36,15 @@ LAYERS = {
 }
 TOP = 7
 # Packages that may not import each other although they are in the same layer.
-SEPARATE_PACKAGES = {"mixers", "positions", "tasks"}
+SEPARATE_PACKAGES = {"cells", "tasks"}
 # The only package or module that may import a library.
 HOMES = {
     "transformers": "longrnn.hf",
     "accelerate": "longrnn.training",
     "peft": "longrnn.hf.lora",
     "datasets": "longrnn.training.origins",
-    "mamba_ssm": "longrnn.ops.ssd",
+    "mamba_ssm": "longrnn.ops.gpu",
+    "fla": "longrnn.ops.gpu",
     "lm_eval": "longrnn.evaluation.harness",
     "matplotlib": "longrnn.diagnostics",
     "jinja2": "longrnn.diagnostics",
@@ -62,7 +62,7 @@ SOURCES = {
 
 
 def package_of(module: str) -> str:
-    """Returns the package of a module: `mixers` for `longrnn.cells.recurrent`, "" for `longrnn`."""
+    """Returns the package of a module: `cells` for `longrnn.cells.recurrent`, "" for `longrnn`."""
     return ".".join(module.split(".")[1:2])
 
 
@@ -113,7 +113,8 @@ def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, s
                 origin = ".".join([*parts, *([origin] if origin else [])])
             names = [alias.name for alias in node.names]
             if origin != "longrnn":
-                yield node.lineno, origin
+                modules = [one for name in names if (one := f"{origin}.{name}") in SOURCES]
+                yield from ((node.lineno, one) for one in modules or [origin])
                 continue
             for name in names:
                 inside = name == "__version__" or name in LAYERS or f"longrnn.{name}" in SOURCES
@@ -141,8 +142,21 @@ def edges() -> dict[str, set[str]]:
     return found
 
 
+def file_edges() -> dict[str, set[str]]:
+    """Returns the files of the layers up to `models/` that each of them imports."""
+    return {
+        module: {
+            target
+            for _, target in imports(path.read_text(), module, path.name == "__init__.py")
+            if target in SOURCES
+        }
+        for module, path in SOURCES.items()
+        if layer(module) <= LAYERS["models"]
+    }
+
+
 def cycle(graph: dict[str, set[str]]) -> list[str]:
-    """Returns the packages along a cycle of the graph, or an empty list if there is no cycle."""
+    """Returns the nodes along a cycle of the graph, or an empty list if there is no cycle."""
     done: set[str] = set()
 
     def visit(node: str, path: list[str]) -> list[str]:

@@ -23,12 +23,12 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from longrnn.cells import MIXERS
 from longrnn.config import load_config
 from longrnn.diagnostics.plots import new_figure, png
 from longrnn.errors import UserError, nearest
 from longrnn.files import write_atomic
 from longrnn.intervals import Estimate, mean
-from longrnn.cells import MIXERS
 from longrnn.programs import run_script
 from longrnn.results import Row
 from longrnn.studies import attribution

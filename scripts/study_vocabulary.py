@@ -29,11 +29,11 @@ import numpy as np
 import torch
 import typer
 
+from longrnn.cells import MIXERS
 from longrnn.config import load_config
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
 from longrnn.intervals import mean
-from longrnn.cells import MIXERS
 from longrnn.positions import POSITIONS
 from longrnn.programs import run_script
 from longrnn.results import Results, Row

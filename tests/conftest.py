@@ -6,11 +6,9 @@ ones.
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 from hypothesis import settings
-
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
 settings.register_profile("explore", deadline=None, max_examples=200)
@@ -25,5 +23,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda") is not None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-
-

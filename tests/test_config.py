@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from longrnn.cells import MIXERS
 from longrnn.config import build_config, dump_config, load_config
 from longrnn.errors import UserError, nearest
-from longrnn.cells import MIXERS
 from longrnn.models.recurrent import RecurrentConfig
 from longrnn.ranges import RANGE
 from longrnn.registry import keyword_options
@@ -144,7 +144,9 @@ def test_a_bundled_configuration_is_found_by_its_name(
 ) -> None:
     """A name stands for a bundled file, unless a file of that name is here."""
     monkeypatch.chdir(tmp_path)
+    Path("reverse_small").mkdir()
     assert load_config(TrainConfig, "reverse_small").output_dir == "runs/reverse-small"
+    Path("reverse_small").rmdir()
     Path("reverse_small").write_text("output_dir: mine")
     assert load_config(TrainConfig, "reverse_small").output_dir == "mine"
     with pytest.raises(UserError, match="did you mean 'reverse_small'"):

@@ -186,7 +186,7 @@ def test_every_file_that_is_named_exists(document: str) -> None:
         )
     )
     for path in named:
-        # `longrnn/bundled/` exists in a wheel only.
+        # `longrnn/_bundled/` exists in a wheel only.
         placeholder = "{" in path or "NAME" in path
         if "." in Path(path).name and not placeholder and not glob.glob(str(ROOT / path)):
             missing.append(path)

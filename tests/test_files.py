@@ -15,6 +15,7 @@ from longrnn.files import (
     file_name,
     leftovers,
     naming,
+    replacing,
     sha256,
     sync_folder,
     write_atomic,
@@ -62,7 +63,10 @@ def test_failure_keeps_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The partial file of a kill is found by the name of its target, and no other file is."""
+    """The partial file of a kill is found by the name of its target, and no other file is.
+
+    The next writer removes it, and not that of a writer at the same time.
+    """
     path = tmp_path / "new" / "file.txt"
     assert leftovers(path) == []
 
@@ -75,6 +79,14 @@ def test_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(KeyboardInterrupt):
             write_atomic(path, "half")
     (left,) = path.parent.iterdir()
+    with replacing(path) as other:  # which still writes
+        write_atomic(path, "first")
+        assert not left.exists()
+        other.write(b"second")
+    assert names(path.parent) == ["file.txt"]
+    assert path.read_text() == "second"
+    left.touch()
+    path.unlink()
     for name in (".file.txt", ".file.txt.0a1b2c3", ".filextxt.0a1b2c3d", ".other.0a1b2c3d"):
         (path.parent / name).write_text("kept")
     assert leftovers(path) == [left]

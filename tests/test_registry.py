@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from longrnn.errors import UserError, nearest
 from longrnn.cells import MIXERS
+from longrnn.errors import UserError, nearest
 from longrnn.positions import POSITIONS
 from longrnn.registry import Registry, keyword_options
 

@@ -35,20 +35,21 @@ def test_any_ids_decode() -> None:
 
 
 def test_a_text_file(tmp_path: Path) -> None:
-    """The text is returned unchanged, with the SHA-256 of the file's bytes."""
-    content = "a\r\nü\n"
-    (tmp_path / "a.txt").write_bytes(content.encode())
-    expected = content, hashlib.sha256(content.encode()).hexdigest()
-    assert read_text(tmp_path / "a.txt") == expected
+    """The text is returned without a byte-order mark, with the SHA-256 of the file's bytes."""
+    for mark in ("", "\ufeff"):
+        content = f"{mark}a\r\nü\n".encode()
+        (tmp_path / "a.txt").write_bytes(content)
+        assert read_text(tmp_path / "a.txt") == ("a\r\nü\n", hashlib.sha256(content).hexdigest())
 
 
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "a.txt"),
-        (b"", "a.txt"),
-        (b"ab\x00c", "a.txt"),
-        (b"abc\xff", "a.txt"),
+        (None, "no text file .*a.txt: give a file of UTF-8 text"),
+        (b"", "a.txt is empty"),
+        (b"\xef\xbb\xbf", "a.txt is empty"),
+        (b"ab\x00c", r"a.txt is binary \(a NUL at byte 2\)"),
+        (b"abc\xff", r"a.txt is not UTF-8 \(at byte 3\)"),
     ],
 )
 def test_files_that_are_no_texts(content: bytes | None, says: str, tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ def test_numbers_of_tokens_are_written_as_on_the_command_line(
         (family, kind)
         for family in [MITIGATIONS, EVALUATIONS, *FAMILIES.values()]
         for kind in family
+        if keyword_options(family[kind])
     ],
 )
 def test_options_that_count_tokens_are_lengths(registry: Registry[Any], kind: str) -> None:

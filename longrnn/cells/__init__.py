@@ -9,6 +9,7 @@ from longrnn.cells.mamba3 import Mamba3
 from longrnn.cells.recurrent import GRU, LSTM, RNN
 from longrnn.cells.scanning import ScanningCell
 from longrnn.cells.stepwise import StepwiseCell
+from longrnn.cells.torch_cell import TorchCell
 
 __all__ = [
     "GRU",
@@ -25,6 +26,7 @@ __all__ = [
     "ScanningCell",
     "Steps",
     "StepwiseCell",
+    "TorchCell",
     "Update",
     "merge",
 ]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from longrnn.cells.base import MIXERS, Cell
 from longrnn.cells.stepwise import StepwiseCell
+from longrnn.cells.torch_cell import TorchCell
 from longrnn.errors import UserError
 from longrnn.registry import Registry
 
@@ -60,7 +61,7 @@ class Identity(Init):
 
     def apply(self, cell: Cell) -> None:
         _, weight_hh, *biases = _weights(cell, "identity")
-        if isinstance(cell, StepwiseCell) and cell.gated:
+        if cell.gated:
             _refuse("identity", cell, "its gates decide what is kept; use long_memory")
         nn.init.eye_(weight_hh)
         for bias in biases:
@@ -104,7 +105,7 @@ def initialise(cell: Cell, init: str) -> None:
 
 def _weights(cell: Cell, init: str) -> list[Tensor]:
     """`weight_ih`, `weight_hh`, `bias_ih` and `bias_hh` of a cell with recurrent matrices."""
-    if not isinstance(cell, StepwiseCell):
+    if not isinstance(cell, TorchCell):
         _refuse(init, cell, "its state has no recurrent matrix, only decays; use long_memory")
     return [weight.detach() for weight in cell.cell.all_weights[0]]
 

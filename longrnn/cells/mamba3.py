@@ -2,8 +2,8 @@
 
 Every head has the state h `(p, n)`. With the step Δ, the rate A < 0 and the input u_t = x_t B_tᵀ:
 
-    h_t = α_t h_{t−1} + (1 − λ_t) Δ_t α_t u_{t−1} + λ_t Δ_t u_t,   y_t = h_t C_t,   α_t = exp(Δ_t A_t)
-    Δ = softplus(· + dt_bias),   A = −softplus(·),   λ = σ(·)
+    h_t = α_t h_{t−1} + (1 − λ_t) Δ_t α_t u_{t−1} + λ_t Δ_t u_t,   y_t = h_t C_t
+    α = exp(Δ A),   Δ = softplus(· + dt_bias),   A = −softplus(·),   λ = σ(·)
 
 B and C are normalised, a bias is added by head, and pairs of their entries are rotated by the angle
 Σ_{i ≤ t} Δ_i π tanh(θ_i) since the start of the document, which makes the state complex. The output
@@ -197,7 +197,8 @@ class Mamba3(ScanningCell):
             xs = torch.cat([own.x[:, None], steps.x], 1)
             Bs = torch.cat([own.B[:, None], _rotated(B, angle)], 1)
             ends = (one[:, -1:] if rows is None else rows.last(one, 1) for one in (xs, Bs))
-            last.extend([*(end[:, 0] for end in ends), angle[:, -1]])
+            # Copies, because slices would keep all tokens in memory.
+            last.extend([*(end[:, 0].clone() for end in ends), angle[:, -1].clone()])
             gain = steps.dt if add is None else steps.dt * add
             gain = gain if rows is None else rows.without_padding(gain)
             return TrapezoidInputs(xs, gain, log_decay, Bs, _rotated(C, angle), mix)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from longrnn.cells.base import MIXERS
 from longrnn.cells.edit import Update
 from longrnn.cells.init import initialise
-from longrnn.cells.stepwise import SequenceT, StepwiseCell
+from longrnn.cells.torch_cell import SequenceT, TorchCell
 from longrnn.errors import UserError, nearest
 
 
@@ -23,7 +23,7 @@ class LSTMState(NamedTuple):
 
 
 @MIXERS.register("lstm")
-class LSTM(StepwiseCell):
+class LSTM(TorchCell):
     """Long short-term memory (Hochreiter and Schmidhuber, 1997) with forget gate.
 
     c ← f ∘ c + i ∘ g, h ← o ∘ tanh(c), with i, f, o = σ(W x + U h + b), g = tanh(W x + U h + b).
@@ -80,7 +80,7 @@ class GRUState(NamedTuple):
 
 
 @MIXERS.register("gru")
-class GRU(StepwiseCell):
+class GRU(TorchCell):
     """Gated recurrent unit (arXiv 1406.1078), in the variant of `torch.nn.GRU`.
 
     r = σ(W_r x + U_r h), z = σ(W_z x + U_z h), ñ = tanh(W_n x + r ∘ (U_n h + b)),
@@ -114,9 +114,6 @@ class GRU(StepwiseCell):
         y, h = self.cell(x, state.h[None].contiguous())
         return y, GRUState(h[0].to(state.h.dtype))
 
-    def vector(self, state: GRUState) -> Tensor:
-        return state.h
-
     def state_of(self, h: Tensor, memory: Tensor) -> GRUState:
         return GRUState(h)
 
@@ -149,7 +146,7 @@ class RNNState(NamedTuple):
 
 
 @MIXERS.register("rnn")
-class RNN(StepwiseCell):
+class RNN(TorchCell):
     """h_t = φ(W_ih x_t + b_ih + W_hh h_{t−1} + b_hh), φ = tanh or relu (Elman, 1990).
 
     Args:
@@ -182,9 +179,6 @@ class RNN(StepwiseCell):
     def fused(self, x: SequenceT, state: RNNState) -> tuple[SequenceT, RNNState]:
         y, h = self.cell(x, state.h[None].contiguous())
         return y, RNNState(h[0].to(state.h.dtype))
-
-    def vector(self, state: RNNState) -> Tensor:
-        return state.h
 
     def state_of(self, h: Tensor, memory: Tensor) -> RNNState:
         return RNNState(h)

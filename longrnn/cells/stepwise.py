@@ -1,27 +1,20 @@
-"""Cells that compute one token after another: RNN, GRU, LSTM."""
+"""Cells that compute one token after another, in operations of torch."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple, Self, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import PackedSequence
 
 from longrnn.cells.base import Cell, EditedState
 from longrnn.cells.edit import Edit, Update
-from longrnn.ops import cpu
 from longrnn.ops.limit import rescale
-from longrnn.ops.linear import linear
 from longrnn.ops.precision import own_precision, refuse_tf32
-from longrnn.ops.rows import Rows, run_packed_sequence
-from longrnn.ops.transforms import in_forward_mode
 from longrnn.state import History, PyTree
-
-SequenceT = TypeVar("SequenceT", Tensor, PackedSequence)
 
 
 class RecentUpdates(NamedTuple):
@@ -49,70 +42,33 @@ class Advance(nn.Module):
 
 
 class StepwiseCell(Cell):
-    """A cell that computes one token after another: RNN, GRU, LSTM.
+    """A cell that computes one token after another.
 
-    A cell holds a `torch.nn` module (one layer, batch first), whose fused kernel runs when there is
-    no edit, and implements `step`, the same equations for one token.
-
-    Attributes:
-        has_kernel: whether the kernel of `cell` computes this cell.
-        cpu_cell: its name among the C++ cells (`longrnn.ops.cpu.kernels.CELLS`).
-        cpu_first: whether the C++ cell is faster than the kernel of `cell`, where both run: on a
-            CPU without gradients.
-        packs_on_cpu: whether this kernel is the fastest for documents of several lengths on a CPU.
+    Its state is a NamedTuple with a field `h`, `(b, d)`, the output.
     """
-
-    cell: nn.RNNBase
-    has_kernel = True
-    cpu_cell: str
-    cpu_first = True
-    packs_on_cpu = True
-    recurrent_weights = ("cell.weight_hh_l0",)
 
     def __init__(self, d_input: int, d_model: int) -> None:
         super().__init__(d_input, d_model)
         self.recurrence = Advance()
 
     @abstractmethod
-    def fused(self, x: SequenceT, state: PyTree) -> tuple[SequenceT, PyTree]:
-        """Computes the whole sequence with the kernel of `torch.nn`.
-
-        Called only if `has_kernel`.
-
-        Args:
-            x: `(b, t, d_input)`, or a `PackedSequence` of rows of several lengths, longest first.
-            state: of the rows.
-        """
-
-    @abstractmethod
-    def vector(self, state: PyTree) -> Tensor:
-        """The memory, the vector of a state that recurs, `(b, d)`."""
-
-    @abstractmethod
-    def state_of(self, h: Tensor, memory: Tensor) -> PyTree:
-        """The state with this output and this memory, `(b, d)` each."""
+    def project(self, x: Tensor) -> Tensor:
+        """Computes what depends on the input alone: `(b, t, d_input)` → `(b, t, k)`."""
 
     @abstractmethod
     def step(self, projected: Tensor, state: PyTree) -> tuple[Update, Callable[[Tensor], PyTree]]:
-        """Computes one token from its input projection `W_ih x + b_ih`, `(b, gates · d)`.
+        """Computes one token from its projection, `(b, k)`.
 
         Returns:
             The update of the memory, and a function from the new memory to the new state.
         """
 
-    def train(self, mode: bool = True) -> Self:
-        """Sets the mode of all submodules except `cell`, which stays in training mode.
-
-        cuDNN refuses the backward pass of an RNN in eval mode, so gradients through a model loaded
-        for evaluation need this. Without dropout both modes compute the same values.
-        """
-        super().train(mode)
-        self.cell.train()
-        return self
+    def vector(self, state: PyTree) -> Tensor:
+        """The memory, the vector of a state that recurs, `(b, d)`; by default `h`."""
+        return state.h
 
     def memory(self, state: PyTree, edit: Edit | None = None) -> Tensor:
-        own = state.state if isinstance(state, EditedState) else state
-        return self.vector(own)[:, None, :, None]
+        return self.vector(_own(state))[:, None, :, None]
 
     def no_tokens(self, batch_size: int, edit: Edit) -> RecentUpdates:
         none = self.vector(self.init_state(batch_size)).new_zeros(batch_size, 0, self.d_model)
@@ -120,37 +76,9 @@ class StepwiseCell(Cell):
 
     def run(self, x: Tensor, state: PyTree, edit: Edit | None) -> tuple[Tensor, PyTree]:
         refuse_tf32(x)
-        weight_ih, weight_hh, bias_ih, bias_hh = self.cell.all_weights[0]
         # Autocast is off: a memory with 8 significant bits loses small additions.
         with own_precision(x):
-            x = x.to(weight_ih.dtype)
-            observed = self.is_observed
-            fused = edit is None and not observed and self.has_kernel and not in_forward_mode()
-            if (fused and not self.cpu_first) or observed or (edit and edit.window is not None):
-                in_cpp = False
-            else:
-                leaves = (state.h, self.vector(state))
-                in_cpp = cpu.stepwise_suits(x, weight_ih, weight_hh, bias_ih, bias_hh, *leaves)
-            if in_cpp:
-                projected = linear(x, weight_ih, bias_ih)
-                y, h, memory = cpu.stepwise(
-                    *(self.cpu_cell, projected, weight_hh, bias_hh, *leaves), **_numbers(edit)
-                )
-                return y, self.state_of(h, memory)
-            if fused:
-                return self.fused(x, state)
-            return self._unrolled(F.linear(x, weight_ih, bias_ih), state, edit)
-
-    def run_packed(
-        self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows
-    ) -> tuple[Tensor, PyTree]:
-        packs = self.has_kernel and (self.packs_on_cpu or x.device.type != "cpu")
-        if edit is not None or not packs or in_forward_mode():
-            return super().run_packed(x, state, edit, rows)
-        refuse_tf32(x)
-        with own_precision(x):
-            x = x.to(self.cell.all_weights[0][0].dtype)
-            return run_packed_sequence(self.fused, x, state, self.init_state(1), rows)
+            return self._unrolled(self.project(x.to(_own(state).h.dtype)), state, edit)
 
     def _unrolled(
         self, projected: Tensor, state: PyTree, edit: Edit | None
@@ -185,7 +113,7 @@ class StepwiseCell(Cell):
         """The tokens of a call, or of one block of a window.
 
         Args:
-            projected: `(b, t, gates · d)`.
+            projected: `(b, t, k)`.
             state: the cell's own.
             edit: of the layer.
             older: `(b, t, d)`, what each token's window has of the tokens before the
@@ -198,7 +126,8 @@ class StepwiseCell(Cell):
             update = _edited(update, edit)
             before = self.vector(state)
             if older is not None:
-                assert update.keep is not None and updates is not None
+                assert update.keep is not None
+                assert updates is not None
                 updates.append(update)
                 inside = update.add if inside is None else update.add + update.keep * inside
                 since = update.keep if since is None else since * update.keep
@@ -207,30 +136,10 @@ class StepwiseCell(Cell):
             outputs.append(state.h)
         return torch.stack(outputs, dim=1), state
 
-    def extra_repr(self) -> str:
-        with_gradients = "torch.nn" if self.has_kernel else "one token after another"
-        weight = next(self.cell.parameters())
-        if cpu.refusal((weight,)) is not None or (self.has_kernel and not self.cpu_first):
-            return f"kernel={with_gradients}"
-        return f"kernel=C++ without gradients, {with_gradients} with gradients"
 
-    def recurrent(self, h: Tensor) -> Tensor:
-        """`W_hh h + b_hh`, `(b, gates · d)`."""
-        _, weight_hh, _, bias_hh = self.cell.all_weights[0]
-        return F.linear(h, weight_hh, bias_hh)
-
-    def vector_like(self) -> Tensor:
-        """A hidden vector of one row, on the meta device."""
-        weight = self.cell.all_weights[0][0]
-        return torch.empty(self.d_model, dtype=weight.dtype, device="meta")
-
-
-def _numbers(edit: Edit | None) -> dict[str, float]:
-    """An edit without a window as the arguments of the C++ cell."""
-    if edit is None:
-        return {}
-    given = {"keep": edit.keep, "add": edit.add, "limit": edit.limit}
-    return {name: float(one) for name, one in given.items() if one is not None}
+def _own(state: PyTree) -> PyTree:
+    """The cell's own state."""
+    return state.state if isinstance(state, EditedState) else state
 
 
 def _edited(update: Update, edit: Edit) -> Update:

@@ -31,7 +31,7 @@ def build(
             show_default=False,
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Folder to write; it must not exist yet.")],
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
     tokenizer: Annotated[
         str,
         typer.Option(
@@ -84,10 +84,11 @@ def build(
 ) -> None:
     """Tokenise files or datasets into a corpus, which training maps into memory.
 
-    An interrupted build continues when the same command is run again.
+    The same command continues an interrupted build, and leaves a finished one as it is.
 
     Example: longrnn data build --out data/books --min-length 4k war_and_peace.txt don_quixote.txt
     """
+    from longrnn.corpus import HEADER
     from longrnn.hf.tokenizer import load_tokenizer
     from longrnn.training.documents import TextReader, build_corpus
     from longrnn.training.instructions import InstructReader
@@ -109,6 +110,7 @@ def build(
         if instruct
         else TextReader(read, **text)
     )
+    is_built = (out / HEADER).is_file()
     try:
         header = build_corpus(
             data,
@@ -123,7 +125,8 @@ def build(
         )
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f"{out} was not written: run the command again") from error
-    typer.echo(f"{out}: {header.documents:,} documents, {header.tokens:,} tokens ({header.dtype})")
+    made = f"{out} is built already" if is_built else str(out)
+    typer.echo(f"{made}: {header.documents:,} documents, {header.tokens:,} tokens ({header.dtype})")
     if header.dropped_documents:
         typer.echo(
             f"dropped: {header.dropped_documents:,} documents of fewer than {header.min_length:,} "

@@ -70,8 +70,8 @@ def finetune(
         bool,
         typer.Option(
             "--dry-run",
-            help="Check the configuration and its data, which must be here, and print it with the "
-            "memory of a step; train nothing.",
+            help="Check the configuration and its data, and print the configuration and the memory "
+            "of a step; train nothing.",
         ),
     ] = False,
     quiet: Quiet = False,
@@ -80,14 +80,14 @@ def finetune(
 
     The data is tokenized with the tokenizer of the checkpoint, and a part of it is held out. The
     run validates on that part, and ends with its best model. OUTPUT/train.yaml is the
-    configuration, which `longrnn train` takes; OUTPUT/evaluation/report.html compares the loss by
-    position and the recall of passkeys before and after.
+    configuration, which `longrnn train` takes; OUTPUT/evaluation/report.html compares the loss on
+    held-out data and the recall of passkeys before and after.
 
     Example: longrnn finetune state-spaces/mamba2-370m --data books --length 4k --initial-state pass
     """
     from longrnn.config import dump_config
     from longrnn.errors import UserError
-    from longrnn.training.finetuning import finetuning
+    from longrnn.training.finetuning import ROWS, finetuning, fitting_rows
 
     if not data:
         raise UserError("nothing to train on is given: add --data with a file, folder or dataset")
@@ -106,15 +106,25 @@ def finetune(
             "the evaluation reads validation data, and there is none: give --validation, or add "
             "--no-evaluate"
         )
+    fits = not any(override.startswith(f"{ROWS}=") for override in overrides or ())
     if dry_run:
         from longrnn.training.checks import check
 
-        check(settings)
+        if fits:
+            rows = fitting_rows(settings, settings.num_processes or 1, quiet=quiet)
+            settings.per_device_train_batch_size = rows
+        check(settings, quiet=quiet)
         typer.echo(f"{dump_config(settings)}The configuration is valid.")
         return
     with terminable():
+        from longrnn.training.processes import build_accelerator, on_main
         from longrnn.training.trainer import Trainer
 
+        if fits:
+            accelerator = build_accelerator(settings)
+            processes = accelerator.num_processes
+            rows = on_main(accelerator, lambda: fitting_rows(settings, processes, quiet=quiet))
+            settings.per_device_train_batch_size = rows
         trainer = Trainer(settings, resume=resume, quiet=quiet)
         trainer.train()
         if not trainer.accelerator.is_main_process:
@@ -136,7 +146,7 @@ def _evaluate(trainer: Trainer, longest: int | None, quiet: bool) -> None:
     assert trainer.validation is not None
     assert config.init_from is not None
     suite = write_suite(
-        trainer.validation.task.documents,  # type: ignore[attr-defined]
+        trainer.validation.task,
         trainer.tokenizer,
         folder,
         length=config.length.max,

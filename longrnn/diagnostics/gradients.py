@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from longrnn.cells import ScanningCell
 from longrnn.diagnostics.jacobian import Step, lyapunov, spectrum
 from longrnn.diagnostics.through_time import Run, clipping, histogram, last_scored, norms
-from longrnn.cells import ScanningCell
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
 from longrnn.models import RecurrentLM
 from longrnn.progress import Progress
+from longrnn.ranges import check_count
 from longrnn.seeds import seeded
 from longrnn.state import LMState, leaves
 from longrnn.tasks import Batch, Task
@@ -104,10 +105,9 @@ def diagnose(
         UserError: a model without recurrent weights or with too few ids, lengths that the task
             cannot make, settings out of range.
     """
-    if min(settings.rows, settings.exponents) < 1 or not settings.lengths:
-        raise UserError(
-            "rows, exponents and the number of lengths must be at least 1: give positive numbers"
-        )
+    for name in ("rows", "exponents"):
+        check_count(name, getattr(settings, name))
+    check_count("the number of lengths", len(settings.lengths))
     for subject in subjects:
         check(subject.model, task)
     batches = {length: _draw(task, length, settings) for length in settings.lengths}

@@ -156,6 +156,7 @@ def clipping(
     gradient = torch.cat([g.flatten() for g in found])
     cut = gradient.clamp(-max_grad_value, max_grad_value)
     norm, after = float(gradient.norm()), float(cut.norm())
+    direction = cut / cut.abs().max()  # the squares of tiny entries are 0
     return {
         "loss": float(loss.detach()),
         "norm": norm,
@@ -164,7 +165,9 @@ def clipping(
         "max_grad_value": max_grad_value,
         "value_norm": after,
         "value_share": float((gradient.abs() > max_grad_value).double().mean()),
-        "value_cosine": float(gradient @ cut) / (norm * after) if norm else 1.0,
+        "value_cosine": float(gradient @ direction) / (norm * float(direction.norm()))
+        if norm
+        else 1.0,
     }
 
 

@@ -112,6 +112,7 @@ def evaluate(
                 }
                 for row, window in enumerate(batch)
                 for position, start in pairs
+                if (*_key(window), position, start) not in done
             )
     rows = {_identity(row): row for row in results.rows}
     return [rows[*_key(window), *pair] for window in cut for pair in pairs]

@@ -17,6 +17,7 @@ from longrnn.inference.prefix import Answer, Cost, Prompt, answers, count_tokens
 from longrnn.intervals import Estimate, independent_stretches, proportion
 from longrnn.models import LanguageModel, generate
 from longrnn.progress import Progress
+from longrnn.ranges import check_count
 from longrnn.results import Results, Row
 from longrnn.tasks.passkey import Passkey
 from longrnn.tasks.passkey_documents import is_recalled
@@ -66,8 +67,7 @@ def evaluate(
         UserError: a length is too short, the logits are not finite, or `output` has the results of
             another run.
     """
-    if batch_size < 1:
-        raise UserError("n and the batch size must be at least 1: give positive numbers")
+    check_count("the batch size", batch_size)
     tasks = tasks_of(models, grid) if tasks is None else tasks
     wanted = _samples(tasks, grid)
     header = {

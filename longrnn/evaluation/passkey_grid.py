@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from longrnn.errors import UserError
 from longrnn.inference.prefix import Prompt
+from longrnn.ranges import check_count
 from longrnn.results import Row
 from longrnn.seeds import check_seed
 from longrnn.tasks.passkey import Passkey
@@ -143,8 +144,7 @@ class Grid(NamedTuple):
     def check(self) -> None:
         """Refuse values out of range."""
         check_seed(self.seed)
-        if self.n < 1:
-            raise UserError("n and the batch size must be at least 1: give positive numbers")
+        check_count("n", self.n, at_most=len(keys(True)))  # more would only repeat the keys
         if bool(self.depths) == bool(self.insert_at):
             raise UserError("a grid has depths or insertion points: give one of the two")
         if not all(0 <= depth <= 1 for depth in self.depths):

@@ -9,7 +9,7 @@ import torch
 
 from longrnn import processes
 from longrnn.errors import UserError
-from longrnn.intervals import Estimate, mean, proportion
+from longrnn.intervals import Estimate, mean, proportion, share_or_mean
 from longrnn.models import LanguageModel
 from longrnn.models.finite import refuse_nonfinite
 from longrnn.progress import Progress
@@ -109,12 +109,11 @@ def _runs(indices: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 def summarise(rows: Sequence[Row]) -> dict[str, Estimate]:
     """Return mean token accuracy and edit distance (Student's t) and exact matches (Wilson).
 
-    If one token per sequence is scored, token accuracy is also a share with Wilson's interval. If
-    the task has conditions, the share of exact matches under each is included.
+    Token accuracies that are all 0 or 1 are a share with Wilson's interval too. If the task has
+    conditions, the share of exact matches under each is included.
     """
-    accuracies = [row["token_accuracy"] for row in rows]
     found = {
-        "token_accuracy": _exact(rows) if set(accuracies) <= {0, 1} else mean(accuracies),
+        "token_accuracy": share_or_mean([row["token_accuracy"] for row in rows]),
         "exact_match": _exact(rows),
         "edit_distance": mean([row["edit_distance"] for row in rows]),
     }

@@ -18,13 +18,12 @@ from longrnn.hf.embedded import embedded
 from longrnn.hf.layouts import LAYOUTS, Layout, rename
 from longrnn.hf.sizes import check_sizes, quietly, stored_bytes
 from longrnn.hf.specs import NONE, mitigated, split_dtype, split_spec
-from longrnn.hf.weights import read_weights
+from longrnn.hf.weights import read_weights, refuse_unreal
 from longrnn.models.checkpoint import DTYPES, build_model, cast_weights, load_model
 from longrnn.models.recurrent import RecurrentLM
 
 if TYPE_CHECKING:
     from longrnn.hf.adapter import HFLanguageModel
-    from longrnn.hf.hybrid.model import HybridLM
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +50,7 @@ def resolve(name_or_path: str | Path, revision: str | None = None) -> Path:
     if path.is_dir():
         if revision is not None:
             raise UserError(f"{name} is a local checkpoint and has no revisions: leave it out")
+        refuse_devices(path)
         return path
     if path.exists():
         raise UserError(f"{path} is a file: give the folder that contains it")
@@ -61,6 +61,13 @@ def resolve(name_or_path: str | Path, revision: str | None = None) -> Path:
         f"no checkpoint {name!r}, neither embedded nor a folder: "
         f"{nearest(name, [*known, *(beside if path.name != name else [])])}"
     )
+
+
+def refuse_devices(folder: Path) -> None:
+    """Raise a `UserError` for a folder with a device or a pipe, which may have no end."""
+    for path in folder.iterdir():
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise UserError(f"{path} is a device or a pipe and not a file: copy the folder again")
 
 
 def load(
@@ -317,6 +324,10 @@ def _load_transformer(
             f"{folder} does not fit its config.json: {name} has shape None, {shape} was expected; "
             "copy both files again"
         )
+    if getattr(model.config, "quantization_config", None) is None:
+        prefix = f"{model.base_model_prefix}."
+        names = {name.removeprefix(prefix) for name, _ in model.named_parameters()}
+        refuse_unreal(folder, names | {prefix + name for name in names})
     # Weights that an architecture is known to ignore, such as rotary tables, are not listed here.
     unused = sorted(report["unexpected_keys"])
     if unused:

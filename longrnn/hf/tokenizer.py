@@ -18,7 +18,7 @@ from longrnn.hf import lora
 from longrnn.hf.embedded import embedded
 from longrnn.hf.hub import is_hub_name
 from longrnn.hf.layouts import Native
-from longrnn.hf.loading import read_config, resolve
+from longrnn.hf.loading import read_config, refuse_devices, resolve
 from longrnn.hf.specs import split_spec
 from longrnn.models.checkpoint import read_description
 from longrnn.text import ByteTokenizer, Tokenizer
@@ -136,6 +136,8 @@ def load_tokenizer(
         )
     if not os.path.exists(path):
         path = resolve(name)
+    if path.is_dir():
+        refuse_devices(path)
     if lora.is_adapter(path):
         return load_tokenizer(lora.base_of(path), add_bos_token=add_bos_token)
     bos = {} if add_bos_token is None else {"add_bos_token": add_bos_token}

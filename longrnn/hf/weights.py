@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -12,6 +12,10 @@ from torch import Tensor
 
 from longrnn.errors import UserError
 from longrnn.files import one_line, read_json
+from longrnn.models.checkpoint import DTYPES
+
+# Names of the dtypes of weights, in safetensors and in torch.
+REAL = ("F64", "F32", "F16", "BF16", *map(str, DTYPES))
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -23,15 +27,54 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         UserError: there are no weights, a file is missing or damaged, or a pickle holds something
             other than tensors.
     """
+    tensors: dict[str, Tensor] = {}
+    for path in _files(folder):
+        tensors |= _read(path)
+    return tensors
+
+
+def refuse_unreal(folder: Path, parameters: Container[str]) -> None:
+    """Refuse a checkpoint with a parameter whose values are not floating-point numbers.
+
+    transformers would convert integers, and drop the imaginary part of complex numbers. Weights are
+    not read for this.
+
+    Args:
+        folder: has the weights.
+        parameters: names of the parameters of the model; others, such as masks, may be integers.
+
+    Raises:
+        UserError: names the first such parameter.
+    """
+    from safetensors import safe_open
+
+    for path in _files(folder):
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+        else:
+            content = torch.load(path, map_location="meta", weights_only=True)
+            kinds = {name: str(tensor.dtype) for name, tensor in content.items()}
+        for name, kind in kinds.items():
+            if name in parameters and kind not in REAL:
+                raise UserError(
+                    f"{path} holds {name} as {kind.removeprefix('torch.')}, and weights must be "
+                    "float16, bfloat16, float32 or float64: save the checkpoint in one of these"
+                )
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the weight files of a checkpoint.
+
+    Raises:
+        UserError: there are none.
+    """
     for name in READERS:
         index = folder / f"{name}.index.json"
         if (folder / name).is_file():
-            return _read(folder / name)
+            return [folder / name]
         if index.is_file():
-            tensors: dict[str, Tensor] = {}
-            for part in _parts(index, Path(name).suffix):
-                tensors |= _read(folder / part)
-            return tensors
+            return [folder / part for part in _parts(index, Path(name).suffix)]
     raise UserError(
         f"{folder} is incomplete (it has none of {', '.join(READERS)}): copy or download it again"
     )
@@ -82,13 +125,15 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
         with warnings.catch_warnings():  # about pickles that are refused below
             warnings.simplefilter("ignore")
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except UnpicklingError as error:
-        raise UserError(
-            f"{path} is a pickle of more than tensors, which could run code when it is read: "
-            "use a safetensors version of the checkpoint"
-        ) from error
     except Exception as error:  # a damaged pickle can raise any error
+        if isinstance(error, UnpicklingError) and _is_pickle(path):
+            raise UserError(
+                f"{path} is a pickle of more than tensors, which could run code when it is read: "
+                "use a safetensors version of the checkpoint"
+            ) from error
         reason = one_line(error).split(". ")[0]  # torch appends advice of several sentences
+        if isinstance(error, UnpicklingError):
+            reason = "torch.save has not written it"
         raise UserError(f"{path} is truncated or damaged ({reason}): copy it again") from error
     if not isinstance(content, Mapping) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in content.items()
@@ -103,6 +148,12 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
                 "of plain tensors"
             )
     return dict(content)
+
+
+def _is_pickle(path: Path) -> bool:
+    """Whether a file begins as torch.save or pickle writes it."""
+    with open(path, "rb") as file:
+        return file.read(2) in (b"PK", *(bytes([0x80, protocol]) for protocol in range(2, 6)))
 
 
 def _is_stored(tensor: Tensor) -> bool:

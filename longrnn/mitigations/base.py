@@ -1,7 +1,7 @@
 """The interface of a mitigation: frozen options, and the edit of the recurrence that they define.
 
-A mitigation is independent of any model. `bind` turns its options into the `Edit` of one layer, which
-holds nothing that depends on weights.
+A mitigation is independent of any model. `bind` turns its options into the `Edit` of one layer,
+which holds nothing that depends on weights.
 """
 
 from __future__ import annotations

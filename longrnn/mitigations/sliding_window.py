@@ -24,8 +24,9 @@ class SlidingWindow(Mitigation):
     from before the first token, in a given state, is outside the window.
 
     The model's state holds the inputs of the last min(w, tokens read) tokens: h p + g n numbers per
-    token and layer in the dtype of the weights, and 2 h in float32. For the 130m shape these are 160
-    KB per token in float32, so 1.3 GB at w = 8,192. A generated token reads and copies all of them.
+    token and layer in the dtype of the weights, and 2 h in float32. For the 130m shape these are
+    160 KB per token in float32, so 1.3 GB at w = 8,192. A generated token reads and copies all of
+    them.
 
     Args:
         window: w >= 1, in tokens.

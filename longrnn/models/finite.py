@@ -16,9 +16,8 @@ from longrnn.errors import UserError
 from longrnn.models.base import MAX_LOGITS, LanguageModel
 from longrnn.state import LMState, leaves
 
-# Tokens of a call in the search: a position is exact to the chunk that a kernel computes at once,
-# unless the call ends before it.
-STEP = 16
+# Tokens of a call in the search.
+STEP = 64
 
 
 def refuse_nonfinite(
@@ -52,17 +51,23 @@ def explain_nonfinite(
     model: LanguageModel, tokens: Tensor, state: LMState | None = None
 ) -> NoReturn:
     """Raises the `UserError` of `refuse_nonfinite` for tokens whose logits are not all finite."""
-    state = model.init_state(len(tokens)) if state is None else state
-    tokens, place = tokens.to(state.position.device), ""
+    after = model.init_state(len(tokens)) if state is None else state
+    tokens, place = tokens.to(after.position.device), ""
     width = max(1, min(STEP, MAX_LOGITS // max(1, len(tokens) * model.vocab_size)))
     for part in tokens.split(width, dim=1):
-        first = state.position
-        logits, state = model(part, state)
-        bad = ~logits.isfinite().all(-1)
-        if bool(bad.any()):
-            positions = first[:, None] + torch.arange(part.shape[1], device=first.device)
-            place = f" from token {int(positions[bad].min()):,} on"
-            break
+        before = after
+        logits, after = model(part, before)
+        if bool(logits.isfinite().all()):
+            continue
+        # One by one: in a call, NaN may reach the tokens before it that are computed with it.
+        for token in part.split(1, dim=1):
+            first = before.position
+            logits, before = model(token, before)
+            bad = ~logits.isfinite().flatten(1).all(1)
+            if bool(bad.any()):
+                place = f" from token {int(first[bad].min()):,} on"
+                break
+        break
     for name, weight in model.named_parameters():
         if not bool(weight.isfinite().all()):
             cause = f"its weight {name} is not finite; take an earlier checkpoint"

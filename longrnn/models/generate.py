@@ -67,11 +67,11 @@ def generate(
     run = _Run(model, prompt, state, max_new_tokens, temperature, top_p, generator, rows)
     stops = _stops(stop)
     if stops:
-        rows = list(run.rows(stops))[-1]
+        tokens = list(run.rows(stops))[-1]
     else:
         # Nothing depends on the tokens, so that the host reads them once, at the end.
-        rows = run.read([run.advance(None) for _ in range(max_new_tokens)])
-    return Generation(rows, run.state)
+        tokens = run.read([run.advance(None) for _ in range(max_new_tokens)])
+    return Generation(tokens, run.state)
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ Notable choices:
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -164,13 +165,13 @@ class RecurrentLM(LanguageModel):
             keep: see `forward`.
             rows: see `forward`.
         """
-        if not tokens.is_floating_point():
+        embedded = isinstance(tokens, Tensor) and tokens.is_floating_point() and tokens.ndim == 3
+        if not embedded:
             tokens = check_tokens(tokens, self.vocab_size, rows)
-        if state is None:
-            state = self.init_state(len(tokens))
-        else:
+        if state is not None:
             pairs = zip(self.cells, self.edits, strict=True)
             check_state(state, tuple(cell.like(edit) for cell, edit in pairs), len(tokens))
+        after = self.init_state(len(tokens)) if state is None else state
         time = tokens.shape[1]
         keep = time if keep is None else min(keep, time)
         if keep < 0:
@@ -183,19 +184,20 @@ class RecurrentLM(LanguageModel):
             part = source[:, start : start + width]
             own = None if part_of is None else part_of.slice(start, start + width)
             if self.recomputation == "segment" and torch.is_grad_enabled():
-                after, state = checkpoint(
-                    self._segment, part, state, own, use_reentrant=False, preserve_rng_state=False
+                pair: Any = checkpoint(
+                    self._segment, part, after, own, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                after, state = self._segment(part, state, own)
-            kept.append(after[:, max(0, first - start) :])
+                pair = self._segment(part, after, own)
+            hidden, after = pair
+            kept.append(hidden[:, max(0, first - start) :])
         if not kept:
-            return self.embedding.weight.new_zeros(len(tokens), keep, self.config.d_model), state
+            return self.embedding.weight.new_zeros(len(tokens), keep, self.config.d_model), after
         hidden = torch.cat(kept, dim=1) if len(kept) > 1 else kept[0]
         if self.norm is not None:
             hidden = rms_norm(hidden, own_weight(self.norm), self.config.norm_eps)
             hidden = hidden.to(self.embedding.weight.dtype) if self._wide else hidden
-        return hidden if rows is None else rows.restore(hidden, keep), state
+        return hidden if rows is None else rows.restore(hidden, keep), after
 
     @torch.no_grad()
     def token_losses(

@@ -66,7 +66,8 @@ class TokenStack:
 
     def run(self, x: Tensor, states: Sequence[Mamba2State]) -> tuple[Tensor, list[Mamba2State]]:
         """The output of the last block `(b, 1, d)`, and the states after one token per row."""
-        assert self._packed is not None and self._packed.layers is not None
+        assert self._packed is not None
+        assert self._packed.layers is not None
         after = self._memory.take(len(states), states[0].ssm)
         y, conv, ssm = cpu.layers(self._packed.layers, x, states, after)
         return y, [Mamba2State(*pair) for pair in zip(conv, ssm, strict=True)]
@@ -92,7 +93,8 @@ class _Recycled:
             # Not an inference tensor: a later call may need gradients.
             with torch.inference_mode(False):
                 found = torch.empty(shape, dtype=like.dtype, device="cpu")
-        self._own = [one for one in kept if one is not found and one.shape == shape][:1] + [found]
+        # The newest of the others: an older one may be a state that somebody keeps.
+        self._own = [*[one for one in kept if one is not found and one.shape == shape][-1:], found]
         return found
 
 
@@ -158,11 +160,12 @@ def _suits(block: nn.Module) -> bool:
         return False
     cell = block.mixer
     products = cell.in_proj, cell.out_proj
+    if any(type(one) is not Linear for one in products):
+        return False
     weights = [block.norm.weight, *cell.weights()[:6], *(one.bias for one in products)]
     return (
         cell.backend in ("auto", "cpu")
         and cell.gate is None
-        and all(type(one) is Linear for one in products)
         and all(one.weight.dtype in cpu.FEW_KINDS for one in products)
         and all(one is None or one.dtype in cpu.MIXED for one in weights)
         and cell.state_like().ssm.dtype == torch.float32

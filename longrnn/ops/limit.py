@@ -3,9 +3,9 @@
     ĥ_t = a_t h_{t−1} + u_t,  u_t = gain_t x_t B_tᵀ,  h_t = s_t ĥ_t,  s_t = min(1, limit / ‖ĥ_t‖)
 
 Given all scales s_t, this is the plain recurrence with decays s_t a_t and inputs s_t u_t. Computing
-the scales needs no state: within a chunk ĥ_t is a weighted sum of u_i, where u_0 is the state at the
-chunk's start, so norms are quadratic forms in ⟨u_i, u_j⟩ = gain_i gain_j ⟨x_i, x_j⟩ ⟨B_i, B_j⟩. Only
-a few operations on one number per head remain sequential.
+the scales needs no state: within a chunk ĥ_t is a weighted sum of u_i, where u_0 is the state at
+the chunk's start, so norms are quadratic forms in ⟨u_i, u_j⟩ = gain_i gain_j ⟨x_i, x_j⟩ ⟨B_i, B_j⟩.
+Only a few operations on one number per head remain sequential.
 
 Notable choices:
 - Where the triangle inequality shows that no state of a segment can reach its limit, the plain
@@ -73,9 +73,9 @@ def rescale(memory: Tensor, limit: Tensor) -> Tensor:
 
     Args:
         memory: `(b, d)`.
-        limit: scalar, float64.
+        limit: `(1,)`, float64; may be infinite.
     """
-    wide = memory.double()
+    wide, limit = memory.double(), limit.clamp(max=UNLIMITED)
     # The square of a float64 above 1e154 overflows: divide each row by its largest entry first.
     unit = wide.detach().abs().amax(-1, keepdim=True)
     unit = torch.where(unit.isfinite() & (unit > 0), unit, 1.0)

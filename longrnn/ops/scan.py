@@ -1,14 +1,16 @@
-"""The recurrence of scanning cells: h_t = exp(log_decay_t) h_{t−1} + gain_t x_t B_tᵀ, y_t = h_t C_t.
+"""The recurrence of scanning cells.
 
-`loop` is the definition, one token at a time (arXiv 2405.21060, section 2). `scan` computes the same
-as matrix products over chunks (section 6). Both consist of operations that torch differentiates any
-number of times, in both directions and under `torch.func`.
+h_t = exp(log_decay_t) h_{t−1} + gain_t x_t B_tᵀ, y_t = h_t C_t.
+
+`loop` is the definition, one token at a time (arXiv 2405.21060, section 2). `scan` computes the
+same as matrix products over chunks (section 6). Both consist of operations that torch
+differentiates any number of times, in both directions and under `torch.func`.
 
 Notable choices:
 - Decays between two tokens of a chunk are differences of a running sum in float64. In float32, one
   token with a strong decay would cost the slow decays after it their digits.
-- The factor of the state is applied as 0 or 1 plus a remainder: a float32 near 1 that is rounded the
-  same way every time lets a long memory drift.
+- The factor of the state is applied as 0 or 1 plus a remainder: a float32 near 1 that is rounded
+  the same way every time lets a long memory drift.
 - Time is cut into segments. With gradients, the backward pass computes the intermediate values of a
   segment again, so that memory holds its inputs and one state per segment.
 """
@@ -171,7 +173,7 @@ def _segment(
 
 
 def _chunks(inputs: ScanInputs, state: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The recurrence for whole chunks; i and j are tokens of a chunk m, and r heads of a group g."""
+    """The recurrence for whole chunks m of tokens i and j, with heads r of groups g."""
     dtype, heads, groups = state.dtype, inputs.x.shape[2], inputs.B.shape[2]
 
     def cut(tensor: Tensor) -> Tensor:

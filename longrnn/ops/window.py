@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from longrnn.ops.precision import own_precision
 from longrnn.ops.rows import Rows
 from longrnn.ops.scan import NEVER, ScanInputs
 from longrnn.state import History
@@ -82,6 +83,16 @@ def windowed(
     Returns:
         y `(b, t, h, p)` in the dtype of the decays, and the inputs of the last w tokens.
     """
+    # Under autocast inputs may be narrower than what is remembered, whose dtype stays.
+    pairs = zip(inputs, (*recent, recent.B), strict=True)
+    inputs = ScanInputs(*(one.to(old.entries.dtype) for one, old in pairs))
+    with own_precision(inputs.gain):
+        return _windowed(inputs, recent, w, scan, rows)
+
+
+def _windowed(
+    inputs: ScanInputs, recent: Recent, w: int, scan: Scan, rows: Rows | None
+) -> tuple[Tensor, Recent]:
     time, given = inputs.x.shape[1], _Inputs(*inputs[:4])
     before = _by_head(recent, given)
     # A state of a wider window remembers more.
@@ -140,7 +151,8 @@ def _cut(one: Tensor, w: int) -> Tensor:
 
 def state_of(recent: Recent, like: ScanInputs) -> Tensor:
     """The state after the last token of `recent`, `(b, h, p, n)`; `like` gives the sizes."""
-    return _sum(_by_head(recent, _Inputs(*like[:4])))
+    with own_precision(like.gain):
+        return _sum(_by_head(recent, _Inputs(*like[:4])))
 
 
 def _by_head(recent: Recent, like: _Inputs) -> _Inputs:

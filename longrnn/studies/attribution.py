@@ -28,6 +28,7 @@ from longrnn.hf.loading import load_recurrent
 from longrnn.intervals import Estimate, mean
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.progress import Progress
+from longrnn.ranges import check_count
 from longrnn.seeds import seeded
 from longrnn.tasks import Batch, Task
 from longrnn.tasks.sequence import SequenceTask
@@ -174,8 +175,7 @@ def along_checkpoints(
         UserError: the run has no checkpoints, n is below 2, fewer than two sequences have a rare
             or a frequent token, or as `classes_of`.
     """
-    if n < 2:
-        raise UserError(f"the number of sequences is {n}: give at least 2, for an interval")
+    check_count("n", n, at_least=2)  # for an interval
     folders = checkpoint.checkpoints(run)
     if not folders:
         raise UserError(f"{run} has no checkpoints: give the output_dir of a training run")

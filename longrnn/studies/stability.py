@@ -31,6 +31,7 @@ from longrnn.hf.loading import load_recurrent
 from longrnn.intervals import Estimate, mean
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.progress import Progress
+from longrnn.ranges import check_count
 from longrnn.seeds import seeded
 from longrnn.state import LMState, detach, leaves, tree_map
 from longrnn.tasks.sequence import Condition, Transduction
@@ -185,8 +186,7 @@ def along_checkpoints(
     Raises:
         UserError: the run has no checkpoints, n is not positive, or as `triplets`.
     """
-    if n < 1:
-        raise UserError(f"the number of triplets is {n}: give at least 1")
+    check_count("n", n)
     folders = checkpoint.checkpoints(run)
     if not folders:
         raise UserError(f"{run} has no checkpoints: give the output_dir of a training run")

@@ -213,6 +213,16 @@ class Task(ABC):
         """Segments of `length` tokens of the longest document that `segment` may give."""
         raise self._no_documents()
 
+    def most_rows(self, length: int, *, seed: int, is_carried: bool) -> int | None:
+        """How many rows of a step there are documents for; None for any number.
+
+        Args:
+            length: tokens of a row.
+            seed: of the run.
+            is_carried: whether rows are those of `segment`, or of `whole_documents`.
+        """
+        return None
+
     def layout(self, n_streams: int, *, length: int, seed: int) -> str:
         """What `segment` leaves out, in words; empty if it uses all documents."""
         return ""

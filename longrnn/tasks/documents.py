@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longrnn.errors import UserError
+from longrnn.errors import LengthError, UserError
 from longrnn.tasks.base import UNSCORED, Batch
 from longrnn.tasks.packed_streams import Piece
 from longrnn.text import TEXT_SUFFIXES, Tokenizer, files_below, read_text
@@ -84,10 +84,10 @@ class Rows:
         """Where the rows of a batch start: places drawn uniformly.
 
         Raises:
-            UserError: all documents together are shorter than a row.
+            LengthError: all documents together are shorter than a row.
         """
         if self.places < length:
-            raise UserError(
+            raise LengthError(
                 f"all texts together have {self.places:,} tokens to predict and a row has "
                 f"{length:,}: use a length of at most {max(1, self.places):,}, or give more text"
             )

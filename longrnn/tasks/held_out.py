@@ -1,14 +1,14 @@
 """Divides documents into those to train on and those that are held out.
 
 The division depends on the lengths of the documents alone: whole documents in a random order, the
-same for every seed, until they have `SHARE` of all tokens. Where documents are so few that each has
-too many tokens for that, the end of the longest one is held out.
+same for every seed, until they have `SHARE` of all tokens. Where documents are so long that these
+would be fewer than `SEVERAL`, the ends of the longest documents are held out instead.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,13 +22,8 @@ ALL, TRAINING, HELD_OUT = PARTS = ("all", "training", "held_out")
 SHARE, MOST = 0.05, 2**22
 # No document is held out that would bring the share above this.
 LARGEST = 0.25
-
-
-class Division(NamedTuple):
-    """What is held out: `documents` as a whole, or the tokens of one document from `cut` on."""
-
-    documents: NDArray[np.int64]
-    cut: int | None = None
+# Fewer held-out documents say little about other documents.
+SEVERAL = 5
 
 
 class Portion:
@@ -48,26 +43,18 @@ class Portion:
 
     def __init__(self, whole: Any, part: str) -> None:
         self._whole, self._part = whole, part
-        self._division = divide(whole.lengths, may_cut=not getattr(whole, "scored_tokens", 0))
-        documents, cut = self._division
-        is_held_out = np.zeros(len(whole.lengths), dtype=bool)
-        is_held_out[documents] = True
-        self._start = 0
-        lengths = whole.lengths.copy()
-        if cut is None:
-            self._documents = np.flatnonzero(is_held_out == (part == HELD_OUT))
-        elif part == HELD_OUT:
-            self._documents, self._start = documents, cut
-            lengths[documents] -= cut
-        else:
-            self._documents = np.arange(len(lengths))
-            lengths[documents] = cut
-        self.lengths: NDArray[np.int64] = lengths[self._documents]
+        lengths = whole.lengths
+        trained = divide(lengths, may_cut=not getattr(whole, "scored_tokens", 0))
+        self._held_out = np.flatnonzero(trained < lengths)
+        sizes = trained if part == TRAINING else lengths - trained
+        self._documents = np.flatnonzero(sizes)
+        self._starts = (trained if part == HELD_OUT else np.zeros_like(lengths))[self._documents]
+        self.lengths: NDArray[np.int64] = sizes[self._documents]
         self.sha256 = hashlib.sha256(f"{whole.sha256}/{part}".encode()).hexdigest()
 
     def read(self, document: int, start: int, stop: int) -> Tensor:
         """Tokens `start` up to `stop` of a document, `(stop − start,)` int64."""
-        first = self._start
+        first = int(self._starts[document])
         return self._whole.read(int(self._documents[document]), first + start, first + stop)
 
     def read_scored(self, document: int, start: int, stop: int) -> Tensor:
@@ -79,7 +66,7 @@ class Portion:
         """Tokens of answers."""
         held_out = sum(
             int(self._whole.read_scored(int(one), 0, int(self._whole.lengths[one])).sum())
-            for one in self._division.documents
+            for one in self._held_out
         )
         return held_out if self._part == HELD_OUT else self._whole.scored_tokens - held_out
 
@@ -95,8 +82,8 @@ def part_of(documents: Any, part: str) -> Any:
     return documents if part == ALL else Portion(documents, part)
 
 
-def divide(lengths: NDArray[np.int64], *, may_cut: bool) -> Division:
-    """Returns what is held out of documents of these lengths.
+def divide(lengths: NDArray[np.int64], *, may_cut: bool) -> NDArray[np.int64]:
+    """Returns how many tokens of each document are trained on; those after them are held out.
 
     Args:
         lengths: `(documents,)`, in tokens.
@@ -105,22 +92,34 @@ def divide(lengths: NDArray[np.int64], *, may_cut: bool) -> Division:
     Raises:
         UserError: there are too few documents.
     """
-    total = int(lengths.sum())
-    wanted, taken = min(SHARE * total, MOST), 0
-    chosen: list[int] = []
+    total, trained = int(lengths.sum()), lengths.copy()
+    wanted, taken, chosen = min(SHARE * total, MOST), 0, 0
     for index in shuffled(len(lengths), "held out").tolist():
-        if taken >= wanted:
+        if taken >= wanted and (may_cut or chosen >= SEVERAL):
             break
         if taken + int(lengths[index]) <= LARGEST * total:
-            chosen.append(index)
-            taken += int(lengths[index])
-    if chosen:
-        return Division(np.array(sorted(chosen), dtype=np.int64))
-    longest = int(lengths.argmax())
-    cut = int(lengths[longest]) - int(wanted)
-    if not may_cut or wanted < 2 or cut < 2:
+            trained[index] = 0
+            taken, chosen = taken + int(lengths[index]), chosen + 1
+    if may_cut and chosen < SEVERAL and (ends := _ends(lengths, int(wanted))).any():
+        trained = lengths - ends
+    if (trained == lengths).all():
         raise UserError(
             f"the data has {len(lengths):,} documents with {total:,} tokens, too few to hold some "
             "out: give more of them, or validation data of its own"
         )
-    return Division(np.array([longest], dtype=np.int64), cut)
+    return trained
+
+
+def _ends(lengths: NDArray[np.int64], wanted: int) -> NDArray[np.int64]:
+    """How many tokens at the end of each document are held out, about `wanted` in all.
+
+    The longest documents give an equal share each: those that have half of all tokens, but at least
+    `SEVERAL`.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    sums = lengths[order].cumsum()
+    count = max(SEVERAL, int(np.searchsorted(sums, sums[-1] / 2)) + 1)
+    longest = order[:count]
+    ends = np.zeros_like(lengths)
+    ends[longest] = lengths[longest] * (wanted / int(lengths[longest].sum()))
+    return np.where((ends < 2) | (lengths - ends < 2), 0, ends)

@@ -82,6 +82,7 @@ class Instruct(Task):
         self.vocab_size, self.packing, self.truncate = tokenizer.vocab_size, packing, truncate
         whole = open_corpus(corpus, data, tokenizer)
         whole.read_scored(0, 0, 1)  # refuses a corpus without answers
+        self.corpus, self.part = whole.folder, part
         self.documents = part_of(whole, part)
         self._scored_tokens = int(self.documents.scored_tokens)
         self._whole: dict[tuple[int, int, int], WholeDocuments] = {}
@@ -89,10 +90,14 @@ class Instruct(Task):
         self._cut: tuple[int, np.ndarray, int] | None = None
 
     def sample(self, batch_size: int, *, length: int, generator: torch.Generator) -> Batch:
-        """One document per row; training reads `whole_documents` or `segment`."""
+        """One document per row, all different while there are enough of them.
+
+        Validation draws them; training reads `whole_documents` or `segment`.
+        """
         sizes, scored = self._fitted(length)
         usable = np.flatnonzero(sizes)
-        drawn = torch.randint(len(usable), (batch_size,), generator=generator).tolist()
+        order = torch.randperm(len(usable), generator=generator)
+        drawn = order[torch.arange(batch_size) % len(usable)].tolist()
         pieces = [[Piece(int(usable[k]), 0, int(sizes[usable[k]]), True)] for k in drawn]
         return self._batch(pieces, length, scored / len(usable))
 
@@ -110,6 +115,9 @@ class Instruct(Task):
         pieces = [layout.pieces(stream, step) for stream in streams]
         scored = self._scored_tokens or 1
         return self._batch(pieces, length, scored * length / sum(layout.epochs))
+
+    def most_rows(self, length: int, *, seed: int, is_carried: bool) -> int | None:
+        return (self._laid_out if is_carried else self._rows)(1, length, seed).documents
 
     def whole_layout(self, n_streams: int, *, length: int, seed: int) -> str:
         layout = self._rows(n_streams, length, seed)

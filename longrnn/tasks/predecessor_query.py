@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from longrnn.errors import UserError
+from longrnn.errors import LengthError, UserError
 from longrnn.tasks.base import TASKS, UNSCORED, Batch, row_starts
 from longrnn.tasks.sequence import SequenceTask, distinct
 
@@ -34,7 +34,7 @@ class PredecessorQuery(SequenceTask):
                 f"predecessor_query needs at least 2 tokens, not {length}: use a greater length"
             )
         if length > self.n_tokens:
-            raise UserError(
+            raise LengthError(
                 f"predecessor_query has {length} distinct tokens and vocab_size={self.n_tokens}: "
                 f"set vocab_size={length} or more, or take a smaller length"
             )

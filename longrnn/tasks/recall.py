@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from longrnn.errors import UserError
+from longrnn.errors import LengthError, UserError
 from longrnn.tasks.base import TASKS, UNSCORED, Batch, row_starts
 from longrnn.tasks.sequence import SequenceTask, distinct
 
@@ -36,7 +36,7 @@ class Recall(SequenceTask):
                 f"a length of {max(2, length + 1)}"
             )
         if length // 2 > self.n_tokens // 2:
-            raise UserError(
+            raise LengthError(
                 f"recall has {length // 2} distinct keys and half of vocab_size={self.n_tokens} to "
                 f"take them from: set vocab_size={length} or more, or take a smaller length"
             )

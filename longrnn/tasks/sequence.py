@@ -16,6 +16,7 @@ from rapidfuzz.distance import DamerauLevenshtein
 from torch import Tensor
 
 from longrnn.errors import UserError
+from longrnn.ranges import check_count
 from longrnn.seeds import check_seed, seeded
 from longrnn.tasks.base import UNSCORED, Batch, Task, exact_match, row_starts
 from longrnn.text import Tokenizer
@@ -62,10 +63,8 @@ class SequenceTask(Task):
         held_out: int = 1024,
         seed: int = 0,
     ) -> None:
-        if vocab_size < 2 or held_out < 1:
-            raise UserError(
-                "random sequences need a choice of tokens: set vocab_size >= 2 and held_out >= 1"
-            )
+        check_count("vocab_size", vocab_size, at_least=2)
+        check_count("held_out", held_out)
         self.n_tokens, self.query = vocab_size, vocab_size
         self.vocab_size = vocab_size + self.has_query
         self.n_held_out, self.seed = held_out, check_seed(seed)

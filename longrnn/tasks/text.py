@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longrnn.corpus import HEADER, Corpus
-from longrnn.errors import UserError
+from longrnn.errors import LengthError, UserError
 from longrnn.tasks.base import TASKS, Batch, Task, row_starts
 from longrnn.tasks.documents import Documents, Rows, Texts, packed
 from longrnn.tasks.held_out import part_of
@@ -121,6 +121,9 @@ class Text(Task):
         begins = torch.tensor([place.is_document_start for place in places])
         return self._batch([(place.document, place.start) for place in places], length, begins)
 
+    def most_rows(self, length: int, *, seed: int, is_carried: bool) -> int | None:
+        return self._laid_out(1, length, seed).documents if is_carried else None
+
     def layout(self, n_streams: int, *, length: int, seed: int) -> str:
         """The number of streams, the size of their epochs, and the text left out, in words."""
         streams = self._laid_out(n_streams, length, seed)
@@ -168,7 +171,7 @@ class Text(Task):
         starts, ends = self._places(length)
         if ends[-1] == 0:
             longest = int(self.documents.lengths.max())
-            raise UserError(
+            raise LengthError(
                 f"no text has more than {length} tokens, the longest has {longest}: use a "
                 f"length of at most {longest - 1}, or task.packing=true to fill rows with several "
                 "texts"

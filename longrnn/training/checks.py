@@ -32,18 +32,22 @@ def check_one_process(config: TrainConfig) -> None:
         raise UserError(f"each run has one process here: leave out num_processes={value}")
 
 
-def check(config: TrainConfig) -> None:
+def check(config: TrainConfig, *, quiet: bool = True) -> None:
     """Raises what a `Trainer` would raise for a configuration, in this one process.
 
     The number of processes is that of the configuration, or the one that a launch asks for.
 
+    Args:
+        config: the run.
+        quiet: print no progress where data is tokenized.
+
     Raises:
-        UserError: the configuration is invalid.
+        UserError: the configuration is invalid, or its data does not fit.
     """
     groups = _groups(config)
     config = replace(config)  # which building a model fills in
-    _, tokenizer = models.tokenizer_of(config)
-    task = build_task(config.task, tokenizer, name=config.tokenizer or "")
+    config.tokenizer, tokenizer = models.tokenizer_of(config)
+    task = build_task(config.task, tokenizer, name=config.tokenizer, quiet=quiet)
     source = Source(task, config, 0, groups)
     with torch.random.fork_rng(devices=[]):
         if config.model is not None and config.init_from is None and not config.transformer:
@@ -62,7 +66,7 @@ def check(config: TrainConfig) -> None:
     freeze(model, config.freeze)
     build_optimizer(model, config)
     if config.validation:
-        held_out = build_task(config.validation, tokenizer, name=config.tokenizer or "")
+        held_out = build_task(config.validation, tokenizer, name=config.tokenizer, quiet=quiet)
         validation = Validation(config, model, task, held_out, 0, 1)
         if model.vocab_size > 1:
             check_vocabulary(model.vocab_size, config, validation.task)

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from longrnn.errors import UserError
-from longrnn.models.recurrent import GRANULARITIES
-from longrnn.models.recurrent import RecurrentConfig
+from longrnn.models.recurrent import GRANULARITIES, RecurrentConfig
 from longrnn.ranges import LARGEST_FLOAT32, check_ranges, choice, count, number, within
 from longrnn.training.config_checks import check_features
 from longrnn.training.initial_states import uses_streams
@@ -128,7 +127,8 @@ class TrainConfig:
             the zero state. By default there is no validation.
         eval_steps: steps between evaluations; there is one after the last step too.
         eval_length: tokens of a validation row; by default 16 · `length.max`, or as many as the
-            model has positions, halved until the validation data has such rows.
+            model has positions, halved until the validation data has such rows; with prompts and
+            answers, so many that a row holds any document.
         eval_samples: number of validation rows.
         per_device_eval_batch_size: validation rows per process at a time.
         metric_for_best_model: `loss` (over all positions), `loss_inside` (those up to

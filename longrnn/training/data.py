@@ -17,8 +17,8 @@ from longrnn.training.seeds import mix
 class Source:
     """The batches of one process of a run.
 
-    The global batch does not depend on the number of processes, each of which makes only its own
-    rows: a run on two processes sees the rows of a run on one with twice the batch. Streams are
+    The global batch does not depend on the number of processes, each of which takes its own rows of
+    it: a run on two processes sees the rows of a run on one with twice the batch. Streams are
     numbered over all micro-batches and processes, and stay on their process: no state ever moves.
 
     Args:
@@ -75,6 +75,13 @@ class Source:
         if self.in_order:
             return self.task.whole_layout(self.n_streams, length=length, seed=seed)
         return self.task.left_out(length)
+
+    def most_rows(self) -> int | None:
+        """Rows per process and micro-batch for which there are documents; None for any number."""
+        config = self.config
+        most = self.task.most_rows(config.length.max, seed=config.seed, is_carried=self.streams)
+        others = config.gradient_accumulation_steps * self.world_size
+        return None if most is None else most // others
 
     def longest(self) -> int:
         """Tokens of the longest row, or document where a state is carried, that a run may see."""

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from longrnn.cells import MIXERS
 from longrnn.config import flat, nested
 from longrnn.errors import UserError
 from longrnn.mitigations import mitigation
-from longrnn.cells import MIXERS
 from longrnn.positions import POSITIONS
 from longrnn.registry import Registry
 from longrnn.tasks import TASKS

@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from longrnn.corpus import Header, digest
+from longrnn.corpus import HEADER, Header, digest, read_header
 from longrnn.corpus_writer import CorpusWriter
 from longrnn.errors import UserError
 from longrnn.progress import Progress
@@ -29,10 +29,17 @@ WHOLE = Selection()
 
 
 class Piece(NamedTuple):
-    """A part of a document; `ends`: whether it is the last part."""
+    """A part of a document.
+
+    Attributes:
+        text: may be empty.
+        ends: whether it is the last part.
+        is_all: whether the whole file, or row of a table, is this empty text.
+    """
 
     text: str
     ends: bool
+    is_all: bool = False
 
 
 class Part(NamedTuple):
@@ -125,6 +132,8 @@ class TextReader:
         return {"split_on": self.split_on, "column": self.text_column, "eos": self.append_eos}
 
     def _part(self, piece: Piece) -> Part:
+        if piece.is_all:
+            return Part([], True, is_kept=False)
         ids = self.tokenizer.encode(piece.text)
         end = self._eos if piece.ends else []
         return Part([*ids, *end], piece.ends, size=len(piece.text.encode()))
@@ -163,7 +172,7 @@ def build_corpus(
     Args:
         data: what `longrnn.training.origins.origins` takes.
         tokenizer: makes the ids.
-        out: the folder, which must not exist.
+        out: the folder.
         name: the name by which `load_tokenizer` finds the tokenizer.
         reader: makes documents; by default a `TextReader` of `split_on` and `text_column`.
         selection: which part of datasets is read.
@@ -173,15 +182,20 @@ def build_corpus(
         max_tokens: no document is read after the one that reaches this many tokens.
         quiet: print no progress.
 
+    Returns:
+        The header of the corpus; of the one in `out`, if that was made of the same in the same way.
+
     Raises:
         UserError: a source is missing, cannot be read or lacks the column; there is no document; or
-            `out` exists. Nothing is left behind.
+            `out` holds something else. Nothing is left behind.
     """
     if min_length < 1 or (max_tokens is not None and max_tokens < 1):
         raise UserError("a corpus has documents: give a --min-length and --max-tokens of 1 or more")
     reader = reader or TextReader(tokenizer, split_on=split_on, text_column=text_column)
     sources = origins(data, selection)
     identity = identity_of(sources, tokenizer, reader, min_length, max_tokens)
+    if (out / HEADER).is_file() and (found := read_header(out / HEADER)).identity == identity:
+        return found
     sizes = [origin.size() for origin in sources]
     known = [size for size in sizes if size is not None]
     total = sum(known) if len(known) == len(sizes) else None
@@ -270,9 +284,10 @@ def _write(part: Part, writer: CorpusWriter) -> None:
 
 def pieces(chunks: Iterable[str], split_on: str | None) -> Iterator[Piece]:
     """Splits a text that comes in chunks into pieces of documents."""
-    rest = ""
+    rest, is_empty = "", True
     for chunk in chunks:
         rest += chunk
+        is_empty = is_empty and not chunk
         if split_on is not None:
             *whole, rest = rest.split(split_on)
             for text in whole:
@@ -285,7 +300,7 @@ def pieces(chunks: Iterable[str], split_on: str | None) -> Iterator[Piece]:
             yield from _parts(rest[:cut])
             rest = rest[cut:]
     yield from _parts(rest)
-    yield Piece("", True)
+    yield Piece("", True, is_empty)
 
 
 def _parts(text: str) -> Iterator[Piece]:
@@ -308,7 +323,7 @@ def _line_end(text: str, before: int) -> int:
 
 
 def read_chunks(path: Path) -> Iterator[str]:
-    """Yields a UTF-8 text file in chunks.
+    """Yields a UTF-8 text file in chunks, without its byte-order mark.
 
     Raises:
         UserError: the file is not UTF-8 text.
@@ -316,7 +331,9 @@ def read_chunks(path: Path) -> Iterator[str]:
     remedy = "give a file of UTF-8 text"
     decoder = codecs.getincrementaldecoder("utf-8")()
     with open(path, "rb") as file:
-        start = 0
+        mark = len(codecs.BOM_UTF8)
+        start = mark if file.read(mark) == codecs.BOM_UTF8 else 0
+        file.seek(start)
         while data := file.read(CHUNK_CHARACTERS):
             if 0 in data:
                 raise UserError(

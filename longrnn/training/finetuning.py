@@ -15,8 +15,11 @@ from longrnn.config import build_config
 from longrnn.errors import UserError
 from longrnn.hf.specs import split_spec
 from longrnn.tasks.held_out import HELD_OUT, TRAINING
+from longrnn.training import models
 from longrnn.training.config import TrainConfig
+from longrnn.training.data import Source
 from longrnn.training.initial_states import uses_streams
+from longrnn.training.sources import build_task
 
 # What does not depend on the checkpoint, the data or the device. The learning rate is about a
 # fifth of those that such models are trained with, so that they keep what they have learned.
@@ -35,6 +38,8 @@ SETTINGS: dict[str, Any] = {
     "load_best_model_at_end": True,
     "logging_steps": 10,
 }
+# The key of the batch size, which by default fits the number of documents.
+ROWS = "per_device_train_batch_size"
 # Overrides that contradict an argument or option of the command, and which one.
 CONTRADICTING = {
     "task": "--data",
@@ -47,6 +52,8 @@ CONTRADICTING = {
     "length.max": "--length",
     "output_dir": "--output",
 }
+# Validation rows of prompts and answers, which have much fewer scored tokens than rows of text.
+ANSWERS = 64
 # With a carried state: segments through which the gradient of a step flows.
 SEGMENTS = 4
 # Overrides that name validation data; others change how the default data is read.
@@ -111,10 +118,27 @@ def finetuning(
         same = [f"validation{one[4:]}" for one in overrides if one.startswith("task.")]
         overrides = [*same, *overrides]
     config = build_config(TrainConfig, values, overrides, source="longrnn finetune")
-    if config.task["kind"] == "instruct" and config.eval_length is None:
-        # A row holds one conversation, and what follows it is padding.
-        config.eval_length = config.length.max
+    if config.task["kind"] == "instruct" and "eval_samples" not in keys:
+        config.eval_samples = ANSWERS
     return config
+
+
+def fitting_rows(config: TrainConfig, processes: int, *, quiet: bool = True) -> int:
+    """Returns the batch size per process: that of `config`, or less where documents are few.
+
+    Args:
+        config: of `finetuning`.
+        processes: of the run.
+        quiet: print no progress where data is tokenized.
+
+    Raises:
+        UserError: the data cannot be read.
+    """
+    name, tokenizer = models.tokenizer_of(config)
+    task = build_task(config.task, tokenizer, name=name, quiet=quiet)
+    most = Source(task, config, 0, processes).most_rows()
+    rows = config.per_device_train_batch_size
+    return rows if most is None else max(1, min(rows, most))
 
 
 def _refuse_contradicting(keys: Sequence[str]) -> None:

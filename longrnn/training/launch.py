@@ -63,15 +63,15 @@ def launch(options: Sequence[str], program: Sequence[str]) -> int:
     logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     signal.signal(signal.SIGTERM, _forward)
-    arguments = _parsed(options, program)
-    planned = _planned(arguments)
+    arguments, planned = _parsed(options, program)
     alone = not set(ALONE).isdisjoint(program)
     continues = any(word.partition("=")[0] in CONTINUING for word in program)
     with TemporaryDirectory() as errors:
         os.environ[ERRORS] = errors
         code = 0
-        if alone or (program[0] in TRAINING and not continues and not planned.machine_rank):
-            code = _try(program, planned.num_processes, shown=alone)
+        trains = program[0] in TRAINING
+        if alone or (trains and not continues and not planned.machine_rank):
+            code = _try(program, planned.num_processes if trains else 1, shown=alone)
         if not (alone or code):
             code = _start(arguments)
         sentences = [path.read_text() for path in sorted(Path(errors).iterdir())]
@@ -80,11 +80,11 @@ def launch(options: Sequence[str], program: Sequence[str]) -> int:
     return code
 
 
-def _parsed(options: Sequence[str], program: Sequence[str]) -> Namespace:
-    """The options as accelerate reads them, with several CPU processes where they are asked for.
+def _parsed(options: Sequence[str], program: Sequence[str]) -> tuple[Namespace, Namespace]:
+    """The options as accelerate reads them, as given and with what it adds; see `_planned`.
 
-    accelerate itself starts one process for `--cpu --num_processes 2`, and for a configuration
-    with `distributed_type: MULTI_CPU`.
+    They start several CPU processes where these are asked for. accelerate itself starts one process
+    for `--cpu --num_processes 2`, and for a configuration with `distributed_type: MULTI_CPU`.
     """
     from accelerate.commands.launch import launch_command_parser
 
@@ -101,7 +101,7 @@ def _parsed(options: Sequence[str], program: Sequence[str]) -> Namespace:
     if _on_cpu(planned) and planned.num_processes > 1 and planned.mpirun_hostfile is None:
         arguments.cpu, arguments.use_cpu = False, True
         arguments.multi_gpu = not planned.use_fsdp
-    return arguments
+    return arguments, planned
 
 
 def _planned(arguments: Namespace) -> Namespace:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from longrnn.models.checks import check_tokens
-from longrnn.ops.loss import token_cross_entropy, weighted_cross_entropy
 from longrnn.ops.hooks import own_weight
+from longrnn.ops.loss import token_cross_entropy, weighted_cross_entropy
 from longrnn.ops.rows import Rows
 from longrnn.state import LMState, reset
 from longrnn.tasks import Batch

@@ -61,7 +61,8 @@ def read_repeatedly(
         hidden, after = model.hidden(tokens, state)
     layers = []
     for cell, own, before, end in zip(model.cells, sums, state.layers, after.layers, strict=True):
-        assert isinstance(cell, ScanningCell) and own.total is not None
+        assert isinstance(cell, ScanningCell)
+        assert own.total is not None
         memory = cell.own_memory(end)
         total = own.total[..., 0].to(memory.dtype)
         memory = repeated(cell.own_memory(before), memory, total, times)

@@ -236,6 +236,8 @@ class Trainer:
         config, n_micro = self.config, self.config.gradient_accumulation_steps
         set_learning_rate(self.optimizer, self.step, config)
         sums = Sums(stop=torch.tensor([float(stop)]))
+        done = self.step + 1
+        is_logged = done % config.logging_steps == 0 or done == config.max_steps
         outputs: list[tuple[list[Batch], StepOutput]] = []
         for micro in range(n_micro):
             # Scores and counts read the batch on the host, which needs no copy from the device.
@@ -256,7 +258,8 @@ class Trainer:
             for batch, predicted in zip(on_host, output.predictions, strict=True):
                 self.tokens += batch.tokens.numel() * self.accelerator.num_processes
                 self.throughput.add(batch)
-                sums.add(self.task.score(predicted.cpu(), batch))
+                if is_logged:
+                    sums.add(self.task.score(predicted.cpu(), batch))
         if config.peft is not None and not self._adapters_checked:
             models.check_adapters(self.model, self.total)  # at the first step
             self._adapters_checked = True

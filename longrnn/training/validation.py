@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from longrnn.corpus import HEADER
-from longrnn.errors import UserError
+from longrnn.errors import LengthError, UserError
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.tasks import Batch, SequenceTask, Task
 from longrnn.tasks.base import UNSCORED
@@ -91,7 +91,7 @@ class Validation(Component):
         self.config, self.rank, self.world_size = config, rank, world_size
         self.task = task
         _refuse_overlap(config, training_task, self.task)
-        self.length = _length(config, model)
+        self.length = _length(config, model, self.task)
         self.rows = self._draw_longest()
         # A transformer starts every row from the zero state, so it reads rows as a whole.
         whole = self.rows.tokens.shape[1]
@@ -103,8 +103,7 @@ class Validation(Component):
             )
         trained = min(config.length.max, self.length)
         doubled = (trained * 2**k for k in range(self.length.bit_length()))
-        self.edges = [0, *(edge for edge in doubled if edge < self.rows.tokens.shape[1])]
-        self.edges.append(self.rows.tokens.shape[1])
+        self.edges = [0, *(edge for edge in doubled if edge < whole), max(whole, self.length)]
         self.best: Best | None = None
         self.stale = 0
         # Between which edges each token lies, `(rows, t)`.
@@ -177,7 +176,7 @@ class Validation(Component):
             try:
                 rows = self._draw()
                 break
-            except UserError:
+            except LengthError:
                 if self.config.eval_length is not None or self.length // 2 < self.config.length.max:
                     raise
                 self.length //= 2
@@ -196,13 +195,18 @@ class Validation(Component):
         generator = torch.Generator().manual_seed(mix("validation"))
         try:
             rows = self.task.sample(count, length=self.length, generator=generator)
-        except UserError as error:
-            raise UserError(
+        except LengthError as error:
+            raise LengthError(
                 f"validation rows of eval_length={self.length} cannot be made, {error}"
             ) from error
         if rows.repeat is not None:
             raise UserError("validation rows cannot be repeated: set max_repeat=1 in validation")
-        return rows
+        if rows.is_token is None:
+            return rows
+        used = int(rows.is_token.any(0).nonzero().max()) + 1  # what follows is padding in all rows
+        fields = rows._asdict().items()
+        rectangles = {name: x for name, x in fields if isinstance(x, Tensor) and x.ndim == 2}
+        return rows._replace(**{name: x[:, :used] for name, x in rectangles.items()})
 
     def _check_metric(self) -> None:
         scored = self._parts[self.rows.targets != UNSCORED]
@@ -282,11 +286,12 @@ def _take(batch: Batch, rows: list[int]) -> Batch:
     return Batch(*fields)
 
 
-def _length(config: TrainConfig, model: Trained) -> int:
-    """Tokens of a validation row."""
+def _length(config: TrainConfig, model: Trained, task: Task) -> int:
+    """Tokens of a validation row; by default one that holds any document with answers."""
     limit = model.max_length
     if config.eval_length is None:
-        wanted = BEYOND * config.length.max
+        segments = task.longest_document(config.length.max) if task.reads_answers else BEYOND
+        wanted = segments * config.length.max
         return wanted if limit is None else min(wanted, limit)
     if limit is not None and config.eval_length > limit:
         raise UserError(

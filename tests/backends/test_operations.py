@@ -37,7 +37,7 @@ def inputs_of(
     """Random inputs and a state; some decays are strong, some tokens keep nearly everything."""
     b, t, h, p, g, n = sizes
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    log_decay = -draw(b, t, h).abs() ** 6 * 0.01
+    log_decay = -(draw(b, t, h).abs() ** 6) * 0.01
     if starts:
         log_decay[:, :: max(1, t // 3)] = -torch.inf
     given = draw(b, t, h, p), draw(b, t, h).abs(), log_decay, draw(b, t, g, n), draw(b, t, g, n)
@@ -61,9 +61,11 @@ def results(run: Callable[..., Any], *tensors: Tensor, gradients: bool) -> list[
 
 def assert_near(found: Sequence[Tensor], wanted: Sequence[Tensor], tolerance: float) -> None:
     for number, (ours, exact) in enumerate(zip(found, wanted, strict=True)):
+        assert ours.shape == exact.shape
+        if not exact.numel():
+            continue
         error = (ours.double() - exact.double()).abs().max()
         scale = exact.double().abs().max()
-        assert ours.shape == exact.shape
         assert error <= tolerance * scale, f"result {number}: {error:.1e} of {scale:.1e}"
 
 
@@ -130,14 +132,83 @@ def test_limit_of_values_whose_squares_overflow() -> None:
     assert_near(found, wanted, 1e-5)
 
 
+@pytest.mark.parametrize("ops", LOCAL)
+def test_strided_inputs_of_several_dtypes(ops: Backend) -> None:
+    """x, B and C are slices of one tensor of 16 bits, and gain and decay of another in float32."""
+    (x, gain, log_decay, B, C), state = inputs_of((2, 90, 4, 5, 2, 3), torch.float32)
+    joined = torch.cat([one.flatten(2) for one in (x, B, C)], -1).bfloat16()
+    pair = torch.stack([gain, log_decay], -1)
+    parts = joined[:, 1:].split([20, 6, 6], -1)
+    shapes = ((4, 5), (2, 3), (2, 3))
+    x, B, C = (one.unflatten(-1, shape) for one, shape in zip(parts, shapes, strict=True))
+    inputs = ScanInputs(x, pair[:, 1:, :, 0], pair[:, 1:, :, 1], B, C)
+    limits = torch.tensor([1.0, 5.0, math.inf, 0.1], dtype=torch.float64)
+    wide = (inputs.to(torch.float64), state.double())
+    assert_near(ops.scan(inputs, state.mT.contiguous().mT), loop(*wide), 1e-5)
+    assert_near(ops.limit(inputs, state, limits), limited(*wide, limits), 1e-5)
+
+
+def within(inputs: ScanInputs, state: Tensor, ops: Backend) -> tuple[Tensor, Tensor]:
+    y, recent = windowed(inputs, no_tokens(inputs, len(state)), 13, ops.scan)
+    return y, state_of(recent, inputs)
+
+
+@pytest.mark.parametrize("name", ["x", "gain", "log_decay", "B", "C"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("ops", LOCAL)
+def test_a_token_that_is_not_finite(ops: Backend, value: float, name: str) -> None:
+    """It changes no other row and, w tokens later, nothing under a window."""
+    inputs, state = inputs_of((3, 150, 4, 3, 2, 5), torch.float64)
+    bad = inputs._replace(**{name: getattr(inputs, name).clone()})
+    getattr(bad, name)[1, 100] = value if name != "log_decay" else math.nan
+    limits = torch.tensor([0.5, 2.0, 1e3, math.inf], dtype=torch.float64)
+    runs: list[Callable[..., Any]] = [ops.scan, partial(ops.limit, limit=limits)]
+    for run in (*runs, partial(within, ops=ops)):
+        found, clean = run(bad, state), run(inputs, state)
+        others = [0, 2]
+        assert_near([one[others] for one in found], [one[others] for one in clean], 1e-12)
+        assert not found[0][1, 100].isfinite().all()
+    y, clean = (within(one, state, ops)[0] for one in (bad, inputs))
+    assert_near([y[1, 139:]], [clean[1, 139:]], 1e-10)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("log_decay", [-math.inf, -200.0])
+@pytest.mark.parametrize("ops", LOCAL)
+def test_a_decay_to_zero_removes_what_was_before(
+    ops: Backend, log_decay: float, dtype: torch.dtype
+) -> None:
+    """Inputs and a state of 1e30 have no effect after it."""
+    inputs, state = inputs_of((2, 150, 4, 3, 2, 5), dtype)
+    inputs.log_decay[:, 30] = log_decay
+    inputs.x[:, :30] *= 1e30
+    late = inputs.slice(30, 150).to(torch.float64)
+    y, final = ops.scan(inputs, 1e30 * state)
+    assert_near([y[:, 30:], final], loop(late), TOLERANCE[dtype])
+
+
+# Heads, channels per head, groups, numbers of state per channel, taps; with a bias of the filter.
+CELLS = [
+    (4, 6, 2, 5, 4, True),
+    (3, 16, 1, 8, 1, False),
+    (8, 1, 4, 3, 2, True),
+    (2, 9, 2, 33, 4, False),
+]
+
+
 def cell_arguments(
-    dtype: torch.dtype, *, tokens: int, narrow: torch.dtype | None = None, seed: int = 0
+    dtype: torch.dtype,
+    *,
+    tokens: int,
+    narrow: torch.dtype | None = None,
+    sizes: tuple[int, int, int, int, int, bool] = CELLS[0],
 ) -> tuple[Tensor, Weights, Mamba2State]:
-    b, h, p, g, n, k = 2, 4, 6, 2, 5, 4
-    draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    b, (h, p, g, n, k, with_bias) = 2, sizes
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     c = h * p + 2 * g * n
     tensors = draw(c, k), draw(c), draw(h), draw(h), draw(h), draw(h * p)
-    weights = [one.to(narrow or dtype) for one in tensors]
+    weights: list[Any] = [one.to(narrow or dtype) for one in tensors]
+    weights[1] = weights[1] if with_bias else None
     state = Mamba2State(draw(b, k - 1, c).to(narrow or dtype), draw(b, h, p, n).to(dtype))
     projected = draw(b, tokens, h * p + c + h).to(narrow or dtype)
     return projected, Weights(*weights, groups=g, norm_eps=1e-5, dt_limit=(0.01, 2.0)), state
@@ -146,20 +217,26 @@ def cell_arguments(
 @needs_kernels
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("tokens", [1, 2, 3, 64, 131])
+@pytest.mark.parametrize("sizes", CELLS, ids=str)
 @pytest.mark.parametrize("ops", [CPU, CPU_GRADIENTS, CPU.composed()], ids=["cpu", "grad", "parts"])
-def test_cell(ops: Backend, tokens: int, dtype: torch.dtype) -> None:
+def test_cell(ops: Backend, sizes: Any, tokens: int, dtype: torch.dtype) -> None:
     """The layer between its projections, fused and composed of its parts."""
-    projected, weights, state = cell_arguments(dtype, tokens=tokens)
+    projected, weights, state = cell_arguments(dtype, tokens=tokens, sizes=sizes)
+    bias = [] if weights.conv_bias is None else [weights.conv_bias]
 
     def run(ops: Backend) -> Callable[..., Any]:
-        def call(projected: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-            own = Weights(*tensors[:6], *weights[6:])
-            y, after = ops.cell(projected, own, Mamba2State(*tensors[6:]))
-            return y, *after
+        def call(projected: Tensor, conv: Tensor, ssm: Tensor, *tensors: Tensor) -> list[Tensor]:
+            filters, *rest = tensors
+            own = rest if bias else [None, *rest]
+            y, after = ops.cell(
+                projected, Weights(filters, *own, *weights[6:]), Mamba2State(conv, ssm)
+            )
+            return [y, *after]
 
         return call
 
-    gradients, given = ops is CPU_GRADIENTS, (projected, *weights[:6], *state)
+    given = (projected, *state, weights.conv_weight, *bias, *weights[2:6])
+    gradients = ops is CPU_GRADIENTS
     found = results(run(ops), *given, gradients=gradients)
     wanted = results(run(TORCH), *(one.double() for one in given), gradients=gradients)
     assert_near(found, wanted, TOLERANCE[dtype] * (20 if gradients else 1))

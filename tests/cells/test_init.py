@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longrnn.cells import INITS, MIXERS, RNN, Cell
+from longrnn.cells import INITS, MIXERS, RNN, Cell, TorchCell
 from longrnn.cells.init import MAX_TIME_SCALE
 from longrnn.cells.observe import decay_sums
-from longrnn.cells.stepwise import StepwiseCell
 from longrnn.errors import UserError
 from longrnn.hf.loading import load
 from longrnn.models import RecurrentConfig, RecurrentLM
@@ -26,7 +25,7 @@ DEFINED = {
     "xavier": {"rnn", "gru", "lstm"},
     "long_memory": {"gru", "lstm", "mamba2", "mamba3", "gated_deltanet"},
 }
-STEPWISE = [kind for kind, member in MIXERS.items() if issubclass(member, StepwiseCell)]
+STEPWISE = [kind for kind, member in MIXERS.items() if issubclass(member, TorchCell)]
 
 
 def build(kind: str, init: str | None = None) -> Cell:
@@ -37,7 +36,7 @@ def build(kind: str, init: str | None = None) -> Cell:
 
 def blocks(mixer: Cell) -> list[Tensor]:
     """The recurrent matrix of each gate."""
-    assert isinstance(mixer, StepwiseCell)
+    assert isinstance(mixer, TorchCell)
     return list(mixer.get_parameter("cell.weight_hh_l0").detach().double().split(D_MODEL))
 
 
@@ -104,7 +103,7 @@ def test_long_memory(kind: str) -> None:
         assert seen.total is not None
         scales = -1 / seen.total
     else:
-        assert isinstance(mixer, StepwiseCell)
+        assert isinstance(mixer, TorchCell)
         # Without the recurrent matrix: the bias alone.
         mixer.get_parameter("cell.weight_hh_l0").data.zero_()
         zeros = torch.zeros(1, 64, dtype=torch.float64)

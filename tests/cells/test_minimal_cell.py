@@ -1,71 +1,83 @@
-"""A cell with nothing but the methods that CONTRIBUTING.md lists works, without mitigations."""
+"""A cell with nothing but the methods that CONTRIBUTING.md lists has everything that cells have."""
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterator
-from typing import NamedTuple
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from longrnn import Mitigated, generate, mitigation
+from longrnn import generate, mitigation
+from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.mitigations import MITIGATIONS
-from longrnn.cells import MIXERS, Edit, Cell
-from longrnn.models import RecurrentConfig, RecurrentLM
-from longrnn.state import PyTree
-from tests.contracts.builders import MITIGATION_OPTIONS, VOCAB, random_tokens
+from longrnn.models import RecurrentLM, Rows
+from tests.contracts.builders import (
+    assert_near,
+    build_model,
+    mitigation_spec,
+    random_state,
+    random_tokens,
+)
+from tests.contracts.subjects import (
+    assert_same,
+    outcome,
+    random_masks,
+    read,
+    small_chunks,
+    started,
+)
 
-
-class MeanState(NamedTuple):
-    """`h`: `(b, d)`."""
-
-    h: Tensor
-
-
-class Mean(Cell):
-    """h ← (h + W x) / 2."""
-
-    def __init__(self, d_input: int, d_model: int) -> None:
-        super().__init__(d_input, d_model)
-        self.project = nn.Linear(d_input, d_model)
-
-    def state_like(self) -> MeanState:
-        weight = self.project.weight
-        return MeanState(torch.empty(self.d_model, dtype=weight.dtype, device="meta"))
-
-    def run(
-        self, x: Tensor, state: MeanState, edit: Edit | None, carry: PyTree
-    ) -> tuple[Tensor, MeanState, PyTree]:
-        outputs = [state.h]
-        for u in self.project(x).unbind(1):
-            outputs.append((outputs[-1] + u) / 2)
-        return torch.stack(outputs[1:], dim=1), MeanState(outputs[-1]), carry
+GUIDE = Path(__file__).parents[2] / "CONTRIBUTING.md"
+IMPORTS = """
+from typing import NamedTuple
+import torch
+from torch import Tensor, nn
+from longrnn.cells import MIXERS, StepwiseCell, Update
+"""
 
 
 @pytest.fixture
 def model() -> Iterator[RecurrentLM]:
-    MIXERS.register("mean")(Mean)
+    """A model with the cell of the guide."""
+    section = GUIDE.read_text().split("## Add a cell")[1].split("## ")[0]
+    (block,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    module = sys.modules["guide"] = ModuleType("guide")
+    exec(compile(IMPORTS + block, "guide", "exec"), vars(module))
     try:
-        yield RecurrentLM(RecurrentConfig(vocab_size=VOCAB, d_model=8, mixer={"kind": "mean"}))
+        yield build_model({"kind": "mine", "bias": False})
     finally:
-        del MIXERS._members["mean"]
+        del MIXERS._members["mine"], sys.modules["guide"]
 
 
-def test_it_reads_pieces_and_generates(model: RecurrentLM) -> None:
-    """Any split gives the same."""
-    tokens = random_tokens(3, 9)
-    whole = model(tokens)
-    before = model(tokens[:, :4]).state
-    logits, _ = model(tokens[:, 4:], before)
-    torch.testing.assert_close(logits[:, -1], whole.logits[:, -1])
-    assert generate(model, tokens, max_new_tokens=3).state.position.tolist() == [12] * 3
+def members() -> Iterator[Any]:
+    for kind, member in MITIGATIONS.items():
+        if member.undefined(MIXERS["gru"]) is None:
+            yield pytest.param([mitigation(mitigation_spec(kind))], id=kind)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in MITIGATIONS if kind != "none"])
-def test_no_mitigation_is_silently_left_out(model: RecurrentLM, kind: str) -> None:
-    """A cell that calls no hooks is refused under every mitigation, with the reason."""
-    member = mitigation({"kind": kind, **MITIGATION_OPTIONS.get(kind, {})})
-    with pytest.raises(UserError, match=naming(kind)):
-        Mitigated(model, member)
+@pytest.mark.parametrize("specs", [[], *members()])
+def test_it_splits_packs_and_generates(model: RecurrentLM, specs: list[Any]) -> None:
+    model = model.under(specs)
+    tokens, masks = random_tokens(2, 40), random_masks(2, 40)
+    state = started(model, 2)
+    whole = outcome(model, tokens, state, [40])
+    with small_chunks():
+        assert_same(outcome(model, tokens, state, [17, 1, 0, 22]), whole, torch.float64)
+    packed, _ = read(model, tokens, state, [40], masks)
+    parts, _ = read(model, tokens, state, [1] * 40, masks)
+    assert_near(packed, parts, 1e-10)
+    model(tokens, rows=Rows(is_document_start=masks[1])).logits.sum().backward()
+    assert generate(model, tokens, max_new_tokens=3).state.position.tolist() == [43] * 2
+    assert all(memory.shape == (2, 1, 8, 1) for memory in model.memories(state))
+
+
+def test_a_mitigation_of_steps_is_refused(model: RecurrentLM) -> None:
+    with pytest.raises(UserError, match="scale_delta.*mine"):
+        model.under(mitigation("scale_delta(scale=2)"))
+    assert random_state(model, 1).layers[0].h.shape == (1, 8)

@@ -32,6 +32,9 @@ def test_build_and_check(cli: CLI, texts: list[Path]) -> None:
         "corpus: 2 documents, 2,180 tokens (uint16)",
         "dropped: 1 documents of fewer than 2 tokens, 1 tokens in all",
     ]
+    again = cli("data", "build", "--out", "corpus", "--quiet", *texts)
+    assert (again.code, again.err) == (0, "")
+    assert again.out == built.out.replace("corpus:", "corpus is built already:")
     checked = cli("data", "check", "corpus")
     assert checked.code == 0
     assert "bytes (bytes, 256 ids)" in checked.out
@@ -51,6 +54,7 @@ def test_build_refuses(cli: CLI, texts: list[Path], tmp_path: Path) -> None:
     (tmp_path / "nothing/page.pdf").write_bytes(b"pdf")
     for arguments, says in [
         (["corpus", texts[1]], "corpus exists and is not overwritten"),
+        (["corpus", "--min-length", "3", texts[0]], "corpus exists and is not overwritten"),
         (["new", texts[0], "nowhere.txt"], "no file nowhere.txt"),
         (["new", "nothing"], "no file to train on in nothing: a folder is searched for .txt"),
         (["new", "corpus"], "corpus is tokenized already"),

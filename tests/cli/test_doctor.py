@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from longrnn.ops.ssd import BACKENDS, chunked, mamba_ssm, self_test
 from typer.testing import CliRunner
 
-from longrnn.cli import doctor
-from longrnn.cli.app import app
 from longrnn.cells import mamba2
 from longrnn.cells.self_test import layer_self_test
+from longrnn.cli import doctor
+from longrnn.cli.app import app
 from longrnn.ops import native
-from longrnn.ops.ssd import BACKENDS, chunked, mamba_ssm, self_test
 from tests.ops.ssd.test_mamba_ssm import combined
 
 

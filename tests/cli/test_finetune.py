@@ -44,6 +44,27 @@ def logits(model: Any) -> torch.Tensor:
         return model(torch.arange(60)[None]).logits
 
 
+def evaluated_cells() -> list[dict[str, Any]]:
+    lines = Path("run/evaluation/comparison.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_answers_are_evaluated_where_answers_are_trained(models: Path, cli: CLI) -> None:
+    """The table has the loss and the exact matches of the held-out answers, paired."""
+    rows = [{"prompt": f"{k} and {k} are", "completion": " same"} for k in range(120)]
+    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    more = ["max_steps=60", "task.kind=instruct", "task.append_eos=false", "segments_per_step=1"]
+    command = ["finetune", models / "text", *SMALL, *more, "--initial-state", "zero"]
+    done = cli(*command, "--data", "pairs.jsonl", "--output", "run")
+    assert done.code == 0, done.err
+    after = {cell["metric"]: cell for cell in evaluated_cells() if cell["model"] != "before"}
+    assert after.keys() == {"answers, nats per token", "answers, exact match"}
+    loss, right = (after[f"answers, {name}"] for name in ("nats per token", "exact match"))
+    assert loss["difference"]["high"] < 0
+    assert loss["difference"]["n"] == right["difference"]["n"] >= 5
+    assert (right["estimate"]["mean"], right["difference"]["mean"]) == (1, 1)
+
+
 def test_a_published_checkpoint_is_fine_tuned_and_converted(shelf: Path, cli: CLI) -> None:
     """The loss falls, the best checkpoint is kept, and transformers computes the same logits."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -62,11 +83,11 @@ def test_a_published_checkpoint_is_fine_tuned_and_converted(shelf: Path, cli: CL
     report = Path("run/evaluation/report.html").read_text()
     assert "before" in report
     assert "step-4" in report
-    lines = Path("run/evaluation/comparison.jsonl").read_text().splitlines()
-    cells = [json.loads(line) for line in lines]
-    loss = {(c["model"], c["at"]): c["estimate"]["mean"] for c in cells if "bits" in c["metric"]}
+    cells = [cell for cell in evaluated_cells() if "bits" in cell["metric"]]
+    loss = {(cell["model"], cell["at"]): cell["estimate"]["mean"] for cell in cells}
     assert loss.keys() == {(model, at) for model in ("before", "step-4") for at in (32, 64)}
     assert all(loss["step-4", at] < loss["before", at] for at in (32, 64))
+    assert all(cell["estimate"]["n"] >= 5 and cell["estimate"]["low"] for cell in cells)
     assert "suite before_after" in done.out
     assert cli("convert", "run", "hf", "--to", "hf").code == 0
     theirs = AutoModelForCausalLM.from_pretrained("hf")
@@ -120,7 +141,8 @@ def test_overrides_go_before_the_settings() -> None:
     answers = made("task.kind=instruct", initial_state="zero")
     assert answers.task == {"kind": "instruct", "data": "docs", "part": "training"}
     assert answers.validation == {"kind": "instruct", "data": "docs", "part": "held_out"}
-    assert (answers.eval_length, answers.segments_per_step) == (64, 1)
+    assert (answers.segments_per_step, answers.eval_samples) == (1, 64)
+    assert made("task.kind=instruct", "eval_samples=9").eval_samples == 9
     apart = made("validation.packing=false")
     assert apart.task["part"] == "training"
     held_out = {"kind": "text", "data": "docs", "part": "held_out", "packing": False}
@@ -143,3 +165,28 @@ def test_bad_input_is_refused(shelf: Path, cli: CLI) -> None:
     refused(cli, *command, *nothing, says=("--no-evaluate",))
     assert cli(*command, "--dry-run").code == 0
     assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(("kind", "documents"), [("text", 3), ("instruct", 4)])
+def test_the_dry_run_reads_the_data_and_the_batch_fits_it(
+    kind: str, documents: int, shelf: Path, cli: CLI
+) -> None:
+    """Data that a run refuses is refused, and three documents to train on make three rows."""
+    command = ["finetune", shelf / "base", f"task.kind={kind}", "max_steps=1", "eval_samples=1"]
+    command += ["--length", "16", "--output", "run", "--quiet", "--no-evaluate", "--data"]
+    refused(cli, *command, "nowhere", "--dry-run", says=("no file nowhere",))
+    Path("books").mkdir()
+    text = " ".join(map(str, range(1000)))
+    rows = [json.dumps({"prompt": f"{k}+1=", "completion": text[:200]}) for k in range(documents)]
+    if kind == "text":
+        for number in range(documents):
+            Path(f"books/{number}.txt").write_text(text)
+    else:
+        Path("books/pairs.jsonl").write_text("\n".join(rows))
+        command.insert(3, "task.append_eos=false")
+    assert "per_device_train_batch_size: 3\n" in cli(*command, "books", "--dry-run").out
+    few = [*command, "books", "per_device_train_batch_size=4", "--dry-run"]
+    refused(cli, *few, says=("there are 4 streams", "use fewer streams"))
+    done = cli(*command, "books")
+    assert done.code == 0, done.err
+    assert load_config(TrainConfig, "run/train.yaml").per_device_train_batch_size == 3

@@ -71,6 +71,7 @@ class Parameter(NamedTuple):
     name: str
     flag: str | None
     is_path: bool
+    is_whole: bool
     required: bool
 
     def __str__(self) -> str:
@@ -84,8 +85,9 @@ def parameters() -> list[Parameter]:
         hints = get_type_hints(inspect.unwrap(command.callback))
         for one in command.params:
             flag = max(one.opts, key=len) if one.opts[0].startswith("-") else None
-            is_path = "Path" in str(hints.get(one.name))
-            found.append(Parameter(name, one.name, flag, is_path, one.required))
+            hint = hints.get(one.name)
+            kinds = "Path" in str(hint), hint in (int, int | None)
+            found.append(Parameter(name, one.name, flag, *kinds, one.required))
     return found
 
 
@@ -93,6 +95,8 @@ PARAMETERS = parameters()
 READABLE = [p for p in PARAMETERS if (p.is_path and p.name not in WRITTEN) or p.name in READ]
 WRITABLE = [p for p in PARAMETERS if p.is_path and p.name in WRITTEN]
 SEEDS = [p for p in PARAMETERS if p.name == "seed"]
+# A sweep trains for as long as its configuration says, with any number of jobs.
+COUNTS = [p for p in PARAMETERS if p.is_whole and p.name != "seed" and p.command != ("sweep",)]
 
 
 def test_the_commands_are_found() -> None:
@@ -242,6 +246,13 @@ def test_seeds_beyond_64_bits_are_refused(parameter: Parameter, cli: CLI, shelf:
     wrong = []
     for seed in (-(2**63) - 1, 2**64, 10**30):
         wrong += complaints(call(cli, parameter, str(seed), shelf), str(seed), refused=False)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("parameter", COUNTS, ids=str)
+def test_counts_that_no_machine_holds(parameter: Parameter, cli: CLI, shelf: Path) -> None:
+    """They are refused, or the command takes as many as there are."""
+    wrong = complaints(call(cli, parameter, str(10**21), shelf), "10**21", refused=False)
     assert not wrong, "\n".join(wrong)
 
 

@@ -17,23 +17,23 @@ SHORT = ["--lengths", "160", "--depths", "1", "--n", "1", "--quiet"]
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--lengths", "4x"], ("'4x'", "256")),
-        (["--lengths", ""], ("length", "256")),
-        (["--lengths", "-1"], ("'-1'",)),
-        (["--lengths", "256,"], ("length",)),
-        (["--lengths", "9" * 400], ("length",)),
-        (["--lengths", "100"], ("100", "156")),
-        (["--depths", "many"], ("many", "0,0.5,1")),
-        (["--depths", ""], ("depths",)),
-        (["--depths", "0.5,"], ("0.5,",)),
-        (["--depths", "0"], ("depths",)),
-        (["--depths", "-1"], ("depths",)),
-        (["--depths", "0.5,1.5"], ("depths",)),
-        (["--depths", "nan,"], ("depths",)),
-        (["--n", "0"], ("batch",)),
-        (["--batch-size", "0"], ("batch",)),
-        (["--device", "abacus"], ("abacus",)),
-        (["--device", "cuda:99"], ("cuda:99",)),
+        (["--lengths", "4x"], ("'4x' is not a valid length", "256, 4k or 1M")),
+        (["--lengths", ""], ("'' is not a valid length", "256, 4k or 1M")),
+        (["--lengths", "-1"], ("'-1' is not a valid length",)),
+        (["--lengths", "256,"], ("'' is not a valid length",)),
+        (["--lengths", "9" * 400], ("is not a valid length",)),
+        (["--lengths", "100"], ("length 100 is too short", "the least is 156 tokens")),
+        (["--depths", "many"], ("'many' is not a valid list of depths", "0,0.5,1")),
+        (["--depths", ""], ("'' is not a valid list of depths",)),
+        (["--depths", "0.5,"], ("'0.5,' is not a valid list of depths",)),
+        (["--depths", "0"], ("the number of depths must be at least 1",)),
+        (["--depths", "-1"], ("the number of depths must be at least 1",)),
+        (["--depths", "0.5,1.5"], ("depths lie between 0",)),
+        (["--depths", "nan,"], ("not a valid list of depths",)),
+        (["--n", "0"], ("n must be from 1 to 12,494, not 0",)),
+        (["--batch-size", "0"], ("the batch size must be from 1 to",)),
+        (["--device", "abacus"], ("device 'abacus' cannot be used", "give cpu or auto")),
+        (["--device", "cuda:99"], ("device 'cuda:99' cannot be used",)),
     ],
 )
 def test_eval_passkey_options(
@@ -66,14 +66,14 @@ def test_eval_passkey_insertion_points(
 @pytest.mark.parametrize(
     ("model", "options", "says"),
     [
-        ("backwards", ["--n", "0"], ("16",)),
-        ("backwards", ["--n", "17"], ("16",)),
-        ("backwards", ["--n", "2", "--length", "0"], ("length",)),
-        ("backwards", ["--n", "2", "--length", "1"], ()),
-        ("backwards", ["--vocab-size", "0"], ("vocab_size >= 2",)),
-        ("backwards", ["--vocab-size", "9"], ("10",)),
-        ("text", [], ("reverse", "--vocab-size")),
-        ("text", ["--length", "4"], ("reverse",)),
+        ("backwards", ["--n", "0"], ("n must be between 1 and the 16",)),
+        ("backwards", ["--n", "17"], ("n must be between 1 and the 16",)),
+        ("backwards", ["--n", "2", "--length", "0"], ("'0' is not a valid length",)),
+        ("backwards", ["--n", "2", "--length", "1"], ("hold out at most half",)),
+        ("backwards", ["--vocab-size", "0"], ("vocab_size must be from 2 to",)),
+        ("backwards", ["--vocab-size", "9"], ("needs a model with 10 ids",)),
+        ("text", [], ("was not trained on reverse", "--vocab-size and --length")),
+        ("text", ["--length", "4"], ("was not trained on reverse",)),
     ],
 )
 def test_eval_reverse_options(
@@ -107,17 +107,17 @@ def test_sweep_options(arguments: list[str], says: tuple[str, ...], cli: CLI) ->
 def test_diagnose_stability_options(cli: CLI, models: Path) -> None:
     """A folder that is not a run on a sequence task is refused."""
     base = ["diagnose", "stability"]
-    refused(cli, *base, models / "text", says=("reverse",))
-    refused(cli, *base, "no/such", says=("reverse",))
-    refused(cli, *base, models / "backwards", "--n", "0")
+    refused(cli, *base, models / "text", says=("is not a run on a task such as reverse",))
+    refused(cli, *base, "no/such", says=("is not a run on a task such as reverse",))
+    refused(cli, *base, models / "backwards", "--n", "0", says=("n must be from 1 to",))
 
 
 def test_diagnose_attribution_options(cli: CLI, models: Path) -> None:
     """A folder that is not a run, and a task without rare tokens, are refused."""
     base = ["diagnose", "attribution"]
-    refused(cli, *base, models / "text", says=("train.yaml",))
-    refused(cli, *base, models / "backwards", says=("tokens",))
-    refused(cli, *base, models / "backwards", "--n", "1")
+    refused(cli, *base, models / "text", says=("has no train.yaml with its task",))
+    refused(cli, *base, models / "backwards", says=("draws all tokens equally often",))
+    refused(cli, *base, models / "backwards", "--n", "1", says=("n must be from 2 to",))
 
 
 def test_eval_task_options(cli: CLI, models: Path) -> None:

@@ -31,7 +31,7 @@ LONGEST = 300
 MIXER_OPTIONS: dict[str, Spec] = {
     "mamba2": {"d_state": 6, "head_dim": 4, "n_groups": 2},
     "mamba3": {"d_state": 6, "head_dim": 4, "n_groups": 2},
-    "gated_deltanet": {"n_key_heads": 2, "key_dim": 5, "value_dim": 4},
+    "gated_deltanet": {"n_key_heads": 2, "key_dim": 8, "value_dim": 4},
 }
 POSITION_OPTIONS: dict[str, Spec] = {
     "learned": {"max_length": 2 * LONGEST},
@@ -44,7 +44,7 @@ MITIGATION_OPTIONS: dict[str, Spec] = {
     "scale_decay": {"scale": 1.5},
     "scale_delta": {"scale": 0.7},
     "sliding_window": {"window": 7, "heads": [0]},
-    "state_norm": {"threshold": 0.5},
+    "state_norm": {"threshold": 0.015},
     "token_filter": {"threshold": 0.05},
 }
 # Options that run code of their own.
@@ -56,8 +56,13 @@ MORE_MIXERS: list[Spec] = [
     {"kind": "mamba2", "d_state": 3, "head_dim": 2, "n_groups": 4, "dt_limit": [0.01, 0.05]},
     {"kind": "mamba3", "d_state": 5, "head_dim": 8, "rope_fraction": 1.0, "backend": "torch"},
     {
-        "kind": "gated_deltanet", "n_heads": 2, "key_dim": 3, "value_dim": 5, "d_conv": 1,
-        "negative_eigenvalues": True, "backend": "torch",
+        "kind": "gated_deltanet",
+        "n_heads": 2,
+        "key_dim": 7,
+        "value_dim": 5,
+        "d_conv": 1,
+        "negative_eigenvalues": True,
+        "backend": "torch",
     },
 ]
 

@@ -14,8 +14,9 @@ from tests.contracts.builders import (
     MIXER_SPECS,
     Spec,
     assert_trees_equal,
+    build_mitigated,
     build_mixer,
-    build_model,
+    mixer_spec,
     random_sizes,
     random_state,
     random_tokens,
@@ -107,10 +108,20 @@ def test_no_token_changes_nothing(subject: Subject) -> None:
     assert_trees_equal(after, state)
 
 
-@pytest.mark.parametrize("spec", MIXER_SPECS, ids=spec_id)
-def test_float32_does_not_drift(spec: Spec) -> None:
+LONG_MEMORY: list[Spec] = [
+    {"kind": "state_norm", "threshold": 0.015},
+    {"kind": "sliding_window", "window": 150},
+    {"kind": "forget_more", "decay_scale": 0.9999, "input_scale": 0.75},
+]
+LONG = [([], spec) for spec in MIXER_SPECS] + [
+    ([spec], mixer_spec(kind)) for spec in LONG_MEMORY for kind in ("mamba2", "lstm")
+]
+
+
+@pytest.mark.parametrize(("specs", "mixer"), LONG, ids=str)
+def test_float32_does_not_drift(specs: list[Spec], mixer: Spec) -> None:
     """3,000 tokens one by one and at once, against the same weights in float64."""
-    narrow, wide = build_model(spec, dtype=torch.float32), build_model(spec, dtype=torch.float32)
+    narrow, wide = (build_mitigated(specs, mixer, dtype=torch.float32) for _ in "ab")
     wide, tokens = wide.double(), random_tokens(1, 3000)
     with torch.no_grad():
         expected = read(wide, tokens, random_state(wide, 1), [3000])

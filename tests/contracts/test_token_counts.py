@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from longrnn.cells import MIXERS
 from longrnn.comparison.suites import EVALUATIONS
 from longrnn.errors import UserError
 from longrnn.mitigations import MITIGATIONS
-from longrnn.cells import MIXERS
 from longrnn.positions import POSITIONS
 from longrnn.registry import Registry, keyword_options
 from longrnn.tasks import TASKS

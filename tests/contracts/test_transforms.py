@@ -9,23 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from longrnn.errors import UserError
 from longrnn.cells import MIXERS
-from longrnn.models import RecurrentLM
-from longrnn.ops.cross_entropy import weighted_cross_entropy
 from longrnn.state import leaves, tree_map
 from tests.contracts.builders import (
     DEFINED,
     MIXER_SPECS,
+    Spec,
     assert_near,
     build_mitigated,
-    build_model,
+    build_mixer,
     generator,
-    random_state,
     random_tokens,
     random_tree,
     spec_id,
@@ -36,35 +33,29 @@ pytestmark = pytest.mark.core
 EVERY = pytest.mark.parametrize("spec", MIXER_SPECS, ids=spec_id)
 
 
-class Logits(nn.Module):
-    """Tokens that are known to be valid, to logits."""
-
-    def __init__(self, model: RecurrentLM) -> None:
-        super().__init__()
-        self.model, self.state = model, random_state(model, 2)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.model(tokens, self.state, checked=True).logits
-
-
 @EVERY
 @pytest.mark.filterwarnings("ignore")  # of values that are read back, and of torch.jit
-def test_a_traced_model_reads_its_tokens(spec: dict[str, Any]) -> None:
-    """Without gradients, when models run the fastest code that they have."""
-    model = Logits(build_model(spec, dtype=torch.float32).requires_grad_(False))
-    first, second = (random_tokens(2, 1, seed) for seed in (1, 5))
-    traced: list[Any] = [torch.jit.trace(model, first, check_trace=False)]
+def test_a_traced_cell_reads_its_tokens(spec: Spec) -> None:
+    """Without gradients, when cells run the fastest code that they have."""
+    cell = build_mixer(spec, torch.float32).requires_grad_(False)
+    state = random_tree(cell.init_state(2), 1)
+    first, second = (random_tree(torch.empty(2, 1, cell.d_input), seed) for seed in (1, 5))
+
+    def call(x: Tensor) -> Tensor:
+        return cell(x, state)[0]
+
+    traced: list[Any] = [torch.jit.trace(call, first, check_trace=False)]
     with suppress(RuntimeError):  # it cannot record what reads values back
-        traced.append(make_fx(model)(first))
-    assert not torch.allclose(model(first), model(second))
+        traced.append(make_fx(call)(first))
+    assert not torch.allclose(call(first), call(second))
     for one in traced:
-        assert_near(one(second), model(second), 1e-5)
+        assert_near(one(second), call(second), 1e-5)
 
 
 @EVERY
 @pytest.mark.parametrize("time", [1, 70])
 @pytest.mark.parametrize("trained", [False, True])
-def test_forward_mode_gives_the_derivative(spec: dict[str, Any], time: int, trained: bool) -> None:
+def test_forward_mode_gives_the_derivative(spec: Spec, time: int, trained: bool) -> None:
     """With respect to inputs and states, whether or not there are gradients too."""
     mixer = MIXERS.build(spec, 8, 8).double().requires_grad_(trained)
     start = (random_tree(mixer.init_state(2), 0), torch.randn(2, time, 8, dtype=torch.float64))
@@ -95,9 +86,7 @@ def slope(outcome: Callable[[Any], Tensor], point: Any, direction: Any) -> Tenso
 
 
 @pytest.mark.parametrize(("spec", "mixer"), DEFINED, ids=spec_id)
-def test_func_gives_the_derivative_of_a_mitigated_model(
-    spec: dict[str, Any], mixer: dict[str, Any]
-) -> None:
+def test_func_gives_the_derivative_of_a_mitigated_model(spec: Spec, mixer: Spec) -> None:
     """`torch.func.jvp` and `torch.func.grad` with respect to the weights of a whole model."""
     model, tokens = build_mitigated([spec], mixer, n_layers=1), random_tokens(2, 9)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
@@ -112,12 +101,3 @@ def test_func_gives_the_derivative_of_a_mitigated_model(
     moved = [outcome({n: w + s * ways[n] for n, w in weights.items()}) for s in (1e-6, -1e-6)]
     for derivative in (found, by_gradient):
         assert derivative.item() == pytest.approx((moved[0] - moved[1]).item() / 2e-6, rel=1e-4)
-
-
-def test_a_loss_without_a_forward_derivative_is_refused() -> None:
-    """The refusal names a loss that has one."""
-    hidden, head, targets = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 1, 2])
-    with forward_ad.dual_level():
-        moving = forward_ad.make_dual(hidden, torch.ones_like(hidden))
-        with pytest.raises(UserError, match="torch.nn.functional"):
-            weighted_cross_entropy(moving, head, targets, torch.ones(3))

@@ -11,12 +11,9 @@ from torch import Tensor
 from longrnn import load
 from longrnn.cells import MIXERS, Edit
 from longrnn.models.checkpoint import save_model
-from longrnn.ops.conv import causal_conv
-from longrnn.ops.cross_entropy import token_cross_entropy
-from longrnn.ops.ssd import BACKENDS, ScanInputs, resolve
-from longrnn.ops.ssd.rescale import rescaled_ssd
-from longrnn.ops.ssd.window import windowed_ssd
-from longrnn.ops.ssd.window_carry import init_carry
+from longrnn.ops.backend import Backend, choose
+from longrnn.ops.scan import ScanInputs
+from longrnn.ops.window import no_tokens, windowed
 from longrnn.state import leaves, tree_map
 from tests.contracts.builders import (
     D_MODEL,
@@ -63,7 +60,8 @@ def test_second_derivatives(kind: str, device: torch.device) -> None:
     """The gradient of a gradient's norm, as the diagnostics of gradients need it."""
 
     def outcome(where: torch.device) -> list[Tensor]:
-        mixer = build_mixer(mixer_spec(kind)).to(where)
+        spec = mixer_spec(kind) | ({"backend": "torch"} if MIXERS[kind].scans else {})
+        mixer = build_mixer(spec).to(where)
         x = random_tree(torch.empty(2, 7, D_MODEL + 2, dtype=torch.float64), 0).to(where)
         state = tree_map(lambda leaf: leaf.to(where), random_tree(mixer.init_state(2), 1))
         x.requires_grad_()
@@ -92,23 +90,20 @@ def draw(time: int = 70) -> tuple[ScanInputs, Tensor]:
     return inputs, normal(4, 8, 16)
 
 
-def plain(inputs: ScanInputs, state: Tensor, ssd: Any) -> tuple[Tensor, Any]:
-    return ssd(inputs, state)
+def plain(inputs: ScanInputs, state: Tensor, ops: Backend) -> tuple[Tensor, Any]:
+    return ops.scan(inputs, state)
 
 
-def limited(inputs: ScanInputs, state: Tensor, ssd: Any) -> tuple[Tensor, Any]:
-    limit = torch.full((4,), 3.0, dtype=torch.float64, device=state.device)
-    return rescaled_ssd(inputs, state, limit, ssd)
+def limited(inputs: ScanInputs, state: Tensor, ops: Backend) -> tuple[Tensor, Any]:
+    return ops.limit(inputs, state, torch.full((4,), 3.0, dtype=torch.float64, device=state.device))
 
 
-def windowed(inputs: ScanInputs, state: Tensor, ssd: Any) -> tuple[Tensor, Any]:
-    like = ScanInputs(*(tensor[0, :1] for tensor in inputs))
-    carry = init_carry(like, state, 9)
-    return windowed_ssd(inputs, carry, 9, ssd)[:2]
+def within(inputs: ScanInputs, state: Tensor, ops: Backend) -> tuple[Tensor, Any]:
+    return windowed(inputs, no_tokens(inputs, len(state)), 9, ops.scan)
 
 
 @pytest.mark.parametrize("with_gradients", [False, True])
-@pytest.mark.parametrize("run", [plain, limited, windowed])
+@pytest.mark.parametrize("run", [plain, limited, within])
 def test_autocast_does_not_round_a_recurrence(
     run: Any, with_gradients: bool, device: torch.device
 ) -> None:
@@ -120,7 +115,7 @@ def test_autocast_does_not_round_a_recurrence(
         for tensor in given if with_gradients else []:
             tensor.requires_grad_()
         with torch.autocast(where.type, NARROW, enabled=dtype == torch.float32):
-            y, _ = run(ScanInputs(*given[:5]), given[5], BACKENDS[name])
+            y, _ = run(ScanInputs(*given[:5]), given[5], choose(name, given))
         found = [y]
         if with_gradients:
             total = y.square().sum()
@@ -128,36 +123,11 @@ def test_autocast_does_not_round_a_recurrence(
         assert {one.dtype for one in found} == {dtype}
         return [one.detach().cpu() for one in found]
 
-    wanted = outcome(torch.float64, torch.device("cpu"), "reference")
-    found = outcome(torch.float32, device, resolve("auto", device.type))
-    for number, (ours, exact) in enumerate(zip(found, wanted, strict=True)):
-        assert_near(ours, exact, 2e-5, str(number))
-
-
-def test_a_convolution_in_bfloat16_is_rounded_once(device: torch.device) -> None:
-    """Its sums are float32."""
-    randomness = generator(0)
-    shapes = ((2, 50, 24), (24, 4), (24,), (2, 3, 24))
-    drawn = [torch.randn(shape, generator=randomness).to(NARROW) for shape in shapes]
-    exact, _ = causal_conv(*(one.double() for one in drawn), activation=True)
-    found, _ = causal_conv(*(one.to(device) for one in drawn), activation=True)
-    assert found.dtype == NARROW
-    assert ((found.cpu().double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()
-
-
-def test_logits_are_not_rounded_under_autocast(device: torch.device) -> None:
-    """Factors have 8 bits, and the loss is that of their exact products."""
-    randomness = generator(0)
-    hidden, head = (
-        torch.randn(shape, generator=randomness).to(NARROW).float()
-        for shape in ((40, 32), (90, 32))
-    )
-    targets = torch.randint(90, (40,), generator=randomness)
-    exact, best = token_cross_entropy(hidden.double(), head.double(), targets)
-    with torch.autocast(device.type, NARROW):
-        found, ours = token_cross_entropy(hidden.to(device), head.to(device), targets.to(device))
-    assert_near(found.cpu(), exact, 1e-5)
-    assert torch.equal(ours.cpu(), best)
+    wanted = outcome(torch.float64, torch.device("cpu"), "torch")
+    for name in ("torch", "auto"):
+        pairs = zip(outcome(torch.float32, device, name), wanted, strict=True)
+        for number, (ours, exact) in enumerate(pairs):
+            assert_near(ours, exact, 2e-5, str(number))
 
 
 def test_rates_stay_float32_in_a_model_that_is_loaded_in_bfloat16(

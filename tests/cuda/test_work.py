@@ -11,14 +11,11 @@ import pytest
 import torch
 
 from longrnn import load, state
+from longrnn.cells import MIXERS
 from longrnn.diagnostics.through_time import Run, norms
 from longrnn.evaluation.perplexity import evaluate
 from longrnn.evaluation.texts import Document
-from longrnn.cells import MIXERS
-from longrnn.cells.self_test import layer_self_test
 from longrnn.models import LanguageModel
-from longrnn.ops.ssd import BACKENDS, PARTIAL, mamba_ssm, resolve
-from longrnn.ops.ssd.self_test import self_test
 from longrnn.state import tree_map
 from longrnn.studies.stability import stability
 from longrnn.tasks import Batch
@@ -165,31 +162,3 @@ def test_gradients_of_a_model_in_eval_mode(kind: str, device: torch.device) -> N
     found = norms(Run(there, tokens.to(device)), targets.to(device))
     for ours, exact in zip(found, wanted, strict=True):
         assert ours["norm"] == pytest.approx(exact["norm"], rel=1e-8)
-
-
-@pytest.mark.parametrize("backend", ["chunked", "native", "reference"])
-def test_a_layer_of_each_backend(backend: str, device: torch.device) -> None:
-    """The check of `longrnn doctor`: many tokens, a single one, and all gradients."""
-    if (backend, device.type) == ("native", "cuda") or backend not in BACKENDS:
-        pytest.skip(f"{backend} has no kernels for this device")
-    found = layer_self_test(backend, device)
-    assert found.passed, f"{found.error:.1e}"
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("backend", PARTIAL)
-def test_backends_of_other_packages(backend: str) -> None:
-    """Where they are installed: with their own rounding of float32 factors to 11 bits."""
-    if (why := mamba_ssm.missing("cuda")) is not None:
-        pytest.skip(why)
-    for found in (self_test(backend, "cuda"), layer_self_test(backend, "cuda")):
-        assert found.passed, f"{found.error:.1e}"
-
-
-def test_auto_selects_the_backend_of_the_device(device: torch.device) -> None:
-    """And the model says so."""
-    model = build_model("mamba2").to(device)
-    expected = resolve("auto", device.type)
-    assert f"backend={expected}" in repr(model)
-    if device.type == "cuda":
-        assert expected == "chunked"

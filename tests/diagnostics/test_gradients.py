@@ -14,6 +14,7 @@ from matplotlib import image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from longrnn.cells import MIXERS
 from longrnn.diagnostics import gradients_report
 from longrnn.diagnostics.gradients import (
     GradientRecord,
@@ -33,7 +34,6 @@ from longrnn.diagnostics.through_time import (
     norms,
 )
 from longrnn.errors import UserError
-from longrnn.cells import MIXERS
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.state import leaves, tree_map
 from longrnn.tasks import TASKS, Batch, Task
@@ -176,6 +176,8 @@ def test_clipping() -> None:
     assert found["value_share"] == pytest.approx(float((cut != whole).double().mean()))
     cosine = F.cosine_similarity(cut, whole, dim=0)
     assert found["value_cosine"] == pytest.approx(float(cosine))
+    signs = F.cosine_similarity(whole.sign(), whole, dim=0)
+    assert clipping(model, batch, 0.05, 1e-320)["value_cosine"] == pytest.approx(float(signs))
 
 
 def test_the_last_scored_token() -> None:
@@ -291,7 +293,7 @@ def test_what_cannot_be_measured(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=naming(101, 11)):
         diagnose([Subject("m", model)], reverse(100), Settings(), output=tmp_path)
     for changes in ({"rows": 0}, {"exponents": 0}, {"lengths": ()}):
-        with pytest.raises(UserError):
+        with pytest.raises(UserError, match="must be from 1 to"):
             measure([Subject("m", model)], tmp_path, **changes)
     assert not list(tmp_path.iterdir())
 

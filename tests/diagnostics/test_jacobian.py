@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from longrnn.cells import RNN, Mamba2
 from longrnn.diagnostics import jacobian
 from longrnn.diagnostics.jacobian import (
     Step,
@@ -18,7 +19,6 @@ from longrnn.diagnostics.jacobian import (
     spectrum,
     unflatten,
 )
-from longrnn.cells import RNN, Mamba2
 from tests.contracts.builders import (
     D_MODEL,
     MIXER_SPECS,

@@ -12,13 +12,13 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from longrnn.cells import GRU, LSTM, MIXERS, RNN, Mamba2
 from longrnn.diagnostics import record, states
 from longrnn.diagnostics.record import HeadStatistics, read
 from longrnn.diagnostics.states import Diagnosis, Prompt, diagnose, newlines, text_prompt
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document
 from longrnn.mitigations import Mitigated, mitigation
-from longrnn.cells import GRU, LSTM, MIXERS, RNN, Mamba2
 from longrnn.models import RecurrentLM
 from longrnn.text import ByteTokenizer
 from tests.contracts.builders import assert_near, build_model, random_tokens

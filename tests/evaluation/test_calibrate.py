@@ -15,6 +15,7 @@ from torch import Tensor
 
 import longrnn
 from longrnn import Mitigated
+from longrnn.cells import MIXERS
 from longrnn.cli.options import warn_if_calibrated_on
 from longrnn.errors import UserError
 from longrnn.evaluation.calibrate import METHODS, OF_ONE_METHOD, Settings, calibrate
@@ -25,7 +26,6 @@ from longrnn.hf.loading import load_recurrent
 from longrnn.mitigations import mitigation
 from longrnn.mitigations.base import Calibration, Mitigation
 from longrnn.mitigations.spec import write_calibration
-from longrnn.cells import MIXERS
 from longrnn.models import RecurrentLM
 from longrnn.tasks.passkey_prompts import FILLER
 from longrnn.text import ByteTokenizer

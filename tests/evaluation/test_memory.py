@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.evaluation.memory import MeanEffRem, enough, evaluate, remembrance, starts, summarise
 from longrnn.evaluation.texts import Document
 from longrnn.inference import prefill
 from longrnn.intervals import Estimate
-from longrnn.cells import MIXERS
 from longrnn.models import LanguageModel
 from longrnn.results import read_results
 from tests.contracts.builders import build_mitigated, build_model, mitigation_spec, random_tokens
@@ -96,7 +96,12 @@ def test_rows_go_on(tmp_path: Path) -> None:
     assert output.read_bytes().startswith(before)
     assert len(read_results(output)[1]) == len(more)
     assert len(evaluate(model, texts, stretches=1, **asked)) == len(more) * 2 // 5
-    with pytest.raises(UserError, match="model"):
+    lines = output.read_bytes().splitlines(keepends=True)
+    output.write_bytes(b"".join(lines[:-3]))
+    evaluate(model, texts, **asked)
+    assert output.read_bytes().startswith(b"".join(lines[:-3]))
+    assert len(read_results(output)[1]) == len(more), "no row is measured twice"
+    with pytest.raises(UserError, match="different model"):
         evaluate(build_model("gru"), texts, **asked)
     with pytest.raises(UserError, match="tokenizer"):
         evaluate(model, [texts[0]._replace(tokenizer="another")], **asked)

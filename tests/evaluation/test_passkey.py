@@ -310,17 +310,17 @@ def test_other_seeds_ask_for_other_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lengths": [300, 100]}, "100"),
-        ({"n": 0}, "batch"),
-        ({"batch_size": 0}, "batch"),
-        ({"depths": [0.5, 1.1]}, "depths"),
-        ({"depths": [-0.1]}, "depths"),
-        ({"depths": [math.nan]}, "depths"),
-        ({"depths": ()}, ""),
-        ({"insert_at": [10]}, ""),
-        ({"depths": (), "insert_at": [-1]}, ""),
-        ({"depths": (), "insert_at": [10], "n_keys": 2}, "n_keys"),
-        ({"depths": (), "insert_at": [0, 1024]}, "1,180"),
+        ({"lengths": [300, 100]}, r"length 100 is too short .* the least is 156 tokens"),
+        ({"n": 0}, "n must be from 1 to 12,494, not 0"),
+        ({"batch_size": 0}, "the batch size must be from 1 to"),
+        ({"depths": [0.5, 1.1]}, "depths lie between 0"),
+        ({"depths": [-0.1]}, "depths lie between 0"),
+        ({"depths": [math.nan]}, "depths lie between 0"),
+        ({"depths": ()}, "give one of the two"),
+        ({"insert_at": [10]}, "give one of the two"),
+        ({"depths": (), "insert_at": [-1]}, "give 0 or more"),
+        ({"depths": (), "insert_at": [10], "n_keys": 2}, "leave n_keys at 1"),
+        ({"depths": (), "insert_at": [0, 1024]}, r"after 1k tokens .* needs a prompt of 1,180"),
     ],
 )
 def test_errors_come_before_anything_is_written(

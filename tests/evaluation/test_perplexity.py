@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.evaluation.forgetting import forgetting
 from longrnn.evaluation.perplexity import STRETCH, edges, evaluate, summarise
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.inference import prefill
-from longrnn.cells import MIXERS
 from longrnn.models import LMOutput, RecurrentLM
 from longrnn.results import Row
 from longrnn.state import LMState

@@ -83,6 +83,13 @@ def test_a_torn_last_row_is_dropped(path: Path, cut: int) -> None:
     assert Results(path, HEADER).rows == ROWS[:kept]
 
 
+def test_a_repeated_header_is_not_a_row(path: Path) -> None:
+    """Files of one evaluation that were joined are read as one."""
+    path.write_bytes(path.read_bytes() + path.read_bytes())
+    assert Results(path, HEADER).rows == ROWS * 2
+    assert path.read_text().count(line_of(HEADER)) == 1
+
+
 def test_files_without_checksums_are_read_and_get_them(path: Path) -> None:
     """Results of earlier versions are resumed, and their damaged lines are reported."""
     old = [json.dumps(row) + "\n" for row in [HEADER, ROWS[0], *ROWS[2:]]]

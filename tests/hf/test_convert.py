@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -424,3 +425,19 @@ def test_a_mitigation_that_a_layout_does_not_record_is_reported(
         assert str(load(tmp_path / to).mitigation) == spec  # type: ignore[union-attr]
     else:
         assert isinstance(load(f"{tmp_path / to}+{spec}"), Mitigated)
+
+
+@pytest.mark.parametrize("to", ["hf", "native", "ours"])
+def test_a_disk_without_space_is_named(to: str, tmp_path: Path) -> None:
+    """And nothing is left of the conversion."""
+    model, destination = tmp_path / "model", tmp_path / to
+    save_model(build_model(dtype=torch.float32, d_model=64), model)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as error:
+            convert(model, destination, to=to)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert to in str(error.value.filename)
+    assert sorted(tmp_path.iterdir()) == [model]

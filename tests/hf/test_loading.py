@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from longrnn.ops.ssd import BACKENDS, mamba_ssm, resolve
 from safetensors.torch import load_file, save_file
 
 from longrnn import load
 from longrnn import state as states
+from longrnn.cells import MIXERS
 from longrnn.checksums import write_checksums
 from longrnn.errors import UserError
 from longrnn.hf import loading
-from longrnn.cells import MIXERS
 from longrnn.models import LanguageModel, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from longrnn.ops import native as cpu_kernels
-from longrnn.ops.ssd import BACKENDS, mamba_ssm, resolve
 from longrnn.positions import POSITIONS
 from tests.contracts.builders import build_model, random_tokens
 from tests.hf.foreign import causal, with_bytes

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longrnn import load, load_tokenizer
+from longrnn.cells import MIXERS
+from longrnn.checksums import damage
 from longrnn.errors import UserError
+from longrnn.hf.convert import convert
+from longrnn.hf.embedded import embedded
 from longrnn.hf.loading import load_recurrent, resolve
 from longrnn.hf.tokenizer import byte_level
-from longrnn.cells import MIXERS
 from longrnn.models.checkpoint import save_model
 from tests.contracts.builders import build_model, random_tokens
 from tests.hf.foreign import causal, native, with_bytes
@@ -187,7 +192,12 @@ NORM = "backbone.norm_f.weight"
 PICKLES: dict[str, tuple[Damage, str]] = {
     "empty": (lambda f: (f / "pytorch_model.bin").write_bytes(b""), "truncated or damaged"),
     "one byte": (lambda f: (f / "pytorch_model.bin").write_bytes(b"\x80"), "[a-z]"),
-    "text": (lambda f: (f / "pytorch_model.bin").write_text("weights"), "[a-z]"),
+    "text": (lambda f: (f / "pytorch_model.bin").write_text("weights"), "damaged"),
+    "random bytes": (
+        lambda f: (f / "pytorch_model.bin").write_bytes(random.Random(0).randbytes(5000)),
+        "damaged",
+    ),
+    "a call": (pickled(lambda w: {**w, "a": print}), "could run code"),
     "sparse": (pickled(lambda w: {**w, NORM: w[NORM].to_sparse()}), "sparse"),
     "compressed rows": (
         pickled(lambda w: {**w, "backbone.embedding.weight": torch.eye(24, 8).to_sparse_csr()}),
@@ -221,15 +231,35 @@ def test_a_pickle_of_other_things_is_refused(damage: str, tmp_path: Path) -> Non
 )
 @pytest.mark.parametrize("which", ["one", "all"])
 def test_weights_of_a_dtype_that_is_not_real_are_refused(
-    dtype: torch.dtype, which: str, tmp_path: Path
+    dtype: torch.dtype, which: str, layout: Path
 ) -> None:
-    save_model(build_model("mamba2", dtype=torch.float32), tmp_path)
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    for name in ["norm.weight"] if which == "one" else list(tensors):
+    path = next(layout.glob("*.safetensors"), layout / "pytorch_model.bin")
+    tensors = load_file(path) if path.suffix == ".safetensors" else torch.load(path)
+    norms = [name for name in tensors if name.endswith(("norm.weight", "norm_f.weight"))]
+    for name in norms[:1] if which == "one" else list(tensors):
         tensors[name] = tensors[name].to(dtype)
-    save_file(tensors, path, metadata={"format": "pt"})
-    assert_refused(tmp_path, "bfloat16")
+    if path.suffix == ".safetensors":
+        save_file(tensors, path, metadata={"format": "pt"})
+    else:
+        torch.save(tensors, path)
+    assert_refused(layout, "bfloat16")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_file_without_an_end_is_refused(kind: str, name: str, tmp_path: Path) -> None:
+    """Also if checksums.json lists it, so that it would be read to its end."""
+    folder = tmp_path / "model"
+    convert(embedded()["passkey-tiny"], folder, to="hf")
+    (folder / name).unlink()
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).symlink_to("/dev/zero")
+    assert damage(folder) is not None
+    assert_refused(folder, "not a file")
+    with pytest.raises(UserError, match="not a file"):
+        load_tokenizer(folder)
 
 
 @pytest.mark.parametrize("kind", sorted(MIXERS))

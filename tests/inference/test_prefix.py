@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from longrnn import Mitigated, mitigation
+from longrnn.cells import MIXERS
 from longrnn.evaluation.passkey import cost, evaluate
 from longrnn.evaluation.passkey_grid import Grid
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.cells import MIXERS
 from longrnn.models import LanguageModel, LMOutput, RecurrentLM
 from longrnn.models.recurrent import RecurrentConfig
 from longrnn.results import Row

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from longrnn import Mitigated, mitigation
+from longrnn.cells import MIXERS
 from longrnn.inference import prefill, trie
 from longrnn.inference.completion import complete
 from longrnn.inference.scoring import Pair, Score, score
 from longrnn.inference.trie import Ids, read_texts
-from longrnn.cells import MIXERS
 from longrnn.models import LanguageModel, RecurrentConfig, RecurrentLM, generate
 from longrnn.progress import Progress
 from tests.contracts.builders import mixer_spec, stirred

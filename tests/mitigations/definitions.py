@@ -102,7 +102,8 @@ class StateNorm(Defined):
     def redefined(self, h: Tensor, keep: Tensor | None, add: Tensor) -> Tensor:
         # Finite, because `where` would turn the gradient of an infinity into NaN.
         p = self.value("threshold", 1e30).clamp(max=1e30)
-        norm = h.square().sum((2, 3), keepdim=True).sqrt()
+        square = h.square().sum((2, 3), keepdim=True)
+        norm = square.where(square > 0, 1e-60).sqrt()  # which has a gradient
         self.rescaled.append(norm > p)
         return torch.where(norm > p, h * (p / norm), h)
 
@@ -259,7 +260,7 @@ def gated_deltanet(
 def mamba3(
     mixer: Any, chain: Definition, x: Tensor, state: Mamba3State
 ) -> tuple[Tensor, Mamba3State]:
-    """A token whose step is 0 adds nothing, as the right end of its step nor as the left of the next."""
+    """A token whose step is 0 adds nothing: at the end of its own step, and before the next."""
     heads, groups, n = mixer.n_heads, mixer.n_groups, mixer.d_state
     z, u, B, C, dt, A, mix, theta = (x @ mixer.in_proj.weight.T).split(mixer.in_sizes, dim=-1)
     u, mix = u.view(-1, heads, mixer.head_dim), mix.sigmoid()[..., None, None]
@@ -292,7 +293,10 @@ def mamba3(
 
 CELLS: dict[str, Any] = {
     "mamba3": mamba3,
-    "lstm": lstm, "gru": gru, "rnn": rnn, "mamba2": mamba2,
+    "lstm": lstm,
+    "gru": gru,
+    "rnn": rnn,
+    "mamba2": mamba2,
     "gated_deltanet": gated_deltanet,
 }
 

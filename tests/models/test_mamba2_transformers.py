@@ -140,7 +140,7 @@ def written_out(
         {"d_state": 5, "head_dim": 4},
         {"d_state": 5, "head_dim": 4, "n_groups": 2, "dt_limit": [0.02, 0.2]},
         {"d_state": 3, "head_dim": 8, "n_groups": 2, "bias": True, "conv_bias": False},
-        {"d_state": 3, "head_dim": 16, "d_conv": 1, "norm_eps": 1e-2, "backend": "reference"},
+        {"d_state": 3, "head_dim": 16, "d_conv": 1, "norm_eps": 1e-2, "backend": "torch"},
     ],
     ids=["plain", "groups-limit", "bias", "no-conv"],
 )

@@ -7,26 +7,43 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longrnn.ops import linear as module
+from longrnn.ops import cpu
 from longrnn.ops.linear import Linear, linear, matmul_nt
 from tests.contracts.builders import assert_near, generator
-
-needs_onednn = pytest.mark.skipif(not module.AVAILABLE, reason="torch has no oneDNN for this CPU")
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=generator(shape[0])).to(dtype)
 
 
-@needs_onednn
-def test_onednn_computes_large_float32_products() -> None:
-    """The fast path is in use, and only for float32 outside autocast."""
-    a, b = draw(64, 128), draw(96, 128)
-    assert module._suits(a, b)
-    assert not module._suits(a.double(), b.double())
-    assert not module._suits(a[:8], b)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert not module._suits(a, b)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "m", "k"), [(1, 257, 65), (2, 300, 31), (3, 500, 32), (4, 130, 165), (9, 300, 64)]
+)
+@torch.no_grad()
+def test_few_rows_are_summed_in_float32(rows: int, m: int, k: int, dtype: torch.dtype) -> None:
+    """Without gradients the result is that of float64, rounded once, under vmap too."""
+    x, weight, bias = draw(rows, k, dtype=dtype), draw(m, k, dtype=dtype), draw(m, dtype=dtype)
+    wanted = x.double() @ weight.double().t() + bias.double()
+    mapped = torch.vmap(lambda row: linear(row[None], weight, bias))(x)[:, 0]
+    for y in (linear(x, weight, bias), linear(x[None], weight, bias)[0], mapped):
+        assert y.dtype == dtype
+        assert_near(y.double(), wanted, 4 * torch.finfo(dtype).eps)
+    with pytest.raises(RuntimeError):
+        linear(x[:, :-1], weight, bias)
+
+
+@pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_number_of_16_bits_is_read_exactly(dtype: torch.dtype) -> None:
+    """Denormal numbers, zeros, infinities and NaN included, in both halves of a word."""
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    for place in (0, 1, 64):  # the last is a remainder
+        weight = torch.zeros(len(numbers), 65, dtype=dtype)
+        weight[:, place] = numbers
+        y = cpu.few_rows(torch.ones(1, 65, dtype=dtype), weight, None)[0]
+        assert torch.equal(y.nan_to_num(7), numbers.nan_to_num(7))
+        assert torch.equal(y.isnan(), numbers.isnan())
 
 
 @pytest.mark.parametrize("rows", [1, 31, 64, 200])

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from longrnn.ops import precision
-from longrnn.ops.norm import gated_rms_norm, rms_norm
+from longrnn.ops.norm import rms_norm
 from longrnn.ops.precision import autocasts, own_precision
+from longrnn.ops.rows import Rows
 from tests.contracts.builders import D_MODEL, build_mixer, generator
 from tests.devices import GPU
 
@@ -30,8 +31,6 @@ def tf32() -> Iterator[None]:
 @pytest.mark.parametrize("kind", ["rnn", "gru", "lstm"])
 def test_cells_of_cudnn_refuse_tf32(kind: str, packed: bool) -> None:
     """TF32 keeps 11 bits of a float32 factor. A call on a CPU changes no setting."""
-    from longrnn.ops.packed_rows import PackedRows
-
     mixer = build_mixer({"kind": kind}, torch.float32)
     x = torch.zeros(2, 3, D_MODEL + 2)
     mixer(x, mixer.init_state(2))
@@ -40,7 +39,7 @@ def test_cells_of_cudnn_refuse_tf32(kind: str, packed: bool) -> None:
     rows = None
     if packed:
         starts = torch.tensor([[False, True, False], [False] * 3])
-        rows = PackedRows(starts, torch.tensor([3, 2]))
+        rows = Rows(torch.tensor([[True] * 3, [True, True, False]]), starts)
     try:
         mixer(x.to(GPU), mixer.init_state(2), None, rows)
     except (RuntimeError, NotImplementedError):
@@ -108,20 +107,13 @@ def test_a_device_without_autocast_has_none() -> None:
             assert not autocasts(torch.empty(1))
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_gradients_of_norms_have_the_same_bits_under_autocast(gated: bool) -> None:
+def test_gradients_of_norms_have_the_same_bits_under_autocast() -> None:
     """Also where the backward pass runs inside the context."""
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator(0)).requires_grad_()
-
-    x, gate, weight = draw(2, 5, 8), draw(2, 5, 8), draw(8)
+    x, weight = (torch.randn(s, generator=generator(0)).requires_grad_() for s in ((2, 5, 8), (8,)))
 
     def gradients(*, cast: bool) -> tuple[torch.Tensor, ...]:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
-            y = gated_rms_norm(x, gate, weight, 1e-5, 2) if gated else rms_norm(x, weight, 1e-5)
-            tensors = [x, gate, weight] if gated else [x, weight]
-            return torch.autograd.grad(y.square().sum(), tensors)
+            return torch.autograd.grad(rms_norm(x, weight, 1e-5).square().sum(), [x, weight])
 
     for ours, theirs in zip(gradients(cast=True), gradients(cast=False), strict=True):
         assert torch.equal(ours, theirs)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.positions import POSITIONS, PositionalEncoding
+from longrnn.positions import POSITIONS
 from tests.contracts.builders import (
     BLOCK_KINDS,
     D_MODEL,
@@ -75,24 +75,6 @@ def test_a_table_gives_the_row_of_each_position(kind: str) -> None:
     x = vectors(3, torch.float32)
     positions = torch.tensor([[0, 5, 19], [3, 3, 2]])
     assert torch.equal(encoding.encode(x, positions), encoding.table[positions])
-
-
-def test_an_encoding_sees_only_positions_that_exist() -> None:
-    """Rows that have ended past the table reach no encoding with a position beyond its last."""
-
-    class Plain(PositionalEncoding):
-        @property
-        def n_positions(self) -> int:
-            return 4
-
-        def encode(self, x: Tensor, positions: Tensor) -> Tensor:
-            return torch.arange(4.0, dtype=x.dtype)[positions][..., None].expand_as(x)
-
-    x, positions = torch.zeros(2, 1, D_MODEL), torch.tensor([[2], [7]])
-    found = Plain(D_MODEL, "add")(x, positions, checked=True)
-    assert found[:, 0, 0].tolist() == [2, 3]
-    with pytest.raises(UserError, match="position 7"):
-        Plain(D_MODEL, "add")(x, positions)
 
 
 @pytest.mark.parametrize("kind", ["learned", "random"])

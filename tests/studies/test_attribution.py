@@ -130,7 +130,7 @@ def test_along_checkpoints(tmp_path: Path) -> None:
     assert [len(cells) for cells in rows(measured)] == [6, 6, 6]
     with pytest.raises(UserError, match="checkpoints"):
         along_checkpoints(tmp_path, task, length=4)
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match="n must be from 2"):
         along_checkpoints(tmp_path / "run", task, length=4, n=1)
     only_frequent = TASKS.build({**DUAL, "rare_share": 1e-9}, None)
     with pytest.raises(UserError):

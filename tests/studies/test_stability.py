@@ -187,7 +187,7 @@ def test_along_checkpoints(tmp_path: Path) -> None:
     assert {reading.condition for reading in readings} == {None}
     with pytest.raises(UserError, match="checkpoints"):
         along_checkpoints(tmp_path, task, length=4)
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match="n must be from 1 to"):
         along_checkpoints(tmp_path / "run", task, length=4, n=0)
 
 

@@ -12,7 +12,7 @@ import torch
 from longrnn.corpus import Corpus
 from longrnn.errors import UserError
 from longrnn.tasks import TASKS
-from longrnn.tasks.held_out import HELD_OUT, LARGEST, SHARE, TRAINING, Portion
+from longrnn.tasks.held_out import HELD_OUT, SHARE, TRAINING, Portion
 from longrnn.training.trainer import Trainer
 from tests.refusals import naming
 from tests.tasks.corpora import instruct_corpus, text_corpus
@@ -38,21 +38,22 @@ def test_the_parts_are_the_whole_and_share_no_document(tmp_path: Path) -> None:
     assert content(Portion(whole, HELD_OUT)) == found[HELD_OUT]
 
 
-@pytest.mark.parametrize("sizes", [[4000], [3000, 3000], [10_000, 40]])
-def test_of_a_few_long_documents_an_end_is_held_out(sizes: list[int], tmp_path: Path) -> None:
-    """No document is held out that has a large share of the tokens."""
+@pytest.mark.parametrize("sizes", [[4000], [3000, 3000], [10_000, 40], [900] * 7, [9, 500, 9, 9]])
+def test_of_long_documents_the_ends_are_held_out(sizes: list[int], tmp_path: Path) -> None:
+    """Where 5 % are less than five documents, the longest ones give an equal share each."""
     rng = np.random.default_rng(0)
     texts = ["".join(map(chr, rng.integers(97, 123, size))) for size in sizes]
     whole = Corpus(Path(text_corpus(tmp_path / "corpus", texts)))
     training, held_out = (content(Portion(whole, part)) for part in (TRAINING, HELD_OUT))
-    (end,) = held_out
-    assert 0 < len(end) <= LARGEST * sum(sizes)
-    pieces = sorted([*training, end])
-    if len(training) == len(texts):
-        longest = max(range(len(texts)), key=lambda k: len(texts[k]))
-        pieces = [*training]
-        pieces[longest] += end
-    assert sorted(pieces) == sorted(text.encode() for text in texts)
+    assert len(training) == len(texts)
+    assert len(held_out) == min(5, sum(size >= 40 for size in sizes))
+    ends = iter(held_out)
+    for text, begin in zip(texts, training, strict=True):
+        end = text.encode()[len(begin) :]
+        assert text.encode().startswith(begin)
+        assert not end or end == next(ends)
+        assert len(end) <= 0.1 * len(text)
+    assert SHARE * sum(sizes) - 9 < sum(map(len, held_out)) <= SHARE * sum(sizes)
 
 
 def test_answers_are_held_out_whole(tmp_path: Path) -> None:
@@ -60,7 +61,8 @@ def test_answers_are_held_out_whole(tmp_path: Path) -> None:
     pairs = [(f"{k}+1=", f"{k + 1};") for k in range(50)]
     folder = instruct_corpus(tmp_path / "corpus", pairs)
     whole = Corpus(Path(folder))
-    held_out = TASKS.build({"kind": "instruct", "corpus": folder, "part": HELD_OUT})
+    held_out: Any = TASKS.build({"kind": "instruct", "corpus": folder, "part": HELD_OUT})
+    assert len(held_out.documents.lengths) == 5
     scored = [Portion(whole, part).scored_tokens for part in (TRAINING, HELD_OUT)]
     assert sum(scored) == whole.scored_tokens
     assert min(scored) > 0

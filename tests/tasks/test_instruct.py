@@ -66,6 +66,14 @@ def test_an_epoch_holds_every_document_once(corpus: str, packing: bool) -> None:
     assert "40 documents in" in task.whole_layout(**HOW)
 
 
+def test_rows_of_a_sample_are_different_documents(corpus: str) -> None:
+    """Validation reads as many documents as it has rows, and each of a few equally often."""
+    task = Instruct(corpus=corpus)
+    for rows in (20, 40, 80):
+        found = documents(task.sample(rows, length=16, generator=torch.Generator()))
+        assert len(set(found)) == min(rows, len(PAIRS))
+
+
 def test_every_answer_token_has_the_same_weight(corpus: str) -> None:
     """Over an epoch, the mean of the rows' weights is one, and no weight differs from another."""
     task = Instruct(corpus=corpus)

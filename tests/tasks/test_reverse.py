@@ -67,9 +67,9 @@ def test_edit_distance_by_hand(said: list[int], wanted: list[int], distance: int
 
 def test_errors_contain_the_remedy() -> None:
     """Holding out more than half of all sequences is refused."""
-    with pytest.raises(UserError, match="vocab_size"):
+    with pytest.raises(UserError, match="vocab_size must be from 2"):
         Reverse(vocab_size=1)
-    with pytest.raises(UserError, match="held_out"):
+    with pytest.raises(UserError, match="held_out must be from 1"):
         Reverse(held_out=0)
     generator = torch.Generator()
     with pytest.raises(UserError, match=naming(8, "length 3")):

@@ -70,14 +70,26 @@ def test_pieces_end_where_a_line_begins(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_one_file_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bytes of a file are kept, also at the borders of chunks."""
-    contents = ["a\r\nü\n" * 9, "日本語 text " * 7, "\ufeffx y"]
+    """The bytes of a file are kept, but for a byte-order mark, also at the borders of chunks."""
+    contents = ["a\r\nü\n" * 9, "日本語 text " * 7, "\ufeffx\ufeff y"]
     files = [tmp_path / f"{index}.txt" for index in range(3)]
     for path, content in zip(files, contents, strict=True):
         path.write_bytes(content.encode())
     for piece in (1, 2, 5, 7, 2**20):
         monkeypatch.setattr(documents, "CHUNK_CHARACTERS", piece)
-        assert build(tmp_path / f"c{piece}", *files) == contents
+        assert build(tmp_path / f"c{piece}", *files) == [*contents[:2], "x\ufeff y"]
+
+
+def test_empty_files_and_rows_are_counted(tmp_path: Path) -> None:
+    """They are documents that were dropped; nothing between two separators is not a document."""
+    pytest.importorskip("datasets")
+    contents = {"a.txt": "", "b.txt": "\ufeff", "c.txt": "a text|", "d.jsonl": '{"text": ""}\n' * 2}
+    files = [tmp_path / name for name in contents]
+    for path, content in zip(files, contents.values(), strict=True):
+        path.write_text(content)
+    assert build(tmp_path / "c", *files, split_on="|") == ["a text"]
+    header = Corpus(tmp_path / "c").header
+    assert (header.dropped_documents, header.dropped_tokens) == (4, 0)
 
 
 def test_separators(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from longrnn.errors import UserError
 from longrnn.cells import MIXERS
+from longrnn.errors import UserError
 from longrnn.state import LMState, leaves, take, tree_map
 from longrnn.tasks import Batch
 from longrnn.training.initial_states import INITIAL_STATES, Context, InitialState, uses_streams

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from longrnn.errors import UserError
-from longrnn.cells import Mamba2
-from longrnn.models import RecurrentLM
 from longrnn.ops.ssd import ScanInputs, select
+
+from longrnn.cells import Mamba2
+from longrnn.errors import UserError
+from longrnn.models import RecurrentLM
 from longrnn.state import leaves
 from longrnn.training.trainer import Trainer
 from tests.training.runs import tiny

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.errors import UserError
 from longrnn.cells import MIXERS
+from longrnn.errors import UserError
 from longrnn.models import RecurrentLM
 from longrnn.state import LMState, leaves
 from longrnn.tasks import Batch

@@ -15,8 +15,8 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from longrnn.errors import UserError
 from longrnn.cells import Mamba2
+from longrnn.errors import UserError
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.tasks import Batch
 from longrnn.training import sharding

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from longrnn import load
+from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.hf.loading import load as load_checkpoint
-from longrnn.cells import MIXERS
 from longrnn.models.checkpoint import save_model
 from longrnn.tasks.passkey_prompts import QUESTION
 from longrnn.training.config import TrainConfig
@@ -54,6 +54,20 @@ def test_gradients_are_cut_by_value(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert runs[None][0] == runs[1e-3][0]  # what is logged is the norm before any clipping
     with pytest.raises(UserError, match="max_grad_value"):
         tiny("reverse", tmp_path / "x", max_grad_value=-1)
+
+
+def test_scores_are_those_of_the_step_of_their_row(tmp_path: Path) -> None:
+    """Edit distances are computed for the steps that metrics.jsonl has; losses are means."""
+    rows = {}
+    for every in (1, 3):
+        train(tiny("reverse", tmp_path / str(every), max_steps=7, logging_steps=every))
+        rows[every] = {row["step"]: row for row in metrics(tmp_path / str(every))}
+    assert list(rows[3]) == [3, 6, 7]
+    for step, row in rows[3].items():
+        for name in ("token_accuracy", "exact_match", "edit_distance"):
+            assert row[name] == rows[1][step][name], (step, name)
+    losses = [rows[1][step]["loss"] for step in (4, 5, 6)]
+    assert rows[3][6]["loss"] == pytest.approx(sum(losses) / 3)
 
 
 def test_carried_states_reach_across_steps(tmp_path: Path) -> None:

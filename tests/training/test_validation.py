@@ -246,6 +246,17 @@ def test_what_cannot_be_validated_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_damaged_corpus_is_named(tmp_path: Path) -> None:
+    """Damage is not taken for a text that is too short."""
+    folder = Path(text_corpus(tmp_path / "corpus", ["some words to validate on " * 99]))
+    tokens = bytearray((folder / "tokens.bin").read_bytes())
+    tokens[999] ^= 1
+    (folder / "tokens.bin").write_bytes(tokens)
+    changes = {"validation": {"kind": "text", "corpus": str(folder)}, "eval_length": None}
+    with pytest.raises(UserError, match=rf"^{folder}.tokens.bin is damaged"):
+        Trainer(tiny("fitted_noise", tmp_path / "run", **VALIDATED | changes), quiet=True)
+
+
 def test_held_out_sequences_are_validated_on(tmp_path: Path) -> None:
     """A task of random sequences is validated on its held-out ones."""
     spec = {"kind": "reverse", "vocab_size": 8, "held_out": 16}

@@ -1,5 +1,6 @@
 """The suites of `longrnn compare`, with one module per kind of evaluation."""
 
+from longrnn.comparison.suites.answers import Answers
 from longrnn.comparison.suites.base import (
     EVALUATIONS,
     Evaluation,
@@ -16,6 +17,7 @@ from longrnn.comparison.suites.sequences import Sequences
 
 __all__ = [
     "EVALUATIONS",
+    "Answers",
     "BitsPerByte",
     "Cost",
     "Evaluation",

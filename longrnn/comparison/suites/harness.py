@@ -12,13 +12,7 @@ from longrnn.comparison.suites.base import EVALUATIONS, Evaluation, Measurement,
 from longrnn.errors import UserError
 from longrnn.evaluation.task_code import task_code
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.intervals import (
-    Estimate,
-    mean,
-    paired_mean,
-    paired_proportion,
-    proportion,
-)
+from longrnn.intervals import paired_share_or_mean, share_or_mean
 from longrnn.results import Results, Row
 from longrnn.text import read_text
 
@@ -134,19 +128,6 @@ class Harness(Evaluation):
                 )
         for name, samples in row["scores"].items():
             if not self.metrics or name.split(", ")[-1] in self.metrics:
-                metric = Metric(name, _estimate, _difference, ".3f")
+                metric = Metric(name, share_or_mean, paired_share_or_mean, ".3f")
                 measurements.append(Measurement(metric, None, {} if reason else samples, reason))
         return measurements
-
-
-def _estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean, with Wilson's interval if all values are 0 or 1, else Student's t."""
-    if set(values) <= {0, 1}:
-        return proportion(round(sum(values)), len(values))
-    return mean(values)
-
-
-def _difference(values: Sequence[float], others: Sequence[float]) -> Estimate:
-    if {*values, *others} <= {0, 1}:
-        return paired_proportion(values, others)
-    return paired_mean(values, others)

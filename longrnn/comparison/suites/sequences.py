@@ -17,7 +17,7 @@ from longrnn.errors import UserError, nearest
 from longrnn.evaluation import sequences
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.length_limit import out_of_reach
-from longrnn.intervals import mean, paired_mean
+from longrnn.intervals import paired_share_or_mean, share_or_mean
 from longrnn.tasks import TASKS, SequenceTask
 
 
@@ -57,7 +57,9 @@ class Sequences(Evaluation):
                 f"not {n}: lower n, or set held_out in task"
             )
         self.widths = {length: self.task.width(length) for length in self.lengths}
-        self._metric = Metric(f"{title}, share of right answers", mean, paired_mean)
+        self._metric = Metric(
+            f"{title}, share of right answers", share_or_mean, paired_share_or_mean
+        )
 
     @staticmethod
     def derived_options(options: Mapping[str, Any]) -> dict[str, Any]:

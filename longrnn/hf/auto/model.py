@@ -74,9 +74,7 @@ class LongRNNForCausalLM(  # pyright: ignore
         return Backbone(self)
 
     @classmethod
-    def of(
-        cls, model: RecurrentLM, *, tokenizer: str = "tokenizer.json"
-    ) -> LongRNNForCausalLM:
+    def of(cls, model: RecurrentLM, *, tokenizer: str = "tokenizer.json") -> LongRNNForCausalLM:
         """A Hugging Face model that shares the weights of a model of `longrnn.load`.
 
         Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from longrnn.errors import UserError
-from longrnn.files import replacing
+from longrnn.files import write_atomic
 from longrnn.hf.layouts.base import LAYOUTS, NAMES, Layout, build, cell_of, renamed
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 
@@ -127,8 +128,9 @@ class Native(Layout):
     @staticmethod
     def save(model: RecurrentLM, folder: Path) -> None:
         # mamba-ssm expects the weights of the head under their own name even when they are tied.
-        with replacing(folder / "pytorch_model.bin") as file:
-            torch.save(renamed(model, Native.names), file)
+        content = io.BytesIO()  # torch.save into a file on a full disk raises a RuntimeError
+        torch.save(renamed(model, Native.names), content)
+        write_atomic(folder / "pytorch_model.bin", content.getbuffer())
 
 
 def _only(config: Mapping[str, Any], key: str, value: Any, source: str, *, default: Any) -> None:

@@ -90,22 +90,32 @@ def _scan_inputs(
 
     All are contiguous, but for x, B and C, of which each token is: they may be parts of one tensor.
     """
-    x, gain, log_decay, B, C, state = (None if one is None else one.to(dtype) for one in tensors)
+    *given, state = tensors
+    x, gain, log_decay, B, C = (one.to(dtype) for one in given if one is not None)
     x, B, C = (
         one if one.stride()[2:] == (one.shape[3], 1) else one.contiguous() for one in (x, B, C)
     )
     if B.stride() != C.stride():
         B, C = B.contiguous(), C.contiguous()
     inputs = ScanInputs(x, gain.contiguous(), log_decay.contiguous(), B, C)
-    return inputs, None if state is None else state.contiguous()
+    return inputs, None if state is None else state.to(dtype).contiguous()
 
 
 def _scan_fields(inputs: ScanInputs, state: Tensor | None) -> dict[str, Any]:
     (b, t, h, p), (g, n) = inputs.x.shape, inputs.B.shape[2:]
     (x_row, x_token), (bc_row, bc_token) = inputs.x.stride()[:2], inputs.B.stride()[:2]
     return {
-        **{"b": b, "t": t, "h": h, "p": p, "g": g, "n": n, "segment": SEGMENT},
-        **{"x_row": x_row, "x_token": x_token, "bc_row": bc_row, "bc_token": bc_token},
+        "b": b,
+        "t": t,
+        "h": h,
+        "p": p,
+        "g": g,
+        "n": n,
+        "segment": SEGMENT,
+        "x_row": x_row,
+        "x_token": x_token,
+        "bc_row": bc_row,
+        "bc_token": bc_token,
         **inputs._asdict(),
         "state": state,
     }
@@ -138,7 +148,7 @@ class _Scan(torch.autograd.Function):
         dtype = kept.dtype
         inputs, state = _scan_inputs(tensors, dtype)
         grad_y = torch.zeros_like(inputs.x) if grad_y is None else grad_y
-        found = [one.new_empty(one.shape) for one in (*inputs, state)]
+        found = [one.new_empty(one.shape) for one in (*inputs, state) if one is not None]
         grads = {f"grad_{name}": one for name, one in zip(ScanInputs._fields, found, strict=False)}
         (x_row, x_token), (bc_row, bc_token) = found[0].stride()[:2], found[3].stride()[:2]
         call(
@@ -146,9 +156,14 @@ class _Scan(torch.autograd.Function):
             dtype,
             **_scan_fields(inputs, state),
             **grads,
-            **{"y": None, "final_state": None, "kept": kept, "adds_x": 0},
-            **{"grad_x_row": x_row, "grad_x_token": x_token},
-            **{"grad_bc_row": bc_row, "grad_bc_token": bc_token},
+            y=None,
+            final_state=None,
+            kept=kept,
+            adds_x=0,
+            grad_x_row=x_row,
+            grad_x_token=x_token,
+            grad_bc_row=bc_row,
+            grad_bc_token=bc_token,
             grad_y=grad_y.to(dtype).contiguous(),
             grad_final=None if grad_final is None else grad_final.contiguous(),
             grad_state=found[5],
@@ -160,13 +175,20 @@ def limit(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tensor, Ten
     """See `longrnn.ops.limit.limited`; where squares leave the range of float32, it is used."""
     dtype = state.dtype
     given, before = _scan_inputs((*inputs, state), dtype)
-    y, final = given.x.new_empty(given.x.shape), torch.empty_like(before)
-    fits = limit.ndim == 1 and bool((limit >= MIN_LIMIT).all()) and call(
-        "limited_scan",
-        dtype,
-        **_scan_fields(given, before),
-        **{"y": y, "final_state": final, "kept": None, "unlimited": UNLIMITED},
-        limit=limit.contiguous(),
+    y, final = given.x.new_empty(given.x.shape), state.new_empty(state.shape)
+    fits = (
+        limit.ndim == 1
+        and bool((limit >= MIN_LIMIT).all())
+        and call(
+            "limited_scan",
+            dtype,
+            **_scan_fields(given, before),
+            y=y,
+            final_state=final,
+            kept=None,
+            unlimited=UNLIMITED,
+            limit=limit.contiguous(),
+        )
     )
     return (y, final) if fits else limited(inputs, state, limit, scan)
 
@@ -186,8 +208,17 @@ def conv(
     call(
         "convolution",
         dtype,
-        **{"b": b, "t": t, "c": c, "k": k, "x_row": wide.stride(0), "x_token": wide.stride(1)},
-        **{"x": wide, "before": before, "weight": taps, "y": y, "after": after},
+        b=b,
+        t=t,
+        c=c,
+        k=k,
+        x_row=wide.stride(0),
+        x_token=wide.stride(1),
+        x=wide,
+        before=before,
+        weight=taps,
+        y=y,
+        after=after,
         bias=None if bias is None else bias.to(dtype).contiguous(),
     )
     return y.to(x.dtype), after.to(state.dtype)
@@ -204,8 +235,16 @@ def gate(
     call(
         "gated_norm",
         dtype,
-        **{"tokens": b * t, "h": h, "p": p, "groups": groups, "eps": eps, "scanned": scanned},
-        **{"x": values, "x_token": values.stride(1), "z": gates, "z_token": gates.stride(1)},
+        tokens=b * t,
+        h=h,
+        p=p,
+        groups=groups,
+        eps=eps,
+        scanned=scanned,
+        x=values,
+        x_token=values.stride(1),
+        z=gates,
+        z_token=gates.stride(1),
         D=D.to(dtype).contiguous(),
         weight=weight.to(dtype).contiguous(),
         y=out,
@@ -236,19 +275,23 @@ def _cell(
     ssm = ssm.contiguous()
     dtype = ssm.dtype
     given = [_mixed(one, dtype) for one in (projected, *weights, conv)]
-    b, h, p, n = ssm.shape
+    b, h, p, _n = ssm.shape
     # Not on torch's default device, which may be another one.
     y = projected.new_empty(b, projected.shape[1], h * p)
     conv_after, ssm_after = torch.empty_like(conv), torch.empty_like(ssm)
-    written = [_mixed(one, dtype) for one in (conv_after, y)]
+    written: list[Any] = [_mixed(one, dtype) for one in (conv_after, y)]
     names = ("projected", *Weights._fields[:6], "conv")
     call(
         "cell",
         dtype,
         **_cell_sizes(projected, weights[0], ssm, options),
         **dict(zip(names, given, strict=True)),
-        **{"state": ssm, "state_after": ssm_after, "conv_after": written[0], "y": written[1]},
-        **{"scanned": scanned, "kept": kept},
+        state=ssm,
+        state_after=ssm_after,
+        conv_after=written[0],
+        y=written[1],
+        scanned=scanned,
+        kept=kept,
     )
     for own, wide in zip((conv_after, y), written, strict=True):
         if own is not wide:
@@ -261,9 +304,17 @@ def _cell_sizes(
 ) -> dict[str, Any]:
     (b, h, p, n), (groups, norm_eps, dt_limit) = ssm.shape, options
     return {
-        **{"b": b, "t": projected.shape[1], "h": h, "p": p, "g": groups, "n": n},
-        **{"k": conv_weight.shape[-1], "norm_eps": norm_eps, "segment": SEGMENT},
-        **{"dt_least": dt_limit[0], "dt_largest": dt_limit[1]},
+        "b": b,
+        "t": projected.shape[1],
+        "h": h,
+        "p": p,
+        "g": groups,
+        "n": n,
+        "k": conv_weight.shape[-1],
+        "norm_eps": norm_eps,
+        "segment": SEGMENT,
+        "dt_least": dt_limit[0],
+        "dt_largest": dt_limit[1],
     }
 
 
@@ -283,7 +334,8 @@ class _Cell(torch.autograd.Function):
         ctx: Any, options: Sequence[Any], *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         projected, ssm = tensors[0], tensors[-1]
-        assert projected is not None and ssm is not None
+        assert projected is not None
+        assert ssm is not None
         scanned = ssm.new_empty(*projected.shape[:2], ssm.shape[1] * ssm.shape[2])
         kept = _kept(projected.shape[1], ssm)
         found = _cell(tensors, options, scanned, kept)
@@ -320,7 +372,9 @@ class _Cell(torch.autograd.Function):
             **_cell_sizes(tensors[0], tensors[1], tensors[-1], ctx.options),
             **dict(zip(names, given, strict=True)),
             **{f"grad_{name}": one for name, one in zip(names, found, strict=True)},
-            **{"scanned": wide(scanned), "kept": kept, "work": work},
+            scanned=wide(scanned),
+            kept=kept,
+            work=work,
             grad_y=wide(grad_y),
             grad_conv_after=wide(grads[0]),
             grad_state_after=wide(grads[1]),
@@ -378,10 +432,17 @@ def stepwise(
     call(
         "stepwise",
         h.dtype,
-        **{"cell": CELLS.index(cell), "b": b, "t": t, "d": d},
+        cell=CELLS.index(cell),
+        b=b,
+        t=t,
+        d=d,
         **dict(zip(names, given, strict=True)),
-        **{"y": y, "h_after": h_after, "memory_after": memory_after},
-        **{"keep": keep, "add": add, "limit": limit},
+        y=y,
+        h_after=h_after,
+        memory_after=memory_after,
+        keep=keep,
+        add=add,
+        limit=limit,
     )
     return y, h_after, memory_after
 
@@ -456,16 +517,30 @@ def pack_layers(all_layers: Sequence[Layer]) -> PackedLayers | None:
         packed += pack(
             "Layer",
             torch.float32,
-            **{"b": 0, "t": 1, "h": h, "p": p, "g": one.weights.groups, "n": n},
-            **{"k": one.weights.conv_weight.shape[1], "norm_eps": one.weights.norm_eps},
-            **{"dt_least": one.weights.dt_limit[0], "dt_largest": one.weights.dt_limit[1]},
+            b=0,
+            t=1,
+            h=h,
+            p=p,
+            g=one.weights.groups,
+            n=n,
+            k=one.weights.conv_weight.shape[1],
+            norm_eps=one.weights.norm_eps,
+            dt_least=one.weights.dt_limit[0],
+            dt_largest=one.weights.dt_limit[1],
             **dict(zip(names, one.weights[:6], strict=True)),
-            **{"conv": narrow, "conv_after": narrow, "segment": SEGMENT},
+            conv=narrow,
+            conv_after=narrow,
+            segment=SEGMENT,
             **dict.fromkeys(("state", "state_after", "projected", "y", "scanned", "kept")),
-            **{"d": len(one.norm), "eps": one.eps, "norm": one.norm},
-            **{"in_kind": FEW_KINDS[one.in_proj[0].dtype], "in_weight": one.in_proj[0]},
-            **{"out_kind": FEW_KINDS[one.out_proj[0].dtype], "out_weight": one.out_proj[0]},
-            **{"in_bias": one.in_proj[1], "out_bias": one.out_proj[1]},
+            d=len(one.norm),
+            eps=one.eps,
+            norm=one.norm,
+            in_kind=FEW_KINDS[one.in_proj[0].dtype],
+            in_weight=one.in_proj[0],
+            out_kind=FEW_KINDS[one.out_proj[0].dtype],
+            out_weight=one.out_proj[0],
+            in_bias=one.in_proj[1],
+            out_bias=one.out_proj[1],
         )
     return PackedLayers(torch.frombuffer(packed, dtype=torch.uint8), all_layers[0].state)
 

@@ -10,7 +10,6 @@ from struct import Struct
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from longrnn.ops.cpu import signatures
 

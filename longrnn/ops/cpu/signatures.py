@@ -12,7 +12,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 
 # name: fields. A field is a kind and names: `long`; `double`; `real`, a number of type T; `in` and
-# `out`, pointers to T; `doubles` and `floats`, pointers of that type; `data`, a pointer to anything;
+# `out`, pointers to T; `doubles` and `floats`, pointers of that type; `data`, a pointer to any;
 # `mixed`, a pointer to T or to bfloat16, and which of the two; the name of another struct.
 STRUCTS = {
     "Scan": """
@@ -114,7 +114,7 @@ def header() -> str:
 
 
 def digest(folder: Path = FOLDER) -> str | None:
-    """16 hexadecimal digits of the SHA-256 of the C++ sources; None where they are not installed."""
+    """16 hex digits of the SHA-256 of the C++ sources; None where they are not installed."""
     files = sorted(path for path in folder.glob("*.h") if path.name != "signatures.h")
     files += sorted(folder.glob("*.cpp"))
     if not files:

@@ -11,8 +11,12 @@ from longrnn.comparison.compare import compare
 from longrnn.comparison.suites import Sequences, read_suite
 from longrnn.errors import UserError
 from longrnn.evaluation import sequences
+from longrnn.hf.opened import OpenCheckpoint
+from longrnn.intervals import paired_proportion, proportion
 from longrnn.tasks.recall import Recall
+from longrnn.text import ByteTokenizer
 from tests.comparison.suites.small_models import points, small_model
+from tests.evaluation.test_sequences import Mirror
 
 TASK: dict[str, Any] = {"kind": "recall", "vocab_size": 64}
 SHORT: dict[str, Any] = {"kind": "learned", "max_length": 20, "combine": "add"}
@@ -30,6 +34,20 @@ def test_samples_are_those_of_the_evaluation_of_the_task(tmp_path: Path) -> None
             output=tmp_path / f"direct-{point.at}.jsonl", quiet=True,
         )  # fmt: skip
         assert point.samples == {str(row["index"]): row["token_accuracy"] for row in rows}
+
+
+def test_answers_that_are_all_right_leave_doubt(tmp_path: Path) -> None:
+    """Token accuracies of 0 and 1 alone have Wilson's interval, and Newcombe's when paired."""
+    evaluation = Sequences("reverse", 0, task={"kind": "reverse", "vocab_size": 8}, lengths=["6"])
+    model: Any = Mirror()
+    (point,) = points(
+        evaluation, OpenCheckpoint("mirror", model, ByteTokenizer()), tmp_path / "one.jsonl"
+    )
+    values = list(point.samples.values())
+    assert set(values) == {1}
+    assert point.metric.estimate(values) == proportion(200, 200)
+    assert point.metric.difference is not None
+    assert point.metric.difference(values, values) == paired_proportion(values, values)
 
 
 def test_a_length_that_a_model_cannot_read_has_a_reason(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.hf.auto import LongRNNConfig, LongRNNForCausalLM, StateCache
 from longrnn.hf.auto import pretrained as pretrained_module
-from longrnn.cells import MIXERS
 from longrnn.models import RecurrentLM, segments
 from longrnn.positions import POSITIONS
 from longrnn.state import leaves

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from longrnn.ops.ssd import SSD, ScanInputs
 from torch import Tensor
 from typer.testing import CliRunner
 
+from longrnn.cells import Edit
 from longrnn.cli.app import app
 from longrnn.diagnostics.record import read
 from longrnn.errors import UserError
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.model import HybridLM, open_hugging_face
 from longrnn.mitigations import MITIGATIONS, Mitigated, mitigation
-from longrnn.cells import Edit
-from longrnn.ops.ssd import SSD, ScanInputs
 from longrnn.state import PyTree, join, leaves
 from tests.contracts.builders import assert_near, mitigation_spec
 from tests.hf.architectures import architecture

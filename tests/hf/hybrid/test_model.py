@@ -13,12 +13,12 @@ from torch import Tensor
 
 from longrnn import load
 from longrnn import state as states
+from longrnn.cells import Mamba2
 from longrnn.errors import UserError
 from longrnn.hf.adapter import HFLanguageModel
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.model import HybridLM, open_hugging_face
 from longrnn.mitigations import Mitigated
-from longrnn.cells import Mamba2
 from longrnn.state import leaves
 from tests.contracts.builders import assert_near
 from tests.hf.architectures import architecture

@@ -5,17 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longrnn.ops.cross_entropy import (
-    MAX_LOGITS as MAX_CPU_LOGITS,
-)
-from longrnn.ops.cross_entropy import (
-    most_logits,
-    token_cross_entropy,
-    weighted_cross_entropy,
-)
+from longrnn.errors import UserError
+from longrnn.ops.loss import token_cross_entropy, weighted_cross_entropy
 from tests.contracts.builders import generator
 
 VOCAB, D = 37, 8
@@ -194,7 +189,11 @@ def test_no_token_has_no_loss() -> None:
     assert losses.shape == predictions.shape == (3, 0)
 
 
-def test_pieces_of_a_gpu_are_larger() -> None:
-    """The product of one piece of a CPU, 166 rows at 50,000 ids, would leave most of it idle."""
-    assert most_logits(torch.device("cpu")) == MAX_CPU_LOGITS
-    assert most_logits(torch.device("cuda")) // 50_288 > 2048
+def test_a_loss_without_a_forward_derivative_is_refused() -> None:
+    """The refusal names a loss that has one."""
+    hidden, head, targets, weights = draw(torch.float64)
+    hidden = hidden.detach()
+    with forward_ad.dual_level():
+        moving = forward_ad.make_dual(hidden, torch.ones_like(hidden))
+        with pytest.raises(UserError, match=r"torch\.nn\.functional"):
+            weighted_cross_entropy(moving, head, targets, weights)

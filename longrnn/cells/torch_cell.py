@@ -1,0 +1,126 @@
+"""Cells whose weights are those of a `torch.nn` module: kernels of torch, and in C++ on a CPU."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence
+
+from longrnn.cells.edit import Edit
+from longrnn.cells.stepwise import StepwiseCell
+from longrnn.ops import cpu
+from longrnn.ops.linear import linear
+from longrnn.ops.precision import own_precision, refuse_tf32
+from longrnn.ops.rows import Rows, run_packed_sequence
+from longrnn.ops.transforms import in_forward_mode
+from longrnn.state import PyTree
+
+SequenceT = TypeVar("SequenceT", Tensor, PackedSequence)
+
+
+class TorchCell(StepwiseCell):
+    """A stepwise cell with the weights of a `torch.nn` module, one layer, batch first.
+
+    Attributes:
+        cell: the module, whose fused kernel runs when there is no edit.
+        has_kernel: whether that kernel computes this cell.
+        cpu_cell: its name among the C++ cells (`longrnn.ops.cpu.kernels.CELLS`).
+        cpu_first: whether the C++ cell is faster than the kernel of `cell`, where both run: on a
+            CPU without gradients.
+        packs_on_cpu: whether this kernel is the fastest for documents of several lengths on a CPU.
+    """
+
+    cell: nn.RNNBase
+    has_kernel = True
+    cpu_cell: str
+    cpu_first = True
+    packs_on_cpu = True
+    recurrent_weights = ("cell.weight_hh_l0",)
+
+    @abstractmethod
+    def fused(self, x: SequenceT, state: PyTree) -> tuple[SequenceT, PyTree]:
+        """Computes the whole sequence with the kernel of `torch.nn`.
+
+        Called only if `has_kernel`.
+
+        Args:
+            x: `(b, t, d_input)`, or a `PackedSequence` of rows of several lengths, longest first.
+            state: of the rows.
+        """
+
+    @abstractmethod
+    def state_of(self, h: Tensor, memory: Tensor) -> PyTree:
+        """The state with this output and this memory, `(b, d)` each."""
+
+    def project(self, x: Tensor) -> Tensor:
+        """`W_ih x + b_ih`, `(b, t, gates · d)`."""
+        weight_ih, _, bias_ih, _ = self.cell.all_weights[0]
+        return F.linear(x, weight_ih, bias_ih)
+
+    def recurrent(self, h: Tensor) -> Tensor:
+        """`W_hh h + b_hh`, `(b, gates · d)`."""
+        _, weight_hh, _, bias_hh = self.cell.all_weights[0]
+        return F.linear(h, weight_hh, bias_hh)
+
+    def vector_like(self) -> Tensor:
+        """A hidden vector of one row, on the meta device."""
+        weight = self.cell.all_weights[0][0]
+        return torch.empty(self.d_model, dtype=weight.dtype, device="meta")
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the mode of all submodules except `cell`, which stays in training mode.
+
+        cuDNN refuses the backward pass of an RNN in eval mode, so gradients through a model loaded
+        for evaluation need this. Without dropout both modes compute the same values.
+        """
+        super().train(mode)
+        self.cell.train()
+        return self
+
+    def run(self, x: Tensor, state: PyTree, edit: Edit | None) -> tuple[Tensor, PyTree]:
+        if self.is_observed or (edit is not None and edit.window is not None):
+            return super().run(x, state, edit)
+        refuse_tf32(x)
+        weight_ih, weight_hh, bias_ih, bias_hh = self.cell.all_weights[0]
+        fused = edit is None and self.has_kernel and not in_forward_mode()
+        with own_precision(x):
+            x = x.to(weight_ih.dtype)
+            if self.cpu_first or not fused:
+                leaves = (state.h, self.vector(state))
+                if cpu.stepwise_suits(x, weight_ih, weight_hh, bias_ih, bias_hh, *leaves):
+                    projected = linear(x, weight_ih, bias_ih)
+                    y, h, memory = cpu.stepwise(
+                        *(self.cpu_cell, projected, weight_hh, bias_hh, *leaves), **_numbers(edit)
+                    )
+                    return y, self.state_of(h, memory)
+            return self.fused(x, state) if fused else super().run(x, state, edit)
+
+    def run_packed(
+        self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows
+    ) -> tuple[Tensor, PyTree]:
+        packs = self.has_kernel and (self.packs_on_cpu or x.device.type != "cpu")
+        if edit is not None or not packs or in_forward_mode():
+            return super().run_packed(x, state, edit, rows)
+        refuse_tf32(x)
+        with own_precision(x):
+            x = x.to(self.cell.all_weights[0][0].dtype)
+            return run_packed_sequence(self.fused, x, state, self.init_state(1), rows)
+
+    def extra_repr(self) -> str:
+        with_gradients = "torch.nn" if self.has_kernel else "one token after another"
+        weight = next(self.cell.parameters())
+        if cpu.refusal((weight,)) is not None or (self.has_kernel and not self.cpu_first):
+            return f"kernel={with_gradients}"
+        return f"kernel=C++ without gradients, {with_gradients} with gradients"
+
+
+def _numbers(edit: Edit | None) -> dict[str, float]:
+    """An edit without a window as the arguments of the C++ cell."""
+    if edit is None:
+        return {}
+    given = {"keep": edit.keep, "add": edit.add, "limit": edit.limit}
+    return {name: float(one) for name, one in given.items() if one is not None}
