@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -125,7 +126,7 @@ class ScanningCell(Cell):
     def scan(
         self,
         steps: Steps,
-        inputs: Callable[[Steps, Tensor, Tensor | None], ScanInputs],
+        inputs: Callable[[Steps, Tensor, Tensor | None], Any],
         state: PyTree,
         edit: Edit | None,
         ops: Backend,
