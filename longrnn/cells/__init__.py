@@ -2,8 +2,10 @@
 
 from longrnn.cells.base import MIXERS, Cell, EditedState
 from longrnn.cells.edit import Edit, Steps, Update, merge
+from longrnn.cells.gated_deltanet import GatedDeltaNet
 from longrnn.cells.init import INITS
 from longrnn.cells.mamba2 import Mamba2
+from longrnn.cells.mamba3 import Mamba3
 from longrnn.cells.recurrent import GRU, LSTM, RNN
 from longrnn.cells.scanning import ScanningCell
 from longrnn.cells.stepwise import StepwiseCell
@@ -18,7 +20,9 @@ __all__ = [
     "Cell",
     "Edit",
     "EditedState",
+    "GatedDeltaNet",
     "Mamba2",
+    "Mamba3",
     "ScanningCell",
     "Steps",
     "StepwiseCell",

@@ -45,6 +45,7 @@ class Cell(nn.Module, ABC):
             A cell with some reads its input by the first one alone.
         scans: whether its state is computed by a scan, with a step dt and a rate A.
         gated: whether its new memory is linear in the old one, given the gates.
+        diagonal: whether a token multiplies the memory by numbers, not by a matrix.
     """
 
     n_heads = 1
@@ -53,6 +54,7 @@ class Cell(nn.Module, ABC):
     projections: tuple[str, ...] = ()
     scans = False
     gated = True
+    diagonal = True
     recurrence: nn.Module
 
     def __init__(self, d_input: int, d_model: int) -> None:

@@ -30,12 +30,24 @@ class Steps(NamedTuple):
     Attributes:
         x: `(b, t, h, p)`, not yet multiplied by dt.
         dt: `(b, t, h)`, the step, at least 0, in the dtype of the state.
-        A: `(h,)`, the rate, below 0, in the dtype of the state.
+        A: `(h,)` or `(b, t, h)`, the rate, below 0, in the dtype of the state.
+        decay_dt: `(b, t, h)`, the step of the decay in a cell where it is not dt; None where it is.
     """
 
     x: Tensor
     dt: Tensor
     A: Tensor
+    decay_dt: Tensor | None = None
+
+    @property
+    def log_decay(self) -> Tensor:
+        """`(b, t, h)`, at most 0."""
+        return (self.dt if self.decay_dt is None else self.decay_dt) * self.A
+
+    def with_steps(self, change: Callable[[Tensor], Tensor]) -> Steps:
+        """The same change of all steps."""
+        decay_dt = None if self.decay_dt is None else change(self.decay_dt)
+        return self._replace(dt=change(self.dt), decay_dt=decay_dt)
 
 
 class Update(NamedTuple):

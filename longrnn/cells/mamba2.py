@@ -9,7 +9,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.hooks import RemovableHandle
 
 from longrnn.cells.base import MIXERS, EditedState
 from longrnn.cells.edit import Edit, Steps
@@ -163,7 +162,12 @@ class Mamba2(ScanningCell):
             x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, memory: Tensor
         ) -> tuple[Tensor, Tensor]:
             nonlocal recent
-            given = Steps(x, dt, A), B, C, (memory, recent)
+
+            def inputs(steps: Steps, log_decay: Tensor, add: Tensor | None) -> ScanInputs:
+                gain = steps.dt if add is None else steps.dt * add
+                return ScanInputs(steps.x, gain, log_decay, B, C)
+
+            given = Steps(x, dt, A), inputs, (memory, recent)
             y, memory, recent = self.scan(*given, edit, ops, rows)
             return y, memory
 
@@ -184,9 +188,6 @@ class Mamba2(ScanningCell):
             self.dt_limit,
         )
 
-    def watch_channels(self, observe: Callable[[Tensor], None]) -> RemovableHandle:
-        return self.out_proj.register_forward_pre_hook(lambda module, args: observe(args[0]))
-
     @torch.no_grad()
     def init_time_scales(self, scales: Tensor) -> bool:
         self.A_log.copy_(-(scales * F.softplus(self.dt_bias)).log())  # dt · |A| = 1 / scale
@@ -197,12 +198,6 @@ class Mamba2(ScanningCell):
         dtype = self.conv1d.weight.dtype
         ssm = (self.n_heads, self.head_dim, self.d_state)
         return _state_like((self.d_conv - 1, self.d_xBC), ssm, dtype)
-
-    def own_memory(self, state: Mamba2State) -> Tensor:
-        return state.ssm
-
-    def with_memory(self, state: Mamba2State, memory: Tensor) -> Mamba2State:
-        return state._replace(ssm=memory)
 
     def inputs_like(self) -> ScanInputs:
         narrow = self.conv1d.weight.new_zeros(1, 0, 1)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from longrnn.cells.base import Cell
+from longrnn.cells.edit import Update
 from longrnn.ops.scan import ScanInputs
 
 
@@ -28,7 +29,7 @@ class DecaySum:
     def see(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         """A forward hook of `Cell.recurrence`."""
         seen = args[0]
-        if isinstance(seen, ScanInputs):
+        if not isinstance(seen, Update):
             found = seen.log_decay.double().sum(1)[..., None]
         elif seen.keep is not None:
             found = seen.keep.double().log()[:, None]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from longrnn.cells.base import Cell
 from longrnn.cells.edit import Edit, Steps
@@ -48,7 +51,7 @@ class Scan(nn.Module):
             return y, state, recent
         inside, outside = _index(edit.heads, state), _index(~edit.heads, state)
         y_in, recent = windowed(inputs.heads(inside), recent, edit.window, ops.scan, rows)
-        limit = None if edit.limit is None else edit.limit[outside]
+        limit = None if edit.limit is None else edit.limit[..., outside]
         y_out, after = _plain(inputs.heads(outside), state.index_select(1, outside), limit, ops)
         y = torch.cat([y_in, y_out], 2).index_select(2, torch.cat([inside, outside]).argsort())
         return y, state.index_copy(1, outside, after), recent
@@ -66,25 +69,42 @@ def _plain(
 
 
 class ScanningCell(Cell):
-    """A cell whose recurrence is h_t = exp(dt_t A) h_{t−1} + dt_t x_t B_tᵀ, y_t = h_t C_t."""
+    """A cell whose memory is a matrix by head, to which each token adds x_t B_tᵀ, read by C_t.
+
+    Its output is the last of its `projections`, and the memory is the field `ssm` of its state.
+
+    Attributes:
+        backend: `auto`, or a name in `longrnn.ops.backend.BACKENDS`.
+        repeats: whether reading the same inputs once more maps the memory in the same way, so that
+            `longrnn.ops.repeat` gives the state after many readings.
+    """
 
     scans = True
+    repeats = True
+    backend: str
 
     def __init__(self, d_input: int, d_model: int) -> None:
         super().__init__(d_input, d_model)
         self.recurrence = Scan()
 
-    @abstractmethod
     def inputs_like(self) -> ScanInputs:
-        """The inputs of the scan for one row without tokens, on the device of the weights."""
+        """The inputs of the scan for one row without tokens, on the device of the weights.
 
-    @abstractmethod
+        A cell for which windows are not defined needs none.
+        """
+        raise TypeError(f"{type(self).__name__} has no windows")
+
     def own_memory(self, state: PyTree) -> Tensor:
-        """`memory` without a window."""
+        """`memory` without a window: the field `ssm` of a state."""
+        return state.ssm
 
-    @abstractmethod
     def with_memory(self, state: PyTree, memory: Tensor) -> PyTree:
         """A state without a window, with another `memory`."""
+        return state._replace(ssm=memory)
+
+    def watch_channels(self, observe: Callable[[Tensor], None]) -> RemovableHandle:
+        projection = self.get_submodule(self.projections[-1])
+        return projection.register_forward_pre_hook(lambda module, args: observe(args[0]))
 
     @abstractmethod
     def run(
@@ -106,8 +126,7 @@ class ScanningCell(Cell):
     def scan(
         self,
         steps: Steps,
-        B: Tensor,
-        C: Tensor,
+        inputs: Callable[[Steps, Tensor, Tensor | None], Any],
         state: PyTree,
         edit: Edit | None,
         ops: Backend,
@@ -117,8 +136,8 @@ class ScanningCell(Cell):
 
         Args:
             steps: x must be 0 at padding.
-            B: `(b, t, g, n)`.
-            C: `(b, t, g, n)`.
+            inputs: makes the inputs of `recurrence` from the edited steps, the log decays
+                `(b, t, h)`, and the factors `(h,)` of what a token adds, or None.
             state: the memory `(b, h, p, n)`, and the last inputs if the edit has a window.
             edit: None for none.
             ops: of the call.
@@ -128,16 +147,14 @@ class ScanningCell(Cell):
         edit = Edit() if edit is None else edit
         for change in edit.steps:
             steps = change(steps)
-        x, gain, log_decay = steps.x, steps.dt, steps.dt * steps.A
+        log_decay = steps.log_decay
         if edit.keep is not None:
             log_decay = log_decay + edit.keep.log().to(log_decay)
-        if edit.add is not None:
-            gain = gain * edit.add.to(gain)
         if rows is not None:
             log_decay = rows.without_padding(log_decay)
             log_decay = log_decay.masked_fill(rows.is_start[..., None], -torch.inf)
-        inputs = ScanInputs(x, gain, log_decay, B, C)
-        y, after, recent = self.recurrence(inputs, memory, recent, edit, ops, rows)
+        given = inputs(steps, log_decay, None if edit.add is None else edit.add.to(log_decay))
+        y, after, recent = self.recurrence(given, memory, recent, edit, ops, rows)
         if rows is not None and edit.limit is not None:
             # A limit may change a state where nothing is added to it.
             after = reset(after, memory, rows.count == 0)

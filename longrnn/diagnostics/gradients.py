@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longrnn.cells import Mamba2
+from longrnn.cells import ScanningCell
 from longrnn.diagnostics.jacobian import Step, lyapunov, spectrum
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
@@ -170,7 +170,7 @@ def _measure(subject: Subject, batch: Batch, length: int, settings: Settings) ->
         return
     wide = copy.deepcopy(subject.model).double().eval()
     for cell in wide.cells:
-        if isinstance(cell, Mamba2):
+        if isinstance(cell, ScanningCell):
             cell.backend = "torch"  # which has second derivatives
     clipped = clipping(wide, batch, subject.max_grad_norm, subject.max_grad_value)
     yield {"kind": "clipping", "length": length, **clipped}

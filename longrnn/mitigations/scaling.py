@@ -44,6 +44,9 @@ class Scaling(Mitigation):
 class ScaleDelta(Scaling):
     """dt' = s · dt, which scales both the decay and the input of every token.
 
+    In a cell of the delta rule the step is β, the learning rate of its memory, and that of the
+    decay: β' = min(s · β, 2) and log α' = s · log α. A β above 2 would let the memory grow.
+
     MambaExtend (ICLR 2025, LgzRo1RpLS) searches for one factor per layer on calibration text. Its
     selective form divides dt by target length / training length in the heads with the longest
     receptive fields.
@@ -59,7 +62,7 @@ class ScaleDelta(Scaling):
 
     @staticmethod
     def apply(steps: Steps, scale: Tensor) -> Steps:
-        return steps._replace(dt=steps.dt * scale.to(steps.dt))
+        return steps.with_steps(lambda dt: dt * scale.to(dt))
 
 
 @MITIGATIONS.register("scale_decay")

@@ -48,6 +48,11 @@ class SlidingWindow(Mitigation):
 
     @classmethod
     def undefined(cls, cell: type[Cell]) -> str | None:
+        if not cell.diagonal:
+            return (
+                "its transitions are matrices, by which a window cannot weight its inputs in a "
+                "scan; use forget_more"
+            )
         return None if cell.gated else "its state is not a sum over past inputs; use state_norm"
 
     def bind(self, layer: int, heads: Tensor) -> Edit:

@@ -25,7 +25,8 @@ class TokenFilter(Mitigation):
     Meant for global heads, whose retention over the training length exceeds 0.05, with thresholds
     from calibration text (arXiv 2504.16053): `longrnn calibrate` finds both. In a chain the filter
     compares the steps that earlier members return: s · dt after a `scale_delta`, dt before it.
-    `scale_decay` and `power_decay` change no step.
+    `scale_decay` and `power_decay` change no step. In a cell of the delta rule dt is β, and such a
+    token neither adds nor erases nor decays.
 
     Args:
         threshold: largest dt to ignore, at least 0; a number, a list by layer, or lists by layer
@@ -60,4 +61,4 @@ def ignore_short(steps: Steps, threshold: Tensor) -> Steps:
     short = steps.dt <= threshold.to(steps.dt)
     # x too, because 0 times an infinite input would be NaN in the state.
     x = torch.where(short[..., None], torch.zeros_like(steps.x), steps.x)
-    return steps._replace(x=x, dt=steps.dt.masked_fill(short, 0))
+    return steps._replace(x=x).with_steps(lambda dt: dt.masked_fill(short, 0))

@@ -1,4 +1,4 @@
-"""Backends: the operations of a Mamba-2 layer, and which implementation of them computes a call.
+"""Backends: the operations of a layer that scans, and which implementation of them computes a call.
 
 How a call finds its implementation: a cell holds the name of a backend, `auto` by default, and asks
 `choose` once per call, with the tensors that the call reads. `choose` returns a `Backend`, a tuple
@@ -20,11 +20,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from longrnn.errors import UserError, nearest
-from longrnn.ops import conv, cpu, gpu, limit, mamba2, norm, scan
+from longrnn.ops import conv, cpu, delta, gpu, limit, mamba2, norm, scan
 
 
 class Backend(NamedTuple):
-    """The operations of a Mamba-2 layer.
+    """The operations of a layer that scans.
 
     Attributes:
         scan: `longrnn.ops.scan.scan`.
@@ -32,6 +32,7 @@ class Backend(NamedTuple):
         gate: `longrnn.ops.norm.gated_rms_norm`.
         limit: `longrnn.ops.limit.limited`, with `scan` as the plain recurrence.
         cell: (projected, weights, state) → (y, state): `longrnn.ops.mamba2.cell` of all of them.
+        delta: `longrnn.ops.delta.delta`.
         recurrence: takes the place of `scan` in `cell`, for kernels that need dt and A; or None.
     """
 
@@ -40,11 +41,16 @@ class Backend(NamedTuple):
     gate: Callable[..., Tensor]
     limit: Callable[..., tuple[Tensor, Tensor]]
     cell: Callable[..., tuple[Tensor, mamba2.Mamba2State]]
+    delta: Callable[..., tuple[Tensor, Tensor]] = delta.delta
     recurrence: mamba2.Recurrence | None = None
 
     def composed(self) -> Backend:
         """The backend whose `cell` is composed from its other operations."""
         return self._replace(cell=partial(mamba2.cell, self, recurrence=self.recurrence))
+
+    def with_delta(self) -> Backend:
+        """The backend whose recurrence is the gated delta rule."""
+        return self._replace(scan=self.delta, limit=partial(delta.limited, plain=self.delta))
 
 
 def _with_scan(scan: Callable[..., tuple[Tensor, Tensor]]) -> Backend:
@@ -57,7 +63,7 @@ TORCH = Backend(
 ).composed()
 CPU = Backend(cpu.scan, cpu.conv, cpu.gate, cpu.limit, cpu.cell)
 CPU_GRADIENTS = _with_scan(cpu.scan)._replace(cell=cpu.cell)
-FLA = _with_scan(gpu.fla_scan)
+FLA = _with_scan(gpu.fla_scan)._replace(delta=gpu.fla_delta)
 MAMBA_SSM = TORCH._replace(recurrence=gpu.mamba_ssm_recurrence).composed()
 
 BACKENDS = {"torch": TORCH, "cpu": CPU, "fla": FLA, "mamba_ssm": MAMBA_SSM}
@@ -93,7 +99,9 @@ def choose(name: str, tensors: Sequence[Tensor | None]) -> Backend:
 REFUSALS = {"cpu": cpu.refusal, "fla": gpu.fla_refusal, "mamba_ssm": gpu.mamba_ssm_refusal}
 
 
-def check_name(name: str) -> None:
-    """Raises a `UserError` for a name that is neither `auto` nor in `BACKENDS`."""
+def check_name(name: str, lacking: Sequence[str] = ()) -> None:
+    """Raises a `UserError` for a name that is neither `auto` nor in `BACKENDS`, or is `lacking`."""
+    if name in lacking:
+        raise UserError(f"the backend {name} does not have this cell: use backend='auto'")
     if name != "auto" and name not in BACKENDS:
         raise UserError(f"unknown backend {name!r}: {nearest(name, ['auto', *BACKENDS])}")

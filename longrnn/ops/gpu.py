@@ -1,4 +1,4 @@
-"""The recurrence by GPU kernels of other libraries: flash-linear-attention and mamba-ssm.
+"""Recurrences by GPU kernels of other libraries: flash-linear-attention and mamba-ssm.
 
 flash-linear-attention takes any log decays; mamba-ssm takes dt and A, that is, layers without edits
 and without documents. Both compute in float32. Not yet run on a GPU.
@@ -37,6 +37,8 @@ from longrnn.ops.transforms import is_transformed
 # Triton before 3.7.1, its gradients are wrong on Hopper GPUs.
 FLA = ("fla.ops.simple_gla", "fla-core>=0.6", "triton>=3.7.1")
 MAMBA_SSM = ("mamba_ssm.ops.triton.ssd_combined", "mamba-ssm>=2.2.2")
+
+FLA_DELTA = "fla.ops.gated_delta_rule"
 
 # Up to so many tokens are computed one by one, as in the layers of flash-linear-attention, and so
 # are calls with more rows times heads than blocks fit into the second axis of a grid.
@@ -77,6 +79,36 @@ def _fla(inputs: ScanInputs, state: Tensor | None, final: bool) -> tuple[Tensor,
         output_final_state=final,
     )
     return y, y if after is None else after.mT
+
+
+def fla_delta(
+    inputs: ScanInputs, state: Tensor | None = None, *, final: bool = True
+) -> tuple[Tensor, Tensor]:
+    """See `longrnn.ops.delta.delta`; in float32."""
+    rules = import_module(FLA_DELTA)
+    x, beta, log_decay, B, C = inputs.to(torch.float32)
+    rows, time, heads = x.shape[:3]
+    few = time <= FLA_FEW or rows * heads > FLA_MOST
+    # The kernel for few tokens has no gradients.
+    tracked = torch.is_grad_enabled() and any(
+        one is not None and one.requires_grad for one in (*inputs, state)
+    )
+    kernel = (
+        rules.fused_recurrent_gated_delta_rule
+        if few and not tracked
+        else rules.chunk_gated_delta_rule
+    )
+    y, after = kernel(
+        q=C,
+        k=B,
+        v=x,
+        g=log_decay.clamp(min=NEVER),
+        beta=beta,
+        scale=1.0,
+        initial_state=None if state is None else state.mT.contiguous(),
+        output_final_state=final,
+    )
+    return _once_differentiable(y, y if after is None else after.mT)
 
 
 def mamba_ssm_recurrence(

@@ -41,23 +41,25 @@ def limited(
     Args:
         inputs: t >= 1.
         state: `(b, h, p, n)`. A state above its limit is rescaled at the first token.
-        limit: the largest norm of each head's state, `(h,)` float64, above 0; may be infinite.
+        limit: the largest norm of each head's state, `(h,)` float64, above 0; may be infinite; or
+            that at each token, `(t, h)`.
         plain: computes the recurrence without a limit.
 
     Returns:
         y `(b, t, h, p)` and the state after the last token.
     """
-    limit = limit.clamp(max=UNLIMITED)
     outputs, start, time, size = [], 0, inputs.x.shape[1], SEGMENT
+    limit = limit.clamp(max=UNLIMITED).expand(time, -1)
     with own_precision(state):
         while start < time:
             part = inputs.slice(start, start + size)
-            within = _is_within(part, state, limit)
+            highest = limit[start : start + size]
+            within = is_within(part, state, highest)
             if not within and size > CHUNK:
                 size = CHUNK
                 continue
             if not within:
-                scales = _scales(part, state, limit)
+                scales = scales_of(part, state, highest)
                 part = _scaled(part.slice(0, scales.shape[1]), scales)
             y, state = plain(part, state)
             outputs.append(y)
@@ -82,7 +84,7 @@ def rescale(memory: Tensor, limit: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _is_within(inputs: ScanInputs, state: Tensor, limit: Tensor) -> bool:
+def is_within(inputs: ScanInputs, state: Tensor, limit: Tensor) -> bool:
     """Whether no state can exceed its limit, by ‖ĥ_t‖ ≤ a_t ‖h_{t−1}‖ + ‖u_t‖; false for NaN."""
     added = _norms_of_inputs(inputs)
     one = added.new_ones(*added.shape[:2], 1, 1)
@@ -99,7 +101,7 @@ def _norms_of_inputs(inputs: ScanInputs) -> Tensor:
     return inputs.x.double().norm(dim=-1) * inputs.gain.double().abs() * B
 
 
-def _scales(inputs: ScanInputs, state: Tensor, limit: Tensor) -> Tensor:
+def scales_of(inputs: ScanInputs, state: Tensor, limit: Tensor) -> Tensor:
     """The scales s_t of a chunk, `(b, t, h)` float64, possibly for its first tokens only."""
     products = _decayed_products(inputs, state).unbind(2)
     own = _norms_of_inputs(inputs).square().unbind(1)
@@ -108,7 +110,10 @@ def _scales(inputs: ScanInputs, state: Tensor, limit: Tensor) -> Tensor:
     product = torch.ones_like(square)  # of all scales so far
     inverses = product[..., None]  # 1 / the product of the scales before each token
     scales = []
-    for t, (row, itself, decay) in enumerate(zip(products, own, decays, strict=True)):
+    limits = limit.expand(len(own), -1)
+    for t, (row, itself, decay, limit) in enumerate(
+        zip(products, own, decays, limits, strict=True)
+    ):
         cross = (row[..., : t + 1] * inverses).sum(-1) * product
         square = itself + decay * square + 2 * cross
         scale = limit / square.clamp(min=limit.square()).sqrt()  # exactly 1 within the limit

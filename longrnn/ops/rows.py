@@ -107,6 +107,15 @@ class Rows:
         part._set(is_start, (self.count - start).clamp(0, is_start.shape[1]))
         return part if part.has_starts or part.has_padding else None
 
+    def doubled(self) -> Rows:
+        """The rows in which every moved token is two, the first of which may be a start."""
+        part = object.__new__(Rows)
+        is_start = torch.stack([self.is_start, torch.zeros_like(self.is_start)], 2).flatten(1)
+        part.shape = tuple(is_start.shape)
+        part._is_token, part._order = None, None
+        part._set(is_start, 2 * self.count)
+        return part
+
     def zero_padding(self, tokens: Tensor) -> Tensor:
         """Tokens `(b, t)` with 0 at padding."""
         return tokens if self._is_token is None else tokens.masked_fill(~self._is_token, 0)

@@ -18,6 +18,8 @@ Notable choices:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -109,21 +111,35 @@ def scan(
     Returns:
         y `(b, t, h, p)` and the state after the last token, both in the dtype of the state.
     """
+    return in_segments(inputs, state, loop, _chunks, CHUNK)
+
+
+def in_segments(
+    inputs: ScanInputs,
+    state: Tensor | None,
+    few: Callable[[ScanInputs, Tensor], tuple[Tensor, Tensor]],
+    chunks: Callable[[ScanInputs, Tensor, int], tuple[Tensor, Tensor]],
+    size: int,
+) -> tuple[Tensor, Tensor]:
+    """Computes a recurrence segment by segment.
+
+    Args:
+        inputs: t >= 1.
+        state: before the first token; None for zeros.
+        few: computes at most FEW tokens.
+        chunks: computes whole chunks of a given size.
+        size: of a chunk.
+    """
     h = inputs.zero_state() if state is None else state
-    again = torch.is_grad_enabled() and not is_transformed()
+    segment: Any = _segment
+    if torch.is_grad_enabled() and not is_transformed():
+        segment = partial(checkpoint, _segment, use_reentrant=False, preserve_rng_state=False)
     outputs, time = [], inputs.x.shape[1]
     with own_precision(h):
         if time <= FEW:
-            return loop(inputs, h)
+            return few(inputs, h)
         for start in range(0, time, SEGMENT):
-            part = inputs.slice(start, start + SEGMENT)
-            if again:
-                pair: Any = checkpoint(
-                    _segment, part, h, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                pair = _segment(part, h)
-            y, h = pair
+            y, h = segment(inputs.slice(start, start + SEGMENT), h, chunks, size)
             outputs.append(y)
     return torch.cat(outputs, dim=1), h
 
@@ -142,14 +158,16 @@ def advance(state: Tensor, log_decay: Tensor, added: Tensor) -> Tensor:
     return slow.to(state) * state + (rest * state + added)
 
 
-def _segment(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+def _segment(
+    inputs: ScanInputs, state: Tensor, chunks: Callable[..., tuple[Tensor, Tensor]], size: int
+) -> tuple[Tensor, Tensor]:
     """The recurrence for a few chunks, of which the last may be shorter."""
     time = inputs.x.shape[1]
-    whole = time - time % CHUNK
+    whole = time - time % size
     outputs = []
-    for start, stop, size in ((0, whole, CHUNK), (whole, time, time - whole)):
+    for start, stop, length in ((0, whole, size), (whole, time, time - whole)):
         if start < stop:
-            y, state = _chunks(inputs.slice(start, stop), state, size)
+            y, state = chunks(inputs.slice(start, stop), state, length)
             outputs.append(y)
     return torch.cat(outputs, dim=1), state
 
@@ -178,18 +196,18 @@ def _chunks(inputs: ScanInputs, state: Tensor, size: int) -> tuple[Tensor, Tenso
     y = torch.einsum("bmgrij,bmjgrp->bmigrp", weights, u)
 
     # Between chunks: what each adds to the state, and what its tokens read of the state before it.
-    to_end = grouped(_exp(last[:, :, None] - total, dtype), 3)  # b m j g r
+    to_end = grouped(decay_exp(last[:, :, None] - total, dtype), 3)  # b m j g r
     added = torch.einsum("bmjgrp,bmjgn->bmgrpn", u * to_end[..., None], B).flatten(2, 3)
     starts = []
     for m in range(total.shape[1]):
         starts.append(state)
         state = advance(state, last[:, m], added[:, m])
-    since = grouped(_exp(total, dtype), 3)
+    since = grouped(decay_exp(total, dtype), 3)
     read = torch.einsum("bmign,bmgrpn->bmigrp", C, grouped(torch.stack(starts, 1), 2))
     y = y + read * since[..., None]
     return y.flatten(3, 4).flatten(1, 2), state
 
 
-def _exp(log_decay: Tensor, dtype: torch.dtype) -> Tensor:
+def decay_exp(log_decay: Tensor, dtype: torch.dtype) -> Tensor:
     """exp in `dtype`, and 0 below FLOOR."""
     return log_decay.masked_fill(log_decay < FLOOR, -math.inf).to(dtype).exp()

@@ -50,7 +50,9 @@ def read_repeatedly(
             "repeated segments and a mitigation cannot be combined: set max_repeat=1, or leave "
             "mitigation out"
         )
-    if not model.cells or not all(isinstance(cell, ScanningCell) for cell in model.cells):
+    if not model.cells or not all(
+        isinstance(cell, ScanningCell) and cell.repeats for cell in model.cells
+    ):
         raise UserError(
             "repeated segments need cells with a linear recurrence, such as mamba2: set "
             "max_repeat=1"

@@ -6,6 +6,7 @@ and a loop for mamba-ssm. `test_gpu_kernels.py` runs the kernels themselves in a
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longrnn.errors import UserError
-from longrnn.ops import gpu
+from longrnn.ops import delta, gpu
 from longrnn.ops.backend import BACKENDS, FLA, MAMBA_SSM, TORCH, choose
 from longrnn.ops.mamba2 import Mamba2State, Weights
 from longrnn.ops.scan import ScanInputs, loop
@@ -146,6 +147,52 @@ def test_fla_takes_more_rows_than_a_grid_of_blocks(
     inputs, state = random_inputs(65)
     assert_near(FLA.scan(inputs, state), loop(inputs, state), 1e-5)
     assert fla == ["recurrent"]
+
+
+@pytest.fixture
+def fla_delta(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Plain torch in place of the gated delta rules of flash-linear-attention."""
+    if find_spec("fla") is None:
+        pytest.skip("fla-core is not installed")
+    module, called = import_module(gpu.FLA_DELTA), []
+    naive = import_module(f"{gpu.FLA_DELTA}.naive")
+
+    def put(name: str, differentiable: bool) -> None:
+        rule = getattr(module, f"{name}_gated_delta_rule")
+        plain = getattr(naive, f"naive_{name.removeprefix('fused_')}_gated_delta_rule")
+
+        def call(*, q: Tensor, k: Tensor, **given: Any) -> Any:
+            inspect.signature(rule).bind(q=q, k=k, **given)
+            called.append(name)
+            share = given["v"].shape[2] // q.shape[2]
+            q, k = (one.repeat_interleave(share, 2) for one in (q, k))
+            with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
+                return plain(q=q, k=k, **given)
+
+        monkeypatch.setattr(module, f"{name}_gated_delta_rule", call)
+
+    put("chunk", True)
+    put("fused_recurrent", False)
+    return called
+
+
+@pytest.mark.parametrize(
+    ("time", "groups", "starts"), [(7, 2, (0, 3)), (65, 1, (5,)), (130, 4, ())]
+)
+def test_fla_computes_the_gated_delta_rule(
+    fla_delta: list[str], time: int, groups: int, starts: Sequence[int]
+) -> None:
+    """Outputs, final state and all gradients; few tokens without gradients by another kernel."""
+    inputs, state = random_inputs(time, groups=groups, starts=starts)
+    unit = torch.nn.functional.normalize(inputs.B, dim=-1)
+    inputs = inputs._replace(B=unit, gain=inputs.gain * 15)
+    exact = outcome(of_scan(delta.loop), wide([*inputs, state]))
+    assert_near(outcome(of_scan(FLA.delta), [*inputs, state]), exact, 1e-5)
+    with torch.no_grad():
+        y, after = FLA.delta(inputs, state)
+        assert_near([y, after], exact[:2], 1e-5)
+        assert torch.equal(FLA.delta(inputs, state, final=False)[0], y)
+    assert fla_delta == ["chunk"] + 2 * ["fused_recurrent" if time <= 64 else "chunk"]
 
 
 @pytest.mark.parametrize("cuts", [(1, 2, 100), (64, 65, 129)])

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longrnn.cells import INITS, MIXERS, RNN, Cell, Mamba2, TorchCell
+from longrnn.cells import INITS, MIXERS, RNN, Cell, TorchCell
 from longrnn.cells.init import MAX_TIME_SCALE
+from longrnn.cells.observe import decay_sums
 from longrnn.errors import UserError
 from longrnn.hf.loading import load
 from longrnn.models import RecurrentConfig, RecurrentLM
@@ -18,11 +19,11 @@ from tests.contracts.builders import D_MODEL, assert_trees_equal, mixer_spec, ra
 from tests.refusals import naming
 
 DEFINED = {
-    "default": {"rnn", "gru", "lstm", "mamba2"},
+    "default": set(MIXERS),
     "orthogonal": {"rnn", "gru", "lstm"},
     "identity": {"rnn"},
     "xavier": {"rnn", "gru", "lstm"},
-    "long_memory": {"gru", "lstm", "mamba2"},
+    "long_memory": {"gru", "lstm", "mamba2", "mamba3", "gated_deltanet"},
 }
 STEPWISE = [kind for kind, member in MIXERS.items() if issubclass(member, TorchCell)]
 
@@ -96,9 +97,11 @@ def test_long_memory(kind: str) -> None:
     """The decay for a zero input corresponds to time scales between 2 and MAX_TIME_SCALE."""
     torch.manual_seed(0)
     mixer = MIXERS.build({**mixer_spec(kind), "init": "long_memory"}, 64, 64).double()
-    if isinstance(mixer, Mamba2):
-        kept = (nn.functional.softplus(mixer.dt_bias) * -mixer.A_log.exp()).exp()
-        scales = -1 / kept.log()
+    if mixer.scans:
+        with decay_sums([mixer]) as (seen,):
+            mixer(torch.zeros(1, 1, 64, dtype=torch.float64), mixer.init_state(1))
+        assert seen.total is not None
+        scales = -1 / seen.total
     else:
         assert isinstance(mixer, TorchCell)
         # Without the recurrent matrix: the bias alone.

@@ -28,7 +28,11 @@ VOCAB = 11
 D_MODEL = 8
 LONGEST = 300
 
-MIXER_OPTIONS: dict[str, Spec] = {"mamba2": {"d_state": 6, "head_dim": 4, "n_groups": 2}}
+MIXER_OPTIONS: dict[str, Spec] = {
+    "mamba2": {"d_state": 6, "head_dim": 4, "n_groups": 2},
+    "mamba3": {"d_state": 6, "head_dim": 4, "n_groups": 2},
+    "gated_deltanet": {"n_key_heads": 2, "key_dim": 8, "value_dim": 4},
+}
 POSITION_OPTIONS: dict[str, Spec] = {
     "learned": {"max_length": 2 * LONGEST},
     "random": {"max_length": 2 * LONGEST},
@@ -50,6 +54,16 @@ MORE_MIXERS: list[Spec] = [
     {"kind": "mamba2", "d_state": 5, "head_dim": 8, "backend": "torch", "d_conv": 1},
     {"kind": "mamba2", "d_state": 5, "head_dim": 16, "bias": True, "conv_bias": False, "d_conv": 2},
     {"kind": "mamba2", "d_state": 3, "head_dim": 2, "n_groups": 4, "dt_limit": [0.01, 0.05]},
+    {"kind": "mamba3", "d_state": 5, "head_dim": 8, "rope_fraction": 1.0, "backend": "torch"},
+    {
+        "kind": "gated_deltanet",
+        "n_heads": 2,
+        "key_dim": 7,
+        "value_dim": 5,
+        "d_conv": 1,
+        "negative_eigenvalues": True,
+        "backend": "torch",
+    },
 ]
 
 BLOCK_KINDS = sorted(BLOCKS)

@@ -13,7 +13,7 @@ from torch import Tensor
 from longrnn import state as states
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
-from longrnn.mitigations import mitigation
+from longrnn.mitigations import SlidingWindow, mitigation
 from longrnn.models import RecurrentLM, generate
 from longrnn.state import History, LMState, leaves
 from tests.contracts.builders import (
@@ -249,7 +249,7 @@ def test_a_call_refuses_a_state_that_does_not_fit(model: RecurrentLM) -> None:
         others += [model.under(None)]
     if kind == "mamba2" and "heads" not in str(model.mitigation):
         others += [build_mitigated([WINDOW | {"heads": [1]}])]
-    elif kind != "rnn" and model.mitigation is None:
+    elif model.mitigation is None and SlidingWindow.undefined(MIXERS[kind]) is None:
         others += [build_mitigated([WINDOW], kind)]
     for other in others:
         with pytest.raises(UserError, match="init_state"):

@@ -25,7 +25,7 @@ def loss_of(model: RecurrentLM, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("position", list(POSITIONS))
 def test_one_step(position: str, mixer: str, block: str) -> None:
     """Every parameter gets a gradient, and a small step down it lowers the loss."""
-    model = build_model(mixer, position, block, torch.float32)
+    model = build_model(mixer, position, block)
     tokens = random_tokens(3, 20)
     before = loss_of(model, tokens)
     before.backward()

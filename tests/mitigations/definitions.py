@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.cells import Cell
+from longrnn.cells.gated_deltanet import GatedDeltaNetState
 from longrnn.cells.mamba2 import Mamba2State
+from longrnn.cells.mamba3 import Mamba3State
 from longrnn.cells.recurrent import GRUState, LSTMState, RNNState
 from longrnn.models import RecurrentLM
 from longrnn.state import LMState, PyTree
@@ -136,17 +138,28 @@ class Definition:
     def __init__(self, specs: Sequence[Spec], layer: int, n_heads: int) -> None:
         self.members = [DEFINITIONS[spec["kind"]](spec, layer, n_heads) for spec in specs]
 
-    def scanned(self, dt: Tensor, A: Tensor, xB: Tensor, h: Tensor) -> Tensor:
-        """The memory of a scanning cell after one token; dt (b, h, 1, 1), A (h, 1, 1)."""
+    def steps(self, dt: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
+        """The step (b, h, 1, 1) and the rate (h, 1, 1) of a scanning cell."""
         for member in self.members:
             dt, A = member.steps(dt, A)
+        return dt, A
+
+    def scanned(self, dt: Tensor, A: Tensor, xB: Tensor, h: Tensor) -> Tensor:
+        """The memory of a scanning cell after one token; dt (b, h, 1, 1), A (h, 1, 1)."""
+        dt, A = self.steps(dt, A)
         return self.stepped(torch.exp(dt * A), dt * xB, h)
 
     def stepped(self, keep: Tensor | None, add: Tensor, h: Tensor) -> Tensor:
         """The memory after one token with these `keep` and `add`."""
+        keep, add = self.multiplied(keep, add)
+        return self.redefined(add if keep is None else keep * h + add, keep, add)
+
+    def multiplied(self, keep: Tensor | None, add: Tensor) -> tuple[Tensor | None, Tensor]:
         for member in self.members:
             keep, add = member.multiplied(keep, add)
-        h = add if keep is None else keep * h + add
+        return keep, add
+
+    def redefined(self, h: Tensor, keep: Tensor | None, add: Tensor) -> Tensor:
         for member in self.members:
             h = member.redefined(h, keep, add)
         return h
@@ -216,7 +229,76 @@ def mamba2(
     return y, Mamba2State(seen[:, 1:], h)
 
 
-CELLS: dict[str, Any] = {"lstm": lstm, "gru": gru, "rnn": rnn, "mamba2": mamba2}
+def gated_deltanet(
+    mixer: Any, chain: Definition, x: Tensor, state: GatedDeltaNetState
+) -> tuple[Tensor, GatedDeltaNetState]:
+    """The step is β; the decay has a step of its own, which changes by the same factor."""
+    heads, groups, n, p = mixer.n_heads, mixer.n_key_heads, mixer.key_dim, mixer.value_dim
+    sizes = [groups * n, groups * n, heads * p]
+    qkv, z, b, a = (x @ mixer.in_proj.weight.T).split([sum(sizes), heads * p, heads, heads], -1)
+    seen = torch.cat([state.conv, qkv[:, None]], dim=1)
+    qkv = (seen * mixer.conv1d.weight[:, 0].T).sum(1)
+    q, k, v = (qkv * qkv.sigmoid()).split(sizes, dim=-1)
+    q, k = (
+        one.view(-1, groups, n)[:, [h // (heads // groups) for h in range(heads)]] for one in (q, k)
+    )
+    q, k = (one / (one.square().sum(-1, keepdim=True) + 1e-6).sqrt() for one in (q, k))
+    beta = (b.sigmoid() * mixer.largest_beta)[..., None, None]
+    scaled, A = chain.steps(beta, -mixer.A_log.exp()[:, None, None])
+    decay_dt = (1 + (a + mixer.dt_bias).exp()).log()[..., None, None] * (scaled / beta)
+    beta = scaled.clamp(max=2)
+    erased = state.ssm - beta * (state.ssm @ k[..., None]) * k[..., None, :]
+    h = chain.stepped(
+        (decay_dt * A).exp(), beta * v.view(-1, heads, p, 1) * k[..., None, :], erased
+    )
+    y = (h @ q[..., None])[..., 0] / n**0.5
+    y = y / (y.square().mean(-1, keepdim=True) + mixer.norm_eps).sqrt() * mixer.norm.weight
+    y = (y.flatten(1) * z * z.sigmoid()) @ mixer.out_proj.weight.T
+    return y, GatedDeltaNetState(seen[:, 1:], h)
+
+
+def mamba3(
+    mixer: Any, chain: Definition, x: Tensor, state: Mamba3State
+) -> tuple[Tensor, Mamba3State]:
+    """A token whose step is 0 adds nothing: at the end of its own step, and before the next."""
+    heads, groups, n = mixer.n_heads, mixer.n_groups, mixer.d_state
+    z, u, B, C, dt, A, mix, theta = (x @ mixer.in_proj.weight.T).split(mixer.in_sizes, dim=-1)
+    u, mix = u.view(-1, heads, mixer.head_dim), mix.sigmoid()[..., None, None]
+    dt = (1 + (dt + mixer.dt_bias).exp()).log()[..., None, None]
+    A = -(1 + A.exp()).log().clamp(min=1e-4)[..., None, None]
+    dt, A = chain.steps(dt, A)
+    angle = state.angle + dt[..., 0] * torch.pi * theta[:, None].tanh()
+    turn = torch.polar(torch.ones_like(angle), angle)
+
+    def by_head(one: Tensor, norm: Tensor, bias: Tensor) -> Tensor:
+        one = one.view(-1, groups, n)
+        one = one / (one.square().mean(-1, keepdim=True) + mixer.norm_eps).sqrt() * norm
+        one = one[:, [h // (heads // groups) for h in range(heads)]] + bias
+        pairs, rest = one.split([2 * mixer.n_angles, n - 2 * mixer.n_angles], dim=-1)
+        turned = torch.view_as_complex(pairs.unflatten(-1, (-1, 2)).contiguous()) * turn
+        return torch.cat([torch.view_as_real(turned).flatten(-2), rest], dim=-1)
+
+    B, C = (
+        by_head(B, mixer.B_norm.weight, mixer.B_bias),
+        by_head(C, mixer.C_norm.weight, mixer.C_bias),
+    )
+    read = torch.where(dt[..., 0] == 0, 0.0, u)
+    keep, factor = chain.multiplied((dt * A).exp(), torch.ones_like(dt))
+    before = (1 - mix) * dt * keep * state.x[..., None] * state.B[..., None, :]
+    add = factor * (before + mix * dt * read[..., None] * B[..., None, :])
+    h = chain.redefined(keep * state.ssm + add, keep, add)
+    y = ((h @ C[..., None])[..., 0] + mixer.D[:, None] * u).flatten(1) * z * z.sigmoid()
+    return y @ mixer.out_proj.weight.T, Mamba3State(h, read, B, angle.remainder(2 * torch.pi))
+
+
+CELLS: dict[str, Any] = {
+    "mamba3": mamba3,
+    "lstm": lstm,
+    "gru": gru,
+    "rnn": rnn,
+    "mamba2": mamba2,
+    "gated_deltanet": gated_deltanet,
+}
 
 
 def run_mixer(

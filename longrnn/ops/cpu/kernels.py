@@ -176,15 +176,19 @@ def limit(inputs: ScanInputs, state: Tensor, limit: Tensor) -> tuple[Tensor, Ten
     dtype = state.dtype
     given, before = _scan_inputs((*inputs, state), dtype)
     y, final = given.x.new_empty(given.x.shape), state.new_empty(state.shape)
-    fits = bool((limit >= MIN_LIMIT).all()) and call(
-        "limited_scan",
-        dtype,
-        **_scan_fields(given, before),
-        y=y,
-        final_state=final,
-        kept=None,
-        unlimited=UNLIMITED,
-        limit=limit.contiguous(),
+    fits = (
+        limit.ndim == 1
+        and bool((limit >= MIN_LIMIT).all())
+        and call(
+            "limited_scan",
+            dtype,
+            **_scan_fields(given, before),
+            y=y,
+            final_state=final,
+            kept=None,
+            unlimited=UNLIMITED,
+            limit=limit.contiguous(),
+        )
     )
     return (y, final) if fits else limited(inputs, state, limit, scan)
 

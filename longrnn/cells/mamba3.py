@@ -1,0 +1,266 @@
+"""Mamba-3: a scalar-decay state-space cell with the exponential-trapezoidal rule and rotations.
+
+Every head has the state h `(p, n)`. With the step Δ, the rate A < 0 and the input u_t = x_t B_tᵀ:
+
+    h_t = α_t h_{t−1} + (1 − λ_t) Δ_t α_t u_{t−1} + λ_t Δ_t u_t,   y_t = h_t C_t
+    α = exp(Δ A),   Δ = softplus(· + dt_bias),   A = −softplus(·),   λ = σ(·)
+
+B and C are normalised, a bias is added by head, and pairs of their entries are rotated by the angle
+Σ_{i ≤ t} Δ_i π tanh(θ_i) since the start of the document, which makes the state complex. The output
+is W_o ((y + D x) · silu(z)). There is no convolution, and one input per head and token (SISO).
+
+Without the last input, g_t = h_t − λ_t Δ_t u_t follows the recurrence of `longrnn.ops.scan`:
+
+    g_t = α_t (g_{t−1} + (λ_{t−1} Δ_{t−1} + (1 − λ_t) Δ_t) u_{t−1})
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longrnn.cells.base import MIXERS, EditedState
+from longrnn.cells.edit import Edit, Steps
+from longrnn.cells.init import initialise
+from longrnn.cells.scanning import Scan, ScanningCell
+from longrnn.errors import UserError
+from longrnn.ops.backend import Backend, check_name, choose
+from longrnn.ops.hooks import own_weight
+from longrnn.ops.linear import Linear
+from longrnn.ops.norm import rms_norm
+from longrnn.ops.rows import BEFORE, Rows
+from longrnn.ops.scan import ScanInputs
+from longrnn.ops.window import Recent
+from longrnn.state import PyTree
+
+# The slowest rate, as published.
+A_FLOOR = 1e-4
+
+
+class Mamba3State(NamedTuple):
+    """`ssm`: `(b, h, p, n)`, the recurrent state; `x`: `(b, h, p)` and `B`: `(b, h, n)`, the last
+    input; `angle`: `(b, h, a)` float64, by which the last B is rotated, from 0 to 2π."""
+
+    ssm: Tensor
+    x: Tensor
+    B: Tensor
+    angle: Tensor
+
+
+class TrapezoidInputs(NamedTuple):
+    """Inputs of `Trapezoid`: those of `ScanInputs`, with gain = Δ and one more x and B in front.
+
+    `mix` `(b, t, h)` is λ.
+    """
+
+    x: Tensor
+    gain: Tensor
+    log_decay: Tensor
+    B: Tensor
+    C: Tensor
+    mix: Tensor
+
+
+class Trapezoid(Scan):
+    """The recurrence of the module's docstring."""
+
+    def forward(  # type: ignore[override]
+        self,
+        inputs: TrapezoidInputs,
+        state: Tensor,
+        recent: Recent | None,
+        edit: Edit,
+        ops: Backend,
+        rows: Rows | None = None,
+    ) -> tuple[Tensor, Tensor, Recent | None]:
+        """See `Scan.forward`. A limit or a window needs h itself: then each token is two inputs."""
+        x, gain, log_decay, B, C, mix = inputs
+        right, left = mix * gain, (1 - mix) * gain * log_decay.exp()
+        if edit.limit is None and edit.window is None:
+            left = left + log_decay.exp() * F.pad(right[:, :-1], (0, 0, 1, 0))
+            y, state = ops.scan(ScanInputs(x[:, :-1], left, log_decay, B[:, :-1], C), state)
+            u = x[:, 1:] * right[..., None]
+            y = y + u * (B[:, 1:] * C).sum(-1, keepdim=True)
+            return y, state + u[:, -1, :, :, None] * B[:, -1, :, None], recent
+
+        def pairs(one: Tensor, other: Tensor) -> Tensor:
+            return torch.stack([one, other], 2).flatten(1, 2)
+
+        x, B = (pairs(one[:, :-1], one[:, 1:]) for one in (x, B))
+        log_decay = pairs(log_decay, torch.zeros_like(log_decay))
+        given = ScanInputs(x, pairs(left, right), log_decay, B, pairs(C, C))
+        if edit.limit is not None:
+            limit = torch.stack([torch.full_like(edit.limit, torch.inf), edit.limit])
+            edit = edit._replace(limit=limit.repeat(C.shape[1], 1))
+        if edit.window is not None:
+            edit = edit._replace(window=2 * edit.window)
+        rows = None if rows is None else rows.doubled()
+        y, state, recent = super().forward(given, state, recent, edit, ops, rows)
+        return y[:, 1::2], state, recent
+
+
+@MIXERS.register("mamba3")
+class Mamba3(ScanningCell):
+    """The Mamba-3 cell (arXiv 2603.15569) with the weight names of mamba-ssm.
+
+    Args:
+        d_input: width of x.
+        d_model: width of y.
+        d_state: n, numbers of state per channel.
+        head_dim: p, channels per head, a divisor of expand · d_model.
+        expand: the inner width is expand · d_model.
+        n_groups: g, a divisor of the number of heads; heads of a group share B and C but for bias
+            and rotation.
+        rope_fraction: share of the entries of B and C that are rotated, in (0, 1].
+        norm_eps: added to the mean square in the norms of B and C.
+        backend: `auto`, `torch`, `cpu` or `fla`; see `longrnn.ops.backend`.
+        init: see `longrnn.cells.init`: `default` or `long_memory`.
+    """
+
+    recurrent_weights = ("in_proj.weight", "dt_bias", "B_bias", "C_bias")
+    wide_weights = ("dt_bias", "B_bias", "C_bias", "D")
+    projections = ("in_proj", "out_proj")
+    repeats = False
+
+    def __init__(
+        self,
+        d_input: int,
+        d_model: int,
+        *,
+        d_state: int = 128,
+        head_dim: int = 64,
+        expand: int = 2,
+        n_groups: int = 1,
+        rope_fraction: float = 0.5,
+        norm_eps: float = 1e-5,
+        backend: str = "auto",
+        init: str = "default",
+    ) -> None:
+        super().__init__(d_input, d_model)
+        inner = expand * d_model
+        if inner < 1 or head_dim < 1 or inner % head_dim:
+            raise UserError(
+                f"head_dim {head_dim} does not divide expand · d_model = {inner}: set another one"
+            )
+        self.n_heads, self.head_dim, self.d_state = inner // head_dim, head_dim, d_state
+        if n_groups < 1 or self.n_heads % n_groups:
+            raise UserError(
+                f"n_groups {n_groups} does not divide the {self.n_heads} heads: set another one"
+            )
+        self.n_angles = int(d_state * rope_fraction) // 2
+        if not 0 < rope_fraction <= 1 or self.n_angles < 1:
+            raise UserError(
+                f"rope_fraction {rope_fraction} of d_state {d_state} is not a pair of entries or "
+                "more: set a fraction up to 1, and a larger d_state"
+            )
+        if not (norm_eps >= 0 and math.isfinite(norm_eps)):
+            raise UserError(f"norm_eps must be at least 0 and finite, not {norm_eps}: give 1e-5")
+        check_name(backend, lacking=["mamba_ssm"])
+        self.n_groups, self.norm_eps, self.backend = n_groups, norm_eps, backend
+
+        h, gn = self.n_heads, n_groups * d_state
+        self.in_sizes = [inner, inner, gn, gn, h, h, h, self.n_angles]  # z, x, B, C, Δ, A, λ, θ
+        self.in_proj = Linear(d_input, sum(self.in_sizes), bias=False)
+        dt = torch.empty(h).uniform_(math.log(1e-3), math.log(0.1)).exp()
+        self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
+        self.B_norm, self.C_norm = (nn.RMSNorm(d_state, eps=norm_eps) for _ in "BC")
+        self.B_bias, self.C_bias = (nn.Parameter(torch.ones(h, d_state)) for _ in "BC")
+        self.D = nn.Parameter(torch.ones(h))
+        self.out_proj = Linear(inner, d_model, bias=False)
+        self.recurrence = Trapezoid()
+        initialise(self, init)
+
+    def run(
+        self, x: Tensor, state: PyTree, edit: Edit | None, rows: Rows | None = None
+    ) -> tuple[Tensor, PyTree]:
+        own, recent = state if isinstance(state, EditedState) else (state, None)
+        projected, dtype = self.in_proj(x), own.ssm.dtype
+        remembered = [] if recent is None else [one.entries for one in recent]
+        ops = choose(self.backend, (projected, self.dt_bias, *own, *remembered))
+        z, x, B, C, dt, A, mix, theta = projected.split(self.in_sizes, dim=-1)
+        if rows is not None:
+            x, theta = rows.without_padding(x), rows.without_padding(theta)
+        x = x.unflatten(-1, (self.n_heads, -1)).to(dtype)
+        dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype))
+        A = -F.softplus(A.to(dtype)).clamp(min=A_FLOOR)
+        B = self._by_head(B.to(dtype), self.B_norm, self.B_bias)
+        C = self._by_head(C.to(dtype), self.C_norm, self.C_bias)
+        theta, mix = math.pi * theta.to(dtype).tanh()[:, :, None], mix.to(dtype).sigmoid()
+        last: list[Tensor] = []
+
+        def inputs(steps: Steps, log_decay: Tensor, add: Tensor | None) -> TrapezoidInputs:
+            angle = _total(steps.dt[..., None] * theta, own.angle, rows)
+            xs = torch.cat([own.x[:, None], steps.x], 1)
+            Bs = torch.cat([own.B[:, None], _rotated(B, angle)], 1)
+            ends = (one[:, -1:] if rows is None else rows.last(one, 1) for one in (xs, Bs))
+            # Copies, because slices would keep all tokens in memory.
+            last.extend([*(end[:, 0].clone() for end in ends), angle[:, -1].clone()])
+            gain = steps.dt if add is None else steps.dt * add
+            gain = gain if rows is None else rows.without_padding(gain)
+            return TrapezoidInputs(xs, gain, log_decay, Bs, _rotated(C, angle), mix)
+
+        before = own.ssm, recent
+        y, ssm, recent = self.scan(Steps(x, dt, A), inputs, before, edit, ops, rows)
+        y = torch.addcmul(y, x, self.D.to(dtype)[:, None]).flatten(2)
+        y = (y * F.silu(z.to(dtype))).to(z.dtype)
+        own = Mamba3State(ssm, *last)
+        return self.out_proj(y), own if recent is None else EditedState(own, recent)
+
+    def _by_head(self, one: Tensor, norm: nn.Module, bias: Tensor) -> Tensor:
+        """Norm and bias of B or C, `(b, t, h, n)`."""
+        normed = rms_norm(one.unflatten(-1, (self.n_groups, -1)), own_weight(norm), self.norm_eps)
+        return normed.repeat_interleave(self.n_heads // self.n_groups, 2) + bias.to(one)
+
+    @torch.no_grad()
+    def init_time_scales(self, scales: Tensor) -> bool:
+        dt = 1 / (scales * math.log(2))  # A = −ln 2 for an input of zeros
+        self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+        return True
+
+    def state_like(self) -> Mamba3State:
+        like = self._empty("meta")
+        h, p, n = self.n_heads, self.head_dim, self.d_state
+        angle = like.new_empty(h, self.n_angles, dtype=torch.float64)
+        return Mamba3State(
+            like.new_empty(h, p, n), like.new_empty(h, p), like.new_empty(h, n), angle
+        )
+
+    def inputs_like(self) -> ScanInputs:
+        like, h = self._empty(self.dt_bias.device), self.n_heads
+        x, gain, B = (
+            like.new_empty(1, 0, h, *size) for size in ([self.head_dim], [], [self.d_state])
+        )
+        return ScanInputs(x, gain, gain, B, B)
+
+    def _empty(self, device: torch.device | str) -> Tensor:
+        dtype = torch.promote_types(self.in_proj.weight.dtype, torch.float32)
+        return torch.empty(0, dtype=dtype, device=device)
+
+    def extra_repr(self) -> str:
+        return f"n_heads={self.n_heads}, d_state={self.d_state}, backend={self.backend}"
+
+
+def _total(turned: Tensor, before: Tensor, rows: Rows | None) -> Tensor:
+    """The angle of each token, from those by which each turned, `(b, t, h, a)`; from 0 to 2π."""
+    total = turned.double().cumsum(1)
+    if rows is None:
+        return (before[:, None] + total).remainder(2 * math.pi)
+    since = rows.since_start[..., None, None]
+    time = torch.arange(total.shape[1], device=total.device)[:, None, None]
+    index = (time - since).clamp(min=0).expand_as(total)
+    earlier = F.pad(total, (0, 0, 0, 0, 1, 0)).gather(1, index)  # other documents of the row
+    return torch.where(since < BEFORE, total - earlier, before[:, None] + total).remainder(
+        2 * math.pi
+    )
+
+
+def _rotated(vectors: Tensor, angle: Tensor) -> Tensor:
+    """`(b, t, h, n)` with the first pairs of entries rotated by `(b, t, h, a)`."""
+    cos, sin = (one.to(vectors) for one in (angle.cos(), angle.sin()))
+    even, odd = vectors[..., : 2 * angle.shape[-1]].unflatten(-1, (-1, 2)).unbind(-1)
+    rotated = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
+    return torch.cat([rotated, vectors[..., 2 * angle.shape[-1] :]], -1)

@@ -1,0 +1,147 @@
+"""The gated delta rule (arXiv 2412.06464), per head with k = B_t, v = x_t, q = C_t and β = gain_t:
+
+    h_t = exp(log_decay_t) h_{t−1} (I − β k kᵀ) + β v kᵀ,   y_t = h_t q
+
+Inputs and state have the shapes of `longrnn.ops.scan`, so that h is the paper's Sᵀ. `loop` is the
+definition. `delta` computes chunks in the WY form: with u_t = β (v − exp(log_decay_t) h_{t−1} k),
+what a token adds is u_t kᵀ, and the u of a chunk solve a triangular system. Given them, the
+recurrence is that of `longrnn.ops.scan`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from longrnn.ops import limit as limits
+from longrnn.ops import scan as scans
+from longrnn.ops.precision import own_precision
+from longrnn.ops.scan import FLOOR, ScanInputs, advance, decay_exp, in_segments
+
+# Tokens per chunk: with more, solving for what they add costs more time and digits.
+CHUNK = 32
+# Stands for a log decay of −∞, because −∞ − −∞ is NaN; its exp is 0 in float64. A lower number
+# would cost the decays after it their digits, which this recurrence amplifies.
+NEVER = -800.0
+
+Delta = Callable[[ScanInputs, Tensor], tuple[Tensor, Tensor]]
+
+
+def loop(
+    inputs: ScanInputs, state: Tensor | None = None, limit: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Computes one token after another; see `delta`.
+
+    Args:
+        inputs: t >= 1.
+        state: before the first token; None for zeros.
+        limit: the largest norm of each head's state, `(h,)` float64; None for no limit.
+    """
+    state = inputs.zero_state() if state is None else state
+    groups = inputs.x.shape[2] // inputs.B.shape[2]
+    x, gain, log_decay, B, C = inputs.to(state.dtype)
+    B, C = (one.repeat_interleave(groups, 2)[..., None] for one in (B, C))
+    outputs = []
+    given = (one.unbind(1) for one in (x, gain[..., None], log_decay, B, C))
+    for v, beta, log_t, k, q in zip(*given, strict=True):
+        u = beta * (v - log_t.exp()[..., None] * (state @ k)[..., 0])
+        state = advance(state, log_t, u[..., None] * k.mT)
+        if limit is not None:
+            norm = state.double().norm(dim=(2, 3), keepdim=True)
+            highest = limit[:, None, None]
+            state = state * (highest / norm.clamp(min=highest)).to(state)
+        outputs.append((state @ q)[..., 0])
+    return torch.stack(outputs, dim=1), state
+
+
+def delta(
+    inputs: ScanInputs, state: Tensor | None = None, *, final: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Computes the gated delta rule.
+
+    Args:
+        inputs: t >= 1; gain is β and must be 0 at padding.
+        state: `(b, h, p, n)`, float32 or float64; None for zeros.
+        final: whether the state after the last token is needed.
+
+    Returns:
+        y `(b, t, h, p)` and the state after the last token, both in the dtype of the state.
+    """
+    return in_segments(inputs, state, loop, _chunks, min(CHUNK, scans.CHUNK))
+
+
+def _chunks(inputs: ScanInputs, state: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The recurrence for whole chunks; tensors are `(b, m, h, i, …)` for tokens i of chunks m."""
+    dtype, p = state.dtype, state.shape[2]
+    heads = inputs.x.shape[2] // inputs.B.shape[2]
+
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor.unflatten(1, (-1, size)).transpose(2, 3)
+
+    x, beta = cut(inputs.x.to(dtype)), cut(inputs.gain.to(dtype)[..., None])
+    k, q = cut(inputs.B.to(dtype)), cut(inputs.C.to(dtype))
+    total = cut(inputs.log_decay.double().clamp(min=NEVER)[..., None]).cumsum(3)
+    last = total[:, :, :, -1:]
+    between = (total - total.mT).to(dtype)
+    future = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
+    decay = between.masked_fill(future | (between < FLOOR), -math.inf).exp()
+    alike, scores = ((one @ k.mT).repeat_interleave(heads, 2) * decay for one in (k, q))
+    k, q = (one.repeat_interleave(heads, 2) for one in (k, q))
+    since = decay_exp(total, dtype)
+
+    # u = added − read hᵀ, where h is the state before the chunk.
+    right = torch.cat([beta * x, beta * since * k], dim=-1)
+    solved = torch.linalg.solve_triangular(beta * alike, right, upper=False, unitriangular=True)
+    added, read = solved.split([p, k.shape[-1]], dim=-1)
+    to_end = k * decay_exp(last - total, dtype)
+    states, updates = [], []
+    for m in range(x.shape[1]):
+        states.append(state)
+        u = added[:, m] - read[:, m] @ state.mT
+        updates.append(u)
+        state = advance(state, last[:, m, :, 0, 0], u.mT @ to_end[:, m])
+    y = scores @ torch.stack(updates, 1) + (q * since) @ torch.stack(states, 1).mT
+    return y.transpose(2, 3).flatten(1, 2), state
+
+
+def limited(
+    inputs: ScanInputs, state: Tensor, limit: Tensor, plain: Delta = delta
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule with a limit on the norm of each head's state; see `ops.limit.limited`.
+
+    Chunks in which no norm exceeds its limit are computed by `plain`, the others token by token:
+    what a token erases depends on the state, so that no scale is known in advance.
+    """
+    limit, chunk = limit.clamp(max=limits.UNLIMITED), scans.CHUNK
+    outputs, start, time, size = [], 0, inputs.x.shape[1], scans.SEGMENT
+    with own_precision(state):
+        while start < time:
+            part = inputs.slice(start, start + size)
+            within = _is_within(part, state, limit, plain)
+            if not within and size > chunk:
+                size = chunk
+                continue
+            y, state = plain(part, state) if within else loop(part, state, limit)
+            outputs.append(y)
+            start += y.shape[1]
+            size = min(2 * size, scans.SEGMENT) if within else chunk
+    return torch.cat(outputs, dim=1), state
+
+
+@torch.no_grad()
+def _is_within(inputs: ScanInputs, state: Tensor, limit: Tensor, plain: Delta) -> bool:
+    """Whether no state exceeds its limit; false for NaN."""
+    # Each token but the first reads the state before it: h_{t−1} k_t is the output for q = k_t.
+    following = torch.cat([inputs.B[:, 1:], inputs.B[:, :1]], dim=1)
+    groups = inputs.x.shape[2] // inputs.B.shape[2]
+    first = state @ inputs.B[:, 0].repeat_interleave(groups, 1)[..., None].to(state)
+    read, _ = plain(inputs._replace(C=following), state)
+    read = torch.cat([first[..., 0][:, None], read[:, :-1]], dim=1)
+    x = inputs.x.to(state) - inputs.log_decay.exp()[..., None].to(state) * read
+    adding = inputs._replace(x=x)  # the plain recurrence with the same states
+    if limits.is_within(adding, state, limit):
+        return True
+    return x.shape[1] <= scans.CHUNK and bool((limits.scales_of(adding, state, limit) == 1).all())

@@ -1,0 +1,146 @@
+"""Gated DeltaNet: its rule equals a loop over tokens, and its layer that of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longrnn.cells import GatedDeltaNet
+from longrnn.errors import UserError
+from longrnn.ops import delta
+from longrnn.ops.scan import ScanInputs
+from tests.contracts.builders import assert_near, build_model, generator, stirred
+from tests.contracts.subjects import gradients
+
+pytestmark = pytest.mark.core
+
+
+def definition(inputs: ScanInputs, h: Tensor, limit: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """S_t = α_t (I − β_t k kᵀ) S_{t−1} + β_t k vᵀ with h = Sᵀ, as the paper writes it."""
+    x, gain, log_decay, B, C = inputs
+    share, outputs = x.shape[2] // B.shape[2], []
+    for t in range(x.shape[1]):
+        k, q = (one[:, t].repeat_interleave(share, 1) for one in (B, C))
+        v, beta, alpha = x[:, t], gain[:, t, :, None, None], log_decay[:, t, :, None, None].exp()
+        transition = alpha * (torch.eye(k.shape[-1]) - beta * k[..., None] * k[..., None, :])
+        h = h @ transition + beta * v[..., None] * k[..., None, :]
+        if limit is not None:
+            norm = h.square().sum((2, 3), keepdim=True).sqrt()
+            h = torch.where(norm > limit[:, None, None], h * limit[:, None, None] / norm, h)
+        outputs.append((h @ q[..., None])[..., 0])
+    return torch.stack(outputs, 1), h
+
+
+def random_inputs(time: int, starts: Sequence[int] = ()) -> tuple[ScanInputs, Tensor]:
+    """Two rows of four heads in two groups, with β in (0, 2) and unit keys."""
+    draw = generator(time)
+    x = torch.randn(2, time, 4, 5, generator=draw)
+    B, C = torch.randn(2, 2, time, 2, 6, generator=draw)
+    gain = 2 * torch.rand(2, time, 4, generator=draw)
+    log_decay = -torch.rand(2, time, 4, generator=draw) * torch.tensor([1e-4, 0.1, 1, 30])
+    log_decay[-1, list(starts)] = -torch.inf
+    return ScanInputs(x, gain, log_decay, F.normalize(B, dim=-1), C), torch.randn(2, 4, 5, 6)
+
+
+def results(rule: Any, inputs: ScanInputs, state: Tensor, *more: Tensor) -> dict[str, Tensor]:
+    """Outputs, final state, and the gradients of all inputs and of the initial state."""
+    given = {**inputs._asdict(), "state": state}
+    given = {name: one.detach().clone().requires_grad_() for name, one in given.items()}
+    y, after = rule(ScanInputs(*list(given.values())[:5]), given["state"], *more)
+    return {"y": y, "after": after, **gradients([y, after], given)}
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(default)
+
+
+@pytest.mark.parametrize(
+    ("time", "starts"),
+    [(1, ()), (2, (1,)), (3, ()), (31, (0, 7)), (33, ()), (600, (64, 65, 200, 512, 599))],
+)
+def test_chunks_equal_the_loop(time: int, starts: Sequence[int]) -> None:
+    inputs, state = random_inputs(time, starts)
+    expected = results(definition, inputs, state)
+    for rule in (delta.delta, delta.loop):
+        for name, found in results(rule, inputs, state).items():
+            assert_near(found, expected[name], 1e-10, name)
+
+
+@pytest.mark.parametrize("limit", [1e-3, 6.0, 1e6])
+def test_a_limit_is_exact_per_token(limit: float) -> None:
+    """Where all states, some and none exceed it; the first head has no limit."""
+    inputs, state = random_inputs(300, (5, 130))
+    limits = torch.tensor([torch.inf, limit, limit, limit])
+    expected = results(definition, inputs, state, limits.clamp(max=1e30))
+    for name, found in results(delta.limited, inputs, state, limits).items():
+        assert_near(found, expected[name], 1e-10, name)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2)])
+def test_equals_transformers(heads: int, key_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer of Qwen3-Next on the same weights, which computes its rule in float32."""
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next import modeling_qwen3_next as module
+
+    for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
+        # Not the Triton kernels of flash-linear-attention, which the import finds if installed.
+        rule = getattr(module, name)
+        monkeypatch.setattr(module, name, getattr(rule, "__wrapped__", rule))
+    n, p, width, share = 6, 5, 16, heads // key_heads
+    config = Qwen3NextConfig(
+        hidden_size=width,
+        num_hidden_layers=1,
+        layer_types=["linear_attention"],
+        linear_num_value_heads=heads,
+        linear_num_key_heads=key_heads,
+        linear_key_head_dim=n,
+        linear_value_head_dim=p,
+    )
+    theirs = stirred(module.Qwen3NextGatedDeltaNet(config, 0).double(), 1)
+    ours = GatedDeltaNet(
+        *(width, width), n_heads=heads, n_key_heads=key_heads, key_dim=n, value_dim=p, norm_eps=1e-6
+    )
+    qkvz = theirs.in_proj_qkvz.weight.unflatten(0, (key_heads, -1))
+    ba = theirs.in_proj_ba.weight.unflatten(0, (key_heads, -1))
+    parts = [*qkvz.split([n, n, share * p, share * p], 1), *ba.split(share, 1)]
+    ours.in_proj.weight.copy_(torch.cat([part.flatten(0, 1) for part in parts]))
+    for name in ("conv1d.weight", "dt_bias", "A_log", "norm.weight", "out_proj.weight"):
+        ours.get_parameter(name).copy_(theirs.get_parameter(name))
+    for time in (1, 9, 64, 130):
+        x = torch.randn(2, time, width, generator=generator(time))
+        y, _ = ours(x, ours.init_state(2))
+        assert_near(y, theirs(x), 1e-5)
+
+
+def test_negative_eigenvalues_erase_what_a_key_holds_twice() -> None:
+    """With β = 2 and no new value, what the memory holds for a unit key is negated."""
+    inputs, state = random_inputs(1)
+    zeros = torch.zeros_like(inputs.x)
+    given = inputs._replace(x=zeros, gain=inputs.gain * 0 + 2, log_decay=inputs.log_decay * 0)
+    _, after = delta.delta(given, state)
+    key = inputs.B[:, 0].repeat_interleave(2, 1)[..., None]
+    torch.testing.assert_close(after @ key, -(state @ key))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"n_heads": 3, "n_key_heads": 2}, "n_key_heads"),
+        ({"value_dim": 5}, "value_dim"),
+        ({"key_dim": 0}, "key_dim"),
+        ({"backend": "mamba_ssm"}, "mamba_ssm"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        build_model({"kind": "gated_deltanet", "value_dim": 4, **options})
