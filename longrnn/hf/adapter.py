@@ -18,7 +18,7 @@ import inspect
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from longrnn.errors import UserError

@@ -24,7 +24,6 @@ from longrnn.models.recurrent import RecurrentLM
 
 if TYPE_CHECKING:
     from longrnn.hf.adapter import HFLanguageModel
-    from longrnn.hf.hybrid.model import HybridLM
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from longrnn.models import LanguageModel
-from longrnn.models.finite import explain_nonfinite, refuse_nonfinite_state
 from longrnn.models.base import MAX_LOGITS
+from longrnn.models.finite import explain_nonfinite, refuse_nonfinite_state
 from longrnn.progress import Progress
 from longrnn.state import LMState
 

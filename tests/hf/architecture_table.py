@@ -19,7 +19,7 @@ from longrnn.diagnostics.record import read
 from longrnn.errors import UserError
 from longrnn.hf.delta import has_delta_layers
 from longrnn.mitigations import Mitigated
-from longrnn.models import LanguageModel
+from longrnn.ops.rows import Rows
 from longrnn.state import expand
 from tests.hf.architectures import FEW, MANY, architecture
 from tests.hf.foreign import tokens
@@ -73,7 +73,7 @@ def measure(kind: str) -> Support:
         "yes",
         ", ".join(how) or "yes" if pieces else "no",
         "yes" if forks else "no",
-        works(lambda: model(text, is_token=torch.ones_like(text, dtype=torch.bool))),
+        works(lambda: model(text, rows=Rows(torch.ones_like(text, dtype=torch.bool)))),
         works(lambda: Mitigated(model, mitigation("state_norm(threshold=1)"))(text)),
         works(lambda: list(read(model, text, [20], first=8))),
         reason(model),
@@ -89,7 +89,7 @@ def opened(theirs: Any) -> Any:
 
 def reason(model: Any) -> str:
     """Why not all of the columns are a yes."""
-    if isinstance(model, LanguageModel):
+    if model.cells:
         return ""
     return READ_ONLY if has_delta_layers(model) else NOT_OURS
 

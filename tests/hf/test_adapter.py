@@ -19,6 +19,7 @@ from longrnn.hf import adapter
 from longrnn.hf.adapter import HFLanguageModel
 from longrnn.hf.hybrid.model import open_hugging_face
 from longrnn.inference.chunk_select import select
+from longrnn.ops.rows import Rows
 from longrnn.state import LMState, leaves
 from tests.contracts.builders import assert_near, splits
 from tests.hf.foreign import KINDS, VOCAB, causal, tokens
@@ -109,7 +110,7 @@ def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
     """A state with other layers or another number of rows raises a UserError."""
     llama, neox = wrapped("llama"), wrapped("gpt_neox")
     states.save(llama(tokens(1, 4)).state, tmp_path / "state", model=llama)
-    with pytest.raises(UserError, match="rows"):
+    with pytest.raises(UserError, match="fingerprint"):
         states.load(tmp_path / "state", neox)
     with pytest.raises(UserError, match="model"):
         neox(tokens(1, 4), llama.init_state(1))
@@ -142,9 +143,9 @@ def test_padded_and_packed_rows_are_refused() -> None:
     model, text = wrapped(next(iter(KINDS))), tokens(1, 4)
     mask = torch.ones(1, 4, dtype=torch.bool)
     with pytest.raises(UserError):
-        model(text, is_token=mask)
+        model(text, rows=Rows(mask))
     with pytest.raises(UserError):
-        model(text, is_document_start=mask)
+        model(text, rows=Rows(is_document_start=mask))
 
 
 def test_the_head_computes_only_the_logits_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

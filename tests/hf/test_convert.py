@@ -311,7 +311,7 @@ def test_damage_of_a_hugging_face_model_is_named(tmp_path: Path) -> None:
     whole = load_file(path)
     assert isinstance(load(folder), HFLanguageModel)
     with pytest.raises(UserError, match="backend"):
-        load(folder, backend="reference")
+        load(folder, backend="torch")
     save_file({k: v for k, v in whole.items() if k != "model.norm.weight"}, path, {"format": "pt"})
     with pytest.raises(UserError, match=naming("model.norm.weight", "(32,)")):
         load(folder)
@@ -421,6 +421,6 @@ def test_a_mitigation_that_a_layout_does_not_record_is_reported(
     convert(source, tmp_path / to, to=to)
     assert (spec in caplog.text) == (to != "ours")
     if to == "ours":
-        assert str(load(tmp_path / to).mitigation) == spec  # type: ignore[union-attr]
+        assert str(load(tmp_path / to).mitigation) == spec
     else:
-        assert isinstance(load(f"{tmp_path / to}+{spec}"), Mitigated)
+        assert str(load(f"{tmp_path / to}+{spec}").mitigation) == spec

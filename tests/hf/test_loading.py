@@ -13,14 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from longrnn import load
 from longrnn import state as states
-from longrnn.checksums import write_checksums
+from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.hf import loading
-from longrnn.cells import MIXERS
 from longrnn.models import LanguageModel, RecurrentLM
 from longrnn.models.checkpoint import save_model
-from longrnn.ops import native as cpu_kernels
-from longrnn.ops.ssd import BACKENDS, mamba_ssm, resolve
 from longrnn.positions import POSITIONS
 from tests.contracts.builders import build_model, random_tokens
 from tests.hf.foreign import causal, with_bytes
@@ -99,41 +96,23 @@ def test_loading_draws_no_random_numbers(saved: Path) -> None:
 
 def test_the_backend_is_chosen_and_is_not_part_of_the_model(saved: Path, tmp_path: Path) -> None:
     """Backends agree, share a fingerprint, and exchange states; an unknown one is refused."""
-    fast, slow = load(saved), load(saved, backend="reference")
-    assert "backend=reference" in repr(slow)
-    assert f"backend={resolve('auto')}" in repr(fast)
+    fast, slow = load(saved), load(saved, backend="torch")
+    assert "backend=torch" in repr(slow)
+    assert "backend=auto" in repr(fast)
     torch.testing.assert_close(logits(slow), logits(fast), atol=1e-5, rtol=1e-5)
     assert slow.fingerprint() == fast.fingerprint()
     state = fast(random_tokens(2, 5)).state
     states.save(state, tmp_path / "state.safetensors", model=fast)
     assert states.load(tmp_path / "state.safetensors", slow).position.tolist() == [5, 5]
-    with pytest.raises(UserError, match="reference"):
-        load(saved, backend="referense")
+    with pytest.raises(UserError, match="torch"):
+        load(saved, backend="troch")
 
 
-@pytest.mark.parametrize("backend", ["native", "mamba_ssm"])
-def test_a_backend_that_this_machine_lacks(
-    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is refused for its own reason; a checkpoint that names it is computed by `auto`."""
-    save_model(build_model({"kind": "mamba2", "d_state": 4, "head_dim": 4}), tmp_path)
-    path = tmp_path / "config.json"
-    description = json.loads(path.read_text())
-    description["config"]["mixer"]["backend"] = backend
-    path.write_text(json.dumps(description))
-    write_checksums(tmp_path)
-
-    def cannot_import() -> None:
-        raise UserError("mamba-ssm is not installed: use another backend")
-
-    monkeypatch.delitem(BACKENDS, backend, raising=False)
-    monkeypatch.setattr(cpu_kernels, "library", lambda: None)
-    monkeypatch.setattr(mamba_ssm, "combined", cannot_import)
-    assert f"backend={resolve('auto')}" in repr(load(tmp_path))
-    assert backend in caplog.text
-    with pytest.raises(UserError) as caught:
-        load(tmp_path, backend=backend)
-    assert "config.json" not in str(caught.value)
+@pytest.mark.parametrize("backend", ["fla", "mamba_ssm"])
+def test_a_backend_that_needs_a_gpu_is_refused_when_it_is_called(backend: str, saved: Path) -> None:
+    model = load(saved, backend=backend)
+    with pytest.raises(UserError, match=backend):
+        logits(model)
 
 
 def test_a_backend_for_a_cell_without_backends_is_refused(tmp_path: Path) -> None:
@@ -141,7 +120,7 @@ def test_a_backend_for_a_cell_without_backends_is_refused(tmp_path: Path) -> Non
     save_model(build_model("lstm", dtype=torch.float32), tmp_path)
     load(tmp_path, backend="auto")
     with pytest.raises(UserError, match="backend"):
-        load(tmp_path, backend="reference")
+        load(tmp_path, backend="torch")
 
 
 def test_embedded_checkpoints_are_found_by_name(

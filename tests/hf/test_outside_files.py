@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longrnn import load, load_tokenizer
+from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.hf.loading import load_recurrent, resolve
 from longrnn.hf.tokenizer import byte_level
-from longrnn.cells import MIXERS
 from longrnn.models.checkpoint import save_model
 from tests.contracts.builders import build_model, random_tokens
 from tests.hf.foreign import causal, native, with_bytes

@@ -17,8 +17,8 @@ import pytest
 import torch
 from transformers.models.auto import modeling_auto
 
-from longrnn.hf.auto import LongRNNConfig, LongRNNForCausalLM, StateCache
 from longrnn.cells import MIXERS
+from longrnn.hf.auto import LongRNNConfig, LongRNNForCausalLM, StateCache
 from longrnn.models.blocks import Block
 from longrnn.state import leaves
 from tests.contracts.builders import mitigation_spec, mixer_spec

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.inference import prefill
 from longrnn.inference.overlapping import Overlap, overlapping_losses
 from longrnn.inference.scoring import token_losses
-from longrnn.cells import MIXERS
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
 from tests.contracts.builders import build_model, random_tokens

@@ -105,7 +105,7 @@ def after_padding(is_token: Tensor) -> Tensor:
 
 
 def check_inputs(
-    input_ids: Tensor | None, inputs_embeds: Tensor | None, cache: StateCache
+    input_ids: Tensor | None, inputs_embeds: Tensor | None, cache: StateCache, width: int
 ) -> Tensor:
     """Token ids, `(b, t)`; zeros where embeddings are given instead.
 
@@ -118,10 +118,10 @@ def check_inputs(
         return input_ids
     if input_ids is not None:
         raise UserError("both input_ids and inputs_embeds were given: give one of them")
-    if inputs_embeds.ndim != 3:
+    if inputs_embeds.ndim != 3 or inputs_embeds.shape[2] != width:
         raise UserError(
             f"inputs_embeds has shape {tuple(inputs_embeds.shape)}: give one vector per token, "
-            "(batch, time, hidden_size)"
+            f"(batch, time, {width})"
         )
     if cache.is_recording:
         raise UserError(
@@ -132,49 +132,39 @@ def check_inputs(
     return torch.zeros(shape, dtype=torch.long, device=inputs_embeds.device)
 
 
-class HiddenState:
-    """The vectors between two layers at the last tokens of a call, in parts of the text.
-
-    Args:
-        rows: of the call.
-        own: number of the last tokens.
-    """
-
-    def __init__(self, rows: Rows | None, own: int) -> None:
-        self._rows, self._own = rows, own
-        self._parts: list[Tensor] = []
-
-    def see(self, hidden: Tensor) -> None:
-        """Keeps `(b, t, d)`, the next part."""
-        self._parts.append(hidden)
-
-    def joined(self) -> Tensor:
-        """All parts, `(b, own, d)`; the very tensor with which the model computes, if possible."""
-        whole = self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts, 1)
-        if self._rows is not None:
-            first = self._rows.first_kept(self._own)
-            return self._rows.restore(whole[:, first:], self._own)
-        return whole if whole.shape[1] == self._own else whole[:, whole.shape[1] - self._own :]
-
-
 @contextmanager
-def hidden_states(model: RecurrentLM, rows: Rows | None, own: int) -> Iterator[list[HiddenState]]:
-    """A context in which the input of the first block and the output of each are kept.
+def block_outputs(model: RecurrentLM) -> Iterator[list[list[Tensor]]]:
+    """A context in which the input of the first block and the output of each are kept, by part.
 
     Args:
-        model: is called in the context.
-        rows: of the call.
-        own: number of the last tokens whose vectors are wanted.
+        model: is called in the context, and reads a long text in parts.
     """
-    found = [HiddenState(rows, own) for _ in range(len(model.blocks) + 1)]
-    first = model.blocks[0].register_forward_pre_hook(lambda module, args: found[0].see(args[0]))
-    handles = [first]
-    for block, one in zip(model.blocks, found[1:], strict=True):
-        handles.append(
-            block.register_forward_hook(lambda module, args, output, one=one: one.see(output[0]))
-        )
+    found: list[list[Tensor]] = [[] for _ in range(len(model.blocks) + 1)]
+    numbers = {block: number for number, block in enumerate(model.blocks)}
+
+    def see(block: nn.Module, args: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        if numbers[block] == 0:
+            found[0].append(args[0])
+        found[numbers[block] + 1].append(output[0])
+
+    handles = [block.register_forward_hook(see) for block in model.blocks]
     try:
         yield found
     finally:
         for handle in handles:
             handle.remove()
+
+
+def hidden_state(parts: list[Tensor], rows: Rows | None, own: int) -> Tensor:
+    """The vectors between two blocks at the last `own` tokens, `(b, own, d)`.
+
+    Args:
+        parts: of `block_outputs`; one part is returned as it is, the tensor that the model computes
+            with.
+        rows: of the call.
+        own: number of tokens.
+    """
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    if rows is not None:
+        return rows.restore(whole[:, rows.first_kept(own) :], own)
+    return whole if whole.shape[1] == own else whole[:, whole.shape[1] - own :]

@@ -26,11 +26,12 @@ from longrnn.hf.auto.arguments import (
     LOSS,
     Backbone,
     after_padding,
+    block_outputs,
     cache_of,
     check_arguments,
     check_devices,
     check_inputs,
-    hidden_states,
+    hidden_state,
     joined,
 )
 from longrnn.hf.auto.cache import StateCache
@@ -74,9 +75,7 @@ class LongRNNForCausalLM(  # pyright: ignore
         return Backbone(self)
 
     @classmethod
-    def of(
-        cls, model: RecurrentLM, *, tokenizer: str = "tokenizer.json"
-    ) -> LongRNNForCausalLM:
+    def of(cls, model: RecurrentLM, *, tokenizer: str = "tokenizer.json") -> LongRNNForCausalLM:
         """A Hugging Face model that shares the weights of a model of `longrnn.load`.
 
         Args:
@@ -158,7 +157,7 @@ class LongRNNForCausalLM(  # pyright: ignore
         """
         check_arguments(kwargs)
         cache = cache_of(past_key_values, state)
-        tokens = check_inputs(input_ids, inputs_embeds, cache)
+        tokens = check_inputs(input_ids, inputs_embeds, cache, self.config.hidden_size)
         is_token = padding(attention_mask, tokens)
         document = starts(position_ids if attention_mask is None else None, cu_seq_lens_q, tokens)
         pending = 0
@@ -177,7 +176,7 @@ class LongRNNForCausalLM(  # pyright: ignore
         rows = None if is_token is None and document is None else Rows(is_token, document)
         wanted = bool(self.config.output_hidden_states or output_hidden_states)
         read = tokens if inputs_embeds is None else inputs_embeds
-        with hidden_states(model, rows, own) if wanted else nullcontext([]) as found:
+        with block_outputs(model) if wanted else nullcontext([]) as found:
             hidden, after = model.hidden(read, begin, keep=own if wanted else keep, rows=rows)
         logits = model.head(hidden[:, hidden.shape[1] - min(keep, hidden.shape[1]) :])
         if isinstance(logits_to_keep, Tensor):
@@ -195,7 +194,9 @@ class LongRNNForCausalLM(  # pyright: ignore
             loss=loss,
             logits=logits,  # type: ignore[arg-type]
             past_key_values=cache if use_cache else None,
-            hidden_states=(*(one.joined() for one in found[:-1]), hidden) if wanted else None,
+            hidden_states=(*(hidden_state(one, rows, own) for one in found[:-1]), hidden)
+            if wanted
+            else None,
         )
         return output.to_tuple() if return_dict is False else output
 

@@ -59,7 +59,9 @@ class HybridCache(DynamicCache):
         cells: the states, by layer; empty before the first token.
     """
 
-    def __init__(self, config: Any, edits: Mapping[int, Edit | None], window: int | None = None) -> None:
+    def __init__(
+        self, config: Any, edits: Mapping[int, Edit | None], window: int | None = None
+    ) -> None:
         super().__init__(config=config)
         if window is not None:
             self.layers = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 from longrnn.cells import Mamba2, ScanningCell
@@ -54,8 +53,8 @@ class SharedMamba2(Mamba2):
         self.gate = family.gate(theirs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "norm" and not hasattr(self.layer, "norm"):
-            return SimpleNamespace(weight=self.layer.D)  # no gate without a norm reads it
+        if name == "norm" and not hasattr(getattr(self.layer, "norm", None), "weight"):
+            return self.layer.conv1d  # any weight: the gate of a layer without a norm reads none
         if name in SHARED:
             return getattr(self.layer, name)
         if name == "in_proj":

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from longrnn.cells import Cell
 from longrnn.errors import UserError
 from longrnn.hf.adapter import HFLanguageModel
-from longrnn.hf.hybrid.cache import HybridCarrier, HybridForward, HybridLayer
+from longrnn.hf.hybrid.cache import HybridCarrier, HybridForward
 from longrnn.hf.hybrid.cell import SharedMamba2
 from longrnn.hf.hybrid.families import FAMILIES, CannotReplaceError
 from longrnn.hf.positions import longest

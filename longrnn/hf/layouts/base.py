@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from longrnn.cells.mamba2 import Mamba2
 from longrnn.config import build_config
 from longrnn.errors import UserError
-from longrnn.cells.mamba2 import Mamba2
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 from longrnn.registry import Registry, keyword_options
 

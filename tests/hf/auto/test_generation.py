@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, TextIteratorStreamer
 
+from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.hf.auto import StateCache
 from longrnn.hf.tokenizer import byte_level
-from longrnn.cells import MIXERS
 from longrnn.models import generate
 from longrnn.state import clone, expand, leaves
 from tests.contracts.builders import VOCAB, mitigation_spec, random_state, random_tokens

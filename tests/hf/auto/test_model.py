@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from longrnn import load, mitigation
+from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.hf.auto import LongRNNConfig, LongRNNForCausalLM, StateCache
 from longrnn.hf.embedded import embedded
 from longrnn.mitigations import Mitigated
-from longrnn.cells import MIXERS
 from longrnn.models.checkpoint import save_model
 from longrnn.positions import POSITIONS
 from longrnn.state import LMState, leaves
