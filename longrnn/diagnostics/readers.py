@@ -135,19 +135,10 @@ def reader_of(model: LanguageModel) -> Reader:
     """
     if model.cells:
         return CellReader(model)
-    # Only other models need transformers, whose import takes seconds.
-    from longrnn.diagnostics.delta_reader import DeltaReader
-    from longrnn.hf.adapter import HFLanguageModel
-    from longrnn.hf.delta import has_delta_layers
-
-    kind = type(model).__name__
-    if isinstance(model, HFLanguageModel):
-        if has_delta_layers(model):
-            return DeltaReader(model)
-        kind = f"Hugging Face {model.kind}"
+    kind = getattr(model, "kind", type(model).__name__)
     raise UserError(
-        f"the states of a {kind} cannot be read: give an RNN, GRU, LSTM or Mamba-2 model, or a "
-        "hybrid with Mamba-2 or Gated DeltaNet layers"
+        f"longrnn cannot read the states of this {kind}: give an RNN, GRU, LSTM or Mamba-2 model, "
+        "or a hybrid with Mamba-2 layers"
     )
 
 

@@ -24,19 +24,17 @@ from longrnn.progress import Progress
 class HeadStatistics(NamedTuple):
     """Statistics of one layer at one position, each `(b, h)` float64 on the CPU; rows are prompts.
 
-    The state of a head is its p · n entries in Mamba-2 and its d_v · d_k in a Gated DeltaNet; RNN,
-    GRU and LSTM count as one head, whose state is the vector that recurs (c of an LSTM, h
-    otherwise).
+    The state of a head is its p · n entries in Mamba-2; RNN, GRU and LSTM count as one head, whose
+    state is the vector that recurs (c of an LSTM, h otherwise).
 
     Attributes:
         mean: over the entries.
         variance: over the entries.
         norm: Frobenius.
         retention: what is left of the state before the first token, exp(Σ log decay); for an LSTM
-            and a GRU the mean over units of the product of their gates; in a Gated DeltaNet the
-            root mean square over directions of the key, ‖M‖ / √d_k with M the product of the
-            transition matrices. None where the state is not a weighted sum over tokens: in an
-            Elman cell, and under a mitigation that redefines the recurrence.
+            and a GRU the mean over units of the product of their gates. None where the state is
+            not a weighted sum over tokens: in an Elman cell, and under a mitigation that redefines
+            the recurrence.
         first_share: norm of what the first tokens contributed and is left, over `norm`; above 1
             where later tokens cancel it. 1 up to the end of the first tokens; None as above.
         output_norm: `(b,)`, mean over the tokens since the last reading of ‖y‖, y the output of
@@ -54,8 +52,8 @@ class HeadStatistics(NamedTuple):
 class ChannelStatistics(NamedTuple):
     """Statistics of one layer by channel at one position, each `(b, h, p)` float64 on the CPU.
 
-    A channel of a head is one of the p rows of its p × n state in Mamba-2, one entry of the values
-    in a Gated DeltaNet, and one unit in RNN, GRU and LSTM.
+    A channel of a head is one of the p rows of its p × n state in Mamba-2, and one unit in RNN, GRU
+    and LSTM.
 
     Attributes:
         rms: root mean square of the channel's n entries of the state.

@@ -17,7 +17,6 @@ import torch
 from longrnn import load, mitigation
 from longrnn.diagnostics.record import read
 from longrnn.errors import UserError
-from longrnn.hf.delta import has_delta_layers
 from longrnn.mitigations import Mitigated
 from longrnn.ops.rows import Rows
 from longrnn.state import expand
@@ -31,7 +30,6 @@ BEGIN = "<!-- architectures: python -m tests.hf.architecture_table -->\n"
 END = "<!-- end of architectures -->\n"
 COLUMNS = "loads", "pieces", "forks", "padding", "mitigations", "diagnosis", "reason"
 NOT_OURS = "no Mamba-2 layers of the families below"
-READ_ONLY = "Gated DeltaNet layers are computed by transformers"
 
 
 class Support(NamedTuple):
@@ -89,9 +87,7 @@ def opened(theirs: Any) -> Any:
 
 def reason(model: Any) -> str:
     """Why not all of the columns are a yes."""
-    if model.cells:
-        return ""
-    return READ_ONLY if has_delta_layers(model) else NOT_OURS
+    return "" if model.cells else NOT_OURS
 
 
 def works(call: Callable[[], Any]) -> str:
