@@ -135,7 +135,7 @@ def load_plain(
     with ThreadPoolExecutor(1) as pool:
         damaged = pool.submit(damage_of_model, folder)
         try:
-            model = _open(folder, backend, dtype or named, balanced=device == BALANCED)
+            model = _open(folder, backend, dtype or named, device)
         except UserError as error:
             # The defect itself is more informative than a wrong checksum: both are reported.
             if (wrong := damaged.result()) is None:
@@ -145,16 +145,19 @@ def load_plain(
             raise UserError(refusal(folder, wrong))
     if isinstance(model, RecurrentLM):
         model.loaded_from = str(folder)
-    if device == BALANCED:
-        own = isinstance(model, RecurrentLM) and torch.cuda.is_available()
-        device = "cuda" if own else None
-    return model.to(device=device), spec
+        if device == BALANCED:
+            device = "cuda" if torch.cuda.is_available() else None
+        model.to(device=device)
+    return model, spec
 
 
 def _open(
-    folder: Path, backend: str, dtype: torch.dtype | None, *, balanced: bool
+    folder: Path, backend: str, dtype: torch.dtype | None, device: str | torch.device | None
 ) -> RecurrentLM | HFLanguageModel:
-    """Return the model in a folder, on the CPU or balanced, without verifying its checksums."""
+    """Return the model in a folder, without verifying its checksums.
+
+    Only a model that transformers runs is put on the device here.
+    """
     if lora.is_adapter(folder):
         return cast_weights(_load_adapter(folder, backend), dtype)
     config = read_config(folder)
@@ -167,7 +170,7 @@ def _open(
         return cast_weights(model, dtype)
     if backend != "auto":
         raise UserError(f"{folder} is computed by transformers and has no backend: leave it out")
-    return _load_transformer(folder, config, dtype, balanced)
+    return _load_transformer(folder, config, dtype, device)
 
 
 def _load_own(folder: Path, layout: type[Layout] | None, backend: str) -> RecurrentLM:
@@ -271,7 +274,7 @@ def _load_transformer(
     folder: Path,
     config: dict[str, Any],
     dtype: torch.dtype | None,
-    balanced: bool,
+    device: str | torch.device | None,
 ) -> HFLanguageModel:
     """Load a causal language model whose code is in transformers."""
     from transformers import AutoModelForCausalLM
@@ -295,7 +298,7 @@ def _load_transformer(
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype="auto" if dtype is None else dtype,
-                device_map=BALANCED if balanced else None,
+                device_map=BALANCED if device == BALANCED else None,
                 trust_remote_code=False,
                 local_files_only=True,
                 weights_only=True,
@@ -323,6 +326,8 @@ def _load_transformer(
             f"{folder} has {len(unused)} weights that a Hugging Face {kind} does not use, the "
             f"first {unused[0]}: check that its config.json belongs to this checkpoint"
         )
+    if device is not None and device != BALANCED:
+        model.to(device)  # where its kernels are those that the check will run
     return open_hugging_face(model)
 
 
