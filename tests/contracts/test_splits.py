@@ -1,113 +1,122 @@
-"""Any split of a sequence gives what one call gives: outputs, final state and gradients."""
+"""Any split of a sequence gives what one call gives: outputs, final state and gradients.
+
+So do calls without gradients, which run other kernels, and calls with frozen weights.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from longrnn.cells import Edit
-from longrnn.models import segments
-from tests.contracts import builders
+from longrnn.state import leaves
 from tests.contracts.builders import (
-    BLOCK_KINDS,
-    D_MODEL,
-    DTYPES,
+    LONGEST,
     MIXER_SPECS,
-    POSITION_SPECS,
-    assert_same,
+    Spec,
+    assert_trees_equal,
     build_mixer,
     build_model,
-    mixer_outcome,
-    model_outcome,
+    random_sizes,
     random_state,
     random_tokens,
     random_tree,
     spec_id,
-    splits,
+)
+from tests.contracts.subjects import (
+    Subject,
+    assert_same,
+    cell_leaves,
+    cell_outcome,
+    every_dtype,
+    every_subject,
+    outcome,
+    read,
+    small_chunks,
+    started,
 )
 
 pytestmark = pytest.mark.core
 
-POSITION_KINDS = [spec["kind"] for spec in POSITION_SPECS]
-seeds = st.integers(0, 10**6)
+TIME = 75  # more than a chunk of the C++ kernels, and several windows
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=spec_id)
-@pytest.mark.parametrize("edit", [None, Edit()], ids=["plain", "edited"])
+@every_dtype
+@every_subject
+def test_any_split_gives_the_same(subject: Subject, dtype: torch.dtype) -> None:
+    """From a state that is not zero, in pieces of any length, of which some are empty.
+
+    The pieces are computed in small chunks and segments, and the whole in large ones.
+    """
+    model = subject.build(dtype)
+    state, tokens = started(model, 2), random_tokens(2, TIME)
+    whole = outcome(model, tokens, state, [TIME])
+    values = {name: one.detach() for name, one in whole.items() if not name.startswith("gradient")}
+    for seed in (1, 2):
+        sizes = random_sizes(TIME, seed, empty=True)
+        with small_chunks():
+            assert_same(outcome(model, tokens, state, sizes), whole, dtype)
+        with torch.no_grad():
+            logits, after = read(model, tokens, state, sizes)
+        position = {"position": after.position}
+        assert_same({"logits": logits, **position, **cell_leaves(model, after)}, values, dtype)
+
+
+@every_dtype
+@every_subject
+def test_single_tokens_with_frozen_weights(subject: Subject, dtype: torch.dtype) -> None:
+    """Values, and the gradients of the state before them, are those with trained weights."""
+    model = subject.build(dtype)
+    state, tokens = started(model, 2), random_tokens(2, 4)
+    expected = outcome(model, tokens, state, [1, 1, 1, 1])
+    model.requires_grad_(False)
+    found = outcome(model, tokens, state, [1, 1, 1, 1])
+    assert found.keys() < expected.keys()
+    assert_same(found, {name: expected[name] for name in found}, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+@every_dtype
+@every_subject
+def test_random_splits_of_long_texts(subject: Subject, dtype: torch.dtype, seed: int) -> None:
+    """Lengths up to `LONGEST`, of other weights and batches."""
+    model, batch, time = subject.build(dtype, seed=seed), 1 + seed % 3, 1 + 97 * seed % LONGEST
+    state, tokens = started(model, batch, seed), random_tokens(batch, time, seed)
+    found = outcome(model, tokens, state, random_sizes(time, seed, empty=True))
+    assert_same(found, outcome(model, tokens, state, [time]), dtype)
+
+
+@every_dtype
 @pytest.mark.parametrize("spec", MIXER_SPECS, ids=spec_id)
-@settings(max_examples=6)
-@given(sizes=splits(empty=False), batch=st.integers(1, 3), seed=seeds)
-def test_any_split_of_a_mixer_gives_the_same(
-    spec: dict[str, Any],
-    edit: Edit | None,
-    dtype: torch.dtype,
-    sizes: list[int],
-    batch: int,
-    seed: int,
-) -> None:
-    """From a non-zero state, with and without the hooks of an edit."""
-    mixer = build_mixer(spec, dtype, seed)
-    state = random_tree(mixer.init_state(batch), seed)
-    x = random_tree(torch.empty(batch, sum(sizes), D_MODEL + 2, dtype=dtype), seed + 1)
-    whole = mixer_outcome(mixer, x, state, [sum(sizes)], edit)
-    assert_same(mixer_outcome(mixer, x, state, sizes, edit), whole, dtype)
+def test_any_split_of_a_cell(spec: Spec, dtype: torch.dtype) -> None:
+    """The gradient of its input too, whose width is not that of its output."""
+    cell = build_mixer(spec, dtype)
+    state = random_tree(cell.init_state(3), 1)
+    x = random_tree(torch.empty(3, 140, cell.d_input, dtype=dtype), 2)
+    whole = cell_outcome(cell, x, state, [140])
+    assert_same(cell_outcome(cell, x, state, random_sizes(140, 3)), whole, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=spec_id)
-@pytest.mark.parametrize("spec", MIXER_SPECS, ids=spec_id)
-@settings(max_examples=4)
-@given(
-    sizes=splits(empty=True),
-    batch=st.integers(1, 3),
-    seed=seeds,
-    position=st.sampled_from(POSITION_KINDS),
-    block=st.sampled_from(BLOCK_KINDS),
-)
-def test_any_split_of_a_model_gives_the_same(
-    spec: dict[str, Any],
-    dtype: torch.dtype,
-    sizes: list[int],
-    batch: int,
-    seed: int,
-    position: str,
-    block: str,
-) -> None:
-    """Pieces may also be empty."""
-    model = build_model(spec, position, block, dtype, seed)
-    state = random_state(model, batch, seed)
-    tokens = random_tokens(batch, sum(sizes), seed)
-    whole = model_outcome(model, tokens, state, [sum(sizes)])
-    assert_same(model_outcome(model, tokens, state, sizes), whole, dtype)
-
-
-@pytest.mark.parametrize("block", BLOCK_KINDS)
-@pytest.mark.parametrize("spec", MIXER_SPECS, ids=spec_id)
-@settings(max_examples=2)
-@given(time=st.integers(65, builders.LONGEST), batch=st.integers(1, 3), seed=seeds)
-def test_segments_do_not_change_results(
-    spec: dict[str, Any], block: str, time: int, batch: int, seed: int
-) -> None:
-    """Results do not depend on the size of the segments of a long call."""
-    model = build_model(spec, "sinusoidal", block, seed=seed)
-    state, tokens = random_state(model, batch, seed), random_tokens(batch, time, seed)
-
-    def outcome(segment_tokens: int) -> dict[str, torch.Tensor]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(segments, "segment_tokens", lambda d_model: segment_tokens)
-            return model_outcome(model, tokens, state, [time])
-
-    assert_same(outcome(1), outcome(10**6), torch.float64)
-
-
-@pytest.mark.parametrize("spec", MIXER_SPECS, ids=spec_id)
-def test_no_token_changes_nothing(spec: dict[str, Any]) -> None:
+@every_subject
+def test_no_token_changes_nothing(subject: Subject) -> None:
     """An empty call returns no logits and the very same state."""
-    model = build_model(spec)
-    state = random_state(model, 2)
+    model = subject.build()
+    state = started(model, 2)
     logits, after = model(random_tokens(2, 0), state)
     assert logits.shape == (2, 0, model.vocab_size)
-    builders.assert_trees_equal(after, state)
+    assert_trees_equal(after, state)
+
+
+@pytest.mark.parametrize("spec", MIXER_SPECS, ids=spec_id)
+def test_float32_does_not_drift(spec: Spec) -> None:
+    """3,000 tokens one by one and at once, against the same weights in float64."""
+    narrow, wide = build_model(spec, dtype=torch.float32), build_model(spec, dtype=torch.float32)
+    wide, tokens = wide.double(), random_tokens(1, 3000)
+    with torch.no_grad():
+        expected = read(wide, tokens, random_state(wide, 1), [3000])
+        for sizes in ([3000], [1] * 60 + [2940]):
+            logits, state = read(narrow, tokens, random_state(narrow, 1), sizes)
+            found = {"logits": logits[:, -500:], **cell_leaves(narrow, state)}
+            exact = {"logits": expected[0][:, -500:], **cell_leaves(wide, expected[1])}
+            assert_same(found, exact, torch.float32, tolerance=3e-5)
+    assert all(leaf.isfinite().all() for _, leaf in leaves(state))

@@ -9,9 +9,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
-from longrnn import Mitigated, generate, load, mitigation
+from longrnn import LanguageModel, Mitigated, generate, load, mitigation
 from tests.golden.results import (
     LENGTHS,
     Numbers,
@@ -95,7 +94,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 OPTION_MITIGATIONS = ("", "state_norm(threshold=0.3)", "sliding_window(window=16)")
 
 
-def checkpoint(name: str, spec: str, dtype: torch.dtype, **how: Any) -> nn.Module:
+def checkpoint(name: str, spec: str, dtype: torch.dtype, **how: Any) -> LanguageModel:
     """An embedded checkpoint under a mitigation; the plain model is loaded once."""
     plain = opened(name, dtype, *how.values())
     return Mitigated(plain, mitigation(spec)) if spec else plain
@@ -106,7 +105,7 @@ def opened(name: str, dtype: torch.dtype, backend: str = "auto") -> Any:
     return load(name, dtype=dtype, backend=backend)
 
 
-def small(options: dict[str, Any], spec: str, dtype: torch.dtype, **how: Any) -> nn.Module:
+def small(options: dict[str, Any], spec: str, dtype: torch.dtype, **how: Any) -> LanguageModel:
     """A small model under a mitigation; `backend` is an option of Mamba-2."""
     cell = {**options["cell"], **(how if options["cell"]["kind"] == "mamba2" else {})}
     plain = model(**{**options, "cell": cell}).to(dtype)
@@ -123,7 +122,7 @@ class Model(NamedTuple):
         scans: whether its cell is a Mamba-2.
     """
 
-    make: Callable[..., nn.Module]
+    make: Callable[..., LanguageModel]
     vocab_size: int
     is_small: bool
     scans: bool

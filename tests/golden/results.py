@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn import RecurrentLM
+from longrnn import LanguageModel, RecurrentLM
 from longrnn.state import LMState, detach
-from tests.golden.today import cell_states, new_model, parameter_key
+from tests.golden.today import cell_states, gradient_key, new_model, parameter_key
 from tests.texts import BOOK, DATA
 
 RECORD = DATA / "golden.json"
@@ -74,7 +74,7 @@ def random_pieces(length: int) -> list[int]:
 SPLITS = {"one_call": one_call, "pieces": random_pieces, "token_by_token": token_by_token}
 
 
-def read(model: nn.Module, ids: Tensor, sizes: Sequence[int]) -> tuple[Tensor, LMState]:
+def read(model: LanguageModel, ids: Tensor, sizes: Sequence[int]) -> tuple[Tensor, LMState]:
     """The logits of all tokens, read in pieces, and the final state."""
     state, outputs = None, []
     for piece in ids.split(list(sizes), dim=1):
@@ -84,7 +84,7 @@ def read(model: nn.Module, ids: Tensor, sizes: Sequence[int]) -> tuple[Tensor, L
     return torch.cat(outputs, dim=1), state
 
 
-def outputs(model: nn.Module, vocab_size: int, split: Split, lengths: Sequence[int]) -> Numbers:
+def outputs(model: LanguageModel, vocab_size: int, split: Split, lengths: Sequence[int]) -> Numbers:
     """Logits, losses and norms of the states after each length, by name."""
     found: Numbers = {}
     directions = np.random.default_rng(1).standard_normal((vocab_size, 1)) / vocab_size**0.5
@@ -98,19 +98,19 @@ def outputs(model: nn.Module, vocab_size: int, split: Split, lengths: Sequence[i
         found[f"{length} logsumexp"] = logits[:, -1].logsumexp(-1).tolist()
         loss = F.cross_entropy(logits[:, :-1].mT, ids[:, 1:], reduction="none")
         found[f"{length} loss"] = loss.mean(1).tolist()
-        for name, tensor in cell_states(state).items():
+        for name, tensor in cell_states(model, state).items():
             if tensor.numel():
                 found[f"{length} state {name}"] = [tensor.double().norm().item()]
     return found
 
 
-def gradients(model: nn.Module, vocab_size: int, split: Split) -> Numbers:
+def gradients(model: LanguageModel, vocab_size: int, split: Split) -> Numbers:
     """Norms of the gradients of the loss over 70 tokens, by parameter."""
     ids = tokens(vocab_size, LENGTHS[1] + 1)
     logits, _ = read(model, ids[:, :-1], split(LENGTHS[1]))
     F.cross_entropy(logits.mT, ids[:, 1:]).backward()
     return {
-        f"gradient {parameter_key(name)}": [parameter.grad.double().norm().item()]
+        f"gradient {gradient_key(model, name)}": [parameter.grad.double().norm().item()]
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }

@@ -18,31 +18,38 @@ from typing import Any
 import yaml
 from torch import Tensor
 
-from longrnn import RecurrentConfig, RecurrentLM
+from longrnn import LanguageModel, RecurrentConfig, RecurrentLM
+from longrnn.cells import EditedState
 from longrnn.state import LMState
 
 # Implementations of Mamba-2's recurrence on a CPU, as `load` and the cell's option take them.
-BACKENDS = ("native", "chunked", "reference")
+BACKENDS = ("cpu", "torch")
 
 
-def cell_states(state: LMState) -> dict[str, Tensor]:
-    """The state of every layer's cell by name, without what a mitigation remembers.
+def cell_states(model: LanguageModel, state: LMState) -> dict[str, Tensor]:
+    """The state of every layer's cell by name, without the inputs that a window remembers.
 
     Mamba-2 has `conv`, the last inputs of the convolution, and `ssm`, `(b, h, p, n)`; an LSTM `h`
     and `c`; a GRU and an RNN `h`. Under a mitigation they hold the edited recurrence's state after
-    the last token: with a window, the sum over the tokens inside it. The carries are not here,
-    because how a mitigation remembers is free.
+    the last token: with a window, the sum over the tokens inside it.
     """
-    return {
-        f"{layer}.{name}": tensor
-        for layer, own in enumerate(state.layers)
-        for name, tensor in own._asdict().items()
-    }
+    found = {}
+    memories = model.memories(state)
+    for layer, (own, memory) in enumerate(zip(model.cell_states(state), memories, strict=True)):
+        plain = own.state if isinstance(own, EditedState) else own
+        for name, tensor in plain._asdict().items():
+            found[f"{layer}.{name}"] = memory if name == "ssm" else tensor
+    return found
 
 
 def parameter_key(name: str) -> str:
     """The name of a parameter without those of the modules around it: `0.in_proj.weight`."""
     return ".".join(part for part in name.split(".") if part not in ("blocks", "mixer", "cell"))
+
+
+def gradient_key(model: LanguageModel, name: str) -> str:
+    """The name of a parameter's gradient; with `model.` in front under a mitigation."""
+    return f"{'' if model.mitigation is None else 'model.'}{parameter_key(name)}"
 
 
 def model_options(cell: Mapping[str, Any], **options: Any) -> dict[str, Any]:

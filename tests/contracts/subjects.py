@@ -1,0 +1,226 @@
+"""Every cell under every mitigation, and what a call of one gives: values, states, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from longrnn.cells import MIXERS, Cell, Edit, EditedState
+from longrnn.models import LanguageModel, RecurrentLM, Rows, recurrent
+from longrnn.ops import cpu, limit, scan, window
+from longrnn.positions import POSITIONS
+from longrnn.state import LMState, PyTree, leaves
+from tests.contracts.builders import (
+    BLOCK_KINDS,
+    DEFINED,
+    DTYPES,
+    MIXER_SPECS,
+    TOLERANCE,
+    Spec,
+    assert_near,
+    build_mitigated,
+    differentiable,
+    generator,
+    mixer_spec,
+    random_state,
+    random_tokens,
+    random_tree,
+    real_leaves,
+    spec_id,
+)
+
+# The backends of scanning cells that this machine runs, and the names of their kernels' options.
+BACKENDS = ["torch"] if cpu.missing() else ["torch", "cpu"]
+needs_kernels = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
+
+
+class Subject(NamedTuple):
+    """A cell under mitigations, in a model with a position encoding and a kind of block."""
+
+    specs: list[Spec]
+    mixer: Spec
+    position: str = "none"
+    block: str = "residual"
+
+    def build(self, dtype: torch.dtype = torch.float64, **more: Any) -> RecurrentLM:
+        options = {"position": self.position, "block": self.block, "dtype": dtype, **more}
+        return build_mitigated(self.specs, self.mixer, **options)
+
+
+def _subjects() -> dict[str, Subject]:
+    """Every cell; every mitigation with every cell and backend; every encoding and block.
+
+    Encodings and blocks take turns: they change the input of a cell, which no mitigation sees.
+    """
+    cases: dict[str, tuple[list[Spec], Spec]] = {spec_id(one): ([], one) for one in MIXER_SPECS}
+    for spec, mixer in DEFINED:
+        if spec["kind"] == "none":
+            continue
+        for backend in BACKENDS if MIXERS[mixer["kind"]].scans else [""]:
+            name = f"{spec['kind']} {mixer['kind']} {backend}".strip()
+            cases[name] = ([spec], mixer | ({"backend": backend} if backend else {}))
+    positions, found = list(POSITIONS), {}
+    for number, (name, (specs, mixer)) in enumerate(cases.items()):
+        turn = positions[number % len(positions)], BLOCK_KINDS[number // 2 % len(BLOCK_KINDS)]
+        found[name] = Subject(specs, mixer, *turn)
+    for position in positions:
+        for block in BLOCK_KINDS:
+            found[f"{position} {block}"] = Subject([], mixer_spec("mamba2"), position, block)
+    return found
+
+
+SUBJECTS = _subjects()
+every_subject = pytest.mark.parametrize("subject", SUBJECTS.values(), ids=SUBJECTS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=spec_id)
+
+
+@contextmanager
+def small_chunks(chunk: int = 4, chunks_at_once: int = 2) -> Iterator[None]:
+    """Cuts time into pieces so small that short texts reach every edge between them."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (scan, limit):
+            patch.setattr(module, "CHUNK", chunk)
+            patch.setattr(module, "SEGMENT", chunk * chunks_at_once)
+        patch.setattr(window, "FEW", 1)
+        for name in ("SEGMENT_TOKENS", "SEGMENT_NUMBERS"):
+            patch.setattr(recurrent, name, 1)  # segments of 64 tokens
+        yield
+
+
+def random_masks(batch: int, time: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Random `is_token` and `is_document_start`; some rows may be padding only."""
+    randomness = generator(seed)
+
+    def chance(limit: float) -> Tensor:
+        return torch.rand(batch, time, generator=randomness) < limit
+
+    left, right = (torch.randint(0, time // 3 + 1, (batch, 1), generator=randomness) for _ in "ab")
+    index = torch.arange(time)
+    is_token = (index >= left) & (index < time - right) & ~chance(0.2)
+    is_token &= torch.rand(batch, 1, generator=randomness) < 0.9
+    return is_token, chance(0.15) & is_token
+
+
+def started(model: LanguageModel, batch: int, seed: int = 0, time: int = 9) -> LMState:
+    """The state after some tokens from a random one, so that windows hold inputs too."""
+    with torch.no_grad():
+        return model(random_tokens(batch, time, seed), random_state(model, batch, seed)).state
+
+
+def functional(tree: PyTree, seed: int) -> Tensor:
+    """A random linear functional of the real leaves of a tree."""
+    weights = random_tree(tree, seed)
+    pairs = zip(leaves(tree), leaves(weights), strict=True)
+    terms = [(leaf * weight).sum() for (_, leaf), (_, weight) in pairs if leaf.is_floating_point()]
+    return torch.stack(terms).sum()
+
+
+def parameters(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        f"parameter {name}": value
+        for name, value in module.named_parameters()
+        if value.requires_grad
+    }
+
+
+def gradients(outputs: PyTree, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients of a random functional of the outputs; 0 where an input is not used."""
+    found = torch.autograd.grad(
+        functional(outputs, seed=99), list(inputs.values()), materialize_grads=True
+    )
+    return {f"gradient of {name}": g for name, g in zip(inputs, found, strict=True)}
+
+
+def cell_outcome(
+    cell: Cell, x: Tensor, state: PyTree, sizes: Sequence[int], edit: Edit | None = None
+) -> dict[str, Tensor]:
+    """Outputs, final state and every gradient of a cell run in pieces, by name."""
+    x, state = differentiable(x), differentiable(state)
+    outputs, after = [], state
+    for piece in x.split(list(sizes), dim=1):
+        y, after = cell(piece, after, edit)
+        outputs.append(y)
+    y = torch.cat(outputs, dim=1)
+    inputs = {"x": x, **real_leaves(state, "state."), **parameters(cell)}
+    return {"y": y, **real_leaves(after, "final ")} | gradients((y, after), inputs)
+
+
+def read(
+    model: LanguageModel,
+    tokens: Tensor,
+    state: LMState | None,
+    sizes: Sequence[int],
+    masks: Sequence[Tensor] = (),
+) -> tuple[Tensor, LMState]:
+    """The logits of tokens that are read in pieces, and the final state.
+
+    Args:
+        sizes: of the pieces.
+        masks: `is_token` and `is_document_start`, or nothing.
+    """
+    outputs = []
+    for part, *cut in zip(*(one.split(list(sizes), 1) for one in (tokens, *masks)), strict=True):
+        given: dict[str, Any] = {"rows": Rows(*cut)} if cut else {}
+        logits, state = model(part, state, **given)
+        outputs.append(logits)
+    assert state is not None
+    return torch.cat(outputs, dim=1), state
+
+
+def cell_leaves(model: LanguageModel, state: LMState) -> dict[str, Tensor]:
+    """The state of each cell by name, with the memories of windowed heads in their place."""
+    found: dict[str, Tensor] = {}
+    for layer, own in enumerate(model.cell_states(state)):
+        plain = own.state if isinstance(own, EditedState) else own
+        found |= real_leaves(plain, f"final {layer}.")
+    for layer, memory in enumerate(model.memories(state)):
+        if model.cells[layer].scans:
+            found[f"final {layer}.ssm"] = memory
+    return found
+
+
+def outcome_of(
+    model: LanguageModel, logits: Tensor, start: LMState, after: LMState
+) -> dict[str, Tensor]:
+    """Outputs, final states and all gradients, by name."""
+    final = cell_leaves(model, after)
+    inputs = {**real_leaves(start, "state."), **parameters(model)}
+    found = {"logits": logits, "position": after.position, **final}
+    return found | gradients((logits, list(final.values())), inputs)
+
+
+def outcome(
+    model: LanguageModel,
+    tokens: Tensor,
+    state: LMState,
+    sizes: Sequence[int],
+    masks: Sequence[Tensor] = (),
+) -> dict[str, Tensor]:
+    """`outcome_of` tokens that are read in pieces."""
+    start = differentiable(state)
+    logits, after = read(model, tokens, start, sizes, masks)
+    return outcome_of(model, logits, start, after)
+
+
+def assert_same(
+    actual: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    dtype: torch.dtype,
+    tolerance: float | None = None,
+) -> None:
+    """Equal tensor by tensor, to the tolerance of `dtype`.
+
+    In float32 the gradients of the parameters share one scale: each is a sum over all tokens, and
+    where a small one (D has one entry per head) cancels, its size does not bound its rounding.
+    """
+    assert actual.keys() == expected.keys()
+    of_parameters = [name for name in expected if name.startswith("gradient of parameter")]
+    shared = max((expected[name].abs().max().item() for name in of_parameters), default=0.0)
+    for name in expected:
+        scale = shared if dtype != torch.float64 and name in of_parameters else 0.0
+        assert_near(actual[name], expected[name], tolerance or TOLERANCE[dtype], name, scale)
