@@ -10,7 +10,7 @@ from longrnn.cli.options import Checkpoint
 from longrnn.cli.verify import print_verified
 
 if TYPE_CHECKING:
-    from longrnn.hf.adapter import HFLanguageModel
+    from longrnn.hf.foreign import ForeignLM
     from longrnn.models import RecurrentLM
 
 
@@ -69,7 +69,7 @@ def _recurrent(model: RecurrentLM) -> dict[str, str]:
     }
 
 
-def _hugging_face(model: HFLanguageModel) -> dict[str, str]:
+def _hugging_face(model: ForeignLM) -> dict[str, str]:
     import torch
 
     from longrnn import state

@@ -23,7 +23,7 @@ from longrnn.models.checkpoint import DTYPES, build_model, cast_weights, load_mo
 from longrnn.models.recurrent import RecurrentLM
 
 if TYPE_CHECKING:
-    from longrnn.hf.adapter import HFLanguageModel
+    from longrnn.hf.foreign import ForeignLM
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def load(
     dtype: torch.dtype | None = None,
     revision: str | None = None,
     beyond: bool = False,
-) -> RecurrentLM | HFLanguageModel:
+) -> RecurrentLM | ForeignLM:
     """Load a language model for evaluation.
 
     Args:
@@ -89,7 +89,7 @@ def load(
         beyond: whether a transformer may read more tokens than its configuration allows.
 
     Returns:
-        A `RecurrentLM` (which supports all mitigations) or an `HFLanguageModel`: a `HybridLM`,
+        A `RecurrentLM` (which supports all mitigations) or an `ForeignLM`: a `HybridLM`,
         which supports all mitigations, if it has Mamba-2 layers that longrnn can compute. The model
         is under the mitigation that the name has or the checkpoint records.
 
@@ -115,7 +115,7 @@ def load_plain(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     revision: str | None = None,
-) -> tuple[RecurrentLM | HFLanguageModel, str | None]:
+) -> tuple[RecurrentLM | ForeignLM, str | None]:
     """Return a model without any mitigation, and what its name gives for `mitigated`; see `load`.
 
     Raises:
@@ -153,7 +153,7 @@ def load_plain(
 
 def _open(
     folder: Path, backend: str, dtype: torch.dtype | None, device: str | torch.device | None
-) -> RecurrentLM | HFLanguageModel:
+) -> RecurrentLM | ForeignLM:
     """Return the model in a folder, without verifying its checksums.
 
     Only a model that transformers runs is put on the device here.
@@ -194,7 +194,7 @@ def _load_adapter(folder: Path, backend: str) -> RecurrentLM:
 
 def load_editable(
     name_or_path: str | Path, *, device: str | torch.device | None = None
-) -> RecurrentLM | HFLanguageModel:
+) -> RecurrentLM | ForeignLM:
     """Load a model whose recurrent layers can be edited and read, without a mitigation.
 
     Raises:
@@ -275,7 +275,7 @@ def _load_transformer(
     config: dict[str, Any],
     dtype: torch.dtype | None,
     device: str | torch.device | None,
-) -> HFLanguageModel:
+) -> ForeignLM:
     """Load a causal language model whose code is in transformers."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

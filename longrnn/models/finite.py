@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longrnn.errors import UserError
 from longrnn.models.base import MAX_LOGITS, LanguageModel
@@ -63,13 +63,19 @@ def explain_nonfinite(
             positions = first[:, None] + torch.arange(part.shape[1], device=first.device)
             place = f" from token {int(positions[bad].min()):,} on"
             break
+    raise UserError(f"the model's logits are not finite{place}: {cause_of_nonfinite(model)}")
+
+
+def cause_of_nonfinite(model: nn.Module) -> str:
+    """Why logits of a model are not finite, and what to do."""
     for name, weight in model.named_parameters():
-        if not bool(weight.isfinite().all()):
-            cause = f"its weight {name} is not finite; take an earlier checkpoint"
-            break
-    else:
-        cause = (
-            "its values overflow; use a wider dtype (CHECKPOINT+float32, or load(dtype=…)), or "
-            "shorter texts"
-        )
-    raise UserError(f"the model's logits are not finite{place}: {cause}")
+        if weight.is_floating_point() and not bool(weight.isfinite().all()):
+            wider = "" if bool(weight.isnan().any()) else ", or load it with a wider dtype"
+            return (
+                f"its weight {name} has NaN or infinite values; copy the checkpoint again, or take "
+                f"an earlier one{wider}"
+            )
+    return (
+        "its values overflow; use a wider dtype (CHECKPOINT+float32, or load(dtype=…)), or shorter "
+        "texts"
+    )

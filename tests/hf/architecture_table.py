@@ -24,7 +24,7 @@ from tests.hf.architectures import FEW, MANY, architecture
 from tests.hf.foreign import tokens
 
 DOCUMENT = Path(__file__).parents[2] / "docs/checkpoints.md"
-REFUSED = ["deepseek_v4", "moshi", "openai-gpt"]
+REFUSED = ["deepseek_v4", "minimax", "moshi", "openai-gpt", "recurrent_gemma", "xlstm"]
 KINDS = sorted({*FEW, *MANY, *REFUSED})
 BEGIN = "<!-- architectures: python -m tests.hf.architecture_table -->\n"
 END = "<!-- end of architectures -->\n"

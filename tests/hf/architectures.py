@@ -114,8 +114,7 @@ def names(text: str) -> list[str]:
 # One for each kind of cache, and the architectures with the most unusual caches.
 FEW = names(
     """
-    llama mistral gpt2 mamba rwkv falcon_h1 bamba deepseek_v32 jamba kimi_linear minimax
-    recurrent_gemma xlstm rembert
+    llama mistral gpt2 mamba rwkv falcon_h1 bamba deepseek_v32 jamba kimi_linear rembert
     """
 )
 MANY = names(

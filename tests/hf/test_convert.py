@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from longrnn import Mitigated, load, load_tokenizer, mitigation
 from longrnn.errors import UserError
-from longrnn.hf.adapter import HFLanguageModel
 from longrnn.hf.convert import convert
+from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.weights import read_weights
 from longrnn.models import RecurrentLM
 from longrnn.models.checkpoint import save_model
@@ -309,7 +309,7 @@ def test_damage_of_a_hugging_face_model_is_named(tmp_path: Path) -> None:
     folder = with_bytes(causal("llama", vocab_size=256), tmp_path / "llama")
     path = folder / "model.safetensors"
     whole = load_file(path)
-    assert isinstance(load(folder), HFLanguageModel)
+    assert isinstance(load(folder), ForeignLM)
     with pytest.raises(UserError, match="backend"):
         load(folder, backend="torch")
     save_file({k: v for k, v in whole.items() if k != "model.norm.weight"}, path, {"format": "pt"})

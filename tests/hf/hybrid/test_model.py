@@ -15,7 +15,7 @@ from longrnn import load
 from longrnn import state as states
 from longrnn.cells import Mamba2
 from longrnn.errors import UserError
-from longrnn.hf.adapter import HFLanguageModel
+from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.model import HybridLM, open_hugging_face
 from longrnn.ops.rows import Rows
@@ -88,7 +88,7 @@ def test_the_model_stays_as_it_was_for_transformers(kind: str) -> None:
     plain, theirs, text = architecture(kind), architecture(kind), tokens(2, 12) % 60
     model = open_hugging_face(theirs)
     assert list(theirs.state_dict()) == list(plain.state_dict())
-    assert model.fingerprint() == HFLanguageModel(plain).fingerprint()
+    assert model.fingerprint() == ForeignLM(plain).fingerprint()
     with torch.no_grad():
         one, other = (each(input_ids=text, use_cache=True) for each in (plain, theirs))
     assert torch.equal(one.logits, other.logits)
@@ -169,7 +169,7 @@ def test_a_layer_that_our_cell_cannot_compute_runs_on_transformers(
     theirs = architecture("bamba", hidden_act="relu")
     with caplog.at_level(logging.WARNING):
         model = open_hugging_face(theirs)
-    assert type(model) is HFLanguageModel
+    assert type(model) is ForeignLM
     (message,) = [record.getMessage() for record in caplog.records if "longrnn" in record.name]
     assert "relu" in message
 
@@ -183,7 +183,7 @@ def test_a_layer_that_differs_from_the_table_is_found(
     monkeypatch.setitem(FAMILIES, "bamba", wrong)
     with caplog.at_level(logging.WARNING):
         model = open_hugging_face(architecture("bamba"))
-    assert type(model) is HFLanguageModel
+    assert type(model) is ForeignLM
     assert "logits differ" in caplog.text
 
 
