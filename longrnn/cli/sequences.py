@@ -42,7 +42,7 @@ def evaluate_sequences(
     from longrnn.evaluation import sequences as measure
     from longrnn.hf.loading import load, resolve
     from longrnn.hf.specs import split_spec
-    from longrnn.inference.length_limit import refuse_long
+    from longrnn.inference.engine import refuse_long
     from longrnn.tasks import TASKS, SequenceTask
 
     tokens = None if length is None else parse_length(length)

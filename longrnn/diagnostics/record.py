@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longrnn.diagnostics.observers import MeanLoss
 from longrnn.diagnostics.readers import Kept, reader_of
-from longrnn.inference.prefill import scored_tokens
+from longrnn.inference.trie import scored_tokens
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
 

@@ -227,9 +227,7 @@ class RecurrentLM(LanguageModel):
             x = rows.without_padding(x)
         return x.to(torch.promote_types(x.dtype, torch.float32)) if self._wide else x, after
 
-    def _segment(
-        self, tokens: Tensor, state: LMState, rows: Rows | None
-    ) -> tuple[Tensor, LMState]:
+    def _segment(self, tokens: Tensor, state: LMState, rows: Rows | None) -> tuple[Tensor, LMState]:
         """The residual stream after the blocks, for one segment."""
         x, position = self.embed(tokens, state.position, rows)
         plain = rows is None and self._edits is None

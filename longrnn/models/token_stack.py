@@ -147,7 +147,9 @@ class _Packed:
 
     def _addresses(self) -> tuple[list[int], list[torch.dtype]]:
         # One loop over all tensors per property: a loop over tensors in Python takes longer.
-        return list(map(Tensor.data_ptr, self.tensors)), list(map(attrgetter("dtype"), self.tensors))
+        return list(map(Tensor.data_ptr, self.tensors)), list(
+            map(attrgetter("dtype"), self.tensors)
+        )
 
 
 def _suits(block: nn.Module) -> bool:

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from longrnn.errors import UserError
-from longrnn.inference.prefix import Prompt, answers
-from longrnn.inference.scoring import Pair, score, token_losses
-from longrnn.mitigations import Mitigated, mitigation
 from longrnn.cells import MIXERS
+from longrnn.errors import UserError
+from longrnn.inference.engine import Pair, Prompt, answers, score, token_losses
+from longrnn.mitigations import Mitigated, mitigation
 from longrnn.models import LMOutput, RecurrentLM, generate
 from longrnn.models.checkpoint import save_model
 from longrnn.models.finite import explain_nonfinite, find_nonfinite

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from longrnn.diagnostics.jacobian import Step, spectrum
-from longrnn.inference.scoring import token_losses
-from longrnn.cells import MIXERS
-from longrnn.models import LanguageModel, generate
 from longrnn.models.recompute import GRANULARITIES
 from longrnn.ops.ssd import BACKENDS
 from longrnn.ops.ssd.self_test import TOLERANCE as BACKEND_TOLERANCE
 from longrnn.ops.ssd.self_test import self_test
+from torch import Tensor
+
+from longrnn.cells import MIXERS
+from longrnn.diagnostics.jacobian import Step, spectrum
+from longrnn.inference.engine import token_losses
+from longrnn.models import LanguageModel, generate
 from longrnn.state import clone, leaves, tree_map
 from longrnn.training.objective import Objective
 from tests.contracts.builders import (

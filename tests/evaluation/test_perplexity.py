@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.evaluation.forgetting import forgetting
 from longrnn.evaluation.perplexity import STRETCH, edges, evaluate, summarise
 from longrnn.evaluation.texts import Document, read_documents
-from longrnn.inference import prefill
-from longrnn.cells import MIXERS
+from longrnn.inference import trie
 from longrnn.models import LMOutput, RecurrentLM
 from longrnn.results import Row
 from longrnn.state import LMState
@@ -49,7 +49,7 @@ def test_against_all_logits_at_once(
     mixer: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Losses by bucket and stretch equal those computed from all logits at once."""
-    monkeypatch.setattr(prefill, "SCORED_TOKENS", piece)
+    monkeypatch.setattr(trie, "SCORED_TOKENS", piece)
     model = build_model(mixer, position="sinusoidal")
     documents = [document(1, 2 * LENGTH + 1), document(2, LENGTH + 1), document(3, 2 * LENGTH)]
     rows = evaluate(
@@ -115,7 +115,7 @@ class Counting:
 
 def test_logits_never_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call gets at most a fixed number of tokens and keeps only the logits of one piece."""
-    monkeypatch.setattr(prefill, "CALL_LOGITS", 100_000)
+    monkeypatch.setattr(trie, "CALL_LOGITS", 100_000)
     model = Counting()
     evaluate(model, [document(0, 2001)], length=1000, output=tmp_path / "r.jsonl", quiet=True)
     assert sum(rows * tokens for rows, tokens in model.calls) == 2000

@@ -13,6 +13,7 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.models import LMOutput, RecurrentLM, generate
 from longrnn.models.generate import stream
+from longrnn.ops.rows import Rows
 from longrnn.state import LMState, join, leaves, take
 from tests.contracts.builders import (
     VOCAB,
@@ -70,7 +71,7 @@ def test_a_padded_prompt_gives_what_its_rows_give(model: RecurrentLM, side: str)
         is_token[row, places[side]] = True
         tokens[row, is_token[row]] = prompt[0]
     state = random_state(model, 3)
-    together = generate(model, tokens, state, is_token=is_token, max_new_tokens=6)
+    together = generate(model, tokens, state, rows=Rows(is_token), max_new_tokens=6)
     for row, prompt in enumerate(prompts):
         alone = generate(model, prompt, take(state, [row]), max_new_tokens=6)
         assert together.tokens[row] == alone.tokens[0]
@@ -84,7 +85,7 @@ def test_a_prompt_of_padding_is_refused(model: RecurrentLM) -> None:
     """A row without a token has nothing to continue."""
     is_token = torch.tensor([[True, True], [False, False]])
     with pytest.raises(UserError, match="row 1"):
-        generate(model, random_tokens(2, 2), max_new_tokens=1, is_token=is_token)
+        generate(model, random_tokens(2, 2), max_new_tokens=1, rows=Rows(is_token))
 
 
 def test_a_padded_prompt_with_nan_names_the_token_of_its_row(model: RecurrentLM) -> None:
@@ -94,7 +95,7 @@ def test_a_padded_prompt_with_nan_names_the_token_of_its_row(model: RecurrentLM)
     tokens = torch.tensor([[0, 0, 1, VOCAB - 1], [1, 2, 3, 4]])
     is_token = torch.tensor([[False, False, True, True], [True] * 4])
     with pytest.raises(UserError, match="token 1"):
-        generate(model, tokens, max_new_tokens=1, is_token=is_token)
+        generate(model, tokens, max_new_tokens=1, rows=Rows(is_token))
 
 
 def test_greedy(model: RecurrentLM) -> None:
