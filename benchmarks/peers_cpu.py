@@ -23,16 +23,16 @@ from shutil import which
 from typing import Any
 
 import torch
+from longrnn.models.segments import segment_tokens
+from longrnn.ops.ssd import BACKENDS
 
 from benchmarks.llama_bench import Peer
 from benchmarks.prefill_cpu import MIXER, draw, transformers_twin
 from benchmarks.timing import interleaved, write_json
-from longrnn.hf.loading import load_recurrent
 from longrnn.cells import Mamba2
+from longrnn.hf.load import load_recurrent
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
-from longrnn.models.segments import segment_tokens
 from longrnn.ops import native
-from longrnn.ops.ssd import BACKENDS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PARTS = ("prefill", "decode", "long")

@@ -11,7 +11,7 @@ from longrnn.diagnostics.gradients import LENGTHS
 from longrnn.diagnostics.plots import new_figure, png
 from longrnn.diagnostics.through_time import BINS, Run, histogram, last_scored
 from longrnn.files import write_atomic
-from longrnn.hf.loading import load_recurrent
+from longrnn.hf.load import load_recurrent
 from longrnn.intervals import mean
 from longrnn.seeds import seeded
 from longrnn.sweep.table import table

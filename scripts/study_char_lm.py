@@ -30,7 +30,7 @@ from longrnn.errors import UserError, nearest
 from longrnn.evaluation import perplexity as measure
 from longrnn.evaluation.texts import read_documents
 from longrnn.files import write_atomic
-from longrnn.hf.loading import load_recurrent
+from longrnn.hf.load import load_recurrent
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.programs import run_script
 from longrnn.tasks import TASKS

@@ -31,7 +31,7 @@ from longrnn.evaluation import perplexity as loss
 from longrnn.evaluation.passkey_grid import Grid
 from longrnn.evaluation.texts import read_documents, tokenised
 from longrnn.files import write_atomic
-from longrnn.hf.loading import load_recurrent
+from longrnn.hf.load import load_recurrent
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.hf.training_length import required_training_length
 from longrnn.mitigations import MITIGATIONS

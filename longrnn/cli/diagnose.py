@@ -85,8 +85,7 @@ def states(
     from longrnn.diagnostics.states_report import write_report
     from longrnn.diagnostics.states_summary import summary
     from longrnn.evaluation.texts import read_documents
-    from longrnn.hf.loading import load_plain
-    from longrnn.hf.specs import mitigated
+    from longrnn.hf.load import load_plain, mitigated
     from longrnn.hf.tokenizer import load_tokenizer
     from longrnn.hf.training_length import required_training_length
 

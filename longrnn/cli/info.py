@@ -32,8 +32,8 @@ def info(
     if verify:
         print_verified(checkpoint)
         return
-    from longrnn.hf.loading import load, resolve
-    from longrnn.hf.specs import split_spec
+    from longrnn.hf.load import load
+    from longrnn.hf.names import resolve, split_spec
 
     model = load(checkpoint)
     parameters = sum(parameter.numel() for parameter in model.parameters())

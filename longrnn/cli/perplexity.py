@@ -199,7 +199,7 @@ def _told_apart(names: Sequence[str]) -> list[str]:
 
 def _earlier_name(model: str) -> str:
     """The name of a model's file in earlier versions."""
-    from longrnn.hf.specs import split_spec
+    from longrnn.hf.names import split_spec
 
     path, own = split_spec(model)
     return file_name("+".join(filter(None, (Path(path).resolve().name, own and plain_name(own)))))

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from longrnn.errors import UserError
-from longrnn.hf.loading import load_recurrent
+from longrnn.hf.load import load_recurrent
 from longrnn.intervals import Estimate, mean
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.progress import Progress

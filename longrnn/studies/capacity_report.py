@@ -9,7 +9,7 @@ from longrnn.config import read_recorded
 from longrnn.console import print_table
 from longrnn.diagnostics.record import state_size
 from longrnn.errors import UserError
-from longrnn.hf.loading import load_recurrent
+from longrnn.hf.load import load_recurrent
 from longrnn.hf.training_length import training_length
 from longrnn.locks import Lock
 from longrnn.studies import capacity, capacity_fits

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longrnn.errors import UserError
-from longrnn.hf.loading import load
-from longrnn.cells import INITS, MIXERS, RNN, Mamba2, Cell
+from longrnn.cells import INITS, MIXERS, RNN, Cell, Mamba2
 from longrnn.cells.init import MAX_TIME_SCALE
 from longrnn.cells.stepwise import StepwiseCell
+from longrnn.errors import UserError
+from longrnn.hf.load import load
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from tests.contracts.builders import D_MODEL, assert_trees_equal, mixer_spec, random_tokens

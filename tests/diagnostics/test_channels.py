@@ -13,15 +13,15 @@ import yaml
 from torch import Tensor
 
 from longrnn.bundled import bundled
+from longrnn.cells import MIXERS, mamba2
 from longrnn.diagnostics.channels import ChannelDetector, Channels, holding, top_share
 from longrnn.diagnostics.record import ChannelStatistics, read
 from longrnn.diagnostics.states import Diagnosis, diagnose, text_prompt
 from longrnn.diagnostics.states_overview import overview
 from longrnn.diagnostics.states_summary import summary
 from longrnn.evaluation.texts import read_documents
-from longrnn.hf.loading import load_recurrent
+from longrnn.hf.load import load_recurrent
 from longrnn.hf.tokenizer import load_tokenizer
-from longrnn.cells import MIXERS, mamba2
 from longrnn.models import RecurrentLM
 from tests.contracts.builders import assert_near, build_model, random_tokens
 from tests.diagnostics.test_states import prompt

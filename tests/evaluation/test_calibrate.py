@@ -15,17 +15,17 @@ from torch import Tensor
 
 import longrnn
 from longrnn import Mitigated
+from longrnn.cells import MIXERS
 from longrnn.cli.options import warn_if_calibrated_on
 from longrnn.errors import UserError
 from longrnn.evaluation.calibrate import METHODS, OF_ONE_METHOD, Settings, calibrate
 from longrnn.evaluation.layer_statistics import EVERY
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.files import sha256
-from longrnn.hf.loading import load_recurrent
+from longrnn.hf.load import load_recurrent
 from longrnn.mitigations import mitigation
 from longrnn.mitigations.base import Calibration, Mitigation
 from longrnn.mitigations.spec import write_calibration
-from longrnn.cells import MIXERS
 from longrnn.models import RecurrentLM
 from longrnn.tasks.passkey_prompts import FILLER
 from longrnn.text import ByteTokenizer

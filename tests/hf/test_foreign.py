@@ -220,9 +220,9 @@ def test_the_maximum_length_is_enforced_unless_lifted(kind: str, tmp_path: Path)
         model(tokens(1, 1), state)
     if kind == "gpt2":
         with pytest.raises(UserError, match=naming(128, "transformer.wpe")):
-            load(tmp_path, beyond=True)
+            load(f"{tmp_path}+beyond")
     else:
-        far = load(tmp_path, beyond=True)
+        far = load(f"{tmp_path}+beyond")
         text = tokens(1, 200)
         with torch.no_grad():
             whole = model.model(text, use_cache=False).logits

@@ -15,7 +15,7 @@ from longrnn import load
 from longrnn import state as states
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
-from longrnn.hf import loading
+from longrnn.hf import names
 from longrnn.models import LanguageModel, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from longrnn.positions import POSITIONS
@@ -127,8 +127,9 @@ def test_embedded_checkpoints_are_found_by_name(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An embedded name opens its folder; an unknown name lists similar or all names."""
-    monkeypatch.setattr(loading, "embedded", lambda: {"passkey-tiny": saved, "reverse-tiny": saved})
-    assert loading.resolve("passkey-tiny") == saved
+    known = {"passkey-tiny": saved, "reverse-tiny": saved}
+    monkeypatch.setattr(names, "embedded", lambda: known)
+    assert names.resolve("passkey-tiny") == saved
     assert load("passkey-tiny").fingerprint() == load(saved).fingerprint()
     with pytest.raises(UserError, match="passkey-tiny"):
         load("passkey-tni")
@@ -140,17 +141,15 @@ def test_embedded_checkpoints_are_found_by_name(
         load(saved / "config.json")
 
 
-@pytest.mark.parametrize("name", sorted(loading.embedded()))
+@pytest.mark.parametrize("name", sorted(names.embedded()))
 def test_embedded_checkpoints_load(name: str) -> None:
     """Every checkpoint that comes with the package gives finite logits."""
     assert load(name)(torch.zeros(1, 3, dtype=torch.long)).logits.isfinite().all()
 
 
-def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+def edit(folder: Path, **values: Any) -> None:
     path = folder / "config.json"
-    description = json.loads(path.read_text())
-    change(description)
-    path.write_text(json.dumps(description))
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def reshape(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
@@ -166,42 +165,21 @@ def cut(folder: Path, size: int) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no config": (lambda f: (f / "config.json").unlink(), "it has no config.json"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "it has no model.safetensors"),
-    "truncated": (lambda f: cut(f, 3000), "is truncated or damaged"),
-    "truncated header": (lambda f: cut(f, 5), "is truncated or damaged"),
-    "empty": (lambda f: cut(f, 0), "is truncated or damaged"),
-    "not json": (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
-    "not text": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\xff"), "is not JSON"),
-    "a list": (lambda f: (f / "config.json").write_text("[]"), "is not a mapping"),
-    "other type": (lambda f: edit(f, lambda d: d.update(model_type="clip")), "of type 'clip'"),
-    "no type": (lambda f: edit(f, lambda d: d.pop("model_type")), "of type None"),
-    "newer": (lambda f: edit(f, lambda d: d.update(format=2)), "format 2, this version reads 1"),
-    "no format": (lambda f: edit(f, lambda d: d.pop("format")), "checkpoint format None"),
-    "no model": (lambda f: edit(f, lambda d: d.pop("config")), "must be a mapping"),
-    "odd key": (lambda f: edit(f, lambda d: d["config"].update(dmodel=1)), "unknown key dmodel"),
-    "odd value": (lambda f: edit(f, lambda d: d["config"].update(d_model="x")), "key 'd_model'"),
-    "odd cell": (
-        lambda f: edit(f, lambda d: d["config"].update(mixer={"kind": "mamba"})),
-        "did you mean 'mamba2'",
-    ),
-    "wrong shape": (
-        lambda f: edit(f, lambda d: d["config"].update(vocab_size=12)),
-        r"embedding.weight has shape \(11, 8\), \(12, 8\) was expected",
-    ),
-    "missing tensor": (
-        lambda f: reshape(f, lambda t: t.pop("blocks.0.mixer.D")),
-        "blocks.0.mixer.D has shape None",
-    ),
-    "missing embedding": (
-        lambda f: reshape(f, lambda t: t.pop("embedding.weight")),
-        "embedding.weight has shape None",
-    ),
-    "odd tensor": (
-        lambda f: reshape(f, lambda t: t.update(extra=torch.zeros(1))),
-        "extra has shape",
-    ),
-    "no tensors": (lambda f: reshape(f, lambda t: t.clear()), "it has 0 weights and"),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors"),
+    "truncated": (lambda f: cut(f, 3000), "truncated or damaged"),
+    "empty": (lambda f: cut(f, 0), "truncated or damaged"),
+    "not json": (lambda f: (f / "config.json").write_text("{"), "JSON"),
+    "a list": (lambda f: (f / "config.json").write_text("[]"), "mapping"),
+    "other type": (lambda f: edit(f, model_type="clip"), "clip"),
+    "no type": (lambda f: edit(f, model_type=None), "None"),
+    "other format": (lambda f: edit(f, format=1), "format 1"),
+    "odd value": (lambda f: edit(f, d_model="x"), "d_model"),
+    "odd cell": (lambda f: edit(f, mixer={"kind": "mamba"}), "did you mean 'mamba2'"),
+    "wrong shape": (lambda f: edit(f, vocab_size=12), "embedding.weight"),
+    "missing tensor": (lambda f: reshape(f, lambda t: t.pop("blocks.0.mixer.D")), "mixer.D"),
+    "odd tensor": (lambda f: reshape(f, lambda t: t.update(extra=torch.zeros(1))), "extra"),
+    "no tensors": (lambda f: reshape(f, lambda t: t.clear()), "embedding.weight"),
 }
 
 
@@ -214,7 +192,7 @@ def test_damage_is_named(damage: str, saved: Path) -> None:
     with pytest.raises(UserError, match=message) as error:
         load(saved)
     assert "\n" not in str(error.value)
-    assert str(saved) in str(error.value) or damage == "odd cell"
+    assert str(saved) in str(error.value)
 
 
 def test_unused_weights_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,10 +11,9 @@ import pytest
 import longrnn
 from longrnn.errors import UserError
 from longrnn.evaluation.harness.options import build_model
-from longrnn.hf.embedded import embedded
-from longrnn.hf.loading import load, load_recurrent
+from longrnn.hf.load import load, load_recurrent
+from longrnn.hf.names import DTYPE_NAMES, embedded, split_spec
 from longrnn.hf.opened import open_checkpoint
-from longrnn.hf.specs import DTYPE_NAMES, split_spec
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.mitigations import Mitigated, mitigation
 from tests.refusals import naming

@@ -193,7 +193,7 @@ class LongRNNTest:
             self,
             config_class=LongRNNConfig,
             common_properties=["hidden_size", "num_hidden_layers"],
-            config=self.tester.get_config().config,
+            **self.options,
         ).run_common_tests()
 
     def _prepare_config_and_inputs_for_retain_grad_hidden_states_attentions(self: Any) -> Any:

@@ -16,7 +16,7 @@ from longrnn.evaluation.calibrate import Settings
 from longrnn.evaluation.passkey_grid import Grid
 from longrnn.evaluation.perplexity import STRETCH, edges
 from longrnn.evaluation.texts import Document, tokenised
-from longrnn.hf.loading import load_recurrent
+from longrnn.hf.load import load_recurrent
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.mitigations import MITIGATIONS, Mitigated, mitigation
 from longrnn.models import RecurrentConfig, RecurrentLM

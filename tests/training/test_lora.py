@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from longrnn import load
-from longrnn.errors import UserError
-from longrnn.hf.loading import load_recurrent
-from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.cells.mamba2 import Mamba2
+from longrnn.errors import UserError
+from longrnn.hf.load import load_recurrent
+from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.training.trainer import Trainer
 from tests.cli.conftest import CLI, cli  # noqa: F401
 from tests.refusals import naming

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from longrnn import load
-from longrnn.errors import UserError
-from longrnn.hf.loading import load as load_checkpoint
 from longrnn.cells import MIXERS
+from longrnn.errors import UserError
+from longrnn.hf.load import load as load_checkpoint
 from longrnn.models.checkpoint import save_model
 from longrnn.tasks.passkey_prompts import QUESTION
 from longrnn.training.config import TrainConfig

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
+from longrnn.hf import auto_weights
 from longrnn.hf.auto import LongRNNConfig, LongRNNForCausalLM, StateCache
-from longrnn.hf.auto import pretrained as pretrained_module
 from longrnn.models import RecurrentLM
 from longrnn.positions import POSITIONS
 from longrnn.state import leaves
@@ -78,7 +78,7 @@ def test_weights_that_a_checkpoint_lacks_are_reported_and_initialised(
         built.append(RecurrentLM(config))
         return built[-1]
 
-    monkeypatch.setattr(pretrained_module, "RecurrentLM", build)
+    monkeypatch.setattr(auto_weights, "RecurrentLM", build)
     model, report = LongRNNForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert len(built) == 2  # the model itself, and the new one
     assert report["missing_keys"] >= {name for name, _ in model.named_parameters()}

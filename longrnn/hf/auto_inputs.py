@@ -1,4 +1,4 @@
-"""Checks and conversions of the arguments of `LongRNNForCausalLM`, and its hidden states."""
+"""What `LongRNNForCausalLM` makes of its arguments: masks of padding, documents, hidden states."""
 
 from __future__ import annotations
 
@@ -8,41 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from longrnn.errors import UserError, nearest
-from longrnn.hf.auto.cache import StateCache
+from longrnn.hf.auto_cache import StateCache
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.ops.rows import Rows
+from longrnn.packing import document_starts, document_starts_of_positions
 from longrnn.state import LMState
 
 # Arguments of the loss, and what collators add for kernels of attention.
 LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")
 UNUSED = ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "output_attentions")
-
-
-class Backbone:
-    """Calls a `LongRNNForCausalLM` for what its head multiplies; other attributes are its model's.
-
-    Args:
-        whole: the model with its head.
-    """
-
-    def __init__(self, whole: Any) -> None:
-        self._whole = whole
-
-    def __call__(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
-        """See `LongRNNForCausalLM.forward`; the result has `last_hidden_state`, `(b, t, d)`."""
-        kwargs |= {"output_hidden_states": True, "logits_to_keep": 1}
-        # Not `self._whole(…)`: accelerate wraps the instance's `forward` in one autocast context,
-        # which stays enabled if it is entered again within itself, as TRL's trainers would do.
-        found = type(self._whole).forward(self._whole, *args, **kwargs)
-        return BaseModelOutputWithPast(
-            last_hidden_state=found.hidden_states[-1], past_key_values=found.past_key_values
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._whole.model, name)
 
 
 def check_arguments(kwargs: dict[str, Any]) -> None:
@@ -52,20 +28,6 @@ def check_arguments(kwargs: dict[str, Any]) -> None:
     for name in kwargs:
         if name not in LOSS + UNUSED:
             raise UserError(f"unknown argument {name}: {nearest(name, (*LOSS, 'input_ids'))}")
-
-
-def check_devices(model: Any) -> None:
-    """Refuses a model whose device_map puts it on several devices.
-
-    A cell calls the weights of its projections without the modules whose hooks accelerate would
-    use to move them, and a state lives on one device.
-    """
-    devices = set(map(str, getattr(model, "hf_device_map", {}).values()))
-    if len(devices) > 1:
-        raise UserError(
-            f"the device_map puts the model on {', '.join(sorted(devices))}, and it runs on "
-            "one device: give device_map={'': 'cuda:0'}, or a smaller dtype"
-        )
 
 
 def cache_of(given: Any, state: LMState | None) -> StateCache:
@@ -130,6 +92,83 @@ def check_inputs(
         )
     shape = inputs_embeds.shape[:2]
     return torch.zeros(shape, dtype=torch.long, device=inputs_embeds.device)
+
+
+def padding(attention_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
+    """`(b, t)` bool, False where a token is padding; None if there is none.
+
+    Args:
+        attention_mask: `(b, past + t)`; None for no padding.
+        tokens: `(b, t)`.
+
+    Raises:
+        UserError: a mask of another shape.
+    """
+    if attention_mask is None:
+        return None
+    rows, time = tokens.shape
+    fits = attention_mask.ndim == 2 and len(attention_mask) == rows
+    if not fits or attention_mask.shape[1] < time:
+        raise UserError(
+            f"attention_mask has shape {tuple(attention_mask.shape)} and input_ids "
+            f"{tuple(tokens.shape)}: give one row per sequence and one column per token, "
+            "1 for a token and 0 for padding"
+        )
+    mask = attention_mask[:, attention_mask.shape[1] - time :].bool()
+    return None if bool(mask.all()) else mask
+
+
+def starts(
+    position_ids: Tensor | None, cu_seq_lens: Tensor | None, tokens: Tensor
+) -> Tensor | None:
+    """`(b, t)` bool, True at the first token of each packed document; None for one per row.
+
+    Args:
+        position_ids: `(b, t)` or `(1, t)`: 0 at the first token of a document, one more at each
+            further one.
+        cu_seq_lens: `(documents + 1,)`, boundaries of the documents of a single row.
+        tokens: `(b, t)`.
+
+    Raises:
+        UserError: what `longrnn.packing` refuses, or another number of tokens.
+    """
+    found = torch.zeros_like(tokens, dtype=torch.bool)
+    if position_ids is not None:
+        if position_ids.shape[1:] != tokens.shape[1:]:
+            raise UserError(
+                f"position_ids has shape {tuple(position_ids.shape)} and input_ids "
+                f"{tuple(tokens.shape)}: give one position per token"
+            )
+        found = found | document_starts_of_positions(position_ids)
+    if cu_seq_lens is not None:
+        if len(tokens) != 1:
+            raise UserError(
+                f"cu_seq_lens_q divides one row, and input_ids has {len(tokens)}: give position_ids"
+            )
+        found = found | document_starts(cu_seq_lens, tokens.shape[1])
+    # A row of one document continues the given state.
+    return found if bool(found[:, 1:].any()) else None
+
+
+def inferred_padding(mask: Tensor, *, continued: bool) -> Tensor:
+    """Return the mask that transformers infers from the id of padding, where it can be right.
+
+    Args:
+        mask: `(b, t)`, 0 at every padding id of the input.
+        continued: whether rows continue a state.
+
+    Raises:
+        UserError: padding ids after other tokens, or in rows that continue a state, where they may
+            as well be text.
+    """
+    leading = mask.cumsum(1) == 0
+    if bool(((mask == 0) & ~leading).any()) or (continued and bool((mask == 0).any())):
+        where = "rows that continue a state" if continued else "rows, after other tokens"
+        raise UserError(
+            f"input_ids have the pad_token_id in {where}, and no attention_mask says whether it is "
+            "padding: give attention_mask, torch.ones_like(input_ids) if all of it is text"
+        )
+    return mask
 
 
 @contextmanager
