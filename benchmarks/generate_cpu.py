@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import longrnn  # noqa: F401  (registers the Auto classes)
+import longrnn.hf.auto  # noqa: F401  (registers the Auto classes)
 from benchmarks.prefill_cpu import build, draw, transformers_twin
 from benchmarks.timing import add_threads, interleaved, use_threads, write_json
 

@@ -1,4 +1,4 @@
-"""The table of architectures in docs/checkpoints.md: what was measured on a tiny model of each.
+"""The table of architectures in docs/load.md: what was measured on a tiny model of each.
 
 Example:
     python -m tests.hf.architecture_table    # measures all architectures and writes the table
@@ -23,13 +23,13 @@ from longrnn.state import expand
 from tests.hf.architectures import FEW, MANY, architecture
 from tests.hf.foreign import tokens
 
-DOCUMENT = Path(__file__).parents[2] / "docs/checkpoints.md"
+DOCUMENT = Path(__file__).parents[2] / "docs/load.md"
 REFUSED = ["deepseek_v4", "minimax", "moshi", "openai-gpt", "recurrent_gemma", "xlstm"]
 KINDS = sorted({*FEW, *MANY, *REFUSED})
 BEGIN = "<!-- architectures: python -m tests.hf.architecture_table -->\n"
 END = "<!-- end of architectures -->\n"
 COLUMNS = "loads", "pieces", "forks", "padding", "mitigations", "diagnosis", "reason"
-NOT_OURS = "no Mamba-2 layers of the families below"
+NOT_OURS = "no Mamba-2 layers"
 
 
 class Support(NamedTuple):

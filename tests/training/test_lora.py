@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import longrnn.hf.auto  # registers the Auto classes
 from longrnn import load
 from longrnn.cells.mamba2 import Mamba2
 from longrnn.errors import UserError

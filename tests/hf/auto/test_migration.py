@@ -1,4 +1,4 @@
-"""What docs/hugging-face.md shows for users of other libraries computes the same there and here."""
+"""What docs/load.md shows for users of other libraries computes the same there and here."""
 
 from __future__ import annotations
 
