@@ -28,11 +28,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from longrnn.hf.register import register
-
 if TYPE_CHECKING:
     from longrnn.cells import MIXERS as MIXERS
-    from longrnn.hf.loading import load as load
+    from longrnn.hf.load import load as load
     from longrnn.hf.tokenizer import load_tokenizer as load_tokenizer
     from longrnn.mitigations import MITIGATIONS as MITIGATIONS
     from longrnn.mitigations import Mitigated as Mitigated
@@ -60,7 +58,7 @@ _HOMES = {
     "RecurrentLM": "longrnn.models",
     "TASKS": "longrnn.tasks",
     "generate": "longrnn.models",
-    "load": "longrnn.hf.loading",
+    "load": "longrnn.hf.load",
     "load_tokenizer": "longrnn.hf.tokenizer",
     "mitigation": "longrnn.mitigations",
 }
@@ -92,6 +90,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-register()  # so that AutoModelForCausalLM knows the checkpoints of longrnn

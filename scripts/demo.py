@@ -29,7 +29,7 @@ from longrnn.evaluation.passkey_grid import Grid
 from longrnn.evaluation.tables import print_passkey
 from longrnn.evaluation.texts import read_documents
 from longrnn.files import write_atomic
-from longrnn.hf.loading import load_recurrent
+from longrnn.hf.load import load_recurrent
 from longrnn.hf.opened import OpenCheckpoint, open_checkpoint
 from longrnn.programs import run_script
 from longrnn.results import Row

@@ -23,7 +23,8 @@ from longrnn.checksums import CHECKSUMS, damage, read_checksums
 from longrnn.config import build_config
 from longrnn.errors import UserError
 from longrnn.hf.convert import convert
-from longrnn.hf.loading import embedded, load
+from longrnn.hf.load import load
+from longrnn.hf.names import embedded
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model

@@ -85,12 +85,12 @@ def test_there_are_modules() -> None:
         ("longrnn.cells.recurrent", "from longrnn.tasks import TASKS"),
         ("longrnn.tasks.transductions", "from longrnn.cells import Cell"),
         ("longrnn.models.base", "if TYPE_CHECKING:\n    pass\nelse:\n    import longrnn.hf"),
-        ("longrnn.hf.loading", "from longrnn.training import optim"),
+        ("longrnn.hf.load", "from longrnn.training import optim"),
         ("longrnn.models.base", "import transformers"),
         ("longrnn.training.data", "from transformers import AutoModel"),
         ("longrnn.evaluation.passkey", "import accelerate.utils"),
         ("longrnn.training.data", "from datasets import load_dataset"),
-        ("longrnn.hf.loading", "from mamba_ssm import Mamba2"),
+        ("longrnn.hf.load", "from mamba_ssm import Mamba2"),
         ("longrnn.evaluation.passkey", "import lm_eval"),
         ("longrnn.comparison.compare", "from matplotlib import pyplot"),
     ],
@@ -112,7 +112,7 @@ def test_the_checker_finds(module: str, source: str) -> None:
         ("longrnn.training.trainer", "from longrnn.evaluation import passkey\nimport accelerate"),
         ("longrnn.evaluation.harness", "import lm_eval.api"),
         ("longrnn.ops.gpu", "import mamba_ssm.ops"),
-        ("longrnn.hf.loading", "import transformers_extra, torch"),
+        ("longrnn.hf.load", "import transformers_extra, torch"),
     ],
 )
 def test_the_checker_allows(module: str, source: str) -> None:

@@ -77,7 +77,7 @@ def calibrate(
     from longrnn.evaluation.calibrate import Settings
     from longrnn.evaluation.calibrate import calibrate as measure
     from longrnn.evaluation.texts import read_documents
-    from longrnn.hf.loading import load_editable
+    from longrnn.hf.load import load_editable
     from longrnn.hf.tokenizer import load_tokenizer
     from longrnn.hf.training_length import required_training_length
     from longrnn.locks import Lock

@@ -151,7 +151,7 @@ def _is_suite(name: str) -> bool:
 
 def _labels(variants: Sequence[str]) -> dict[str, str]:
     """A short name for each variant: without parent folders, if the names then still differ."""
-    from longrnn.hf.specs import split_spec
+    from longrnn.hf.names import split_spec
 
     parts = {variant: split_spec(variant) for variant in variants}
     short = {

@@ -77,8 +77,7 @@ def states(
     from longrnn.diagnostics.observe import check_observable
     from longrnn.diagnostics.states_report import summary, write_report
     from longrnn.evaluation.texts import read_documents
-    from longrnn.hf.loading import load_plain
-    from longrnn.hf.specs import mitigated
+    from longrnn.hf.load import load_plain, mitigated
     from longrnn.hf.tokenizer import load_tokenizer
     from longrnn.hf.training_length import required_training_length
 

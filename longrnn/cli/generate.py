@@ -45,7 +45,7 @@ def generate(
     import torch
 
     from longrnn.hf.opened import open_checkpoint
-    from longrnn.inference.length_limit import refuse_long
+    from longrnn.inference.engine import refuse_long
     from longrnn.models.generate import stream
     from longrnn.seeds import seeded
     from longrnn.text import check_text, read_text

@@ -127,7 +127,8 @@ def gradients(
 
 def _open(source: str, inits: Sequence[str]) -> list[ModelEntry]:
     """The model of a checkpoint, or the untrained models of a configuration, one per `init`."""
-    from longrnn.hf.loading import load_recurrent, resolve
+    from longrnn.hf.load import load_recurrent
+    from longrnn.hf.names import resolve
 
     is_bundled = source in names("configs/train") and not Path(source).exists()
     if is_bundled or source.endswith((".yaml", ".yml")):
@@ -149,8 +150,8 @@ def _untrained(source: str, inits: Sequence[str]) -> list[ModelEntry]:
     import torch
 
     from longrnn.config import load_config
-    from longrnn.hf.loading import load_recurrent
-    from longrnn.hf.specs import NONE
+    from longrnn.hf.load import load_recurrent
+    from longrnn.hf.names import NONE
     from longrnn.models import RecurrentLM
     from longrnn.seeds import check_seed
     from longrnn.training.config import TrainConfig

@@ -10,7 +10,7 @@ from longrnn.cli.options import Checkpoint
 from longrnn.cli.verify import print_verified
 
 if TYPE_CHECKING:
-    from longrnn.hf.adapter import HFLanguageModel
+    from longrnn.hf.foreign import ForeignLM
     from longrnn.models import RecurrentLM
 
 
@@ -32,8 +32,8 @@ def info(
     if verify:
         print_verified(checkpoint)
         return
-    from longrnn.hf.loading import load, resolve
-    from longrnn.hf.specs import split_spec
+    from longrnn.hf.load import load
+    from longrnn.hf.names import resolve, split_spec
 
     model = load(checkpoint)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -69,7 +69,7 @@ def _recurrent(model: RecurrentLM) -> dict[str, str]:
     }
 
 
-def _hugging_face(model: HFLanguageModel) -> dict[str, str]:
+def _hugging_face(model: ForeignLM) -> dict[str, str]:
     import torch
 
     from longrnn import state

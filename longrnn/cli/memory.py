@@ -59,7 +59,7 @@ def memory(
     from longrnn.evaluation import memory as measure
     from longrnn.evaluation.texts import read_documents
     from longrnn.hf.opened import open_checkpoint
-    from longrnn.inference.length_limit import refuse_long
+    from longrnn.inference.engine import refuse_long
 
     after = parse_lengths(positions)
     opened = open_checkpoint(checkpoint, mitigation, device=pick_device(device))

@@ -71,7 +71,7 @@ def measure_one(
     from longrnn.evaluation.perplexity import evaluate
     from longrnn.evaluation.tables import print_forgetting, print_overlap, print_perplexity
     from longrnn.hf.training_length import training_length
-    from longrnn.inference.length_limit import refuse_long
+    from longrnn.inference.engine import refuse_long
 
     model, documents = _open(variant, mitigation, device, options)
     refuse_long(model.model, options.longest(options.length))
@@ -111,7 +111,7 @@ def measure_all(
     from longrnn.evaluation.tables import print_forgetting, print_overlap, print_paired
     from longrnn.evaluation.windows import read_alike, shared_windows
     from longrnn.hf.training_length import training_length
-    from longrnn.inference.length_limit import refuse_long
+    from longrnn.inference.engine import refuse_long
 
     opened = [_open(variant, mitigation, device, options) for variant in variants]
     models, documents = [model for model, _ in opened], [texts for _, texts in opened]
@@ -199,7 +199,7 @@ def _told_apart(names: Sequence[str]) -> list[str]:
 
 def _earlier_name(model: str) -> str:
     """The name of a model's file in earlier versions."""
-    from longrnn.hf.specs import split_spec
+    from longrnn.hf.names import split_spec
 
     path, own = split_spec(model)
     return file_name("+".join(filter(None, (Path(path).resolve().name, own and plain_name(own)))))

@@ -69,7 +69,7 @@ def models_name(
     options: Mapping[str, str] | None = None,
 ) -> str:
     """Return the name of a folder or file for these models; see `results_folder`."""
-    from longrnn.hf.specs import split_spec
+    from longrnn.hf.names import split_spec
 
     split = [split_spec(checkpoint) for checkpoint in checkpoints]
     models = [
@@ -112,7 +112,7 @@ def _option(name: str, value: str) -> Item:
 
 def _is_mitigation(name: str) -> bool:
     """Whether the text of a mitigation may be this."""
-    from longrnn.hf.specs import BEYOND, DTYPE_NAMES
+    from longrnn.hf.names import BEYOND, DTYPE_NAMES
     from longrnn.mitigations import MITIGATIONS
 
     kinds = (BEYOND, *DTYPE_NAMES, *MITIGATIONS)

@@ -40,9 +40,9 @@ def evaluate_sequences(
         UserError: not a sequence task, or the training configuration lacks an option of it.
     """
     from longrnn.evaluation import sequences as measure
-    from longrnn.hf.loading import load, resolve
-    from longrnn.hf.specs import split_spec
-    from longrnn.inference.length_limit import refuse_long
+    from longrnn.hf.load import load
+    from longrnn.hf.names import resolve, split_spec
+    from longrnn.inference.engine import refuse_long
     from longrnn.tasks import TASKS, SequenceTask
 
     tokens = None if length is None else parse_length(length)

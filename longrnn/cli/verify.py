@@ -21,7 +21,7 @@ def print_verified(name: str) -> None:
     Raises:
         UserError: a file is damaged or missing, or none has a checksum.
     """
-    from longrnn.hf.loading import resolve
+    from longrnn.hf.names import resolve
 
     root = Path(name) if Path(name).is_file() else resolve(name)
     found = dict(_verdicts(root))
@@ -65,7 +65,7 @@ def _verdicts(root: Path) -> Iterator[tuple[Path, str]]:
 def _verdict(path: Path) -> str:
     from longrnn.checksums import CHECKSUMS, fits
     from longrnn.corpus import HEADER, Corpus
-    from longrnn.hf.hub import published_digest
+    from longrnn.hf.names import published_digest
     from longrnn.results import has_checksums, read_results
 
     if path.name == CHECKSUMS:

@@ -16,8 +16,8 @@ import torch
 
 from longrnn import state as states
 from longrnn.errors import UserError
-from longrnn.hf.loading import load
-from longrnn.inference.prefill import SCORED_TOKENS
+from longrnn.hf.load import load
+from longrnn.inference.trie import SCORED_TOKENS
 from longrnn.programs import module_command, module_environment
 
 MIB = 2**20

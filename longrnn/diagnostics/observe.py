@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from longrnn.cells.observe import DecaySum, decay_sums
 from longrnn.errors import UserError
-from longrnn.inference.prefill import scored_tokens
+from longrnn.inference.trie import scored_tokens
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
 

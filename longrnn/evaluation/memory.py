@@ -26,7 +26,7 @@ from torch import Tensor
 from longrnn.errors import UserError
 from longrnn.evaluation.texts import Document, made_by
 from longrnn.evaluation.windows import Window, windows
-from longrnn.inference.prefill import prefill
+from longrnn.inference.trie import prefill
 from longrnn.intervals import Estimate, mean
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress

@@ -12,8 +12,8 @@ from longrnn.errors import UserError
 from longrnn.evaluation.passkey_grid import Grid, Inserted, Question, Sample, prompts, sample_of
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.chunk_select import select
-from longrnn.inference.length_limit import refuse_long
-from longrnn.inference.prefix import Answer, Cost, Prompt, answers, count_tokens
+from longrnn.inference.engine import Answer, Cost, answers, count_tokens, refuse_long
+from longrnn.inference.trie import Prompt
 from longrnn.intervals import Estimate, independent_stretches, proportion
 from longrnn.models import LanguageModel, generate
 from longrnn.progress import Progress

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from longrnn.errors import UserError
-from longrnn.inference.prefix import Prompt
+from longrnn.inference.trie import Prompt
 from longrnn.ranges import check_count
 from longrnn.results import Row
 from longrnn.seeds import check_seed

@@ -28,8 +28,8 @@ from longrnn.evaluation import bits
 from longrnn.evaluation.bits import Scored
 from longrnn.evaluation.texts import Document, made_by
 from longrnn.evaluation.windows import Window, windows
+from longrnn.inference.engine import token_losses
 from longrnn.inference.overlapping import Overlap, overlapping_losses
-from longrnn.inference.scoring import token_losses
 from longrnn.intervals import Estimate, mean
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress

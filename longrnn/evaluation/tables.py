@@ -10,8 +10,8 @@ from longrnn.units import format_length
 
 if TYPE_CHECKING:
     from longrnn.evaluation.paired import Difference
+    from longrnn.inference.engine import Cost
     from longrnn.inference.overlapping import Overlap
-    from longrnn.inference.prefix import Cost
     from longrnn.intervals import Estimate
     from longrnn.results import Row
 

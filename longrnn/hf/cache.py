@@ -17,12 +17,13 @@ from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
 
-from longrnn.state import History
+from longrnn.state import History, PyTree
 
 # Cache layers all of whose tensors are converted below.
 KNOWN = (
@@ -34,10 +35,6 @@ KNOWN = (
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
-
-
-class NotForkableError(Exception):
-    """A cache of a kind that cannot be converted to a state; the message says why."""
 
 
 class LayerCache(NamedTuple):
@@ -58,24 +55,38 @@ class LayerCache(NamedTuple):
     selectors: History | tuple[()] = ()
 
 
-def keep_cache(cache: Any) -> tuple[LayerCache, ...]:
-    """Return the tensors of a `DynamicCache` (or of a subclass) by layer.
+def keep_cache(cache: Any) -> tuple[PyTree, ...]:
+    """Return the tensors of a cache: one `LayerCache` per layer, or those of a list of tensors.
 
     Raises:
-        NotForkableError: a layer is of an unknown kind.
+        ValueError: there is no cache, or it is of an unknown kind; the message says why.
     """
+    if cache is None:
+        raise ValueError("it returns no cache")
+    if isinstance(cache, list | tuple) and all(isinstance(one, Tensor) for one in cache):
+        return tuple(cache)  # RWKV
+    # A decoder that supports cross-attention but is used without an encoder.
+    if type(cache) is EncoderDecoderCache and not cache.cross_attention_cache.get_seq_length():
+        cache = cache.self_attention_cache
+    if type(cache) is not DynamicCache:
+        raise ValueError(f"its cache is a {type(cache).__name__}")
+    return keep_layers(cache)
+
+
+def keep_layers(cache: DynamicCache) -> tuple[LayerCache, ...]:
+    """`keep_cache` for a `DynamicCache` or a subclass."""
     for layer in cache.layers:
         if type(layer) not in KNOWN:
-            raise NotForkableError(f"its cache has a {type(layer).__name__}")
+            raise ValueError(f"its cache has a {type(layer).__name__}")
         if getattr(layer, "indexer_position_ids", None) is not None:
-            raise NotForkableError(f"its {type(layer).__name__} keeps positions")
+            raise ValueError(f"its {type(layer).__name__} keeps positions")
     return tuple(_keep(layer) for layer in cache.layers)
 
 
-def restore_cache(
-    layers: tuple[LayerCache, ...], position: int, config: PreTrainedConfig
-) -> DynamicCache:
+def restore_cache(layers: tuple[PyTree, ...], position: int, config: PreTrainedConfig) -> Any:
     """Return a new cache with the content of `layers`; every row has read `position` tokens."""
+    if isinstance(layers[0], Tensor):
+        return [tensor.clone() for tensor in layers]
     cache = DynamicCache(config=config)
     fill_cache(cache, layers, position)
     return cache

@@ -13,11 +13,11 @@ from longrnn.errors import UserError, nearest
 from longrnn.files import leftovers, naming, sync_folder, write_atomic
 from longrnn.hf import lora
 from longrnn.hf.layouts import LAYOUTS
-from longrnn.hf.loading import load_recurrent, read_config, resolve
-from longrnn.hf.specs import NONE
+from longrnn.hf.load import load_recurrent
+from longrnn.hf.names import NONE, resolve
 from longrnn.hf.tokenizer import TOKENIZER_FILES, byte_level
 from longrnn.locks import Lock
-from longrnn.models.checkpoint import save_model
+from longrnn.models.checkpoint import read_config, save_model
 
 logger = logging.getLogger(__name__)
 

@@ -58,16 +58,13 @@ def add_adapters(
     from peft import LoraConfig, inject_adapter_in_model
 
     linear = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    for target in targets:
-        if target not in linear:
-            raise UserError(f"peft.targets: no linear module {target!r}: {nearest(target, linear)}")
-    parameters = dict(model.named_parameters())
-    known = {part for name in parameters for part in name.split(".") if not part.isdecimal()}
-    for name in full:
-        if name not in known:
-            raise UserError(f"peft.full: no parameter {name!r}: {nearest(name, known)}")
-        if name in targets:
-            raise UserError(f"peft.full and peft.targets both name {name}: leave one of them out")
+    known = {part for n, _ in model.named_parameters() for part in n.split(".")}
+    for option, names, found in (("targets", targets, linear), ("full", full, known)):
+        for name in names:
+            if name not in found:
+                raise UserError(f"peft.{option}: unknown name {name!r}: {nearest(name, found)}")
+    if both := set(targets) & set(full):
+        raise UserError(f"peft.full and peft.targets both name {min(both)}: leave one of them out")
     options = LoraConfig(r=r, lora_alpha=alpha, target_modules=list(targets))  # type: ignore[arg-type]
     inject_adapter_in_model(options, model)
     for name, parameter in model.named_parameters():
@@ -163,19 +160,21 @@ def save_adapter(
     from safetensors.torch import save
 
     config = getattr(model, "peft_config")["default"]  # noqa: B009
-    options = {
-        name: sorted(value) if isinstance(value, set) else value
-        for name, value in config.to_dict().items()
-    }
     local = Path(base)
-    options["base_model_name_or_path"] = str(local.resolve()) if local.is_dir() else base
-    options["inference_mode"] = True
-    remove_checksums(folder)
+    options = config.to_dict() | {
+        "base_model_name_or_path": str(local.resolve()) if local.is_dir() else base,
+        "inference_mode": True,
+    }
     known = {"fingerprint": base_fingerprint, "mitigation": mitigation}
+    remove_checksums(folder)
     write_atomic(folder / WEIGHTS, save(trained_weights(model, weights), metadata={"format": "pt"}))
-    write_atomic(folder / CONFIG, json.dumps(options, indent=2, default=str) + "\n")
+    write_atomic(folder / CONFIG, json.dumps(options, indent=2, default=_plain) + "\n")
     write_atomic(folder / BASE, json.dumps(known, indent=2) + "\n")
     write_checksums(folder)
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else str(value)
 
 
 def base_of(folder: Path) -> str:
@@ -204,8 +203,6 @@ def merged(folder: Path, base: RecurrentLM) -> RecurrentLM:
         UserError: PEFT is not installed, or the adapter is damaged or of another model.
     """
     _require_peft()
-    from safetensors import SafetensorError
-
     known = read_json(folder / BASE) if (folder / BASE).is_file() else {}
     if known.get("fingerprint") not in (None, base.fingerprint()):
         raise UserError(
@@ -218,24 +215,23 @@ def merged(folder: Path, base: RecurrentLM) -> RecurrentLM:
             "with safe_serialization=True"
         )
     try:
-        strange = _merge(folder, base)
+        _merge(folder, base)
     except UserError:
         raise
-    except (KeyError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
-        strange = shorten(str(error), 240)
-    if strange is not None:
+    except Exception as error:  # PEFT, torch and safetensors raise many types
         raise UserError(
-            f"the adapter in {folder} does not fit its base model ({strange}): give the checkpoint "
-            "that it was trained on, or merge it with PEFT and save the merged model"
-        )
+            f"the adapter in {folder} does not fit its base model ({shorten(str(error), 240)}): "
+            "give the checkpoint that it was trained on, or merge it with PEFT and save the model"
+        ) from error
     base.trained_under = known.get("mitigation", base.trained_under)
     return base.eval().requires_grad_()
 
 
-def _merge(folder: Path, base: RecurrentLM) -> str | None:
-    """Merges an adapter; returns what does not fit, or None.
+def _merge(folder: Path, base: RecurrentLM) -> None:
+    """Merges an adapter.
 
-    PEFT itself only warns of it, and leaves the parameters of the adapter as they were drawn.
+    Raises:
+        KeyError: a weight is missing or unexpected, of which PEFT itself would only warn.
     """
     from peft import PeftConfig, PeftModel, set_peft_model_state_dict
     from safetensors.torch import load_file
@@ -260,13 +256,10 @@ def _merge(folder: Path, base: RecurrentLM) -> str | None:
     config.task_type = None  # the classes of tasks need a model that generates
     model: Any = PeftModel(holder, config)
     found = set_peft_model_state_dict(model, weights)
-    if found.unexpected_keys:
-        return f"it has no {found.unexpected_keys[0]}"
-    missing = [name for name in found.missing_keys if NAME in name]
-    if missing:
-        return f"the adapter lacks {missing[0]}"
+    wrong = [*found.unexpected_keys, *(name for name in found.missing_keys if NAME in name)]
+    if wrong:
+        raise KeyError(wrong[0])
     model.merge_and_unload()
-    return None
 
 
 def _require_peft() -> None:

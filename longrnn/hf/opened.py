@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 
 from longrnn.errors import UserError
-from longrnn.hf.loading import load_plain
-from longrnn.hf.specs import mitigated, split_spec
+from longrnn.hf.load import load_plain, mitigated
+from longrnn.hf.names import split_spec
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.models.base import LanguageModel
 from longrnn.text import Tokenizer

@@ -17,16 +17,15 @@ from torch import Tensor, nn
 
 from longrnn.errors import UserError
 from longrnn.files import one_line
+from longrnn.models.finite import cause_of_nonfinite
 from longrnn.state import PyTree, histories, join, leaves, map_histories, take, tree_map
 
 if TYPE_CHECKING:
-    from longrnn.hf.adapter import HFLanguageModel
+    from longrnn.hf.foreign import ForeignLM
 
 # How much the logits of pieces may differ from those of one call, relative to the largest logit.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 NARROW_TOLERANCE = 0.1
-# Dtypes of weights that `aminmax` reads.
-ORDERED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # (rows_together, tokens_together), the fastest way first.
 TOGETHER = ((True, True), (False, True), (True, False), (False, False))
 # Lengths of the pieces into which the twelve tokens are cut.
@@ -37,36 +36,8 @@ WINDOWS, SHORT = ("sliding_window", "attention_chunk_size"), 5
 
 
 @torch.no_grad()
-def refuse_nonfinite_weights(model: HFLanguageModel) -> None:
-    """Refuse a model with NaN or infinity in a weight, which short texts need not show.
-
-    One pass over the weights, 2 to 3 percent of the time of loading. Not read are weights on the
-    meta device, which are loaded when they are used, those of dtypes without a minimum, and those
-    of other types of tensors, as quantised ones are, which need not know these operations.
-
-    Raises:
-        UserError: names the first such weight.
-    """
-    names, bounds = [], []
-    for name, weight in model.model.named_parameters():
-        is_plain = type(weight) is nn.Parameter and weight.dtype in ORDERED
-        if is_plain and weight.device.type != "meta" and weight.numel():
-            names.append(name)
-            bounds.append(torch.stack(weight.detach().aminmax()).isfinite().all())
-    for name, finite in zip(names, bounds, strict=True):
-        if not finite:
-            weight = model.model.get_parameter(name)
-            overflows = weight.dtype.itemsize < 4 and not bool(weight.isnan().any())
-            wide = ", or load it with dtype float32" if overflows else ""
-            raise UserError(
-                f"the weight {name} of this {model.kind} has NaN or infinite values: copy the "
-                f"checkpoint again{wide}"
-            )
-
-
-@torch.no_grad()
-def find_reading(model: HFLanguageModel) -> str | None:
-    """Set how a model is called (`rows_together`, `tokens_together`, `gives_positions`, `like`).
+def find_reading(model: ForeignLM) -> str | None:
+    """Set how a model is called (`rows_together`, `tokens_together`) and its `like`.
 
     Returns:
         The reason why the model cannot be called in pieces; None if it can.
@@ -76,8 +47,8 @@ def find_reading(model: HFLanguageModel) -> str | None:
     """
     tokens = _tokens(model)
     try:
-        layers = _first_layers(model, tokens[:, :6])
-    except Exception as error:  # NotForkableError, or any error of a model that does not support it
+        _, layers = model.call(tokens[:, :6], (), 0, 1)
+    except Exception as error:  # of `close_cache`, or of a model that does not support the call
         return one_line(error)
     for name, leaf in leaves(layers):
         if leaf.shape[:1] != (2,):
@@ -92,33 +63,22 @@ def find_reading(model: HFLanguageModel) -> str | None:
 
 
 @torch.no_grad()
-def find_dtypes(model: HFLanguageModel) -> None:
+def find_dtypes(model: ForeignLM) -> None:
     """Set `like` again after the weights were cast: the dtypes of a state follow theirs."""
     model.like = _like(model.call(_tokens(model), (), 0, 1)[1])
 
 
-def _tokens(model: HFLanguageModel) -> Tensor:
+def _tokens(model: ForeignLM) -> Tensor:
     return torch.arange(1, 25, device=model.model.device).view(2, 12) % model.vocab_size
 
 
 def _like(layers: PyTree) -> PyTree:
-    """Return `HFLanguageModel.like` from the layers of any state."""
+    """Return `ForeignLM.like` from the layers of any state."""
     rows = tree_map(lambda leaf: leaf[0].to("meta"), layers)
     return map_histories(lambda entries: entries[..., :0, :], rows)
 
 
-def _first_layers(model: HFLanguageModel, tokens: Tensor) -> tuple[PyTree, ...]:
-    """Return the layers after `tokens`; pass positions to a model that fails without them."""
-    try:
-        return model.call(tokens, (), 0, 1)[1]
-    except Exception:
-        if "position_ids" not in model.accepted:
-            raise
-    model.gives_positions = True
-    return model.call(tokens, (), 0, 1)[1]
-
-
-def _find_way(model: HFLanguageModel, tokens: Tensor) -> str | None:
+def _find_way(model: ForeignLM, tokens: Tensor) -> str | None:
     """Continue `find_reading` for a model that could process six tokens."""
     try:
         whole = model.model(input_ids=tokens, use_cache=False).logits
@@ -126,17 +86,15 @@ def _find_way(model: HFLanguageModel, tokens: Tensor) -> str | None:
         return one_line(error)
     if not whole.isfinite().all():
         raise UserError(
-            f"this {model.kind} gives logits that are not finite in {whole.dtype}, so its values "
-            f"overflow: load it with a wider dtype such as float32, or take another checkpoint"
+            f"this {model.kind} gives logits that are not finite in {whole.dtype}: "
+            f"{cause_of_nonfinite(model)}"
         )
     tolerance = TOLERANCE.get(whole.dtype, NARROW_TOLERANCE)
     if histories(model.like) != {name for name, _ in leaves(model.like)}:
         # transformers computes most recurrences in float32, whatever the dtype of the weights.
         tolerance = max(tolerance, TOLERANCE[torch.float32])
     reason = None
-    counted = (False, True) if "position_ids" in model.accepted else (False,)
-    for together, model.gives_positions in itertools.product(TOGETHER, counted):
-        model.rows_together, model.tokens_together = together
+    for model.rows_together, model.tokens_together in TOGETHER:
         try:
             off = max(_difference(model, tokens, whole, sizes) for sizes in SPLITS)
         except Exception as error:  # likewise
@@ -148,9 +106,7 @@ def _find_way(model: HFLanguageModel, tokens: Tensor) -> str | None:
     return reason
 
 
-def _difference(
-    model: HFLanguageModel, tokens: Tensor, whole: Tensor, sizes: tuple[int, ...]
-) -> float:
+def _difference(model: ForeignLM, tokens: Tensor, whole: Tensor, sizes: tuple[int, ...]) -> float:
     """Return how far the logits of pieces are from `whole`, relative to its largest entry."""
     state, rows = model.init_state(len(tokens)), []
     for piece in tokens.split(list(sizes), dim=1):

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from longrnn.hf.embedded import embedded
-from longrnn.hf.specs import split_spec
+from longrnn.hf.names import embedded, split_spec
 from longrnn.hf.tokenizer import HFTokenizer, byte_level, load_tokenizer
 
 

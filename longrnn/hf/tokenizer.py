@@ -15,12 +15,9 @@ from longrnn.checksums import remove_checksums, verify_folder
 from longrnn.errors import UserError
 from longrnn.files import one_line, write_atomic
 from longrnn.hf import lora
-from longrnn.hf.embedded import embedded
-from longrnn.hf.hub import is_hub_name
 from longrnn.hf.layouts import Native
-from longrnn.hf.loading import read_config, refuse_devices, resolve
-from longrnn.hf.specs import split_spec
-from longrnn.models.checkpoint import read_description
+from longrnn.hf.names import embedded, is_hub_name, resolve, split_spec
+from longrnn.models.checkpoint import read_config
 from longrnn.text import ByteTokenizer, Tokenizer
 
 if TYPE_CHECKING:
@@ -136,14 +133,12 @@ def load_tokenizer(
         )
     if not os.path.exists(path):
         path = resolve(name)
-    if path.is_dir():
-        refuse_devices(path)
     if lora.is_adapter(path):
         return load_tokenizer(lora.base_of(path), add_bos_token=add_bos_token)
     bos = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
     config = read_config(path) if (path / "config.json").is_file() else {}
     if config.get("model_type") == "longrnn" and not (path / "tokenizer.json").is_file():
-        recorded = read_description(path).get("tokenizer", "bytes")
+        recorded = config.get("tokenizer", "bytes")
         if recorded == "bytes":
             return load_tokenizer(recorded, add_bos_token=add_bos_token)
         return _with_bos(_read(_recorded(path, recorded), bos), add_bos_token)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from longrnn.config import read_recorded
 from longrnn.errors import UserError
-from longrnn.hf.loading import resolve
-from longrnn.hf.specs import split_spec
+from longrnn.hf.names import resolve, split_spec
 from longrnn.units import parse_length
 
 

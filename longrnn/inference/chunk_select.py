@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
+from longrnn.inference.trie import Row, Stop, prefill, read_rows
 from longrnn.models import LanguageModel
 from longrnn.models.finite import explain_nonfinite
-from longrnn.state import LMState, expand, take
+from longrnn.progress import Progress
+from longrnn.state import LMState, take
 
 
 class Choice(NamedTuple):
@@ -63,33 +65,26 @@ def select(
             "chunk_select needs a chunk and a batch size of at least 1, a context and a query: "
             "give all of them"
         )
-    state = model.init_state(1)
-    device = state.position.device
-    if prefix is not None and len(prefix):
-        state = model(prefix[None].to(device), state, keep=0).state
-    chunks = context.to(device).split(chunk)
-    entropies: list[Tensor] = []
+    before = context[:0] if prefix is None else prefix
+    silent, state = Progress("", 0, unit="tokens", quiet=True), model.init_state(1)
+    _, state = prefill(model, lambda a, b: before[None, a:b], 0, len(before), state, silent, keep=0)
+    chunks = context.split(chunk)
+    rows = [
+        Row(lambda a, b, one=one: one[a:b], [Stop(len(one), number)], state)
+        for number, one in enumerate(chunks)
+    ]
+    entropies = torch.empty(len(chunks), dtype=torch.float64)
     best: tuple[float, int, LMState] | None = None
-    for start in range(0, len(chunks), batch_size):
-        # The last chunk may be shorter, and all rows of a batch must have one length.
-        group = chunks[start : start + batch_size]
-        whole = [one for one in group if len(one) == len(group[0])]
-        for rows in (whole, list(group[len(whole) :])):
-            if not rows:
-                continue
-            read = model(torch.stack(rows), expand(state, len(rows)), keep=0).state
-            queries = query.to(device).expand(len(rows), -1)
-            logits = model(queries, read, keep=1).logits[:, -1]
-            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            found = torch.special.entr(wide.softmax(-1)).sum(-1)
-            if not bool(found.isfinite().all()):
-                before = context[:0] if prefix is None else prefix
-                seen = [before.to(device).expand(len(rows), -1), torch.stack(rows), queries]
-                explain_nonfinite(model, torch.cat(seen, dim=1))
-            least = int(found.argmin())
-            if best is None or float(found[least]) < best[0]:
-                index = sum(map(len, entropies)) + least
-                best = float(found[least]), index, take(read, [least])
-            entropies.append(found.cpu())
+    for numbers, _, read in read_rows(model, rows, batch_size, silent, keep=0):
+        queries = query.to(read.position.device).expand(len(numbers), -1)
+        logits = model(queries, read, keep=1).logits[:, -1]
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        found = torch.special.entr(wide.softmax(-1)).sum(-1)
+        if not bool(found.isfinite().all()):
+            explain_nonfinite(model, queries, read)
+        entropies[numbers] = found.double().cpu()
+        least = int(found.argmin())
+        if best is None or (float(found[least]), numbers[least]) < best[:2]:
+            best = float(found[least]), numbers[least], take(read, [least])
     assert best is not None
-    return Choice(best[1], torch.cat(entropies), best[2])
+    return Choice(best[1], entropies, best[2])

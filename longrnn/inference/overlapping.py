@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.inference.prefill import prefill
-from longrnn.inference.scoring import token_losses
+from longrnn.inference.engine import token_losses
+from longrnn.inference.trie import prefill
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
 

@@ -1,15 +1,16 @@
 """Checkpoint folders: `config.json`, `model.safetensors`, and nothing that could run code.
 
-`longrnn.hf.loading.load` verifies them against `checksums.json` in the same folder.
+`longrnn.hf.load.load` verifies them against `checksums.json` in the same folder.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
+from pickle import UnpicklingError
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -22,10 +23,11 @@ from longrnn.files import one_line, read_json, write_atomic
 from longrnn.models.config import RecurrentConfig
 from longrnn.models.recurrent import RecurrentLM
 
-logger = logging.getLogger(__name__)
-
-FORMAT = 1
+FORMAT = 2
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+OPTIONS = tuple(option.name for option in fields(RecurrentConfig))
+# Files of weights, the preferred one first; a pickle is read with `weights_only=True`.
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
 def save_model(
@@ -36,7 +38,7 @@ def save_model(
     weights: Mapping[str, Tensor] | None = None,
     mitigation: str | None = None,
 ) -> None:
-    """Writes a checkpoint folder that `load` reads.
+    """Writes a checkpoint folder that `load` and transformers read.
 
     Args:
         model: the model.
@@ -59,86 +61,117 @@ def save_model(
                 f"{folder} would lose the head, which has other weights than the embedding, and "
                 "the configuration ties them: set model.head.weight = model.embedding.weight"
             )
-    description = {
-        "model_type": "longrnn",
-        "format": FORMAT,
-        "tokenizer": tokenizer,
-        "config": asdict(model.config),
-    }
+    description = {"model_type": "longrnn", "format": FORMAT, "tokenizer": tokenizer}
     if mitigation or model.trained_under:
         description["mitigation"] = mitigation or model.trained_under
+    description |= asdict(model.config)
     remove_checksums(folder)
-    write_atomic(folder / "model.safetensors", save(tensors))
+    write_atomic(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
     write_atomic(folder / "config.json", json.dumps(description, indent=2) + "\n")
     write_checksums(folder)
 
 
-def read_description(folder: Path) -> dict[str, Any]:
-    """Reads the `config.json` of a checkpoint folder.
+def read_config(folder: Path) -> dict[str, Any]:
+    """Returns the content of a checkpoint's `config.json`.
 
     Raises:
-        UserError: the file is missing, or the checkpoint is not in longrnn's own format.
+        UserError: there is none, it is not a mapping, or it is of another version of longrnn.
     """
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(
             f"{folder} is not a checkpoint folder (it has no config.json): give a folder with one"
         )
-    description = read_json(path)
-    if description.get("model_type") != "longrnn":
-        kind = description.get("model_type")
+    config = read_json(path)
+    if config.get("model_type") == "longrnn" and config.get("format") != FORMAT:
         raise UserError(
-            f"{folder} holds a model of type {kind!r}: give a checkpoint that longrnn has "
-            "trained (model_type 'longrnn')"
+            f"{folder} has checkpoint format {config.get('format')}, and this version of longrnn "
+            f"reads {FORMAT}: use the version that wrote it"
         )
-    if description.get("format") != FORMAT:
-        raise UserError(
-            f"{folder} has checkpoint format {description.get('format')}, this version reads "
-            f"{FORMAT}: update longrnn"
-        )
-    return description
+    return config
 
 
-def load_model(
-    folder: Path, *, backend: str = "auto", weights: Mapping[str, Tensor] | None = None
-) -> RecurrentLM:
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Returns all tensors of a checkpoint by name, on the CPU, from one file or from several.
+
+    Raises:
+        UserError: there are no weights, a file is missing or damaged, or a pickle holds something
+            other than tensors.
+    """
+    for name in WEIGHTS:
+        if (folder / name).is_file():
+            return _read_file(folder / name)
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            parts = read_json(index).get("weight_map")
+            names = set(map(str, parts.values())) if isinstance(parts, dict) else set()
+            if not names or any(
+                Path(one).name != one or Path(one).suffix != Path(name).suffix for one in names
+            ):
+                raise UserError(
+                    f"{index} is not a map of weights to {Path(name).suffix} files beside it: copy "
+                    "it again"
+                )
+            return {k: v for part in sorted(names) for k, v in _read_file(folder / part).items()}
+    raise UserError(
+        f"{folder} is incomplete (it has none of {', '.join(WEIGHTS)}): copy or download it again"
+    )
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    from huggingface_hub import load_state_dict_from_file
+
+    if not path.is_file():
+        raise UserError(f"{path.parent} is incomplete (it has no {path.name}): copy it again")
+    safe = path.suffix == ".safetensors"
+    try:
+        content = load_state_dict_from_file(path, map_location="cpu", weights_only=True, safe=safe)
+    except Exception as error:  # a damaged file can raise any error
+        if isinstance(error, UnpicklingError) and _is_pickle(path):
+            raise UserError(
+                f"{path} is a pickle of more than tensors, which could run code when it is read: "
+                "use a safetensors version of the checkpoint"
+            ) from error
+        raise UserError(
+            f"{path} is truncated or damaged ({one_line(error)}): copy it again"
+        ) from error
+    if not isinstance(content, Mapping) or not all(
+        isinstance(name, str) and isinstance(one, Tensor) and one.layout == torch.strided
+        for name, one in content.items()
+    ):
+        raise UserError(
+            f"{path} holds something other than named tensors: give a checkpoint of weights alone"
+        )
+    return dict(content)
+
+
+def _is_pickle(path: Path) -> bool:
+    """Whether a file begins as torch.save or pickle writes it."""
+    with open(path, "rb") as file:
+        return file.read(2) in (b"PK", *(bytes([0x80, protocol]) for protocol in range(2, 6)))
+
+
+def load_model(folder: Path, *, backend: str = "auto") -> RecurrentLM:
     """Reads a model that `save_model` or transformers wrote, onto the CPU.
 
     Args:
         folder: the checkpoint.
         backend: implementation of the recurrence; `auto` for the default of the cell.
-        weights: the content of several weight files; None to read `model.safetensors`.
 
     Raises:
         UserError: a file is missing, truncated, or does not fit.
     """
-    from safetensors.torch import load_file
-
-    description = read_description(folder)
-    config = build_config(
-        RecurrentConfig, description.get("config"), source=str(folder / "config.json")
-    )
-    path = folder / "model.safetensors"
-    if weights is not None:
-        model = build_model(config, _own_names(weights), source=folder, backend=backend)
-        return _with_mitigation(model, description, folder)
-    if not path.is_file():
-        raise UserError(f"{folder} is incomplete (it has no model.safetensors): copy it again")
-    try:
-        tensors = load_file(path)
-    except Exception as error:  # a SafetensorError, or what torch raises for a dtype it lacks
+    description, source = read_config(folder), str(folder / "config.json")
+    if description.get("model_type") != "longrnn":
         raise UserError(
-            f"{path} is truncated or damaged ({one_line(error)}): copy it again"
-        ) from error
-    return _with_mitigation(
-        build_model(config, _own_names(tensors), source=path, backend=backend), description, folder
-    )
-
-
-def _with_mitigation(
-    model: RecurrentLM, description: Mapping[str, Any], folder: Path
-) -> RecurrentLM:
-    """Notes the mitigation under which a model was trained."""
+            f"{folder} holds a model of type {description.get('model_type')!r}: give a checkpoint "
+            "that longrnn has trained (model_type 'longrnn')"
+        )
+    options = {name: description[name] for name in OPTIONS if name in description}
+    config = build_config(RecurrentConfig, options, source=source)
+    # transformers writes `model.` in front of all names.
+    tensors = {name.removeprefix("model."): one for name, one in read_weights(folder).items()}
+    model = build_model(config, tensors, source=folder, backend=backend)
     recorded = description.get("mitigation")
     if not isinstance(recorded, str | None):
         raise UserError(f"{folder} has a mitigation that is not a text: copy its config.json again")
@@ -146,70 +179,45 @@ def _with_mitigation(
     return model
 
 
-def _own_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights by their names in `RecurrentLM`; transformers writes `model.` in front of them."""
-    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-
-
 def build_model(
-    config: RecurrentConfig,
-    tensors: Mapping[str, Tensor],
-    *,
-    source: Path,
-    backend: str = "auto",
-    source_name: Callable[[str], str] = str,
+    config: RecurrentConfig, tensors: Mapping[str, Tensor], *, source: Path, backend: str = "auto"
 ) -> RecurrentLM:
     """Builds a model in eval mode from weights, each of which keeps its dtype.
 
     Args:
         config: describes the model.
         tensors: weights by their names in `RecurrentLM`; a tied head may be left out.
-        source: the file they come from, for error messages.
-        backend: implementation of the recurrence; `auto` for that of the configuration, or if this
-            machine cannot run it, for the fastest one that it can.
-        source_name: maps a name in `RecurrentLM` to the name in `source`.
+        source: where they come from, for error messages.
+        backend: implementation of the recurrence; `auto` for that of the configuration.
 
     Raises:
-        UserError: a weight is missing, unexpected, or of another shape or dtype, or this machine
-            cannot run the backend.
+        UserError: a weight is missing, unexpected, or of another shape or dtype.
     """
-    _select_backend(config, backend)
+    if backend != "auto":
+        config.mixer = {**config.mixer, "backend": backend}
     given = dict(tensors)
-    if config.tie_embeddings:
-        given.setdefault("head.weight", given.get("embedding.weight", torch.empty(0)))
-    model = _skeleton(config, source, len(tensors))
-    expected = model.state_dict()
-    for name in sorted(expected.keys() | given.keys()):
-        wanted = tuple(expected[name].shape) if name in expected else None
-        found = tuple(given[name].shape) if name in given else None
-        if wanted != found:
-            raise UserError(
-                f"{source} does not fit its config.json: {source_name(name)} has shape {found}, "
-                f"{wanted} was expected; copy both files again"
-            )
-    _check_dtypes(model, given, source, source_name)
-    if config.tie_embeddings and not torch.equal(given["head.weight"], given["embedding.weight"]):
+    if config.tie_embeddings and "embedding.weight" in given:
+        given.setdefault("head.weight", given["embedding.weight"])
+    try:
+        with torch.device("meta"):  # so that the sizes in a damaged file allocate no memory
+            model = RecurrentLM(config)
+        model.load_state_dict(given, strict=True, assign=True)
+        _check_dtypes(model)
+        if config.tie_embeddings:
+            if not torch.equal(model.head.weight, model.embedding.weight):
+                raise ValueError(
+                    "the head has other weights than the embedding, to which it is tied"
+                )
+            model.head.weight = model.embedding.weight
+    except Exception as error:  # torch raises several types for sizes that are too large
+        reason = shorten(" ".join(str(error).split()), 240)
         raise UserError(
-            f"{source} does not fit its config.json: {source_name('head.weight')} is not "
-            f"{source_name('embedding.weight')}, to which it is tied; copy both files again"
-        )
-    # Copies, so that the weights do not change if the memory-mapped file does.
-    copies = {name: given[name].clone(memory_format=torch.contiguous_format) for name in expected}
-    model.load_state_dict(copies, assign=True)
-    model.requires_grad_()
-    if config.tie_embeddings:
-        model.head.weight = model.embedding.weight
+            f"{source} does not fit its config.json ({reason}): copy both files again"
+        ) from error
+    for weight in (*model.parameters(), *model.buffers()):
+        # Copies, so that the weights do not change if the memory-mapped file does.
+        weight.data = weight.data.clone(memory_format=torch.contiguous_format)
     return model.eval()
-
-
-def _select_backend(config: RecurrentConfig, backend: str) -> None:
-    """Writes the backend that computes a model into its configuration.
-
-    `auto` is that of the configuration if this version has it; else each call chooses.
-    """
-    known = backend if backend != "auto" else config.mixer.get("backend", "auto")
-    if "backend" in config.mixer or known != "auto":
-        config.mixer = {**config.mixer, "backend": known}
 
 
 def cast_weights(model: RecurrentLM, dtype: torch.dtype | None) -> RecurrentLM:
@@ -229,50 +237,18 @@ def cast_weights(model: RecurrentLM, dtype: torch.dtype | None) -> RecurrentLM:
     return model
 
 
-def _skeleton(config: RecurrentConfig, source: Path, n_weights: int) -> RecurrentLM:
-    """Builds a model on the meta device, so that the sizes in a damaged file allocate no memory.
-
-    Raises:
-        UserError: invalid sizes, more layers than weights, or sizes too large for a tensor.
-    """
-    if config.n_layers > n_weights:
-        raise UserError(
-            f"{source} does not fit its config.json: it has {n_weights} weights and config.json "
-            f"says n_layers {config.n_layers}; copy both files again"
-        )
-    try:
-        with torch.device("meta"):
-            return RecurrentLM(config)
-    except UserError as error:
-        raise UserError(f"{source} does not fit its config.json: {error}") from error
-    except Exception as error:  # torch raises several types for sizes that are too large
-        raise UserError(
-            f"no model can be built from the config.json of {source} ({one_line(error)}): copy the "
-            "checkpoint again"
-        ) from error
-
-
-def _check_dtypes(
-    model: RecurrentLM, given: Mapping[str, Tensor], source: Path, source_name: Callable[[str], str]
-) -> None:
+def _check_dtypes(model: RecurrentLM) -> None:
     """Refuses dtypes that the model cannot compute with.
 
     All matrices must have the same dtype. Norms, rates and tables may have another one: the
     published Mamba-2 has float32 rates and float16 matrices.
     """
-    for name, tensor in given.items():
-        if tensor.dtype not in DTYPES:
-            raise UserError(
-                f"{source} holds {source_name(name)} as {tensor.dtype}, and weights must be "
-                "float16, bfloat16, float32 or float64: save the checkpoint in one of these"
-            )
-    first = "embedding.weight"
+    wanted = model.embedding.weight.dtype
     for path, module in model.named_modules():
-        if not isinstance(module, (nn.Embedding, nn.Linear, nn.RNNBase)):
-            continue
-        for name, _ in module.named_parameters(prefix=path, recurse=False):
-            if given[name].dtype != given[first].dtype:
-                raise UserError(
-                    f"{source} holds {source_name(first)} as {given[first].dtype} and "
-                    f"{source_name(name)} as {given[name].dtype}: save its matrices in one dtype"
+        is_matrix = isinstance(module, nn.Embedding | nn.Linear | nn.RNNBase)
+        for name, weight in module.named_parameters(prefix=path, recurse=False):
+            if weight.dtype not in DTYPES or (is_matrix and weight.dtype != wanted):
+                raise ValueError(
+                    f"{name} is {weight.dtype} and embedding.weight {wanted}; matrices must have "
+                    "one dtype of float16, bfloat16, float32 or float64"
                 )

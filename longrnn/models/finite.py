@@ -10,14 +10,15 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longrnn.errors import UserError
 from longrnn.models.base import MAX_LOGITS, LanguageModel
 from longrnn.state import LMState, leaves
 
-# Tokens of a call in the search.
-STEP = 64
+# Tokens of a call in the search: a position is exact to the chunk that a kernel computes at once,
+# unless the call ends before it.
+STEP = 16
 
 
 def refuse_nonfinite(
@@ -68,13 +69,19 @@ def explain_nonfinite(
                 place = f" from token {int(first[bad].min()):,} on"
                 break
         break
+    raise UserError(f"the model's logits are not finite{place}: {cause_of_nonfinite(model)}")
+
+
+def cause_of_nonfinite(model: nn.Module) -> str:
+    """Why logits of a model are not finite, and what to do."""
     for name, weight in model.named_parameters():
-        if not bool(weight.isfinite().all()):
-            cause = f"its weight {name} is not finite; take an earlier checkpoint"
-            break
-    else:
-        cause = (
-            "its values overflow; use a wider dtype (CHECKPOINT+float32, or load(dtype=…)), or "
-            "shorter texts"
-        )
-    raise UserError(f"the model's logits are not finite{place}: {cause}")
+        if weight.is_floating_point() and not bool(weight.isfinite().all()):
+            wider = "" if bool(weight.isnan().any()) else ", or load it with a wider dtype"
+            return (
+                f"its weight {name} has NaN or infinite values; copy the checkpoint again, or take "
+                f"an earlier one{wider}"
+            )
+    return (
+        "its values overflow; use a wider dtype (CHECKPOINT+float32, or load(dtype=…)), or shorter "
+        "texts"
+    )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import index
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,10 +15,12 @@ from longrnn.models.base import LanguageModel
 from longrnn.models.checks import check_tokens
 from longrnn.models.finite import explain_nonfinite
 from longrnn.ops.rows import Rows
-from longrnn.state import LMState, reset, take
+from longrnn.state import LMState, join, take
 
 # Returned in place of a token, so that the check needs no synchronisation of its own.
 NOT_FINITE = -1
+# What ends a row: sequences of ids, or a function of the row's number and its ids.
+Stop: TypeAlias = Sequence[Sequence[int]] | Callable[[int, list[int]], bool]
 
 
 class Generation(NamedTuple):
@@ -42,7 +44,7 @@ def generate(
     max_new_tokens: int,
     temperature: float = 0.0,
     top_p: float = 1.0,
-    stop: Sequence[Sequence[int]] = (),
+    stop: Stop = (),
     generator: torch.Generator | None = None,
     rows: Rows | None = None,
 ) -> Generation:
@@ -55,7 +57,8 @@ def generate(
         max_new_tokens: the maximum number per row.
         temperature: 0 takes the most likely token; otherwise logits are divided by it and sampled.
         top_p: sample among the fewest tokens whose probabilities reach this sum.
-        stop: sequences of ids; a row ends after the first one that it generates.
+        stop: sequences of ids, of which the first that a row generates ends it; or a function of
+            the number of a row and its ids that says whether the row ends.
         generator: source of randomness, on the model's device.
         rows: where padding stands in the prompt, and documents begin; None for no padding. Each row
             gives what it gives alone.
@@ -65,13 +68,17 @@ def generate(
             a model that cannot read it.
     """
     run = _Run(model, prompt, state, max_new_tokens, temperature, top_p, generator, rows)
-    stops = _stops(stop)
-    if stops:
-        tokens = list(run.rows(stops))[-1]
-    else:
-        # Nothing depends on the tokens, so that the host reads them once, at the end.
-        tokens = run.read([run.advance(None) for _ in range(max_new_tokens)])
-    return Generation(tokens, run.state)
+    ends = _ends(stop)
+    if ends is not None:
+        *_, ids = run.rows(ends)
+        return Generation(ids, run.final_state())
+    # Nothing depends on the tokens, so that the host reads them once, at the end.
+    columns = [run.step() for _ in range(max_new_tokens)]
+    ids = torch.stack(columns, 1).tolist() if columns else [[] for _ in range(len(prompt))]
+    for row, own in enumerate(ids):
+        if NOT_FINITE in own:
+            run.refuse(row, own[: own.index(NOT_FINITE)])
+    return Generation(ids, run.state)
 
 
 @torch.no_grad()
@@ -83,7 +90,7 @@ def stream(
     max_new_tokens: int,
     temperature: float = 0.0,
     top_p: float = 1.0,
-    stop: Sequence[Sequence[int]] = (),
+    stop: Stop = (),
     generator: torch.Generator | None = None,
     rows: Rows | None = None,
 ) -> Iterator[list[list[int]]]:
@@ -92,17 +99,16 @@ def stream(
     These are the same lists each time, which grow.
     """
     run = _Run(model, prompt, state, max_new_tokens, temperature, top_p, generator, rows)
-    yield from run.rows(_stops(stop))
+    yield from run.rows(_ends(stop) or (lambda _, __: False))
 
 
 class _Run:
-    """One continuation of a prompt, token by token, without reading tokens from the device.
+    """One continuation of a prompt, token by token; see `generate`.
 
-    Args:
-        model: see `generate`, as the other arguments.
-
-    Raises:
-        UserError: see `generate`.
+    Attributes:
+        active: the numbers of the rows that have not ended; only they are computed.
+        state: of the active rows, after all their tokens.
+        logits: `(b, v)`, likewise.
     """
 
     def __init__(
@@ -134,82 +140,76 @@ class _Run:
         self._model, self._prompt, self._before, self._rows = model, prompt, state, rows
         self._max_new_tokens = max_new_tokens
         self._choose = partial(_choose, temperature=temperature, top_p=top_p, generator=generator)
+        self._ended: dict[int, LMState] = {}
+        self.active = list(range(len(prompt)))
         given = {} if rows is None else {"rows": rows}  # a Hugging Face model takes no rows
         logits, self.state = model(prompt, state, keep=1, **given)
-        self._logits, self._after_prompt = logits[:, -1], self.state
+        self.logits = logits[:, -1]
 
-    def advance(self, done: Tensor | None) -> Tensor:
-        """Chooses and consumes the next token of each row.
-
-        Args:
-            done: `(b,)` bool, rows that keep their state; None for none.
+    def step(self) -> Tensor:
+        """Chooses and consumes the next token of each active row.
 
         Returns:
             The tokens, `(b,)`; NOT_FINITE where a logit is not finite.
         """
-        token = self._choose(self._logits)
-        before = self.state
-        if done is not None:
-            # The next position of a row that is done may be past the end of a table of positions.
-            before = before._replace(position=before.position.masked_fill(done, 0))
-        logits, after = self._model(token.clamp(min=0)[:, None], before, keep=1)
-        self.state = after if done is None else reset(after, self.state, done)
-        self._logits = logits[:, -1]
+        token = self._choose(self.logits)
+        logits, self.state = self._model(token.clamp(min=0)[:, None], self.state, keep=1)
+        self.logits = logits[:, -1]
         return token
 
-    def rows(self, stops: list[list[int]]) -> Iterator[list[list[int]]]:
+    def rows(self, ends: Callable[[int, list[int]], bool]) -> Iterator[list[list[int]]]:
         """See `stream`."""
-        rows: list[list[int]] = [[] for _ in range(len(self._prompt))]
-        done = [False] * len(rows)
+        rows: list[list[int]] = [[] for _ in self.active]
         yield rows
-        columns: list[Tensor] = []
-        mask: Tensor | None = None
         for _ in range(self._max_new_tokens):
-            columns.append(self.advance(mask))
-            before = list(done)
-            for row, (value,) in enumerate(self.read(columns, last=True)):
-                if not done[row]:
-                    rows[row].append(value)
-                    done[row] = any(rows[row][-len(end) :] == end for end in stops)
+            for row, token in zip(self.active, self.step().tolist(), strict=True):
+                if token == NOT_FINITE:
+                    self.refuse(row, rows[row])
+                rows[row].append(token)
+            kept = [i for i, row in enumerate(self.active) if not ends(row, rows[row])]
+            if len(kept) < len(self.active):
+                self._keep(kept)
             yield rows
-            if all(done):
+            if not self.active:
                 break
-            if done != before:
-                mask = torch.tensor(done, device=self._prompt.device)
 
-    def read(self, columns: list[Tensor], *, last: bool = False) -> list[list[int]]:
-        """The ids of each row from the tokens of each step, or those of the last step only.
+    def _keep(self, places: list[int]) -> None:
+        """Continues with these of the active rows only."""
+        for place in set(range(len(self.active))).difference(places):
+            self._ended[self.active[place]] = take(self.state, [place])
+        self.active = [self.active[place] for place in places]
+        if places:
+            self.state, self.logits = take(self.state, places), self.logits[places]
 
-        Raises:
-            UserError: logits were not finite.
-        """
-        if not columns:
-            return [[] for _ in range(len(self._prompt))]
-        rows = torch.stack(columns[-1:] if last else columns, dim=1).tolist()
-        for row, ids in enumerate(rows):
-            if NOT_FINITE in ids:
-                self._refuse(row, columns[: len(columns) - len(ids) + ids.index(NOT_FINITE)])
-        return rows
+    def final_state(self) -> LMState:
+        """The state of all rows, each after its last token."""
+        if not self._ended:
+            return self.state
+        going = {row: take(self.state, [place]) for place, row in enumerate(self.active)}
+        states = self._ended | going
+        return join([states[row] for row in range(len(states))])
 
-    def _refuse(self, row: int, columns: list[Tensor]) -> NoReturn:
-        """Explains the logits after the tokens of the given steps, of which a row's are bad."""
-        if columns:
-            tokens = torch.stack(columns, dim=1)[row : row + 1]
-            explain_nonfinite(self._model, tokens, take(self._after_prompt, [row]))
-        tokens, before = self._prompt[row : row + 1], self._before
+    def refuse(self, row: int, ids: list[int]) -> None:
+        """Raises the UserError for logits of a row that are not finite after these new ids."""
+        prompt = self._prompt[row]
         if self._rows is not None:
-            tokens = self._rows.arrange(self._prompt)[row : row + 1, : int(self._rows.count[row])]
-        explain_nonfinite(self._model, tokens, None if before is None else take(before, [row]))
+            prompt = self._rows.arrange(self._prompt)[row, : int(self._rows.count[row])]
+        tokens = torch.cat([prompt, prompt.new_tensor(ids)])[None]
+        before = None if self._before is None else take(self._before, [row])
+        explain_nonfinite(self._model, tokens, before)
 
 
-def _stops(stop: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The stop sequences as lists of ids, without empty ones."""
+def _ends(stop: Stop) -> Callable[[int, list[int]], bool] | None:
+    """The function that says whether a row ends; None if none does before its last token."""
+    if callable(stop):
+        return stop
     try:
-        return [[index(token) for token in sequence] for sequence in stop if len(sequence)]
+        stops = [[index(token) for token in sequence] for sequence in stop if len(sequence)]
     except TypeError as error:
         raise UserError(
             f"stop must be sequences of token ids, not {stop!r}: give for example [[3], [5, 7]]"
         ) from error
+    return (lambda _, ids: any(ids[-len(end) :] == end for end in stops)) if stops else None
 
 
 def _choose(

@@ -27,7 +27,7 @@ from longrnn.config import dump_config
 from longrnn.errors import UserError
 from longrnn.evaluation import sequences
 from longrnn.files import write_atomic
-from longrnn.hf.loading import load
+from longrnn.hf.load import load
 from longrnn.locks import Lock
 from longrnn.programs import module_command, module_environment
 from longrnn.progress import Progress

@@ -13,7 +13,7 @@ import torch
 
 from longrnn.config import build_config
 from longrnn.errors import UserError
-from longrnn.hf.specs import split_spec
+from longrnn.hf.names import split_spec
 from longrnn.tasks.held_out import HELD_OUT, TRAINING
 from longrnn.training import models
 from longrnn.training.config import TrainConfig

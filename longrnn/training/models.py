@@ -18,8 +18,8 @@ from longrnn.cells import MIXERS
 from longrnn.config import build_config, flat
 from longrnn.errors import UserError
 from longrnn.hf import lora
-from longrnn.hf.loading import load_plain, resolve
-from longrnn.hf.specs import split_spec
+from longrnn.hf.load import load_plain
+from longrnn.hf.names import resolve, split_spec
 from longrnn.hf.tokenizer import HFTokenizer, byte_level, load_tokenizer
 from longrnn.hf.training import TransformerLM, build_transformer, read_transformer, save_transformer
 from longrnn.models.checkpoint import load_model, save_model

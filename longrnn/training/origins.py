@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from longrnn.corpus import HEADER
 from longrnn.errors import UserError
 from longrnn.files import one_line
-from longrnn.hf.hub import is_hub_name
+from longrnn.hf.names import is_hub_name
 from longrnn.text import TEXT_SUFFIXES, files_below
 
 # The formats of tables, as `datasets` names them, by suffix.

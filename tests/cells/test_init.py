@@ -12,7 +12,7 @@ from longrnn.cells import INITS, MIXERS, RNN, Cell, TorchCell
 from longrnn.cells.init import MAX_TIME_SCALE
 from longrnn.cells.observe import decay_sums
 from longrnn.errors import UserError
-from longrnn.hf.loading import load
+from longrnn.hf.load import load
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
 from tests.contracts.builders import D_MODEL, assert_trees_equal, mixer_spec, random_tokens

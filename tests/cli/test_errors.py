@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from longrnn.hf import loading
+from longrnn.hf import names
 from longrnn.results import read_results
 from tests.cli.conftest import CLI, assert_refused, refused
 from tests.training.runs import metrics, tiny, write_config
@@ -22,7 +22,7 @@ def test_unknown_checkpoints(
     command: list[str], cli: CLI, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An unknown checkpoint is refused with the nearest name."""
-    monkeypatch.setattr(loading, "embedded", lambda: {"passkey-tiny": models / "text"})
+    monkeypatch.setattr(names, "embedded", lambda: {"passkey-tiny": models / "text"})
     refused(cli, *command, "passkey-tyni", says=("passkey-tiny",))
     refused(cli, *command, "no/such/folder", says=("passkey-tiny",))
     refused(cli, *command, models / "text/config.json", says=("folder",))

@@ -11,7 +11,7 @@ import torch
 
 from longrnn import load
 from longrnn.files import sha256
-from longrnn.hf.loading import load_recurrent
+from longrnn.hf.load import load_recurrent
 from longrnn.mitigations import mitigation
 from longrnn.mitigations.base import Calibration, Mitigation
 from longrnn.mitigations.spec import write_calibration

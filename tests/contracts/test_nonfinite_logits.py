@@ -12,8 +12,7 @@ from torch import Tensor
 
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
-from longrnn.inference.prefix import Prompt, answers
-from longrnn.inference.scoring import Pair, score, token_losses
+from longrnn.inference.engine import Pair, Prompt, answers, score, token_losses
 from longrnn.mitigations import MITIGATIONS, mitigation
 from longrnn.models import LanguageModel, LMOutput, RecurrentLM, Rows, generate
 from longrnn.models.checkpoint import save_model

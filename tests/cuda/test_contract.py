@@ -14,7 +14,7 @@ from torch import Tensor
 from longrnn.cells import MIXERS
 from longrnn.cells.self_test import self_test
 from longrnn.diagnostics.jacobian import Step, spectrum
-from longrnn.inference.scoring import token_losses
+from longrnn.inference.engine import token_losses
 from longrnn.models import Rows, generate
 from longrnn.models.recurrent import GRANULARITIES
 from longrnn.ops.backend import REFUSALS

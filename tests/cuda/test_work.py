@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from longrnn.diagnostics.through_time import Run, norms
+from longrnn.studies.stability import stability
 
 from longrnn import load, state
 from longrnn.cells import MIXERS
-from longrnn.diagnostics.through_time import Run, norms
 from longrnn.evaluation.perplexity import evaluate
 from longrnn.evaluation.texts import Document
 from longrnn.models import LanguageModel
 from longrnn.state import tree_map
-from longrnn.studies.stability import stability
 from longrnn.tasks import Batch
 from longrnn.training.objective import Objective
 from longrnn.training.prefetch import Prefetch

@@ -22,7 +22,7 @@ from longrnn.evaluation.calibrate import METHODS, OF_ONE_METHOD, Settings, calib
 from longrnn.evaluation.layer_statistics import EVERY
 from longrnn.evaluation.texts import Document, read_documents
 from longrnn.files import sha256
-from longrnn.hf.loading import load_recurrent
+from longrnn.hf.load import load_recurrent
 from longrnn.mitigations import mitigation
 from longrnn.mitigations.base import Calibration, Mitigation
 from longrnn.mitigations.spec import write_calibration

@@ -13,7 +13,7 @@ from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.evaluation.memory import MeanEffRem, enough, evaluate, remembrance, starts, summarise
 from longrnn.evaluation.texts import Document
-from longrnn.inference import prefill
+from longrnn.inference import trie
 from longrnn.intervals import Estimate
 from longrnn.models import LanguageModel
 from longrnn.results import read_results
@@ -50,7 +50,7 @@ def test_one_pass_is_the_definition(kind: str) -> None:
 
 def test_in_pieces_and_under_a_mitigation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long pieces and a mitigation's carry give the EffRem of separate contexts."""
-    monkeypatch.setattr(prefill, "PREFILL_TOKENS", 5)
+    monkeypatch.setattr(trie, "PREFILL_TOKENS", 5)
     assert_defined(build_mitigated([mitigation_spec("sliding_window")]), [30])
 
 

@@ -20,7 +20,7 @@ from longrnn.evaluation.passkey import (
 )
 from longrnn.evaluation.passkey_grid import Grid, Sample
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.inference import prefill
+from longrnn.inference import trie
 from longrnn.models import LanguageModel
 from longrnn.results import Row, line_of, read_results
 from longrnn.tasks import Passkey
@@ -111,7 +111,7 @@ def test_the_batch_size_changes_nothing(tmp_path: Path) -> None:
 
 def test_long_prompts_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long prompts are read in pieces with a carried state."""
-    monkeypatch.setattr(prefill, "PREFILL_TOKENS", 64)
+    monkeypatch.setattr(trie, "PREFILL_TOKENS", 64)
     oracle = Oracle()
     rows = measure(oracle, output=tmp_path / "r.jsonl", lengths=[256, 301])
     assert all(row["correct"] for row in rows)

@@ -1,4 +1,4 @@
-"""The table of architectures in docs/checkpoints.md: what was measured on a tiny model of each.
+"""The table of architectures in docs/load.md: what was measured on a tiny model of each.
 
 Example:
     python -m tests.hf.architecture_table    # measures all architectures and writes the table
@@ -13,25 +13,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from longrnn.hf.delta import has_delta_layers
 
 from longrnn import load, mitigation
 from longrnn.diagnostics.observe import observe
 from longrnn.errors import UserError
 from longrnn.mitigations import Mitigated
-from longrnn.models import LanguageModel
+from longrnn.ops.rows import Rows
 from longrnn.state import expand
 from tests.hf.architectures import FEW, MANY, architecture
 from tests.hf.foreign import tokens
 
-DOCUMENT = Path(__file__).parents[2] / "docs/checkpoints.md"
-REFUSED = ["deepseek_v4", "moshi", "openai-gpt"]
+DOCUMENT = Path(__file__).parents[2] / "docs/load.md"
+REFUSED = ["deepseek_v4", "minimax", "moshi", "openai-gpt", "recurrent_gemma", "xlstm"]
 KINDS = sorted({*FEW, *MANY, *REFUSED})
 BEGIN = "<!-- architectures: python -m tests.hf.architecture_table -->\n"
 END = "<!-- end of architectures -->\n"
 COLUMNS = "loads", "pieces", "forks", "padding", "mitigations", "diagnosis", "reason"
-NOT_OURS = "no Mamba-2 layers of the families below"
-READ_ONLY = "Gated DeltaNet layers are computed by transformers"
+NOT_OURS = "no Mamba-2 layers"
 
 
 class Support(NamedTuple):
@@ -73,7 +71,7 @@ def measure(kind: str) -> Support:
         "yes",
         ", ".join(how) or "yes" if pieces else "no",
         "yes" if forks else "no",
-        works(lambda: model(text, is_token=torch.ones_like(text, dtype=torch.bool))),
+        works(lambda: model(text, rows=Rows(torch.ones_like(text, dtype=torch.bool)))),
         works(lambda: Mitigated(model, mitigation("state_norm(threshold=1)"))(text)),
         works(lambda: list(observe(model, text, [20], first=8))),
         reason(model),
@@ -89,9 +87,7 @@ def opened(theirs: Any) -> Any:
 
 def reason(model: Any) -> str:
     """Why not all of the columns are a yes."""
-    if isinstance(model, LanguageModel):
-        return ""
-    return READ_ONLY if has_delta_layers(model) else NOT_OURS
+    return "" if model.cells else NOT_OURS
 
 
 def works(call: Callable[[], Any]) -> str:

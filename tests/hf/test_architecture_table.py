@@ -1,4 +1,4 @@
-"""docs/checkpoints.md says of every architecture what is measured on a tiny model of it."""
+"""docs/load.md says of every architecture what is measured on a tiny model of it."""
 
 from __future__ import annotations
 

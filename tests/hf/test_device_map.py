@@ -13,7 +13,7 @@ from longrnn import load
 from longrnn.cli.app import app
 from longrnn.comparison import cost
 from longrnn.errors import UserError
-from longrnn.hf.adapter import HFLanguageModel
+from longrnn.hf.foreign import ForeignLM
 from longrnn.models import RecurrentLM
 from longrnn.state import expand
 from tests.contracts.builders import assert_near
@@ -37,7 +37,7 @@ def test_a_model_with_layers_on_disk_is_the_same_model(folder: Path, tmp_path: P
     )
     assert set(theirs.hf_device_map.values()) == {"cpu", "disk"}
     assert any(weight.is_meta for weight in theirs.parameters())
-    model, whole, text = HFLanguageModel(theirs), load(folder), tokens(2, 20)
+    model, whole, text = ForeignLM(theirs), load(folder), tokens(2, 20)
     assert_near(model(text).logits, whole(text).logits, 1e-6)
     state = expand(model(text[:1, :9]).state, 2)
     rows = text[:1, 9:].expand(2, -1)
@@ -68,7 +68,7 @@ def test_balanced_divides_models_that_transformers_runs(folder: Path, tmp_path: 
     """Others run on one device, so that both can be compared."""
     text = tokens(1, 7)
     found = load(folder, device="balanced")
-    assert isinstance(found, HFLanguageModel)
+    assert isinstance(found, ForeignLM)
     assert torch.equal(found(text).logits, load(folder)(text).logits)
     assert isinstance(load("passkey-tiny", device="balanced"), RecurrentLM)
     job = cost.Job(str(folder), "balanced", 1, 16, 2, 0)

@@ -11,13 +11,11 @@ import pytest
 import longrnn
 from longrnn.errors import UserError
 from longrnn.evaluation.harness.options import build_model
-from longrnn.hf.embedded import embedded
-from longrnn.hf.loading import load, load_recurrent
+from longrnn.hf.load import load, load_recurrent
+from longrnn.hf.names import DTYPE_NAMES, embedded, split_spec
 from longrnn.hf.opened import open_checkpoint
-from longrnn.hf.specs import DTYPE_NAMES, split_spec
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.mitigations import Mitigated, mitigation
-from longrnn.models import RecurrentLM
 from tests.refusals import naming
 
 SPEC = "sliding_window(window=50)"
@@ -26,7 +24,7 @@ SPEC = "sliding_window(window=50)"
 def test_load_understands_a_mitigation() -> None:
     """`longrnn.load` and `load_tokenizer` take what the command line takes."""
     model = longrnn.load(f"passkey-tiny+{SPEC}")
-    assert isinstance(model, Mitigated)
+    assert model.mitigation is not None
     expected = Mitigated(load_recurrent("passkey-tiny"), mitigation(SPEC))
     assert model.fingerprint() == expected.fingerprint()
     assert longrnn.load_tokenizer(f"passkey-tiny+{SPEC}").fingerprint() == "bytes"
@@ -41,11 +39,11 @@ def test_a_path_with_a_plus_that_exists_wins(tmp_path: Path) -> None:
     both = tmp_path / "a+forget_more"
     shutil.copytree(embedded()["passkey-tiny"], both)
     shutil.copytree(embedded()["passkey-tiny"], tmp_path / "a")
-    assert isinstance(load(both), RecurrentLM)
+    assert load(both).mitigation is None
     assert load_tokenizer(both).fingerprint() == "bytes"
     assert split_spec(f"{both}+{SPEC}") == (str(both), SPEC)
-    assert isinstance(load(f"{both}+{SPEC}"), Mitigated)
-    assert isinstance(load(f"{tmp_path / 'a'}+{SPEC}"), Mitigated)
+    assert load(f"{both}+{SPEC}").mitigation is not None
+    assert load(f"{tmp_path / 'a'}+{SPEC}").mitigation is not None
 
 
 @pytest.mark.parametrize("name", sorted(DTYPE_NAMES))
@@ -76,7 +74,7 @@ def test_an_opened_checkpoint_records_its_source() -> None:
     further = open_checkpoint("passkey-tiny+forget_more", SPEC, name="mine")
     assert (further.name, further.checkpoint) == ("mine", "passkey-tiny")
     assert further.mitigation == f"forget_more+{SPEC}"
-    assert isinstance(further.model, Mitigated)
+    assert further.model.mitigation is not None
     assert further.model.max_length is None
 
 

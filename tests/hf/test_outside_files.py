@@ -1,15 +1,12 @@
 """Malformed checkpoint files are refused with one sentence and a remedy.
 
-Loading never ends in a traceback or an endless recursion, and never allocates what a file merely
-claims to hold.
+Loading never ends in a traceback, and never allocates what a file merely claims to hold.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,12 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from longrnn import load, load_tokenizer
 from longrnn.cells import MIXERS
-from longrnn.checksums import damage
 from longrnn.errors import UserError
-from longrnn.hf.convert import convert
-from longrnn.hf.embedded import embedded
-from longrnn.hf.loading import load_recurrent, resolve
-from longrnn.hf.tokenizer import byte_level
+from longrnn.hf.load import load_recurrent
+from longrnn.hf.names import resolve
 from longrnn.models.checkpoint import save_model
 from tests.contracts.builders import build_model, random_tokens
 from tests.hf.foreign import causal, native, with_bytes
@@ -49,8 +43,8 @@ def layout(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return folder
 
 
-def assert_refused(folder: Path, message: str = "[a-z]") -> None:
-    with pytest.raises(UserError, match=message) as error:
+def assert_refused(folder: Path) -> None:
+    with pytest.raises(UserError) as error:
         load(folder)
     text = str(error.value)
     assert "\n" not in text
@@ -58,72 +52,30 @@ def assert_refused(folder: Path, message: str = "[a-z]") -> None:
     assert str(folder) in text
 
 
-def write(text: str | bytes) -> Damage:
-    content = text if isinstance(text, bytes) else text.encode()
-    return lambda folder: (folder / "config.json").write_bytes(content)
-
-
-CONFIGS: dict[str, Damage] = {
-    "empty": write(""),
-    "not JSON": write("{'a': 1}"),
-    "not UTF-8": write(b'{"model_type": "\xff\xfe"}'),
-    "a list": write("[1, 2]"),
-    "null": write("null"),
-    "a number": write("3"),
-    "nested deeply": write('{"a":' * 100_000 + "1" + "}" * 100_000),
-    "a list nested deeply": write("[" * 100_000),
-    "a number of 5,000 digits": write('{"n_layers": ' + "9" * 5000 + "}"),
-    "a folder": lambda folder: (
-        (folder / "config.json").unlink(),
-        (folder / "config.json").mkdir(),
-    ),
-}
-
-
-@pytest.mark.parametrize("damage", CONFIGS)
-def test_a_config_that_is_not_one_is_refused(damage: str, layout: Path) -> None:
-    CONFIGS[damage](layout)
-    assert_refused(layout)
-
-
-def set_config(folder: Path, **values: Any) -> None:
-    path = folder / "config.json"
-    content = json.loads(path.read_text())
-    content.get("config", content).update(values)
-    path.write_text(json.dumps(content))
-
-
-NAMES = {
-    "width": ("d_model", "hidden_size"),
-    "layers": ("n_layers", "n_layer", "num_hidden_layers"),
-    "vocabulary": ("vocab_size",),
-}
-
-
-@pytest.mark.parametrize("size", [2**20, 2**31, 2**80])
-@pytest.mark.parametrize("what", NAMES)
-def test_sizes_that_the_weights_do_not_have_are_refused(what: str, size: int, layout: Path) -> None:
-    """Sizes in a configuration are checked before anything of that size is allocated."""
-    known = json.loads((layout / "config.json").read_text())
-    names = [n for n in NAMES[what] if n in known.get("config", known)]
-    set_config(layout, **dict.fromkeys(names, size))
-    assert_refused(layout)
-
-
-@pytest.mark.parametrize("value", [0, -1, "eight", None, [8], 1.5])
-@pytest.mark.parametrize("what", ["width", "layers"])
-def test_sizes_that_are_not_positive_whole_numbers_are_refused(
-    what: str, value: Any, layout: Path
-) -> None:
-    known = json.loads((layout / "config.json").read_text())
-    names = [n for n in NAMES[what] if n in known.get("config", known)]
-    set_config(layout, **dict.fromkeys(names, value))
-    assert_refused(layout)
-
-
 @pytest.mark.parametrize(
-    "tokenizer", ["", None, [], ["bytes"], {}, 3, ".", "..", "../ours", "a" * 300, "a\0b"]
+    "content",
+    [b"", b"{'a': 1}", b'{"model_type": "\xff\xfe"}', b"[1, 2]", b"null", b'{"a":' * 100_000],
 )
+def test_a_config_that_is_not_one_is_refused(content: bytes, layout: Path) -> None:
+    (layout / "config.json").write_bytes(content)
+    assert_refused(layout)
+
+
+@pytest.mark.parametrize("size", [2**20, 2**80, 0, -1, "eight"])
+@pytest.mark.parametrize(
+    "names", [("d_model", "hidden_size"), ("n_layers", "n_layer", "num_hidden_layers")]
+)
+def test_sizes_that_the_weights_do_not_have_are_refused(
+    names: tuple[str, ...], size: Any, layout: Path
+) -> None:
+    """Sizes in a configuration are checked before anything of that size is allocated."""
+    path = layout / "config.json"
+    known = json.loads(path.read_text())
+    path.write_text(json.dumps(known | {name: size for name in names if name in known}))
+    assert_refused(layout)
+
+
+@pytest.mark.parametrize("tokenizer", ["", None, ["bytes"], 3, "..", "a" * 300, "a\0b"])
 def test_a_tokenizer_that_is_not_there_is_refused(tokenizer: Any, tmp_path: Path) -> None:
     """A tokenizer entry that names no tokenizer, or the folder itself, raises a UserError."""
     save_model(build_model("lstm"), tmp_path / "ours")
@@ -133,157 +85,105 @@ def test_a_tokenizer_that_is_not_there_is_refused(tokenizer: Any, tmp_path: Path
         load_tokenizer(tmp_path / "ours")
 
 
-@pytest.mark.parametrize("multiple", ["x", 0, -8, True, 1.5, [8], None])
-def test_an_invalid_padding_multiple_is_ignored(multiple: Any, tmp_path: Path) -> None:
-    with_bytes(causal("llama", vocab_size=256), tmp_path / "llama")
-    set_config(tmp_path / "llama", pad_vocab_size_multiple=multiple)
-    assert load_tokenizer(tmp_path / "llama").vocab_size == 256
-
-
-def index(content: Any, name: str = "pytorch_model.bin") -> Damage:
-    def apply(folder: Path) -> None:
-        for path in (*folder.glob("*.bin"), *folder.glob("*.safetensors")):
-            path.rename(folder / f"part-1{path.suffix}")
-        (folder / f"{name}.index.json").write_text(json.dumps(content))
-
-    return apply
-
-
-SELF = "pytorch_model.bin.index.json"
-INDICES: dict[str, Damage] = {
-    "no map": index({"weight_map": None}),
-    "a list of files": index({"weight_map": ["part-1.bin"]}),
-    "a map to itself": index({"weight_map": {"a": SELF}}),
-    "a map to numbers": index({"weight_map": {"a": 3}}),
-    "a map to lists": index({"weight_map": {"a": ["part-1.bin"]}}),
-    "a map outside": index({"weight_map": {"a": "../part-1.bin"}}),
-    "a map to a folder": index({"weight_map": {"a": ".."}}),
-    "a map to an absolute path": index({"weight_map": {"a": "/etc/passwd"}}),
-    "a map to config.json": index({"weight_map": {"a": "config.json"}}),
-    "a map to a missing file": index({"weight_map": {"a": "part-2.bin"}}),
-    "safetensors to themselves": index(
-        {"weight_map": {"a": "model.safetensors.index.json"}}, "model.safetensors"
-    ),
-}
-
-
-@pytest.mark.parametrize("damage", INDICES)
-def test_an_index_that_is_not_one_is_refused(damage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "parts",
+    [
+        None,
+        ["part-1.bin"],
+        {"a": 3},
+        {"a": "../part-1.bin"},
+        {"a": "/etc/passwd"},
+        {"a": "config.json"},
+        {"a": "part-2.bin"},
+    ],
+)
+def test_an_index_that_is_not_one_is_refused(parts: Any, tmp_path: Path) -> None:
     native(tmp_path / "native")
-    INDICES[damage](tmp_path / "native")
+    (tmp_path / "native/pytorch_model.bin").rename(tmp_path / "native/part-1.bin")
+    path = tmp_path / "native/pytorch_model.bin.index.json"
+    path.write_text(json.dumps({"weight_map": parts}))
     assert_refused(tmp_path / "native")
-
-
-def test_an_index_of_files_beside_it_is_read(tmp_path: Path) -> None:
-    native(tmp_path / "native")
-    index({"weight_map": {"a": "part-1.bin", "b": "part-1.bin"}})(tmp_path / "native")
+    path.write_text(json.dumps({"weight_map": {"a": "part-1.bin"}}))
     load(tmp_path / "native")
 
 
-def pickled(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
-    def apply(folder: Path) -> None:
-        path = folder / "pytorch_model.bin"
-        torch.save(change(torch.load(path)), path)
-
-    return apply
-
-
 NORM = "backbone.norm_f.weight"
-PICKLES: dict[str, tuple[Damage, str]] = {
-    "empty": (lambda f: (f / "pytorch_model.bin").write_bytes(b""), "truncated or damaged"),
-    "one byte": (lambda f: (f / "pytorch_model.bin").write_bytes(b"\x80"), "[a-z]"),
-    "text": (lambda f: (f / "pytorch_model.bin").write_text("weights"), "damaged"),
-    "random bytes": (
-        lambda f: (f / "pytorch_model.bin").write_bytes(random.Random(0).randbytes(5000)),
-        "damaged",
-    ),
-    "a call": (pickled(lambda w: {**w, "a": print}), "could run code"),
-    "sparse": (pickled(lambda w: {**w, NORM: w[NORM].to_sparse()}), "sparse"),
-    "compressed rows": (
-        pickled(lambda w: {**w, "backbone.embedding.weight": torch.eye(24, 8).to_sparse_csr()}),
-        "sparse",
-    ),
-    "quantized": (
-        pickled(lambda w: {**w, NORM: torch.quantize_per_tensor(w[NORM], 0.1, 0, torch.qint8)}),
-        "[a-z]",
-    ),
-    "expanded": (pickled(lambda w: {**w, NORM: torch.ones(1).expand(2**40)}), "expanded"),
-    "numbers": (pickled(lambda w: {**w, NORM: 3}), "something other than named tensors"),
-    "lists": (pickled(lambda w: {**w, NORM: w[NORM].tolist()}), "something other"),
-    "no names": (pickled(lambda w: {0: w[NORM]}), "something other"),
-    "a tensor": (pickled(lambda w: w[NORM]), "something other"),
-    "nothing": (pickled(lambda w: {}), "[a-z]"),
-}
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("damage", PICKLES)
-def test_a_pickle_of_other_things_is_refused(damage: str, tmp_path: Path) -> None:
-    native(tmp_path / "native")
-    apply, message = PICKLES[damage]
-    apply(tmp_path / "native")
-    assert_refused(tmp_path / "native", message)
-
-
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.int8, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.complex64],
+    "change",
+    [
+        lambda w: {**w, NORM: w[NORM].to_sparse()},
+        lambda w: {**w, NORM: torch.ones(1).expand(2**40)},
+        lambda w: {**w, NORM: 3},
+        lambda w: {0: w[NORM]},
+        lambda w: w[NORM],
+        lambda w: {},
+    ],
+    ids=["sparse", "expanded", "a number", "no names", "a tensor", "nothing"],
 )
+def test_a_pickle_of_other_things_is_refused(change: Callable[[Any], Any], tmp_path: Path) -> None:
+    native(tmp_path / "native")
+    path = tmp_path / "native/pytorch_model.bin"
+    torch.save(change(torch.load(path)), path)
+    assert_refused(tmp_path / "native")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn, torch.complex64])
 @pytest.mark.parametrize("which", ["one", "all"])
-def test_weights_of_a_dtype_that_is_not_real_are_refused(
-    dtype: torch.dtype, which: str, layout: Path
+def test_a_dtype_that_is_not_real_is_refused(
+    dtype: torch.dtype, which: str, tmp_path: Path
 ) -> None:
-    path = next(layout.glob("*.safetensors"), layout / "pytorch_model.bin")
-    tensors = load_file(path) if path.suffix == ".safetensors" else torch.load(path)
-    norms = [name for name in tensors if name.endswith(("norm.weight", "norm_f.weight"))]
-    for name in norms[:1] if which == "one" else list(tensors):
+    save_model(build_model("mamba2", dtype=torch.float32), tmp_path)
+    with pytest.raises(UserError):
+        load(tmp_path, dtype=dtype)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    for name in ["norm.weight"] if which == "one" else list(tensors):
         tensors[name] = tensors[name].to(dtype)
-    if path.suffix == ".safetensors":
-        save_file(tensors, path, metadata={"format": "pt"})
-    else:
-        torch.save(tensors, path)
-    assert_refused(layout, "bfloat16")
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert_refused(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["pipe", "device"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64])
+def test_a_hugging_face_model_of_such_a_dtype_is_refused(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """transformers would convert the weight."""
+    causal("llama").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(dtype)
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert_refused(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
-def test_a_file_without_an_end_is_refused(kind: str, name: str, tmp_path: Path) -> None:
-    """Also if checksums.json lists it, so that it would be read to its end."""
-    folder = tmp_path / "model"
-    convert(embedded()["passkey-tiny"], folder, to="hf")
-    (folder / name).unlink()
-    if kind == "pipe":
-        os.mkfifo(folder / name)
-    else:
-        (folder / name).symlink_to("/dev/zero")
-    assert damage(folder) is not None
-    assert_refused(folder, "not a file")
-    with pytest.raises(UserError, match="not a file"):
-        load_tokenizer(folder)
+def test_a_file_without_an_end_is_refused(name: str, tmp_path: Path) -> None:
+    save_model(build_model("lstm", dtype=torch.float32), tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    assert_refused(tmp_path)
 
 
 @pytest.mark.parametrize("kind", sorted(MIXERS))
-@pytest.mark.parametrize("position", ["none", "random"])
-def test_weights_of_several_dtypes_are_refused_or_run(
-    kind: str, position: str, tmp_path: Path
-) -> None:
+def test_weights_of_several_dtypes_are_refused_or_run(kind: str, tmp_path: Path) -> None:
     """A model with one weight of another dtype is refused when it is loaded, or computes."""
-    saved = build_model(kind, position, dtype=torch.bfloat16)
-    save_model(saved, tmp_path)
+    save_model(build_model(kind, "random", dtype=torch.bfloat16), tmp_path)
     path, refused = tmp_path / "model.safetensors", set()
     tensors = load_file(path)
-    for narrow, wide in itertools.permutations((torch.float32, torch.bfloat16)):
-        for name in tensors:
-            mixed = {n: t.to(wide if n == name else narrow) for n, t in tensors.items()}
-            save_file(mixed, path, metadata={"format": "pt"})
-            (tmp_path / "checksums.json").unlink(missing_ok=True)
-            try:
-                model = load(tmp_path)
-            except UserError:
-                refused.add(name)
-                continue
-            state = model(random_tokens(2, 70)).state
-            assert model(random_tokens(2, 1), state).logits.isfinite().all()
+    for name in tensors:
+        mixed = {n: t.float() if n == name else t for n, t in tensors.items()}
+        save_file(mixed, path, metadata={"format": "pt"})
+        (tmp_path / "checksums.json").unlink(missing_ok=True)
+        try:
+            model = load(tmp_path)
+        except UserError:
+            refused.add(name)
+            continue
+        state = model(random_tokens(2, 70)).state
+        assert model(random_tokens(2, 1), state).logits.isfinite().all()
     assert "embedding.weight" in refused
     assert "norm.weight" not in refused
 
@@ -303,59 +203,18 @@ def test_time_scales_in_float32_load_beside_float16_matrices(tmp_path: Path) -> 
     assert model(random_tokens(2, 1), state).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn, torch.complex64])
-def test_a_model_is_not_computed_in_a_dtype_that_is_not_real(
-    dtype: torch.dtype, layout: Path
-) -> None:
-    with pytest.raises(UserError):
-        load(layout, dtype=dtype)
-
-
-def test_a_model_is_built_on_the_meta_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Loading allocates the weights once: the model is built without memory."""
-    save_model(build_model("lstm", dtype=torch.float32), tmp_path)
-    devices = []
-    from longrnn.models import checkpoint
-
-    build = checkpoint.RecurrentLM
-
-    def watch(config: Any) -> Any:
-        model = build(config)
-        devices.append({weight.device.type for weight in model.parameters()})
-        return model
-
-    monkeypatch.setattr(checkpoint, "RecurrentLM", watch)
-    model = load(tmp_path)
-    assert devices == [{"meta"}]
-    assert {weight.device.type for weight in model.parameters()} == {"cpu"}
-    assert all(weight.requires_grad for weight in model.parameters())
-
-
 @pytest.mark.parametrize(
-    "name",
-    ["org/a--b", "org/model.git", "org/" + "a" * 100, "org/a..b", "org/model.", "org/-a"],
+    "name", ["org/a--b", "org/model.git", "a" * 5000, "a/" + "b" * 5000, "a\0b", "\udcff"]
 )
-def test_a_name_that_the_hub_refuses_is_refused(name: str) -> None:
-    """A name that is not valid on the Hub raises a UserError without network access."""
-    with pytest.raises(UserError) as error:
-        resolve(name)
-    assert "\n" not in str(error.value)
-    assert name in str(error.value)
-
-
-@pytest.mark.parametrize("name", ["a" * 5000, "a/" + "b" * 5000, "a\0b", "\udcff"])
-def test_a_name_that_no_file_can_have_is_refused(name: str) -> None:
-    for find in (load, load_tokenizer):
-        with pytest.raises(UserError):
+def test_a_name_that_nothing_can_have_is_refused(name: str) -> None:
+    """Also a name that is not valid on the Hub, without network access."""
+    for find in (resolve, load_tokenizer):
+        with pytest.raises(UserError) as error:
             find(name)
+        assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["", "{}", "[]", "null", '{"model": {}}', "\udcff", '{"version": "1.0"}', "[" * 100_000],
-)
+@pytest.mark.parametrize("content", ["", "{}", '{"model": {}}', "\udcff", "[" * 100_000])
 def test_a_tokenizer_file_that_is_not_one_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content.encode(errors="surrogateescape"))
@@ -363,7 +222,3 @@ def test_a_tokenizer_file_that_is_not_one_is_refused(content: str, tmp_path: Pat
         with pytest.raises(UserError) as error:
             load_tokenizer(source)
         assert "\n" not in str(error.value)
-    byte_level().save(tmp_path)
-    path.write_bytes(content.encode(errors="surrogateescape"))
-    with pytest.raises(UserError):
-        load_tokenizer(tmp_path)

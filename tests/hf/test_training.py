@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from longrnn.errors import UserError
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.hf.training import TransformerLM, build_transformer
+from longrnn.ops.rows import Rows
 from longrnn.tasks import TASKS
 from longrnn.text import ByteTokenizer
 from longrnn.training import replay
@@ -42,7 +43,7 @@ def test_packed_rows_are_refused() -> None:
     starts = torch.ones(1, 4, dtype=torch.bool)
     model = build_transformer(LLAMA)
     with pytest.raises(UserError):
-        model.hidden(torch.zeros(1, 4, dtype=torch.long), is_document_start=starts)
+        model.hidden(torch.zeros(1, 4, dtype=torch.long), rows=Rows(is_document_start=starts))
 
 
 @pytest.mark.parametrize("tied", [True, False])

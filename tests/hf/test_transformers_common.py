@@ -193,8 +193,13 @@ class LongRNNTest:
             self,
             config_class=LongRNNConfig,
             common_properties=["hidden_size", "num_hidden_layers"],
-            config=self.tester.get_config().config,
+            **self.options,
         ).run_common_tests()
+
+    def _prepare_config_and_inputs_for_retain_grad_hidden_states_attentions(self: Any) -> Any:
+        # Hidden states of padded rows are copies in the order of the inputs.
+        config, inputs = self.tester.prepare_config_and_inputs_for_common()
+        return config, {"input_ids": inputs["input_ids"]}
 
     def _check_past_key_values_for_generate(
         self: Any, batch_size: int, past_key_values: Any, seq_length: int, config: Any

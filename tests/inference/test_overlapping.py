@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
-from longrnn.inference import prefill
+from longrnn.inference import trie
+from longrnn.inference.engine import token_losses
 from longrnn.inference.overlapping import Overlap, overlapping_losses
-from longrnn.inference.scoring import token_losses
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
 from tests.contracts.builders import build_model, random_tokens
@@ -81,8 +81,8 @@ def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows are read in pieces of any length with the same losses."""
     model, tokens, overlap = build_model("lstm"), random_tokens(2, 60, 2), Overlap(21, 9)
     expected, _ = together(model, tokens, overlap, rows=4)
-    monkeypatch.setattr(prefill, "SCORED_TOKENS", 4)
-    monkeypatch.setattr(prefill, "PREFILL_TOKENS", 5)
+    monkeypatch.setattr(trie, "SCORED_TOKENS", 4)
+    monkeypatch.setattr(trie, "PREFILL_TOKENS", 5)
     found, _ = together(model, tokens, overlap, rows=4)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 

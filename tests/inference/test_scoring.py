@@ -10,9 +10,8 @@ import torch
 
 from longrnn import Mitigated, mitigation
 from longrnn.cells import MIXERS
-from longrnn.inference import prefill, trie
-from longrnn.inference.completion import complete
-from longrnn.inference.scoring import Pair, Score, score
+from longrnn.inference import trie
+from longrnn.inference.engine import Pair, Score, complete, score
 from longrnn.inference.trie import Ids, read_texts
 from longrnn.models import LanguageModel, RecurrentConfig, RecurrentLM, generate
 from longrnn.progress import Progress
@@ -65,8 +64,8 @@ def test_scores_equal_the_definition(
 ) -> None:
     """With and without forks; `min_saved` decides where states are forked."""
     monkeypatch.setattr(trie, "MIN_SAVED_TOKENS", min_saved)
-    monkeypatch.setattr(prefill, "PREFILL_TOKENS", 16)
-    monkeypatch.setattr(prefill, "CALL_LOGITS", 6 * VOCAB)
+    monkeypatch.setattr(trie, "PREFILL_TOKENS", 16)
+    monkeypatch.setattr(trie, "MAX_LOGITS", 6 * VOCAB)
     spec = "sliding_window(window=9)+forget_more(decay_scale=0.9)"
     model = (
         Mitigated(speaking("mamba2"), mitigation(spec)) if kind == "mitigated" else speaking(kind)
@@ -102,8 +101,8 @@ def test_beginnings_are_shared() -> None:
 
 
 def test_a_long_continuation_is_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No call returns more than CALL_LOGITS logits."""
-    monkeypatch.setattr(prefill, "CALL_LOGITS", 32 * VOCAB)
+    """No call returns more than MAX_LOGITS logits."""
+    monkeypatch.setattr(trie, "MAX_LOGITS", 32 * VOCAB)
     model, rng = speaking("mamba2"), random.Random(4)
     sizes: list[int] = []
     model.register_forward_hook(lambda _, __, output: sizes.append(output.logits.numel()))

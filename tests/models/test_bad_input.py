@@ -16,7 +16,7 @@ from longrnn.checksums import sealed
 from longrnn.errors import UserError
 from longrnn.evaluation.calibrate import Settings
 from longrnn.evaluation.passkey_grid import Grid
-from longrnn.hf.adapter import HFLanguageModel
+from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.model import open_hugging_face
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.models import LanguageModel
@@ -30,7 +30,7 @@ from tests.hf.foreign import causal
 MODELS: dict[str, Callable[[], Any]] = {
     **{kind: lambda kind=kind: build_model(kind) for kind in ("rnn", "lstm", "gru", "mamba2")},
     "mitigated": lambda: Mitigated(build_model("mamba2"), mitigation("forget_more")),
-    "llama": lambda: HFLanguageModel(causal("llama")),
+    "llama": lambda: ForeignLM(causal("llama")),
     "hybrid": lambda: open_hugging_face(architecture("bamba")),
 }
 

@@ -17,7 +17,7 @@ from scipy import stats
 
 from longrnn.errors import UserError
 from longrnn.evaluation import sequences
-from longrnn.hf.loading import load
+from longrnn.hf.load import load
 from longrnn.intervals import Estimate
 from longrnn.results import Row, read_results
 from longrnn.sweep import runs as module

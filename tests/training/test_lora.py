@@ -13,7 +13,7 @@ from torch import Tensor
 from longrnn import load
 from longrnn.cells.mamba2 import Mamba2
 from longrnn.errors import UserError
-from longrnn.hf.loading import load_recurrent
+from longrnn.hf.load import load_recurrent
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.training.trainer import Trainer
 from tests.cli.conftest import CLI, cli  # noqa: F401

@@ -13,7 +13,7 @@ import torch
 from longrnn import load
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
-from longrnn.hf.loading import load as load_checkpoint
+from longrnn.hf.load import load as load_checkpoint
 from longrnn.models.checkpoint import save_model
 from longrnn.tasks.passkey_prompts import QUESTION
 from longrnn.training.config import TrainConfig

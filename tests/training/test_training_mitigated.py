@@ -11,7 +11,7 @@ import torch
 
 from longrnn import Mitigated, load, mitigation
 from longrnn.errors import UserError
-from longrnn.hf.loading import load_recurrent
+from longrnn.hf.load import load_recurrent
 from longrnn.models import RecurrentLM
 from longrnn.training.trainer import Trainer
 from tests.training.forks import pair

@@ -12,8 +12,7 @@ from longrnn import processes
 from longrnn.comparison.suites.base import EVALUATIONS, Evaluation, Measurement, Metric
 from longrnn.errors import UserError
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.inference.length_limit import out_of_reach
-from longrnn.inference.scoring import Pair, score
+from longrnn.inference.engine import Pair, out_of_reach, score
 from longrnn.intervals import Estimate, paired_share_or_mean, ratio_mean, share_or_mean
 from longrnn.progress import Progress
 from longrnn.ranges import check_count

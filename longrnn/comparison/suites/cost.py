@@ -19,7 +19,7 @@ from longrnn.comparison.suites.base import (
 )
 from longrnn.errors import UserError
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.inference.length_limit import out_of_reach
+from longrnn.inference.engine import out_of_reach
 from longrnn.intervals import figure
 from longrnn.models.finite import refuse_nonfinite
 from longrnn.progress import Progress

@@ -18,7 +18,7 @@ from longrnn.errors import UserError
 from longrnn.evaluation import passkey
 from longrnn.evaluation.passkey_grid import Grid
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.inference.length_limit import out_of_reach
+from longrnn.inference.engine import out_of_reach
 from longrnn.intervals import Estimate, paired_proportion, proportion
 from longrnn.results import Row
 from longrnn.tasks.passkey import Passkey

@@ -25,7 +25,7 @@ from longrnn.evaluation.perplexity import losses
 from longrnn.evaluation.texts import Document, tokenised
 from longrnn.evaluation.windows import shared_places
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.inference.length_limit import out_of_reach
+from longrnn.inference.engine import out_of_reach
 from longrnn.inference.overlapping import Overlap
 from longrnn.intervals import figure
 from longrnn.progress import Progress

@@ -16,7 +16,7 @@ from longrnn.comparison.suites.base import (
 from longrnn.errors import UserError, nearest
 from longrnn.evaluation import sequences
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.inference.length_limit import out_of_reach
+from longrnn.inference.engine import out_of_reach
 from longrnn.intervals import paired_share_or_mean, share_or_mean
 from longrnn.tasks import TASKS, SequenceTask
 

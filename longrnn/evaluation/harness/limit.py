@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from longrnn.errors import UserError
-from longrnn.inference.scoring import Pair
+from longrnn.inference.engine import Pair
 from longrnn.inference.trie import Ids
 
 logger = logging.getLogger(__name__)

@@ -27,9 +27,7 @@ from longrnn.evaluation.harness.divided import Divided
 from longrnn.evaluation.harness.limit import Limit
 from longrnn.evaluation.harness.options import build_model, parse_batch_size, parse_generation
 from longrnn.hf.tokenizer import HFTokenizer, load_tokenizer
-from longrnn.inference.completion import complete
-from longrnn.inference.length_limit import refuse_long
-from longrnn.inference.scoring import Pair, Score, score
+from longrnn.inference.engine import Pair, Score, complete, refuse_long, score
 from longrnn.models import LanguageModel
 from longrnn.progress import Progress
 from longrnn.text import Tokenizer

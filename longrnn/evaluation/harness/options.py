@@ -10,8 +10,7 @@ import torch
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
 from longrnn.errors import UserError
-from longrnn.hf.loading import load_plain
-from longrnn.hf.specs import mitigated
+from longrnn.hf.load import load_plain, mitigated
 from longrnn.mitigations import mitigation
 from longrnn.models import LanguageModel
 

@@ -1,5 +1,9 @@
 """`HybridLM`: a Hugging Face model whose Mamba-2 layers are computed by our cells.
 
+A Mamba-2 layer of transformers gets its cache as an argument. Given a `HybridCache` it is computed
+by our cell, with the state and the edit in the cache; given anything else, or nothing, it computes
+what it always did. The layer itself and the names of its weights do not change.
+
 When a hybrid is loaded, `longrnn.hf.probe` compares its logits in pieces, computed by our cells,
 with those of one call without a cache, which transformers computes alone. A layer that differs from
 the table of `families` would therefore be found, and the model be run by transformers.
@@ -7,27 +11,105 @@ the table of `families` would therefore be found, and the model be run by transf
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Self
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 
-from longrnn.cells import Cell
+from longrnn.cells import Cell, Edit
 from longrnn.errors import UserError
-from longrnn.hf.adapter import HFLanguageModel
-from longrnn.hf.hybrid.cache import HybridCarrier, HybridForward
-from longrnn.hf.hybrid.cell import SharedMamba2
-from longrnn.hf.hybrid.families import FAMILIES, CannotReplaceError
-from longrnn.hf.positions import longest
-from longrnn.hf.sizes import quietly
+from longrnn.hf.cache import LayerCache, fill_cache, keep_layers
+from longrnn.hf.foreign import ForeignLM
+from longrnn.hf.hybrid.families import FAMILIES, SharedMamba2
+from longrnn.hf.load import quietly
 from longrnn.models.base import hash_weights
 from longrnn.state import LMState, PyTree, histories
 
 logger = logging.getLogger(__name__)
 
 
-class HybridLM(HFLanguageModel):
+class HybridLayer(NamedTuple):
+    """The state of one layer of a hybrid.
+
+    Attributes:
+        attention: what transformers keeps for the layer.
+        cell: the state of its Mamba-2 cell; () for a layer without one.
+    """
+
+    attention: LayerCache
+    cell: PyTree = ()
+
+
+# Layers of a cache whose keys grow, and the same with a sliding window.
+WINDOWED: Mapping[type, Callable[[int], Any]] = {
+    DynamicLayer: DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer: LinearAttentionAndSlidingWindowAttentionLayer,
+}
+
+
+class HybridCache(DynamicCache):
+    """A `DynamicCache` that holds the states of the Mamba-2 cells too.
+
+    Args:
+        config: of the model.
+        edits: of the cells, by their layer's number in the model.
+        window: of attention, in tokens; None for no limit.
+
+    Attributes:
+        cells: the states of the cells, likewise; empty before the first token.
+    """
+
+    def __init__(self, config: Any, edits: Mapping[int, Edit | None], window: int | None) -> None:
+        super().__init__(config=config)
+        if window is not None:
+            self.layers = [
+                WINDOWED[type(layer)](window) if type(layer) in WINDOWED else layer
+                for layer in self.layers
+            ]
+        self.edits = edits
+        self.cells: dict[int, PyTree] = {}
+
+
+class HybridForward:
+    """The `forward` of a Mamba-2 layer in a hybrid: that of our cell if the cache is a hybrid's.
+
+    A class and not a closure, so that a copy of the layer runs the copy of the cell.
+
+    Args:
+        layer: the layer of transformers.
+        index: its number in the model, embeddings not counted.
+        cell: our cell on its weights.
+    """
+
+    def __init__(self, layer: Any, index: int, cell: Cell) -> None:
+        self.layer, self.index, self.cell = layer, index, cell
+
+    def __call__(
+        self, hidden_states: Tensor, cache_params: Any = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        x = hidden_states
+        if not isinstance(cache_params, HybridCache):
+            return type(self.layer).forward(self.layer, x, cache_params, *args, **kwargs)
+        edit, states = cache_params.edits[self.index], cache_params.cells
+        if self.index not in states:
+            states[self.index] = self.cell.init_state(len(x), edit)
+        # The state is replaced and never changed in place, so that no copy is needed.
+        y, states[self.index] = self.cell(x, states[self.index], edit)
+        return y
+
+
+class HybridLM(ForeignLM):
     """A Hugging Face model with Mamba-2 layers, for evaluation, mitigation and diagnosis.
 
     The layers are counted without the others: layer 0 of a mitigation or a diagnosis is the first
@@ -38,24 +120,42 @@ class HybridLM(HFLanguageModel):
 
     Attributes:
         layer_numbers: the number in the model of each Mamba-2 layer.
+        attention_window: how many tokens attention reads; None for all.
 
     Raises:
-        CannotReplaceError: a layer computes something that our cell does not.
-        UserError: see `HFLanguageModel`.
+        UserError: a layer computes something that our cell does not; or see `ForeignLM`.
     """
 
-    _carrier: HybridCarrier
+    attention_window: int | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
         layers = mamba2_layers(model)
         family = FAMILIES[model.config.model_type]
-        cells = {index: SharedMamba2(layer, family) for index, layer in layers.items()}
-        for index, layer in layers.items():
-            layer.forward = HybridForward(layer, index, cells[index])
-        super().__init__(model, carrier=HybridCarrier(model))
-        self.layer_numbers = list(cells)
         # A list, because the weights are already in `model`.
-        self._cells: list[Cell] = list(cells.values())
+        self._cells: list[Cell] = [SharedMamba2(layer, family) for layer in layers.values()]
+        self.layer_numbers = list(layers)
+        for (number, layer), cell in zip(layers.items(), self._cells, strict=True):
+            layer.forward = HybridForward(layer, number, cell)
+        super().__init__(model)
+
+    @property
+    def cells(self) -> list[Cell]:
+        """The cell of each Mamba-2 layer, on the weights of the model."""
+        return self._cells
+
+    def cell_states(self, state: LMState) -> list[PyTree]:
+        """Return the state of each cell."""
+        return [state.layers[number].cell for number in self.layer_numbers]
+
+    def under(self, mitigation: Any) -> Self:
+        """See `LanguageModel.under`."""
+        other = super().under(mitigation)
+        layers = list(self.like)
+        for number, cell, edit in zip(self.layer_numbers, self.cells, other.edits, strict=True):
+            # A window has a state of its own.
+            layers[number] = layers[number]._replace(cell=cell.like(edit))
+        other.like = tuple(layers)
+        return other
 
     def with_attention_window(self, window: int) -> Self:
         """Return a model whose attention layers read the last `window` tokens only.
@@ -67,8 +167,8 @@ class HybridLM(HFLanguageModel):
             UserError: a window below 2, above the length in the configuration, or for a model
                 without attention or with an implementation of attention that takes no mask.
         """
-        trained = longest(self.config)
-        if not histories(self.like):
+        trained = getattr(self.config, "max_position_embeddings", None)
+        if not histories([layer.attention for layer in self.like]):
             raise UserError(f"this {self.kind} has no attention layers: leave attention_window out")
         if not isinstance(window, int) or window < 2 or (trained and window > trained):
             most = f" and at most {trained:,}, the positions of this {self.kind}" if trained else ""
@@ -81,13 +181,9 @@ class HybridLM(HFLanguageModel):
                 f"attention_window needs masks, which {implementation} does not take: load the "
                 "model with the attention implementation sdpa"
             )
-        carrier = HybridCarrier(self.model, self._carrier.edits, window)
-        return self._with(_carrier=carrier, max_length=None)
-
-    @property
-    def attention_window(self) -> int | None:
-        """How many tokens attention reads; None for all."""
-        return self._carrier.window
+        other = copy.copy(self)
+        other.attention_window, other.max_length = window, None
+        return other
 
     def weights_fingerprint(self) -> str:
         """See `LanguageModel`; the window of attention is part of it."""
@@ -96,26 +192,36 @@ class HybridLM(HFLanguageModel):
             return weights
         return hash_weights({"model": weights, "attention_window": self.attention_window}, {})
 
-    @property
-    def cells(self) -> list[Cell]:
-        """The cell of each Mamba-2 layer, on the weights of the model."""
-        return self._cells
+    def open_cache(self, layers: tuple[HybridLayer, ...], position: int) -> HybridCache:
+        """See `ForeignLM.open_cache`."""
+        edits = dict(zip(self.layer_numbers, self.edits, strict=True))
+        cache = HybridCache(self.model.config, edits, self.attention_window)
+        if position:
+            fill_cache(cache, tuple(layer.attention for layer in layers), position)
+            cache.cells = {number: layers[number].cell for number in self.layer_numbers}
+        return cache
 
-    def under(self, mitigation: Any) -> Self:
-        """See `LanguageModel.under`."""
-        other = super().under(mitigation)
-        edits = dict(zip(self.layer_numbers, other.edits, strict=True))
-        other._carrier = HybridCarrier(self.model, edits, self._carrier.window)
-        # What the cells of windowed layers remember has another structure.
-        layers = list(self.like)
-        for number, cell, edit in zip(self.layer_numbers, self.cells, other.edits, strict=True):
-            layers[number] = layers[number]._replace(cell=cell.like(edit))
-        other.like = tuple(layers)
-        return other
+    def close_cache(self, cache: Any) -> tuple[HybridLayer, ...]:
+        """See `ForeignLM.close_cache`."""
+        layers = [HybridLayer(layer) for layer in keep_layers(cache)]
+        for number, state in cache.cells.items():
+            attention = layers[number].attention._replace(conv=(), recurrent=())
+            layers[number] = HybridLayer(attention, state)
+        return tuple(layers)
 
-    def cell_states(self, state: LMState) -> list[PyTree]:
-        """Return the state of each cell."""
-        return [state.layers[number].cell for number in self.layer_numbers]
+    def masks(self, tokens: Tensor, position: int) -> dict[str, Any]:
+        """See `ForeignLM.masks`."""
+        window = self.attention_window
+        if window is None:
+            return {}
+        stop = position + tokens.shape[1]
+        steps = torch.arange(position, stop, device=tokens.device)
+        keys = torch.arange(max(0, position - window + 1), stop, device=tokens.device)
+        distance = steps[:, None] - keys
+        hidden = (distance < 0) | (distance >= window)
+        mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=tokens.device)
+        mask = mask.masked_fill(hidden, torch.finfo(mask.dtype).min)[None, None]
+        return {"attention_mask": {"full_attention": mask, "linear_attention": None}}
 
 
 def mamba2_layers(model: PreTrainedModel) -> Mapping[int, Any]:
@@ -127,29 +233,25 @@ def mamba2_layers(model: PreTrainedModel) -> Mapping[int, Any]:
     return {layer.layer_idx: layer for layer in found}
 
 
-def open_hugging_face(model: PreTrainedModel) -> HFLanguageModel:
+def open_hugging_face(model: PreTrainedModel) -> ForeignLM:
     """Return a `HybridLM` if the model has Mamba-2 layers that our cells can compute.
 
-    Any other model becomes an `HFLanguageModel`; if it has Mamba-2 layers, a warning says why our
-    cells cannot compute them.
+    Any other model becomes a `ForeignLM`; if it has Mamba-2 layers, a warning says why our cells
+    cannot compute them.
 
     Raises:
-        UserError: see `HFLanguageModel`.
+        UserError: see `ForeignLM`.
     """
     if not mamba2_layers(model):
-        return HFLanguageModel(model)
+        return ForeignLM(model)
     try:
         # transformers would advise to install kernels for layers that longrnn computes.
         with quietly():
             return HybridLM(model)
-    except CannotReplaceError as error:
-        reason = str(error)
     except UserError as error:
-        plain = HFLanguageModel(model)
-        logger.warning("%s; it is run by transformers, without mitigations or diagnosis", error)
+        plain = ForeignLM(model)
+        logger.warning(
+            f"longrnn cannot compute the Mamba-2 layers of this {plain.kind} ({error}): "
+            "transformers computes them, without mitigations or diagnosis"
+        )
         return plain
-    logger.warning(
-        f"a Mamba-2 layer of this {model.config.model_type} cannot be computed by longrnn "
-        f"({reason}): it is run by transformers, without mitigations or diagnosis"
-    )
-    return HFLanguageModel(model)

@@ -12,7 +12,7 @@ from longrnn.comparison.suites import read_suite
 from longrnn.comparison.suites.base import settings
 from longrnn.comparison.suites.passkey import PasskeyRetrieval
 from longrnn.errors import UserError
-from longrnn.inference.length_limit import out_of_reach
+from longrnn.inference.engine import out_of_reach
 from longrnn.mitigations import Mitigated, mitigation
 from tests.comparison.suites.small_models import SHORT, small_model
 

@@ -15,7 +15,7 @@ def build_auto(mixer: str | dict[str, Any] = "mamba2", *, seed: int = 0, **optio
     """A model with the weights of `build_model`; `config` options of `LongRNNConfig` in `auto`."""
     auto = options.pop("auto", {})
     own = build_model(mixer, dtype=options.pop("dtype", torch.float32), seed=seed, **options)
-    model: Any = LongRNNForCausalLM(LongRNNConfig(config=asdict(own.config), **auto))
+    model: Any = LongRNNForCausalLM(LongRNNConfig(**asdict(own.config), **auto))
     model.to(own.embedding.weight.dtype)
     model.model.load_state_dict(own.state_dict())
     return model.eval()

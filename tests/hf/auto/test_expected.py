@@ -15,9 +15,9 @@ from torch import Tensor
 
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
+from longrnn.hf import auto_weights
 from longrnn.hf.auto import LongRNNConfig, LongRNNForCausalLM, StateCache
-from longrnn.hf.auto import pretrained as pretrained_module
-from longrnn.models import RecurrentLM, segments
+from longrnn.models import RecurrentLM
 from longrnn.positions import POSITIONS
 from longrnn.state import leaves
 from tests.contracts.builders import mitigation_spec, random_state, random_tokens
@@ -78,7 +78,7 @@ def test_weights_that_a_checkpoint_lacks_are_reported_and_initialised(
         built.append(RecurrentLM(config))
         return built[-1]
 
-    monkeypatch.setattr(pretrained_module, "RecurrentLM", build)
+    monkeypatch.setattr(auto_weights, "RecurrentLM", build)
     model, report = LongRNNForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert len(built) == 2  # the model itself, and the new one
     assert report["missing_keys"] >= {name for name, _ in model.named_parameters()}
@@ -129,23 +129,18 @@ def test_embeddings_that_cannot_be_read_are_refused() -> None:
         model(inputs_embeds=vectors, past_key_values=cache)
 
 
-@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_hidden_states_have_gradients(
-    kind: str, padded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The model computes with the returned tensors, padded or not, however long the rows are."""
-    monkeypatch.setattr(segments, "segment_tokens", lambda d_model: 1)
+def test_hidden_states_have_gradients(kind: str) -> None:
+    """Without padding, the returned tensors are those with which the model computes."""
     model, tokens = build_auto(kind), random_tokens(2, 70)
-    mask = MASK.repeat(1, 10) if padded else None
-    output = model(tokens, attention_mask=mask, output_hidden_states=True, logits_to_keep=2)
+    output = model(tokens, output_hidden_states=True, logits_to_keep=2)
     assert output.logits.shape[1] == 2
     scale = torch.randn(output.logits.shape, generator=torch.Generator().manual_seed(0))
     first, *_, last = torch.autograd.grad((output.logits * scale).sum(), output.hidden_states)
     head = model.get_output_embeddings().weight
     torch.testing.assert_close(last[:, -2:], scale @ head)
     vectors = model.get_input_embeddings()(tokens).detach().requires_grad_()
-    again = model(inputs_embeds=vectors, attention_mask=mask, logits_to_keep=2)
+    again = model(inputs_embeds=vectors, logits_to_keep=2)
     (wanted,) = torch.autograd.grad((again.logits * scale).sum(), vectors)
     torch.testing.assert_close(first, wanted)
 

@@ -1,4 +1,4 @@
-"""What docs/hugging-face.md shows for users of other libraries computes the same there and here."""
+"""What docs/load.md shows for users of other libraries computes the same there and here."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from transformers import Mamba2ForCausalLM
 
 import longrnn
 from longrnn.hf.auto import LongRNNForCausalLM
+from longrnn.ops.rows import Rows
 from longrnn.packing import document_starts
 from tests.contracts.builders import assert_near, random_tokens
 from tests.hf.foreign import causal, native, tokens
@@ -46,6 +47,6 @@ def test_from_flash_linear_attention(tmp_path: Path) -> None:
     model: Any = longrnn.load(tmp_path)
     row, cu_seqlens = tokens(1, 12), torch.tensor([0, 5, 12])
     starts = document_starts(cu_seqlens, row.shape[1])
-    logits, _ = model(row, is_document_start=starts)
+    logits, _ = model(row, rows=Rows(is_document_start=starts))
     alone = [model(row[:, start:stop]).logits for start, stop in ((0, 5), (5, 12))]
     assert_near(logits, torch.cat(alone, 1), 1e-5)

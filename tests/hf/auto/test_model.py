@@ -15,7 +15,7 @@ from longrnn import load, mitigation
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.hf.auto import LongRNNConfig, LongRNNForCausalLM, StateCache
-from longrnn.hf.embedded import embedded
+from longrnn.hf.names import embedded
 from longrnn.mitigations import Mitigated
 from longrnn.models.checkpoint import save_model
 from longrnn.positions import POSITIONS
@@ -140,9 +140,7 @@ def test_weights_that_a_checkpoint_lacks_are_initialised(tmp_path: Path) -> None
 
 def test_a_new_model_is_initialised_as_a_recurrent_model() -> None:
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(
-        LongRNNConfig(config={"vocab_size": 11, "d_model": 32, "n_layers": 2})
-    )
+    model = AutoModelForCausalLM.from_config(LongRNNConfig(vocab_size=11, d_model=32, n_layers=2))
     assert isinstance(model, LongRNNForCausalLM)
     torch.manual_seed(3)
     own = type(model.model)(model.config.recurrent)
@@ -161,8 +159,8 @@ def test_options_are_given_by_their_own_or_by_hugging_face_names(tmp_path: Path)
     again = AutoConfig.from_pretrained(tmp_path)
     assert again.recurrent == config.recurrent
     assert again.eos_token_id == 7
-    with pytest.raises(UserError, match="d_modell"):
-        LongRNNConfig(config={"d_modell": 8})
+    with pytest.raises(UserError, match="mixer"):
+        LongRNNForCausalLM(LongRNNConfig(mixer={"kind": "gru", "d_state": 8}))
 
 
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])

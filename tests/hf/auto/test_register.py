@@ -1,19 +1,24 @@
-"""Registration with transformers, which is imported after longrnn."""
+"""Registration with transformers."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-import pytest
 
-
-@pytest.mark.parametrize("name", ["PreTrainedModel", "pipeline"])
-def test_any_name_of_transformers_can_be_imported_first(name: str) -> None:
-    """In a new process, whatever is imported from transformers first after `import longrnn`."""
-    program = (
-        f"import longrnn\nfrom transformers import {name}\nfrom transformers import AutoConfig\n"
-        "assert AutoConfig.for_model('longrnn').model_type == 'longrnn'"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+def test_importing_the_auto_classes_registers_them() -> None:
+    """`import longrnn` imports neither torch nor transformers."""
+    code = """
+import sys
+import longrnn
+assert not {"torch", "transformers"} & set(sys.modules)
+import longrnn.hf.load
+assert "transformers" not in sys.modules
+from transformers import AutoModelForCausalLM
+import longrnn.hf.auto
+from longrnn.hf.names import embedded
+model = AutoModelForCausalLM.from_pretrained(embedded()["collapse-tiny"])
+assert model.config.model_type == "longrnn"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

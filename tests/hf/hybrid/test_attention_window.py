@@ -12,8 +12,6 @@ from longrnn import load, mitigation
 from longrnn.errors import UserError
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.model import HybridLM, open_hugging_face
-from longrnn.hf.positions import longest
-from longrnn.mitigations import Mitigated
 from longrnn.state import join
 from tests.contracts.builders import assert_near
 from tests.hf.architectures import architecture
@@ -43,7 +41,7 @@ def test_pieces_equal_one_call_with_a_mask(kind: str) -> None:
     full = model(text).logits
     plain, model = model, model.with_attention_window(WINDOW)
     assert torch.equal(plain(text).logits, full)
-    assert (plain.max_length, model.max_length) == (longest(plain.config), None)
+    assert (plain.max_length, model.max_length) == (128, None)
     expected, state, rows = banded(theirs, text), None, []
     for piece in text.split([3, 1, 1, 15, 10], dim=1):
         logits, state = model(piece, state)
@@ -61,10 +59,10 @@ def test_it_goes_with_a_mitigation_beyond_the_configured_length(tmp_path: Path) 
     folder = with_bytes(causal("falcon_h1", vocab_size=256), tmp_path / "hybrid")
     plain = load(folder)
     model = load(f"{folder}+attention_window(window=16)+state_norm(threshold=1)")
-    assert isinstance(model, Mitigated)
-    assert isinstance(model.model, HybridLM)
+    assert isinstance(model, HybridLM)
+    assert model.mitigation is not None
     assert (plain.max_length, model.max_length) == (128, None)
-    assert model.model.fingerprint() != plain.fingerprint()
+    assert model.under(None).fingerprint() != plain.fingerprint()
     state = model(tokens(1, 200)).state
     assert state.layers[0].attention.keys.entries.shape[-2] == 15
 

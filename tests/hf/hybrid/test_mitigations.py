@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from longrnn.ops.ssd import SSD, ScanInputs
-from torch import Tensor
+from longrnn.diagnostics.record import read
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from longrnn.cells import Edit
+from longrnn import state as states
 from longrnn.cli.app import app
-from longrnn.diagnostics.observe import observe
 from longrnn.errors import UserError
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.model import HybridLM, open_hugging_face
-from longrnn.mitigations import MITIGATIONS, Mitigated, mitigation
-from longrnn.state import PyTree, join, leaves
+from longrnn.mitigations import MITIGATIONS, mitigation
+from longrnn.ops.scan import ScanInputs, loop
+from longrnn.state import join, leaves
 from tests.contracts.builders import assert_near, mitigation_spec
 from tests.hf.architectures import architecture
 from tests.hf.foreign import causal, tokens, with_bytes
@@ -35,43 +35,42 @@ def hybrid(kind: str) -> HybridLM:
     return model
 
 
-class TokenByToken(Edit):
-    """The definition of `state_norm`, one token at a time."""
+class TokenByToken(nn.Module):
+    """The definition of `state_norm` in place of `Cell.recurrence`, one token at a time."""
 
-    def scan(
-        self, inputs: ScanInputs, state: Tensor, carry: PyTree, ssd: SSD
-    ) -> tuple[Tensor, Tensor, PyTree]:
-        group = state.shape[1] // inputs.B.shape[2]
+    def forward(
+        self, inputs: ScanInputs, state: Tensor, recent: None, *others: object
+    ) -> tuple[Tensor, Tensor, None]:
         outputs = []
         for t in range(inputs.x.shape[1]):
-            B = inputs.B[:, t].repeat_interleave(group, 1).to(state.dtype)
-            C = inputs.C[:, t].repeat_interleave(group, 1).to(state.dtype)
-            decay = inputs.log_decay[:, t].exp()[..., None, None]
-            x = inputs.x[:, t] * inputs.gain[:, t, :, None]
-            state = decay * state + x[..., None] * B[:, :, None]
+            _, state = loop(inputs.slice(t, t + 1), state)
             norm = state.flatten(2).norm(dim=-1)[..., None, None]
             state = state * (LIMIT / norm).clamp(max=1)
-            outputs.append((state * C[:, :, None]).sum(-1))
-        return torch.stack(outputs, 1), state, carry
+            C = inputs.C[:, t].repeat_interleave(state.shape[1] // inputs.C.shape[2], 1)
+            outputs.append((state * C[:, :, None].to(state)).sum(-1))
+        return torch.stack(outputs, 1), state, recent
 
 
 @pytest.mark.parametrize("kind", sorted(FAMILIES))
 def test_state_norm_equals_its_definition_token_by_token(kind: str) -> None:
     """In float64, and different from the plain model."""
     model, text = hybrid(kind), tokens(2, 24, seed=2) % 60
-    mitigated = Mitigated(model, mitigation(f"state_norm(threshold={LIMIT})"))
-    expected, after = model(text, edits=[TokenByToken()] * len(model.cells))
+    plain = model(text).logits
+    mitigated = model.under(mitigation(f"state_norm(threshold={LIMIT})"))
     logits, state = mitigated(text)
+    for cell in model.cells:
+        cell.recurrence = TokenByToken()
+    expected, after = mitigated(text)
     assert_near(logits, expected, 1e-10)
-    for found, wanted in zip(model.cell_states(state), model.cell_states(after), strict=True):
-        assert_near(found.ssm, wanted.ssm, 1e-10)
-    assert not torch.allclose(logits, model(text).logits)
+    for found, wanted in zip(mitigated.memories(state), model.memories(after), strict=True):
+        assert_near(found, wanted, 1e-10)
+    assert not torch.allclose(logits, plain)
 
 
 @pytest.mark.parametrize("name", sorted(MITIGATIONS.keys()))
 def test_mitigated_pieces_and_forks_equal_one_call(name: str) -> None:
     """Every mitigation is exact at every split, for rows of different lengths and from forks."""
-    mitigated = Mitigated(hybrid("falcon_h1"), mitigation(mitigation_spec(name)))
+    mitigated = hybrid("falcon_h1").under(mitigation(mitigation_spec(name)))
     text = tokens(2, 30, seed=4) % 60
     expected, state, rows = mitigated(text).logits, None, []
     for piece in text.split([3, 1, 11, 15], dim=1):
@@ -93,7 +92,7 @@ def test_layers_count_the_mamba_2_layers() -> None:
     model, text = hybrid("bamba"), tokens(1, 20)
     assert model.layer_numbers == [0, 2]
     state = model(text).state
-    limited = Mitigated(model, mitigation(f"state_norm(threshold={LIMIT}, layers=[1])"))
+    limited = model.under(mitigation(f"state_norm(threshold={LIMIT}, layers=[1])"))
     changed = limited(text).state
     first, second = (
         torch.allclose(state.layers[number].cell.ssm, changed.layers[number].cell.ssm, atol=1e-6)
@@ -103,29 +102,35 @@ def test_layers_count_the_mamba_2_layers() -> None:
     keys = [one.layers[1].attention.keys[0] for one in (state, changed)]
     torch.testing.assert_close(*keys)
     with pytest.raises(UserError, match="layer 2"):
-        Mitigated(model, mitigation(f"state_norm(threshold={LIMIT}, layers=[2])"))
+        model.under(mitigation(f"state_norm(threshold={LIMIT}, layers=[2])"))
 
 
-def test_a_state_of_another_mitigation_is_refused() -> None:
+def test_a_state_of_another_mitigation_is_refused(tmp_path: Path) -> None:
+    """In a call by its structure, and from a file by the fingerprint."""
     model, text = hybrid("bamba"), tokens(1, 5)
-    one, other = (Mitigated(model, mitigation(f"state_norm(threshold={n})")) for n in (1, 2))
+    one, other = (model.under(mitigation(f"sliding_window(window={n})")) for n in (3, 4))
     with pytest.raises(UserError):
-        other(text, one(text).state)
-    with pytest.raises(UserError, match="mitigation"):
         model(text, one(text).state)
+    with pytest.raises(UserError):
+        one(text, model(text).state)
+    states.save(one(text).state, tmp_path / "state", model=one)
+    states.load(tmp_path / "state", one)
+    for wrong in (other, model):
+        with pytest.raises(UserError):
+            states.load(tmp_path / "state", wrong)
 
 
 def test_states_are_measured_as_they_are() -> None:
     """The norms of a diagnosis are those of the states, and the loss is that of the logits."""
     model, text = hybrid("granitemoehybrid"), tokens(2, 33, seed=6) % 60
-    (measured,) = observe(model, text, [32], first=8)
-    states = model.cell_states(model(text[:, :32]).state)
-    for found, state in zip(measured.layers, states, strict=True):
+    (measured,) = read(model, text, [32], first=8)
+    after = model.cell_states(model(text[:, :32]).state)
+    for found, state in zip(measured.heads, after, strict=True):
         assert_near(found.norm, state.ssm.flatten(2).norm(dim=-1), 1e-9)
-        assert found.retention.isfinite().all()
+        assert found.retention is not None
     logits = model(text[:, :32]).logits.transpose(1, 2)
     losses = torch.nn.functional.cross_entropy(logits, text[:, 1:], reduction="none")
-    assert_near(measured.loss, losses.mean(1), 1e-6)
+    assert_near(measured.loss, losses.mean(1), 1e-9)
 
 
 def run(*arguments: Any) -> str:
@@ -151,16 +156,3 @@ def test_commands(tmp_path: Path) -> None:
         "--output", tmp_path / "ppl")  # fmt: skip
     run("eval", "passkey", f"{folder}+sliding_window(window=32)", "--lengths", 256, "--n", 1,
         "--depths", 1, "--quiet", "--output", tmp_path / "passkey")  # fmt: skip
-
-
-def test_a_state_of_earlier_weights_is_refused() -> None:
-    model = Mitigated(hybrid("bamba"), mitigation("state_norm(threshold=1)"))
-    text = tokens(1, 9) % 60
-    state, known = model(text).state, model.model.fingerprint()
-    assert isinstance(model.model, HybridLM)
-    with torch.no_grad():
-        model.model.cells[0].get_parameter("A_log").add_(0.5)
-    assert model.model.fingerprint() != known
-    with pytest.raises(UserError):
-        model(text, state)
-    model(text, model.adopt(state))

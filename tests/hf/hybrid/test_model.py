@@ -15,10 +15,10 @@ from longrnn import load
 from longrnn import state as states
 from longrnn.cells import Mamba2
 from longrnn.errors import UserError
-from longrnn.hf.adapter import HFLanguageModel
+from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.model import HybridLM, open_hugging_face
-from longrnn.mitigations import Mitigated
+from longrnn.ops.rows import Rows
 from longrnn.state import leaves
 from tests.contracts.builders import assert_near
 from tests.hf.architectures import architecture
@@ -88,7 +88,7 @@ def test_the_model_stays_as_it_was_for_transformers(kind: str) -> None:
     plain, theirs, text = architecture(kind), architecture(kind), tokens(2, 12) % 60
     model = open_hugging_face(theirs)
     assert list(theirs.state_dict()) == list(plain.state_dict())
-    assert model.fingerprint() == HFLanguageModel(plain).fingerprint()
+    assert model.fingerprint() == ForeignLM(plain).fingerprint()
     with torch.no_grad():
         one, other = (each(input_ids=text, use_cache=True) for each in (plain, theirs))
     assert torch.equal(one.logits, other.logits)
@@ -169,7 +169,7 @@ def test_a_layer_that_our_cell_cannot_compute_runs_on_transformers(
     theirs = architecture("bamba", hidden_act="relu")
     with caplog.at_level(logging.WARNING):
         model = open_hugging_face(theirs)
-    assert type(model) is HFLanguageModel
+    assert type(model) is ForeignLM
     (message,) = [record.getMessage() for record in caplog.records if "longrnn" in record.name]
     assert "relu" in message
 
@@ -183,7 +183,7 @@ def test_a_layer_that_differs_from_the_table_is_found(
     monkeypatch.setitem(FAMILIES, "bamba", wrong)
     with caplog.at_level(logging.WARNING):
         model = open_hugging_face(architecture("bamba"))
-    assert type(model) is HFLanguageModel
+    assert type(model) is ForeignLM
     assert "logits differ" in caplog.text
 
 
@@ -220,10 +220,10 @@ def test_a_folder_with_a_hybrid_loads_with_a_mitigation(tmp_path: Path) -> None:
     model = load(folder)
     assert isinstance(model, HybridLM)
     mitigated = load(f"{folder}+sliding_window(window=8)")
-    assert isinstance(mitigated, Mitigated)
+    assert mitigated.mitigation is not None
     assert mitigated.max_length == model.max_length == 128
     both = load(f"{folder}+beyond+state_norm(threshold=2)")
-    assert isinstance(both, Mitigated)
+    assert both.mitigation is not None
     assert both.max_length is None
     assert both(tokens(1, 140), keep=1).logits.isfinite().all()
 
@@ -231,7 +231,7 @@ def test_a_folder_with_a_hybrid_loads_with_a_mitigation(tmp_path: Path) -> None:
 def test_padding_is_refused() -> None:
     model, text = hybrid("bamba"), tokens(1, 4)
     with pytest.raises(UserError):
-        model(text, is_token=torch.ones_like(text, dtype=torch.bool))
+        model(text, rows=Rows(torch.ones_like(text, dtype=torch.bool)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -252,6 +252,6 @@ def test_weights_of_recurrences_are_not_rounded_on_loading(
         assert ours.get_parameter("conv1d.weight").dtype == dtype
     assert model(tokens(1, 12, seed=1) % 60).logits.isfinite().all()
     named = load(f"{tmp_path}+{str(dtype).removeprefix('torch.')}+forget_more")
-    assert isinstance(named, Mitigated)
-    assert named.model.fingerprint() == model.fingerprint()
+    assert named.mitigation is not None
+    assert named.under(None).fingerprint() == model.fingerprint()
     assert type(theirs)._keep_in_fp32_modules_strict == before

@@ -1,4 +1,6 @@
-"""`LongRNNForCausalLM`: a `RecurrentLM`, with or without a mitigation, as a Hugging Face model.
+"""A `RecurrentLM`, with or without a mitigation, as `AutoModelForCausalLM` of transformers.
+
+Importing this module registers its classes with transformers (`import longrnn.hf.auto`).
 
 Notable choices:
 - The model holds a `RecurrentLM`; its weights have the names there, after `model.`. Checkpoints of
@@ -11,44 +13,68 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, GenerationMixin
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GenerationMixin,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from longrnn.checksums import remove_checksums, write_checksums
 from longrnn.errors import UserError
-from longrnn.hf.auto.adapters import adapter_record, refuse_to_save
-from longrnn.hf.auto.arguments import (
+from longrnn.hf.auto_cache import StateCache
+from longrnn.hf.auto_inputs import (
     LOSS,
-    Backbone,
     after_padding,
+    block_outputs,
     cache_of,
     check_arguments,
-    check_devices,
     check_inputs,
-    hidden_states,
+    hidden_state,
+    inferred_padding,
     joined,
+    padding,
+    starts,
 )
-from longrnn.hf.auto.cache import StateCache
-from longrnn.hf.auto.config import LongRNNConfig
-from longrnn.hf.auto.generation import StateGeneration
-from longrnn.hf.auto.masks import padding, starts
-from longrnn.hf.auto.pretrained import LongRNNPreTrainedModel
-from longrnn.hf.tokenizer import TOKENIZER_FILES, byte_level
+from longrnn.hf.auto_weights import LongRNNConfig, LongRNNPreTrainedModel
 from longrnn.mitigations import mitigation
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.ops.rows import Rows
 from longrnn.state import LMState
 
+__all__ = ["LongRNNConfig", "LongRNNForCausalLM", "StateCache"]
+
+
+class Backbone:
+    """Calls a `LongRNNForCausalLM` for what its head multiplies; other attributes are its model's.
+
+    Args:
+        whole: the model with its head.
+    """
+
+    def __init__(self, whole: Any) -> None:
+        self._whole = whole
+
+    def __call__(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+        """See `LongRNNForCausalLM.forward`; the result has `last_hidden_state`, `(b, t, d)`."""
+        kwargs |= {"output_hidden_states": True, "logits_to_keep": 1}
+        # Not `self._whole(…)`: accelerate wraps the instance's `forward` in one autocast context,
+        # which stays enabled if it is entered again within itself, as TRL's trainers would do.
+        found = type(self._whole).forward(self._whole, *args, **kwargs)
+        return BaseModelOutputWithPast(
+            last_hidden_state=found.hidden_states[-1], past_key_values=found.past_key_values
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole.model, name)
+
 
 # transformers looks for GenerationMixin among the direct base classes.
-class LongRNNForCausalLM(  # pyright: ignore
-    LongRNNPreTrainedModel, StateGeneration, GenerationMixin
-):
+class LongRNNForCausalLM(LongRNNPreTrainedModel, GenerationMixin):  # pyright: ignore
     """A recurrent language model with the interface of Hugging Face.
 
     Its cache is a `StateCache`, whose `state` is the `LMState` after the consumed tokens. Padding
@@ -61,12 +87,8 @@ class LongRNNForCausalLM(  # pyright: ignore
         UserError: options that do not fit together, as for `RecurrentLM`.
     """
 
-    def __init__(self, config: LongRNNConfig) -> None:
-        super().__init__(config)
-        # In a tuple, because a module would be registered and repeat every weight.
-        self._mitigated: tuple[str, RecurrentLM] | None = None
-        self._has_own_adapter = False
-        self.post_init()
+    # A tuple, because a module would be registered and repeat every weight.
+    _mitigated: tuple[str, RecurrentLM] | None = None
 
     @property
     def base_model(self) -> Any:
@@ -91,7 +113,7 @@ class LongRNNForCausalLM(  # pyright: ignore
             )
         spec = None if model.mitigation is None else model.mitigation.describe()
         plain = model.under(None)
-        config = LongRNNConfig(config=asdict(plain.config), tokenizer=tokenizer, mitigation=spec)
+        config = LongRNNConfig(**asdict(plain.config), tokenizer=tokenizer, mitigation=spec)
         if plain.loaded_from is not None and spec == plain.trained_under:
             # From there trainers of TRL load a reference model, and PEFT notes it in an adapter.
             config.name_or_path = plain.loaded_from
@@ -156,7 +178,7 @@ class LongRNNForCausalLM(  # pyright: ignore
         """
         check_arguments(kwargs)
         cache = cache_of(past_key_values, state)
-        tokens = check_inputs(input_ids, inputs_embeds, cache)
+        tokens = check_inputs(input_ids, inputs_embeds, cache, self.config.hidden_size)
         is_token = padding(attention_mask, tokens)
         document = starts(position_ids if attention_mask is None else None, cu_seq_lens_q, tokens)
         pending = 0
@@ -175,7 +197,7 @@ class LongRNNForCausalLM(  # pyright: ignore
         rows = None if is_token is None and document is None else Rows(is_token, document)
         wanted = bool(self.config.output_hidden_states or output_hidden_states)
         read = tokens if inputs_embeds is None else inputs_embeds
-        with hidden_states(model, rows, own) if wanted else nullcontext([]) as found:
+        with block_outputs(model) if wanted else nullcontext([]) as found:
             hidden, after = model.hidden(read, begin, keep=own if wanted else keep, rows=rows)
         logits = model.head(hidden[:, hidden.shape[1] - min(keep, hidden.shape[1]) :])
         if isinstance(logits_to_keep, Tensor):
@@ -193,7 +215,9 @@ class LongRNNForCausalLM(  # pyright: ignore
             loss=loss,
             logits=logits,  # type: ignore[arg-type]
             past_key_values=cache if use_cache else None,
-            hidden_states=(*(one.joined() for one in found[:-1]), hidden) if wanted else None,
+            hidden_states=(*(hidden_state(one, rows, own) for one in found[:-1]), hidden)
+            if wanted
+            else None,
         )
         return output.to_tuple() if return_dict is False else output
 
@@ -204,39 +228,73 @@ class LongRNNForCausalLM(  # pyright: ignore
         self.config.vocab_size = resized.num_embeddings
         return resized
 
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """See `PreTrainedModel`; an adapter brings the mitigation under which it was trained.
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        *args: Any,
+        inputs_embeds: Tensor | None = None,  # transformers looks for it in the signature
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """See `GenerationMixin`; positions are those of the state, and given ones are left out."""
+        for name in ("position_ids", "tokenizer"):
+            kwargs.pop(name, None)
+        inputs = super().prepare_inputs_for_generation(  # pyright: ignore
+            input_ids,
+            *args,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+        if not is_first_iteration and inputs["input_ids"].shape[1] == 1:
+            inputs.pop("attention_mask", None)  # a generated token is not padding
+        return inputs
+
+    def _prepare_attention_mask_for_generation(  # pyright: ignore
+        self, inputs_tensor: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Infers the padding of a batch without attention_mask, see `inferred_padding`."""
+        if generation_config.is_assistant:  # drafts continue text that has no padding
+            return torch.ones_like(inputs_tensor)
+        inferred = super()._prepare_attention_mask_for_generation(
+            inputs_tensor, generation_config, model_kwargs
+        )
+        return inferred_padding(inferred, continued=model_kwargs.get("state") is not None)
+
+    def _prepare_cache_for_generation(  # pyright: ignore
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Puts a `StateCache` where transformers would put a `DynamicCache`.
+
+        With `use_cache=False` there is none, and each call reads the whole text again.
 
         Raises:
-            UserError: a device_map of several devices.
+            UserError: another kind of cache, a cache with `use_cache=False`, or padding after
+                which a row cannot be continued.
         """
-        record = adapter_record(args[0] if args else None, kwargs)
-        loaded = super().from_pretrained(*args, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        if record is not None:
-            model._has_own_adapter = True
-            model.config.mitigation = record.get("mitigation")
-        check_devices(model)
-        return loaded
-
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """See `PreTrainedModel`; a model of bytes also gets a tokenizer that transformers reads.
-
-        Raises:
-            UserError: an adapter that `longrnn train` wrote is loaded: transformers would save
-                neither its mitigation nor the parameters that were trained as a whole.
-        """
-        refuse_to_save(self._has_own_adapter)
-        folder = Path(save_directory)
-        main = kwargs.get("is_main_process", True)
-        if main:
-            remove_checksums(folder)
-        super().save_pretrained(save_directory, *args, **kwargs)
-        if not main:
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and not bool(mask[:, -1].all()):
+            raise UserError(
+                "the attention_mask has padding on the right, and a row is continued after its "
+                "last column: set padding_side='left' in the tokenizer"
+            )
+        if generation_config.cache_implementation is not None:
+            raise UserError(
+                f"a recurrent model has no {generation_config.cache_implementation} cache: leave "
+                "out cache_implementation"
+            )
+        if generation_config.use_cache is False:
+            if model_kwargs.get("past_key_values") is not None:
+                raise UserError(
+                    "with use_cache=False each call reads all token ids again, and past_key_values "
+                    "has read some: leave out one of the two"
+                )
             return
-        if self.config.tokenizer == "bytes" and not any(
-            (folder / name).is_file() for name in TOKENIZER_FILES
-        ):
-            byte_level().save(folder)
-        write_checksums(folder)
+        cache = cache_of(model_kwargs.pop("past_key_values", None), model_kwargs.pop("state", None))
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+        model_kwargs["past_key_values"] = cache
+
+
+AutoConfig.register("longrnn", LongRNNConfig, exist_ok=True)
+AutoModelForCausalLM.register(LongRNNConfig, LongRNNForCausalLM, exist_ok=True)

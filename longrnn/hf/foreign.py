@@ -1,4 +1,4 @@
-"""Any causal Hugging Face language model as a `LanguageModel` with an explicit state.
+"""`ForeignLM`: any causal Hugging Face language model as a `LanguageModel` with an explicit state.
 
 Notable choices:
 - A state holds the tensors of the model's cache, and every call builds a new cache from them, so
@@ -7,8 +7,7 @@ Notable choices:
   needs no padding, masks or made-up positions, and so is exact for every architecture.
 - A long text is processed in pieces. When a model is wrapped, `probe` checks that pieces and forks
   give what one call without a cache gives. For some recurrent Hugging Face models this holds only
-  row by row, only token by token, or only with explicit position ids, and they are then called that
-  way; any other model is refused.
+  row by row, or only token by token, and they are then called that way; any other is refused.
 """
 
 from __future__ import annotations
@@ -18,14 +17,12 @@ import inspect
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longrnn.errors import UserError
-from longrnn.hf.cache import NotForkableError
-from longrnn.hf.carriers import Carrier, find_carrier
-from longrnn.hf.positions import longest, scaling_by_length, table_of_positions
-from longrnn.hf.probe import find_dtypes, find_reading, refuse_nonfinite_weights
+from longrnn.hf.cache import keep_cache, restore_cache
+from longrnn.hf.probe import find_dtypes, find_reading
 from longrnn.models.base import LanguageModel, LMOutput, hash_weights
 from longrnn.models.checks import check_state, check_tokens
 from longrnn.ops.rows import Rows
@@ -33,24 +30,25 @@ from longrnn.state import LMState, PyTree, histories, join, map_histories, take,
 
 # Tokens of one piece, over all rows.
 SEGMENT_TOKENS = 1024
+# Names under which models take a cache and return it.
+CACHES = ("past_key_values", "cache_params", "state")
 # Keys of a configuration that do not affect what a model computes.
 VOLATILE = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
+# Rotary scalings under which the rotation of a token depends on the length of the text.
+LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
-class HFLanguageModel(LanguageModel):
+class ForeignLM(LanguageModel):
     """A causal Hugging Face model as a `LanguageModel`, for evaluation only (no gradients).
 
     Args:
         model: any causal language model.
-        carrier: converts its cache to a state and back; None for that of its architecture.
 
     Attributes:
         max_length: the maximum length of a sequence in tokens; None for no limit.
         rows_together: whether all rows of a batch go through the model in one call.
         tokens_together: whether several tokens after a state go through the model in one call.
-        gives_positions: whether calls pass `position_ids`, because the model's own are wrong.
         like: the state's layers for one row without its batch axis, on the meta device.
-        accepted: names of the arguments of the model's forward.
 
     Raises:
         UserError: the model's cache is of a kind that cannot be forked, or does not hold everything
@@ -58,31 +56,32 @@ class HFLanguageModel(LanguageModel):
     """
 
     model: Any  # its attributes depend on the architecture
+    rows_together = True
+    tokens_together = True
+    like: PyTree = ()
 
-    def __init__(self, model: PreTrainedModel, *, carrier: Carrier | None = None) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model.eval()
         self.config: Any = model.config.get_text_config(decoder=True)
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
-        self.accepted = frozenset(inspect.signature(model.forward).parameters)
-        scaling = scaling_by_length(self.config)
+        self._accepted = frozenset(inspect.signature(model.forward).parameters)
+        self._cache_name = next((name for name in CACHES if name in self._accepted), None)
+        reason = find_reading(self) if self._cache_name is not None else "it takes no cache"
+        scaling = _scaling_by_length(self.config)
         if scaling is not None:
-            raise self._refusal(
+            reason = (
                 f"its rotary positions are scaled by the length of the text, {scaling}, which "
                 "would change cached keys"
             )
-        carrier = carrier or find_carrier(model, self.accepted)
-        if carrier is None:
-            raise self._refusal("it takes no cache")
-        self._carrier = carrier
-        self.rows_together, self.tokens_together, self.gives_positions = True, True, False
-        self.like: PyTree = ()
-        refuse_nonfinite_weights(self)
-        reason = find_reading(self)
         if reason is not None:
-            raise self._refusal(reason)
-        self.max_length = longest(self.config) if histories(self.like) else None
-        self._table = table_of_positions(model)
+            raise UserError(
+                f"a Hugging Face {self.kind} cannot be evaluated here ({reason}): use a model "
+                "whose cache can be forked"
+            )
+        limit = getattr(self.config, "max_position_embeddings", None)
+        self.max_length = limit if limit and histories(self.like) else None
+        self._table = _table_of_positions(model)
 
     @property
     def kind(self) -> str:
@@ -127,13 +126,8 @@ class HFLanguageModel(LanguageModel):
                 f"this {self.kind} has {self.max_length:,} positions ({self._table}) and none "
                 "beyond: give it shorter texts"
             )
-        return self._with(max_length=None)
-
-    def _with(self, **attributes: Any) -> Self:
-        """Return a model on the same weights with some attributes replaced."""
         other = copy.copy(self)
-        for name, value in attributes.items():
-            setattr(other, name, value)
+        other.max_length = None
         return other
 
     @torch.no_grad()
@@ -167,7 +161,7 @@ class HFLanguageModel(LanguageModel):
         if not tokens.numel():
             return LMOutput(self._no_logits(len(tokens)), state)
         positions = state.position.tolist()
-        self.refuse_long(max(positions) + time)
+        self._refuse_long(max(positions) + time)
 
         groups = [
             [row for row, position in enumerate(positions) if position == length]
@@ -209,11 +203,7 @@ class HFLanguageModel(LanguageModel):
         return LMOutput(logits, LMState(state.position + time, layers))
 
     def call(
-        self,
-        tokens: Tensor,
-        layers: PyTree,
-        position: int,
-        keep: int,
+        self, tokens: Tensor, layers: PyTree, position: int, keep: int
     ) -> tuple[Tensor, tuple[PyTree, ...]]:
         """Call the model once.
 
@@ -227,34 +217,44 @@ class HFLanguageModel(LanguageModel):
             Logits of at least the last `keep` tokens, and the layers after all tokens.
 
         Raises:
-            NotForkableError: the model returned no cache, or one of an unknown kind.
+            ValueError: the model returned no cache, or one of an unknown kind.
         """
-        carrier = self._carrier
-        cache = carrier.restore(layers, position) if position else carrier.start()
-        arguments: dict[str, Any] = {carrier.name: cache, "use_cache": True}
-        arguments |= carrier.arguments(tokens, position)
-        if "logits_to_keep" in self.accepted:
-            arguments["logits_to_keep"] = keep
-        if self.gives_positions:
+        given = {self._cache_name: self.open_cache(layers, position), "use_cache": True}
+        if "logits_to_keep" in self._accepted:
+            given["logits_to_keep"] = keep
+        if "position_ids" in self._accepted:  # which some models count wrong themselves
             steps = torch.arange(position, position + tokens.shape[1], device=tokens.device)
-            arguments["position_ids"] = steps.expand(len(tokens), -1)
-        output = self.model(input_ids=tokens, return_dict=True, **arguments)
-        cache = carrier.after(output, cache)
-        if cache is None:
-            raise NotForkableError("it returns no cache")
-        return output.logits, carrier.keep(cache)
+            given["position_ids"] = steps.expand(len(tokens), -1)
+        given |= self.masks(tokens, position)
+        output = self.model(input_ids=tokens, return_dict=True, **given)
+        return output.logits, self.close_cache(output.get(self._cache_name))
+
+    def open_cache(self, layers: PyTree, position: int) -> Any:
+        """Return the cache with which the model continues from `layers`, a new one for each call.
+
+        Args:
+            layers: of a state; every row has read `position` tokens.
+            position: 0 for an empty cache.
+        """
+        return restore_cache(layers, position, self.model.config) if position else None
+
+    def close_cache(self, cache: Any) -> tuple[PyTree, ...]:
+        """Return the layers of a state from the cache after a call.
+
+        Raises:
+            ValueError: there is no cache, or it is of an unknown kind.
+        """
+        return keep_cache(cache)
+
+    def masks(self, tokens: Tensor, position: int) -> dict[str, Any]:
+        """Return the masks of a call with `tokens` after `position` tokens, by argument."""
+        return {}
 
     def _no_logits(self, batch_size: int) -> Tensor:
         weight = self.model.get_input_embeddings().weight
         return torch.zeros(batch_size, 0, self.vocab_size, dtype=weight.dtype, device=weight.device)
 
-    def _refusal(self, reason: str) -> UserError:
-        return UserError(
-            f"a Hugging Face {self.kind} cannot be evaluated here ({reason}): use a model whose "
-            "cache can be forked"
-        )
-
-    def refuse_long(self, length: int) -> None:
+    def _refuse_long(self, length: int) -> None:
         """Raise a `UserError` if a sequence of `length` tokens exceeds `max_length`."""
         if self.max_length is not None and length > self.max_length:
             more = (
@@ -283,3 +283,24 @@ def stored_weights(model: PreTrainedModel) -> dict[str, Tensor]:
         maps = [getattr(one, "weights_map", None) for one in getattr(hook, "hooks", [hook])]
         weights[name] = next(known[leaf] for known in maps if known is not None)
     return weights
+
+
+def _scaling_by_length(config: Any) -> str | None:
+    """Return the rotary scaling that depends on the length of a text; None for any other."""
+    rotary = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in rotary.values() if isinstance(value, dict)]
+    kinds = [one.get("rope_type") for one in (rotary, *nested)]
+    return next((kind for kind in kinds if kind in LENGTH_DEPENDENT), None)
+
+
+def _table_of_positions(model: Any) -> str | None:
+    """Return the name of a table of position embeddings; None if positions are computed.
+
+    In a causal language model, every embedding that is not of tokens is of positions.
+    """
+    tokens = (model.get_input_embeddings(), model.get_output_embeddings())
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module not in tokens:
+            return name
+    names = (name for name, _ in model.named_buffers())
+    return next((name for name in names if name.endswith("embed_positions")), None)

@@ -15,10 +15,11 @@ from torch import Tensor
 from longrnn import generate, load
 from longrnn import state as states
 from longrnn.errors import UserError
-from longrnn.hf import adapter
-from longrnn.hf.adapter import HFLanguageModel
+from longrnn.hf import foreign
+from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.model import open_hugging_face
 from longrnn.inference.chunk_select import select
+from longrnn.ops.rows import Rows
 from longrnn.state import LMState, leaves
 from tests.contracts.builders import assert_near, splits
 from tests.hf.foreign import KINDS, VOCAB, causal, tokens
@@ -29,8 +30,8 @@ LONG = 40
 
 
 @cache
-def wrapped(kind: str) -> HFLanguageModel:
-    return HFLanguageModel(causal(kind))
+def wrapped(kind: str) -> ForeignLM:
+    return ForeignLM(causal(kind))
 
 
 @torch.no_grad()
@@ -109,11 +110,11 @@ def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
     """A state with other layers or another number of rows raises a UserError."""
     llama, neox = wrapped("llama"), wrapped("gpt_neox")
     states.save(llama(tokens(1, 4)).state, tmp_path / "state", model=llama)
-    with pytest.raises(UserError, match="model"):
+    with pytest.raises(UserError, match="fingerprint"):
         states.load(tmp_path / "state", neox)
     with pytest.raises(UserError, match="model"):
         neox(tokens(1, 4), llama.init_state(1))
-    with pytest.raises(UserError, match="rows"):
+    with pytest.raises(UserError):
         llama(tokens(2, 4), llama.init_state(1))
     with pytest.raises(UserError, match="token id 61"):
         llama(torch.tensor([[61]]))
@@ -142,9 +143,9 @@ def test_padded_and_packed_rows_are_refused() -> None:
     model, text = wrapped(next(iter(KINDS))), tokens(1, 4)
     mask = torch.ones(1, 4, dtype=torch.bool)
     with pytest.raises(UserError):
-        model(text, is_token=mask)
+        model(text, rows=Rows(mask))
     with pytest.raises(UserError):
-        model(text, is_document_start=mask)
+        model(text, rows=Rows(is_document_start=mask))
 
 
 def test_the_head_computes_only_the_logits_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +156,7 @@ def test_the_head_computes_only_the_logits_that_are_kept(monkeypatch: pytest.Mon
         nonlocal most
         most = max(most, inputs[0].shape[1])
 
-    monkeypatch.setattr(adapter, "SEGMENT_TOKENS", 32)
+    monkeypatch.setattr(foreign, "SEGMENT_TOKENS", 32)
     hook = model.model.lm_head.register_forward_hook(record)
     model(tokens(1, 100), keep=2)
     hook.remove()
@@ -172,19 +173,17 @@ def test_a_window_bounds_the_state() -> None:
     assert two == 3 * one
 
 
-def test_a_call_does_not_copy_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_does_not_copy_keys_and_values() -> None:
     """The cache of a call holds the very tensors of the state."""
     model, seen = wrapped("llama"), []
     state = model(tokens(1, 20), keep=0).state
-    restore = model._carrier.restore
 
-    def watch(layers: Any, position: int) -> Any:
-        found = restore(layers, position)
-        seen.append(found.layers[0].keys.data_ptr())
-        return found
+    def watch(module: Any, args: Any, named: dict[str, Any]) -> None:
+        seen.append(named["past_key_values"].layers[0].keys.data_ptr())
 
-    monkeypatch.setattr(model._carrier, "restore", watch)
+    handle = model.model.register_forward_pre_hook(watch, with_kwargs=True)
     model(tokens(1, 1), state)
+    handle.remove()
     assert seen == [state.layers[0].keys.entries.data_ptr()]
 
 
@@ -214,16 +213,16 @@ def test_the_maximum_length_is_enforced_unless_lifted(kind: str, tmp_path: Path)
     """`beyond` lifts the maximum length of models that compute their positions, and of no other."""
     causal(kind).save_pretrained(tmp_path)
     model = load(tmp_path)
-    assert isinstance(model, HFLanguageModel)
+    assert isinstance(model, ForeignLM)
     assert model.max_length == 128
     state = model(tokens(1, 128), keep=0).state
     with pytest.raises(UserError, match=naming(128, 129)):
         model(tokens(1, 1), state)
     if kind == "gpt2":
         with pytest.raises(UserError, match=naming(128, "transformer.wpe")):
-            load(tmp_path, beyond=True)
+            load(f"{tmp_path}+beyond")
     else:
-        far = load(tmp_path, beyond=True)
+        far = load(f"{tmp_path}+beyond")
         text = tokens(1, 200)
         with torch.no_grad():
             whole = model.model(text, use_cache=False).logits
@@ -240,7 +239,7 @@ def test_the_maximum_length_is_enforced_unless_lifted(kind: str, tmp_path: Path)
 def test_what_cannot_be_forked_is_refused(kind: str, options: dict[str, Any], reason: str) -> None:
     """Models without a cache, or whose cached keys would change, raise a UserError."""
     with pytest.raises(UserError, match=reason) as error:
-        HFLanguageModel(causal(kind, **options))
+        ForeignLM(causal(kind, **options))
     assert kind in str(error.value)
 
 
@@ -264,7 +263,7 @@ def test_a_recurrent_model_in_bfloat16_is_probed_in_float32() -> None:
         layer.mixer.register_forward_pre_hook(
             lambda *_: sizes.append(sum(weight.nbytes for weight in theirs.parameters()))
         )
-    model = HFLanguageModel(theirs)
+    model = ForeignLM(theirs)
     assert whole < max(sizes) < 1.3 * whole
     assert not model.tokens_together
     assert {leaf.dtype for _, leaf in leaves(model.init_state(1).layers)} <= {
@@ -279,11 +278,11 @@ def test_a_recurrent_model_in_bfloat16_is_probed_in_float32() -> None:
 
 def test_fingerprints_are_equal_exactly_for_equal_weights() -> None:
     """Equal models have equal fingerprints; one different weight changes the fingerprint."""
-    one, other = HFLanguageModel(causal("llama")), HFLanguageModel(causal("llama"))
+    one, other = ForeignLM(causal("llama")), ForeignLM(causal("llama"))
     assert one.fingerprint() == other.fingerprint()
     with torch.no_grad():
         other.model.lm_head.weight[0, 0] += 1
-    assert one.fingerprint() != HFLanguageModel(other.model).fingerprint()
+    assert one.fingerprint() != ForeignLM(other.model).fingerprint()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

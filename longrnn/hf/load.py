@@ -1,0 +1,392 @@
+"""`load`: where the name of a checkpoint becomes a model."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from longrnn.checksums import damage_of_model, refusal
+from longrnn.errors import UserError, nearest
+from longrnn.files import one_line
+from longrnn.hf import lora
+from longrnn.hf.layouts import LAYOUTS, Layout, rename
+from longrnn.hf.names import BEYOND, NONE, WINDOW, resolve, split_dtype, split_spec
+from longrnn.mitigations import mitigation
+from longrnn.mitigations.spec import parse, split
+from longrnn.models.checkpoint import (
+    DTYPES,
+    WEIGHTS,
+    build_model,
+    cast_weights,
+    load_model,
+    read_config,
+    read_weights,
+)
+from longrnn.models.recurrent import RecurrentLM
+from longrnn.units import TokenCount, with_counts
+
+if TYPE_CHECKING:
+    from longrnn.hf.foreign import ForeignLM
+
+    Model: TypeAlias = RecurrentLM | ForeignLM
+
+logger = logging.getLogger(__name__)
+
+# A device: the layers of a Hugging Face model are divided among all devices.
+BALANCED = "balanced"
+# Sizes in any configuration: numbers of layers, and dimensions of weights.
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+WIDTHS = ("hidden_size", "head_dim", "intermediate_size", "num_attention_heads", "vocab_size")
+
+
+def load(
+    name_or_path: str | Path,
+    *,
+    backend: str = "auto",
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+) -> Model:
+    """Load a language model for evaluation.
+
+    Args:
+        name_or_path: the name of an embedded checkpoint (`passkey-tiny`); a folder with a
+            checkpoint of `longrnn train`, a Mamba-2 in the layout of mamba-ssm or transformers, or
+            any other causal Hugging Face language model; or `organisation/model` on the Hub. A
+            mitigation may follow after a plus, `CHECKPOINT+MITIGATION`, and before it a dtype,
+            `CHECKPOINT+float32`, unless a path with that whole name exists.
+        backend: implementation of the recurrence; see `longrnn.cells.mamba2.Mamba2`.
+        device: None for the CPU; `balanced` divides the layers of a model that transformers runs
+            among all devices, as the device_map of that name does, and puts any other on one.
+        dtype: None for that of the checkpoint. The parameters that set the time scales of a
+            Mamba-2 (A_log, dt_bias, D) are never rounded to a narrower dtype: published
+            checkpoints store them in float32 next to matrices in float16 or bfloat16.
+        revision: branch, tag or commit of a model on the Hub.
+
+    Returns:
+        A `RecurrentLM` (which supports all mitigations) or a `ForeignLM`: a `HybridLM`, which
+        supports all mitigations, if it has Mamba-2 layers that longrnn can compute. The model is
+        under the mitigation that the name has or the checkpoint records.
+
+    Raises:
+        UserError: an unknown name, or a folder that is incomplete, damaged or not a checkpoint.
+    """
+    options: dict[str, Any] = {"device": device, "dtype": dtype, "revision": revision}
+    return mitigated(*load_plain(name_or_path, backend=backend, **options))
+
+
+def load_plain(
+    name_or_path: str | Path,
+    *,
+    backend: str = "auto",
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+) -> tuple[Model, str | None]:
+    """Return a model without any mitigation, and what its name gives for `mitigated`; see `load`.
+
+    Raises:
+        UserError: as `load`.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(
+            f"a model cannot be computed in {dtype!r}: give torch.float16, torch.bfloat16, "
+            "torch.float32 or torch.float64"
+        )
+    name, spec = split_spec(str(name_or_path))
+    named, spec = split_dtype(spec)
+    if named is not None and dtype not in (None, named):
+        raise UserError(f"{name_or_path} names another dtype than dtype={dtype}: give one of them")
+    folder = resolve(name, revision)
+    # Hashing releases the global interpreter lock, so it runs in parallel to reading and building.
+    with ThreadPoolExecutor(1) as pool:
+        damaged = pool.submit(damage_of_model, folder)
+        try:
+            model = _open(folder, backend, dtype or named, device)
+        except UserError as error:
+            # The defect itself is more informative than a wrong checksum: both are reported.
+            if (wrong := damaged.result()) is None:
+                raise
+            raise UserError(f"{error}; besides, {folder} is damaged ({wrong})") from error
+        if (wrong := damaged.result()) is not None:
+            raise UserError(refusal(folder, wrong))
+    if isinstance(model, RecurrentLM):
+        model.loaded_from = str(folder)
+        if device == BALANCED:
+            device = "cuda" if torch.cuda.is_available() else None
+        model.to(device=device)
+    return model, spec
+
+
+def mitigated(model: Model, spec: str | Sequence[str] | None) -> Model:
+    """Return a model under the mitigation that `spec` describes; the given one is not changed.
+
+    Without a `spec` it is the mitigation that the checkpoint of the model records, if there is one.
+    A `spec` takes its place, and a warning says so; `none` leaves it out. Two more are valid for
+    Hugging Face models: `beyond` lifts the maximum length of any, and `attention_window(window=…)`
+    limits the attention layers of a hybrid.
+
+    Raises:
+        UserError: an unknown mitigation, or one that is not defined for the model.
+    """
+    parts = [
+        part for one in ([spec] if isinstance(spec, str) else spec or []) for part in split(one)
+    ]
+    others = [part for part in parts if part != NONE]
+    if not isinstance(model, RecurrentLM):
+        model, others = _without_own(model, others)
+    elif (recorded := model.trained_under) is not None:
+        if not parts:
+            try:
+                return model.under(mitigation(recorded))
+            except UserError as error:
+                raise UserError(
+                    f"{model.loaded_from or 'the model'} was trained under {recorded!r}, which "
+                    f"cannot be applied ({error}): give CHECKPOINT+{NONE} to use it without"
+                ) from error
+        if others and mitigation(others).describe() != recorded:
+            logger.warning(
+                f"this model was trained under {recorded} and is used under "
+                f"{'+'.join(parts)}: leave that out to use it as it was trained"
+            )
+    return model.under(mitigation(others)) if others else model
+
+
+def _without_own(model: Any, parts: Sequence[str]) -> tuple[Any, list[str]]:
+    """Return a Hugging Face model as those parts say that are for it alone, and the other parts."""
+    windows = [part for part in parts if part.partition("(")[0].strip() == WINDOW]
+    others = [part for part in parts if part != BEYOND and part not in windows]
+    if (windows or others) and not model.cells:
+        raise UserError(
+            f"{[*windows, *others][0]} changes a recurrence that longrnn computes, and this "
+            f"{model.kind} is computed by transformers: leave it out ('{BEYOND}', which lifts the "
+            "maximum length, and --chunk-select work for any model)"
+        )
+    for part in windows:
+        _, options = parse(part)
+        if options.keys() != {"window"}:
+            raise UserError(f"{part} needs one option, window: write {WINDOW}(window=4096)")
+        window = with_counts(options, {"window": TokenCount}, f"{WINDOW}, option")["window"]
+        model = model.with_attention_window(window)
+    return model.beyond() if BEYOND in parts else model, others
+
+
+def load_editable(name_or_path: str | Path, *, device: str | torch.device | None = None) -> Model:
+    """Load a model whose recurrent layers can be edited and read, without a mitigation.
+
+    Raises:
+        UserError: as `load`, and for any other model.
+    """
+    model = load(name_or_path, device=device)
+    if model.mitigation is not None:
+        raise UserError(
+            f"{name_or_path} is a model under {model.mitigation}, and this needs it without: give "
+            f"{split_spec(str(name_or_path))[0]}+{NONE}"
+        )
+    if not model.cells:
+        raise UserError(
+            f"{name_or_path} is computed by transformers, where longrnn cannot reach a recurrence: "
+            "give an RNN, GRU, LSTM or Mamba-2 checkpoint, or a hybrid with Mamba-2 layers"
+        )
+    return model
+
+
+def load_recurrent(
+    name_or_path: str | Path, *, device: str | torch.device | None = None
+) -> RecurrentLM:
+    """Load a `RecurrentLM`, for code that needs all of its layers.
+
+    Raises:
+        UserError: as `load_editable`, and for a hybrid.
+    """
+    model = load_editable(name_or_path, device=device)
+    if not isinstance(model, RecurrentLM):
+        raise UserError(
+            f"{name_or_path} is a Hugging Face {model.kind}, whose other layers longrnn does not "
+            "compute: give an RNN, GRU, LSTM or Mamba-2 checkpoint"
+        )
+    return model
+
+
+def _open(
+    folder: Path, backend: str, dtype: torch.dtype | None, device: str | torch.device | None
+) -> Model:
+    """Return the model in a folder, without verifying its checksums.
+
+    Only a model that transformers runs is put on the device here.
+    """
+    if lora.is_adapter(folder):
+        base, spec = load_plain(lora.base_of(folder), backend=backend)
+        if not isinstance(base, RecurrentLM) or spec is not None:
+            raise UserError(
+                f"{folder} is an adapter of a model that longrnn does not compute: load it with "
+                "PEFT, or give an adapter of an RNN, GRU, LSTM or Mamba-2 checkpoint"
+            )
+        return cast_weights(lora.merged(folder, base.float()), dtype)
+    config = read_config(folder)
+    _check_sizes(folder, config)
+    layout = next((one for one in LAYOUTS.values() if one.is_described(config)), None)
+    if config.get("model_type") == "longrnn" or layout is not None:
+        own = _load_own(folder, config, layout, backend)
+        if lora.has_adapter(folder):
+            own = lora.merged(folder, own.float())
+        return cast_weights(own, dtype)
+    if backend != "auto":
+        raise UserError(f"{folder} is computed by transformers and has no backend: leave it out")
+    return _load_transformer(folder, config, dtype, device)
+
+
+def _load_own(
+    folder: Path, config: Mapping[str, Any], layout: type[Layout] | None, backend: str
+) -> RecurrentLM:
+    """Return a model of longrnn, or a Mamba-2 in another layout, on the CPU."""
+    if layout is None:
+        return load_model(folder, backend=backend)
+    read = layout.read(config, str(folder / "config.json"))
+    ours = {theirs: own for own, theirs in layout.names.items()}
+    # An older name, which transformers still accepts.
+    ours.setdefault("backbone.embedding.", "embedding.")
+    tensors = {rename(name, ours): tensor for name, tensor in read_weights(folder).items()}
+    return build_model(read, tensors, source=folder, backend=backend)
+
+
+def _load_transformer(
+    folder: Path,
+    config: Mapping[str, Any],
+    dtype: torch.dtype | None,
+    device: str | torch.device | None,
+) -> ForeignLM:
+    """Load a causal language model whose code is in transformers, with the dtype of its weights."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from longrnn.hf.hybrid.families import wide_weights
+    from longrnn.hf.hybrid.model import open_hugging_face
+
+    kind = config.get("model_type")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        remedy = nearest(str(kind), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if kind else ""
+        if not remedy.startswith("did you mean"):
+            remedy = "give a checkpoint of longrnn, of mamba-ssm (Mamba-2), or of such a model"
+        raise UserError(
+            f"{folder} holds a model of type {kind!r}, which is not a causal language model that "
+            f"the installed transformers knows: {remedy}"
+        )
+    try:
+        with quietly(), wide_weights(kind):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype="auto" if dtype is None else dtype,
+                device_map=BALANCED if device == BALANCED else None,
+                trust_remote_code=False,
+                local_files_only=True,
+                weights_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+            model, report = loaded
+    except Exception as error:  # transformers raises many kinds of errors for a damaged folder
+        raise UserError(f"{folder} cannot be loaded ({one_line(error)}): copy it again") from error
+    misfits = {name: tuple(found) for name, found, _ in report["mismatched_keys"]}
+    for name, shape in sorted((misfits | dict.fromkeys(report["missing_keys"])).items()):
+        wanted = tuple(model.state_dict()[name].shape)
+        raise UserError(
+            f"{folder} does not fit its config.json: {name} has shape {shape}, {wanted} was "
+            "expected; copy both files again"
+        )
+    if getattr(model.config, "quantization_config", None) is None:
+        prefix = f"{model.base_model_prefix}."
+        names = {name.removeprefix(prefix) for name, _ in model.named_parameters()}
+        _refuse_unreal(folder, names | {prefix + name for name in names})
+    # Weights that an architecture is known to ignore, such as rotary tables, are not listed here.
+    unused = sorted(report["unexpected_keys"])
+    if unused:
+        logger.warning(
+            f"{folder} has {len(unused)} weights that a Hugging Face {kind} does not use, the "
+            f"first {unused[0]}: check that its config.json belongs to this checkpoint"
+        )
+    if device is not None and device != BALANCED:
+        model.to(device)  # where its kernels are those that the check will run
+    return open_hugging_face(model)
+
+
+def _refuse_unreal(folder: Path, parameters: set[str]) -> None:
+    """Refuse parameters in integers or complex numbers, which transformers would convert."""
+    from safetensors import safe_open
+
+    kinds: dict[str, str] = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            kinds |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    for path in [] if kinds else folder.glob("pytorch_model*.bin"):
+        content = torch.load(path, map_location="meta", weights_only=True)
+        kinds |= {name: str(tensor.dtype) for name, tensor in content.items()}
+    real = {"F64", "F32", "F16", "BF16", *map(str, DTYPES)}
+    for name in sorted(parameters & kinds.keys()):
+        if kinds[name] not in real:
+            raise UserError(
+                f"{folder} holds {name} as {kinds[name].removeprefix('torch.')}, and weights must "
+                "be float16, bfloat16, float32 or float64: save the checkpoint in one of these"
+            )
+
+
+def _check_sizes(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse sizes that the weights in a folder cannot have, before anything of them is allocated.
+
+    At least one bit per weight is assumed, and 64 bytes per layer.
+    """
+    suffixes = {Path(name).suffix for name in WEIGHTS}
+    stored = sum(one.stat().st_size for one in folder.iterdir() if one.suffix in suffixes)
+    most = {**dict.fromkeys(LAYERS, max(stored // 64, 1000)), **dict.fromkeys(WIDTHS, 8 * stored)}
+    for name, size in _sizes(config):
+        if stored and not (name in LAYERS) <= size <= most[name]:
+            raise UserError(
+                f"{folder} cannot be loaded (its config.json has {name} {size}, which the "
+                f"{stored:,} bytes of weights in the folder cannot have): copy it again"
+            )
+
+
+def _sizes(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
+    """Yield the numbers of layers and widths in a configuration, also those of its parts."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _sizes(item, key if key in LAYERS + WIDTHS else name)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _sizes(item, name)
+    elif name and isinstance(value, int):
+        yield name, value
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """A context for calls of transformers whose reports the caller checks: without its messages.
+
+    Without a GPU, transformers would call kernels of flash-linear-attention on the CPU, where they
+    cannot run: the package is hidden while transformers imports a model's code.
+    """
+    from transformers.utils import logging
+
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    hidden, before = not torch.cuda.is_available(), sys.modules.get("fla")
+    if hidden:
+        sys.modules["fla"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+        if hidden:
+            del sys.modules["fla"]
+            if before is not None:
+                sys.modules["fla"] = before

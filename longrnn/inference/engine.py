@@ -1,0 +1,310 @@
+"""Answers, completions, scores and losses; what texts share is read once (see `trie`).
+
+Forks of one state are used for all questions about a context and all continuations of it. The calls
+of the model differ from those for each text alone; the results are equal up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longrnn.errors import UserError
+from longrnn.inference import trie
+from longrnn.inference.trie import Ids, Prompt, branches, read_contexts, read_texts, scored_tokens
+from longrnn.models import LanguageModel, generate
+from longrnn.models.finite import explain_nonfinite, refuse_nonfinite
+from longrnn.progress import Progress
+from longrnn.state import LMState, take
+from longrnn.tasks.repeated import length
+
+# Ids that are decoded in front of those that may be the end of a completion.
+CONTEXT = 8
+
+
+class Answer(NamedTuple):
+    """The ids that a model generates after prompt `number`."""
+
+    number: int
+    ids: list[int]
+
+
+class Cost(NamedTuple):
+    """Number of tokens that a model processes to answer prompts, including the answers.
+
+    Attributes:
+        shared: with `answers`.
+        naive: with each prompt read separately.
+    """
+
+    shared: int
+    naive: int
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer tokens are processed."""
+        return self.naive / max(self.shared, 1)
+
+
+class Pair(NamedTuple):
+    """A continuation to score, and the context before it (at least one token)."""
+
+    context: Ids
+    continuation: Ids
+
+
+class Score(NamedTuple):
+    """`nats`: log-likelihood of a continuation; `greedy`: whether greedy decoding generates it."""
+
+    nats: float
+    greedy: bool
+
+
+def out_of_reach(model: LanguageModel, tokens: int) -> str | None:
+    """Why a model cannot read a sequence of that many tokens; None if it can."""
+    limit = model.max_length
+    if limit is None or tokens <= limit:
+        return None
+    return (
+        f"the model was made for at most {limit:,} tokens and would have read {tokens:,}: give "
+        "shorter texts (`longrnn info` says whether CHECKPOINT+beyond lifts the limit)"
+    )
+
+
+def refuse_long(model: LanguageModel, tokens: int) -> None:
+    """Raises the UserError of `out_of_reach`, before anything is computed or written."""
+    reason = out_of_reach(model, tokens)
+    if reason is not None:
+        raise UserError(reason)
+
+
+def count_tokens(prompts: Sequence[Prompt], *, max_new_tokens: int) -> Cost:
+    """Counts the tokens that `answers` would process, without a model."""
+    trunks = {prompt.trunk: 0 for prompt in prompts}
+    for prompt in prompts:
+        trunks[prompt.trunk] = max(trunks[prompt.trunk], prompt.fork)
+    after_forks = sum(stops[-1].position for stops in branches(prompts).values())
+    questions = sum(len(prompt.question) + max_new_tokens for prompt in prompts)
+    contexts = sum(length(prompt.context) for prompt in prompts)
+    return Cost(sum(trunks.values()) + after_forks + questions, contexts + questions)
+
+
+@torch.no_grad()
+def answers(
+    model: LanguageModel,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    progress: Progress,
+) -> Iterator[list[Answer]]:
+    """Yields batches of greedy answers, in the order in which they are computed."""
+    for texts in read_contexts(model, prompts, batch_size, progress):
+        asked = [prompts[number].question for number in texts.numbers]
+        for size in dict.fromkeys(map(len, asked)):
+            same = [row for row, question in enumerate(asked) if len(question) == size]
+            questions = torch.stack([asked[row] for row in same]).to(texts.state.position.device)
+            found = generate(
+                model, questions, take(texts.state, same), max_new_tokens=max_new_tokens
+            )
+            progress.advance(0, questions.numel())
+            numbers = [texts.numbers[row] for row in same]
+            yield [Answer(*one) for one in zip(numbers, found.tokens, strict=True)]
+
+
+@torch.no_grad()
+def complete(
+    model: LanguageModel,
+    prompts: Sequence[Ids],
+    *,
+    decode: Callable[[Sequence[int]], str],
+    until: Sequence[str],
+    eos: int | None,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    batch_size: int,
+    progress: Progress,
+) -> Iterator[tuple[int, str]]:
+    """Generates completions of prompts.
+
+    Args:
+        model: any language model.
+        prompts: token ids, at least one per prompt.
+        decode: maps ids to text.
+        until: texts that end a completion; they remain at its end.
+        eos: the id that ends a completion, if there is one.
+        max_new_tokens: the maximum number per prompt.
+        temperature: 0 takes the most likely token; otherwise torch's global generator is used.
+        top_p: sample among the fewest tokens whose probabilities reach this sum.
+        batch_size: rows per batch.
+        progress: counts the tokens that are computed.
+
+    Yields:
+        The index of a prompt and its completion, in the order in which they are computed.
+    """
+    ends = [end for end in until if end]
+    width = max((len(end.encode()) for end in ends), default=0) + CONTEXT
+
+    def ended(_: int, ids: list[int]) -> bool:
+        progress.advance(0, 1)
+        # The last ids alone are decoded, so that a long completion takes no longer per token. An id
+        # stands for a byte or more; the first ones may read differently on their own.
+        last = decode(ids[-width:]) if ends else ""
+        if any(end in last for end in ends):
+            text = decode(ids)
+            return any(end in text for end in ends)
+        return ids[-1] == eos
+
+    # `generate` gets the last token, because it needs at least one.
+    contexts = [prompt[:-1] for prompt in prompts]
+    same = [1] * len(prompts)
+    for numbers, _, state in _forks(model, contexts, same, batch_size, progress):
+        last = torch.tensor([prompts[i][-1:] for i in numbers], device=state.position.device)
+        found = generate(
+            model,
+            last,
+            state,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            stop=ended,
+        )
+        yield from zip(numbers, map(decode, found.tokens), strict=True)
+
+
+@torch.no_grad()
+def token_losses(
+    model: LanguageModel, windows: Tensor, state: LMState | None = None
+) -> Iterator[tuple[int, Tensor]]:
+    """Computes the loss of every token after the first, in parts.
+
+    Args:
+        model: reads the windows.
+        windows: `(b, t + 1)` token ids; the last one is only predicted.
+        state: before the windows; the initial state if None.
+
+    Yields:
+        The position where a part begins, and its losses in nats, `(b, t)` float64 on the CPU: the
+        loss at position i is that of token i + 1.
+
+    Raises:
+        UserError: logits that are not finite.
+    """
+    batch, length = len(windows), windows.shape[1] - 1
+    before = state = model.init_state(batch) if state is None else state
+    for start in range(0, length, trie.SCORED_TOKENS):
+        part = windows[:, start : start + trie.SCORED_TOKENS + 1].to(state.position.device)
+        nats, state = model.token_losses(part[:, :-1], part[:, 1:], state)
+        nats = nats.double().cpu()
+        if not bool(nats.isfinite().all()):
+            explain_nonfinite(model, windows[:, : start + part.shape[1] - 1], before)
+        yield start, nats
+
+
+@torch.no_grad()
+def score(
+    model: LanguageModel, pairs: Sequence[Pair], *, batch_size: int, progress: Progress
+) -> Iterator[tuple[int, Score]]:
+    """Scores continuations. Logits are computed for their tokens only, in parts.
+
+    Args:
+        model: any language model.
+        pairs: contexts and continuations; equal contexts are read once.
+        batch_size: rows per batch.
+        progress: counts the pairs and the tokens that are computed.
+
+    Yields:
+        The index of a pair and its score, in the order in which they are computed.
+    """
+    contexts = [pair.context for pair in pairs]
+    sizes = [len(pair.continuation) for pair in pairs]
+    for numbers, logits, state in _forks(model, contexts, sizes, batch_size, progress):
+        continuations = [pairs[number].continuation for number in numbers]
+        scores = _score_batch(model, continuations, logits, state, progress)
+        progress.advance(len(numbers), 0)
+        yield from zip(numbers, scores, strict=True)
+
+
+def _forks(
+    model: LanguageModel,
+    contexts: Sequence[Ids],
+    sizes: Sequence[int],
+    batch_size: int,
+    progress: Progress,
+) -> Iterator[trie.Texts]:
+    """Yields all contexts, of which equal ones are read once and forked, in batches.
+
+    Args:
+        model: any language model.
+        contexts: token ids.
+        sizes: of what follows them; a batch begins with the smallest.
+        batch_size: rows per batch.
+        progress: counts the tokens that are computed.
+    """
+    members: dict[Ids, list[int]] = {}
+    for number, context in enumerate(contexts):
+        members.setdefault(context, []).append(number)
+    texts = list(members)
+    for found in read_texts(model, texts, batch_size, progress):
+        forks = [(row, i) for row, text in enumerate(found.numbers) for i in members[texts[text]]]
+        forks.sort(key=lambda fork: sizes[fork[1]])
+        for first in range(0, len(forks), batch_size):
+            rows, numbers = zip(*forks[first : first + batch_size], strict=True)
+            yield trie.Texts(list(numbers), found.logits[list(rows)], take(found.state, rows))
+
+
+def _score_batch(
+    model: LanguageModel,
+    continuations: Sequence[Ids],
+    logits: Tensor,
+    state: LMState,
+    progress: Progress,
+) -> list[Score]:
+    """Scores one batch of continuations, shortest first, of which ended ones leave the batch.
+
+    Args:
+        model: any language model.
+        continuations: one per row.
+        logits: `(b, v)`, the prediction of their first tokens, which are finite.
+        state: after the contexts.
+        progress: counts the tokens that are computed.
+    """
+    nats = torch.zeros(len(continuations), dtype=torch.float64)
+    greedy = torch.ones(len(continuations), dtype=torch.bool)
+    predicted, position, done, device = logits[:, None], 0, 0, state.position.device
+    part, before = torch.empty(len(continuations), 0), state
+    while True:
+        width = predicted.shape[1]
+        rows = [row[position : position + width] for row in continuations[done:]]
+        loss, best = _compare(predicted, torch.tensor(rows, device=device))
+        refuse_nonfinite(loss, model, part, before)
+        nats[done:] -= loss
+        greedy[done:] &= best
+        position += width
+        ended = sum(len(row) == position for row in continuations[done:])
+        done += ended
+        if done == len(continuations):
+            return [Score(*one) for one in zip(nats.tolist(), greedy.tolist(), strict=True)]
+        if ended:
+            state = take(state, range(ended, len(state.position)))
+        rows = continuations[done:]
+        width = min(scored_tokens(len(rows), model.vocab_size), len(rows[0]) - position)
+        part = torch.tensor(
+            [row[position - 1 : position - 1 + width] for row in rows], device=device
+        )
+        before = state
+        predicted, state = model(part, before)
+        progress.advance(0, part.numel())
+
+
+def _compare(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss of each row in nats, `(b,)`, and whether all its targets are most likely, `(b,)`."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    loss = F.cross_entropy(wide.flatten(0, 1), target.flatten(), reduction="none")
+    best = (wide.argmax(-1) == target).all(1)
+    return loss.view(target.shape).double().sum(1).cpu(), best.cpu()
