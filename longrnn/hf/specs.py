@@ -15,7 +15,7 @@ from longrnn.mitigations import mitigation
 from longrnn.mitigations.spec import parse, split
 from longrnn.models import LanguageModel, RecurrentLM
 from longrnn.models.checkpoint import DTYPES
-from longrnn.units import TokenCount, with_counts
+from longrnn.units import parse_length
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +116,6 @@ def _without_own(model: Any, parts: Sequence[str]) -> tuple[Any, list[str]]:
         _, options = parse(part)
         if options.keys() != {"window"}:
             raise UserError(f"{part} needs one option, window: write {WINDOW}(window=4096)")
-        window = with_counts(options, {"window": TokenCount}, f"{WINDOW}, option")["window"]
+        window = parse_length(str(options["window"]))
         model = model.with_attention_window(window)  # pyright: ignore
     return model.beyond() if BEYOND in parts else model, others  # pyright: ignore

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from longrnn.state import LMState
-from longrnn.tasks import Batch
+from longrnn.data import Batch
 from longrnn.training.objective import Objective
 
 MODEL = "model"  # what `Objective` calls the model
