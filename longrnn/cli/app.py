@@ -21,9 +21,7 @@ from longrnn.cli import (
     generate,
     info,
     launch,
-    replay,
     report,
-    sweep,
     train,
 )
 from longrnn.files import expand_home
@@ -44,8 +42,6 @@ app.add_typer(data.app, name="data")
 app.command("train")(train.train)
 app.command("finetune")(finetune.finetune)
 app.command("launch", context_settings=launch.SETTINGS)(launch.launch)
-app.command("sweep")(sweep.sweep)
-app.command("replay")(replay.replay)
 app.add_typer(evaluate.app, name="eval")
 app.command("compare")(compare.compare)
 app.add_typer(diagnose.app, name="diagnose")

@@ -6,7 +6,7 @@ alone; `longrnn train --help-config` prints this.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -269,6 +269,16 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         UserError: see `longrnn.config.load_config`.
     """
     return with_overrides(load_config(dict[str, Any], path), overrides, source=str(path))
+
+
+def configured(
+    config: TrainConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str]
+) -> TrainConfig:
+    """A configuration, its values, or the path or name of a file, with overrides."""
+    if isinstance(config, str | Path):
+        return read_config(config, overrides)
+    values = config.model_dump(mode="json") if isinstance(config, TrainConfig) else dict(config)
+    return with_overrides(values, overrides)
 
 
 def with_overrides(

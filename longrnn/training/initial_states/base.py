@@ -22,10 +22,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from longrnn.data import Batch
 from longrnn.registry import Registry
 from longrnn.seeds import mix
 from longrnn.state import LMState, leaves, reset
-from longrnn.data import Batch
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
