@@ -30,7 +30,7 @@ from benchmarks.training_cpu import stepper
 from longrnn.cells import Edit, init_carries
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.state import LMState
-from longrnn.tasks import TASKS, Batch
+from longrnn.data import TASKS, Batch
 from longrnn.training.objective import Objective
 
 PEERS: dict[str, Callable[..., nn.RNNBase]] = {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}

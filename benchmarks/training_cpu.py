@@ -35,7 +35,7 @@ from benchmarks.timing import add_threads, clock, interleaved, use_threads, writ
 from longrnn.config import build_config
 from longrnn.models.recurrent import RecurrentConfig, RecurrentLM
 from longrnn.state import detach, reset
-from longrnn.tasks import Batch
+from longrnn.data import Batch
 from longrnn.training.config import TrainConfig
 from longrnn.training.objective import Objective
 from longrnn.training.optim import build_optimizer

@@ -28,6 +28,10 @@ LONGEST_COMMAND = 160
 _held: list[Lock] = []
 
 
+class LockedError(UserError):
+    """Another process holds a lock."""
+
+
 class Lock:
     """The lock of a folder or a file; a context manager, or `acquire` and `release`.
 
@@ -57,7 +61,7 @@ class Lock:
         """Takes the lock; does nothing if this object holds it already.
 
         Raises:
-            UserError: another process holds it.
+            LockedError: another process holds it.
         """
         if self in _held:
             return
@@ -69,7 +73,7 @@ class Lock:
             self._lock.acquire(timeout=0)
         except Timeout as error:
             owner = self.path.read_text(errors="replace").strip() or "which has just begun"
-            raise UserError(
+            raise LockedError(
                 f"{self.target} is being written by another process ({owner}): wait until it ends, "
                 f"or {self.instead}"
             ) from error

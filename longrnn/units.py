@@ -40,6 +40,18 @@ def _count(value: Any) -> Any:
 TokenCount = Annotated[int, BeforeValidator(_count), Field(ge=1, lt=2**63)]
 
 
+def check_count(name: str, value: int, *, at_least: int = 1, at_most: int = 2**31 - 1) -> None:
+    """Refuses a number of things that is out of range.
+
+    Raises:
+        UserError: such a number.
+    """
+    if not at_least <= value <= at_most:
+        raise UserError(
+            f"{name} must be from {at_least:,} to {at_most:,}, not {value}: give such a number"
+        )
+
+
 def parse_lengths(text: str) -> list[int]:
     """Comma-separated lengths, without repeats, in the order given."""
     return list(dict.fromkeys(parse_length(item) for item in text.split(",")))

@@ -15,7 +15,7 @@ from longrnn.hf.loading import load_recurrent
 from longrnn.intervals import mean
 from longrnn.seeds import seeded
 from longrnn.sweep.table import table
-from longrnn.tasks import TASKS, Task
+from longrnn.data import TASKS, Task
 from longrnn.training import checkpoint
 from scripts.report_char_lm import MLP, Setting
 

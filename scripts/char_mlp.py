@@ -16,7 +16,7 @@ from longrnn.models.base import fingerprint
 from longrnn.models.checks import check_tokens
 from longrnn.seeds import seeded
 from longrnn.state import LMState
-from longrnn.tasks import TASKS
+from longrnn.data import TASKS
 from longrnn.training.config import TrainConfig
 from longrnn.training.optim import learning_rate
 

@@ -33,7 +33,7 @@ from longrnn.hf.loading import load_recurrent
 from longrnn.hf.opened import OpenCheckpoint, open_checkpoint
 from longrnn.programs import run_script
 from longrnn.results import Row
-from longrnn.tasks.passkey_prompts import FILLER
+from longrnn.data.prompts import FILLER
 from longrnn.units import format_length, parse_length, parse_lengths
 
 COLLAPSING, ROW = "collapse-tiny", 64  # and the tokens of a row of its training

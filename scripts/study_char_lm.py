@@ -33,7 +33,7 @@ from longrnn.files import write_atomic
 from longrnn.hf.loading import load_recurrent
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.programs import run_script
-from longrnn.tasks import TASKS
+from longrnn.data import TASKS
 from longrnn.text import ByteTokenizer, read_text
 from longrnn.training.config import TrainConfig
 from longrnn.training.trainer import Trainer

@@ -36,8 +36,8 @@ from longrnn.studies.stability import along_checkpoints
 from longrnn.sweep.grid import Axes, expand
 from longrnn.sweep.runs import Sweep
 from longrnn.sweep.table import differences, means, shown, table, verdict
-from longrnn.tasks import TASKS
-from longrnn.tasks.sequence import Transduction
+from longrnn.data import TASKS
+from longrnn.data import Transduction
 from longrnn.training.config import TrainConfig
 
 CONFIG = Path(__file__).parents[1] / "configs/train/reverse_study.yaml"

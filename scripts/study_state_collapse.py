@@ -54,7 +54,7 @@ from longrnn.studies.collapse_tables import (
 )
 from longrnn.studies.long_stream import read_stream
 from longrnn.studies.loss_inside import beginnings, evaluate
-from longrnn.tasks.passkey_prompts import FILLER
+from longrnn.data.prompts import FILLER
 from longrnn.text import read_text
 from longrnn.units import format_length, parse_length, parse_lengths
 

@@ -39,7 +39,7 @@ from longrnn.programs import run_script
 from longrnn.results import Results, Row
 from longrnn.sweep.grid import expand
 from longrnn.sweep.table import shown, table, verdict
-from longrnn.tasks.sequence import SequenceTask
+from longrnn.data import SequenceTask
 from longrnn.training.config import TrainConfig
 from longrnn.training.trainer import Trainer
 from longrnn.units import parse_lengths

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longrnn.errors import UserError
-from longrnn.packing import document_starts, document_starts_of_positions
+from longrnn.hf.auto.packing import document_starts, document_starts_of_positions
 from tests.contracts.builders import assert_near, build_model, random_tokens
 from tests.refusals import naming
 

@@ -35,9 +35,8 @@ def stability(
 
     Example: longrnn diagnose stability runs/reverse-small --n 64
     """
+    from longrnn.data import TASKS, Transduction
     from longrnn.studies.stability import along_checkpoints, rows
-    from longrnn.tasks import TASKS
-    from longrnn.tasks.sequence import Transduction
 
     trained = read_recorded(run)
     task = TASKS.build(trained["task"], None) if "task" in trained else None
@@ -76,9 +75,9 @@ def attribution(
 
     Example: longrnn diagnose attribution runs/reverse-dual --n 256
     """
+    from longrnn.data import TASKS
     from longrnn.hf.tokenizer import load_tokenizer
     from longrnn.studies.attribution import along_checkpoints, rows
-    from longrnn.tasks import TASKS
 
     trained = read_recorded(run)
     length = trained.get("length", {}).get("max")

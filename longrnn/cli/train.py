@@ -64,7 +64,7 @@ def train(
 
         typer.echo(keys())
         return
-    config, overrides = _divided(words or [], resume)
+    config, overrides = divided(words or [], resume, "train CONFIG")
     with terminable():
         if grid:
             from longrnn.training.grid import run_grid
@@ -79,14 +79,32 @@ def train(
             memory = check(read_config(config, overrides), quiet=quiet)
             echo_main(f"The configuration is valid. Peak memory of a step: {memory}.")
             return
+        from longrnn.programs import continuing
+        from longrnn.training.config import read_config
+        from longrnn.training.train import resumed
         from longrnn.training.train import train as run
 
-        done = run(None if resume else config, *overrides, resume=resume, quiet=quiet)
+        settings = (
+            read_config(config, overrides)
+            if resume is None
+            else resumed(resume, overrides, quiet=quiet)
+        )
+        continuing(Path(settings.output_dir))
+        done = run(settings, resume=resume, quiet=quiet)
         echo_main(f"{done.folder}: trained for {done.rows[-1]['step']} steps")
 
 
-def _divided(words: list[str], resume: Path | None) -> tuple[str, list[str]]:
-    """The configuration and the overrides."""
+def divided(words: list[str], resume: Path | None, usage: str) -> tuple[str, list[str]]:
+    """The first argument, which is not of the form key=value, and the overrides after it.
+
+    Args:
+        words: all arguments.
+        resume: the run to continue, which needs no first argument.
+        usage: how the command is written without it.
+
+    Raises:
+        UserError: the first argument is missing, or one too many.
+    """
     is_first = bool(words) and ("=" not in words[0] or Path(words[0]).is_file())
     if resume is not None and is_first:
         raise UserError(
@@ -95,8 +113,8 @@ def _divided(words: list[str], resume: Path | None) -> tuple[str, list[str]]:
         )
     if resume is None and not is_first:
         raise UserError(
-            "train needs a configuration: write `longrnn train CONFIG`, such as `longrnn train "
-            "reverse_small`, or `longrnn train --resume RUN`"
+            f"nothing is named to begin with: write `longrnn {usage}`, or `longrnn "
+            f"{usage.split()[0]} --resume RUN`"
         )
     return (words[0], words[1:]) if is_first else ("", words)
 

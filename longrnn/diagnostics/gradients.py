@@ -20,18 +20,18 @@ import torch
 from torch import Tensor, nn
 
 from longrnn.cells import Mamba2
+from longrnn.data import Batch, Task
 from longrnn.diagnostics.jacobian import Step, lyapunov, spectrum
+from longrnn.diagnostics.nonfinite import examine
 from longrnn.diagnostics.through_time import Run, clipping, histogram, last_scored, norms
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
 from longrnn.models import RecurrentLM
 from longrnn.progress import Progress
-from longrnn.ranges import check_count
 from longrnn.seeds import seeded
 from longrnn.state import LMState, leaves
-from longrnn.tasks import Batch, Task
-from longrnn.training.nonfinite import examine
 from longrnn.training.objective import Objective
+from longrnn.units import check_count
 
 FORMAT = "longrnn-gradients-1"
 LENGTHS = (16, 32, 64)
@@ -148,15 +148,14 @@ def check(model: object, task: Task) -> None:
 def default_lengths(task: Task) -> list[int]:
     """Return LENGTHS, or the default length of a task for which these are too short."""
     try:
-        task.sample(1, length=min(LENGTHS), generator=torch.Generator().manual_seed(0))
+        task.sample(1, length=min(LENGTHS))
     except UserError:
         return [task.default_length]
     return list(LENGTHS)
 
 
 def _draw(task: Task, length: int, settings: Settings) -> Batch:
-    generator = seeded(settings.seed)
-    return task.sample(settings.rows, length=length, generator=generator)
+    return task.sample(settings.rows, length=length, seed=settings.seed)
 
 
 def _measure(

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longrnn.state import LMState
 from longrnn.data import Batch
+from longrnn.state import LMState
 from longrnn.training.objective import Objective
 
 MODEL = "model"  # what `Objective` calls the model

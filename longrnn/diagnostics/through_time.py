@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from longrnn.data import Batch
 from longrnn.intervals import Estimate, mean
 from longrnn.models import RecurrentLM
 from longrnn.state import LMState, leaves, tree_map
-from longrnn.tasks import Batch
 from longrnn.training.objective import Objective
 
 # Edges of the histograms as powers of ten; values outside count in the first or last bin.

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longrnn.data.prompts import RepeatedTokens, length, read
 from longrnn.inference.prefill import prefill
 from longrnn.models import LanguageModel, generate
 from longrnn.progress import Progress
 from longrnn.state import LMState, join, take
-from longrnn.tasks.repeated import RepeatedTokens, length, read
 
 
 class Prompt(NamedTuple):

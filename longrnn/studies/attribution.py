@@ -23,17 +23,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from longrnn.data import Batch, SequenceTask, Task
 from longrnn.errors import UserError
 from longrnn.hf.loading import load_recurrent
 from longrnn.intervals import Estimate, mean
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.progress import Progress
-from longrnn.ranges import check_count
-from longrnn.seeds import seeded
-from longrnn.tasks import Batch, Task
-from longrnn.tasks.sequence import SequenceTask
 from longrnn.training import checkpoint
 from longrnn.training.objective import Objective
+from longrnn.units import check_count
 
 # Share of the tokens of a text that are rare, as in `reverse_dual_frequency`.
 RARE_SHARE = 0.125
@@ -113,7 +111,7 @@ def attribution(model: RecurrentLM, batch: Batch, classes: Sequence[Tensor]) -> 
     masks = torch.stack(list(classes)).to(device)
     parts = []
     for start in range(0, len(batch.tokens), ROWS):
-        part = batch.rows(start, start + ROWS).to(device)
+        part = batch.row(*range(start, min(start + ROWS, len(batch.tokens)))).to(device)
         parts.append(_attribution(model, part, masks))
     squares, tokens = (torch.cat(field, dim=1).cpu() for field in zip(*parts, strict=True))
     return Attribution(squares, tokens)
@@ -179,7 +177,7 @@ def along_checkpoints(
     folders = checkpoint.checkpoints(run)
     if not folders:
         raise UserError(f"{run} has no checkpoints: give the output_dir of a training run")
-    batch = task.sample(n, length=length, generator=seeded(seed))
+    batch = task.sample(n, length=length, seed=seed)
     classes = classes_of(task, batch.tokens)
     found = []
     with Progress("attribution", len(folders), unit="sequences", quiet=quiet) as progress:

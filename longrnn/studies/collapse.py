@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
+from longrnn.data import Passkey
 from longrnn.errors import UserError, nearest
 from longrnn.evaluation.calibrate import Settings, calibrate
 from longrnn.evaluation.texts import Document
@@ -28,7 +27,6 @@ from longrnn.mitigations.bind import check_defined
 from longrnn.mitigations.spec import write_calibration
 from longrnn.models import RecurrentLM
 from longrnn.results import Row
-from longrnn.tasks.passkey import Passkey
 from longrnn.text import Tokenizer
 
 Spec = Mapping[str, Any]
@@ -213,8 +211,7 @@ def keyed_prompts(tokenizer: Tokenizer, length: int, count: int, seed: int = 0) 
         seed: seed of the keys.
     """
     task = Passkey(tokenizer)
-    generator = torch.Generator().manual_seed(seed)
-    tokens = task.sample(count, length=length, generator=generator).tokens[:, :length].flatten()
+    tokens = task.sample(count, length=length, seed=seed).tokens[:, :length].flatten()
     digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
     return Document("passkey prompts", digest, tokens, None, tokenizer.fingerprint())
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -23,14 +22,13 @@ from longrnn.errors import DivergedError, UserError
 from longrnn.results import Results
 from longrnn.training import checkpoint
 from longrnn.training.config import TrainConfig
-from longrnn.training.folder import HARMLESS
-from longrnn.training.metrics import read_metrics
-from longrnn.training.trainer import Trainer
+from longrnn.training.train import train
 
 logger = logging.getLogger(__name__)
 
 # Of the training configuration: what differs between the runs of one grid.
 OWN = {"output_dir", "learning_rate", "seed", "max_steps"}
+OWN |= {"save_steps", "save_total_limit", "logging_steps", "report_to"}
 
 
 class Goal(NamedTuple):
@@ -100,8 +98,8 @@ def search(
             "the grid needs learning rates above 0, and at least 1 seed and 1 step between checks: "
             "give such numbers"
         )
-    config = asdict(build_config(TrainConfig, base, source=f"grid of {name}"))
-    kept = {key: value for key, value in config.items() if key not in OWN | set(HARMLESS)}
+    config = build_config(TrainConfig, base, source=f"grid of {name}").model_dump(mode="json")
+    kept = {key: value for key, value in config.items() if key not in OWN}
     header = {"evaluation": "trials", "model": name, "steps": base["max_steps"], **goal._asdict()}
     results = Results(folder / "trials.jsonl", {**header, "config": kept})
 
@@ -188,15 +186,18 @@ def _train(
         if steps < done:  # an interrupted run has passed this check
             continue
         content = {**base, **own, "max_steps": steps, "eval_steps": every}
-        config = build_config(TrainConfig, content, source=f"grid of {name}")
         try:
-            Trainer(config, resume=True, quiet=quiet).train()
+            if done:
+                found = train(None, f"max_steps={steps}", resume=run, quiet=quiet)
+            else:
+                found = train(content, quiet=quiet)
+            done = steps
         except DivergedError as error:
             # A rate that is too high ends a run; the others of the grid go on.
             logger.warning(f"{run}: {error}")
             learned = None if goal.score is None else False
             return Trial(name, rate, seed, steps, learned, math.inf, None, str(error))
-        row = [one for one in read_metrics(run) if "eval_loss" in one][-1]
+        row = [one for one in found.rows if "eval_loss" in one][-1]
         if goal.score is not None and row[f"eval_{goal.score}"] >= goal.reached:
             break
     score = None if goal.score is None else row[f"eval_{goal.score}"]

@@ -26,16 +26,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longrnn.data import Condition, Transduction
 from longrnn.errors import UserError
 from longrnn.hf.loading import load_recurrent
 from longrnn.intervals import Estimate, mean
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.progress import Progress
-from longrnn.ranges import check_count
 from longrnn.seeds import seeded
 from longrnn.state import LMState, detach, leaves, tree_map
-from longrnn.tasks.sequence import Condition, Transduction
 from longrnn.training import checkpoint
+from longrnn.units import check_count
 
 # Number of inputs whose rows of J are computed together, which limits memory.
 INPUTS = 192

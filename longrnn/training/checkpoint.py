@@ -230,6 +230,6 @@ def read_tensors(path: Path) -> Any:
         return torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # torch raises many kinds for a damaged file
         raise UserError(
-            f"{path} is missing or damaged ({type(error).__name__}): give a checkpoint that longrnn "
-            "has written"
+            f"{path} is missing or damaged ({type(error).__name__}): give a checkpoint that "
+            "longrnn has written"
         ) from error

@@ -86,7 +86,7 @@ class TrainConfig(Options):
     init_from: str | None = Field(
         None, description="A checkpoint to start from; its weights are trained in float32."
     )
-    length: Lengths = Field(Lengths(), description="Lengths of rows.")
+    length: Lengths = Field(default_factory=Lengths, description="Lengths of rows.")
     initial_state: dict[str, Any] = Field(
         {"kind": "zero"},
         description="From which state rows start: `{kind: zero | carry | pass | fitted_noise | "
@@ -116,7 +116,7 @@ class TrainConfig(Options):
         0.0,
         ge=0,
         allow_inf_nan=False,
-        description="Of matrices, kernels and embeddings; never of A_log, dt_bias, D, norms, biases.",
+        description="Of matrices, kernels and embeddings; not of A_log, dt_bias, D, norms, biases.",
     )
     fill: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(
         {},
@@ -141,7 +141,7 @@ class TrainConfig(Options):
         0.0, description="Learning rate at the end, as a share of the largest one."
     )
     max_grad_norm: float = Field(
-        1.0, gt=0, description="Gradients of a larger norm are scaled down to it; .inf for no limit."
+        1.0, gt=0, description="Larger gradients are scaled down to this norm; .inf for no limit."
     )
     nonfinite: Literal["stop", "skip"] = Field(
         "stop",
@@ -330,7 +330,7 @@ def help_config() -> str:
     def add(model: type[Options], prefix: str) -> None:
         for name, field in model.model_fields.items():
             inner = {"length": Lengths, "peft": Adapters}.get(prefix + name)
-            default = "" if name in ("length",) else f"`{field.get_default(call_default_factory=True)}`"
+            default = "" if name == "length" else f"`{field.get_default()}`"
             text = (field.description or "").replace("|", "\\|")
             lines.append(f"| `{prefix}{name}` | {default} | {text} |")
             if inner is not None:

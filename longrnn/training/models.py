@@ -129,9 +129,7 @@ def _check_vocabulary(vocab_size: int, config: TrainConfig, task: Task) -> None:
             "one that this model was trained with"
         )
     remedy = f"start from a model with at least {ids}" if config.init_from else "leave it out"
-    raise UserError(
-        f"the task uses {ids} token ids and model.vocab_size is {vocab_size}: {remedy}"
-    )
+    raise UserError(f"the task uses {ids} token ids and model.vocab_size is {vocab_size}: {remedy}")
 
 
 def _check_state(model: RecurrentLM, config: TrainConfig) -> None:

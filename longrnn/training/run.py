@@ -108,7 +108,7 @@ def read_metrics(folder: Path) -> list[Row]:
             row = json.loads(line)
         except (ValueError, RecursionError):
             row = None
-        if not _is_row(row):
+        if row is None or not _is_row(row):
             raise UserError(
                 f"{path}, line {len(rows) + 1} is not a row of metrics: remove that line"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ def train(
     """Trains a model to the end, and returns the run, whose folder holds everything.
 
     Args:
-        config: a configuration, its values, or the path or name of a file; None with `resume`.
+        config: a configuration, its values, or the path or name of a file. With `resume` it is that
+            of the folder, or what `resumed` returns.
         overrides: `key=value` with dotted keys.
         resume: the folder of a run, to continue it from its newest checkpoint; or a checkpoint, to
             continue from there in another `output_dir`.
@@ -43,7 +44,9 @@ def train(
             run, or is being written by another process.
         DivergedError: a step was not finite.
     """
-    if resume is not None:
+    if resume is not None and isinstance(config, TrainConfig):
+        settings = config
+    elif resume is not None:
         settings = resumed(Path(resume), overrides, quiet=quiet)
     elif config is not None:
         settings = configured(config, overrides)
@@ -62,7 +65,7 @@ def train(
     return Run.of(folder)
 
 
-def resumed(folder: Path, overrides: tuple[str, ...], *, quiet: bool = True) -> TrainConfig:
+def resumed(folder: Path, overrides: Sequence[str], *, quiet: bool = True) -> TrainConfig:
     """The configuration of a run that goes on; prints what the overrides change.
 
     Args:

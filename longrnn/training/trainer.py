@@ -200,7 +200,7 @@ class Trainer:
         return self.accelerator.unwrap_model(self.objective).model
 
     def _means(self, values: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
-        """The mean of values `(n,)` by name, over all processes; names without values are left out."""
+        """The mean of values `(n,)` by name, over processes; without any, a name is left out."""
         pairs = [(float(sum(x.sum() for x in v)), sum(map(len, v))) for v in values.values()]
         table = torch.tensor(pairs, device=self.accelerator.device)
         totals = self.total(table).tolist()
@@ -252,8 +252,8 @@ class Trainer:
         found = processes.gather(models.first_not_finite(local))
         if name := next(filter(None, found), None):
             raise DivergedError(
-                f"after step {self.step} the weight {name} is not finite: go on with `longrnn train "
-                f"--resume {self.output_dir}` and a lower learning_rate"
+                f"after step {self.step} the weight {name} is not finite: go on with `longrnn "
+                f"train --resume {self.output_dir}` and a lower learning_rate"
             )
         counters: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
         counters |= {"data": self.task.data_sha256(), "best": None}

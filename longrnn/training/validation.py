@@ -61,9 +61,7 @@ class Validation:
             at the positions of `best_model`.
     """
 
-    def __init__(
-        self, config: TrainConfig, model: RecurrentLM, training: Task, task: Task
-    ) -> None:
+    def __init__(self, config: TrainConfig, model: RecurrentLM, training: Task, task: Task) -> None:
         self.config, self.task = config, task
         if task.vocab_size > model.vocab_size:
             raise UserError(
@@ -159,9 +157,7 @@ class Validation:
         return rows
 
     @torch.no_grad()
-    def _measure(
-        self, objective: Objective, total: Callable[[Tensor], Tensor]
-    ) -> dict[str, float]:
+    def _measure(self, objective: Objective, total: Callable[[Tensor], Tensor]) -> dict[str, float]:
         device = next(objective.parameters()).device
         n_parts, count = len(self.edges) - 1, self.config.per_device_train_batch_size
         names = sorted(self.task.score(self.rows.row(0).targets, self.rows.row(0)))

@@ -14,7 +14,7 @@ from longrnn.models import RecurrentLM
 from longrnn.training.replay import files
 from tests.cli.conftest import CLI, refused
 from tests.training.runs import tiny, write_config
-from tests.training.test_nonfinite import sick
+from tests.training.runs import sick
 
 SMALL = ["--lengths", "4,8", "--rows", "2", "--exponents", "1", "--quiet"]
 FILES = {"gradients.jsonl", "report.html"}

@@ -8,7 +8,7 @@ import pytest
 
 from longrnn.comparison.before_after import held_out_texts, write_suite
 from longrnn.comparison.suites import BitsPerByte, PasskeyRetrieval
-from longrnn.tasks import TASKS
+from longrnn.data import TASKS
 from longrnn.tasks.documents import Texts
 from longrnn.text import ByteTokenizer
 

@@ -21,7 +21,7 @@ from longrnn.evaluation.texts import Document
 from longrnn.models import LanguageModel
 from longrnn.state import tree_map
 from longrnn.studies.stability import stability
-from longrnn.tasks import Batch
+from longrnn.data import Batch
 from longrnn.training.objective import Objective
 from longrnn.training.prefetch import Prefetch
 from longrnn.training.trainer import Trainer

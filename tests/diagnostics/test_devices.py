@@ -14,7 +14,7 @@ from longrnn.diagnostics.jacobian import Step, arnoldi, golub_kahan, lyapunov, s
 from longrnn.diagnostics.through_time import Run, clipping, histogram, last_scored, norms
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.studies.stability import stability, triplets
-from longrnn.tasks import Reverse
+from longrnn.data import Reverse
 from tests.contracts.builders import (
     D_MODEL,
     MIXER_OPTIONS,

@@ -36,7 +36,7 @@ from longrnn.diagnostics.through_time import (
 from longrnn.errors import UserError
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.state import leaves, tree_map
-from longrnn.tasks import TASKS, Batch, Task
+from longrnn.data import TASKS, Batch, Task
 from longrnn.training.objective import Objective
 from tests.contracts.builders import assert_near, build_model, generator, random_tokens
 from tests.refusals import naming

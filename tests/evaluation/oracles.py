@@ -7,7 +7,7 @@ from torch import Tensor
 
 from longrnn.models import LMOutput
 from longrnn.state import LMState
-from longrnn.tasks.passkey_prompts import QUESTION
+from longrnn.data.prompts import QUESTION
 
 
 class Oracle:

@@ -27,7 +27,7 @@ from longrnn.mitigations import mitigation
 from longrnn.mitigations.base import Calibration, Mitigation
 from longrnn.mitigations.spec import write_calibration
 from longrnn.models import RecurrentLM
-from longrnn.tasks.passkey_prompts import FILLER
+from longrnn.data.prompts import FILLER
 from longrnn.text import ByteTokenizer
 from tests.contracts.builders import build_model
 from tests.refusals import naming

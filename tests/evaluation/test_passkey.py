@@ -23,13 +23,13 @@ from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference import prefill
 from longrnn.models import LanguageModel
 from longrnn.results import Row, line_of, read_results
-from longrnn.tasks import Passkey
-from longrnn.tasks.passkey_documents import is_held_out
-from longrnn.tasks.passkey_prompts import HEADER
+from longrnn.data import Passkey
+from longrnn.data.prompts import is_held_out
+from longrnn.data.prompts import HEADER
 from longrnn.text import ByteTokenizer
 from tests.evaluation.oracles import Oracle
 from tests.refusals import naming
-from tests.tasks.test_passkey import trained_bpe
+from tests.texts import trained_bpe
 
 pytestmark = pytest.mark.core
 

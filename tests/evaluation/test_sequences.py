@@ -15,7 +15,7 @@ from longrnn.evaluation.sequences import evaluate, summarise
 from longrnn.models import LMOutput
 from longrnn.results import Row, read_results
 from longrnn.state import LMState
-from longrnn.tasks import Reverse, ReverseDualFrequency
+from longrnn.data import Reverse, ReverseDualFrequency
 from tests.refusals import naming
 
 

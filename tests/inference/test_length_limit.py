@@ -11,8 +11,8 @@ from longrnn.evaluation import passkey
 from longrnn.evaluation.passkey_grid import Grid
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.length_limit import refuse_long
-from longrnn.tasks import Passkey
-from longrnn.tasks.passkey_documents import Needle
+from longrnn.data import Passkey
+from longrnn.data.prompts import Needle
 from tests.comparison.suites.small_models import SHORT, small_model
 
 

@@ -18,7 +18,7 @@ from longrnn.models import LanguageModel, LMOutput, RecurrentLM
 from longrnn.models.recurrent import RecurrentConfig
 from longrnn.results import Row
 from longrnn.state import LMState
-from longrnn.tasks.repeated import RepeatedTokens, length, read, whole
+from longrnn.data.prompts import RepeatedTokens, length, read, whole
 from longrnn.text import ByteTokenizer
 from tests.contracts.builders import mixer_spec, stirred
 

@@ -14,8 +14,8 @@ from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.state import LMState, leaves, tree_map
 from longrnn.studies import stability as module
 from longrnn.studies.stability import along_checkpoints, stability, triplets
-from longrnn.tasks import TASKS, Reverse
-from longrnn.tasks.sequence import Condition, Transduction
+from longrnn.data import TASKS, Reverse
+from longrnn.data import Condition, Transduction
 from tests.contracts.builders import MIXER_OPTIONS
 from tests.training.runs import tiny, train
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from longrnn.cells import MIXERS
+from longrnn.data import Batch
 from longrnn.errors import UserError
 from longrnn.state import LMState, leaves, take, tree_map
-from longrnn.tasks import Batch
 from longrnn.training.initial_states import INITIAL_STATES, Context, InitialState, uses_streams
 from tests.contracts.builders import assert_near, assert_trees_equal, build_model, random_state
 

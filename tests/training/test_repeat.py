@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from longrnn.data import Batch
 from longrnn.errors import UserError
-from longrnn.tasks import Batch
 from longrnn.training.objective import Objective
 from longrnn.training.repeat import read_repeatedly
 from tests.contracts.builders import build_model, random_tokens

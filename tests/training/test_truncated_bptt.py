@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.cells import MIXERS
+from longrnn.data import Batch
 from longrnn.models import RecurrentLM
 from longrnn.state import LMState, leaves, reset, take
-from longrnn.tasks import Batch
 from longrnn.training.objective import Objective
 from tests.contracts.builders import (
     assert_near,

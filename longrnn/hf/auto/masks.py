@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
-from longrnn.packing import document_starts, document_starts_of_positions
+from longrnn.hf.auto.packing import document_starts, document_starts_of_positions
 
 
 def padding(attention_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
@@ -45,7 +45,7 @@ def starts(
         tokens: `(b, t)`.
 
     Raises:
-        UserError: what `longrnn.packing` refuses, or another number of tokens.
+        UserError: what `longrnn.hf.auto.packing` refuses, or another number of tokens.
     """
     found = torch.zeros_like(tokens, dtype=torch.bool)
     if position_ids is not None:

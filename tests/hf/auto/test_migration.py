@@ -10,7 +10,7 @@ from transformers import Mamba2ForCausalLM
 
 import longrnn
 from longrnn.hf.auto import LongRNNForCausalLM
-from longrnn.packing import document_starts
+from longrnn.hf.auto.packing import document_starts
 from tests.contracts.builders import assert_near, random_tokens
 from tests.hf.foreign import causal, native, tokens
 

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from longrnn.data import UNSCORED, Batch, Passkey
+from longrnn.data.prompts import ANSWER, FILLER, HEADER, KEY_LINE, QUESTION
 from longrnn.errors import UserError
-from longrnn.tasks import Batch, Passkey
-from longrnn.tasks.base import UNSCORED
-from longrnn.tasks.passkey_prompts import ANSWER, FILLER, HEADER, KEY_LINE, QUESTION
 from longrnn.text import ByteTokenizer
-from tests.tasks.test_contract import assert_batches_equal
+from tests.training.runs import assert_equal
 
 LENGTH, STEPS, N_STREAMS = 160, 60, 6
 
@@ -35,7 +34,7 @@ def segments() -> list[Batch]:
     """All streams at every step, in order."""
     task = build()
     return [
-        task.segment(range(N_STREAMS), step, n_streams=N_STREAMS, length=LENGTH, seed=7)
+        task.batch(step, range(N_STREAMS), of=N_STREAMS, length=LENGTH, seed=7, carried=True)
         for step in range(STEPS)
     ]
 
@@ -46,15 +45,15 @@ def test_a_segment_depends_on_stream_step_and_seed_alone(segments: list[Batch]) 
     places = [(stream, step) for stream in range(N_STREAMS) for step in range(STEPS)]
     random.Random(0).shuffle(places)
     for stream, step in places:
-        alone = task.segment([stream], step, n_streams=N_STREAMS, length=LENGTH, seed=7)
-        assert_batches_equal(alone, segments[step].rows(stream, stream + 1))
-    pair = task.segment([4, 1], 9, n_streams=N_STREAMS, length=LENGTH, seed=7)
-    assert_batches_equal(pair.rows(1, 2), segments[9].rows(1, 2))
+        alone = task.batch(
+            step, range(stream, stream + 1), of=N_STREAMS, length=LENGTH, seed=7, carried=True
+        )
+        assert_equal(alone, segments[step].row(stream))
 
 
 def test_seed_and_stream_make_a_difference(segments: list[Batch]) -> None:
     """Streams and seeds give different documents."""
-    other = build().segment(range(N_STREAMS), 0, n_streams=N_STREAMS, length=LENGTH, seed=8)
+    other = build().batch(0, range(N_STREAMS), of=N_STREAMS, length=LENGTH, seed=8, carried=True)
     assert not torch.equal(other.tokens, segments[0].tokens)
     assert len({body(segments[0], stream) for stream in range(N_STREAMS)}) > 1
 
@@ -65,7 +64,7 @@ def documents(segments: list[Batch], stream: int) -> list[list[Batch]]:
     for batch in segments:
         if batch.begins[stream]:
             found.append([])
-        found[-1].append(batch.rows(stream, stream + 1))
+        found[-1].append(batch.row(stream))
     return found[:-1]
 
 
@@ -184,12 +183,12 @@ def test_documents_grow_with_the_steps() -> None:
     task = build(max_segments=16, grow_steps=300)
     streams = range(20)
     early = [
-        task.segment(streams, step, n_streams=N_STREAMS, length=LENGTH, seed=0).begins
+        task.batch(step, streams, of=N_STREAMS, length=LENGTH, seed=0, carried=True).begins
         for step in range(4)
     ]
     assert torch.stack(early).float().mean() > 0.9
     late = [
-        task.segment(streams, step, n_streams=N_STREAMS, length=LENGTH, seed=0).begins
+        task.batch(step, streams, of=N_STREAMS, length=LENGTH, seed=0, carried=True).begins
         for step in range(400, 440)
     ]
     assert torch.stack(late).float().mean() < 0.5
@@ -198,7 +197,7 @@ def test_documents_grow_with_the_steps() -> None:
 def test_a_segment_too_short_says_what_it_needs() -> None:
     """A segment that cannot hold the key line is refused with the length that can."""
     with pytest.raises(UserError):
-        build().segment(range(20), 0, n_streams=20, length=100, seed=0)
+        build().batch(0, range(20), of=20, length=100, seed=0, carried=True)
 
 
 def test_segments_of_filler_count_many_times() -> None:
@@ -206,7 +205,7 @@ def test_segments_of_filler_count_many_times() -> None:
     task = build(min_segments=3, max_segments=3, max_repeat=1000, grow_steps=60)
     counts: dict[int, list[int]] = {}
     for step in range(120):
-        batch = task.segment(range(20), step, n_streams=20, length=LENGTH, seed=1)
+        batch = task.batch(step, range(20), of=20, length=LENGTH, seed=1, carried=True)
         assert bool(batch.begins.any()) == (step % 3 == 0)
         if batch.repeat is None:
             continue
@@ -216,7 +215,7 @@ def test_segments_of_filler_count_many_times() -> None:
             assert times == 1 or fillers_only(body(batch, row))
     assert max(max(counts.get(step, [1])) for step in range(6)) < 30
     assert max(max(counts.get(step, [1])) for step in range(60, 120)) > 300
-    assert build().segment(range(20), 5, n_streams=20, length=LENGTH, seed=1).repeat is None
+    assert build().batch(5, range(20), of=20, length=LENGTH, seed=1, carried=True).repeat is None
 
 
 def fillers_only(text: str) -> bool:
@@ -227,7 +226,7 @@ def test_numbered_documents_hold_all_keys_in_one_segment() -> None:
     """All keys are in one segment, and the question names one of them."""
     task = build(min_segments=2, max_segments=3, n_keys=[4])
     for step in range(12):
-        batch = task.segment(range(8), step, n_streams=8, length=300, seed=2)
+        batch = task.batch(step, range(8), of=8, length=300, seed=2, carried=True)
         for row in range(8):
             lines = re.findall(r"Passkey (\d):(\d{5})\. Remember", body(batch, row))
             assert len(lines) in (0, 4)
@@ -238,7 +237,7 @@ def test_numbered_documents_hold_all_keys_in_one_segment() -> None:
 def test_several_queries_run_on_the_fork() -> None:
     """With `n_queries`, all questions are on the fork and each names another key of the segment."""
     task = build(min_segments=1, max_segments=1, n_keys=[1, 4], n_queries=3)
-    batch = task.segment(range(8), 0, n_streams=8, length=300, seed=3)
+    batch = task.batch(0, range(8), of=8, length=300, seed=3, carried=True)
     counts = set()
     for row in range(8):
         lines = dict(re.findall(r"Passkey (\d):(\d{5})\. Remember", body(batch, row)))

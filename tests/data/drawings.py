@@ -13,7 +13,7 @@ def drawing(task: type) -> dict[str, list[str]]:
     sign, so that an empty column counts as a sign too.
     """
     lines = inspect.cleandoc(task.__doc__ or "").splitlines()
-    found = [re.match(r"    (tokens|targets|answer) +", line) for line in lines]
+    found = [re.match(r" *(tokens|targets|answer)  +", line) for line in lines]
     rows = [(match[1], line) for match, line in zip(found, lines, strict=True) if match]
     begin = max(len(match[0]) for match in found if match)
     width = max(len(line) for _, line in rows)

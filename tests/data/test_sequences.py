@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from longrnn.data import TASKS, UNSCORED, Batch, SequenceTask
+from longrnn.data.reversals import CONDITIONS
 from longrnn.errors import UserError
-from longrnn.tasks import TASKS, Batch, SequenceTask
-from longrnn.tasks.base import UNSCORED
-from longrnn.tasks.reverse_dual_frequency import CONDITIONS
-from tests.tasks.drawings import drawing
+from tests.data.drawings import drawing
 
 KINDS = sorted(kind for kind, task in TASKS.items() if issubclass(task, SequenceTask))
 # What `draw` gives for the drawing in each docstring, at V = 10.
@@ -51,7 +50,7 @@ def test_every_task_is_drawn() -> None:
 def test_the_drawing_in_the_docstring(kind: str) -> None:
     """The docstring's drawing is what the task makes."""
     task = build(kind, vocab_size=10, held_out=4)
-    assert drawing(TASKS[kind]) == shown(task, task.batch(torch.tensor([DRAWN[kind]])))
+    assert drawing(TASKS[kind]) == shown(task, task._batch(torch.tensor([DRAWN[kind]])))
 
 
 def test_the_drawing_of_a_test_sequence() -> None:
@@ -122,7 +121,7 @@ SOLVERS: dict[str, Callable[[list[int]], list[int]]] = {
 def test_an_obvious_program_solves_it(kind: str) -> None:
     """The targets follow from the tokens, in training and in the test."""
     task = build(kind)
-    drawn = task.sample(300, length=LENGTH, generator=torch.Generator().manual_seed(1))
+    drawn = task.sample(300, length=LENGTH, seed=1)
     for batch in (drawn, task.evaluation_batch(0, 300, length=LENGTH)):
         said = torch.tensor([SOLVERS[kind](row) for row in batch.tokens.tolist()])
         for name, values in task.score(said, batch).items():
@@ -135,7 +134,7 @@ def test_guessing_scores_by_chance(kind: str) -> None:
     task = build(kind)
     generator = torch.Generator().manual_seed(2)
     for batch in (
-        task.sample(1000, length=LENGTH, generator=generator),
+        task.sample(1000, length=LENGTH, seed=2),
         task.evaluation_batch(0, 1024, length=LENGTH),
     ):
         said = torch.randint(32, batch.targets.shape, generator=generator)
@@ -152,10 +151,10 @@ def test_training_rejects_the_held_out_sequences(kind: str) -> None:
     length = 4 if kind in ("recall", "delayed_sum", "predecessor_query") else 2
     held_out = {tuple(row) for row in task.evaluation_batch(0, 3, length=length).tokens.tolist()}
     generator = torch.Generator().manual_seed(0)
-    batch = task.sample(3000, length=length, generator=generator)
+    batch = task.sample(3000, length=length, seed=0)
     seen = {tuple(row) for row in batch.tokens.tolist()}
     assert not seen & held_out
-    drawn = {tuple(row) for row in task.batch(task.draw(3000, length, generator)).tokens.tolist()}
+    drawn = {tuple(row) for row in task._batch(task.draw(3000, length, generator)).tokens.tolist()}
     assert held_out & drawn
     assert seen == drawn - held_out
 
@@ -169,7 +168,7 @@ def test_distinct_tokens_are_distinct() -> None:
     assert len(counts) == 24
     assert counts.min() > 185  # 250 expected, deviation 16
     recalled = build("recall", vocab_size=8, held_out=1)
-    tokens = recalled.sample(500, length=6, generator=torch.Generator().manual_seed(3)).tokens
+    tokens = recalled.sample(500, length=6, seed=3).tokens
     keys, values, asked = tokens[:, :6:2], tokens[:, 1:6:2], tokens[:, 6:]
     assert (keys.sort(dim=1).values.diff(dim=1) > 0).all()
     assert torch.equal(keys.sort(dim=1).values, asked.sort(dim=1).values)
@@ -179,7 +178,7 @@ def test_distinct_tokens_are_distinct() -> None:
 def test_lengths_of_reverse_variable_are_uniform() -> None:
     """Every length up to the longest is equally likely, row by row."""
     task = build("reverse_variable", min_length=5)
-    batch = task.sample(3000, length=8, generator=torch.Generator().manual_seed(0))
+    batch = task.sample(3000, length=8, seed=0)
     lengths = batch.answers().sum(1)
     shares = torch.bincount(lengths, minlength=9)[5:] / 3000
     assert lengths.min() == 5
@@ -193,7 +192,7 @@ def test_dual_frequencies() -> None:
     test.
     """
     task = build("reverse_dual_frequency")
-    x = task.sample(2000, length=LENGTH, generator=torch.Generator().manual_seed(0)).tokens[:, :8]
+    x = task.sample(2000, length=LENGTH, seed=0).tokens[:, :8]
     assert abs(float((x >= 16).float().mean()) - 0.125) < 0.011
     assert x.unique().tolist() == list(range(32))
     test = task.evaluation_batch(0, 1024, length=LENGTH)
@@ -229,4 +228,4 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     """A length that the task cannot make is refused."""
     with pytest.raises(UserError, match=says):
-        build(kind, **options).sample(2, length=length, generator=torch.Generator())
+        build(kind, **options).sample(2, length=length)

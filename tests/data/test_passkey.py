@@ -6,48 +6,23 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from longrnn.data import TASKS, UNSCORED, Passkey
+from longrnn.data.passkey import with_numbers
+from longrnn.data.prompts import ANSWER, FILLER, HEADER, KEY_LINE, QUESTION, Needle, keys, read
 from longrnn.errors import UserError
-from longrnn.hf.tokenizer import HFTokenizer, load_tokenizer
-from longrnn.tasks import Passkey
-from longrnn.tasks.base import UNSCORED
-from longrnn.tasks.passkey_documents import Needle, is_held_out, keys, with_numbers
-from longrnn.tasks.passkey_prompts import ANSWER, FILLER, HEADER, KEY_LINE, QUESTION
-from longrnn.tasks.repeated import read
+from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.text import ByteTokenizer
+from tests.data.drawings import drawing
 from tests.refusals import naming
-from tests.tasks.drawings import drawing
-from tests.texts import BOOK
+from tests.texts import trained_bpe
 
 NEOX = Path(__file__).parents[3] / "shared/data/gpt-neox-20b-tokenizer/tokenizer.json"
-
-
-@lru_cache
-def trained_bpe() -> HFTokenizer:
-    """A byte-level BPE tokenizer, trained here: numbers become several tokens."""
-    from tokenizers import Tokenizer as Fast
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    fast = Fast(models.BPE())
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<s>"],
-        show_progress=False,
-    )
-    text = [HEADER, FILLER, QUESTION, BOOK.read_text()]
-    numbers = [ANSWER.format(key=f"{i:05d}") for i in range(0, 100_000, 501)]
-    fast.train_from_iterator(text * 5 + numbers, trainer)
-    return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=fast, bos_token="<s>"))
 
 
 @lru_cache
@@ -81,7 +56,7 @@ def test_the_drawing_in_the_docstring() -> None:
     """The docstring's drawing is what the task makes."""
     task = Passkey(Signs())
     prompt = task.prompt("42719", length=14, depth=3 / 8)
-    batch = task._batch([prompt], [[Needle("42719", 3 / 8)]], torch.tensor([True]), [True])
+    batch = task._batch([prompt], [[Needle("42719", 3 / 8)]], [True], [True])
     targets = [chr(i).replace(" ", "_") for i in batch.targets[0].tolist()]
     assert drawing(Passkey) == {
         "tokens": [chr(i) for i in batch.tokens[0].tolist()],
@@ -113,7 +88,7 @@ def test_prompts_have_exactly_the_length_asked(
     assert text.endswith(QUESTION)
     assert text.count(line) == 1
     # The key line stands where the depth says, counted in tokens of filler.
-    filler = len(prompt) - sum(len(task._ids(part)) for part in (HEADER, line, QUESTION))
+    filler = len(prompt) - sum(len(task.ids(part)) for part in (HEADER, line, QUESTION))
     before = text.index(line) - len(HEADER)
     after = len(text) - text.index(line) - len(line) - len(QUESTION)
     if filler > 500:
@@ -133,7 +108,7 @@ def test_the_least_length_is_the_least(tokenizer: str) -> None:
     """`least_length` works, and one token fewer is refused."""
     task = task_with(tokenizer)
     least = task.least_length()
-    lines = {key: len(task._ids(KEY_LINE.format(key=key))) for key in keys(True)[::97]}
+    lines = {key: len(task.ids(KEY_LINE.format(key=key))) for key in keys(True)[::97]}
     longest = max(lines, key=lambda key: lines[key])
     assert len(task.prompt(longest, length=least, depth=0.5)) == least
     with pytest.raises(UserError, match=naming(least)) as error:
@@ -147,7 +122,6 @@ def test_no_key_of_evaluation_is_one_of_training() -> None:
     assert not held_out & train
     assert len(held_out | train) == 100_000
     assert 0.1 < len(held_out) / 100_000 < 0.15
-    assert all(map(is_held_out, held_out))
     for place in range(5):
         assert {key[place] for key in held_out} == set("0123456789")
         assert {key[place] for key in train} == set("0123456789")
@@ -156,22 +130,21 @@ def test_no_key_of_evaluation_is_one_of_training() -> None:
 def test_training_never_shows_a_held_out_key() -> None:
     """Neither `sample` nor `segment` draws a held-out key."""
     task = Passkey(max_segments=2)
-    generator = torch.Generator().manual_seed(0)
-    batch = task.sample(800, length=200, generator=generator)
-    streams = task.segment(range(400), 0, n_streams=400, length=200, seed=0)
+    batch = task.sample(800, length=200, seed=0)
+    streams = task.batch(0, range(400), of=400, length=200, seed=0, carried=True)
     shown = [
         re.search(r"passkey is (\d{5})\.", ByteTokenizer().decode(row))
         for row in [*batch.tokens.tolist(), *streams.tokens.tolist()]
     ]
     found = {match[1] for match in shown if match}
     assert len(found) > 900
-    assert not any(map(is_held_out, found))
+    assert not found & set(keys(True))
 
 
 def test_targets_are_the_next_tokens_and_the_answer_is_the_key() -> None:
     """Targets are the next tokens, and the answer mask covers the key."""
     task = Passkey()
-    batch = task.sample(4, length=256, generator=torch.Generator().manual_seed(1))
+    batch = task.sample(4, length=256, seed=1)
     assert torch.equal(batch.targets[:, :-1], batch.tokens[:, 1:])
     for tokens, targets, answer in zip(batch.tokens, batch.targets, batch.answers(), strict=True):
         text = task.tokenizer.decode(tokens.tolist())
@@ -189,7 +162,7 @@ def queries_of(text: str) -> list[tuple[str, str]]:
 def test_several_queries_follow_one_another() -> None:
     """A row queries `n_queries` different keys, or all of fewer keys, and scores each answer."""
     task, counts = Passkey(n_keys=[2, 4], n_queries=3), set()
-    batch = task.sample(12, length=300, generator=torch.Generator().manual_seed(4))
+    batch = task.sample(12, length=300, seed=4)
     for tokens, targets, answer in zip(batch.tokens, batch.targets, batch.answers(), strict=True):
         text = task.tokenizer.decode(tokens.tolist())
         lines = dict(re.findall(r"Passkey (\d):(\d{5})\. Remember", text))
@@ -204,7 +177,7 @@ def test_several_queries_follow_one_another() -> None:
 def test_accuracy_is_the_share_of_whole_keys() -> None:
     """A key with one wrong digit counts as wrong, and only that key."""
     task = Passkey(n_keys=4, n_queries=4)
-    batch = task.sample(2, length=300, generator=torch.Generator().manual_seed(5))
+    batch = task.sample(2, length=300, seed=5)
     predictions = batch.targets.clone()
     predictions[0, 301] += 1  # a digit of the first answer
     predictions[1, :200] += 1  # text before the answers
@@ -216,7 +189,7 @@ def test_weights_sum_to_text_plus_answer(weight: float) -> None:
     """The weights of a row sum to text_weight + answer_weight, whatever its length."""
     task = Passkey(trained_bpe(), answer_weight=weight)
     length = task.least_length() + 20
-    batch = task.sample(6, length=length, generator=torch.Generator().manual_seed(2))
+    batch = task.sample(6, length=length, seed=2)
     assert batch.weights is not None
     torch.testing.assert_close(batch.weights.sum(1), torch.full((6,), 1 + weight))
     on_text = (batch.weights * ~batch.answers()).sum(1)
@@ -226,20 +199,18 @@ def test_weights_sum_to_text_plus_answer(weight: float) -> None:
 
 def test_options_out_of_range_are_refused() -> None:
     """Options out of range are refused."""
-    out_of_range: list[dict[str, Any]] = [
+    for options in (
         {"max_segments": 0},
         {"grow_steps": -1},
         {"answer_weight": -0.5},
         {"n_queries": 0},
-    ]
-    for options in out_of_range:
-        with pytest.raises(UserError, match="max_segments|grow_steps|answer_weight|n_queries"):
-            Passkey(**options)
-    with pytest.raises(UserError, match="numbers_every"):
-        Passkey(numbers_every=0)
-    for n_keys in (0, 10, [], [1, 12]):
-        with pytest.raises(UserError, match=naming("n_keys", 9)):
-            Passkey(n_keys=n_keys)
+        {"numbers_every": 0},
+        {"n_keys": 0},
+        {"n_keys": [1, 12]},
+        {"min_segments": 3, "max_segments": 2},
+    ):
+        with pytest.raises(UserError, match=naming(next(iter(options)))):
+            TASKS.build({"kind": "passkey", **options}, None)
 
 
 def test_numbered_keys() -> None:
@@ -262,9 +233,9 @@ def test_numbered_keys() -> None:
 def test_rows_with_several_keys_ask_one_of_them() -> None:
     """Every number of keys is drawn, and the answer is the key that the question names."""
     task = Passkey(n_keys=[1, 4, 8])
-    batch = task.sample(60, length=700, generator=torch.Generator().manual_seed(0))
+    batch = task.sample(120, length=700, seed=0)
     counts, asked = set(), set()
-    for row in range(60):
+    for row in range(120):
         text = task.tokenizer.decode(batch.tokens[row].tolist())
         answer = task.tokenizer.decode(batch.targets[row][batch.answers()[row]].tolist())
         numbered = dict(re.findall(r"Passkey (\d):(\d{5})\. Remember", text))
@@ -274,7 +245,7 @@ def test_rows_with_several_keys_ask_one_of_them() -> None:
             assert number is not None
             assert answer == numbered[number[1]]
             asked.add(number[1])
-            assert not any(is_held_out(key) for key in numbered.values())
+            assert not set(numbered.values()) & set(keys(True))
     assert counts == {1, 4, 8}
     assert len(asked) == 8
 
@@ -287,7 +258,7 @@ def test_fillers_of_files_begin_anywhere(tmp_path: Path) -> None:
         Path(files[-1]).write_text(name * 5000)
     task = Passkey(filler=files)
     assert task.n_filler == 10_000
-    batch = task.sample(40, length=256, generator=torch.Generator().manual_seed(0))
+    batch = task.sample(40, length=256, seed=0)
     rows = [task.tokenizer.decode(row.tolist()).split("hidden")[1] for row in batch.tokens]
     assert any("aaaaa" in row for row in rows)
     assert any("bbbbb" in row for row in rows)
@@ -316,6 +287,6 @@ def test_numbers_between_the_words(tmp_path: Path) -> None:
 def test_the_text_weighs_what_is_asked() -> None:
     """text_weight scales the loss of the text."""
     task = Passkey(text_weight=0.25)
-    batch = task.sample(4, length=256, generator=torch.Generator().manual_seed(2))
+    batch = task.sample(4, length=256, seed=2)
     assert batch.weights is not None
     torch.testing.assert_close(batch.weights.sum(1), torch.full((4,), 1.25))

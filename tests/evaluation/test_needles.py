@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from longrnn.errors import UserError
-from longrnn.tasks.needles import KINDS, Haystack, needles, variable_tracking
-from longrnn.tasks.passkey_prompts import FILLER
+from longrnn.evaluation.harness.needles import KINDS, Haystack, needles, variable_tracking
+from longrnn.data.prompts import FILLER
 from longrnn.text import ByteTokenizer
 
 BYTES = ByteTokenizer()

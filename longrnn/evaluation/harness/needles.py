@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from longrnn.data.prompts import FILLER
 from longrnn.errors import UserError
-from longrnn.tasks.passkey_prompts import FILLER
 from longrnn.text import Tokenizer, read_text
 
 TASK = (
