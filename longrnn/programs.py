@@ -145,8 +145,8 @@ def describe(error: BaseException, again: str) -> tuple[str, int]:
     if isinstance(error, UserError):
         return str(error), REFUSED
     if isinstance(error, KeyboardInterrupt):
-        kept = str(error) or f"what was finished is kept, go on with: {again}"
-        return f"interrupted; {kept}", INTERRUPTED
+        kept = str(error) or "what was finished is kept"
+        return f"interrupted; {kept}; go on with: {again}", INTERRUPTED
     if isinstance(error, BrokenPipeError):
         return (
             "the reader of the output closed it before everything was written: read all of it, or "

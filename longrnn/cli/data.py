@@ -114,7 +114,7 @@ def build(
     try:
         header = build_corpus(data, read, out, reading=reading, name=tokenizer, quiet=quiet)
     except KeyboardInterrupt as error:
-        raise KeyboardInterrupt(f"{out} was not written: run the command again") from error
+        raise KeyboardInterrupt(f"{out} was not written") from error
     made = f"{out} is built already" if is_built else str(out)
     typer.echo(f"{made}: {header.documents:,} documents, {header.tokens:,} tokens ({header.dtype})")
     if header.dropped_documents:

@@ -1,0 +1,161 @@
+"""Several processes train like one, or the launch is refused.
+
+Judged by what was written: gloo aborts about one run in ten at its very end.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.commands.config.config_args import load_config_from_file
+
+from longrnn import load
+from longrnn.training.config import TrainConfig
+from tests.launched import CPU2, REPOSITORY, ended, launch, launched
+from tests.training.forks import run
+from tests.training.runs import metrics, tiny, train, write_config
+
+SHORT: dict[str, Any] = {"max_steps": 5, "logging_steps": 1, "save_steps": 3}
+FSDP2 = ("--config_file", str(REPOSITORY / "configs/accelerate/cpu2_fsdp2.yaml"))
+CONFIGS = sorted((REPOSITORY / "configs/accelerate").glob("*.yaml"))
+
+
+def trained(config: TrainConfig, folder: Path, flags: tuple[str, ...] = CPU2) -> None:
+    """Trains a configuration in two processes; they continue a run that has begun."""
+    output = Path(config.output_dir)
+    path = write_config(config, folder / "config.yaml")
+    begun = (output / "train.yaml").exists()
+    words = ["--resume", output, f"max_steps={config.max_steps}"] if begun else [path]
+    done = launched("train", *words, "--quiet", processes=2, flags=flags)
+    assert (output / "model.safetensors").is_file() or config.peft, done.stderr
+
+
+def assert_alike(one: Path, two: Path, rel: float = 1e-4) -> None:
+    """Metrics of two runs, and the logits of their models, agree to rounding."""
+    expected, rows = metrics(one), metrics(two)
+    assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    for row, wanted in zip(rows, expected, strict=True):
+        assert row.keys() == wanted.keys()
+        for name, value in row.items():
+            assert value == pytest.approx(wanted[name], rel=rel, abs=1e-5), name
+    tokens = torch.arange(8)[None]
+    models: list[Any] = [load(folder) for folder in (one, two)]
+    with torch.no_grad():
+        logits = [model(tokens).logits for model in models]
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["carry", *(pytest.param(k, marks=pytest.mark.slow) for k in ("streams", "fitted_noise"))],
+)
+def test_two_processes_train_like_one(kind: str, tmp_path: Path) -> None:
+    """Two processes give the weights and metrics of one process with twice the batch."""
+    train(tiny(kind, tmp_path / "one", per_device_train_batch_size=4, **SHORT))
+    trained(tiny(kind, tmp_path / "two", per_device_train_batch_size=2, **SHORT), tmp_path)
+    assert_alike(tmp_path / "one", tmp_path / "two")
+    last = tmp_path / "two/checkpoint-00000005"
+    assert sorted(path.name for path in last.glob("carry-*")) == ["carry-0.pt", "carry-1.pt"]
+    done = run("train", "--resume", tmp_path / "two", "max_steps=6", "--quiet")
+    assert done.returncode == 2
+    assert "2 processes" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"learning_rate_scale": {"*.D": 0}},
+        pytest.param({"gradient_checkpointing": "segment"}, marks=pytest.mark.slow),
+        pytest.param({"mixed_precision": "bf16"}, marks=pytest.mark.slow),
+    ],
+)
+def test_shards_train_like_one_process(changes: dict[str, Any], tmp_path: Path) -> None:
+    """FSDP2 trains like one process; its checkpoints hold whole tensors and resume exactly."""
+    changes = {"lr_scheduler_type": "constant", **SHORT, **changes}
+    # Rows so many that a step walks through several segments, each through every block.
+    train(tiny("carry", tmp_path / "one", per_device_train_batch_size=12, **changes))
+    two = {"per_device_train_batch_size": 6, **changes}
+    trained(tiny("carry", tmp_path / "two", **{**two, "max_steps": 3}), tmp_path, FSDP2)
+    trained(tiny("carry", tmp_path / "two", **two), tmp_path, FSDP2)
+    rel = 3e-2 if changes.get("mixed_precision") == "bf16" else 1e-4
+    if rel == 1e-4:
+        assert_alike(tmp_path / "one", tmp_path / "two", rel)
+    else:  # sums of bfloat16 products depend on how rows are divided
+        for row, wanted in zip(metrics(tmp_path / "two"), metrics(tmp_path / "one"), strict=True):
+            assert row["loss"] == pytest.approx(wanted["loss"], rel=rel)
+
+
+@pytest.mark.parametrize("flags", [CPU2, FSDP2], ids=["ddp", "fsdp2"])
+def test_two_processes_train_the_adapter_of_one(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """Two processes, with copies or shards, train the adapter that one process does."""
+    pytest.importorskip("peft")
+    train(tiny("streams", tmp_path / "base", max_steps=1))
+    peft = {"r": 2, "full": ["A_log", "dt_bias", "conv1d"]}
+    how = {"init_from": str(tmp_path / "base"), "peft": peft, "max_steps": 3, "logging_steps": 1}
+    train(tiny("streams", tmp_path / "one", per_device_train_batch_size=4, **how))
+    trained(tiny("streams", tmp_path / "two", **how), tmp_path, flags)
+    assert_alike(tmp_path / "one", tmp_path / "two")
+
+
+def test_the_launcher(tmp_path: Path) -> None:
+    """`longrnn launch` starts two processes, prints an error once, and ends as they do."""
+    path = write_config(tiny("reverse", tmp_path / "two", **SHORT), tmp_path / "config.yaml")
+    command = ("launch", "--cpu", "--num_processes", "2", "train", path, "--quiet")
+    done = run(*command)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("trained for 5 steps") == 1
+    done = run(*command)
+    assert done.returncode == 2
+    assert [line for line in done.stderr.splitlines() if line.startswith("error")] == [
+        done.stderr.strip()
+    ]
+    for words in (("launch", "train"), ("launch", "--cpu", "frain", path)):
+        assert run(*words).returncode == 2
+
+
+@pytest.mark.slow
+def test_one_process_under_accelerate(tmp_path: Path) -> None:
+    """A launch of one process by accelerate itself trains exactly like the plain command."""
+    path = write_config(tiny("reverse", tmp_path / "launched", **SHORT), tmp_path / "c.yaml")
+    flags = ("--config_file", str(REPOSITORY / "configs/accelerate/cpu1.yaml"))
+    done = ended(launch("train", path, "--quiet", processes=1, flags=flags))
+    assert done.returncode == 0, done.stderr
+    train(tiny("reverse", tmp_path / "plain", **SHORT))
+    assert metrics(tmp_path / "launched") == metrics(tmp_path / "plain")
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "FSDP"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "at least 2"),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "mixed_precision"),
+        ({"WORLD_SIZE": "2"}, "RANK"),
+    ],
+)
+def test_a_launch_that_cannot_train_is_refused(
+    environment: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    """One sentence says why, and nothing is written."""
+    path = write_config(tiny("passkey", tmp_path / "run"), tmp_path / "config.yaml")
+    done = run("train", path, "--quiet", **environment)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_launch_configurations(path: Path) -> None:
+    """Every launch file is valid for accelerate, names its command, and says how it was tested."""
+    config: Any = load_config_from_file(str(path))
+    text = path.read_text()
+    assert f"longrnn launch --config_file {path.stem} " in text
+    assert config.use_cpu == path.name.startswith("cpu")
+    assert config.use_cpu != ("Not yet run on a GPU" in text)
+    assert (config.distributed_type == "FSDP") == ("fsdp2" in path.name)
+    assert (config.num_processes > 1) == (config.distributed_type != "NO")
+    assert str(config.num_processes) in path.stem
