@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from longrnn.cells import MIXERS
 from longrnn.data import Batch
+from longrnn.data.batch import row_starts
 from longrnn.models import RecurrentLM
 from longrnn.state import LMState, leaves, reset, take
 from longrnn.training.objective import Objective
@@ -34,7 +35,7 @@ def segments(tokens: Tensor, is_document_start: dict[int, list[bool]]) -> list[B
         Batch(
             tokens[:, start : start + LENGTH],
             tokens[:, start + 1 : start + LENGTH + 1],
-            torch.tensor(is_document_start.get(index, [False] * ROWS)),
+            row_starts(tokens[:, :LENGTH], torch.tensor(is_document_start.get(index, [False] * ROWS))),
             torch.full((ROWS, LENGTH), 1 / LENGTH, dtype=torch.float64),
         )
         for index, start in enumerate(starts)

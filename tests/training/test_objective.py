@@ -1,0 +1,112 @@
+"""The loss of a batch, and of a run's steps, against a loop over tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longrnn import load
+from longrnn.data import TASKS, UNSCORED, Batch
+from longrnn.models import RecurrentLM
+from longrnn.state import take
+from longrnn.training.objective import Objective
+from tests.texts import TEXTS
+from tests.training.runs import metrics, tiny, train
+
+FIRST: dict[str, Any] = {"max_steps": 1, "logging_steps": 1, "warmup_steps": 0, "fill": {}}
+
+
+def by_token(model: RecurrentLM, batch: Batch) -> Tensor:
+    """The loss of a batch, token after token, each document from the zero state."""
+    losses = []
+    for row in range(len(batch.tokens)):
+        state, weighted = model.init_state(1), []
+        targets = batch.targets[row]
+        scored = targets != UNSCORED
+        weights = scored.double() / scored.sum() if batch.weights is None else batch.weights[row]
+        body = len(targets) - batch.query_length
+        for place, token in enumerate(batch.tokens[row]):
+            if batch.is_token is not None and not batch.is_token[row, place]:
+                continue
+            if place < body and batch.is_document_start[row, place]:
+                state = model.init_state(1)
+            logits, state = model(token.view(1, 1), state)
+            if scored[place]:
+                loss = F.cross_entropy(logits[0].double(), targets[place : place + 1])
+                weighted.append(loss * weights[place])
+        losses.append(torch.stack(weighted).sum())
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"kind": "text", "data": TEXTS[:3]},
+        {"kind": "instruct", "data": "pairs.jsonl", "append_eos": False},
+        {"kind": "passkey", "n_keys": 2, "n_queries": 2, "text_weight": 0.3},
+        {"kind": "recall", "vocab_size": 16},
+    ],
+    ids=lambda spec: spec["kind"],
+)
+def test_the_loss_is_that_of_a_loop(
+    spec: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, documents in a row, padding and queries count as the task says."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LONGRNN_CACHE", str(tmp_path / "cache"))
+    Path("pairs.jsonl").write_text(
+        "\n".join(f'{{"prompt": "{k} and", "completion": "{k * "x"}"}}' for k in range(1, 9))
+    )
+    task = TASKS.build(spec, None)
+    length = {"text": 700, "passkey": 260, "instruct": 20}.get(spec["kind"], 8)
+    batch = task.sample(3, length=length)
+    mixer = {"kind": "mamba2", "d_state": 4, "head_dim": 8}
+    torch.manual_seed(0)
+    from longrnn import RecurrentConfig
+
+    model = RecurrentLM(RecurrentConfig(task.vocab_size, 8, 2, mixer)).double()
+    found = Objective(model)([batch], model.init_state(3)).loss
+    torch.testing.assert_close(found, by_token(model, batch), rtol=1e-7, atol=0)
+    one = Objective(model)([batch.row(1)], take(model.init_state(3), [1])).loss
+    torch.testing.assert_close(one, by_token(model, batch.row(1)), rtol=1e-7, atol=0)
+
+
+def test_a_step_descends_the_loss(tmp_path: Path) -> None:
+    """The first loss in the metrics is that of the untrained model on the first batch."""
+    config = tiny("passkey", tmp_path / "run", learning_rate=1e-12, **FIRST)
+    model: Any = train(config).model()
+    batch = TASKS.build(config.task, None).batch(
+        0, range(2), of=2, length=180, seed=0, carried=False
+    )
+    expected = by_token(model, batch).item()
+    assert metrics(tmp_path / "run")[0]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["passkey", "streams"])
+def test_micro_batches_are_one_batch(kind: str, tmp_path: Path) -> None:
+    """Two micro-batches of carried rows give the losses of one batch with all of them."""
+    how: dict[str, Any] = {"max_steps": 4, "logging_steps": 1, "initial_state": {"kind": "carry"}}
+    one = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, **how}
+    two = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **how}
+    for name, changes in (("one", one), ("two", two)):
+        train(tiny(kind, tmp_path / name, **changes))
+    for row, other in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        assert row["tokens"] == other["tokens"]
+
+
+def test_training_learns(tmp_path: Path) -> None:
+    """A small model learns to copy, and the model that is saved is the one that learned."""
+    task = {"kind": "copy", "vocab_size": 4, "held_out": 8}
+    how = {"max_steps": 400, "learning_rate": 0.02, "per_device_train_batch_size": 32}
+    done = train(tiny("reverse", tmp_path / "run", task=task, length={"max": 3}, **how))
+    assert done.rows[-1]["token_accuracy"] > 0.9
+    batch = TASKS.build(task, None).held_out(8, length=3)
+    model: Any = load(tmp_path / "run")
+    predictions = model(batch.tokens).logits.argmax(-1)
+    assert ((predictions == batch.targets) & batch.answers()).sum() > 0.8 * batch.answers().sum()
