@@ -31,11 +31,15 @@ cells = pytest.mark.parametrize("mixer", list(MIXERS))
 def segments(tokens: Tensor, is_document_start: dict[int, list[bool]]) -> list[Batch]:
     """K segments of rows of K · LENGTH + 1 tokens; document starts by segment, false by default."""
     starts = range(0, K * LENGTH, LENGTH)
+
+    def begins(index: int) -> Tensor:
+        return torch.tensor(is_document_start.get(index, [False] * ROWS))
+
     return [
         Batch(
             tokens[:, start : start + LENGTH],
             tokens[:, start + 1 : start + LENGTH + 1],
-            row_starts(tokens[:, :LENGTH], torch.tensor(is_document_start.get(index, [False] * ROWS))),
+            row_starts(tokens[:, :LENGTH], begins(index)),
             torch.full((ROWS, LENGTH), 1 / LENGTH, dtype=torch.float64),
         )
         for index, start in enumerate(starts)

@@ -1,0 +1,96 @@
+"""Validation: the loss by position on held-out rows, against a loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from longrnn.data import TASKS, UNSCORED
+from longrnn.errors import UserError
+from tests.refusals import naming
+from tests.texts import TEXTS
+from tests.training.runs import metrics, tiny, train
+
+EVERY: dict[str, Any] = {"validation": "held_out", "eval_steps": 5, "eval_samples": 3}
+
+
+def test_the_loss_by_position_is_that_of_a_loop(tmp_path: Path) -> None:
+    """Positions are those in documents, each of which starts from the zero state."""
+    config = tiny("streams", tmp_path / "run", eval_length=256, **EVERY)
+    model: Any = train(config).model().eval()
+    row = [one for one in metrics(tmp_path / "run") if "eval_loss" in one][-1]
+    rows = TASKS.build(config.validation, None).held_out(3, length=256)
+    sums: dict[int, list[float]] = {64: [], 128: [], 256: []}
+    with torch.no_grad():
+        for tokens, targets, starts in zip(
+            rows.tokens, rows.targets, rows.is_document_start, strict=True
+        ):
+            state, position = model.init_state(1), 0
+            for token, target, begins in zip(tokens, targets, starts, strict=True):
+                if begins:
+                    state, position = model.init_state(1), 0
+                logits, state = model(token.view(1, 1), state)
+                if target != UNSCORED:
+                    edge = next(edge for edge in sums if position < edge)
+                    sums[edge].append(float(F.cross_entropy(logits[0], target[None])))
+                position += 1
+    every = [value for values in sums.values() for value in values]
+    assert row["eval_loss"] == pytest.approx(sum(every) / len(every), rel=1e-5)
+    for edge, values in sums.items():
+        if values:
+            expected = sum(values) / len(values)
+            assert row[f"eval_loss_to_{edge}"] == pytest.approx(expected, rel=1e-5)
+    assert {"eval_accuracy", "step", "tokens"} <= row.keys()
+
+
+def test_rows_do_not_depend_on_the_run(tmp_path: Path) -> None:
+    """Runs with other seeds and batch sizes are compared on the same rows."""
+    start = tmp_path / "start"
+    train(tiny("streams", start, max_steps=1))
+    how = {"learning_rate": 1e-12, "max_steps": 1, "init_from": str(start), "logging_steps": 1}
+    losses = []
+    for seed, rows in ((0, 2), (1, 3)):
+        config = tiny(
+            "streams",
+            tmp_path / f"run{seed}",
+            seed=seed,
+            per_device_train_batch_size=rows,
+            **EVERY,
+            **how,
+        )
+        losses.append(next(r for r in train(config).rows if "eval_loss" in r)["eval_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["passkey", "reverse"])
+def test_every_task_can_validate(kind: str, tmp_path: Path) -> None:
+    """Tasks without texts validate on rows of their own."""
+    task = tiny(kind, tmp_path).task
+    length = 8 if kind == "reverse" else 200
+    how = {"validation": task, "eval_length": length, "best_model": "loss"}
+    run = train(tiny(kind, tmp_path / "run", max_steps=4, **how))
+    row = next(row for row in run.rows if "eval_loss" in row)
+    assert {"passkey": "eval_accuracy", "reverse": "eval_exact_match"}[kind] in row
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"validation": {"kind": "text", "data": TEXTS}}, ["validation", "held_out"]),
+        ({"validation": {"kind": "text", "data": TEXTS[3]}}, ["validation", "03.txt"]),
+        ({"validation": {"kind": "text", "data": "nowhere.txt"}}, ["nowhere.txt"]),
+        ({**EVERY, "eval_length": 10**6}, ["1000000"]),
+        ({"validation": {"kind": "text", "data": TEXTS, "part": "held"}}, ["part"]),
+    ],
+)
+def test_what_cannot_be_validated_on_is_refused(
+    changes: dict[str, Any], names: list[str], tmp_path: Path
+) -> None:
+    """Data that the run trains on, and rows that cannot be made, are refused."""
+    with pytest.raises(UserError, match=naming(*names)):
+        train(tiny("streams", tmp_path / "run", **changes))
+    assert not (tmp_path / "run").exists()
