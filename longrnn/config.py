@@ -80,7 +80,12 @@ def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str,
     Raises:
         UserError: an override of another form, or below something that has no keys.
     """
-    result = _copied(values)
+    try:
+        result = _copied(values)
+    except RecursionError as error:  # an anchor of YAML that contains itself
+        raise UserError(
+            f"{', '.join(values)}: one of these contains itself: write its value out"
+        ) from error
     for override in overrides:
         key, equals, text = override.partition("=")
         if not key or not equals:
@@ -136,10 +141,6 @@ def validated(kind: Any, value: Any, where: str) -> Any:
         return _adapter(kind).validate_python(value)
     except ValidationError as error:
         raise _refusal(error, kind, where) from error
-    except RecursionError as error:  # an anchor of YAML that contains itself
-        raise UserError(
-            f"{where} contains itself, or is nested too deeply: write it out"
-        ) from error
 
 
 def _check_names(

@@ -69,10 +69,12 @@ class Lock:
         self._made = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(self.path.resolve(), thread_local=False, is_singleton=True)
+        owner = "which has just begun or ended"
         try:
             self._lock.acquire(timeout=0)
         except Timeout as error:
-            owner = self.path.read_text(errors="replace").strip() or "which has just begun"
+            with suppress(FileNotFoundError):  # it has ended just now
+                owner = self.path.read_text(errors="replace").strip() or owner
             raise LockedError(
                 f"{self.target} is being written by another process ({owner}): wait until it ends, "
                 f"or {self.instead}"
