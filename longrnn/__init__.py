@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from longrnn.cells import MIXERS as MIXERS
+    from longrnn.data import TASKS as TASKS
     from longrnn.hf.load import load as load
     from longrnn.hf.tokenizer import load_tokenizer as load_tokenizer
     from longrnn.mitigations import MITIGATIONS as MITIGATIONS
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from longrnn.models import generate as generate
     from longrnn.positions import POSITIONS as POSITIONS
     from longrnn.state import LMState as LMState
-    from longrnn.tasks import TASKS as TASKS
+    from longrnn.training.train import train as train
 
 __version__ = "0.1.0"
 
@@ -56,11 +57,12 @@ _HOMES = {
     "POSITIONS": "longrnn.positions",
     "RecurrentConfig": "longrnn.models",
     "RecurrentLM": "longrnn.models",
-    "TASKS": "longrnn.tasks",
+    "TASKS": "longrnn.data",
     "generate": "longrnn.models",
     "load": "longrnn.hf.load",
     "load_tokenizer": "longrnn.hf.tokenizer",
     "mitigation": "longrnn.mitigations",
+    "train": "longrnn.training.train",
 }
 
 __all__ = [
@@ -79,6 +81,7 @@ __all__ = [
     "load",
     "load_tokenizer",
     "mitigation",
+    "train",
 ]
 
 

@@ -1,43 +1,41 @@
-"""Configurations: dataclasses filled from YAML and dotted overrides, nothing unknown.
+"""Configurations: pydantic models or dataclasses, filled from YAML and dotted overrides.
 
-A field of a dataclass states its range (`longrnn.ranges`), which `check_ranges` enforces.
+A model states type, range, default and meaning of each key in its `Field`; unknown keys are refused
+with the nearest known name.
 """
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
+from functools import lru_cache
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from longrnn.bundled import bundled, find
 from longrnn.errors import UserError, nearest
 from longrnn.files import expand_home
-from longrnn.ranges import choices_of, meaning_of_true
-from longrnn.text import read_mapping, read_regular
-from longrnn.units import with_counts
-
-if TYPE_CHECKING:
-    from omegaconf.errors import OmegaConfBaseException
+from longrnn.text import parse_yaml, read_mapping
 
 C = TypeVar("C")
-# The value of a key that the user must give.
-OPEN = "???"
-
 # Where a run records its configuration, and what its commands read there.
 RECORDED = "train.yaml"
 RECORDED_TYPES: dict[str, tuple[type, ...]] = {
     "task": (dict,),
     "task.kind": (str,),
-    "transformer": (dict,),
     "length": (dict,),
     "length.max": (int,),
     "max_grad_norm": (int, float),
-    "max_grad_value": (int, float),
 }
 TYPE_NAMES = {dict: "a mapping", str: "text", int: "a whole number", float: "a number"}
+
+
+class Options(BaseModel):
+    """A model of options, which refuses unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True)
 
 
 def load_config(
@@ -47,112 +45,153 @@ def load_config(
     *,
     examples: str = "configs/train",
 ) -> C:
-    """Reads a YAML file onto a dataclass.
+    """Reads a YAML file as a configuration.
 
     Args:
-        kind: the dataclass.
+        kind: the model or dataclass.
         path: the YAML file, or the name of one in `examples`.
         overrides: `key=value` with dotted keys, for example `model.mixer.d_state=64`.
         examples: the bundled folder with files of this kind.
 
     Raises:
-        UserError: no such file, no YAML, an empty file, an unknown key (the nearest is named), or a
-            value of the wrong type.
+        UserError: no such file, no YAML, an unknown key (the nearest is named), or a value of the
+            wrong type.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
     path = find(path, examples)
     remedy = f"see {bundled(examples)} for ones that run"
-    content = read_regular(path, remedy, kind="configuration file")
-    try:
-        loaded = OmegaConf.to_container(OmegaConf.load(io.StringIO(content.decode())))
-    except (YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, a bad date
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path} is not YAML ({reason}): {remedy}") from error
-    except OmegaConfBaseException as error:  # an interpolation that does not end
-        raise _unfit(str(path), error) from error
-    except (OSError, TypeError) as error:  # what omegaconf raises for a number, or a key of a list
-        raise UserError(
-            f"{path} cannot be read as a mapping of keys to values ({error}): {remedy}"
-        ) from error
-    config = build_config(kind, loaded, overrides, source=str(path))
-    if not loaded:
-        raise UserError(f"{path} is empty: {remedy}")
-    return config
+    values = read_mapping(path, remedy, kind="configuration file")
+    return build_config(kind, values, overrides, source=str(path))
 
 
 def build_config(
     kind: type[C], values: Any, overrides: Sequence[str] = (), *, source: str = "configuration"
 ) -> C:
     """`load_config` from a mapping; `source` names it in errors."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
     if not isinstance(values, dict):
         raise UserError(
             f"{source} must be a mapping of keys to values: write one `key: value` per line"
         )
-    for override in overrides:
-        if override.find("=") < 1:
-            raise UserError(f"override {override!r} is not of the form key=value: write it so")
+    return cast(C, validated(kind, overridden(values, overrides), source))
+
+
+def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A copy of nested values with `key=value` overrides, whose keys are dotted.
+
+    Raises:
+        UserError: an override of another form, or below something that has no keys.
+    """
     try:
-        dotted: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
-        values, dotted = _with_home(values), _with_home(dotted)
-        _check_keys(kind, values, source)
-        _check_keys(kind, dotted, "override")
-        _refuse_open(values, dotted, source)
-        merged = OmegaConf.structured(kind)
-        for given in (_words(kind, values, source), _words(kind, dotted, "override")):
-            for key in _emptied(kind, given):
-                parent = key.rpartition(".")[0]
-                if parent and OmegaConf.select(merged, parent) is None:
-                    merged = OmegaConf.merge(merged, given)  # with the defaults of what was None
-                OmegaConf.update(merged, key, {}, merge=False)
-            merged = OmegaConf.merge(merged, given)
-        return cast(C, OmegaConf.to_object(merged))
-    except OverflowError as error:
-        reason = str(error).splitlines()[0]
+        result = _copied(values)
+    except RecursionError as error:  # an anchor of YAML that contains itself
         raise UserError(
-            f"{source} holds a number that is too large ({reason}): lower it"
+            f"{', '.join(values)}: one of these contains itself: write its value out"
         ) from error
-    except OmegaConfBaseException as error:
-        raise _unfit(source, error) from error
-    except YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"an override is not YAML ({reason}): write its value in quotes") from error
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not key or not equals:
+            raise UserError(f"override {override!r} is not of the form key=value: write it so")
+        try:
+            value = _copied(parse_yaml(text))
+        except ValueError as error:
+            raise UserError(
+                f"override {override!r} is not YAML ({error}): write its value in quotes"
+            ) from error
+        *path, last = key.split(".")
+        inner = result
+        for name in path:
+            if inner.get(name) is None:
+                inner[name] = {}
+            inner = inner[name]
+            if not isinstance(inner, dict):
+                raise UserError(
+                    f"override {override!r}: {name} has no keys below it: leave them out"
+                )
+        inner[last] = value
+    return result
 
 
-def _unfit(source: str, error: OmegaConfBaseException) -> UserError:
-    """The error for a value that omegaconf refuses."""
-    reason = str(error).splitlines()[0]
-    return UserError(f"{source}, key {error.full_key!r}: {reason}; write a value of the right type")
-
-
-def _with_home(value: Any) -> Any:
-    """Expands `~/` at the beginning of texts, which no shell sees in a configuration."""
-    if isinstance(value, dict):
-        return {key: _with_home(one) for key, one in value.items()}
+def _copied(value: Any) -> Any:
+    """A copy, with `~/` at the beginning of texts expanded, which no shell sees in a file."""
+    if isinstance(value, Mapping):
+        return {key: _copied(one) for key, one in value.items()}
     if isinstance(value, list):
-        return [_with_home(one) for one in value]
+        return [_copied(one) for one in value]
     return expand_home(value) if isinstance(value, str) else value
 
 
-def _refuse_open(values: dict[str, Any], dotted: dict[str, Any], source: str) -> None:
-    """Refuses a key whose value is `???` unless an override gives it one."""
-    given = flat(dotted)
-    for key, value in flat(values).items():
-        if value == OPEN and not any(key == one or key.startswith(f"{one}.") for one in given):
-            raise UserError(f"{source} leaves {key} open, as {OPEN}: give it a value, {key}=VALUE")
+@lru_cache(256)
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def validated(kind: Any, value: Any, where: str) -> Any:
+    """A value as a type, a pydantic model or a dataclass.
+
+    Args:
+        kind: the type, with its annotations.
+        value: anything.
+        where: what the value is, for errors.
+
+    Raises:
+        UserError: it does not fit.
+    """
+    if is_dataclass(kind) and isinstance(value, Mapping):
+        _check_names(value, [field.name for field in fields(kind)], where)
+    try:
+        return _adapter(kind).validate_python(value)
+    except ValidationError as error:
+        raise _refusal(error, kind, where) from error
+
+
+def _check_names(
+    value: Mapping[str, Any], known: Sequence[str], where: str, above: str = ""
+) -> None:
+    for name in value:
+        if name not in known:
+            raise UserError(f"{where}: unknown key {above}{name}: {nearest(str(name), known)}")
+
+
+def _refusal(error: ValidationError, kind: Any, where: str) -> UserError:
+    """The sentence for the first thing that does not fit."""
+    first = max(error.errors(include_url=False), key=lambda one: len(one["loc"]))
+    names = [str(part) for part in first["loc"]]
+    # The members of a union have their names there, too.
+    key = ".".join(name for name in names if "[" not in name)
+    if first["type"] == "extra_forbidden":
+        known = _known(kind, names[:-1])
+        return UserError(f"{where}: unknown key {key}: {nearest(names[-1], known)}")
+    is_config = hasattr(kind, "model_fields") or is_dataclass(kind)
+    at = f"{where}, key {key!r}" if key and is_config else where
+    own = first.get("ctx", {}).get("error")
+    if isinstance(own, UserError):
+        return UserError(str(own) if is_config and not key else f"{at}: {own}")
+    wanted = first["msg"].removeprefix("Input ").replace("should be", "it must be")
+    given = first["input"]
+    shown = f", not {given!r}" if not isinstance(given, dict | list) else ""
+    return UserError(f"{at}: {wanted[:1].lower()}{wanted[1:]}{shown}; give such a value")
+
+
+def _known(kind: Any, path: Sequence[str]) -> list[str]:
+    """The keys of a model, or of one inside it."""
+    for name in path:
+        kind = kind.model_fields[name].annotation
+        kind = next(
+            (one for one in (kind, *getattr(kind, "__args__", ())) if hasattr(one, "model_fields")),
+            kind,
+        )
+    return list(getattr(kind, "model_fields", {}))
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """A configuration as nested plain values."""
+    return config.model_dump(mode="json") if isinstance(config, BaseModel) else asdict(config)
 
 
 def dump_config(config: Any) -> str:
     """The YAML text that `load_config` reads back to an equal configuration."""
-    from omegaconf import OmegaConf
+    import yaml
 
-    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+    return yaml.safe_dump(as_dict(config), sort_keys=False, allow_unicode=True)
 
 
 def read_recorded(folder: Path) -> dict[str, Any]:
@@ -181,129 +220,7 @@ def read_recorded(folder: Path) -> dict[str, Any]:
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     """A nested mapping as dotted keys."""
-    if isinstance(tree, dict):
+    if isinstance(tree, dict) and tree:
         items = [flat(value, f"{prefix}{key}.") for key, value in tree.items()]
         return {key: value for item in items for key, value in item.items()}
     return {prefix.rstrip("."): tree}
-
-
-def nested(keys: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The mapping that `flat` turned into dotted keys, for keys that begin with `prefix`."""
-    tree: dict[str, Any] = {}
-    for key, value in keys.items():
-        *above, last = key.removeprefix(prefix).split(".")
-        inner = tree
-        for name in above:
-            inner = inner.setdefault(name, {})
-        inner[last] = value
-    return tree
-
-
-def _emptied(kind: Any, values: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Dotted keys of the free mappings that `values` gives as empty.
-
-    Merged with a default, they would be that default without a word: their registry refuses them.
-    """
-    hints = get_type_hints(kind)
-    for key, value in values.items():
-        hint = _given(hints[key])
-        if get_origin(hint) is dict and not value:
-            yield f"{prefix}{key}"
-        elif is_dataclass(hint) and value is not None:
-            yield from _emptied(hint, value, f"{prefix}{key}.")
-
-
-def _given(hint: Any) -> Any:
-    """The type of a value that is given: `T` of `T | None`, any other type as it is."""
-    if get_origin(hint) in (Union, UnionType):
-        members = [member for member in get_args(hint) if member is not NoneType]
-        return members[0] if len(members) == 1 else hint
-    return hint
-
-
-def _words(kind: Any, values: dict[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
-    """`values` as their keys mean them: words that are not booleans, and numbers for `4k`.
-
-    YAML 1.1 reads some words as booleans. `no` comes back where it is a choice of the key, and true
-    where it means one of them.
-
-    Raises:
-        UserError: any other boolean for a text, whose spelling is lost; or a text that is not a
-            valid length, for a number of tokens.
-    """
-    hints = get_type_hints(kind)
-    annotated = get_type_hints(kind, include_extras=True)
-    words = with_counts(values, annotated, f"{source}, key", prefix)
-    for field in fields(kind):
-        name, value = field.name, values.get(field.name)
-        hint = _given(hints[name])
-        if is_dataclass(hint) and isinstance(value, dict):
-            words[name] = _words(hint, value, source, f"{prefix}{name}.")
-            continue
-        if value is False and "no" in choices_of(field):
-            words[name] = "no"
-            continue
-        if value is True and (word := meaning_of_true(field)) is not None:
-            words[name] = word
-            continue
-        if takes_text(hint):
-            refuse_booleans(value, f"{source}, key {prefix + name!r}")
-    return words
-
-
-def takes_text(hint: Any) -> bool:
-    """Whether a type is a text or a list of texts, and no boolean belongs to it."""
-    parts = [hint, *get_args(hint)]
-    parts += [inner for part in get_args(hint) for inner in get_args(part)]
-    return get_origin(hint) is not dict and str in parts and not {bool, Any} & set(parts)
-
-
-def refuse_booleans(value: Any, where: str) -> None:
-    """Refuses a boolean, or a list with one, for a text or a list of texts.
-
-    Args:
-        value: of any type.
-        where: names file and key, for the error.
-
-    Raises:
-        UserError: such a value.
-    """
-    for item in value if isinstance(value, list) else [value]:
-        if isinstance(item, bool):
-            raise UserError(
-                f"{where}: YAML reads yes, no, on, off, true and false as booleans, and a text is "
-                "wanted: put the word into quotes inside the YAML, as in \"'no'\""
-            )
-
-
-def _check_keys(kind: Any, values: Any, source: str, prefix: str = "") -> None:
-    """Refuses keys that the dataclass lacks; free mappings inside it are left to their registry.
-
-    A dataclass may say in `FORMER` what to write for keys that it once had.
-    """
-    key = prefix.removesuffix(".")
-    if values is None and _given(kind) is not kind:
-        return
-    kind = _given(kind)
-    if get_origin(kind) is list and isinstance(values, dict):
-        raise UserError(
-            f"{source}, key {key!r}: it takes a list, not {values!r}; write [value, value]"
-        )
-    if not (is_dataclass(kind) or get_origin(kind) is dict):
-        return
-    if not isinstance(values, dict):
-        raise UserError(
-            f"{source}, key {key!r}: it takes a mapping of keys, not {values!r}; "
-            "write {name: value}"
-        )
-    if not is_dataclass(kind):
-        return
-    hints = get_type_hints(kind)
-    known = [field.name for field in fields(kind)]
-    former: dict[str, str] = getattr(kind, "FORMER", {})
-    for key, value in values.items():
-        if key in former:
-            raise UserError(f"{source}: key {prefix}{key} was replaced: {former[key]}")
-        if key not in known:
-            raise UserError(f"{source}: unknown key {prefix}{key}: {nearest(str(key), known)}")
-        _check_keys(hints[key], value, source, f"{prefix}{key}.")

@@ -41,6 +41,20 @@ _RIGHTS = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_MEMORY = re.compile(r"can't allocate memory|out of memory|not enough memory", re.IGNORECASE)
 
 
+# The folder that a training run of this process writes, see `continuing`.
+_run: list[Path] = []
+
+
+def continuing(folder: Path) -> None:
+    """Records which run this process trains: it is continued by its folder."""
+    _run.append(folder)
+
+
+def run_to_continue() -> Path | None:
+    """The run of `continuing`, if there is something to continue."""
+    return _run[-1] if _run and (_run[-1] / "train.yaml").is_file() else None
+
+
 def new_app() -> typer.Typer:
     """An app for the commands of a script."""
     return typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
@@ -131,8 +145,8 @@ def describe(error: BaseException, again: str) -> tuple[str, int]:
     if isinstance(error, UserError):
         return str(error), REFUSED
     if isinstance(error, KeyboardInterrupt):
-        kept = str(error) or f"what was finished is kept, go on with: {again}"
-        return f"interrupted; {kept}", INTERRUPTED
+        kept = str(error) or "what was finished is kept"
+        return f"interrupted; {kept}; go on with: {again}", INTERRUPTED
     if isinstance(error, BrokenPipeError):
         return (
             "the reader of the output closed it before everything was written: read all of it, or "

@@ -1,7 +1,8 @@
 """Registries: a family's members by name, built from a mapping such as `{"kind": "lstm", …}`.
 
 A member's options are the keyword-only parameters of its constructor, so a new member states its
-options once, in its signature, and unknown or ill-typed ones are refused here for all families.
+options once, in its signature. They are checked and converted by pydantic: a range is an annotation
+of the type, as in `Annotated[int, Field(ge=1)]`.
 """
 
 from __future__ import annotations
@@ -9,12 +10,11 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import field, is_dataclass, make_dataclass
+from dataclasses import is_dataclass
 from typing import Any, Generic, TypeVar, get_type_hints
 
-from longrnn.config import refuse_booleans, takes_text
+from longrnn.config import validated
 from longrnn.errors import UserError, nearest
-from longrnn.units import with_counts
 
 T = TypeVar("T")
 M = TypeVar("M", bound=type)
@@ -67,97 +67,53 @@ class Registry(Mapping[str, "type[T]"], Generic[T]):
             UserError: unknown kind, unknown option, a value of the wrong type, or no value where
                 there is no default.
         """
-        options = dict(spec)
-        kind = options.pop("kind", None)
+        kind = self._kind(spec)
+        return self[kind](*context, **self.check(kind, _options(spec)))
+
+    def complete(self, spec: Mapping[str, Any]) -> dict[str, Any]:
+        """`spec` with the default of every option that it leaves out.
+
+        Raises:
+            UserError: as `build`.
+        """
+        kind = self._kind(spec)
+        defaults = getattr(self[kind].__init__, "__kwdefaults__", None) or {}
+        return {"kind": kind, **defaults, **self.check(kind, _options(spec))}
+
+    def check(self, kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """`options` converted to the types that the member's constructor states, none missing."""
+        known = keyword_options(self[kind], annotated=True)
+        where = f"{self.family} {kind!r}, option"
+        for name in options:
+            if name not in known:
+                remedy = nearest(str(name), known) if known else "leave it out, as it takes none"
+                raise UserError(f"{self.family} {kind!r} has no option {name!r}: {remedy}")
+        optional = getattr(self[kind].__init__, "__kwdefaults__", None) or {}
+        missing = [name for name in known if name not in options and name not in optional]
+        if missing:
+            raise UserError(f"{self.family} {kind!r} needs its option {missing[0]!r}: give it")
+        typed = {
+            name: validated(known[name], value, f"{where} {name!r}")
+            for name, value in options.items()
+        }
+        for name, value in typed.items():
+            entries = value if isinstance(value, list) else [value]
+            if any(isinstance(one, float) and math.isnan(one) for one in entries):
+                raise UserError(f"{where} {name!r} is not a number: give one, or leave it out")
+        return typed
+
+    def _kind(self, spec: Mapping[str, Any]) -> str:
+        kind = spec.get("kind")
         if not isinstance(kind, str):
             raise UserError(
                 f"a {self.family} is described by a mapping with 'kind', "
                 f"one of: {', '.join(sorted(self))}"
             )
-        member = self[kind]
-        return member(*context, **self.check(kind, options))
-
-    def complete(self, spec: Mapping[str, Any]) -> dict[str, Any]:
-        """`spec` with the default of every option that it leaves out and that has one.
-
-        A default that depends on other options is that of the member's `derived_options`.
-
-        Args:
-            spec: see `build`.
-
-        Raises:
-            UserError: unknown kind, unknown option, or a value of the wrong type.
-        """
-        kind = spec.get("kind")
-        if not isinstance(kind, str):
-            return dict(spec)
-        member = self[kind]
-        given = {name: value for name, value in spec.items() if name != "kind"}
-        defaults = getattr(member.__init__, "__kwdefaults__", None) or {}
-        options = {**defaults, **self._typed(kind, given)}
-        derived = getattr(member, "derived_options", dict)(options)
-        return {"kind": kind, **options, **derived}
-
-    def check(self, kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        """`options` converted to the types that the member's constructor states, none missing."""
-        typed = self._typed(kind, options)
-        optional = getattr(self[kind].__init__, "__kwdefaults__", None) or {}
-        for name in keyword_options(self[kind]):
-            if name not in options and name not in optional:
-                raise UserError(f"{self.family} {kind!r} needs its option {name!r}: give it")
-        return typed
-
-    def _typed(self, kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        """`options` converted to the types that the member's constructor states."""
-        # omegaconf is imported here so that `import longrnn` and `--help` stay fast.
-        from omegaconf import OmegaConf
-        from omegaconf.errors import OmegaConfBaseException
-
-        known = keyword_options(self[kind])
-        for name in options:
-            if name not in known:
-                remedy = nearest(str(name), known) if known else "leave it out, as it takes none"
-                raise UserError(f"{self.family} {kind!r} has no option {name!r}: {remedy}")
-            if takes_text(known[name]):
-                refuse_booleans(options[name], f"{self.family} {kind!r}, option {name!r}")
-        options = with_counts(
-            options, keyword_options(self[kind], annotated=True), f"{self.family} {kind!r}, option"
-        )
-        given = [(name, known[name], field()) for name in options]
-        schema = OmegaConf.structured(make_dataclass(f"{kind}_options", given))
-        try:
-            merged = OmegaConf.merge(schema, options)
-        except OmegaConfBaseException as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(
-                f"{self.family} {kind!r}, option {error.full_key!r}: {reason}; write a value of "
-                "the "
-                "right type"
-            ) from error
-        except TypeError as error:  # a mapping where a list is wanted
-            raise UserError(
-                f"{self.family} {kind!r}, options {dict(options)}: {error}; write values of the "
-                "right "
-                "types"
-            ) from error
-        except RecursionError as error:  # an anchor of YAML that contains itself
-            raise UserError(
-                f"{self.family} {kind!r}, options {dict(options)}: they contain themselves or are "
-                "nested too deeply; write numbers, texts and lists"
-            ) from error
-        plain = OmegaConf.to_container(merged)
-        assert isinstance(plain, dict)
-        for name, value in plain.items():
-            if any(isinstance(x, float) and math.isnan(x) for x in _entries(value)):
-                raise UserError(
-                    f"{self.family} {kind!r}, option {name!r} is not a number: give one, or leave "
-                    "the option out"
-                )
-        return {str(name): value for name, value in plain.items()}
+        return kind
 
 
-def _entries(value: Any) -> Any:
-    return value if isinstance(value, list) else [value]
+def _options(spec: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in spec.items() if name != "kind"}
 
 
 def keyword_options(member: type, *, annotated: bool = False) -> dict[str, Any]:

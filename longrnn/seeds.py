@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING
 
 from longrnn.errors import UserError
@@ -37,3 +38,9 @@ def seeded(seed: int, device: str | torch.device = "cpu") -> torch.Generator:
     import torch
 
     return torch.Generator(device).manual_seed(check_seed(seed))
+
+
+def mix(*parts: int | str) -> int:
+    """One 63-bit seed from several numbers and names."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import stat
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from longrnn.errors import UserError
 
@@ -27,6 +28,21 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text."""
+        ...
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of several texts, on all cores where the tokenizer can use them."""
+        ...
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
+        """The ids of a conversation, and which of them the assistant wrote.
+
+        Args:
+            messages: `{"role": …, "content": …}`, the first one first.
+
+        Raises:
+            ValueError: there is no chat template, or it cannot tell; the message says why.
+        """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -54,6 +70,15 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> NoReturn:
+        raise UserError(
+            "a tokenizer of bytes has no chat template: give prompt and completion instead of "
+            "messages, or the tokenizer of a chat model"
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text; bytes that are not UTF-8 come out as U+FFFD."""
@@ -129,17 +154,33 @@ def read_mapping(path: Path, remedy: str, *, kind: str = "file") -> dict[str, An
     Raises:
         UserError: a file that cannot be read, that is not YAML, or that holds something else.
     """
-    import yaml
-
     text, _ = read_text(path, remedy, kind=kind)
     try:
-        found = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path} is not YAML ({reason}): {remedy}") from error
+        found = parse_yaml(text)
+    except ValueError as error:
+        raise UserError(f"{path} is not YAML ({error}): {remedy}") from error
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise UserError(f"{path} must hold a mapping of names to values: {remedy}")
     return found
+
+
+def parse_yaml(text: str) -> Any:
+    """The value that a YAML text stands for; numbers such as `1e-3` are numbers.
+
+    Raises:
+        ValueError: it is not YAML; the message says why, on one line.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """YAML 1.1 takes `1e-3`, which has no point, for a text."""
+
+    number = re.compile(r"[-+]?\d[\d_]*(\.[\d_]*)?[eE][-+]?\d+")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
+    try:
+        return yaml.load(text, Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())) from error
 
 
 def check_text(name: str, text: str, *, remedy: str) -> None:

@@ -7,17 +7,16 @@ a key of a configuration with this type take `4k` too.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from decimal import Decimal
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
 
 from longrnn.errors import UserError
 
 UNITS = {"": 1, "k": 1024, "m": 1024**2}
 # As Python and YAML write numbers, with a unit or an exponent.
 LENGTH = r"(\d+(?:_\d+)*(?:\.\d+)?(?:[eE]\+?\d{1,2}(?![kKmM]))?)([kKmM])?"
-TOKENS = "tokens"
-TokenCount = Annotated[int, TOKENS]
 
 
 def parse_length(text: str) -> int:
@@ -33,6 +32,26 @@ def parse_length(text: str) -> int:
     return int(length)
 
 
+def _count(value: Any) -> Any:
+    """A text or a float as a number of tokens, because YAML reads `1e6` as a float."""
+    return parse_length(str(value).removesuffix(".0")) if isinstance(value, str | float) else value
+
+
+TokenCount = Annotated[int, BeforeValidator(_count), Field(ge=1, lt=2**63)]
+
+
+def check_count(name: str, value: int, *, at_least: int = 1, at_most: int = 2**31 - 1) -> None:
+    """Refuses a number of things that is out of range.
+
+    Raises:
+        UserError: such a number.
+    """
+    if not at_least <= value <= at_most:
+        raise UserError(
+            f"{name} must be from {at_least:,} to {at_most:,}, not {value}: give such a number"
+        )
+
+
 def parse_lengths(text: str) -> list[int]:
     """Comma-separated lengths, without repeats, in the order given."""
     return list(dict.fromkeys(parse_length(item) for item in text.split(",")))
@@ -45,37 +64,3 @@ def format_length(length: int) -> str:
         if length >= unit and length % unit == 0:
             return f"{length // unit}{suffix}"
     return str(length)
-
-
-def with_counts(
-    values: Mapping[str, Any], hints: Mapping[str, Any], where: str, prefix: str = ""
-) -> dict[str, Any]:
-    """`values` with the number that a text such as `4k` means, where a key counts tokens.
-
-    A float counts too, because YAML reads `1e6` as one. Texts of digits, and values of other types,
-    are left to the checks of types and ranges.
-
-    Args:
-        values: of options or keys.
-        hints: types by name, with annotations.
-        where: what stands before the name in errors.
-        prefix: of the name in errors, such as `length.`.
-
-    Raises:
-        UserError: a text or a float that is not a valid length.
-    """
-    read = dict(values)
-    for name, value in values.items():
-        text = isinstance(value, str) and not re.fullmatch(r"[+-]?\d+", value)
-        if (text or isinstance(value, float)) and is_token_count(hints.get(name)):
-            try:
-                read[name] = parse_length(str(value).removesuffix(".0"))
-            except UserError as error:
-                raise UserError(f"{where} {prefix + name!r}: {error}") from error
-    return read
-
-
-def is_token_count(hint: Any) -> bool:
-    """Whether a type, read with its annotations, is `TokenCount` or `TokenCount | None`."""
-    members = [hint, *get_args(hint)]
-    return any(TOKENS in getattr(member, "__metadata__", ()) for member in members)

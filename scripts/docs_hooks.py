@@ -16,6 +16,8 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
+# Where the table of the options of a training run belongs.
+OPTIONS = "<!-- training options -->"
 # Files of the repository that are pages of the site.
 PAGES = {
     "README.md": "index.md",
@@ -38,7 +40,14 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Returns the page with links to repository files replaced by links to site pages."""
+    """Returns the page with links to repository files replaced by links to site pages.
+
+    The options of a training run are put where docs/train.md marks it.
+    """
+    if OPTIONS in markdown:
+        from longrnn.training.config import help_config
+
+        markdown = markdown.replace(OPTIONS, help_config())
     source = next((s for s, t in PAGES.items() if t == page.file.src_uri), None)
     if source is None:
         source = f"docs/{page.file.src_uri}"

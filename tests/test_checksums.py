@@ -35,16 +35,6 @@ pytestmark = pytest.mark.core
 
 __all__ = ["cli"]
 
-TRANSFORMER = {
-    "model_type": "llama",
-    "vocab_size": 256,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 512,
-}
-
 
 def model() -> RecurrentLM:
     torch.manual_seed(0)
@@ -76,15 +66,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for layout in ("native", "hf"):
         convert(root / "ours", root / layout, to=layout)
     train(tiny("reverse", root / "run", max_steps=4))
-    changes = {"task": {"kind": "passkey"}, "length": {"max": 180}, "max_steps": 2}
-    train(tiny("passkey", root / "transformer", model={}, transformer=TRANSFORMER, **changes))
     return {
-        **{name: root / name for name in ("ours", "native", "hf", "run", "transformer")},
+        **{name: root / name for name in ("ours", "native", "hf", "run")},
         "checkpoint": last_checkpoint(root / "run"),
     }
 
 
-KINDS = ("ours", "native", "hf", "run", "transformer", "checkpoint")
+KINDS = ("ours", "native", "hf", "run", "checkpoint")
 FLIPS = {".safetensors": 16, ".bin": 16, ".json": 6}
 
 

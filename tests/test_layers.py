@@ -82,7 +82,7 @@ def test_there_are_modules() -> None:
         ("longrnn.ops.norm", "import longrnn"),
         ("longrnn.ops.norm", "from longrnn import RecurrentLM"),
         ("longrnn.ops.norm", "from importlib import import_module\nimport_module('longrnn.cli')"),
-        ("longrnn.cells.recurrent", "from longrnn.tasks import TASKS"),
+        ("longrnn.cells.recurrent", "from longrnn.data import TASKS"),
         ("longrnn.tasks.transductions", "from longrnn.cells import Cell"),
         ("longrnn.models.base", "if TYPE_CHECKING:\n    pass\nelse:\n    import longrnn.hf"),
         ("longrnn.hf.load", "from longrnn.training import optim"),

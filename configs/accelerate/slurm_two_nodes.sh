@@ -1,10 +1,10 @@
 #!/bin/bash
 # Two nodes of eight GPUs under SLURM: sbatch configs/accelerate/slurm_two_nodes.sh CONFIG [KEY=VALUE]...
 # Not yet run on a GPU, and not yet run under SLURM. LAUNCH names another launch configuration of two
-# machines: LAUNCH=gpu16_two_nodes_fsdp2 sbatch … CONFIG shard_size=8
+# machines: LAUNCH=gpu16_two_nodes_fsdp2 sbatch … CONFIG
 #
 # SLURM sends SIGTERM to every node ten minutes before the time limit: all processes then save and end
-# with 0. The same command with --resume continues.
+# with 0. The same command with --resume RUN in place of CONFIG continues.
 #SBATCH --job-name=longrnn
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -23,4 +23,4 @@ PORT=$((20000 + SLURM_JOB_ID % 20000)) # another one for every job
 srun --kill-on-bad-exit=1 bash -c 'exec longrnn launch \
   --config_file "$LAUNCH" \
   --machine_rank "$SLURM_NODEID" --main_process_ip "$FIRST_NODE" --main_process_port "$PORT" \
-  train "$@" mixed_precision=bf16 num_processes=16' longrnn "$@"
+  train "$@" mixed_precision=bf16' longrnn "$@"

@@ -21,13 +21,11 @@ from longrnn.cli import (
     generate,
     info,
     launch,
-    replay,
     report,
-    sweep,
     train,
 )
 from longrnn.files import expand_home
-from longrnn.programs import run_to_end
+from longrnn.programs import run_to_continue, run_to_end
 
 # Options whose value is a text, not a path.
 TEXTS = ("--prompt", "--stop", "--split-on", "--system_instruction")
@@ -44,8 +42,6 @@ app.add_typer(data.app, name="data")
 app.command("train")(train.train)
 app.command("finetune")(finetune.finetune)
 app.command("launch", context_settings=launch.SETTINGS)(launch.launch)
-app.command("sweep")(sweep.sweep)
-app.command("replay")(replay.replay)
 app.add_typer(evaluate.app, name="eval")
 app.command("compare")(compare.compare)
 app.add_typer(diagnose.app, name="diagnose")
@@ -86,9 +82,9 @@ def _with_home(before: str, word: str) -> str:
 
 def _again() -> str:
     """The command that continues this one after an interruption."""
-    arguments = [argument for argument in sys.argv[1:] if argument != "--resume"]
-    if arguments[:1] in (["train"], ["finetune"]):
-        arguments.append("--resume")
+    arguments, run = sys.argv[1:], run_to_continue()
+    if run is not None and "--grid" not in arguments:
+        arguments = [arguments[0], "--resume", str(run)]
     # The options of `accelerate launch` itself are not visible from inside the process.
     start = "accelerate launch … -m longrnn.cli" if "WORLD_SIZE" in os.environ else "longrnn"
     if "LONGRNN_LAUNCH" in os.environ:  # by `longrnn launch`

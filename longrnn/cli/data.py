@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from longrnn.cli.options import Quiet
 from longrnn.errors import UserError
-
-if TYPE_CHECKING:
-    from longrnn.corpus import Header
 
 app = typer.Typer(
     help="Build and check corpora to train on.",
@@ -84,15 +81,14 @@ def build(
 ) -> None:
     """Tokenise files or datasets into a corpus, which training maps into memory.
 
-    The same command continues an interrupted build, and leaves a finished one as it is.
+    The same command starts an interrupted build again, and leaves a finished one as it is.
 
     Example: longrnn data build --out data/books --min-length 4k war_and_peace.txt don_quixote.txt
     """
-    from longrnn.corpus import HEADER
+    from longrnn.data.build import build as build_corpus
+    from longrnn.data.sources import Reading
+    from longrnn.data.stream import HEADER
     from longrnn.hf.tokenizer import load_tokenizer
-    from longrnn.training.documents import TextReader, build_corpus
-    from longrnn.training.instructions import InstructReader
-    from longrnn.training.origins import Selection
     from longrnn.units import parse_length
 
     separator = split_on
@@ -103,35 +99,28 @@ def build(
             "--instruct reads prompt and completion, or messages: leave out --split-on and "
             "--text-column"
         )
-    read = load_tokenizer(tokenizer)
-    text = {"split_on": separator, "text_column": text_column, "append_eos": bool(append_eos)}
-    reader = (
-        InstructReader(read, append_eos=append_eos is not False)
-        if instruct
-        else TextReader(read, **text)
+    reading = Reading(
+        answers=instruct,
+        split=split,
+        subset=subset,
+        revision=revision,
+        text_column=text_column,
+        split_on=separator,
+        append_eos=instruct if append_eos is None else append_eos,
+        min_length=parse_length(min_length),
+        max_tokens=None if max_tokens is None else parse_length(max_tokens),
     )
-    is_built = (out / HEADER).is_file()
+    read, is_built = load_tokenizer(tokenizer), (out / HEADER).is_file()
     try:
-        header = build_corpus(
-            data,
-            read,
-            out,
-            name=tokenizer,
-            reader=reader,
-            selection=Selection(split, subset, revision),
-            min_length=parse_length(min_length),
-            max_tokens=None if max_tokens is None else parse_length(max_tokens),
-            quiet=quiet,
-        )
+        header = build_corpus(data, read, out, reading=reading, name=tokenizer, quiet=quiet)
     except KeyboardInterrupt as error:
-        raise KeyboardInterrupt(f"{out} was not written: run the command again") from error
+        raise KeyboardInterrupt(f"{out} was not written") from error
     made = f"{out} is built already" if is_built else str(out)
     typer.echo(f"{made}: {header.documents:,} documents, {header.tokens:,} tokens ({header.dtype})")
     if header.dropped_documents:
         typer.echo(
-            f"dropped: {header.dropped_documents:,} documents of fewer than {header.min_length:,} "
-            f"tokens{' or without an answer' if instruct else ''}, {header.dropped_tokens:,} "
-            "tokens in all"
+            f"dropped: {header.dropped_documents:,} documents that are too short"
+            f"{' or have no answer' if instruct else ''}, {header.dropped_tokens:,} tokens in all"
         )
 
 
@@ -143,27 +132,20 @@ def check(
 
     Example: longrnn data check data/books
     """
-    from longrnn.corpus import Corpus
+    from longrnn.data.stream import Corpus
 
     found = Corpus(corpus)
-    found.verify()
-    header, lengths = found.header, sorted(found.lengths.tolist())
+    header, lengths = found.header, sorted((found.spans[:, 1] - found.spans[:, 0]).tolist())
     rows = {
         "tokenizer": f"{header.tokenizer} ({header.fingerprint}, {header.vocab_size:,} ids)",
         "documents": f"{header.documents:,}",
         "tokens": f"{header.tokens:,} ({header.dtype})",
         "lengths": f"{lengths[0]:,} to {lengths[-1]:,}, median {median(lengths):,.0f}",
-        **_answers(header),
-        "dropped": f"{header.dropped_documents:,} documents of fewer than {header.min_length:,}",
+        "dropped": f"{header.dropped_documents:,} documents",
         "checksums": "right",
     }
+    if header.scored_tokens is not None:
+        share = header.scored_tokens / header.tokens
+        rows["answers"] = f"{header.scored_tokens:,} tokens ({share:.1%})"
     for name, value in rows.items():
         typer.echo(f"{name:<12}{value}")
-
-
-def _answers(header: Header) -> dict[str, str]:
-    """The line about answers, for a corpus that has them."""
-    scored = header.scored_tokens
-    if scored is None:
-        return {}
-    return {"answers": f"{scored:,} tokens ({scored / header.tokens:.1%})"}

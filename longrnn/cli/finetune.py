@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from longrnn.cli.options import Checkpoint, Quiet, lock_output, pick_device
-from longrnn.cli.train import terminable
+from longrnn.cli.options import Quiet, lock_output, pick_device
+from longrnn.cli.train import divided, echo_main, terminable
+from longrnn.errors import UserError
 from longrnn.units import parse_length
 
 if TYPE_CHECKING:
-    from longrnn.training.trainer import Trainer
+    from longrnn.training.config import TrainConfig
 
 # The folder of the evaluation, in that of the run.
 EVALUATION = "evaluation"
 
 
 def finetune(
-    checkpoint: Checkpoint,
-    overrides: Annotated[
+    words: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Values that override the configuration, such as max_steps=500.",
-            metavar="[KEY=VALUE]...",
+            help="Name of an embedded checkpoint, a folder, or organisation/model on the Hub. Then "
+            "values that override the configuration, such as max_steps=500.",
+            metavar="[CHECKPOINT] [KEY=VALUE]...",
+            show_default=False,
         ),
     ] = None,
     data: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             help="Documents to train on: a folder, a file, a dataset or a corpus; may be given "
             "several times.",
             show_default=False,
         ),
-    ] = [],  # noqa: B006  # typer copies it
+    ] = None,
     length: Annotated[
         str, typer.Option(help="Tokens of a row, or of a segment of a carried state.")
     ] = "4k",
@@ -64,14 +68,16 @@ def finetune(
         bool, typer.Option("--no-evaluate", help="Train, and leave the evaluation out.")
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Resume the run and its evaluation.")
-    ] = False,
+        Path | None,
+        typer.Option(
+            "--resume", metavar="RUN", help="Continue the run in this folder and its evaluation."
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
             "--dry-run",
-            help="Check the configuration and its data, and print the configuration and the memory "
-            "of a step; train nothing.",
+            help="Print the configuration, check it, do one step, and print its peak memory.",
         ),
     ] = False,
     quiet: Quiet = False,
@@ -86,77 +92,68 @@ def finetune(
     Example: longrnn finetune state-spaces/mamba2-370m --data books --length 4k --initial-state pass
     """
     from longrnn.config import dump_config
-    from longrnn.errors import UserError
-    from longrnn.training.finetuning import ROWS, finetuning, fitting_rows
+    from longrnn.programs import continuing
+    from longrnn.training.train import dry_run as check
+    from longrnn.training.train import resumed, train
 
-    if not data:
-        raise UserError("nothing to train on is given: add --data with a file, folder or dataset")
+    checkpoint, overrides = divided(words or [], resume, "finetune CHECKPOINT --data FOLDER")
     longest = None if evaluate_to is None else parse_length(evaluate_to)
-    settings = finetuning(
-        checkpoint,
-        data,
-        length=parse_length(length),
-        initial_state=initial_state,
-        validation=validation or (),
-        output_dir=output,
-        overrides=overrides or (),
-    )
-    if not settings.validation and not no_evaluate:
-        raise UserError(
-            "the evaluation reads validation data, and there is none: give --validation, or add "
-            "--no-evaluate"
-        )
-    fits = not any(override.startswith(f"{ROWS}=") for override in overrides or ())
-    if dry_run:
-        from longrnn.training.checks import check
-
-        if fits:
-            rows = fitting_rows(settings, settings.num_processes or 1, quiet=quiet)
-            settings.per_device_train_batch_size = rows
-        check(settings, quiet=quiet)
-        typer.echo(f"{dump_config(settings)}The configuration is valid.")
-        return
     with terminable():
-        from longrnn.training.processes import build_accelerator, on_main
-        from longrnn.training.trainer import Trainer
+        if resume is not None:
+            settings = resumed(resume, overrides, quiet=quiet)
+        else:
+            from longrnn.training.finetune import finetuning
 
-        if fits:
-            accelerator = build_accelerator(settings)
-            processes = accelerator.num_processes
-            rows = on_main(accelerator, lambda: fitting_rows(settings, processes, quiet=quiet))
-            settings.per_device_train_batch_size = rows
-        trainer = Trainer(settings, resume=resume, quiet=quiet)
-        trainer.train()
-        if not trainer.accelerator.is_main_process:
+            if not data:
+                raise UserError(
+                    "nothing to train on is given: add --data with a file, folder or dataset"
+                )
+            settings = finetuning(
+                checkpoint,
+                data,
+                length=parse_length(length),
+                initial_state=initial_state,
+                validation=validation or (),
+                output_dir=output,
+                overrides=overrides,
+                processes=int(os.environ.get("WORLD_SIZE", "1")),
+            )
+        if settings.validation is None and not no_evaluate:
+            raise UserError(
+                "the evaluation reads validation data, and there is none: give --validation, or "
+                "add --no-evaluate"
+            )
+        if dry_run:
+            echo_main(dump_config(settings))
+            memory = check(settings, quiet=quiet)
+            echo_main(f"The configuration is valid. Peak memory of a step: {memory}.")
             return
-        folder = trainer.output_dir
-        typer.echo(f"{folder}: trained for {trainer.step} steps")
-        typer.echo(f"{folder / 'train.yaml'}: the configuration, for `longrnn train`")
+        continuing(Path(settings.output_dir))
+        done = train(settings, resume=resume, quiet=quiet)
+        echo_main(f"{done.folder}: trained for {done.rows[-1]['step']} steps")
         if not no_evaluate:
-            _evaluate(trainer, longest, quiet)
+            _evaluate(settings, longest, quiet)
 
 
-def _evaluate(trainer: Trainer, longest: int | None, quiet: bool) -> None:
+def _evaluate(config: TrainConfig, longest: int | None, quiet: bool) -> None:
     """Compares the final model of a run with the checkpoint that it started from."""
     from longrnn.cli.compare import compare_and_report
     from longrnn.comparison.before_after import write_suite
+    from longrnn.data import TASKS
     from longrnn.hf.opened import open_checkpoint
+    from longrnn.processes import on_main
+    from longrnn.training.models import tokenizer_of
 
-    config, folder = trainer.config, lock_output(trainer.output_dir / EVALUATION)
-    assert trainer.validation is not None
+    folder = lock_output(Path(config.output_dir) / EVALUATION)
+    assert isinstance(config.validation, dict)
     assert config.init_from is not None
-    suite = write_suite(
-        trainer.validation.task,
-        trainer.tokenizer,
-        folder,
-        length=config.length.max,
-        longest=longest,
-    )
-    best = trainer.validation.best
-    step = best.step if best is not None and config.load_best_model_at_end else trainer.step
+    tokenizer = tokenizer_of(config)
+    held_out = TASKS.build(config.validation, tokenizer)
+    how = {"length": config.length.max, "longest": longest}
+    suite = on_main(lambda: write_suite(held_out, tokenizer, folder, **how))
     device = pick_device("auto")
     models = [
         open_checkpoint(config.init_from, name="before", device=device),
-        open_checkpoint(str(trainer.output_dir), name=f"step-{step}", device=device),
+        open_checkpoint(config.output_dir, name="after", device=device),
     ]
     compare_and_report(models, [suite], folder, quiet=quiet)

@@ -61,10 +61,9 @@ def launch(
 ) -> None:
     """Train or evaluate in several processes, on one machine or several.
 
-    The options come before the command; others of `accelerate launch` are passed on to it. A run is
-    checked in one process before the others are started, and an error is printed once. The exit
-    code is 0 if the command ended, or its run was saved after SIGTERM, 130 after Ctrl-C, and
-    otherwise that of the process that failed.
+    The options come before the command; others of `accelerate launch` are passed on to it. An error
+    that all processes have is printed once. The exit code is 0 if the command ended, or its run was
+    saved after SIGTERM, 130 after Ctrl-C, and otherwise that of the process that failed.
 
     Example: longrnn launch --cpu --num_processes 2 train reverse_small
     """

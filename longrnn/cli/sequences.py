@@ -39,11 +39,11 @@ def evaluate_sequences(
     Raises:
         UserError: not a sequence task, or the training configuration lacks an option of it.
     """
+    from longrnn.data import TASKS, SequenceTask
     from longrnn.evaluation import sequences as measure
     from longrnn.hf.load import load
     from longrnn.hf.names import resolve, split_spec
     from longrnn.inference.engine import refuse_long
-    from longrnn.tasks import TASKS, SequenceTask
 
     tokens = None if length is None else parse_length(length)
     trained = read_recorded(resolve(split_spec(checkpoint)[0]))

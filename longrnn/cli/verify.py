@@ -64,7 +64,7 @@ def _verdicts(root: Path) -> Iterator[tuple[Path, str]]:
 
 def _verdict(path: Path) -> str:
     from longrnn.checksums import CHECKSUMS, fits
-    from longrnn.corpus import HEADER, Corpus
+    from longrnn.data.stream import HEADER, Corpus
     from longrnn.hf.names import published_digest
     from longrnn.results import has_checksums, read_results
 
@@ -89,7 +89,7 @@ def _verdict(path: Path) -> str:
 def _listed(folder: Path) -> dict[str, str]:
     """The checksums of the files in the folder of a checkpoint or corpus, by file name."""
     from longrnn.checksums import CHECKSUMS, read_checksums
-    from longrnn.corpus import HEADER, Corpus
+    from longrnn.data.stream import HEADER, Corpus
 
     try:
         if (folder / CHECKSUMS).is_file():

@@ -18,11 +18,8 @@ import yaml
 from numpy.typing import NDArray
 
 from longrnn.comparison.suites import Suite, read_suite
+from longrnn.data import Instruct, Passkey, Task, Text
 from longrnn.files import write_atomic
-from longrnn.tasks import Task
-from longrnn.tasks.instruct import Instruct
-from longrnn.tasks.passkey import Passkey
-from longrnn.tasks.text import Text
 from longrnn.text import Tokenizer
 from longrnn.units import format_length
 
@@ -67,7 +64,13 @@ def write_suite(
         lengths.append(lengths[-1] * STEP)
     evaluations: list[dict[str, Any]] = []
     if isinstance(task, Instruct):
-        evaluations.append({"kind": "answers", "corpus": str(task.corpus), "part": task.part})
+        evaluations.append(
+            {
+                "kind": "answers",
+                "corpus": str(task.documents.corpus.folder),
+                "part": task.documents.part,
+            }
+        )
     elif isinstance(task, Text) and (fitting := _fitting(task.documents.lengths, lengths)):
         if fitting[-1] < lengths[-1]:
             logger.warning(
@@ -98,7 +101,7 @@ def held_out_texts(documents: Any, tokenizer: Tokenizer, length: int) -> list[st
     """Returns at most `MOST` different texts of `length` tokens or slightly more.
 
     Args:
-        documents: see `longrnn.tasks.documents.Documents`.
+        documents: see `longrnn.data.stream.Documents`.
         tokenizer: of the documents.
         length: tokens that each text has at least, when it is tokenized again.
     """

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longrnn.cells import ScanningCell
+from longrnn.data import Batch, Task
 from longrnn.diagnostics.jacobian import Step, lyapunov, spectrum
 from longrnn.errors import UserError
 from longrnn.files import write_atomic
@@ -31,7 +32,6 @@ from longrnn.models import RecurrentLM
 from longrnn.progress import Progress
 from longrnn.seeds import seeded
 from longrnn.state import LMState, leaves, tree_map
-from longrnn.tasks import Batch, Task
 
 FORMAT = "longrnn-gradients-1"
 LENGTHS = (16, 32, 64)

@@ -9,7 +9,7 @@ from typing import Any
 
 from longrnn.diagnostics.pages import Picture, write_page
 from longrnn.diagnostics.plots import new_figure, png
-from longrnn.training.metrics import COUNTS, Run
+from longrnn.training.run import COUNTS, Run
 
 # The loss of an evaluation between the previous position and this one.
 BY_POSITION = re.compile(r"eval_loss_to_(\d+)")

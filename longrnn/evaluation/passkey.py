@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from longrnn import processes
+from longrnn.data import Passkey
+from longrnn.data.prompts import is_recalled, read
 from longrnn.errors import UserError
 from longrnn.evaluation.passkey_grid import Grid, Inserted, Question, Sample, prompts, sample_of
 from longrnn.hf.opened import OpenCheckpoint
@@ -17,12 +19,8 @@ from longrnn.inference.trie import Prompt
 from longrnn.intervals import Estimate, independent_stretches, proportion
 from longrnn.models import LanguageModel, generate
 from longrnn.progress import Progress
-from longrnn.ranges import check_count
 from longrnn.results import Results, Row
-from longrnn.tasks.passkey import Passkey
-from longrnn.tasks.passkey_documents import is_recalled
-from longrnn.tasks.repeated import read
-from longrnn.units import format_length
+from longrnn.units import check_count, format_length
 
 
 def evenly_spaced(count: int) -> list[float]:

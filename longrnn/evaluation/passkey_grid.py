@@ -19,15 +19,14 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from longrnn.data import Passkey
+from longrnn.data.prompts import Needle, draw_needles, keys
 from longrnn.errors import UserError
 from longrnn.inference.trie import Prompt
-from longrnn.ranges import check_count
 from longrnn.results import Row
 from longrnn.seeds import check_seed
-from longrnn.tasks.passkey import Passkey
-from longrnn.tasks.passkey_documents import Needle, draw_needles, keys
 from longrnn.text import Tokenizer, read_text
-from longrnn.units import format_length
+from longrnn.units import check_count, format_length
 
 # A prompt is short if everything but its filler is more than 1 / SHORT of it.
 SHORT = 8

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from longrnn import processes
+from longrnn.data import TASKS, SequenceTask
 from longrnn.errors import UserError
 from longrnn.intervals import Estimate, mean, proportion, share_or_mean
 from longrnn.models import LanguageModel
 from longrnn.models.finite import refuse_nonfinite
 from longrnn.progress import Progress
 from longrnn.results import Results, Row
-from longrnn.tasks import TASKS, SequenceTask
 
 # Default number of sequences, if there are as many held-out ones.
 MAX_SEQUENCES = 1024

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from longrnn.errors import UserError, nearest
 from longrnn.hf.auto_cache import StateCache
+from longrnn.hf.packing import document_starts, document_starts_of_positions
 from longrnn.models.recurrent import RecurrentLM
 from longrnn.ops.rows import Rows
-from longrnn.packing import document_starts, document_starts_of_positions
 from longrnn.state import LMState
 
 # Arguments of the loss, and what collators add for kernels of attention.
@@ -130,7 +130,7 @@ def starts(
         tokens: `(b, t)`.
 
     Raises:
-        UserError: what `longrnn.packing` refuses, or another number of tokens.
+        UserError: what `longrnn.hf.packing` refuses, or another number of tokens.
     """
     found = torch.zeros_like(tokens, dtype=torch.bool)
     if position_ids is not None:

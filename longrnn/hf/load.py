@@ -30,7 +30,7 @@ from longrnn.models.checkpoint import (
     read_weights,
 )
 from longrnn.models.recurrent import RecurrentLM
-from longrnn.units import TokenCount, with_counts
+from longrnn.units import parse_length
 
 if TYPE_CHECKING:
     from longrnn.hf.foreign import ForeignLM
@@ -173,7 +173,7 @@ def _without_own(model: Any, parts: Sequence[str]) -> tuple[Any, list[str]]:
         _, options = parse(part)
         if options.keys() != {"window"}:
             raise UserError(f"{part} needs one option, window: write {WINDOW}(window=4096)")
-        window = with_counts(options, {"window": TokenCount}, f"{WINDOW}, option")["window"]
+        window = parse_length(str(options["window"]))
         model = model.with_attention_window(window)
     return model.beyond() if BEYOND in parts else model, others
 

@@ -52,10 +52,22 @@ class HFTokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = len(tokenizer)
+        self._chat: Any = None  # made when it is needed, since few tokenizers have a template
         self.eos_id: int | None = tokenizer.eos_token_id  # type: ignore[assignment]
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        return self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
+        from longrnn.hf.chat import Chat
+
+        self._chat = self._chat or Chat(self)
+        return self._chat.encode(messages)
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files, so that `load_tokenizer` finds it in `folder`."""

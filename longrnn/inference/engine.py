@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from longrnn.data.prompts import length
 from longrnn.errors import UserError
 from longrnn.inference import trie
 from longrnn.inference.trie import Ids, Prompt, branches, read_contexts, read_texts, scored_tokens
@@ -20,7 +21,6 @@ from longrnn.models import LanguageModel, generate
 from longrnn.models.finite import explain_nonfinite, refuse_nonfinite
 from longrnn.progress import Progress
 from longrnn.state import LMState, take
-from longrnn.tasks.repeated import length
 
 # Ids that are decoded in front of those that may be the end of a completion.
 CONTEXT = 8

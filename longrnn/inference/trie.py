@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longrnn.data.prompts import RepeatedTokens, length, read
 from longrnn.models import LanguageModel
 from longrnn.models.base import MAX_LOGITS
 from longrnn.models.finite import explain_nonfinite, refuse_nonfinite_state
 from longrnn.progress import Progress
 from longrnn.state import LMState, join, take
-from longrnn.tasks.repeated import RepeatedTokens, length, read
 
 Ids = tuple[int, ...]
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from longrnn.ranges import count, number
+from pydantic import Field
+
+Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 @dataclass
@@ -26,12 +28,12 @@ class RecurrentConfig:
             weights are narrower.
     """
 
-    vocab_size: int = count(256)
-    d_model: int = count(128)
-    n_layers: int = count(2)
+    vocab_size: Count = 256
+    d_model: Count = 128
+    n_layers: Count = 2
     mixer: dict[str, Any] = field(default_factory=lambda: {"kind": "mamba2"})
     position: dict[str, Any] = field(default_factory=lambda: {"kind": "none"})
-    block: str = "residual"
+    block: Literal["residual", "plain"] = "residual"
     tie_embeddings: bool = True
-    norm_eps: float = number(1e-5, at_least=0)
+    norm_eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-5
     residual_in_fp32: bool = False

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longrnn.cells import MIXERS, Cell
+from longrnn.config import validated
 from longrnn.errors import UserError, nearest
 from longrnn.models.base import LanguageModel, LMOutput, hash_weights
 from longrnn.models.blocks import BLOCKS
@@ -28,7 +29,6 @@ from longrnn.ops.loss import token_cross_entropy
 from longrnn.ops.norm import rms_norm
 from longrnn.ops.rows import Rows
 from longrnn.positions import POSITIONS
-from longrnn.ranges import check_ranges
 from longrnn.state import LMState
 
 # What the backward pass computes again at a time: nothing, one block of one segment, or one segment
@@ -64,9 +64,7 @@ class RecurrentLM(LanguageModel):
 
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__()
-        check_ranges(config)
-        if config.block not in BLOCKS:
-            raise UserError(f"unknown block {config.block!r}: {nearest(config.block, BLOCKS)}")
+        validated(RecurrentConfig, asdict(config), "model")
         self.config = config
         self.vocab_size = config.vocab_size
         self.loaded_from: str | None = None

@@ -1,7 +1,7 @@
 """Training checkpoints: folders that are written, synced and then renamed into place.
 
 `checkpoint-00000500/` holds a model that `load` reads, `training.pt` (optimizer, random state,
-counters), one `carry-RANK.pt` per process with the states of its streams and, written last,
+counters), one `carry-RANK.pt` per process with what its initial states remember and, written last,
 `checksums.json` with the SHA-256 of each of these files. A folder of that name that does not agree
 with its checksums was damaged after it was written.
 """
@@ -17,17 +17,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from longrnn import processes
 from longrnn.checksums import damage, read_checksums, write_checksums
 from longrnn.errors import UserError
-from longrnn.files import sync_folder, write_atomic
+from longrnn.files import one_line, sync_folder, write_atomic
+from longrnn.hf import lora
+from longrnn.models import RecurrentLM
+from longrnn.text import Tokenizer
+from longrnn.training import models
+from longrnn.training.distributed import (
+    gathered,
+    sharded_optimizer,
+    sharded_weights,
+    together,
+)
 
 NAME = re.compile(r"checkpoint-(\d{8})")
-# Version of the content of `training.pt`; the first version did not record it.
-FORMAT = 3
-# What `training.pt` must hold, whatever the run.
-NEEDED = ("step", "tokens", "pending", "skipped", "skipped_in_a_row", "data")
-NEEDED += ("optimizer", "random", "components")
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
@@ -47,27 +54,14 @@ def folder_of(output_dir: Path, step: int) -> Path:
     return output_dir / f"checkpoint-{step:08d}"
 
 
-def processes(folder: Path) -> int:
-    """How many processes wrote a checkpoint."""
-    return len(list(folder.glob("carry-*.pt")))
-
-
-def newest_whole(
-    output_dir: Path, at_most: int | None = None
-) -> tuple[Path | None, dict[Path, str]]:
+def newest_whole(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
     """The newest undamaged checkpoint (None without any), and the damage of each newer one.
-
-    Args:
-        output_dir: of the run.
-        at_most: leave out checkpoints of more steps.
 
     Raises:
         UserError: there are checkpoints, and all are damaged.
     """
     damaged: dict[Path, str] = {}
     for folder in reversed(checkpoints(output_dir)):
-        if at_most is not None and steps(folder) > at_most:
-            continue
         wrong = damage(folder)
         if wrong is None:
             return folder, damaged
@@ -81,28 +75,23 @@ def newest_whole(
     return None, damaged
 
 
-def set_aside(folder: Path, why: str = "damaged") -> Path:
-    """Renames a checkpoint so that it no longer counts as one, without deleting it.
-
-    Args:
-        folder: the checkpoint.
-        why: the suffix of its new name.
-    """
-    aside = folder.with_name(f"{folder.name}.{why}")
+def set_aside(folder: Path) -> Path:
+    """Renames a damaged checkpoint so that it no longer counts as one, without deleting it."""
+    aside = folder.with_name(f"{folder.name}.damaged")
     if aside.exists():
         shutil.rmtree(aside)
     os.replace(folder, aside)
     return aside
 
 
-def partial(output_dir: Path, step: int) -> Path:
+def _beside(output_dir: Path, step: int) -> Path:
     """Where the checkpoint of `step` is written before it is complete."""
     return output_dir / f".checkpoint-{step:08d}.partial"
 
 
-def publish(output_dir: Path, step: int) -> None:
-    """Renames a written checkpoint into place; see `prune`."""
-    beside = partial(output_dir, step)
+def _publish(output_dir: Path, step: int) -> None:
+    """Renames a written checkpoint into place."""
+    beside = _beside(output_dir, step)
     write_checksums(beside, ("*",), known=read_checksums(beside))
     os.replace(beside, folder_of(output_dir, step))
     sync_folder(output_dir)
@@ -111,49 +100,126 @@ def publish(output_dir: Path, step: int) -> None:
 def prune(output_dir: Path, keep: int, pinned: Collection[int] = ()) -> None:
     """Removes all checkpoints but the newest `keep` and those of `pinned` steps."""
     for old in checkpoints(output_dir)[:-keep]:
-        if steps(old) in pinned:
-            continue
-        # Renamed first, so that a partly deleted folder does not count as a checkpoint.
-        unnamed = partial(output_dir, steps(old))
-        os.replace(old, unnamed)
-        shutil.rmtree(unnamed)
+        if steps(old) not in pinned:
+            # Renamed first, so that a partly deleted folder does not count as a checkpoint.
+            unnamed = _beside(output_dir, steps(old))
+            os.replace(old, unnamed)
+            shutil.rmtree(unnamed)
 
 
-def read_training(folder: Path) -> dict[str, Any]:
-    """The content of `training.pt` of a checkpoint, in the current format.
+def clean(output_dir: Path) -> None:
+    """Removes partial checkpoints that a kill left."""
+    for unfinished in output_dir.glob(".checkpoint-*.partial"):
+        shutil.rmtree(unfinished)
+
+
+def save(
+    output_dir: Path,
+    counters: dict[str, Any],
+    model: RecurrentLM,
+    optimizer: torch.optim.Optimizer,
+    carried: dict[str, Tensor],
+    tokenizer: Tokenizer,
+    base: str | None,
+) -> None:
+    """Writes a checkpoint; either all processes succeed or none does.
+
+    Args:
+        output_dir: of the run.
+        counters: plain values; `step` is the number of finished steps.
+        model: equal in all processes, or sharded over them.
+        optimizer: likewise.
+        carried: what the policy of initial states remembers in this process.
+        tokenizer: of the model.
+        base: the checkpoint whose adapters are trained, if they are.
 
     Raises:
-        UserError: it is damaged, or has a format that this version does not read.
+        UserError: a weight is not finite.
+        OSError: in all processes, where one of them cannot write its part.
     """
+    step = counters["step"]
+    if folder_of(output_dir, step).exists():
+        return
+    beside = _beside(output_dir, step)
+    weights, moments = gathered(model.state_dict()), gathered(optimizer.state_dict())
+
+    def write() -> None:
+        beside.mkdir(parents=True, exist_ok=True)
+        _write(beside / f"carry-{processes.rank()}.pt", carried)
+        if processes.is_main():
+            models.save(model, beside, tokenizer, weights, base)
+            content = {**counters, "optimizer": moments, "random": torch.get_rng_state()}
+            _write(beside / "training.pt", content)
+
+    try:
+        together(write)
+        processes.on_main(lambda: _publish(output_dir, step))
+    except OSError:
+        # A half-written checkpoint would only fill the disk.
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+
+
+def save_final(
+    output_dir: Path, model: RecurrentLM, tokenizer: Tokenizer, base: str | None
+) -> None:
+    """Writes the model into the output folder itself."""
+    weights = gathered(model.state_dict())
+    processes.on_main(lambda: models.save(model, output_dir, tokenizer, weights, base))
+
+
+def load_weights(folder: Path, model: RecurrentLM) -> None:
+    """Fills a model from a checkpoint.
+
+    Raises:
+        UserError: the checkpoint is damaged, or its weights are not finite.
+    """
+    weights = sharded_weights(models.read(model, folder), model.state_dict())
+    # A checkpoint of adapters has the trained weights only.
+    model.load_state_dict(weights, strict=lora.describe(model) is None)
+
+
+def restore(
+    folder: Path, model: RecurrentLM, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Fills model and optimizer from a checkpoint.
+
+    Returns:
+        The counters, and what the policy of initial states remembered in this process.
+
+    Raises:
+        UserError: the checkpoint is of another number of processes or another model.
+    """
+    wrote = len(list(folder.glob("carry-*.pt")))
+    if wrote != processes.size():
+        raise UserError(
+            f"{folder} was written by {wrote} processes and this run has {processes.size()}: "
+            "launch as many as before"
+        )
     content = read_tensors(folder / "training.pt")
-    version = content.get("format", 1) if isinstance(content, dict) else None
-    if not isinstance(version, int) or not 1 <= version <= FORMAT:
+    carried = read_tensors(folder / f"carry-{processes.rank()}.pt")
+    try:
+        load_weights(folder, model)
+        optimizer.load_state_dict(sharded_optimizer(content["optimizer"], optimizer))
+    except UserError:
+        raise
+    except (KeyError, ValueError, RuntimeError, IndexError) as error:
         raise UserError(
-            f"{folder} has checkpoint format {version}, and this version of longrnn reads 1 to "
-            f"{FORMAT}: update longrnn, or start a new run from it with init_from={folder}"
-        )
-    if version == 1:  # which did not count skipped steps
-        content = {"skipped": 0, "skipped_in_a_row": 0, **content}
-    if version < 3:  # which had no components
-        content = {"components": {}, **content}
-    missing = [name for name in NEEDED if name not in content]
-    if missing:
-        raise UserError(
-            f"{folder} was written by an early version of longrnn and lacks {', '.join(missing)}: "
+            f"{folder} does not fit the model and optimizer of this run ({one_line(error)}): "
             f"start a new run from it with init_from={folder}"
-        )
-    return content
+        ) from error
+    torch.set_rng_state(content["random"])
+    return content, carried
 
 
-def write_tensors(path: Path, content: Any) -> None:
-    """`torch.save`, atomically."""
+def _write(path: Path, content: Any) -> None:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     write_atomic(path, buffer.getbuffer())
 
 
 def read_tensors(path: Path) -> Any:
-    """Reads what `write_tensors` wrote: tensors and plain values, never code.
+    """Reads a `.pt` file of a checkpoint: tensors and plain values, never code.
 
     Raises:
         UserError: missing or damaged.
@@ -164,6 +230,6 @@ def read_tensors(path: Path) -> Any:
         return torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # torch raises many kinds for a damaged file
         raise UserError(
-            f"{path} is missing or damaged ({type(error).__name__}): give a file that longrnn "
-            "has written"
+            f"{path} is missing or damaged ({type(error).__name__}): give a checkpoint that "
+            "longrnn has written"
         ) from error

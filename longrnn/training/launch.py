@@ -1,8 +1,7 @@
 """Starts a command in several processes through accelerate, and ends as the command does.
 
 Notable choices:
-- What can be refused is refused before anything is started: a GPU for each process, and for a run
-  what its dry run checks, in one process.
+- A launch with more processes than GPUs is refused before anything is started.
 - An error that all processes raise is printed once.
 - `accelerate launch` itself ends with exit code 1 and a traceback after SIGTERM, although its
   processes have saved: its agent raises. Here, that ends with the exit code of the run.
@@ -29,17 +28,11 @@ from longrnn.programs import (
     ERRORS,
     INTERRUPTED,
     UNEXPECTED,
-    module_command,
     module_environment,
 )
 
 # The options of the launch, for the command that continues a run.
 LAUNCH = "LONGRNN_LAUNCH"
-# The commands with a dry run. Options of theirs with which one process does all that is wanted, and
-# options that continue a run, which was checked when it began.
-TRAINING = ("train", "finetune")
-ALONE = ("--dry-run", "--help")
-CONTINUING = ("--resume", "--extend-to")
 
 
 def launch(options: Sequence[str], program: Sequence[str]) -> int:
@@ -63,25 +56,18 @@ def launch(options: Sequence[str], program: Sequence[str]) -> int:
     logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     signal.signal(signal.SIGTERM, _forward)
-    arguments, planned = _parsed(options, program)
-    alone = not set(ALONE).isdisjoint(program)
-    continues = any(word.partition("=")[0] in CONTINUING for word in program)
+    arguments = _parsed(options, program)
     with TemporaryDirectory() as errors:
         os.environ[ERRORS] = errors
-        code = 0
-        trains = program[0] in TRAINING
-        if alone or (trains and not continues and not planned.machine_rank):
-            code = _try(program, planned.num_processes if trains else 1, shown=alone)
-        if not (alone or code):
-            code = _start(arguments)
+        code = _start(arguments)
         sentences = [path.read_text() for path in sorted(Path(errors).iterdir())]
     for sentence in dict.fromkeys(sentences):
         print(f"error: {sentence}", file=sys.stderr)
     return code
 
 
-def _parsed(options: Sequence[str], program: Sequence[str]) -> tuple[Namespace, Namespace]:
-    """The options as accelerate reads them, as given and with what it adds; see `_planned`.
+def _parsed(options: Sequence[str], program: Sequence[str]) -> Namespace:
+    """The options as accelerate reads them.
 
     They start several CPU processes where these are asked for. accelerate itself starts one process
     for `--cpu --num_processes 2`, and for a configuration with `distributed_type: MULTI_CPU`.
@@ -101,7 +87,7 @@ def _parsed(options: Sequence[str], program: Sequence[str]) -> tuple[Namespace, 
     if _on_cpu(planned) and planned.num_processes > 1 and planned.mpirun_hostfile is None:
         arguments.cpu, arguments.use_cpu = False, True
         arguments.multi_gpu = not planned.use_fsdp
-    return arguments, planned
+    return arguments
 
 
 def _planned(arguments: Namespace) -> Namespace:
@@ -133,24 +119,6 @@ def _planned(arguments: Namespace) -> Namespace:
 
 def _on_cpu(planned: Namespace) -> bool:
     return planned.cpu or getattr(planned, "use_cpu", False)
-
-
-def _try(program: Sequence[str], processes: int, *, shown: bool) -> int:
-    """Checks a run in one process, without training; returns the exit code.
-
-    Args:
-        program: the command; without an option in `ALONE`, its dry run.
-        processes: those that it is for.
-        shown: whether to show its output.
-    """
-    words = program if shown else [*program, "--dry-run"]
-    done = subprocess.run(
-        module_command("longrnn.cli", *words),
-        env={**os.environ, "WORLD_SIZE": str(max(1, processes))},
-        stdout=None if shown else subprocess.DEVNULL,
-        check=False,
-    )
-    return done.returncode if done.returncode >= 0 else UNEXPECTED
 
 
 def _start(arguments: Namespace) -> int:

@@ -8,13 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from longrnn.models.checks import check_tokens
+from longrnn.data import Batch
+from longrnn.models import RecurrentLM
 from longrnn.ops.hooks import own_weight
 from longrnn.ops.loss import token_cross_entropy, weighted_cross_entropy
 from longrnn.ops.rows import Rows
 from longrnn.state import LMState, reset
-from longrnn.tasks import Batch
-from longrnn.training.models import Trained
 from longrnn.training.repeat import read_repeatedly
 
 
@@ -41,18 +40,6 @@ def rows_of(batch: Batch, columns: slice) -> Rows | None:
     return None if masks == [None, None] else Rows(*masks)
 
 
-def _places(where: Tensor, count: int | None) -> Tensor:
-    """The indices at which `where` is true, ascending.
-
-    Args:
-        where: `(n,)` bool.
-        count: their number, if it is known, so that nothing is read from the device.
-    """
-    if count is None:
-        return where.nonzero()[:, 0]
-    return (~where).byte().argsort(stable=True)[:count]
-
-
 class Objective(nn.Module):
     """The loss of a batch: the mean over rows of the weighted sum over tokens.
 
@@ -63,7 +50,7 @@ class Objective(nn.Module):
         model: the language model to train, under the mitigation of the run.
     """
 
-    def __init__(self, model: Trained) -> None:
+    def __init__(self, model: RecurrentLM) -> None:
         super().__init__()
         self.model = model
 
@@ -84,31 +71,6 @@ class Objective(nn.Module):
             losses.append(loss)
             predictions.append(predicted)
         return StepOutput(torch.stack(losses).mean(), state, predictions)
-
-    def placed(self, batches: Sequence[Batch], device: torch.device) -> list[Batch]:
-        """Batches on a device, on which `forward` reads nothing back from it.
-
-        Ids are compared with the vocabulary, targets counted, and starts of documents inside the
-        rows looked for where the batches are.
-
-        Args:
-            batches: on the host.
-            device: of the model.
-
-        Raises:
-            UserError: ids outside the vocabulary.
-        """
-        if device.type == "cpu":
-            return [batch.to(device) for batch in batches]
-        found = []
-        for batch in batches:
-            check_tokens(batch.tokens, self.model.vocab_size, rows_of(batch, slice(None)))
-            count = int((batch.targets >= 0).sum())
-            starts = batch.begins if batch.inner_starts() is None else batch.is_document_start
-            found.append(
-                batch._replace(is_document_start=starts).to(device)._replace(n_scored=count)
-            )
-        return found
 
     def token_losses(
         self,
@@ -146,7 +108,7 @@ class Objective(nn.Module):
             weights = scored / scored.sum(1, keepdim=True).clamp(min=1)
         targets = batch.targets
         # Logits are computed only at targets: a reversal task has them in its second half only.
-        scored = _places(targets.flatten() >= 0, batch.n_scored)
+        scored = (targets.flatten() >= 0).nonzero()[:, 0]
         loss, predicted = weighted_cross_entropy(
             hidden.flatten(0, 1).index_select(0, scored),
             own_weight(self.model.head),

@@ -42,9 +42,7 @@ def read_repeatedly(
     if times is None or bool((times == 1).all()):
         return model.hidden(tokens, state, rows=rows)
     if rows is not None:
-        raise UserError(
-            "rows of several documents cannot be repeated: set max_repeat=1, or packing=false"
-        )
+        raise UserError("rows of several documents cannot be repeated: set max_repeat=1")
     if model.mitigation is not None:
         raise UserError(
             "repeated segments and a mitigation cannot be combined: set max_repeat=1, or leave "

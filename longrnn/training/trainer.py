@@ -3,6 +3,7 @@
 Notable choices:
 - Random choices are functions of (seed, step), and everything else is in the checkpoint: on a CPU,
   a run that was interrupted and resumed ends bit for bit where an undisturbed one does.
+- `Trainer` writes nothing until `train` is called: a dry run is the same set-up and one step.
 - Metrics are summed over processes once per step, together with the request to stop, so that all
   processes stop after the same step.
 """
@@ -10,343 +11,272 @@ Notable choices:
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
-from longrnn.errors import UserError
-from longrnn.locks import Lock
+from longrnn import processes
+from longrnn.data import TASKS, Batch
+from longrnn.errors import DivergedError, UserError
+from longrnn.models import RecurrentLM
 from longrnn.progress import Progress
-from longrnn.state import LMState
-from longrnn.tasks import Batch
-from longrnn.training import best_model, failures, models, publish, sharding, spikes
-from longrnn.training.checks import check_model, check_positions, check_vocabulary
-from longrnn.training.components import Component
+from longrnn.training import checkpoint, models
+from longrnn.training.batches import check_length, segments
 from longrnn.training.config import TrainConfig
-from longrnn.training.data import Source
-from longrnn.training.extension import start_of_decay
-from longrnn.training.folder import Found, append_metrics, claim, find
+from longrnn.training.distributed import Interrupts, prepare, start_trackers
 from longrnn.training.initial_states import INITIAL_STATES, Context
-from longrnn.training.metrics import Sums
-from longrnn.training.mitigated import (
-    check_initial_state,
-    record_mitigation,
-    spec_of,
-    under,
-)
-from longrnn.training.models import Trained
 from longrnn.training.objective import Objective, StepOutput
-from longrnn.training.optim import clip, fill, freeze, learning_rate, set_learning_rate
-from longrnn.training.prefetch import Prefetch
-from longrnn.training.processes import (
-    Interrupts,
-    build_accelerator,
-    keep_alive,
-    on_main,
-    start_trackers,
-)
-from longrnn.training.saver import Saver, SaveSchedule
-from longrnn.training.sources import build_task_together
-from longrnn.training.spikes import SpikeGuard
-from longrnn.training.throughput import Throughput
+from longrnn.training.optim import fill, learning_rate, scale_rates, set_learning_rate
+from longrnn.training.run import append_metrics
 from longrnn.training.validation import Validation
 
-# Attributes of a trainer that a checkpoint holds, beside weights, optimizer and carried states.
+# Attributes of a trainer that a checkpoint holds, beside weights, optimizer and initial states.
 COUNTERS = ("step", "tokens", "pending", "skipped", "skipped_in_a_row")
+# With `nonfinite: skip`, a run stops after this many skipped steps in a row.
+MOST_SKIPPED = 10
 
 
 class Trainer:
-    """One run from its configuration to its final model.
+    """One run.
 
     Args:
         config: the run.
-        resume: whether to continue from the newest checkpoint in `config.output_dir`.
+        accelerator: of `longrnn.training.distributed.build_accelerator`.
+        origin: the checkpoint to continue from; None for a new run.
         quiet: print no progress.
-        extend: whether the run in `config.output_dir` had fewer steps; it is resumed.
 
     Raises:
-        UserError: the configuration is invalid, the output folder holds another run, or the number
-            of processes is not that of the launch.
+        UserError: the configuration is invalid, or its parts do not fit together.
     """
 
     def __init__(
         self,
         config: TrainConfig,
+        accelerator: Accelerator,
+        origin: Path | None = None,
         *,
-        resume: bool = False,
         quiet: bool = False,
-        extend: bool = False,
     ) -> None:
-        self.config = config
+        self.config, self.accelerator = config, accelerator
         self.output_dir = Path(config.output_dir)
-        self.accelerator = build_accelerator(config)
-        self.quiet = quiet or not self.accelerator.is_main_process
-        # Held until `train` ends by the main process, the only one that writes shared files.
-        self.lock = Lock.of_folder(self.output_dir, instead="choose another output_dir")
-        processes = self.accelerator.num_processes
-        how = {"resume": resume or extend, "extend": extend, "processes": processes}
-        found = on_main(self.accelerator, partial(find, config, self.lock, **how))
-        try:
-            self._set_up(found)
-        except BaseException:
-            self.lock.release()
-            raise
-
-    def _set_up(self, found: Found) -> None:
-        """Builds what trains, refuses what does not fit, and only then writes into the folder."""
-        config = self.config
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        origin = found.checkpoint
-        if origin is None and config.resume_from_checkpoint is not None:
-            origin = Path(config.resume_from_checkpoint)
-        config.tokenizer, self.tokenizer = models.tokenizer_of(config, origin)
-        build = partial(
-            build_task_together,
-            self.accelerator,
-            tokenizer=self.tokenizer,
-            name=config.tokenizer or "",
-            quiet=self.quiet,
-        )
-        self.task = build(config.task)
-        self.source = Source(self.task, config, rank, world)
-        model = under(self._build_model(origin), config.mitigation)
-        record_mitigation(model, self.say)
-        objective = Objective(model)
+        self.quiet = quiet or not processes.is_main()
+        self.tokenizer = models.tokenizer_of(config, origin)
+        # The main process tokenizes data first; the others find the result in the cache.
+        processes.on_main(lambda: TASKS.build(config.task, self.tokenizer) and None)
+        self.task = TASKS.build(config.task, self.tokenizer)
+        torch.manual_seed(config.seed)
+        model = models.build(config, self.task, self.say, origin)
+        fill(model, config.fill)
+        scales = scale_rates(model, config)
+        model.to(self.accelerator.device).train()
+        check_length(self.task, config, model.max_length)
+        validation = config.validation
+        self.validation: Validation | None = None
+        if isinstance(validation, Mapping):
+            held_out = TASKS.build(validation, self.tokenizer)
+            self.validation = Validation(config, model, self.task, held_out)
+        rank, world = processes.rank(), processes.size()
         context = Context(model.init_state, config.seed, rank, world, self.total)
         self.starts = INITIAL_STATES.build(config.initial_state, context)
-        check_initial_state(model, config.initial_state["kind"])
-        learning_rate(0, config)  # refuses an unknown schedule before anything is written
-        fill(model, config.fill)
-        freeze(model, config.freeze)
-        self.objective, self.optimizer = sharding.prepare(self.accelerator, objective, config)
-        self.validation: Validation | None = None
-        if config.validation:
-            held_out = build(config.validation)
-            self.validation = Validation(config, model, self.task, held_out, rank, world)
-            check_vocabulary(model.vocab_size, config, self.validation.task)
-        self.spikes = SpikeGuard(config, model.vocab_size)
-        validations = [self.validation] if self.validation is not None else []
-        self.components: list[Component] = [self.spikes, *validations]
-        self.source.check()  # likewise a length that the task cannot make
-        check_positions(model, self.source)
-        on_main(self.accelerator, lambda: claim(config, found))
-        self.saver = Saver(config, self.accelerator, self.tokenizer, spec_of(model))
-        self.schedule = SaveSchedule(
-            self.saver,
-            config.save_steps,
-            decay_start=start_of_decay(config),
-            resumed=found.checkpoint is not None,
-        )
-        keep_alive(self.accelerator, self.objective)
-
-        self._adapters_checked = False
-        self.step = 0
-        self.tokens = 0
-        self.skipped = self.skipped_in_a_row = 0  # steps skipped by `nonfinite: skip`
+        objective = Objective(model)
+        self.objective, self.optimizer = prepare(self.accelerator, objective, config, scales)
+        self.step = self.tokens = 0
+        self.skipped = self.skipped_in_a_row = 0  # steps left out by `nonfinite: skip`
         self.pending: dict[str, list[float]] = {}  # values that the next row of metrics averages
         if origin is not None:
-            self.restore(origin, branch=found.checkpoint is None)
-        n_micro, device = config.gradient_accumulation_steps, self.accelerator.device
-        self.throughput = Throughput(model, device, world, config.mixed_precision, self.say)
-        self.batches = Prefetch(self.source.segments, n_micro, config.max_steps, device)
-        start_trackers(self.accelerator, config, self.step)
-
-    def _build_model(self, found: Path | None) -> Trained:
-        torch.manual_seed(self.config.seed)
-        model = models.build(self.config, found, say=self.say)
-        check_model(model, self.config, self.task)
-        model.gradient_checkpointing_enable(self.config.gradient_checkpointing)
-        return model.to(self.accelerator.device).train()
+            self._restore(origin)
 
     def say(self, line: str) -> None:
         """Prints a line, unless quiet."""
         if not self.quiet:
             print(line, file=sys.stderr)
 
-    def train(self) -> Trained:
-        """Trains to `max_steps`, and writes the final model into `output_dir`.
+    def total(self, part: Tensor) -> Tensor:
+        """The sum of `part` over processes."""
+        return cast(Tensor, self.accelerator.reduce(part, "sum"))
 
-        Raises:
-            KeyboardInterrupt: after Ctrl-C, once the step is finished and saved.
-            Terminated: likewise after SIGTERM, or if another process was asked to stop.
-        """
-        try:
-            return self._train()
-        finally:
-            self.batches.close()
-            self.lock.release()
-
-    def _train(self) -> Trained:
-        config = self.config
-        left = 0 if self._ended() else config.max_steps - self.step
-        if not self.quiet and (layout := self.source.layout()):
-            self.say(layout)
-        with (
-            Interrupts() as interrupts,
-            Progress("training", left, unit="tokens", quiet=self.quiet) as progress,
-        ):
-            while not self._ended():
-                before = self.tokens
-                self.throughput.start()
-                values = self._train_step(stop=interrupts.received is not None)
-                self.throughput.stop()
-                stop = values.pop("stop") > 0
-                if values.pop("rolled_back", 0.0):
-                    if stop:
-                        interrupts.leave(f"{self.output_dir}: step {self.step} is done and saved")
-                    continue
-                self.step += 1
-                for name, value in values.items():
-                    self.pending.setdefault(name, []).append(value)
-                note = f"loss {values['loss']:.4f}" if "loss" in values else "skipped"
-                progress.advance(1, self.tokens - before, note)
-                improved = best_model.evaluate(self)
-                last = self._ended()
-                if self.step % config.logging_steps == 0 or last:
-                    self._log()
-                self.schedule.after_step(
-                    self.step,
-                    self._save,
-                    was_finite="loss" in values,
-                    at_once=last or stop or improved,
-                    last=last,
-                )
-                if stop and not last:
-                    interrupts.leave(f"{self.output_dir}: step {self.step} is done and saved")
-            best_model.load(self)
-            self.saver.write_final(self.model)
-        publish.finish(self)
-        return self.model
-
-    def _ended(self) -> bool:
-        """Whether no step comes after those that are done."""
-        early = self.validation is not None and self.validation.exhausted
-        return early or self.step >= self.config.max_steps
-
-    def _train_step(self, *, stop: bool) -> dict[str, float]:
+    def train_step(self, *, stop: bool = False) -> dict[str, float]:
         """Runs one optimizer step; returns its metrics, and `stop` above 0 to stop all processes.
 
-        A skipped step returns `stop` alone. After a rollback there is `rolled_back`, and `step` is
-        that of the checkpoint.
+        A skipped step returns `stop` alone.
         """
         config, n_micro = self.config, self.config.gradient_accumulation_steps
         set_learning_rate(self.optimizer, self.step, config)
-        sums = Sums(stop=torch.tensor([float(stop)]))
-        done = self.step + 1
-        is_logged = done % config.logging_steps == 0 or done == config.max_steps
         outputs: list[tuple[list[Batch], StepOutput]] = []
         for micro in range(n_micro):
-            # Scores and counts read the batch on the host, which needs no copy from the device.
-            on_host = self.batches.segments(self.data_step, micro)
-            segments, start = self._placed(on_host, micro)
+            on_host = segments(self.task, config, self.step, micro)
+            on_device = [batch.to(self.accelerator.device) for batch in on_host]
+            start = self.starts.before(on_device[0], self.step, micro)
             # Gradients are reduced over processes once, after the last micro-batch.
             wait = micro < n_micro - 1
-            sync = self.accelerator.no_sync(self.objective) if wait else nullcontext()
-            with sync:
+            with self.accelerator.no_sync(self.objective) if wait else nullcontext():
                 with self.accelerator.autocast():
-                    output = self.objective(segments, start)
+                    output = self.objective(on_device, start)
                 self.accelerator.backward(output.loss / n_micro)
             outputs.append((on_host, output._replace(loss=output.loss.detach())))
-        norm = clip(self.accelerator, self.objective, config)
-        # Read when the device has been given all this work.
+        norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), config.max_grad_norm)
+        if config.peft is not None and self.step == 0:
+            models.check_adapters(self.model, self.total)
+        values: dict[str, list[Tensor]] = {"loss": [], "stop": [torch.tensor([float(stop)])]}
+        done = self.step + 1
         for on_host, output in outputs:
-            sums.add({"loss": output.loss.cpu()[None]})
+            values["loss"].append(output.loss.float().cpu()[None])
             for batch, predicted in zip(on_host, output.predictions, strict=True):
-                self.tokens += batch.tokens.numel() * self.accelerator.num_processes
-                self.throughput.add(batch)
-                if is_logged:
-                    sums.add(self.task.score(predicted.cpu(), batch))
-        if config.peft is not None and not self._adapters_checked:
-            models.check_adapters(self.model, self.total)  # at the first step
-            self._adapters_checked = True
-        was_nonfinite = failures.is_nonfinite(self, norm, sums.pairs["loss"])
-        sums.add({"nonfinite": torch.tensor([float(was_nonfinite)])})
-        means = sums.means(lambda table: self.total(table.to(self.accelerator.device)))
+                self.tokens += batch.tokens.numel() * processes.size()
+                if done % config.logging_steps == 0 or done == config.max_steps:
+                    for name, scores in self.task.score(predicted.cpu(), batch).items():
+                        values.setdefault(name, []).append(scores)
+        gradient = float(norm) if norm is not None else 0.0
+        finite = torch.stack([torch.tensor(gradient), *[x[0] for x in values["loss"]]]).isfinite()
+        values["nonfinite"] = [1 - finite.all().float()[None]]
+        means = self._means(values)
         if means.pop("nonfinite") > 0:
-            failures.discard_step(self)
+            self._leave_out()
             return {"stop": means["stop"]}
-        if self.spikes.is_spike(means["loss"]):
-            spikes.handle(self, means["loss"])
-            return {"stop": means["stop"], "rolled_back": 1.0}
-        self.spikes.record(means["loss"])
         self.skipped_in_a_row = 0
         for micro, (_, output) in enumerate(outputs):
             self.starts.after(output.state, micro)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return means | {"grad_norm": float(norm if norm is not None else 0.0)}
+        return {**means, "grad_norm": gradient}
 
-    def micro_batch(self, micro: int) -> tuple[list[Batch], LMState]:
-        """A micro-batch of this step on the device, and its initial state."""
-        return self._placed(self.batches.segments(self.data_step, micro), micro)
+    def train(self) -> None:
+        """Trains to `max_steps`, and writes the final model into `output_dir`.
 
-    def _placed(self, on_host: list[Batch], micro: int) -> tuple[list[Batch], LMState]:
-        segments = self.whole_objective().placed(on_host, self.accelerator.device)
-        return segments, self.starts.before(segments[0], self.data_step, micro)
+        Raises:
+            KeyboardInterrupt: after Ctrl-C, once the step is finished and saved.
+            Terminated: likewise after SIGTERM, or if another process was asked to stop.
+            DivergedError: a step is not finite.
+        """
+        config = self.config
+        start_trackers(self.accelerator, config, self.step)
+        rows = config.per_device_train_batch_size * processes.size()
+        reads = self.task.summary(rows, config.length.max, config.carries)
+        if reads:
+            self.say(reads)
+        left = config.max_steps - self.step
+        with (
+            Interrupts() as interrupts,
+            Progress("training", left, unit="tokens", quiet=self.quiet) as progress,
+        ):
+            while self.step < config.max_steps:
+                begun, before = time.monotonic(), self.tokens
+                values = self.train_step(stop=interrupts.received is not None)
+                self.step += 1
+                stop, last = values.pop("stop") > 0, self.step == config.max_steps
+                for name, value in values.items():
+                    self.pending.setdefault(name, []).append(value)
+                rate = (self.tokens - before) / (time.monotonic() - begun)
+                note = f"loss {values['loss']:.4f}" if "loss" in values else "skipped"
+                progress.advance(1, self.tokens - before, note)
+                improved = False
+                if self.validation is not None and (last or self.step % config.eval_steps == 0):
+                    whole = self.accelerator.unwrap_model(self.objective)
+                    found = self.validation.evaluate(whole, self.step, self.total)
+                    self._record(found)
+                    improved = config.best_model != "no" and self.validation.improved
+                if last or self.step % config.logging_steps == 0:
+                    self._log(rate)
+                if last or stop or improved or self.step % config.save_steps == 0:
+                    self._save()
+                if stop and not last:
+                    interrupts.leave(f"{self.output_dir}: step {self.step} is done and saved")
+            if config.best_model != "no" and self.validation is not None and self.validation.best:
+                best = checkpoint.folder_of(self.output_dir, self.validation.best.step)
+                checkpoint.load_weights(best, self.model)
+                self.say(f"the final model is that of step {self.validation.best.step}, the best")
+            checkpoint.save_final(self.output_dir, self.model, self.tokenizer, config.init_from)
+        self.accelerator.end_training()
 
     @property
-    def data_step(self) -> int:
-        """The step whose batches come next: rollbacks leave some out."""
-        return self.step + self.spikes.skipped_batches
+    def model(self) -> RecurrentLM:
+        """The model in training."""
+        return self.accelerator.unwrap_model(self.objective).model
 
-    def total(self, part: Tensor) -> Tensor:
-        """The sum of `part` over processes."""
-        return cast(Tensor, self.accelerator.reduce(part, "sum"))
+    def _means(self, values: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
+        """The mean of values `(n,)` by name, over processes; without any, a name is left out."""
+        pairs = [(float(sum(x.sum() for x in v)), sum(map(len, v))) for v in values.values()]
+        table = torch.tensor(pairs, device=self.accelerator.device)
+        totals = self.total(table).tolist()
+        return {n: s / count for n, (s, count) in zip(values, totals, strict=True) if count}
 
-    def _log(self) -> None:
+    def _leave_out(self) -> None:
+        """Leaves a step that is not finite out, or ends the run."""
+        self.optimizer.zero_grad()
+        self.starts.forget()  # carried states may be the cause, and belong to the step before
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        where = f"step {self.step + 1}: the loss or its gradient is not finite"
+        if self.config.nonfinite == "skip" and self.skipped_in_a_row < MOST_SKIPPED:
+            self.say(f"warning: {where}, and the step is skipped")
+            return
+        saved = checkpoint.checkpoints(self.output_dir)
+        there = f"the last healthy checkpoint is {saved[-1]}" if saved else "no checkpoint is saved"
+        if self.skipped_in_a_row == MOST_SKIPPED:
+            where += f", as in {MOST_SKIPPED} steps in a row"
+        if not saved:
+            remedy = "begin again in another output_dir with a lower learning_rate or max_grad_norm"
+        else:
+            lower = f"learning_rate={self.config.learning_rate / 2:g}"
+            remedy = f"go on with `longrnn train --resume {self.output_dir} {lower}`"
+            remedy += ", or with nonfinite=skip" if self.config.nonfinite == "stop" else ""
+        raise DivergedError(f"{where}; {there}: {remedy}")
+
+    def _log(self, rate: float) -> None:
         means = {name: sum(values) / len(values) for name, values in self.pending.items()}
         self.pending = {}
         if self.config.nonfinite == "skip":
             means["skipped"] = self.skipped
-        if self.config.on_spike == "rollback":
-            means["skipped_batches"] = self.spikes.skipped_batches
-        means["learning_rate"] = learning_rate(self.step - 1, self.config)
-        self.record(means | self.throughput.row())
+        means |= {"learning_rate": learning_rate(self.step - 1, self.config)}
+        means |= {"tokens_per_second": rate}
+        if self.accelerator.device.type == "cuda":
+            means["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        self._record(means)
 
-    def record(self, values: dict[str, float]) -> None:
+    def _record(self, values: dict[str, float]) -> None:
         """Adds a row to the metrics of the run."""
-        if not self.accelerator.is_main_process:
-            return
-        row = {"step": self.step, "tokens": self.tokens, **values}
-        append_metrics(self.output_dir, row)
-        self.accelerator.log({k: v for k, v in row.items() if k != "step"}, step=self.step)
-
-    def whole_objective(self) -> Objective:
-        """The objective without its wrapper for several devices."""
-        return self.accelerator.unwrap_model(self.objective)
-
-    @property
-    def model(self) -> Trained:
-        """The model in training."""
-        return self.whole_objective().model
-
-    def init_state(self, rows: int) -> LMState:
-        """The zero state of `rows` rows."""
-        return self.model.init_state(rows)
+        if processes.is_main():
+            row = {"step": self.step, "tokens": self.tokens, **values}
+            append_metrics(self.output_dir, row)
+            self.accelerator.log({k: v for k, v in row.items() if k != "step"}, step=self.step)
 
     def _save(self) -> None:
-        failures.check_weights(self)
-        counters = {name: getattr(self, name) for name in COUNTERS}
-        counters["data"] = self.task.data_sha256()
-        counters["components"] = {part.name: part.content() for part in self.components}
-        self.saver.save(counters, self.model, self.optimizer, self.starts.content())
+        weights = self.model.state_dict()
+        local = {name: getattr(x, "_local_tensor", x) for name, x in weights.items()}
+        found = processes.gather(models.first_not_finite(local))
+        if name := next(filter(None, found), None):
+            raise DivergedError(
+                f"after step {self.step} the weight {name} is not finite: go on with `longrnn "
+                f"train --resume {self.output_dir}` and a lower learning_rate"
+            )
+        counters: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
+        counters |= {"data": self.task.data_sha256(), "best": None}
+        pinned: list[int] = []
+        if self.validation is not None and self.validation.best is not None:
+            counters["best"] = tuple(self.validation.best)
+            pinned = [self.validation.best.step] if self.config.best_model != "no" else []
+        base, carried = self.config.init_from, self.starts.content()
+        arguments = (counters, self.model, self.optimizer, carried, self.tokenizer, base)
+        checkpoint.save(self.output_dir, *arguments)
+        if processes.is_main():
+            checkpoint.prune(self.output_dir, self.config.save_total_limit, pinned)
 
-    def restore(self, folder: Path, *, branch: bool = False) -> None:
-        """Continues from a checkpoint; `branch`: of another run, whose evaluations do not count."""
-        counters, carried = self.saver.restore(folder, self.model, self.optimizer)
+    def _restore(self, folder: Path) -> None:
+        counters, carried = checkpoint.restore(folder, self.model, self.optimizer)
         if counters["data"] != self.task.data_sha256():
             raise UserError(
-                f"the texts that {folder} was trained on have changed: put them back, or start "
-                "again in another output_dir"
+                f"the data is not that which {folder} was trained on: put it back, or start a new "
+                f"run from there with init_from={folder}"
             )
         for name in COUNTERS:
             setattr(self, name, counters[name])
         self.starts.restore(carried)
-        for part in self.components:
-            if part is not self.validation or not branch:
-                part.restore(counters["components"].get(part.name, {}))
-        best_model.restore(self)
+        best = counters["best"]
+        if best and self.validation and checkpoint.folder_of(self.output_dir, best[0]).is_dir():
+            self.validation.restore(*best)

@@ -10,7 +10,7 @@ import pytest
 from longrnn.config import dump_config
 from longrnn.text import ByteTokenizer
 from tests.cli.conftest import CLI, refused
-from tests.tasks.test_passkey import trained_bpe
+from tests.texts import trained_bpe
 from tests.training.runs import metrics, tiny
 
 

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from longrnn.training.nonfinite import examine
 from torch import Tensor
 
 from longrnn.cells import MIXERS
+from longrnn.data import Batch
+from longrnn.data.prompts import whole
 from longrnn.errors import UserError
 from longrnn.inference.engine import Pair, Prompt, answers, score, token_losses
 from longrnn.mitigations import MITIGATIONS, mitigation
@@ -19,9 +22,6 @@ from longrnn.models.checkpoint import save_model
 from longrnn.models.finite import explain_nonfinite
 from longrnn.progress import Progress
 from longrnn.state import LMState
-from longrnn.tasks import Batch
-from longrnn.tasks.repeated import whole
-from longrnn.training.nonfinite import examine
 from longrnn.training.objective import Objective
 from tests.cli.conftest import CLI, cli  # noqa: F401
 from tests.contracts.builders import build_model, mitigation_spec, random_tokens

@@ -8,11 +8,11 @@ import pytest
 
 from longrnn.cells import MIXERS
 from longrnn.comparison.suites import EVALUATIONS
+from longrnn.data import TASKS
 from longrnn.errors import UserError
 from longrnn.mitigations import MITIGATIONS
 from longrnn.positions import POSITIONS
 from longrnn.registry import Registry, keyword_options
-from longrnn.tasks import TASKS
 from longrnn.units import is_token_count
 from tests.refusals import naming
 

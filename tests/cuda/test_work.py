@@ -11,16 +11,16 @@ import pytest
 import torch
 from longrnn.diagnostics.through_time import Run, norms
 from longrnn.studies.stability import stability
+from longrnn.training.prefetch import Prefetch
 
 from longrnn import load, state
 from longrnn.cells import MIXERS
+from longrnn.data import Batch
 from longrnn.evaluation.perplexity import evaluate
 from longrnn.evaluation.texts import Document
 from longrnn.models import LanguageModel
 from longrnn.state import tree_map
-from longrnn.tasks import Batch
 from longrnn.training.objective import Objective
-from longrnn.training.prefetch import Prefetch
 from longrnn.training.trainer import Trainer
 from tests.contracts.builders import (
     assert_near,

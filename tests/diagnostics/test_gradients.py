@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longrnn.cells import MIXERS, RNN, Mamba2
+from longrnn.data import TASKS, Batch, Task
 from longrnn.diagnostics import gradients_report
 from longrnn.diagnostics.gradients import (
     GradientRecord,
@@ -32,7 +33,6 @@ from longrnn.diagnostics.jacobian import Step, flatten, lyapunov, spectrum, unfl
 from longrnn.errors import UserError
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.state import leaves, tree_map
-from longrnn.tasks import TASKS, Batch, Task
 from tests.contracts.builders import (
     D_MODEL,
     MIXER_SPECS,

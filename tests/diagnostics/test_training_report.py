@@ -12,7 +12,7 @@ from matplotlib import image
 
 from longrnn.diagnostics.training_report import differences, summary, write_report
 from longrnn.errors import UserError
-from longrnn.training.metrics import read_runs
+from longrnn.training.run import read_runs
 from tests.diagnostics.conftest import open_alone
 from tests.training.runs import tiny, train
 
@@ -109,7 +109,7 @@ def test_names_and_settings(tmp_path: Path) -> None:
         ('{"step": 1', ""),
         ('{"step": 1}\n', ""),
         ('{"step": 1, "tokens": 2}\n[]\n', ""),
-        ('{"step": 1, "tokens": 2}\nx\n', "JSON"),
+        ('{"step": 1, "tokens": 2}\nx\n', "row of metrics"),
     ],
 )
 def test_what_is_no_run_is_refused(content: str | None, message: str, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from longrnn.intervals import ratio
 from longrnn.results import Row
 from longrnn.text import ByteTokenizer
 from tests.contracts.builders import build_model
-from tests.tasks.test_passkey import trained_bpe
+from tests.texts import trained_bpe
 
 TEXT = "Ünïcödé: the grass is green, 你好! There and back again.\n\n  The sky is blue. " * 12
 

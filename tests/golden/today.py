@@ -88,7 +88,7 @@ def command(*arguments: str | Path) -> None:
 def text_task(files: Sequence[Path]) -> dict[str, Any]:
     """Keys of a training configuration: rows of up to 40 bytes of text files."""
     return {
-        "task": {"kind": "text", "files": [str(file) for file in files]},
+        "task": {"kind": "text", "data": [str(file) for file in files]},
         "length": {"max": 40},
     }
 

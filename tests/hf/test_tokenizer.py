@@ -17,7 +17,7 @@ from longrnn.hf.tokenizer import HFTokenizer
 from longrnn.models.checkpoint import save_model
 from longrnn.text import ByteTokenizer
 from tests.contracts.builders import build_model
-from tests.tasks.test_passkey import trained_bpe
+from tests.texts import trained_bpe
 
 TEXT = "The passkey is 12345. Remember it. <s> naïve  \n"
 

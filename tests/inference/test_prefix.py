@@ -10,13 +10,13 @@ import torch
 
 from longrnn import Mitigated, mitigation
 from longrnn.cells import MIXERS
+from longrnn.data.prompts import RepeatedTokens, length, read, whole
 from longrnn.evaluation.passkey import cost, evaluate
 from longrnn.evaluation.passkey_grid import Grid
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.models import LanguageModel, RecurrentLM
 from longrnn.models.recurrent import RecurrentConfig
 from longrnn.results import Row
-from longrnn.tasks.repeated import RepeatedTokens, length, read, whole
 from longrnn.text import ByteTokenizer
 from tests.contracts.builders import mixer_spec, stirred
 

@@ -24,7 +24,7 @@ from tests.training.runs import ENVIRONMENT
 SERVER = multiprocessing.get_context("forkserver")
 # Most of what a command imports; building an optimizer imports torch._dynamo.
 SERVER.set_forkserver_preload(
-    ["longrnn.training.trainer", "longrnn.cli.app", "omegaconf", "yaml", "torch._dynamo"]
+    ["longrnn.training.train", "longrnn.cli.app", "yaml", "torch._dynamo"]
     + ["longrnn.evaluation.passkey", "scipy.stats", "matplotlib.pyplot", "pydantic"]
 )
 LIMIT = 100  # seconds that anything may take

@@ -11,8 +11,7 @@ import torch
 from longrnn.config import build_config
 from longrnn.hf.layouts import LAYOUTS
 from longrnn.models import RecurrentConfig, RecurrentLM
-from tests.tasks.test_passkey import trained_bpe
-from tests.texts import TEXTS
+from tests.texts import TEXTS, trained_bpe
 
 # As in the published checkpoints: the ids of the tokenizer, and those of the embedding.
 IDS, PADDED_IDS = 50_277, 50_288

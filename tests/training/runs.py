@@ -14,9 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from longrnn import RecurrentConfig, RecurrentLM
+from longrnn import train as train_run
 from longrnn.config import build_config, dump_config
+from longrnn.models.checkpoint import save_model
 from longrnn.training import checkpoint
 from longrnn.training.config import TrainConfig
+from longrnn.training.run import Run
 from longrnn.training.trainer import Trainer
 from tests.texts import TEXTS
 
@@ -44,7 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "gradient_accumulation_steps": 2,
     },
     "streams": {
-        "task": {"kind": "text", "files": TEXTS, "max_segments": 5},
+        "task": {"kind": "text", "data": TEXTS},
         "model": MAMBA2,
         "length": {"max": 64},
         "initial_state": {"kind": "carry", "zero_share": 0.2},
@@ -52,23 +56,25 @@ KINDS: dict[str, dict[str, Any]] = {
         "gradient_accumulation_steps": 2,
     },
     "pass": {
-        "task": {"kind": "text", "files": TEXTS},
+        "task": {"kind": "text", "data": TEXTS},
         "model": LSTM,
-        "length": {"max": 64, "min": 8, "sampling": "log_uniform"},
+        "length": {"max": 64, "min": 8},
         "initial_state": {"kind": "pass"},
-        "per_device_train_batch_size": 6,
-        "batch_tokens": 128,
     },
     "fitted_noise": {
-        "task": {"kind": "text", "files": TEXTS},
+        "task": {"kind": "text", "data": TEXTS},
         "model": MAMBA2,
-        "length": {"max": 64, "min": 8, "grow_steps": 6},
+        "length": {"max": 64, "min": 8},
         "initial_state": {"kind": "fitted_noise"},
+        "validation": "held_out",
+        "best_model": "loss",
+        "eval_steps": 3,
+        "eval_samples": 3,
+        "eval_length": 96,
     },
     "reverse": {
         "task": {"kind": "reverse", "vocab_size": 8, "held_out": 16},
         "model": {
-            "vocab_size": 9,
             "d_model": 16,
             "n_layers": 1,
             "block": "plain",
@@ -76,20 +82,19 @@ KINDS: dict[str, dict[str, Any]] = {
             "mixer": {"kind": "gru"},
             "position": {"kind": "sinusoidal"},
         },
-        "length": {"max": 8, "min": 4, "sampling": "log_uniform"},
+        "length": {"max": 8, "min": 4},
         "per_device_train_batch_size": 8,
-        "optim": "adam",
     },
 }
-MEASURED = ("tokens_per_second", "mfu", "peak_memory_gib")
+MEASURED = ("tokens_per_second", "peak_memory_gib")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 
 
 def tiny(kind: str, output_dir: Path, **changes: Any) -> TrainConfig:
     """The configuration of a tiny run."""
     values = {**BASE, **KINDS[kind], "output_dir": str(output_dir), **changes}
-    if "model" not in changes and {"init_from", "transformer"} & changes.keys():
-        del values["model"]  # those say what is built
+    if "model" not in changes and "init_from" in changes:
+        del values["model"]
     if "warmup_steps" not in changes:
         values["warmup_steps"] = min(values["warmup_steps"], values["max_steps"])
     return build_config(TrainConfig, values)
@@ -100,10 +105,8 @@ def write_config(config: TrainConfig, path: Path) -> Path:
     return path
 
 
-def train(config: TrainConfig, *, resume: bool = False) -> Trainer:
-    trainer = Trainer(config, resume=resume, quiet=True)
-    trainer.train()
-    return trainer
+def train(config: TrainConfig, *, resume: bool = False) -> Run:
+    return train_run(config, resume=config.output_dir if resume else None)
 
 
 def metrics(output_dir: Path) -> list[dict[str, float]]:
@@ -173,16 +176,48 @@ class Crash(Exception):
     """What a test raises in the middle of a run."""
 
 
-def crash(config: TrainConfig, step: int, monkeypatch: pytest.MonkeyPatch, **how: bool) -> None:
+def crash(
+    config: TrainConfig, step: int, monkeypatch: pytest.MonkeyPatch, *, resume: bool = False
+) -> None:
     """Trains until `step` steps are done, and then raises."""
-    whole = Trainer._train_step
+    whole = Trainer.train_step
 
-    def until(self: Trainer, *, stop: bool) -> dict[str, float]:
+    def until(self: Trainer, *, stop: bool = False) -> dict[str, float]:
         if self.step == step:
             raise Crash
         return whole(self, stop=stop)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_train_step", until)
+        patch.setattr(Trainer, "train_step", until)
         with pytest.raises(Crash):
-            train(config, **how)
+            train(config, resume=resume)
+
+
+def sick(folder: Path, fault: str, kind: str = "reverse", token: int = 3) -> str:
+    """A checkpoint whose model produces values that are not finite for one token.
+
+    Args:
+        folder: to write.
+        fault: `forwards`, in the output; `backwards`, in the gradient alone; `norm`, in its norm.
+        kind: of the run, see `KINDS`.
+        token: the token.
+    """
+    torch.manual_seed(0)
+    changes: dict[str, Any] = {"tie_embeddings": False}
+    changes |= {"vocab_size": 9} if kind == "reverse" else {}
+    # Without norms, which would make the large numbers small again.
+    changes |= {"mixer": MAMBA2["mixer"], "block": "plain"} if fault == "forwards" else {}
+    model = RecurrentLM(build_config(RecurrentConfig, {**KINDS[kind]["model"], **changes}))
+    with torch.no_grad():
+        if fault == "forwards":
+            # The recurrence multiplies three numbers of this order.
+            model.embedding.weight[token] = 1e20
+        else:
+            # The product is of order 1; the gradient of the small factor is the large one.
+            weight = model.cells[0].get_parameter("cell.weight_ih_l0")
+            weight[:, :16] *= 1e37
+            model.embedding.weight.mul_(1e-37)
+            if fault == "backwards":
+                model.head.weight.mul_(1e5)
+    save_model(model, folder)
+    return str(folder)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from longrnn.cells import MIXERS
-from longrnn.errors import UserError
+from longrnn.data import Batch
+from longrnn.data.batch import row_starts
 from longrnn.state import LMState, leaves, take, tree_map
-from longrnn.tasks import Batch
-from longrnn.training.initial_states import INITIAL_STATES, Context, InitialState, uses_streams
+from longrnn.training.initial_states import INITIAL_STATES, Context, InitialState
 from tests.contracts.builders import assert_near, assert_trees_equal, build_model, random_state
 
 cells = pytest.mark.parametrize("mixer", list(MIXERS))
@@ -31,12 +31,8 @@ def policy(
 
 def batch(is_document_start: list[bool] | None = None, rows: int = ROWS) -> Batch:
     tokens = torch.zeros(rows, 3, dtype=torch.long)
-    flags = (
-        torch.ones(rows, dtype=torch.bool)
-        if is_document_start is None
-        else torch.tensor(is_document_start)
-    )
-    return Batch(tokens, tokens, flags)
+    begins = True if is_document_start is None else torch.tensor(is_document_start)
+    return Batch(tokens, tokens, row_starts(tokens, begins))
 
 
 def final(seed: int = 0, mixer: str = "mamba2", rows: int = ROWS) -> LMState:
@@ -139,18 +135,6 @@ def test_pass_shuffles_rows(mixer: str) -> None:
 
 def _flat(state: LMState, row: int) -> torch.Tensor:
     return torch.cat([leaf[row].flatten() for _, leaf in leaves(state.layers)])
-
-
-@pytest.mark.parametrize("rows", [2, 4, 13])
-def test_pass_between_batches_of_other_sizes(rows: int) -> None:
-    """The number of rows may change between steps (batch_tokens)."""
-    found, last = policy("pass", zero_share=0.0), final()
-    found.after(last, 0)
-    state = found.before(batch(rows=rows), 1, 0)
-    known = [_flat(last, row).tolist() for row in range(ROWS)]
-    used = [known.index(_flat(state, row).tolist()) for row in range(rows)]
-    counts = [used.count(row) for row in range(ROWS)]
-    assert max(counts) - min(counts) <= 1
 
 
 @cells
@@ -259,11 +243,3 @@ def test_what_is_not_finite_is_not_handed_on(kind: str, mixer: str, bad: float) 
     state = found.before(batch([False] * ROWS), 1, 0)
     assert all(leaf.isfinite().all() for _, leaf in leaves(state))
     assert sum(is_zero(state)) == (0 if kind == "fitted_noise" else 1)
-
-
-def test_which_policies_use_streams() -> None:
-    """Only `carry` reads documents in streams."""
-    assert [kind for kind in INITIAL_STATES if uses_streams({"kind": kind})] == ["carry"]
-    assert not uses_streams({})
-    with pytest.raises(UserError, match="fitted_noise"):
-        uses_streams({"kind": "fited_noise"})

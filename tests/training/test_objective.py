@@ -1,120 +1,112 @@
-"""The objective equals its definition for every cell, with and without weights and a query."""
+"""The loss of a batch, and of a run's steps, against a loop over tokens."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longrnn.cells import MIXERS
-from longrnn.errors import UserError
+from longrnn import load
+from longrnn.data import TASKS, UNSCORED, Batch
 from longrnn.models import RecurrentLM
-from longrnn.state import LMState, leaves
-from longrnn.tasks import Batch
+from longrnn.state import take
 from longrnn.training.objective import Objective
-from tests.contracts.builders import VOCAB, build_model, generator, random_state, random_tokens
-from tests.devices import GPU, CopyCounter
-from tests.refusals import naming
+from tests.texts import TEXTS
+from tests.training.runs import metrics, tiny, train
 
-TIME, QUERY_LENGTH = 20, 6
-
-
-def batch(*, weighted: bool, query_length: int) -> Batch:
-    randomness = generator(1)
-    targets = torch.randint(VOCAB, (2, TIME), generator=randomness)
-    targets[torch.rand(2, TIME, generator=randomness) < 0.4] = -100
-    weights = torch.rand(2, TIME, generator=randomness) if weighted else None
-    return Batch(random_tokens(2, TIME), targets, torch.ones(2, dtype=torch.bool), weights,
-                 query_length=query_length)  # fmt: skip
+FIRST: dict[str, Any] = {"max_steps": 1, "logging_steps": 1, "warmup_steps": 0, "fill": {}}
 
 
-def defined(model: RecurrentLM, batch: Batch, state: LMState) -> tuple[Tensor, Tensor, LMState]:
-    """The mean over rows of the weighted sum, from all logits; predictions; the carried state."""
-    body = TIME - batch.query_length
-    logits, carried = model(batch.tokens[:, :body], state)
-    logits = torch.cat([logits, model(batch.tokens[:, body:], carried).logits], 1)
-    per_token = F.cross_entropy(logits.transpose(1, 2), batch.targets, reduction="none")
-    scored = (batch.targets != -100).double()
-    weights = scored / scored.sum(1, keepdim=True) if batch.weights is None else batch.weights
-    predictions = logits.argmax(-1).where(batch.targets >= 0, -100)
-    return (per_token * weights).sum(1).mean(), predictions, carried
+def by_token(model: RecurrentLM, batch: Batch) -> Tensor:
+    """The loss of a batch, token after token, each document from the zero state."""
+    losses = []
+    for row in range(len(batch.tokens)):
+        state, weighted = model.init_state(1), []
+        targets = batch.targets[row]
+        scored = targets != UNSCORED
+        weights = scored.double() / scored.sum() if batch.weights is None else batch.weights[row]
+        body = len(targets) - batch.query_length
+        for place, token in enumerate(batch.tokens[row]):
+            if batch.is_token is not None and not batch.is_token[row, place]:
+                continue
+            if place < body and batch.is_document_start[row, place]:
+                state = model.init_state(1)
+            logits, state = model(token.view(1, 1), state)
+            if scored[place]:
+                loss = F.cross_entropy(logits[0].double(), targets[place : place + 1])
+                weighted.append(loss * weights[place])
+        losses.append(torch.stack(weighted).sum())
+    return torch.stack(losses).mean()
 
 
-@pytest.mark.parametrize("kind", sorted(MIXERS))
-@pytest.mark.parametrize(("weighted", "query_length"), [(False, 0), (True, QUERY_LENGTH)])
-def test_against_the_definition(kind: str, weighted: bool, query_length: int) -> None:
-    """Loss, predictions and carried state, which excludes the query, match the definition."""
-    model, given = build_model(kind), batch(weighted=weighted, query_length=query_length)
-    state = random_state(model, 2)
-    loss, predictions, carried = defined(model, given, state)
-    output = Objective(model)([given], state)
-    assert torch.equal(output.predictions[0], predictions)
-    torch.testing.assert_close(output.loss, loss, rtol=1e-6, atol=0)
-    for (name, one), (_, other) in zip(leaves(output.state), leaves(carried), strict=True):
-        assert torch.equal(one, other), name
-    parameters = dict(model.named_parameters())
-    found = torch.autograd.grad(output.loss, list(parameters.values()))
-    expected = torch.autograd.grad(loss, list(parameters.values()))
-    for name, one, other in zip(parameters, found, expected, strict=True):
-        # The weights of the loss are float32 numbers.
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7, msg=name)
-
-
-@pytest.mark.parametrize("kind", sorted(MIXERS))
-def test_bf16_autocast(kind: str) -> None:
-    """Under mixed precision, states and decays keep float32, and the loss stays close."""
-    model, given = (
-        build_model(kind, dtype=torch.float32),
-        batch(weighted=True, query_length=QUERY_LENGTH),
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"kind": "text", "data": TEXTS[:3]},
+        {"kind": "instruct", "data": "pairs.jsonl", "append_eos": False},
+        {"kind": "passkey", "n_keys": 2, "n_queries": 2, "text_weight": 0.3},
+        {"kind": "recall", "vocab_size": 16},
+    ],
+    ids=lambda spec: spec["kind"],
+)
+def test_the_loss_is_that_of_a_loop(
+    spec: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, documents in a row, padding and queries count as the task says."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LONGRNN_CACHE", str(tmp_path / "cache"))
+    Path("pairs.jsonl").write_text(
+        "\n".join(f'{{"prompt": "{k} and", "completion": "{k * "x"}"}}' for k in range(1, 9))
     )
-    state = model.init_state(2)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = Objective(model)([given], state)
-    output.loss.backward()
-    assert output.loss.dtype == torch.float32
-    assert {leaf.dtype for _, leaf in leaves(output.state.layers)} == {torch.float32}
-    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
-    exact = defined(model, given, state)[0].item()
-    assert output.loss.item() == pytest.approx(exact, rel=0.02)
+    task = TASKS.build(spec, None)
+    length = {"text": 700, "passkey": 260, "instruct": 20}.get(spec["kind"], 8)
+    batch = task.sample(3, length=length)
+    mixer = {"kind": "mamba2", "d_state": 4, "head_dim": 8}
+    torch.manual_seed(0)
+    from longrnn import RecurrentConfig
+
+    model = RecurrentLM(RecurrentConfig(task.vocab_size, 8, 2, mixer)).double()
+    found = Objective(model)([batch], model.init_state(3)).loss
+    torch.testing.assert_close(found, by_token(model, batch), rtol=1e-7, atol=0)
+    one = Objective(model)([batch.row(1)], take(model.init_state(3), [1])).loss
+    torch.testing.assert_close(one, by_token(model, batch.row(1)), rtol=1e-7, atol=0)
 
 
-@pytest.mark.parametrize("kind", sorted(MIXERS))
-@pytest.mark.parametrize("query_length", [0, QUERY_LENGTH])
-def test_a_step_does_not_wait_for_the_device(kind: str, query_length: int) -> None:
-    """Two segments, forward and backward: what depends on the batch is counted on the host."""
-    model = build_model(kind).to(GPU)
-    given = batch(weighted=False, query_length=query_length)
-    starts = torch.ones(2, TIME, dtype=torch.bool)
-    starts[:, 1:] = False
-    given = given._replace(is_document_start=starts)
-    objective = Objective(model)
-    (placed,) = objective.placed([given], GPU)
-    with CopyCounter() as counter:
-        output = objective([placed, placed], objective.init_state(2))
-        output.loss.backward()
-    assert counter.copies == []
-    assert output.predictions[0].shape == (2, TIME)
+def test_a_step_descends_the_loss(tmp_path: Path) -> None:
+    """The first loss in the metrics is that of the untrained model on the first batch."""
+    config = tiny("passkey", tmp_path / "run", learning_rate=1e-12, **FIRST)
+    model: Any = train(config).model()
+    batch = TASKS.build(config.task, None).batch(
+        0, range(2), of=2, length=180, seed=0, carried=False
+    )
+    expected = by_token(model, batch).item()
+    assert metrics(tmp_path / "run")[0]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_batch_that_was_counted_before_gives_the_same_step() -> None:
-    """Loss, predictions and gradients have the same bits."""
-    model, given = build_model("gru"), batch(weighted=True, query_length=QUERY_LENGTH)
-    counted = given._replace(n_scored=int((given.targets >= 0).sum()))
-    assert Objective(model).placed([given], GPU)[0].n_scored == counted.n_scored
-    assert counted.rows(0, 1).n_scored is None
-    state, weights = random_state(model, 2), list(model.parameters())
-    outputs = [Objective(model)([one], state) for one in (given, counted)]
-    assert torch.equal(outputs[0].loss, outputs[1].loss)
-    assert torch.equal(outputs[0].predictions[0], outputs[1].predictions[0])
-    gradients = [torch.autograd.grad(output.loss, weights) for output in outputs]
-    for one, other in zip(*gradients, strict=True):
-        assert torch.equal(one, other)
+@pytest.mark.parametrize("kind", ["passkey", "streams"])
+def test_micro_batches_are_one_batch(kind: str, tmp_path: Path) -> None:
+    """Two micro-batches of carried rows give the losses of one batch with all of them."""
+    how: dict[str, Any] = {"max_steps": 4, "logging_steps": 1, "initial_state": {"kind": "carry"}}
+    one = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, **how}
+    two = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **how}
+    for name, changes in (("one", one), ("two", two)):
+        train(tiny(kind, tmp_path / name, **changes))
+    for row, other in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        assert row["tokens"] == other["tokens"]
 
 
-def test_ids_are_checked_before_they_reach_a_gpu() -> None:
-    """There they would end the process."""
-    given = batch(weighted=False, query_length=0)
-    given.tokens[1, 3] = VOCAB
-    with pytest.raises(UserError, match=naming(VOCAB)):
-        Objective(build_model("gru")).placed([given], GPU)
+def test_training_learns(tmp_path: Path) -> None:
+    """A small model learns to copy, and the model that is saved is the one that learned."""
+    task = {"kind": "copy", "vocab_size": 4, "held_out": 8}
+    how = {"max_steps": 400, "learning_rate": 0.02, "per_device_train_batch_size": 32}
+    done = train(tiny("reverse", tmp_path / "run", task=task, length={"max": 3}, **how))
+    assert done.rows[-1]["token_accuracy"] > 0.9
+    batch = TASKS.build(task, None).held_out(8, length=3)
+    model: Any = load(tmp_path / "run")
+    predictions = model(batch.tokens).logits.argmax(-1)
+    assert ((predictions == batch.targets) & batch.answers()).sum() > 0.8 * batch.answers().sum()

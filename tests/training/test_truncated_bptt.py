@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longrnn.cells import MIXERS
+from longrnn.data import Batch
+from longrnn.data.batch import row_starts
 from longrnn.models import RecurrentLM
 from longrnn.state import LMState, leaves, reset, take
-from longrnn.tasks import Batch
 from longrnn.training.objective import Objective
 from tests.contracts.builders import (
     assert_near,
@@ -30,11 +31,15 @@ cells = pytest.mark.parametrize("mixer", list(MIXERS))
 def segments(tokens: Tensor, is_document_start: dict[int, list[bool]]) -> list[Batch]:
     """K segments of rows of K · LENGTH + 1 tokens; document starts by segment, false by default."""
     starts = range(0, K * LENGTH, LENGTH)
+
+    def begins(index: int) -> Tensor:
+        return torch.tensor(is_document_start.get(index, [False] * ROWS))
+
     return [
         Batch(
             tokens[:, start : start + LENGTH],
             tokens[:, start + 1 : start + LENGTH + 1],
-            torch.tensor(is_document_start.get(index, [False] * ROWS)),
+            row_starts(tokens[:, :LENGTH], begins(index)),
             torch.full((ROWS, LENGTH), 1 / LENGTH, dtype=torch.float64),
         )
         for index, start in enumerate(starts)

@@ -10,15 +10,15 @@ import torch
 
 from longrnn import processes
 from longrnn.comparison.suites.base import EVALUATIONS, Evaluation, Measurement, Metric
+from longrnn.data import TASKS
+from longrnn.data.stream import shuffled
 from longrnn.errors import UserError
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.engine import Pair, out_of_reach, score
 from longrnn.intervals import Estimate, paired_share_or_mean, ratio_mean, share_or_mean
 from longrnn.progress import Progress
-from longrnn.ranges import check_count
 from longrnn.results import Results, Row
-from longrnn.tasks import TASKS
-from longrnn.tasks.streams import shuffled
+from longrnn.units import check_count
 
 # Documents whose rows are written together, and whose common beginnings are read once.
 TOGETHER = 64
@@ -43,7 +43,7 @@ class Answers(Evaluation):
         title: see `Evaluation`.
         seed: of the documents that are drawn.
         corpus: a folder that `longrnn data build --instruct` wrote, with the models' tokenizer.
-        part: `all` documents, or `training` or `held_out` ones (`longrnn.tasks.held_out`).
+        part: `all` documents, or `training` or `held_out` ones (`longrnn.data.stream`).
         n: number of documents, or all if there are fewer.
         batch_size: documents in one batch.
     """
@@ -77,7 +77,7 @@ class Answers(Evaluation):
                     f"{first.name} and {other.name} have different tokenizers, and the loss of "
                     f"{self.title} is that per token: give models that share one"
                 )
-        spec = {"kind": "instruct", "corpus": self.corpus, "part": self.part}
+        spec = {"kind": "instruct", "data": self.corpus, "part": self.part}
         task: Any = TASKS.build(spec, first.tokenizer)
         self._documents, self._sha256 = task.documents, task.data_sha256()
         drawn = shuffled(len(task.documents.lengths), f"{self.seed}/answers")

@@ -14,6 +14,8 @@ from longrnn.comparison.suites.base import (
     Metric,
     sorted_lengths,
 )
+from longrnn.data import Passkey
+from longrnn.data.prompts import Needle, keys
 from longrnn.errors import UserError
 from longrnn.evaluation import passkey
 from longrnn.evaluation.passkey_grid import Grid
@@ -21,8 +23,6 @@ from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.engine import out_of_reach
 from longrnn.intervals import Estimate, paired_proportion, proportion
 from longrnn.results import Row
-from longrnn.tasks.passkey import Passkey
-from longrnn.tasks.passkey_documents import Needle, keys
 
 
 @EVALUATIONS.register("passkey")

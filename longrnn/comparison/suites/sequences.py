@@ -13,12 +13,12 @@ from longrnn.comparison.suites.base import (
     Metric,
     sorted_lengths,
 )
+from longrnn.data import TASKS, SequenceTask
 from longrnn.errors import UserError, nearest
 from longrnn.evaluation import sequences
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.engine import out_of_reach
 from longrnn.intervals import paired_share_or_mean, share_or_mean
-from longrnn.tasks import TASKS, SequenceTask
 
 
 @EVALUATIONS.register("task")

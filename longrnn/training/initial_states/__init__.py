@@ -4,7 +4,6 @@ from longrnn.training.initial_states.base import (
     INITIAL_STATES,
     Context,
     InitialState,
-    uses_streams,
 )
 from longrnn.training.initial_states.carried import Carry, Pass
 from longrnn.training.initial_states.noise import FittedNoise, RandomNoise
@@ -17,5 +16,4 @@ __all__ = [
     "InitialState",
     "Pass",
     "RandomNoise",
-    "uses_streams",
 ]

@@ -16,16 +16,18 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from longrnn.errors import UserError
+from longrnn.data import Batch
 from longrnn.registry import Registry
+from longrnn.seeds import mix
 from longrnn.state import LMState, leaves, reset
-from longrnn.tasks import Batch
-from longrnn.training.seeds import mix
+
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Context(NamedTuple):
@@ -60,11 +62,7 @@ class InitialState(ABC):
     streams = False
     whole_states = True
 
-    def __init__(self, context: Context, *, zero_share: float = 0.1) -> None:
-        if not 0 <= zero_share <= 1:
-            raise UserError(
-                f"zero_share must be between 0 and 1, not {zero_share}: set a share such as 0.1"
-            )
+    def __init__(self, context: Context, *, zero_share: Share = 0.1) -> None:
         self.context, self.zero_share = context, zero_share
 
     def before(self, batch: Batch, step: int, micro: int) -> LMState:
@@ -81,13 +79,8 @@ class InitialState(ABC):
     def after(self, state: LMState, micro: int) -> None:  # noqa: B027 (most remember nothing)
         """Receives the states after the last tokens of a micro-batch."""
 
-    def restart(self, rows: Tensor, micro: int) -> None:  # noqa: B027
-        """Makes streams continue from zero.
-
-        Args:
-            rows: `(b,)` bool, which ones.
-            micro: index of their micro-batch.
-        """
+    def forget(self) -> None:  # noqa: B027
+        """Makes carried rows start from zero: a batch between them and their state was left out."""
 
     def content(self) -> dict[str, Tensor]:
         """The remembered tensors, on the CPU; `restore` reads them back."""
@@ -109,12 +102,6 @@ class InitialState(ABC):
 
 
 INITIAL_STATES: Registry[InitialState] = Registry("initial state")
-
-
-def uses_streams(spec: Mapping[str, Any]) -> bool:
-    """Whether the policy that `spec` describes reads documents in streams."""
-    kind = spec.get("kind")
-    return isinstance(kind, str) and INITIAL_STATES[kind].streams
 
 
 @INITIAL_STATES.register("zero")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longrnn.state import LMState, detach, leaves, reset, take, unflatten
-from longrnn.training.initial_states.base import INITIAL_STATES, Context, InitialState
+from longrnn.training.initial_states.base import INITIAL_STATES, Context, InitialState, Share
 
 
 class Remembering(InitialState):
@@ -20,6 +20,9 @@ class Remembering(InitialState):
 
     def after(self, state: LMState, micro: int) -> None:
         self.states[micro] = detach(state)
+
+    def forget(self) -> None:
+        self.states.clear()
 
     def content(self) -> dict[str, Tensor]:
         return {
@@ -46,16 +49,11 @@ class Carry(Remembering):
 
     streams = True
 
-    def __init__(self, context: Context, *, zero_share: float = 0.0) -> None:
+    def __init__(self, context: Context, *, zero_share: Share = 0.0) -> None:
         super().__init__(context, zero_share=zero_share)
 
     def _draw(self, zero: LMState, starts: Tensor, seeds: Sequence[int], micro: int) -> LMState:
         return reset(self.states.get(micro, zero), zero, starts)
-
-    def restart(self, rows: Tensor, micro: int) -> None:
-        if micro in self.states:
-            zero = self.context.init_state(len(rows))
-            self.states[micro] = reset(self.states[micro], zero, rows.to(zero.position.device))
 
 
 @INITIAL_STATES.register("pass")
@@ -70,16 +68,14 @@ class Pass(Remembering):
         zero_share: share of rows that start from zero.
     """
 
-    def __init__(self, context: Context, *, zero_share: float = 0.1) -> None:
+    def __init__(self, context: Context, *, zero_share: Share = 0.1) -> None:
         super().__init__(context, zero_share=zero_share)
 
     def _draw(self, zero: LMState, starts: Tensor, seeds: Sequence[int], micro: int) -> LMState:
         if micro not in self.states:
             return zero
-        rows, last = len(seeds), self.states[micro]
+        last = self.states[micro]
         order = torch.randperm(
             len(last.position), generator=torch.Generator().manual_seed(seeds[0])
         )
-        # With batch_tokens, the number of rows differs from batch to batch.
-        chosen = order.repeat(-(-rows // len(order)))[:rows]
-        return take(last, chosen)._replace(position=zero.position)
+        return take(last, order)._replace(position=zero.position)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from longrnn.errors import UserError
 from longrnn.state import LMState, PyTree, leaves, tree_map, unflatten
-from longrnn.training.initial_states.base import INITIAL_STATES, Context, InitialState
+from longrnn.training.initial_states.base import INITIAL_STATES, Context, InitialState, Share
+
+Momentum = Annotated[float, Field(ge=0, lt=1)]
+Deviation = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @INITIAL_STATES.register("fitted_noise")
@@ -29,13 +32,9 @@ class FittedNoise(InitialState):
     whole_states = False
 
     def __init__(
-        self, context: Context, *, zero_share: float = 0.1, momentum: float = 0.99
+        self, context: Context, *, zero_share: Share = 0.1, momentum: Momentum = 0.99
     ) -> None:
         super().__init__(context, zero_share=zero_share)
-        if not 0 <= momentum < 1:
-            raise UserError(
-                f"momentum must be at least 0 and below 1, not {momentum}: set a number such as 0.9"
-            )
         self.momentum = momentum
         # By leaf: running means of x and x², `(2, units)` float64, both too small by `weight`.
         self.moments: dict[str, Tensor] = {}
@@ -86,10 +85,8 @@ class RandomNoise(InitialState):
 
     whole_states = False
 
-    def __init__(self, context: Context, *, zero_share: float = 0.1, std: float = 0.1) -> None:
+    def __init__(self, context: Context, *, zero_share: Share = 0.1, std: Deviation = 0.1) -> None:
         super().__init__(context, zero_share=zero_share)
-        if not 0 < std < float("inf"):
-            raise UserError(f"std must be above 0 and finite, not {std}: give such a number")
         self.std = std
 
     def _draw(self, zero: LMState, starts: Tensor, seeds: Sequence[int], micro: int) -> LMState:

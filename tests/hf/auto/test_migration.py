@@ -10,8 +10,8 @@ from transformers import Mamba2ForCausalLM
 
 import longrnn
 from longrnn.hf.auto import LongRNNForCausalLM
+from longrnn.hf.packing import document_starts
 from longrnn.ops.rows import Rows
-from longrnn.packing import document_starts
 from tests.contracts.builders import assert_near, random_tokens
 from tests.hf.foreign import causal, native, tokens
 

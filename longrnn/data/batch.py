@@ -1,0 +1,181 @@
+"""Batches to train on, and the contract of a task that makes and scores them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longrnn.errors import UserError
+from longrnn.registry import Registry
+from longrnn.text import Tokenizer
+
+UNSCORED = -100
+
+
+class Batch(NamedTuple):
+    """A batch of training rows.
+
+    Attributes:
+        tokens: `(b, t)` int64, the model's input.
+        targets: `(b, t)` int64, the tokens that the logits at the same place predict; −100 where
+            unscored.
+        is_document_start: `(b, t)` bool, true at the first token of each document. In the first
+            column: whether a row begins anew (false: it continues the row of the last batch). In
+            the others: where one document of a row ends and the next one begins.
+        weights: `(b, t)` weights of the loss, which is the mean over rows of the weighted sum over
+            tokens; by default the mean over a row's scored tokens.
+        answer: `(b, t)` bool, the places that `Task.score` evaluates; by default all scored ones.
+        query_length: the last `query_length` tokens run on a fork of the state; the carried state
+            is the one before them.
+        repeat: `(b,)` int64, repetitions of the tokens before the query in the carried state; by
+            default 1.
+        is_token: `(b, t)` bool, false for the padding at the end of a row, which does not change
+            its state; None where there is none.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    is_document_start: Tensor
+    weights: Tensor | None = None
+    answer: Tensor | None = None
+    query_length: int = 0
+    repeat: Tensor | None = None
+    is_token: Tensor | None = None
+
+    @property
+    def begins(self) -> Tensor:
+        """`(b,)` bool: rows that do not continue the row of the last batch."""
+        return self.is_document_start[:, 0]
+
+    def inner_starts(self) -> Tensor | None:
+        """`is_document_start` without its first column; None where no row has several documents.
+
+        The first column is left out because the state from which a row starts decides there.
+        """
+        if not bool(self.is_document_start[:, 1:].any()):
+            return None
+        starts = self.is_document_start.clone()
+        starts[:, 0] = False
+        return starts
+
+    def answers(self) -> Tensor:
+        """`(b, t)` bool: the places that are scored."""
+        return self.targets != UNSCORED if self.answer is None else self.answer
+
+    def row(self, *indices: int) -> Batch:
+        """Some of the rows."""
+        return self._map(lambda field: field[list(indices)])
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on `device`."""
+        return self._map(lambda field: field.to(device, non_blocking=device.type != "cpu"))
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        fields: list[Any] = [function(f) if isinstance(f, Tensor) else f for f in self]
+        return Batch(*fields)
+
+
+def joined(parts: list[Batch]) -> Batch:
+    """The rows of several batches of one task and length; narrower ones are padded."""
+    if len(parts) == 1:
+        return parts[0]
+    width = max(part.tokens.shape[1] for part in parts)
+    columns: list[Any] = []
+    for name, column in zip(Batch._fields, zip(*parts, strict=True), strict=True):
+        if isinstance(column[0], Tensor) and column[0].ndim == 2:
+            blank = UNSCORED if name == "targets" else 0
+            column = [F.pad(x, (0, width - x.shape[1]), value=blank) for x in column]
+        columns.append(torch.cat(column) if isinstance(column[0], Tensor) else column[0])
+    return Batch(*columns)
+
+
+def row_starts(tokens: Tensor, begins: Tensor | bool = True) -> Tensor:
+    """`Batch.is_document_start` of rows with one document each.
+
+    Args:
+        tokens: `(b, t)`.
+        begins: `(b,)` bool or one for all rows, whether a row begins anew.
+    """
+    starts = torch.zeros(tokens.shape, dtype=torch.bool)
+    starts[:, 0] = begins
+    return starts
+
+
+class Task(ABC):
+    """A source of batches.
+
+    Args of every member's constructor: `tokenizer`, which tasks made of text read and the others
+    ignore; options are keyword-only.
+
+    Attributes:
+        vocab_size: number of ids in use; a model for the task needs at least as many.
+        default_length: the default length of a row.
+        carries: whether rows can continue from batch to batch.
+    """
+
+    vocab_size: int
+    default_length: int = 256
+    carries = False
+
+    @abstractmethod
+    def __init__(self, tokenizer: Tokenizer | None = None) -> None: ...
+
+    @abstractmethod
+    def batch(
+        self, index: int, rows: range, *, of: int, length: int, seed: int, carried: bool
+    ) -> Batch:
+        """Some rows of one batch, a pure function of the arguments.
+
+        Any process can make any rows of any batch: two processes with half of the rows each read
+        what one process with all of them reads.
+
+        Args:
+            index: which batch of the run, counted from 0.
+            rows: which rows of the batch.
+            of: how many rows the batch of all processes has.
+            length: tokens of a row; a task may append a query (`Batch.query_length`).
+            seed: of the run.
+            carried: whether each row continues that of the batch before (needs `carries`).
+
+        Raises:
+            LengthError: rows of this length cannot be made.
+            UserError: there is too little data for so many rows.
+        """
+
+    def sample(self, count: int, *, length: int, seed: int = 0) -> Batch:
+        """Independent training rows."""
+        return self.batch(0, range(count), of=count, length=length, seed=seed, carried=False)
+
+    def held_out(self, count: int, *, length: int) -> Batch:
+        """Rows to validate on, the same ones for every seed."""
+        return self.sample(count, length=length, seed=-1)
+
+    @abstractmethod
+    def score(self, predictions: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Scores by name, `(b',)` float each, of predicted ids `(b, t)`.
+
+        Rows without a place to score may be left out.
+        """
+
+    def longest(self, length: int) -> int | None:
+        """Tokens of the longest document that carried rows may have; None for any number."""
+        raise UserError(
+            f"the task {type(self).__name__} has no documents longer than one row: train it "
+            "with initial_state={kind: zero}"
+        )
+
+    def summary(self, of: int, length: int, carried: bool) -> str:
+        """What it reads, in words, for the first line of a run; may be empty."""
+        return ""
+
+    def data_sha256(self) -> str:
+        """Hash of the texts that batches are made of; empty for tasks without texts."""
+        return ""
+
+
+TASKS: Registry[Task] = Registry("task")

@@ -1,0 +1,195 @@
+"""Builds corpora, and keeps those of training runs in a cache.
+
+A corpus is written beside its place and renamed when it is complete. A build that was killed starts
+again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from longrnn.data.sources import Reading, Source, documents, sources
+from longrnn.data.stream import (
+    DOCUMENTS,
+    HEADER,
+    SCORED,
+    TOKENS,
+    Corpus,
+    Header,
+    digest,
+    read_header,
+)
+from longrnn.errors import UserError
+from longrnn.files import plain_name, sha256, sync_folder, write_atomic
+from longrnn.locks import Lock
+from longrnn.progress import Progress
+from longrnn.text import Tokenizer
+
+
+def corpus_of(
+    data: str | Sequence[str], reading: Reading, tokenizer: Tokenizer, *, quiet: bool = True
+) -> Corpus:
+    """The corpus that `data` is, or that is made of it in the cache.
+
+    The cache is `$LONGRNN_CACHE`, or `~/.cache/longrnn`. Later runs on the same files, with the
+    same tokenizer and options, find it there.
+
+    Raises:
+        UserError: the data is missing or cannot be read.
+    """
+    listed = [data] if isinstance(data, str) else list(data)
+    if len(listed) == 1 and (Path(listed[0]).expanduser() / HEADER).is_file():
+        return Corpus(Path(listed[0]).expanduser())
+    cache = Path(os.environ.get("LONGRNN_CACHE") or Path.home() / ".cache" / "longrnn")
+    identity = _identity(sources(listed), reading, tokenizer)
+    title = plain_name(Path(listed[0]).name)[:40]
+    folder = cache / "corpora" / f"{title}-{identity[:16]}"
+    if not (folder / HEADER).is_file():
+        build(listed, tokenizer, folder, reading=reading, quiet=quiet)
+    return Corpus(folder)
+
+
+def build(
+    data: Sequence[str],
+    tokenizer: Tokenizer,
+    folder: Path,
+    *,
+    reading: Reading,
+    name: str = "",
+    quiet: bool = False,
+) -> Header:
+    """Writes the documents of `data`, in their order, as a corpus.
+
+    Args:
+        data: see `longrnn.data.sources`.
+        tokenizer: makes the ids.
+        folder: where; if it holds a corpus of the same data, options and tokenizer, that stays.
+        reading: see `Reading`.
+        name: by which `load_tokenizer` finds the tokenizer.
+        quiet: print no progress.
+
+    Raises:
+        UserError: a source is missing or cannot be read, there is no document, or `folder` holds
+            something else. Nothing is left behind.
+    """
+    if reading.append_eos and tokenizer.eos_id is None:
+        raise UserError(
+            "the tokenizer has no end-of-sequence token to append: set append_eos=false, or name "
+            "the eos_token in its tokenizer_config.json"
+        )
+    if reading.split_on == "":
+        raise UserError("an empty text splits nothing: give a split_on that is not empty")
+    found = sources(data)
+    identity = _identity(found, reading, tokenizer)
+    with Lock.of_file(folder, instead="choose another --out"):
+        if (folder / HEADER).is_file() and read_header(folder / HEADER).identity == identity:
+            return read_header(folder / HEADER)
+        if folder.exists():
+            raise UserError(f"{folder} exists and is not overwritten: choose another --out")
+        beside = folder.with_name(f".{folder.name}.partial")
+        if beside.exists():
+            print(f"the build of {folder} was interrupted: it starts again", file=sys.stderr)
+            shutil.rmtree(beside)
+        beside.mkdir(parents=True)
+        try:
+            header = _write(found, tokenizer, beside, reading, name, identity, quiet)
+            write_atomic(beside / HEADER, header.text())
+            os.rename(beside, folder)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+        sync_folder(folder.parent)
+    return header
+
+
+def _identity(found: Sequence[Source], reading: Reading, tokenizer: Tokenizer) -> str:
+    # The fingerprint of a tokenizer does not cover its template.
+    template = getattr(getattr(tokenizer, "tokenizer", None), "chat_template", None)
+    used = [asdict(reading), tokenizer.fingerprint(), template if reading.answers else None]
+    return digest([[source.identity() for source in found], *used])
+
+
+def _write(
+    found: Sequence[Source],
+    tokenizer: Tokenizer,
+    folder: Path,
+    reading: Reading,
+    name: str,
+    identity: str,
+    quiet: bool,
+) -> Header:
+    """Writes all files of a corpus but its header, which is returned."""
+    header = Header(
+        tokenizer=name,
+        fingerprint=tokenizer.fingerprint(),
+        vocab_size=tokenizer.vocab_size,
+        documents=0,
+        tokens=0,
+        scored_tokens=0 if reading.answers else None,
+        dropped_documents=0,
+        dropped_tokens=0,
+        identity=identity,
+        sources=[source.name for source in found],
+        sha256={},
+    )
+    sizes = [sum(path.stat().st_size for path in source.files) or None for source in found]
+    total = None if None in sizes else sum(size or 0 for size in sizes)
+    names = [TOKENS, DOCUMENTS, *([SCORED] if reading.answers else [])]
+    count, most = 0, reading.max_tokens or sys.maxsize
+    with (
+        ExitStack() as stack,
+        Progress("corpus (bytes)", total, unit="tokens", quiet=quiet) as progress,
+    ):
+        columns = [stack.enter_context(open(folder / one, "wb")) for one in names]
+        for source, size in zip(found, sizes, strict=True):
+            left = size or sys.maxsize
+            for document in documents(source, tokenizer, reading):
+                if header.tokens >= most:
+                    break
+                count += 1
+                ids, scored = document.ids, document.scored
+                read = min(left, document.size)  # a compressed table has more text than bytes
+                left -= read
+                progress.advance(read, len(ids), Path(source.name).name)
+                if len(ids) < reading.min_length or (reading.answers and not scored[1:].any()):
+                    header.dropped_documents += 1
+                    header.dropped_tokens += len(ids)
+                    continue
+                if not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
+                    raise UserError(
+                        f"the tokenizer gave the id {ids.max()} and has only "
+                        f"{tokenizer.vocab_size}: use another tokenizer"
+                    )
+                header.documents += 1
+                header.tokens += len(ids)
+                values = (ids.astype(header.dtype), np.array([header.tokens], "<u8"), scored)
+                for column, one in zip(columns, values, strict=False):
+                    column.write(one.tobytes())
+                if header.scored_tokens is not None:
+                    header.scored_tokens += int(scored.sum())
+            if size:
+                progress.advance(left, 0, Path(source.name).name)
+        for column in columns:
+            column.flush()
+            os.fsync(column.fileno())
+    if reading.split_on is not None and count == len(found):
+        raise UserError(
+            f"{reading.split_on!r} is in none of the files: write what separates their documents "
+            r"(a file with the line ends of Windows has \r\n where others have \n)"
+        )
+    if not header.documents:
+        answer = " and an answer" if reading.answers else ""
+        raise UserError(
+            f"no document has {reading.min_length} tokens or more{answer} "
+            f"({header.dropped_documents:,} were dropped): give other files or a smaller "
+            "--min-length"
+        )
+    header.sha256 = {one: sha256(folder / one) for one in names}
+    return header

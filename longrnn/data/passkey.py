@@ -1,0 +1,300 @@
+"""Passkey retrieval: recall one of the five-digit keys in a long filler (arXiv 2305.16300).
+
+Notable choices:
+- Prompts are put together from token ids, so that a prompt has exactly the requested length with
+  any tokenizer.
+- Keys are split by a hash into those to train on and those to evaluate. A split by a digit would
+  train a model that can never generate that digit.
+- Several keys in a text are numbered, with the number next to the digits: this measures memory, not
+  reading.
+- In a document that continues over segments the question runs on a fork of the state, so the key
+  must be remembered from its own line. It follows 0, 1, 2, 4, 8, … segments after that line: with a
+  question at every step, the weights would memorize the key instead of the state.
+- A segment that holds only filler may be repeated in closed form (see `longrnn.training.repeat`),
+  so that few segments represent a long document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from longrnn.data.batch import TASKS, UNSCORED, Batch, Task, row_starts
+from longrnn.data.prompts import FILLER, Needle, PasskeyPrompts, draw_needles, read
+from longrnn.errors import UserError
+from longrnn.seeds import mix
+from longrnn.text import ByteTokenizer, Tokenizer, read_text
+
+Count = Annotated[int, Field(ge=1)]
+Keys = Annotated[int, Field(ge=1, le=9)]
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Document(NamedTuple):
+    """A document that continues over segments.
+
+    Attributes:
+        start: the index of its first batch.
+        needles: its keys, all in one segment.
+        asked: indices of the needles that the questions name, in their order.
+        key_segment: index of the segment that holds them.
+        repeats: repetitions of each segment.
+        filler: index in the filler at which the document begins.
+    """
+
+    start: int
+    needles: list[Needle]
+    asked: list[int]
+    key_segment: int
+    repeats: list[int]
+    filler: int
+
+    @property
+    def end(self) -> int:
+        """The index of the batch after its last segment."""
+        return self.start + len(self.repeats)
+
+    def asks(self, index: int) -> bool:
+        """Whether the question follows the segment `index`."""
+        since = index - self.key_segment
+        return since >= 0 and since & (since - 1) == 0
+
+
+@TASKS.register("passkey")
+class Passkey(PasskeyPrompts, Task):
+    """Recall a key across filler.
+
+    With a header `H…`, the filler `f…`, the key line `K…`, and the question `Q…`, one row is
+
+        tokens   H H f f f K K f f f f f Q Q   4 2 7 1
+        targets  H f f f K K f f f f f Q Q _ 4 2 7 1 9
+        answer   . . . . . . . . . . . . . x x x x x x
+
+    where the prompt (up to and including Q) has exactly `length` tokens, the targets are the next
+    tokens, and `_` stands for the space before the key.
+
+    Args:
+        tokenizer: any; bytes by default.
+        answer_weight: the loss is text_weight · (mean over the text) + answer_weight · (mean over
+            the answer).
+        text_weight: see answer_weight.
+        n_keys: number of keys in a text; or a list to draw it from.
+        n_queries: number of keys that training queries, one question with its answer after another
+            and no key twice; a text with fewer keys queries all of them.
+        min_segments: length of the shortest document of carried rows, in segments.
+        max_segments: length of the longest one; lengths are log-uniform.
+        max_repeat: largest number of repetitions of a segment of filler, log-uniform. Above 1 only
+            for cells with a linear recurrence.
+        grow_steps: batches over which the longest document grows from `min_segments` to
+            `max_segments`, and repetitions from 1 to `max_repeat`.
+        filler: UTF-8 text files for the filler, repeated from a random start; `FILLER` by default.
+        numbers_every: inserts a random number between two words of the filler, one per this many
+            characters on average; none by default.
+    """
+
+    carries = True
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None = None,
+        *,
+        answer_weight: Weight = 1.0,
+        text_weight: Weight = 1.0,
+        n_keys: Keys | Annotated[list[Keys], Field(min_length=1)] = 1,
+        n_queries: Count = 1,
+        min_segments: Count = 1,
+        max_segments: Count = 64,
+        max_repeat: Count = 1,
+        grow_steps: Annotated[int, Field(ge=0)] = 0,
+        filler: str | list[str] | None = None,
+        numbers_every: Count | None = None,
+    ) -> None:
+        if min_segments > max_segments:
+            raise UserError(
+                f"passkey: min_segments={min_segments} is above max_segments={max_segments}: set "
+                "them in this order"
+            )
+        tokenizer = tokenizer or ByteTokenizer()
+        self.vocab_size = tokenizer.vocab_size
+        self.n_keys = [n_keys] if isinstance(n_keys, int) else n_keys
+        self.answer_weight, self.text_weight = answer_weight, text_weight
+        self.n_queries, self.grow_steps, self.max_repeat = n_queries, grow_steps, max_repeat
+        self.min_segments, self.max_segments = min_segments, max_segments
+        files = [filler] if isinstance(filler, str) else filler or []
+        text = "".join(read_text(Path(file).expanduser())[0] for file in files) or FILLER
+        text = text if numbers_every is None else with_numbers(text, numbers_every)
+        super().__init__(tokenizer, text, max(self.n_keys))
+        self.own_filler = bool(files)
+        self._sha256 = hashlib.sha256(text.encode()).hexdigest() if files else ""
+        self._streams: dict[tuple[int, int], list[Document]] = {}
+
+    def batch(
+        self, index: int, rows: range, *, of: int, length: int, seed: int, carried: bool
+    ) -> Batch:
+        """See `Task.batch`; a carried segment has `length` tokens, and the question is a fork."""
+        if carried:
+            return self._segments(index, rows, length, seed)
+        first = torch.Generator().manual_seed(mix(seed, index, 0))
+        rng = random.Random(int(torch.randint(2**62, (), generator=first)))
+        prompts, chosen = [], []
+        for row in range(rows.stop):
+            needles = draw_needles(rng, rng.choice(self.n_keys))
+            asked = self._queried(rng, len(needles))
+            start = rng.randrange(self.n_filler) if self.own_filler else 0
+            if row >= rows.start:
+                prompts.append(self.prompt_of(needles, asked[0], length=length, start=start))
+                chosen.append([needles[one] for one in asked])
+        return self._batch(prompts, chosen, [True] * len(rows), [True] * len(rows))
+
+    def longest(self, length: int) -> int | None:
+        return self.max_segments * length
+
+    def data_sha256(self) -> str:
+        return self._sha256
+
+    def score(self, predictions: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """`accuracy`: the share of whole keys that are right, in rows with a question."""
+        answer = batch.answers()
+        begins = answer & ~F.pad(answer, (1, 0))[:, :-1]
+        # Places outside the answers belong to answer 0, which is left out.
+        which = begins.cumsum(1) * answer
+        n_answers = begins.sum(1)
+        right = torch.ones(len(answer), int(n_answers.max()) + 1)
+        right.scatter_reduce_(1, which, (predictions == batch.targets).float(), "amin")
+        counted = torch.arange(1, right.shape[1]) <= n_answers[:, None]
+        share = (right[:, 1:] * counted).sum(1) / n_answers
+        return {"accuracy": share[n_answers > 0]}
+
+    def _queried(self, rng: random.Random, count: int) -> list[int]:
+        """Indices of the keys that are queried in a text of `count` keys, in their order."""
+        # A sample of one would draw other numbers than the recorded runs with one query did.
+        if self.n_queries == 1:
+            return [rng.randrange(count)]
+        return rng.sample(range(count), min(self.n_queries, count))
+
+    def _batch(
+        self,
+        prompts: list[Tensor],
+        chosen: list[list[Needle]],
+        begins: list[bool],
+        asked: list[bool],
+        *,
+        fork: int | None = None,
+    ) -> Batch:
+        """Prompts followed by their answers; rows without a question have no target in the answer.
+
+        A prompt ends with the question about the first of its chosen needles. Questions about the
+        others and their answers follow. Tokens from index `fork` on run on a fork of the state.
+        """
+        rows = [self._queries(*row) for row in zip(prompts, chosen, strict=True)]
+        width = max(len(ids) for ids, _ in rows)
+        ids = torch.zeros(len(rows), width, dtype=torch.long)
+        targets = torch.full((len(rows), width - 1), UNSCORED)
+        answer_mask = torch.zeros(len(rows), width - 1, dtype=torch.bool)
+        for row, (own, answers) in enumerate(rows):
+            ids[row, : len(own)] = own
+            last = len(own) if asked[row] else len(prompts[row])
+            targets[row, : last - 1] = own[1:last]
+            for start, stop in answers:
+                answer_mask[row, start - 1 : stop - 1] = asked[row]
+        if fork is not None:
+            # The segment is followed by both the question and more filler: it has no target.
+            targets[:, fork - 1] = UNSCORED
+        scored = (targets != UNSCORED).float()
+        weights = self.text_weight * scored / scored.sum(1, keepdim=True)
+        per_answer = answer_mask.float() / answer_mask.sum(1, keepdim=True).clamp(min=1)
+        weights = weights + self.answer_weight * per_answer
+        query_length = 0 if fork is None else width - 1 - fork
+        starts = row_starts(targets, torch.tensor(begins))
+        return Batch(ids[:, :-1], targets, starts, weights, answer_mask, query_length)
+
+    def _queries(
+        self, prompt: Tensor, needles: Sequence[Needle]
+    ) -> tuple[Tensor, list[tuple[int, int]]]:
+        """A prompt with all its queries, and the [start, stop) of each answer in it."""
+        parts, answers, end = [prompt], [], len(prompt)
+        for index, needle in enumerate(needles):
+            for part in [*([self.question(needle)] if index else []), self.answer(needle)]:
+                parts.append(part)
+                end += len(part)
+            answers.append((end - len(parts[-1]), end))
+        return torch.cat(parts), answers
+
+    # Documents that continue over segments
+
+    def _segments(self, index: int, rows: range, length: int, seed: int) -> Batch:
+        bodies, chosen, begins, asked, repeat = [], [], [], [], []
+        for row in rows:
+            document = self._document(row, index, seed)
+            place = index - document.start
+            needles = [document.needles[which] for which in document.asked]
+            bodies.append(
+                torch.cat([self._body(document, place, length), self.question(needles[0])])
+            )
+            chosen.append(needles)
+            begins.append(place == 0)
+            asked.append(document.asks(place))
+            repeat.append(document.repeats[place])
+        batch = self._batch(bodies, chosen, begins, asked, fork=length)
+        return batch if set(repeat) == {1} else batch._replace(repeat=torch.tensor(repeat))
+
+    def _document(self, row: int, index: int, seed: int) -> Document:
+        """The document that a row reads in a batch."""
+        documents = self._streams.setdefault((seed, row), [])
+        while not documents or documents[-1].end <= index:
+            start = documents[-1].end if documents else 0
+            documents.append(self._draw(start, random.Random(f"{seed}/{row}/{len(documents)}")))
+        return next(d for d in reversed(documents) if d.start <= index)
+
+    def _draw(self, start: int, rng: random.Random) -> Document:
+        """The document that begins in batch `start`."""
+        grown = min(1.0, start / self.grow_steps) if self.grow_steps else 1.0
+        span = (self.max_segments + 1) / self.min_segments
+        segments = int(self.min_segments * span ** (grown * rng.random()))
+        # Half of the documents begin with their key, so that the longest distances occur too.
+        key_segment = rng.choice([0, rng.randrange(segments)])
+        needles = draw_needles(rng, rng.choice(self.n_keys))
+        # The beginning of a document and its keys are not repeated.
+        repeats = [
+            1 if one in (0, key_segment) else int(self.max_repeat ** (grown * rng.random()))
+            for one in range(segments)
+        ]
+        asked = self._queried(rng, len(needles))
+        return Document(start, needles, asked, key_segment, repeats, rng.randrange(self.n_filler))
+
+    def _body(self, document: Document, index: int, length: int) -> Tensor:
+        """The `length` tokens of segment `index`, as in one long prompt."""
+        head = self._header if index == 0 else self._header[:0]
+        here = document.needles if index == document.key_segment else []
+        earlier = self.n_header if index > 0 else 0
+        if index > document.key_segment:
+            earlier += sum(len(self.line(needle)) for needle in document.needles)
+        start = document.filler + index * length - earlier
+        return torch.cat([head, read(self.hidden(here, start, length - len(head), length))])
+
+
+def with_numbers(text: str, every: int) -> str:
+    """A text with numbers of one to six digits between its words, the same ones every time.
+
+    In most texts digits are rare. A model can then remember every digit to remember a key, which
+    fails in a text with many other digits.
+
+    Args:
+        text: any text.
+        every: characters of the text per number, on average.
+    """
+    rng = random.Random(every)
+    words = text.split(" ")
+    share = len(text) / len(words) / every
+    return " ".join(
+        f"{word} {rng.randrange(10 ** rng.randint(1, 6))}" if rng.random() < share else word
+        for word in words
+    )

@@ -1,0 +1,219 @@
+"""Prompts of passkey retrieval, put together from token ids; see `longrnn.data.passkey`."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longrnn.errors import LengthError, UserError
+from longrnn.text import Tokenizer
+
+HEADER = "Something important is hidden in the text below. Remember it.\n"
+FILLER = (
+    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+)
+KEY_LINE = "\nThe passkey is {key}. Remember it. {key} is the passkey.\n"
+QUESTION = "\nWhat is the passkey? The passkey is"
+ANSWER = " {key}"
+NUMBERED_KEY_LINE = "\nPasskey {number}:{key}. Remember it. {number}:{key}.\n"
+NUMBERED_QUESTION = "\nWhat is passkey {number}? Passkey {number}:"
+NUMBERED_ANSWER = "{key}"
+
+
+class RepeatedTokens(NamedTuple):
+    """`size` tokens of `tokens` `(n,)` from `start` on, over and over."""
+
+    tokens: Tensor
+    start: int
+    size: int
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Its own tokens `start` up to `stop`."""
+        index = torch.arange(self.start + start, self.start + stop) % len(self.tokens)
+        return self.tokens[index]
+
+
+def whole(tokens: Tensor) -> RepeatedTokens:
+    """All of `tokens`, once."""
+    return RepeatedTokens(tokens, 0, len(tokens))
+
+
+def length(spans: Sequence[RepeatedTokens]) -> int:
+    """Tokens of spans laid end to end."""
+    return sum(span.size for span in spans)
+
+
+def read(spans: Sequence[RepeatedTokens], start: int = 0, stop: int | None = None) -> Tensor:
+    """Tokens `start` up to `stop` of spans laid end to end, `(stop − start,)`."""
+    stop = length(spans) if stop is None else stop
+    parts, begin = [torch.empty(0, dtype=torch.long)], 0
+    for span in spans:
+        low, high = max(start - begin, 0), min(stop - begin, span.size)
+        if low < high:
+            parts.append(span.read(low, high))
+        begin += span.size
+    return torch.cat(parts)
+
+
+class Needle(NamedTuple):
+    """A key in its line.
+
+    Attributes:
+        key: five digits.
+        depth: where the line stands in the filler around it, from 0 (its start) to 1 (its end).
+        number: by which the question names it; 0 for the only key of a text.
+    """
+
+    key: str
+    depth: float
+    number: int = 0
+
+
+@lru_cache(maxsize=2)
+def keys(held_out: bool) -> tuple[str, ...]:
+    """All keys of one side of the split, in order: one in eight is kept for evaluation."""
+
+    def is_held_out(key: str) -> bool:
+        return hashlib.sha256(key.encode()).digest()[0] % 8 == 0
+
+    return tuple(k for k in (f"{i:05d}" for i in range(100_000)) if is_held_out(k) == held_out)
+
+
+def draw_needles(rng: random.Random, count: int, *, held_out: bool = False) -> list[Needle]:
+    """`count` different keys at random depths, numbered from 1 where there are several."""
+    return numbered([(key, rng.random()) for key in rng.sample(keys(held_out), count)])
+
+
+def numbered(placed: Sequence[tuple[str, float]]) -> list[Needle]:
+    """Keys and their depths as needles, numbered from 1 where there are several."""
+    numbers = range(1, len(placed) + 1) if len(placed) > 1 else [0]
+    return [Needle(key, depth, n) for (key, depth), n in zip(placed, numbers, strict=True)]
+
+
+def is_recalled(generated: str, key: str) -> bool:
+    """Whether a generated answer begins with the key, the criterion of every passkey score."""
+    return generated.strip().startswith(key)
+
+
+class PasskeyPrompts:
+    """Builds prompts of an exact number of tokens.
+
+    Args:
+        tokenizer: makes the ids.
+        filler: the text between the keys, repeated as often as needed.
+        most_keys: the largest number of keys in one text.
+
+    Attributes:
+        n_filler: tokens of filler before it repeats.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, filler: str, most_keys: int) -> None:
+        self.tokenizer, self.most_keys = tokenizer, most_keys
+        self._known: dict[str, Tensor] = {}
+        self._header, self._filler = self.ids(HEADER), self.ids(filler)
+        self.n_header, self.n_filler = len(self._header), len(self._filler)
+        if self.n_filler == 0:
+            raise UserError("passkey needs a filler: name text files, or leave filler out")
+
+    def prompt(self, key: str, *, length: int, depth: float) -> Tensor:
+        """One prompt of exactly `length` tokens about one key, see `prompt_of`."""
+        return self.prompt_of([Needle(key, depth)], 0, length=length)
+
+    def prompt_of(
+        self, needles: Sequence[Needle], queried: int, *, length: int, start: int = 0
+    ) -> Tensor:
+        """One prompt of exactly `length` tokens.
+
+        Args:
+            needles: the keys.
+            queried: index of the key that the question names.
+            length: number of tokens with the question, without the answer.
+            start: where in the filler the prompt begins.
+
+        Raises:
+            LengthError: the length is too short for the keys.
+        """
+        context = self.context(needles, queried, length=length, start=start)
+        return torch.cat([read(context), self.question(needles[queried])])
+
+    def context(
+        self, needles: Sequence[Needle], queried: int, *, length: int, start: int = 0
+    ) -> list[RepeatedTokens]:
+        """The part of `prompt_of` before the question: the header, then filler and keys."""
+        room = length - self.n_header - len(self.question(needles[queried]))
+        return [whole(self._header), *self.hidden(needles, start, room, length)]
+
+    def question(self, needle: Needle) -> Tensor:
+        """The ids of the question, `(q,)`."""
+        text = NUMBERED_QUESTION.format(number=needle.number) if needle.number else QUESTION
+        if text not in self._known:
+            self._known[text] = self.ids(text)
+        return self._known[text]
+
+    def answer(self, needle: Needle) -> Tensor:
+        """The ids of the right answer, `(k,)`."""
+        return self.ids((NUMBERED_ANSWER if needle.number else ANSWER).format(key=needle.key))
+
+    def line(self, needle: Needle) -> Tensor:
+        """The ids of the line that states a key."""
+        form = NUMBERED_KEY_LINE if needle.number else KEY_LINE
+        return self.ids(form.format(key=needle.key, number=needle.number))
+
+    def needle_at(self, key: str, insert_at: int, *, length: int) -> Needle:
+        """The single key of a prompt of `length` tokens, after `insert_at` tokens of filler.
+
+        Raises:
+            LengthError: the length is too short.
+        """
+        free = self.free(key, length)
+        if not 0 <= insert_at <= free:
+            raise LengthError(
+                f"{insert_at} tokens of filler before a key need a longer prompt: use a length of "
+                f"{length - free + insert_at} or more"
+            )
+        # `hidden` multiplies by `free` and rounds: a quotient of integers comes back exactly.
+        return Needle(key, insert_at / free if free else 0.0)
+
+    def free(self, key: str, length: int) -> int:
+        """Tokens of filler in a prompt of `length` tokens with this key; negative if too short."""
+        alone = Needle(key, 0.0)
+        return length - self.n_header - len(self.line(alone)) - len(self.question(alone))
+
+    def least_length(self) -> int:
+        """The shortest length that has room for any keys."""
+        held_out = keys(True)
+        return max(self._least(held_out[i : i + 9]) for i in range(0, len(held_out) - 9, 97))
+
+    def _least(self, chosen: Sequence[str]) -> int:
+        needles = numbered([(key, 0.5) for key in chosen[: self.most_keys]])
+        lines = sum(len(self.line(needle)) for needle in needles)
+        return self.n_header + lines + len(self.question(needles[-1]))
+
+    def hidden(
+        self, needles: Sequence[Needle], start: int, room: int, length: int
+    ) -> list[RepeatedTokens]:
+        """`room` tokens of filler and key lines; `start` counts through the filler."""
+        lines = [self.line(needle) for needle in needles]
+        free = room - sum(map(len, lines))
+        if free < 0:
+            raise LengthError(
+                f"the keys of a passkey text need at least {length - free} tokens with this "
+                f"tokenizer, not {length}: use a greater length, or fewer keys"
+            )
+        parts, before = [], 0
+        for index in sorted(range(len(needles)), key=lambda i: needles[i].depth):
+            place = round(needles[index].depth * free)
+            parts += [RepeatedTokens(self._filler, start + before, place - before)]
+            parts += [whole(lines[index])]
+            before = place
+        return [*parts, RepeatedTokens(self._filler, start + before, free - before)]
+
+    def ids(self, text: str) -> Tensor:
+        """The ids of a text."""
+        return torch.tensor(self.tokenizer.encode(text), dtype=torch.long)

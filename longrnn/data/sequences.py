@@ -1,0 +1,243 @@
+"""Random sequences with one right answer (arXiv 2402.00236).
+
+A task is one function `rule`, from sequences to input tokens and targets; the drawings use V = 10,
+`?` for the query token (id V) and `.` for an unscored target. None is autoregressive: query tokens
+stand where the answer is predicted.
+
+What is evaluated is drawn once from a seed of its own, and training draws again where it hits one
+of these sequences. Draws are independent: only so are mean scores unbiased, and their intervals
+those of independent samples, for every task whose sequences are not equally likely.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Annotated, NamedTuple
+
+import torch
+from pydantic import Field
+from rapidfuzz.distance import DamerauLevenshtein
+from torch import Tensor
+
+from longrnn.data.batch import TASKS, UNSCORED, Batch, Task, row_starts
+from longrnn.errors import LengthError
+from longrnn.seeds import check_seed, mix, seeded
+from longrnn.text import Tokenizer
+
+Vocabulary = Annotated[int, Field(ge=2)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Condition(NamedTuple):
+    """Where the tokens of a test sequence are drawn from, uniformly.
+
+    Attributes:
+        name: of the condition; None where the task has only one.
+        target: ids of the token that the test is about.
+        disturbants: ids of all other tokens.
+    """
+
+    name: str | None
+    target: range
+    disturbants: range
+
+
+class SequenceTask(Task):
+    """Random sequences over V tokens, of which some are held out of training.
+
+    Members write `rule`; where their sequences are not uniform, also `draw`, `count` and `check`.
+
+    Args:
+        tokenizer: ignored.
+        vocab_size: V.
+        held_out: sequences kept for evaluation; training rejects them.
+        seed: of the held-out sequences.
+
+    Attributes:
+        n_tokens: V.
+        query: the id of the query token, V; a task without one has V ids.
+    """
+
+    default_length = 64
+    has_query = True
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None = None,
+        *,
+        vocab_size: Vocabulary = 32,
+        held_out: Count = 1024,
+        seed: int = 0,
+    ) -> None:
+        self.n_tokens = self.query = vocab_size
+        self.vocab_size = vocab_size + self.has_query
+        self.n_held_out, self.seed = held_out, check_seed(seed)
+        self._held_out: dict[int, tuple[Tensor, set[bytes]]] = {}
+
+    @abstractmethod
+    def rule(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Input tokens and targets of sequences `x` as `draw` gives them."""
+
+    def draw(self, n: int, length: int, generator: torch.Generator) -> Tensor:
+        """`n` sequences as they are drawn in training, a row of int64 each."""
+        return torch.randint(self.n_tokens, (n, length), generator=generator)
+
+    def count(self, length: int) -> int:
+        """How many sequences of a length there are for evaluation to choose from."""
+        return self.n_tokens**length
+
+    def check(self, length: int) -> None:
+        """Raises LengthError for a length that the task does not have."""
+        if length < 1:
+            raise LengthError(
+                f"a sequence has at least 1 token, not {length}: use a greater length"
+            )
+
+    def options(self) -> dict[str, int | float]:
+        """What the held-out sequences depend on, beside their length."""
+        return {"vocab_size": self.n_tokens, "seed": self.seed, "held_out": self.n_held_out}
+
+    def conditions(self) -> list[Condition]:
+        """The conditions of the test; held-out sequences take them in turn."""
+        return [Condition(None, range(self.n_tokens), range(self.n_tokens))]
+
+    def frequency_classes(self) -> dict[str, range]:
+        """Ids of the `frequent` and of the `rare` tokens; empty if all are equally frequent."""
+        return {}
+
+    def condition(self, index: int) -> str | None:
+        """Name of the condition of held-out sequence `index`; None where there is only one."""
+        conditions = self.conditions()
+        return conditions[index % len(conditions)].name
+
+    def batch(
+        self, index: int, rows: range, *, of: int, length: int, seed: int, carried: bool
+    ) -> Batch:
+        _, forbidden = self._evaluation_set(length)
+        generator = torch.Generator().manual_seed(mix(seed, index, 0))
+        x = self.draw(of, length, generator)
+        for values in x.numpy():  # views: what is written here is written to x
+            while values.tobytes() in forbidden:
+                values[:] = self.draw(1, length, generator)[0].numpy()
+        return self._batch(x[rows.start : rows.stop])
+
+    def held_out(self, count: int, *, length: int) -> Batch:
+        return self.evaluation_batch(0, count, length=length)
+
+    def evaluation_batch(self, start: int, stop: int, *, length: int) -> Batch:
+        """Held-out sequences `start` up to `stop`."""
+        return self._batch(self._evaluation_set(length)[0][start:stop])
+
+    def width(self, length: int) -> int:
+        """Tokens of a row, at a length that `batch` takes."""
+        return self.evaluation_batch(0, 1, length=length).tokens.shape[1]
+
+    def score(self, predictions: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """`token_accuracy`, `exact_match` and `edit_distance` (Damerau–Levenshtein, in tokens)."""
+        scored = batch.answers()
+        right = (predictions == batch.targets) & scored
+        distances = [
+            DamerauLevenshtein.distance(predicted[mask].tolist(), target[mask].tolist())
+            for predicted, target, mask in zip(predictions, batch.targets, scored, strict=True)
+        ]
+        return {
+            "token_accuracy": right.sum(1) / scored.sum(1),
+            "exact_match": (right | ~scored).all(1).float(),
+            "edit_distance": torch.tensor(distances, dtype=torch.float32),
+        }
+
+    def _batch(self, x: Tensor) -> Batch:
+        tokens, targets = self.rule(x)
+        return Batch(tokens, targets, row_starts(tokens))
+
+    def _draw_held_out(self, length: int, generator: torch.Generator) -> Tensor:
+        return self.draw(self.n_held_out, length, generator)
+
+    def _evaluation_set(self, length: int) -> tuple[Tensor, set[bytes]]:
+        """The held-out sequences of one length, also as a set of their bytes."""
+        if length not in self._held_out:
+            self.check(length)
+            if self.count(length) < 2 * self.n_held_out:
+                raise LengthError(
+                    f"with vocab_size={self.n_tokens} there are only {self.count(length)} "
+                    f"sequences of length {length}: hold out at most half of them, not "
+                    f"held_out={self.n_held_out}"
+                )
+            rows = self._draw_held_out(length, seeded(self.seed))
+            self._held_out[length] = rows, {row.tobytes() for row in rows.numpy()}
+        return self._held_out[length]
+
+
+class Transduction(SequenceTask):
+    """A sequence, then as many query tokens that predict the answer."""
+
+    @abstractmethod
+    def answer(self, x: Tensor) -> Tensor:
+        """The answer to `x` `(n, length)`, of the same shape."""
+
+    def rule(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        queries, unscored = torch.full_like(x, self.query), torch.full_like(x, UNSCORED)
+        return torch.cat([x, queries], 1), torch.cat([unscored, self.answer(x)], 1)
+
+
+@TASKS.register("copy")
+class Copy(Transduction):
+    """Repeat a sequence.
+
+    tokens   7 1 4 ? ? ?
+    targets  . . . 7 1 4
+    """
+
+    def answer(self, x: Tensor) -> Tensor:
+        return x
+
+
+@TASKS.register("reverse")
+class Reverse(Transduction):
+    """Repeat a sequence in reverse order.
+
+    tokens   7 1 4 ? ? ?
+    targets  . . . 4 1 7
+    """
+
+    def answer(self, x: Tensor) -> Tensor:
+        return x.flip(1)
+
+
+@TASKS.register("sort")
+class Sort(Transduction):
+    """Repeat the tokens of a sequence in the order of their ids.
+
+    tokens   7 1 4 1 ? ? ? ?
+    targets  . . . . 1 1 4 7
+    """
+
+    def answer(self, x: Tensor) -> Tensor:
+        return x.sort(dim=1).values
+
+
+@TASKS.register("delayed_sum")
+class DelayedSum(SequenceTask):
+    """At each token of the second half, its sum with the mirrored token of the first, modulo V.
+
+    tokens   7 1 4 2 5 8
+    targets  . . . 6 6 5
+
+    `length` counts both halves and is even.
+    """
+
+    default_length = 16
+    has_query = False
+
+    def check(self, length: int) -> None:
+        super().check(length)
+        if length % 2:
+            raise LengthError(
+                f"delayed_sum has two equal halves, so its length is even, not {length}: take "
+                f"a length of {length + 1}"
+            )
+
+    def rule(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = x.chunk(2, dim=1)
+        answer = (first.flip(1) + second) % self.n_tokens
+        return x, torch.cat([torch.full_like(first, UNSCORED), answer], 1)

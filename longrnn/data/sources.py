@@ -1,0 +1,292 @@
+"""Reads documents from text files, tables and datasets, and tokenizes them.
+
+A source is
+
+- a text file, which is one document, or several with a separator;
+- a `.jsonl`, `.json`, `.csv` or `.parquet` file, with one document per row;
+- a folder with tables, as `datasets.load_dataset` reads it; a folder of `save_to_disk`; any other
+  folder stands for the text files in it and below;
+- the name of a dataset on the Hugging Face Hub, which is streamed.
+
+A document is a text; or a `prompt` with its `completion`, or `messages`, a list of
+`{"role": …, "content": …}` that goes through the chat template of the tokenizer. Prompt and
+completion are tokenized separately, as they are when a model answers a prompt.
+
+Notable choice: a text is tokenized in pieces of about a million characters that end at a line end
+whose next line does not begin with a space: no common tokenizer has a token across such a border.
+Many pieces at a time are given to the tokenizer, whose fast form then uses all cores.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longrnn.data.stream import HEADER
+from longrnn.errors import UserError
+from longrnn.files import one_line
+from longrnn.text import TEXT_SUFFIXES, Tokenizer, files_below, read_text
+
+PIECE_CHARACTERS, PIECES = 2**20, 64
+# The formats of tables, as `datasets` names them, by suffix. In folders .json is left out, where it
+# is as often a configuration.
+TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+# Files by which a folder of `save_to_disk` of the datasets library is known.
+SAVED = ("state.json", "dataset_dict.json")
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How documents are made of data.
+
+    Attributes:
+        answers: whether documents are prompts with answers, and not texts.
+        split, subset, revision: of datasets.
+        text_column: of tables.
+        split_on: text that separates documents inside a text.
+        append_eos: whether a text, or a completion, ends with the end-of-sequence token.
+        min_length: documents of fewer tokens are dropped and counted.
+        max_tokens: no document is read after the one that reaches this many tokens.
+    """
+
+    answers: bool = False
+    split: str = "train"
+    subset: str | None = None
+    revision: str | None = None
+    text_column: str = "text"
+    split_on: str | None = None
+    append_eos: bool = False
+    min_length: int = 2
+    max_tokens: int | None = None
+
+
+class Source(NamedTuple):
+    """One source of documents.
+
+    Attributes:
+        name: as the user gave it.
+        kind: `text`, `saved`, or what `datasets.load_dataset` takes as its first argument.
+        files: the files that are read; empty where they are not known.
+    """
+
+    name: str
+    kind: str
+    files: Sequence[Path]
+
+    def identity(self) -> list[Any]:
+        """What changes whenever the content does, as far as that can be seen without reading it."""
+        stats = [(path, path.stat()) for path in self.files]
+        return [self.name, *([str(p.resolve()), s.st_size, s.st_mtime_ns] for p, s in stats)]
+
+
+def sources(data: Sequence[str]) -> list[Source]:
+    """What files, folders and names of datasets stand for.
+
+    Raises:
+        UserError: one of them does not exist, or is a folder without anything to read.
+    """
+    found: list[Source] = []
+    for given in map(str, data):
+        path = Path(given).expanduser()
+        if path.is_file():
+            kind = TABLES.get(path.suffix.lower(), "text")
+            found.append(Source(given, kind, [path]))
+        elif not path.is_dir():
+            if path.exists() or not HUB_NAME.fullmatch(given) or path.suffix:
+                raise UserError(
+                    f"no file {given}: give files or folders of UTF-8 text or tables, a folder of "
+                    "save_to_disk, or the name of a dataset on the Hub such as organisation/name"
+                )
+            found.append(Source(given, given, []))
+        elif (path / HEADER).is_file():
+            raise UserError(f"{path} is tokenized already: give it alone, as the data to train on")
+        elif any((path / name).is_file() for name in SAVED):
+            files = sorted(one for one in path.rglob("*") if one.is_file())
+            found.append(Source(given, "saved", files))
+        elif tables := files_below(path, set(TABLES) - {".json"}):
+            found.append(Source(given, str(path), tables))
+        elif texts := files_below(path):
+            found += [Source(str(text), "text", [text]) for text in texts]
+        else:
+            raise UserError(
+                f"no file to train on in {path}: a folder is searched for "
+                f"{', '.join([*TEXT_SUFFIXES, *sorted(set(TABLES) - {'.json'})])}; rename the "
+                "files, or name each of them"
+            )
+    return found
+
+
+class Document(NamedTuple):
+    """A tokenized document.
+
+    Attributes:
+        ids: `(n,)` int64.
+        scored: `(n,)` bool, which tokens belong to answers.
+        size: bytes of its text.
+    """
+
+    ids: NDArray[np.int64]
+    scored: NDArray[np.bool_]
+    size: int
+
+
+class Piece(NamedTuple):
+    """A part of a document: a text to tokenize, or tokens; `ends`: whether it is the last part."""
+
+    text: str
+    ends: bool
+    ids: Sequence[int] | None = None
+    scored: Sequence[bool] = ()
+    is_answer: bool = False
+
+
+def documents(source: Source, tokenizer: Tokenizer, reading: Reading) -> Iterator[Document]:
+    """Yields the documents of a source, in their order.
+
+    Raises:
+        UserError: it cannot be read, or lacks the columns.
+    """
+    ids: list[NDArray[np.int64]] = []
+    scored: list[NDArray[np.bool_]] = []
+    size, pieces = 0, _pieces(source, tokenizer, reading)
+    while group := list(islice(pieces, PIECES)):
+        made = iter(tokenizer.encode_many([piece.text for piece in group if piece.ids is None]))
+        for piece in group:
+            own = next(made) if piece.ids is None else piece.ids
+            if piece.ends and piece.ids is None and own and reading.append_eos:
+                own = [*own, tokenizer.eos_id]
+            ids.append(np.asarray(own, dtype=np.int64))
+            scored.append(np.asarray(piece.scored or [piece.is_answer] * len(own), dtype=bool))
+            size += len(piece.text.encode(errors="surrogatepass"))
+            if piece.ends:
+                yield Document(np.concatenate(ids), np.concatenate(scored), size)
+                ids, scored, size = [], [], 0
+
+
+def _pieces(source: Source, tokenizer: Tokenizer, reading: Reading) -> Iterator[Piece]:
+    """The documents of a source."""
+    if source.kind == "text" and reading.answers:
+        raise UserError(
+            f"{source.name} is a text and rows with prompts and answers are needed: give a .jsonl, "
+            ".json, .csv or .parquet file, or a dataset"
+        )
+    if source.kind == "text":
+        if source.files[0].stat().st_size:
+            yield from _text(read_text(source.files[0])[0], reading.split_on)
+        return
+    for number, row in enumerate(_rows(source, reading), 1):
+        if reading.answers:
+            yield from _answered(row, tokenizer, f"{source.name}, row {number},")
+            continue
+        text = row.get(reading.text_column)
+        if not isinstance(text, str):
+            raise UserError(
+                f"{source.name} has a row without text in the column {reading.text_column!r}: give "
+                f"one of {', '.join(row)} as text_column"
+            )
+        yield from _text(text, reading.split_on)
+
+
+def _text(text: str, split_on: str | None) -> Iterator[Piece]:
+    """The pieces of the documents of a text."""
+    for document in text.split(split_on) if split_on is not None else [text]:
+        while len(document) > PIECE_CHARACTERS:
+            cut = _line_end(document, PIECE_CHARACTERS)
+            yield Piece(document[:cut], False)
+            document = document[cut:]
+        yield Piece(document, True)
+
+
+def _line_end(text: str, before: int) -> int:
+    """The last index up to `before` where a line begins without a space; `before` if none does."""
+    place = text.rfind("\n", 0, before)
+    while place > 0 and text[place + 1].isspace():
+        place = text.rfind("\n", 0, place)
+    return place + 1 if place > 0 else before
+
+
+def _answered(row: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Iterator[Piece]:
+    """The pieces of one document of prompts and answers."""
+    messages, prompt, completion = (row.get(one) for one in ("messages", "prompt", "completion"))
+    if isinstance(prompt, str) and isinstance(completion, str):
+        yield Piece(prompt, False)
+        yield Piece(completion, True, is_answer=True)
+        return
+    if messages is None:
+        raise UserError(
+            f"{where} has neither the texts prompt and completion nor messages, but "
+            f"{', '.join(row) or 'nothing'}: rename its columns"
+        )
+    listed = isinstance(messages, list) and all(isinstance(one, Mapping) for one in messages)
+    if not listed or not all({"role", "content"} <= one.keys() for one in messages):
+        raise UserError(
+            f"{where} has messages that are not a list of mappings with role and content: write it "
+            "so"
+        )
+    try:
+        ids, scored = tokenizer.encode_chat(messages)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(
+            f"{where} cannot be used ({error}): correct the template or leave the row out"
+        ) from error
+    yield Piece("".join(str(one["content"]) for one in messages), True, ids, scored)
+
+
+def _rows(source: Source, reading: Reading) -> Iterator[Mapping[str, Any]]:
+    """The rows of a table or dataset, none of which is loaded as a whole."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            "tables and datasets need the datasets library, which is not installed: pip install "
+            "datasets"
+        ) from error
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    with _errors_of(source):
+        if source.kind == "saved":
+            saved: Any = datasets.load_from_disk(str(Path(source.name).expanduser()))
+            if hasattr(saved, "keys") and reading.split not in saved:
+                raise UserError(
+                    f"{source.name} has no split {reading.split!r}: set split to one of "
+                    f"{', '.join(saved)}"
+                )
+            yield from saved[reading.split] if hasattr(saved, "keys") else saved
+        elif source.kind in TABLES.values():
+            files = str(source.files[0])
+            yield from datasets.load_dataset(
+                source.kind, data_files=files, split="train", streaming=True
+            )
+        else:
+            options: dict[str, Any] = {"split": reading.split, "name": reading.subset}
+            options |= {} if reading.revision is None else {"revision": reading.revision}
+            yield from datasets.load_dataset(source.kind, streaming=True, **options)
+
+
+@contextmanager
+def _errors_of(source: Source) -> Iterator[None]:
+    """Within this context, an error of datasets or pyarrow becomes a `UserError`."""
+    remedy = "write it again"
+    if source.kind not in ("saved", *TABLES.values()):
+        remedy = "check split, subset and revision"
+        if not source.files:
+            remedy += ", the name and the network; or download it and give its folder"
+    try:
+        yield
+    except (UserError, GeneratorExit):
+        raise
+    except Exception as error:  # of many kinds
+        # datasets raises ConnectionError and FileNotFoundError for names on the Hub.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise UserError(f"{source.name} cannot be read ({one_line(error)}): {remedy}") from error

@@ -1,0 +1,269 @@
+"""Devices and processes of a run: accelerate, sharding with FSDP2, trackers, and signals.
+
+Notable choices:
+- Sharding is torch's own `fully_shard`, on CPUs and GPUs alike, so that what runs on eight GPUs is
+  what a test runs on two CPU processes; accelerate would silently not shard the model on CPUs.
+- Mixed precision is autocast in both, so that states and decays keep their dtype. Under bf16 the
+  matrices of the blocks are gathered in bfloat16, and stay until the backward pass has used them:
+  a long row passes each block once per segment. All other weights, A_log and dt_bias among them,
+  are gathered in float32. Gradients are added up over the processes in float32.
+- Checkpoints hold whole tensors: they load anywhere, whatever wrote them.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, Self
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from longrnn import processes
+from longrnn.config import as_dict, flat
+from longrnn.errors import Terminated, UserError
+from longrnn.files import one_line, write_atomic
+from longrnn.training.config import TrainConfig
+from longrnn.training.objective import Objective
+from longrnn.training.optim import build_optimizer
+
+USE_FSDP, PRECISION = "ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION"
+# The project of runs in wandb and trackio, and the file with the identity of a run there.
+PROJECT, TRACKER_ID = "longrnn", "tracker-id"
+# Keeps process groups until the process ends: the destructor of gloo's groups sometimes misses a
+# wake-up and waits forever. The command line exits without destructors.
+_KEPT: list[Any] = []
+
+
+def build_accelerator(config: TrainConfig) -> Accelerator:
+    """The accelerator of a run; joins the processes of a launch (`longrnn.processes`).
+
+    Raises:
+        UserError: the launch and the run have different mixed precision, the processes cannot be
+            joined, or the tracker's package is missing.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" not in os.environ:
+        processes.start()  # which says what is missing; accelerate would wait forever
+    if os.environ.get(PRECISION, "no").lower() not in ("no", config.mixed_precision):
+        raise UserError(
+            f"the launch configuration has mixed_precision {os.environ[PRECISION]} and the run has "
+            f"{config.mixed_precision}: add mixed_precision={os.environ[PRECISION]} behind the "
+            "configuration, or take it out of the launch configuration"
+        )
+    if config.report_to != "none" and find_spec(config.report_to) is None:
+        raise UserError(
+            f"report_to={config.report_to} needs a package that is not installed: "
+            f"pip install {config.report_to}"
+        )
+    sharded = os.environ.pop(USE_FSDP, None)  # unseen by accelerate: `prepare` shards the model
+    try:
+        accelerator = Accelerator(
+            cpu=not torch.cuda.is_available(),
+            mixed_precision=config.mixed_precision,
+            # The trainer divides by the number of micro-batches itself.
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+            log_with=None if config.report_to == "none" else config.report_to,
+            project_dir=config.output_dir,
+        )
+    except ValueError as error:  # accelerate's settings belong to the process
+        raise UserError(
+            f"accelerate refuses the settings of this run ({one_line(error)}): start it in a new "
+            "Python process, for example with `longrnn train`"
+        ) from error
+    finally:
+        if sharded is not None:
+            os.environ[USE_FSDP] = sharded
+    processes.start()
+    return accelerator
+
+
+def prepare(
+    accelerator: Accelerator,
+    objective: Objective,
+    config: TrainConfig,
+    scales: Mapping[nn.Parameter, float],
+) -> tuple[Any, Any]:
+    """The objective, copied (DDP) or sharded (FSDP2) over the processes, and its optimizer.
+
+    Args:
+        accelerator: of `build_accelerator`.
+        objective: of the model, on its device.
+        config: the run.
+        scales: of `longrnn.training.optim.scale_rates`.
+
+    Raises:
+        UserError: the launch asks for a version of FSDP other than 2, or for shards of one process.
+    """
+    model = objective.model
+    if os.environ.get(USE_FSDP, "false").lower() != "true":
+        prepared = accelerator.prepare(objective, build_optimizer(model, config, scales))
+    else:
+        if os.environ.get("FSDP_VERSION", "1") != "2" or accelerator.num_processes < 2:
+            raise UserError(
+                "a model is sharded by FSDP of version 2 over several processes: launch at least "
+                "2, with a configuration such as the bundled gpu8_fsdp2"
+            )
+        by_name = {name: scales.get(p, 1.0) for name, p in model.named_parameters()}
+        _shard(accelerator, objective)
+        scales = {p: by_name[name] for name, p in model.named_parameters()}
+        prepared = objective, accelerator.prepare(build_optimizer(model, config, scales))
+    if accelerator.num_processes > 1:
+        _KEPT.append(prepared)
+    return prepared
+
+
+def _shard(accelerator: Accelerator, objective: Objective) -> None:
+    """Shards the weights of an objective in place, those of a block as one group."""
+    narrow = accelerator.mixed_precision == "bf16"
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for block in objective.model.blocks:
+        for layer in block.modules() if narrow else ():
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(block, mesh=mesh, reshard_after_forward=not narrow)
+    fully_shard(objective, mesh=mesh)
+    register_fsdp_forward_method(objective, "token_losses")
+
+
+def gathered(tree: Any) -> Any:
+    """Replaces shards in nested mappings and lists by whole tensors on the CPU.
+
+    All processes must call this. One tensor after another is gathered and copied to the main
+    process, so that the device holds a single whole tensor at a time; in the other processes None
+    stands for every shard.
+    """
+    if isinstance(tree, Mapping):
+        return {name: gathered(branch) for name, branch in tree.items()}
+    if isinstance(tree, list):
+        return [gathered(branch) for branch in tree]
+    if not isinstance(tree, DTensor):
+        return tree
+    whole = tree.full_tensor()  # every process takes part
+    return whole.cpu() if processes.is_main() else None
+
+
+def sharded_weights(whole: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors cut as those of `like` are; unchanged where those are whole."""
+    return {name: _like(tensor, like[name]) for name, tensor in whole.items()}
+
+
+def sharded_optimizer(whole: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's state dict of whole tensors, cut as the parameters of `optimizer` are."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state = {
+        index: {
+            # A count of steps has no axes and belongs to every process.
+            name: _like(value, parameters[index]) if value.ndim else value
+            for name, value in entries.items()
+        }
+        for index, entries in whole["state"].items()
+    }
+    return {**whole, "state": state}
+
+
+def _like(tensor: Tensor, like: Tensor) -> Tensor:
+    if not isinstance(like, DTensor):
+        return tensor
+    # Every process has read the whole tensor: nothing needs to be sent.
+    local = tensor.to(like.device)
+    return distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def together(work: Any) -> None:
+    """Runs `work` in each process; raises in all of them the OSError that it raised in one."""
+    failed: OSError | None = None
+    try:
+        work()
+    except OSError as error:
+        failed = error
+    for error in processes.gather(failed):
+        if error is not None:
+            raise error
+
+
+def start_trackers(accelerator: Accelerator, config: TrainConfig, step: int) -> None:
+    """Opens the tracker `report_to`, in its own folder inside `output_dir`.
+
+    Args:
+        accelerator: of `build_accelerator`.
+        config: the run.
+        step: finished steps; the tracker drops later ones, because they run again.
+    """
+    kind, folder = config.report_to, Path(config.output_dir)
+    if kind in ("none", "tensorboard"):
+        accelerator.init_trackers(kind, init_kwargs={"tensorboard": {"purge_step": step + 1}})
+        return
+
+    def identity() -> str:
+        """The name under which a tracker knows the run, also when it is resumed."""
+        path = folder / TRACKER_ID
+        if not path.is_file():
+            write_atomic(path, secrets.token_hex(4))
+        return path.read_text().strip()
+
+    own = processes.on_main(identity)
+    name = f"{folder.resolve().name}-{own}"
+    options: dict[str, dict[str, Any]] = {
+        "wandb": {"dir": str(folder), "name": name, "id": own, "resume": "allow"},
+        "trackio": {"name": name, "resume": "allow"},
+    }
+    values = {key: str(value) for key, value in flat(as_dict(config)).items()}
+    with redirect_stdout(sys.stderr):  # standard output is that of the command
+        accelerator.init_trackers(PROJECT, config=values, init_kwargs=options)
+
+
+class Interrupts:
+    """Within this context, Ctrl-C and SIGTERM are recorded and do not interrupt a step.
+
+    Attributes:
+        received: the first of the two signals, or None.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or number
+
+    def leave(self, done: str) -> NoReturn:
+        """Ends a run that was asked to stop: raises KeyboardInterrupt, or Terminated with `done`.
+
+        Terminated is raised after SIGTERM, and where another process received the signal.
+        """
+        if self.received == signal.SIGINT:
+            raise KeyboardInterrupt(done)
+        raise Terminated(done)
+
+    def __enter__(self) -> Self:
+        self._before: Any = [signal.signal(number, self._note) for number in self.SIGNALS]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in zip(self.SIGNALS, self._before, strict=True):
+            signal.signal(number, handler)

@@ -1,0 +1,81 @@
+"""`longrnn train --grid`: every combination of values, one run after another.
+
+Each run has a folder of its own. Processes that run the same grid at the same time share it, since
+a run has one writer. A run that diverged is a result: it is recorded, and not repeated.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from longrnn.errors import DivergedError, UserError
+from longrnn.files import file_name, write_atomic
+from longrnn.locks import LockedError
+from longrnn.training.config import TrainConfig, read_config, split_values
+from longrnn.training.run import Run
+from longrnn.training.train import train
+
+# The file that a run which diverged leaves in its folder, with the reason.
+DIVERGED = "diverged.txt"
+FINAL = ("model.safetensors", "adapter_model.safetensors")
+
+
+def grid_of(config: str | Path, overrides: Sequence[str]) -> list[TrainConfig]:
+    """The runs of a grid, whose folders are those inside `output_dir`.
+
+    Args:
+        config: the path or name of a configuration.
+        overrides: `key=value`; where a value is a list `a,b,c`, runs have one of them each.
+
+    Raises:
+        UserError: no key has several values, or a run is not valid.
+    """
+    names, choices = [], []
+    for override in overrides:
+        name, _, text = override.partition("=")
+        names.append(name)
+        choices.append(split_values(text))
+    varied = [name for name, values in zip(names, choices, strict=True) if len(values) > 1]
+    if not varied or "output_dir" in varied:
+        raise UserError(
+            "a grid varies at least one key, and not output_dir: give lists such as "
+            "learning_rate=1e-3,3e-4 seed=0,1"
+        )
+    runs = []
+    for values in itertools.product(*choices):
+        given = dict(zip(names, values, strict=True))
+        settings = read_config(config, [f"{name}={value}" for name, value in given.items()])
+        title = ",".join(f"{name}={given[name]}" for name in varied)
+        settings.output_dir = str(Path(settings.output_dir) / file_name(title))
+        runs.append(settings)
+    return runs
+
+
+def run_grid(config: str | Path, overrides: Sequence[str], *, quiet: bool) -> Iterator[str]:
+    """Trains what is missing of a grid; yields one line per run.
+
+    Raises:
+        UserError: see `grid_of`, and `longrnn.training.train.train`.
+    """
+    for settings in grid_of(config, overrides):
+        folder = Path(settings.output_dir)
+        if (folder / DIVERGED).is_file():
+            yield f"{folder}: diverged before; {(folder / DIVERGED).read_text().strip()}"
+            continue
+        if any((folder / name).is_file() for name in FINAL):
+            yield _line(Run.of(folder))
+            continue
+        is_begun = (folder / "train.yaml").is_file()
+        try:
+            yield _line(train(settings, resume=folder if is_begun else None, quiet=quiet))
+        except LockedError:
+            yield f"{folder}: another process trains it"
+        except DivergedError as error:
+            write_atomic(folder / DIVERGED, f"{error}\n")
+            yield f"{folder}: diverged; {error}"
+
+
+def _line(run: Run) -> str:
+    return f"{run.folder}: loss {run.last('loss')} after {run.rows[-1]['step']} steps"

@@ -1,0 +1,182 @@
+"""A run's folder: its configuration, metrics, checkpoints and final model."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from longrnn.config import RECORDED, dump_config, flat, read_recorded
+from longrnn.errors import UserError
+from longrnn.files import leftovers, naming, write_atomic
+from longrnn.locks import FOLDER_LOCK
+
+if TYPE_CHECKING:
+    from longrnn.models import LanguageModel
+    from longrnn.training.config import TrainConfig
+
+METRICS = "metrics.jsonl"
+# Keys that identify a row; its other keys are metrics.
+COUNTS = ("step", "tokens")
+Row = dict[str, Any]
+
+
+class Run(NamedTuple):
+    """A training run.
+
+    Attributes:
+        name: of the folder, or its path where several runs have the same name.
+        folder: the `output_dir`.
+        rows: of its metrics, in order.
+        settings: its configuration as dotted keys.
+    """
+
+    name: str
+    folder: Path
+    rows: list[Row]
+    settings: dict[str, Any]
+
+    @classmethod
+    def of(cls, folder: Path) -> Run:
+        """The run in a folder."""
+        return read_runs([folder])[0]
+
+    def model(self) -> LanguageModel:
+        """The trained model, as `longrnn.load` reads it."""
+        from longrnn.hf.load import load
+
+        return load(str(self.folder))
+
+    def values(self, metric: str) -> list[float]:
+        """The finite values of a metric, in order."""
+        found = [row[metric] for row in self.rows if metric in row]
+        return [value for value in found if math.isfinite(value)]
+
+    def last(self, metric: str) -> float | None:
+        """The last finite value; None if there is none."""
+        return next(reversed(self.values(metric)), None)
+
+    def least(self, metric: str) -> float | None:
+        """The least finite value; None if there is none."""
+        return min(self.values(metric), default=None)
+
+    def median(self, metric: str) -> float | None:
+        """The median of the finite values; None if there are none."""
+        values = self.values(metric)
+        return median(values) if values else None
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Reads runs, also while they are being written.
+
+    Raises:
+        UserError: a folder holds no run, or the run has logged nothing yet.
+    """
+    distinct: dict[Path, Path] = {}
+    for folder in folders:
+        distinct.setdefault(folder.resolve(), folder)
+    short = [resolved.name for resolved in distinct]
+    runs = []
+    for resolved, folder in distinct.items():
+        name = resolved.name
+        label = name if short.count(name) == 1 else str(folder)
+        runs.append(Run(label, folder, read_metrics(folder), flat(read_recorded(folder))))
+    return runs
+
+
+def read_metrics(folder: Path) -> list[Row]:
+    """The rows of a run's metrics.jsonl; a last line without its end is left out.
+
+    Raises:
+        UserError: the file is missing, has no complete row, or a line is not a row of metrics.
+    """
+    path = folder / METRICS
+    if not path.is_file():
+        begun = (folder / RECORDED).is_file()
+        there = "a run that has logged nothing yet: wait for its first logging_steps"
+        missing = "no training run: give the output_dir of one"
+        raise UserError(f"{folder} holds {there if begun else missing}")
+    rows: list[Row] = []
+    # Not `str.splitlines`, which also splits at characters that JSON may hold.
+    for line in path.read_text(errors="replace").split("\n")[:-1]:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if row is None or not _is_row(row):
+            raise UserError(
+                f"{path}, line {len(rows) + 1} is not a row of metrics: remove that line"
+            )
+        rows.append(row)
+    if not rows:
+        raise UserError(f"{path} has no complete row yet: wait for the run's first logging_steps")
+    return rows
+
+
+def _is_row(row: Any) -> bool:
+    """Whether a line of JSON names its step and holds nothing but numbers."""
+    return (
+        isinstance(row, dict)
+        and set(COUNTS) <= row.keys()
+        and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in row.values())
+    )
+
+
+def check_new(folder: Path, allowed: Sequence[Path] = ()) -> None:
+    """Refuses a folder for a new run that holds something.
+
+    Args:
+        folder: may be missing.
+        allowed: what may be in it.
+
+    Raises:
+        UserError: such a folder.
+    """
+    if (folder / RECORDED).is_file():
+        raise UserError(
+            f"{folder} holds a run: continue it with `longrnn train --resume {folder}`, or choose "
+            "another output_dir"
+        )
+    # What a kill during the first writes leaves does not count.
+    others = set(folder.iterdir()) if folder.is_dir() else set()
+    others -= {*leftovers(folder / RECORDED), *folder.glob(".checkpoint-*"), folder / FOLDER_LOCK}
+    if others - {*allowed}:
+        raise UserError(f"{folder} is not empty and holds no run: choose another output_dir")
+
+
+def record(config: TrainConfig, step: int) -> None:
+    """Writes the configuration of a run that goes on after `step`, and drops later metrics."""
+    folder = Path(config.output_dir)
+    write_atomic(folder / RECORDED, dump_config(config))
+    _drop_metrics(folder, step)
+
+
+def append_metrics(folder: Path, row: Row) -> None:
+    """Adds a row to the metrics and makes it durable: no checkpoint is newer than its rows."""
+    path = folder / METRICS
+    with naming(path), open(path, "a") as file:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _drop_metrics(folder: Path, step: int) -> None:
+    """Drops the rows of steps after `step`, which will be run again, and a torn last row."""
+    path = folder / METRICS
+    if not path.is_file():
+        return
+    kept = []
+    for number, line in enumerate(path.read_text(errors="replace").split("\n")[:-1], 1):
+        try:
+            done = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            print(f"warning: {path}, line {number}, is damaged and left out", file=sys.stderr)
+            continue
+        if done <= step:
+            kept.append(f"{line}\n")
+    write_atomic(path, "".join(kept))

@@ -1,0 +1,138 @@
+"""Training from Python: `longrnn.train`."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longrnn import processes
+from longrnn.checksums import damage
+from longrnn.config import read_recorded
+from longrnn.errors import UserError
+from longrnn.locks import Lock
+from longrnn.training import checkpoint
+from longrnn.training.config import TrainConfig, changes, configured
+from longrnn.training.distributed import build_accelerator
+from longrnn.training.run import Run, check_new, record
+from longrnn.training.trainer import Trainer
+
+
+def train(
+    config: TrainConfig | Mapping[str, Any] | str | Path | None = None,
+    *overrides: str,
+    resume: str | Path | None = None,
+    quiet: bool = True,
+) -> Run:
+    """Trains a model to the end, and returns the run, whose folder holds everything.
+
+    Args:
+        config: a configuration, its values, or the path or name of a file. With `resume` it is that
+            of the folder, or what `resumed` returns.
+        overrides: `key=value` with dotted keys.
+        resume: the folder of a run, to continue it from its newest checkpoint; or a checkpoint, to
+            continue from there in another `output_dir`.
+        quiet: print no progress.
+
+    Raises:
+        UserError: a value is not valid or does not fit the others; or the folder holds another
+            run, or is being written by another process.
+        DivergedError: a step was not finite.
+    """
+    if resume is not None and isinstance(config, TrainConfig):
+        settings = config
+    elif resume is not None:
+        settings = resumed(Path(resume), overrides, quiet=quiet)
+    elif config is not None:
+        settings = configured(config, overrides)
+    else:
+        raise UserError("train needs a configuration, or resume=FOLDER of a run: give one of them")
+    accelerator = build_accelerator(settings)
+    folder, origin = Path(settings.output_dir), None if resume is None else Path(resume)
+    lock = Lock.of_folder(folder, instead="choose another output_dir")
+    try:
+        found = processes.on_main(lambda: _find(lock, origin))
+        trainer = Trainer(settings, accelerator, found, quiet=quiet)
+        processes.on_main(lambda: record(settings, trainer.step))
+        trainer.train()
+    finally:
+        lock.release()
+    return Run.of(folder)
+
+
+def resumed(folder: Path, overrides: Sequence[str], *, quiet: bool = True) -> TrainConfig:
+    """The configuration of a run that goes on; prints what the overrides change.
+
+    Args:
+        folder: of the run, or of one of its checkpoints.
+        overrides: `key=value`.
+        quiet: print nothing.
+
+    Raises:
+        UserError: there is no run, or a checkpoint is to be continued in its own folder.
+    """
+    is_branch = checkpoint.NAME.fullmatch(folder.name) is not None
+    home = folder.parent if is_branch else folder
+    recorded = read_recorded(home)
+    if not recorded:
+        raise UserError(
+            f"{folder} holds no run (it has no train.yaml): give the output_dir of one, or start "
+            "one with `longrnn train CONFIG`"
+        )
+    before = configured(recorded | {"output_dir": str(home)}, ())
+    given = [one for one in overrides if one.startswith("output_dir=")]
+    if is_branch and not given:
+        raise UserError(f"a run that continues {folder} needs a folder: add output_dir=FOLDER")
+    if given and not is_branch:
+        raise UserError(
+            f"a resumed run stays in its folder: leave out {given[0]}, or continue one of its "
+            f"checkpoints there, as in --resume {folder}/checkpoint-00000500"
+        )
+    now = configured(before, overrides)
+    for line in () if quiet else changes(before, now):
+        print(line, file=sys.stderr)
+    return now
+
+
+def _find(lock: Lock, resume: Path | None) -> Path | None:
+    """Locks the folder of a run, and finds the checkpoint to continue from."""
+    lock.acquire()
+    folder = lock.target
+    if resume is None:
+        check_new(folder)
+        return None
+    if resume != folder:
+        if (wrong := damage(resume)) is not None:
+            raise UserError(f"{resume} is damaged ({wrong}): give another checkpoint")
+        check_new(folder, allowed=[folder / resume.name])
+        checkpoint.clean(folder)
+        if not (folder / resume.name).exists():
+            beside = folder / f".{resume.name}.partial"
+            shutil.copytree(resume, beside)
+            beside.rename(folder / resume.name)
+        return folder / resume.name
+    checkpoint.clean(folder)
+    newest, damaged = checkpoint.newest_whole(folder)
+    for path, wrong in damaged.items():
+        aside = checkpoint.set_aside(path)
+        print(
+            f"warning: {path} is damaged ({wrong}) and now named {aside.name}: continuing from "
+            f"{newest}",
+            file=sys.stderr,
+        )
+    return newest
+
+
+def dry_run(config: TrainConfig, *, quiet: bool = False) -> str:
+    """Sets a run up and does one step of it, and writes nothing; returns its peak memory."""
+    check_new(Path(config.output_dir))
+    trainer = Trainer(config, build_accelerator(config), quiet=quiet)
+    trainer.train_step()
+    if trainer.accelerator.device.type == "cuda":
+        return f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB of tensors on the GPU"
+    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB of the process"

@@ -1,0 +1,93 @@
+"""The contract of every task: batches are functions of their arguments alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longrnn.data import TASKS, UNSCORED, Task
+from longrnn.errors import UserError
+from tests.refusals import naming
+from tests.texts import TEXTS
+from tests.training.runs import assert_equal
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "text": {"data": TEXTS},
+    "instruct": {"data": "pairs.jsonl", "append_eos": False},
+    "passkey": {"max_segments": 3},
+    "reverse_variable": {"min_length": 3},
+}
+LENGTHS = {"passkey": 180, "text": 40, "instruct": 40}
+tasks = pytest.mark.parametrize("kind", sorted(TASKS))
+
+
+@pytest.fixture(autouse=True)
+def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LONGRNN_CACHE", str(tmp_path / "cache"))
+    made = [{"prompt": f"{k} and {k} are ", "completion": "same " * k} for k in range(1, 30)]
+    rows = [json.dumps(row) for row in made]
+    Path("pairs.jsonl").write_text("\n".join(rows))
+
+
+def build(kind: str, **options: Any) -> Task:
+    return TASKS.build({"kind": kind, **OPTIONS.get(kind, {}), **options}, None)
+
+
+def ways(task: Task) -> list[bool]:
+    return [False, True] if task.carries else [False]
+
+
+@tasks
+def test_two_processes_read_what_one_reads(kind: str) -> None:
+    """Rows of a batch do not depend on which other rows are asked for, or in which order."""
+    task, other = build(kind), build(kind)
+    length = LENGTHS.get(kind, 8)
+    for carried in ways(task):
+        how: dict[str, Any] = {"of": 6, "length": length, "seed": 3, "carried": carried}
+        whole = [task.batch(index, range(6), **how) for index in range(4)]
+        for index in (3, 0, 2, 1):
+            for rows in (range(4, 6), range(4)):
+                part, expected = other.batch(index, rows, **how), whole[index].row(*rows)
+                # Widths may differ by what is behind the last target.
+                for name in ("tokens", "targets"):
+                    ours, theirs = getattr(part, name), getattr(expected, name)
+                    assert_equal(ours, theirs[:, : ours.shape[1]])
+                assert torch.equal(part.begins, expected.begins)
+        again = task.batch(0, range(6), **{**how, "seed": 4})
+        assert not torch.equal(again.tokens, whole[0].tokens)
+
+
+@tasks
+def test_perfect_predictions_score_perfectly(kind: str) -> None:
+    """Each score of the targets themselves is 1, or 0 for a distance; validation rows are fixed."""
+    task, length = build(kind), LENGTHS.get(kind, 8)
+    batch = task.sample(4, length=length)
+    for name, values in task.score(batch.targets, batch).items():
+        assert (values == float(name != "edit_distance")).all(), name
+    assert batch.answers().any(1).all()
+    assert (batch.targets[batch.targets != UNSCORED] < task.vocab_size).all()
+    assert_equal(task.held_out(3, length=length), task.held_out(3, length=length))
+
+
+@pytest.mark.parametrize(
+    ("spec", "names"),
+    [
+        ({"kind": "recal"}, ["recall"]),
+        ({"kind": "text"}, ["data"]),
+        ({"kind": "text", "data": "nowhere.txt"}, ["nowhere.txt"]),
+        ({"kind": "text", "data": TEXTS, "part": "held"}, ["part", "held_out"]),
+        ({"kind": "text", "data": TEXTS, "splt": "x"}, ["splt", "split"]),
+        ({"kind": "text", "data": TEXTS, "append_eos": True}, ["end-of-sequence"]),
+        ({"kind": "instruct", "data": TEXTS[0], "append_eos": False}, ["prompts", ".jsonl"]),
+        ({"kind": "copy", "vocab_size": 1}, ["vocab_size"]),
+    ],
+)
+def test_what_is_not_a_task_is_refused(spec: dict[str, Any], names: list[str]) -> None:
+    """The sentence names what was given and what is known."""
+    with pytest.raises(UserError, match=naming(*names)):
+        TASKS.build(spec, None)

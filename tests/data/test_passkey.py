@@ -1,0 +1,292 @@
+"""Passkey retrieval: exact lengths, a split of the keys, and one drawing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from longrnn.data import TASKS, UNSCORED, Passkey
+from longrnn.data.passkey import with_numbers
+from longrnn.data.prompts import ANSWER, FILLER, HEADER, KEY_LINE, QUESTION, Needle, keys, read
+from longrnn.errors import UserError
+from longrnn.hf.tokenizer import load_tokenizer
+from longrnn.text import ByteTokenizer
+from tests.data.drawings import drawing
+from tests.refusals import naming
+from tests.texts import trained_bpe
+
+NEOX = Path(__file__).parents[3] / "shared/data/gpt-neox-20b-tokenizer/tokenizer.json"
+
+
+@lru_cache
+def task_with(tokenizer: str) -> Passkey:
+    if tokenizer == "bytes":
+        return Passkey()
+    if tokenizer == "bpe":
+        return Passkey(trained_bpe())
+    if not NEOX.is_file():
+        pytest.skip(f"no tokenizer at {NEOX}")
+    return Passkey(load_tokenizer(NEOX))
+
+
+TOKENIZERS = ["bytes", "bpe", "neox"]
+
+
+class Signs(ByteTokenizer):
+    """A tokenizer that knows the parts of a passkey prompt as the signs of the drawing."""
+
+    vocab_size = 128
+    parts = {HEADER: "HH", FILLER: "f", KEY_LINE.format(key="42719"): "KK", QUESTION: "QQ"}
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(sign) for sign in self.parts.get(text, text)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+def test_the_drawing_in_the_docstring() -> None:
+    """The docstring's drawing is what the task makes."""
+    task = Passkey(Signs())
+    prompt = task.prompt("42719", length=14, depth=3 / 8)
+    batch = task._batch([prompt], [[Needle("42719", 3 / 8)]], [True], [True])
+    targets = [chr(i).replace(" ", "_") for i in batch.targets[0].tolist()]
+    assert drawing(Passkey) == {
+        "tokens": [chr(i) for i in batch.tokens[0].tolist()],
+        "targets": targets,
+        "answer": ["x" if asked else "." for asked in batch.answers()[0].tolist()],
+    }
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@given(
+    extra=st.integers(0, 3000),
+    depth=st.floats(0, 1),
+    pick=st.integers(0, len(keys(True)) - 1),
+)
+@example(extra=0, depth=0.0, pick=0)
+@example(extra=1000, depth=1.0, pick=1)
+def test_prompts_have_exactly_the_length_asked(
+    tokenizer: str, extra: int, depth: float, pick: int
+) -> None:
+    """A prompt has exactly the requested length, with the key at the requested depth."""
+    task, key = task_with(tokenizer), keys(True)[pick]
+    length = task.least_length() + extra
+    prompt = task.prompt(key, length=length, depth=depth)
+    assert prompt.shape == (length,)
+    assert prompt.dtype == torch.int64
+    text = task.tokenizer.decode(prompt.tolist())
+    line = KEY_LINE.format(key=key)
+    assert text.startswith(HEADER)
+    assert text.endswith(QUESTION)
+    assert text.count(line) == 1
+    # The key line stands where the depth says, counted in tokens of filler.
+    filler = len(prompt) - sum(len(task.ids(part)) for part in (HEADER, line, QUESTION))
+    before = text.index(line) - len(HEADER)
+    after = len(text) - text.index(line) - len(line) - len(QUESTION)
+    if filler > 500:
+        assert before / (before + after) == pytest.approx(depth, abs=0.05)
+
+
+def test_the_filler_runs_on_around_the_key() -> None:
+    """The filler continues behind the key where it stopped before it."""
+    text = Passkey().tokenizer.decode(Passkey().prompt("00000", length=700, depth=0.4).tolist())
+    line = KEY_LINE.format(key="00000")
+    body = text.removeprefix(HEADER).removesuffix(QUESTION).replace(line, "")
+    assert body == (FILLER * 10)[: len(body)]
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+def test_the_least_length_is_the_least(tokenizer: str) -> None:
+    """`least_length` works, and one token fewer is refused."""
+    task = task_with(tokenizer)
+    least = task.least_length()
+    lines = {key: len(task.ids(KEY_LINE.format(key=key))) for key in keys(True)[::97]}
+    longest = max(lines, key=lambda key: lines[key])
+    assert len(task.prompt(longest, length=least, depth=0.5)) == least
+    with pytest.raises(UserError, match=naming(least)) as error:
+        task.prompt(longest, length=least - 1, depth=0.5)
+    assert "\n" not in str(error.value)
+
+
+def test_no_key_of_evaluation_is_one_of_training() -> None:
+    """Training and evaluation share no key, and both use every digit at every place."""
+    held_out, train = set(keys(True)), set(keys(False))
+    assert not held_out & train
+    assert len(held_out | train) == 100_000
+    assert 0.1 < len(held_out) / 100_000 < 0.15
+    for place in range(5):
+        assert {key[place] for key in held_out} == set("0123456789")
+        assert {key[place] for key in train} == set("0123456789")
+
+
+def test_training_never_shows_a_held_out_key() -> None:
+    """Neither `sample` nor `segment` draws a held-out key."""
+    task = Passkey(max_segments=2)
+    batch = task.sample(800, length=200, seed=0)
+    streams = task.batch(0, range(400), of=400, length=200, seed=0, carried=True)
+    shown = [
+        re.search(r"passkey is (\d{5})\.", ByteTokenizer().decode(row))
+        for row in [*batch.tokens.tolist(), *streams.tokens.tolist()]
+    ]
+    found = {match[1] for match in shown if match}
+    assert len(found) > 900
+    assert not found & set(keys(True))
+
+
+def test_targets_are_the_next_tokens_and_the_answer_is_the_key() -> None:
+    """Targets are the next tokens, and the answer mask covers the key."""
+    task = Passkey()
+    batch = task.sample(4, length=256, seed=1)
+    assert torch.equal(batch.targets[:, :-1], batch.tokens[:, 1:])
+    for tokens, targets, answer in zip(batch.tokens, batch.targets, batch.answers(), strict=True):
+        text = task.tokenizer.decode(tokens.tolist())
+        match = re.search(r"passkey is (\d{5})\.", text)
+        assert match is not None
+        assert task.tokenizer.decode(targets[answer].tolist()) == ANSWER.format(key=match[1])
+        assert text[:256].endswith(QUESTION)
+
+
+def queries_of(text: str) -> list[tuple[str, str]]:
+    """The (number, key) of each question with its answer, the last of which lacks a digit."""
+    return re.findall(r"What is passkey (\d)\? Passkey \1:(\d{4,5})", text)
+
+
+def test_several_queries_follow_one_another() -> None:
+    """A row queries `n_queries` different keys, or all of fewer keys, and scores each answer."""
+    task, counts = Passkey(n_keys=[2, 4], n_queries=3), set()
+    batch = task.sample(12, length=300, seed=4)
+    for tokens, targets, answer in zip(batch.tokens, batch.targets, batch.answers(), strict=True):
+        text = task.tokenizer.decode(tokens.tolist())
+        lines = dict(re.findall(r"Passkey (\d):(\d{5})\. Remember", text))
+        asked = [number for number, _ in queries_of(text[300 - 40 :])]
+        counts.add((len(lines), len(set(asked))))
+        answers = "".join(lines[number] for number in asked)
+        assert task.tokenizer.decode(targets[answer].tolist()) == answers
+        assert text[:300].endswith(f"passkey {asked[0]}? Passkey {asked[0]}:")
+    assert counts == {(2, 2), (4, 3)}
+
+
+def test_accuracy_is_the_share_of_whole_keys() -> None:
+    """A key with one wrong digit counts as wrong, and only that key."""
+    task = Passkey(n_keys=4, n_queries=4)
+    batch = task.sample(2, length=300, seed=5)
+    predictions = batch.targets.clone()
+    predictions[0, 301] += 1  # a digit of the first answer
+    predictions[1, :200] += 1  # text before the answers
+    assert task.score(predictions, batch)["accuracy"].tolist() == [0.75, 1.0]
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0, 3.5])
+def test_weights_sum_to_text_plus_answer(weight: float) -> None:
+    """The weights of a row sum to text_weight + answer_weight, whatever its length."""
+    task = Passkey(trained_bpe(), answer_weight=weight)
+    length = task.least_length() + 20
+    batch = task.sample(6, length=length, seed=2)
+    assert batch.weights is not None
+    torch.testing.assert_close(batch.weights.sum(1), torch.full((6,), 1 + weight))
+    on_text = (batch.weights * ~batch.answers()).sum(1)
+    n_scored, n_answer = (batch.targets != UNSCORED).sum(1), batch.answers().sum(1)
+    torch.testing.assert_close(on_text, (n_scored - n_answer) / n_scored)
+
+
+def test_options_out_of_range_are_refused() -> None:
+    """Options out of range are refused."""
+    for options in (
+        {"max_segments": 0},
+        {"grow_steps": -1},
+        {"answer_weight": -0.5},
+        {"n_queries": 0},
+        {"numbers_every": 0},
+        {"n_keys": 0},
+        {"n_keys": [1, 12]},
+        {"min_segments": 3, "max_segments": 2},
+    ):
+        with pytest.raises(UserError, match=naming(next(iter(options)))):
+            TASKS.build({"kind": "passkey", **options}, None)
+
+
+def test_numbered_keys() -> None:
+    """Several keys are numbered, the question names one, and the length is exact."""
+    task = Passkey(n_keys=3)
+    needles = [Needle("40913", 0.9, 1), Needle("00001", 0.1, 2), Needle("77777", 0.5, 3)]
+    prompt = task.prompt_of(needles, 1, length=600)
+    assert len(prompt) == 600
+    text = task.tokenizer.decode(prompt.tolist())
+    lines = ["Passkey 2:00001.", "Passkey 3:77777.", "Passkey 1:40913."]
+    places = [text.index(line) for line in lines]
+    assert places == sorted(places)
+    assert text.endswith("What is passkey 2? Passkey 2:")
+    assert task.tokenizer.decode(task.answer(needles[1]).tolist()) == "00001"
+    assert read(task.context(needles, 1, length=600)).tolist() == prompt.tolist()[:-30]
+    with pytest.raises(UserError):
+        task.prompt_of(needles, 0, length=task.least_length() - 30)
+
+
+def test_rows_with_several_keys_ask_one_of_them() -> None:
+    """Every number of keys is drawn, and the answer is the key that the question names."""
+    task = Passkey(n_keys=[1, 4, 8])
+    batch = task.sample(120, length=700, seed=0)
+    counts, asked = set(), set()
+    for row in range(120):
+        text = task.tokenizer.decode(batch.tokens[row].tolist())
+        answer = task.tokenizer.decode(batch.targets[row][batch.answers()[row]].tolist())
+        numbered = dict(re.findall(r"Passkey (\d):(\d{5})\. Remember", text))
+        counts.add(len(numbered) or 1)
+        if numbered:
+            number = re.search(r"What is passkey (\d)\?", text)
+            assert number is not None
+            assert answer == numbered[number[1]]
+            asked.add(number[1])
+            assert not set(numbered.values()) & set(keys(True))
+    assert counts == {1, 4, 8}
+    assert len(asked) == 8
+
+
+def test_fillers_of_files_begin_anywhere(tmp_path: Path) -> None:
+    """The filler of a file starts at a random place."""
+    files = []
+    for name in ("a", "b"):
+        files.append(str(tmp_path / name))
+        Path(files[-1]).write_text(name * 5000)
+    task = Passkey(filler=files)
+    assert task.n_filler == 10_000
+    batch = task.sample(40, length=256, seed=0)
+    rows = [task.tokenizer.decode(row.tolist()).split("hidden")[1] for row in batch.tokens]
+    assert any("aaaaa" in row for row in rows)
+    assert any("bbbbb" in row for row in rows)
+
+
+def test_numbers_between_the_words(tmp_path: Path) -> None:
+    """All words stay, the numbers have the requested rate, and are the same every time."""
+    words = [f"w{'abcdefghij'[i % 10]}" for i in range(20_000)]
+    text = " ".join(words)
+    found = with_numbers(text, 100)
+    assert found == with_numbers(text, 100) != with_numbers(text, 99)
+    parts = found.split(" ")
+    numbers = [part for part in parts if part.isdigit()]
+    assert [part for part in parts if not part.isdigit()] == words
+    assert len(numbers) == pytest.approx(len(text) / 100, rel=0.15)
+    assert {len(number) for number in numbers} == {1, 2, 3, 4, 5, 6}
+    prompt = Passkey(numbers_every=20).prompt("01234", length=600, depth=0.0).tolist()
+    behind = ByteTokenizer().decode(prompt).split("is the passkey.")[1]
+    assert len(re.findall(r"\d+", behind)) > 5
+    (tmp_path / "a.txt").write_text(text)
+    plain, sprinkled = (Passkey(filler=str(tmp_path / "a.txt"), numbers_every=n) for n in (None, 9))
+    assert plain.n_filler == len(text) < sprinkled.n_filler
+    assert plain.data_sha256() != sprinkled.data_sha256()
+
+
+def test_the_text_weighs_what_is_asked() -> None:
+    """text_weight scales the loss of the text."""
+    task = Passkey(text_weight=0.25)
+    batch = task.sample(4, length=256, seed=2)
+    assert batch.weights is not None
+    torch.testing.assert_close(batch.weights.sum(1), torch.full((4,), 1.25))

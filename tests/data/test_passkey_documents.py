@@ -1,0 +1,251 @@
+"""Passkey documents that continue over segments, on which truncated backpropagation trains."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from longrnn.data import UNSCORED, Batch, Passkey
+from longrnn.data.prompts import ANSWER, FILLER, HEADER, KEY_LINE, QUESTION
+from longrnn.errors import UserError
+from longrnn.text import ByteTokenizer
+from tests.training.runs import assert_equal
+
+LENGTH, STEPS, N_STREAMS = 160, 60, 6
+
+
+def build(**options: Any) -> Passkey:
+    settings: dict[str, Any] = {"max_segments": 8, **options}
+    return Passkey(**settings)
+
+
+def body(batch: Batch, row: int) -> str:
+    """The part of a row that enters the carried state."""
+    tokens = batch.tokens[row, : batch.tokens.shape[1] - batch.query_length]
+    return ByteTokenizer().decode(tokens.tolist())
+
+
+@pytest.fixture(scope="module")
+def segments() -> list[Batch]:
+    """All streams at every step, in order."""
+    task = build()
+    return [
+        task.batch(step, range(N_STREAMS), of=N_STREAMS, length=LENGTH, seed=7, carried=True)
+        for step in range(STEPS)
+    ]
+
+
+def test_a_segment_depends_on_stream_step_and_seed_alone(segments: list[Batch]) -> None:
+    """A segment depends on nothing but stream, step and seed."""
+    task = build()
+    places = [(stream, step) for stream in range(N_STREAMS) for step in range(STEPS)]
+    random.Random(0).shuffle(places)
+    for stream, step in places:
+        alone = task.batch(
+            step, range(stream, stream + 1), of=N_STREAMS, length=LENGTH, seed=7, carried=True
+        )
+        assert_equal(alone, segments[step].row(stream))
+
+
+def test_seed_and_stream_make_a_difference(segments: list[Batch]) -> None:
+    """Streams and seeds give different documents."""
+    other = build().batch(0, range(N_STREAMS), of=N_STREAMS, length=LENGTH, seed=8, carried=True)
+    assert not torch.equal(other.tokens, segments[0].tokens)
+    assert len({body(segments[0], stream) for stream in range(N_STREAMS)}) > 1
+
+
+def documents(segments: list[Batch], stream: int) -> list[list[Batch]]:
+    """The complete documents of a stream, each a list of one-row batches."""
+    found: list[list[Batch]] = []
+    for batch in segments:
+        if batch.begins[stream]:
+            found.append([])
+        found[-1].append(batch.row(stream))
+    return found[:-1]
+
+
+def fillers(document: list[Batch]) -> list[str]:
+    """The filler of each segment, after asserting that all else is one header and one key line."""
+    text = "".join(body(part, 0) for part in document)
+    assert len(text) == LENGTH * len(document)
+    match = re.search(r"The passkey is (\d{5})", text)
+    assert match is not None
+    assert text.startswith(HEADER)
+    line = KEY_LINE.format(key=match[1])
+    assert text.count(match[1]) == 2
+    parts = [body(part, 0).removeprefix(HEADER) for part in document]
+    assert sum(part.count(line) for part in parts) == 1
+    return [part.replace(line, "") for part in parts]
+
+
+def test_documents_are_header_filler_key_line_filler(segments: list[Batch]) -> None:
+    """Every document has one header and one complete key line within filler."""
+    lengths = []
+    for stream in range(N_STREAMS):
+        for document in documents(segments, stream):
+            lengths.append(len(document))
+            for filler in fillers(document):
+                assert filler in FILLER * (len(filler) // len(FILLER) + 2)
+    assert len(set(lengths)) > 3
+    assert max(lengths) <= 8
+
+
+def test_the_filler_runs_on_over_segments(segments: list[Batch]) -> None:
+    """The filler continues from segment to segment."""
+    starts = set()
+    for stream in range(N_STREAMS):
+        for document in documents(segments, stream):
+            text = "".join(fillers(document))
+            endless = FILLER * (len(text) // len(FILLER) + 2)
+            assert text in endless
+            starts.add(endless.index(text))
+    assert len(starts) > 3  # a question is asked anywhere in the filler
+
+
+def test_fresh_marks_exactly_the_starts(segments: list[Batch]) -> None:
+    """`is_document_start` is true exactly at the first segment of a document."""
+    for batch in segments:
+        for stream in range(N_STREAMS):
+            assert bool(batch.begins[stream]) == body(batch, stream).startswith(HEADER)
+    assert segments[0].begins.all()
+
+
+def test_the_question_is_asked_on_a_fork(segments: list[Batch]) -> None:
+    """Question and answer are not in the tokens that enter the carried state."""
+    for batch in segments:
+        assert batch.tokens.shape == (N_STREAMS, LENGTH + batch.query_length)
+        for row in range(N_STREAMS):
+            query = ByteTokenizer().decode(batch.tokens[row, LENGTH:].tolist())
+            assert QUESTION not in body(batch, row)
+            assert re.fullmatch(re.escape(QUESTION) + r" \d{4}", query)
+            assert not batch.answers()[row, :LENGTH].any()
+
+
+def test_rows_are_asked_at_doubling_distances(segments: list[Batch]) -> None:
+    """The question follows 0, 1, 2, 4, … segments after the key, and never before it."""
+    distances = set()
+    for stream in range(N_STREAMS):
+        for document in documents(segments, stream):
+            since = None  # segments since the key line
+            for part in document:
+                match = re.search(r"The passkey is (\d{5})", body(part, 0))
+                since = 0 if match else since if since is None else since + 1
+                answer = part.answers()[0]
+                assert bool(answer.any()) == (since in (0, 1, 2, 4, 8, 16, 32, 64))
+                said = ByteTokenizer().decode(part.targets[0][answer].tolist())
+                assert not match or said == ANSWER.format(key=match[1])
+                digits = part.targets[0, LENGTH + len(QUESTION) :]
+                assert answer.any() or (digits == UNSCORED).all()
+                distances |= {since} if answer.any() else set()
+    assert distances >= {0, 1, 2, 4}
+
+
+def test_targets_at_the_fork(segments: list[Batch]) -> None:
+    """The last token of a segment has no target, since question and filler both follow it."""
+    for batch in segments:
+        assert (batch.targets[:, LENGTH - 1] == UNSCORED).all()
+        inner = batch.targets[:, : LENGTH - 1]
+        assert torch.equal(inner, batch.tokens[:, 1:LENGTH])
+
+
+def test_weights_of_asked_and_other_rows(segments: list[Batch]) -> None:
+    """The answer has its weight in rows with a question, and none elsewhere."""
+    kinds = set()
+    for batch in segments:
+        assert batch.weights is not None
+        asked = batch.answers().any(dim=1)
+        kinds |= set(asked.tolist())
+        torch.testing.assert_close(batch.weights.sum(1), 1.0 + asked.float())
+        # The text's share is a mean over the targets there are: none at the fork.
+        scored = batch.targets != UNSCORED
+        assert not batch.weights[~scored].any()
+        on_text = (batch.weights * ~batch.answers()).sum(1)
+        share = (scored & ~batch.answers()).sum(1) / scored.sum(1)
+        torch.testing.assert_close(on_text, share)
+    assert kinds == {True, False}
+
+
+def test_score_leaves_out_rows_that_were_not_asked(segments: list[Batch]) -> None:
+    """Rows without a question have no score."""
+    batch = next(b for b in segments if 0 < b.answers().any(dim=1).sum() < N_STREAMS)
+    n_asked = int(batch.answers().any(dim=1).sum())
+    task = build()
+    assert task.score(batch.targets, batch)["accuracy"].tolist() == [1.0] * n_asked
+    assert task.score(batch.targets + 1, batch)["accuracy"].tolist() == [0.0] * n_asked
+
+
+def test_documents_grow_with_the_steps() -> None:
+    """Documents grow from min_segments to max_segments over grow_steps."""
+    task = build(max_segments=16, grow_steps=300)
+    streams = range(20)
+    early = [
+        task.batch(step, streams, of=N_STREAMS, length=LENGTH, seed=0, carried=True).begins
+        for step in range(4)
+    ]
+    assert torch.stack(early).float().mean() > 0.9
+    late = [
+        task.batch(step, streams, of=N_STREAMS, length=LENGTH, seed=0, carried=True).begins
+        for step in range(400, 440)
+    ]
+    assert torch.stack(late).float().mean() < 0.5
+
+
+def test_a_segment_too_short_says_what_it_needs() -> None:
+    """A segment that cannot hold the key line is refused with the length that can."""
+    with pytest.raises(UserError):
+        build().batch(0, range(20), of=20, length=100, seed=0, carried=True)
+
+
+def test_segments_of_filler_count_many_times() -> None:
+    """Only segments of filler repeat, and repeats grow to max_repeat."""
+    task = build(min_segments=3, max_segments=3, max_repeat=1000, grow_steps=60)
+    counts: dict[int, list[int]] = {}
+    for step in range(120):
+        batch = task.batch(step, range(20), of=20, length=LENGTH, seed=1, carried=True)
+        assert bool(batch.begins.any()) == (step % 3 == 0)
+        if batch.repeat is None:
+            continue
+        for row, times in enumerate(batch.repeat.tolist()):
+            counts.setdefault(step, []).append(times)
+            assert 1 <= times <= 1000
+            assert times == 1 or fillers_only(body(batch, row))
+    assert max(max(counts.get(step, [1])) for step in range(6)) < 30
+    assert max(max(counts.get(step, [1])) for step in range(60, 120)) > 300
+    assert build().batch(5, range(20), of=20, length=LENGTH, seed=1, carried=True).repeat is None
+
+
+def fillers_only(text: str) -> bool:
+    return text in FILLER * (len(text) // len(FILLER) + 2)
+
+
+def test_numbered_documents_hold_all_keys_in_one_segment() -> None:
+    """All keys are in one segment, and the question names one of them."""
+    task = build(min_segments=2, max_segments=3, n_keys=[4])
+    for step in range(12):
+        batch = task.batch(step, range(8), of=8, length=300, seed=2, carried=True)
+        for row in range(8):
+            lines = re.findall(r"Passkey (\d):(\d{5})\. Remember", body(batch, row))
+            assert len(lines) in (0, 4)
+            query = ByteTokenizer().decode(batch.tokens[row, 300:].tolist())
+            assert re.fullmatch(r"\nWhat is passkey [1-4]\? Passkey [1-4]:\d{4}", query)
+
+
+def test_several_queries_run_on_the_fork() -> None:
+    """With `n_queries`, all questions are on the fork and each names another key of the segment."""
+    task = build(min_segments=1, max_segments=1, n_keys=[1, 4], n_queries=3)
+    batch = task.batch(0, range(8), of=8, length=300, seed=3, carried=True)
+    counts = set()
+    for row in range(8):
+        lines = dict(re.findall(r"Passkey (\d):(\d{5})\. Remember", body(batch, row)))
+        query = ByteTokenizer().decode(batch.tokens[row, 300:].tolist())
+        asked = re.findall(r"What is passkey (\d)\?", query)
+        assert "What is" not in body(batch, row)
+        answer = ByteTokenizer().decode(batch.targets[row][batch.answers()[row]].tolist())
+        counts.add(len(set(asked)))
+        if asked:
+            assert answer == "".join(lines[number] for number in asked)
+    assert counts == {0, 3}

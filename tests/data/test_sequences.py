@@ -1,0 +1,231 @@
+"""Tasks of random sequences: their drawings, programs that solve them, guesses, held-out rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from longrnn.data import TASKS, UNSCORED, Batch, SequenceTask
+from longrnn.data.reversals import CONDITIONS
+from longrnn.errors import UserError
+from tests.data.drawings import drawing
+
+KINDS = sorted(kind for kind, task in TASKS.items() if issubclass(task, SequenceTask))
+# What `draw` gives for the drawing in each docstring, at V = 10.
+DRAWN = {
+    "copy": [7, 1, 4],
+    "delayed_sum": [7, 1, 4, 2, 5, 8],
+    "predecessor_query": [7, 1, 4, 8, 4],
+    "recall": [2, 9, 0, 7, 1, 9, 1, 2, 0],
+    "reverse": [7, 1, 4],
+    "reverse_variable": [7, 1, 4, -1],
+    "sort": [7, 1, 4, 1],
+}
+OPTIONS: dict[str, dict[str, Any]] = {"reverse_variable": {"min_length": 3}}
+LENGTH = 8
+
+
+def build(kind: str, **options: Any) -> SequenceTask:
+    task = TASKS.build({"kind": kind, **OPTIONS.get(kind, {}), **options}, None)
+    assert isinstance(task, SequenceTask)
+    return task
+
+
+def shown(task: SequenceTask, batch: Batch) -> dict[str, list[str]]:
+    """The first row as a docstring draws it."""
+    tokens = ["?" if i == 10 and task.has_query else str(i) for i in batch.tokens[0].tolist()]
+    targets = ["." if i == UNSCORED else str(i) for i in batch.targets[0].tolist()]
+    return {"tokens": tokens, "targets": targets}
+
+
+def test_every_task_is_drawn() -> None:
+    """Every task has a drawing, and a program that solves it."""
+    assert {*DRAWN, "reverse_dual_frequency"} == set(KINDS) == SOLVERS.keys()
+
+
+@pytest.mark.parametrize("kind", sorted(DRAWN))
+def test_the_drawing_in_the_docstring(kind: str) -> None:
+    """The docstring's drawing is what the task makes."""
+    task = build(kind, vocab_size=10, held_out=4)
+    assert drawing(TASKS[kind]) == shown(task, task._batch(torch.tensor([DRAWN[kind]])))
+
+
+def test_the_drawing_of_a_test_sequence() -> None:
+    """The scored place is the mirrored place of the target."""
+    task = build("reverse_dual_frequency", vocab_size=10, held_out=12)
+    rows, _ = task._evaluation_set(3)
+    assert task.condition(6) == "rare target, frequent disturbants"
+    rows[6] = torch.tensor([2, 9, 4])
+    batch = task.evaluation_batch(6, 7, length=3)
+    answer = ["x" if place else "." for place in batch.answers()[0].tolist()]
+    assert drawing(TASKS["reverse_dual_frequency"]) == {**shown(task, batch), "answer": answer}
+
+
+def reverse(tokens: list[int]) -> list[int]:
+    x = [token for token in tokens if token != 32]
+    return [0] * len(x) + x[::-1] + [0] * (len(tokens) - 2 * len(x))
+
+
+def copy(tokens: list[int]) -> list[int]:
+    x = tokens[: len(tokens) // 2]
+    return x + x
+
+
+def sort(tokens: list[int]) -> list[int]:
+    x = tokens[: len(tokens) // 2]
+    return x + sorted(x)
+
+
+def delayed_sum(tokens: list[int]) -> list[int]:
+    seen: list[int] = []
+    said = []
+    for place, token in enumerate(tokens):
+        if place < len(tokens) // 2:
+            seen.append(token)
+            said.append(0)
+        else:
+            said.append((seen.pop() + token) % 32)
+    return said
+
+
+def predecessor(tokens: list[int]) -> list[int]:
+    return [0] * (len(tokens) - 1) + [tokens[tokens.index(tokens[-1]) - 1]]
+
+
+def recall(tokens: list[int]) -> list[int]:
+    known: dict[int, int] = {}
+    said = []
+    for place, token in enumerate(tokens):
+        if place < len(tokens) // 3 * 2 and place % 2:
+            known[tokens[place - 1]] = token
+        said.append(known.get(token, 0))
+    return said
+
+
+SOLVERS: dict[str, Callable[[list[int]], list[int]]] = {
+    "copy": copy,
+    "delayed_sum": delayed_sum,
+    "predecessor_query": predecessor,
+    "recall": recall,
+    "reverse": reverse,
+    "reverse_dual_frequency": reverse,
+    "reverse_variable": reverse,
+    "sort": sort,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_obvious_program_solves_it(kind: str) -> None:
+    """The targets follow from the tokens, in training and in the test."""
+    task = build(kind)
+    drawn = task.sample(300, length=LENGTH, seed=1)
+    for batch in (drawn, task.evaluation_batch(0, 300, length=LENGTH)):
+        said = torch.tensor([SOLVERS[kind](row) for row in batch.tokens.tolist()])
+        for name, values in task.score(said, batch).items():
+            assert (values == float(name != "edit_distance")).all(), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_guessing_scores_by_chance(kind: str) -> None:
+    """Random predictions score as chance predicts."""
+    task = build(kind)
+    generator = torch.Generator().manual_seed(2)
+    for batch in (
+        task.sample(1000, length=LENGTH, seed=2),
+        task.evaluation_batch(0, 1024, length=LENGTH),
+    ):
+        said = torch.randint(32, batch.targets.shape, generator=generator)
+        accuracy = task.score(said, batch)["token_accuracy"]
+        error = (1 / 32 / batch.answers().sum(1).float().mean() / len(accuracy)) ** 0.5
+        assert abs(float(accuracy.mean()) - 1 / 32) < 4 * error
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_rejects_the_held_out_sequences(kind: str) -> None:
+    """Training never samples a held-out sequence."""
+    options = {"min_length": 2} if kind == "reverse_variable" else {}
+    task = build(kind, vocab_size=6 if "dual" in kind else 4, held_out=3, **options)
+    length = 4 if kind in ("recall", "delayed_sum", "predecessor_query") else 2
+    held_out = {tuple(row) for row in task.evaluation_batch(0, 3, length=length).tokens.tolist()}
+    generator = torch.Generator().manual_seed(0)
+    batch = task.sample(3000, length=length, seed=0)
+    seen = {tuple(row) for row in batch.tokens.tolist()}
+    assert not seen & held_out
+    drawn = {tuple(row) for row in task._batch(task.draw(3000, length, generator)).tokens.tolist()}
+    assert held_out & drawn
+    assert seen == drawn - held_out
+
+
+def test_distinct_tokens_are_distinct() -> None:
+    """No token repeats, and every order is equally likely."""
+    task = build("predecessor_query", vocab_size=4, held_out=1)
+    x = task.draw(6000, 3, torch.Generator().manual_seed(3))[:, :3]
+    assert (x.sort(dim=1).values.diff(dim=1) > 0).all()
+    _, counts = x.unique(dim=0, return_counts=True)
+    assert len(counts) == 24
+    assert counts.min() > 185  # 250 expected, deviation 16
+    recalled = build("recall", vocab_size=8, held_out=1)
+    tokens = recalled.sample(500, length=6, seed=3).tokens
+    keys, values, asked = tokens[:, :6:2], tokens[:, 1:6:2], tokens[:, 6:]
+    assert (keys.sort(dim=1).values.diff(dim=1) > 0).all()
+    assert torch.equal(keys.sort(dim=1).values, asked.sort(dim=1).values)
+    assert keys.max() < 4 <= values.min()
+
+
+def test_lengths_of_reverse_variable_are_uniform() -> None:
+    """Every length up to the longest is equally likely, row by row."""
+    task = build("reverse_variable", min_length=5)
+    batch = task.sample(3000, length=8, seed=0)
+    lengths = batch.answers().sum(1)
+    shares = torch.bincount(lengths, minlength=9)[5:] / 3000
+    assert lengths.min() == 5
+    assert lengths.max() == 8
+    assert ((shares - 0.25).abs() < 0.035).all()
+    assert batch.tokens.shape == (3000, 16)
+
+
+def test_dual_frequencies() -> None:
+    """Rare tokens have their probability in training, and the four conditions alternate in the
+    test.
+    """
+    task = build("reverse_dual_frequency")
+    x = task.sample(2000, length=LENGTH, seed=0).tokens[:, :8]
+    assert abs(float((x >= 16).float().mean()) - 0.125) < 0.011
+    assert x.unique().tolist() == list(range(32))
+    test = task.evaluation_batch(0, 1024, length=LENGTH)
+    assert (test.answers().sum(1) == 1).all()
+    assert test.answers()[:, 8:].any(0).all()  # every place has its turn
+    scored = test.answers()[:, 8:].flip(1)
+    rare = test.tokens[:, :8] >= 16
+    for index, (target, others) in enumerate(CONDITIONS):
+        rows = torch.arange(1024) % 4 == index
+        assert (rare[rows][scored[rows]] == target).all()
+        assert (rare[rows][~scored[rows]] == others).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "length", "says"),
+    [
+        ("delayed_sum", {}, 15, "15"),
+        ("recall", {}, 7, "length"),
+        ("recall", {"vocab_size": 10}, 12, "vocab_size=12"),
+        ("predecessor_query", {"vocab_size": 8}, 9, "vocab_size=9"),
+        ("predecessor_query", {}, 1, "tokens"),
+        ("reverse_variable", {"min_length": 9}, 8, "min_length"),
+        ("reverse_variable", {"min_length": 0}, 8, "min_length"),
+        ("reverse_dual_frequency", {"vocab_size": 9}, 8, "vocab_size"),
+        ("reverse_dual_frequency", {"rare_share": 1.0}, 8, "rare_share"),
+        ("reverse_dual_frequency", {"vocab_size": 4}, 8, "256"),
+        ("predecessor_query", {"vocab_size": 4}, 4, "72"),
+        ("sort", {}, 0, "length"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    kind: str, options: dict[str, Any], length: int, says: str
+) -> None:
+    """A length that the task cannot make is refused."""
+    with pytest.raises(UserError, match=says):
+        build(kind, **options).sample(2, length=length)

@@ -1,0 +1,155 @@
+"""Corpora from files, tables, datasets and conversations."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from longrnn.data import build as building
+from longrnn.data.build import build
+from longrnn.data.sources import Reading
+from longrnn.data.stream import Corpus
+from longrnn.errors import UserError
+from longrnn.text import ByteTokenizer
+from tests.refusals import naming
+
+TEXTS = ["one", "two two", "drei\n\n"]
+PAIRS = [("2+2=", "4"), ("3+3=", "6!")]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def documents(*data: str | Path, tokenizer: Any = None, **reading: Any) -> list[str]:
+    """The documents of a corpus of `data`, as text; tokens of answers in capitals."""
+    corpus = Path(f"corpus{len(list(Path().iterdir()))}")
+    names = [str(one) for one in data]
+    build(names, tokenizer or ByteTokenizer(), corpus, reading=Reading(**reading), quiet=True)
+    found = Corpus(corpus)
+    texts = []
+    for start, stop in found.spans.tolist():
+        ids = found.tokens[start:stop]
+        scored = np.zeros(len(ids)) if found.scored is None else found.scored[start:stop]
+        letters = [chr(i).upper() if one else chr(i) for i, one in zip(ids, scored, strict=True)]
+        texts.append("".join(letters))
+    return texts
+
+
+def write(kind: str, rows: list[dict[str, Any]]) -> str:
+    """A table in a format, or a folder of `save_to_disk`."""
+    import datasets
+
+    table = datasets.Dataset.from_list(rows)
+    if kind == "saved":
+        table.save_to_disk("saved")
+        return "saved"
+    getattr(table, {"jsonl": "to_json"}.get(kind, f"to_{kind}"))(f"table.{kind}")
+    return f"table.{kind}"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "saved"])
+def test_a_row_of_a_table_is_a_document(kind: str) -> None:
+    """Every format gives the same documents; another column is read by its name."""
+    rows = [{"body": text, "number": k} for k, text in enumerate(TEXTS)]
+    source = write(kind, rows)
+    assert documents(source, text_column="body") == TEXTS
+    with pytest.raises(UserError, match=naming("text", "body")):
+        documents(source)
+    assert documents(source, text_column="body", max_tokens=4) == TEXTS[:2]
+    assert documents(source, text_column="body", min_length=4) == TEXTS[1:]
+
+
+def test_files_and_folders_of_text() -> None:
+    """A file is a document, or several with a separator; folders stand for what is below them."""
+    Path("a/b").mkdir(parents=True)
+    for name, text in (("a/1.txt", "one<>two"), ("a/b/2.md", "three"), ("a/skipped.pdf", "x")):
+        Path(name).write_text(text)
+    assert documents("a") == ["one<>two", "three"]
+    assert documents("a/b/2.md", "a/1.txt", split_on="<>") == ["three", "one", "two"]
+    long = "".join(f" line {k}\n" if k % 7 else f"word {k}\n" for k in range(200_000))
+    Path("long.txt").write_text(long)
+    assert documents("long.txt") == [long]
+
+
+def test_prompts_and_answers() -> None:
+    """The tokens of a completion are marked, and no others."""
+    source = write("jsonl", [{"prompt": p, "completion": c} for p, c in PAIRS])
+    assert documents(source, answers=True) == ["2+2=4", "3+3=6!"]
+    found = Corpus(sorted(Path().glob("corpus*"))[-1])
+    assert found.scored is not None
+    assert found.scored.tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 1]
+
+
+class Chat(ByteTokenizer):
+    """A tokenizer with a template: `Q…A…` with the answers of the assistant scored."""
+
+    def encode_chat(self, messages: Any) -> tuple[list[int], list[bool]]:
+        ids: list[int] = []
+        scored: list[bool] = []
+        for one in messages:
+            is_answer = one["role"] == "assistant"
+            own = self.encode(("a" if is_answer else "q") + one["content"])
+            ids += own
+            scored += [False] + [is_answer] * (len(own) - 1)
+        return ids, scored
+
+
+def test_conversations() -> None:
+    """Messages go through the tokenizer's template."""
+    roles = ("user", "assistant", "user", "assistant")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, "wxyz", strict=True)]
+    source = write("jsonl", [{"messages": messages}])
+    assert documents(source, tokenizer=Chat(), answers=True) == ["qwaXqyaZ"]
+    with pytest.raises(UserError, match=naming("template", "prompt")):
+        documents(source, answers=True)
+    broken = write("jsonl", [{"messages": [{"role": "user"}]}])
+    with pytest.raises(UserError, match=naming("row 1", "content")):
+        documents(broken, tokenizer=Chat(), answers=True)
+
+
+@pytest.mark.parametrize(
+    ("data", "names"),
+    [
+        (["nowhere.txt"], ["nowhere.txt"]),
+        (["empty"], ["empty", ".jsonl"]),
+        (["broken.jsonl"], ["broken.jsonl"]),
+        (["binary.txt"], ["binary.txt", "NUL"]),
+    ],
+)
+def test_what_cannot_be_read_is_named(data: list[str], names: list[str], folder: Path) -> None:
+    """Nothing is left behind."""
+    Path("empty").mkdir()
+    Path("broken.jsonl").write_text('{"text": "a"}\n{"text"')
+    Path("binary.txt").write_bytes(b"a\0")
+    before = {path for path in folder.rglob("*") if "lock" not in path.name}
+    with pytest.raises(UserError, match=naming(*names)):
+        build(data, ByteTokenizer(), Path("corpus"), reading=Reading(), quiet=True)
+    assert {path for path in folder.rglob("*") if "lock" not in path.name} == before
+
+
+def test_an_interrupted_build_starts_again_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a kill leaves does not count as a corpus."""
+    Path("a.txt").write_text("some text")
+    Path(".corpus.partial").mkdir()
+    Path(".corpus.partial/tokens.bin").write_bytes(b"torn")
+    build(["a.txt"], ByteTokenizer(), Path("corpus"), reading=Reading(), quiet=True)
+    assert "interrupted" in capsys.readouterr().err
+    assert Corpus(Path("corpus")).tokens.tolist() == list(b"some text")
+    assert sorted(os.listdir("corpus")) == ["corpus.json", "documents.bin", "tokens.bin"]
+
+    def killed(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(building, "write_atomic", killed)
+    with pytest.raises(KeyboardInterrupt):
+        build(["a.txt"], ByteTokenizer(), Path("other"), reading=Reading(), quiet=True)
+    assert not Path("other").exists()

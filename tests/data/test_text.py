@@ -1,0 +1,191 @@
+"""Rows of texts and of answers: every token once, exact borders, nothing scored across them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longrnn.data import TASKS, UNSCORED, Batch, Text
+from longrnn.data.build import corpus_of
+from longrnn.data.sources import Reading
+from longrnn.errors import LengthError, UserError
+from longrnn.text import ByteTokenizer
+from tests.data.drawings import drawing
+from tests.refusals import naming
+
+# Every character occurs once, so that a token says where it is in its document.
+LENGTHS = (30, 7, 2, 41, 18, 25)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LONGRNN_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.fixture
+def texts(folder: Path) -> list[bytes]:
+    """Documents without a common byte."""
+    place, made = 1, []
+    (folder / "texts").mkdir()
+    for number, length in enumerate(LENGTHS):
+        made.append(bytes(range(place, place + length)))
+        (folder / f"texts/{number}.txt").write_bytes(made[-1])
+        place += length
+    return made
+
+
+def text_task(**options: Any) -> Text:
+    task = TASKS.build({"kind": "text", "data": "texts", **options}, None)
+    assert isinstance(task, Text)
+    return task
+
+
+def pairs_of(texts: list[bytes]) -> Counter[tuple[int, int]]:
+    """Every token with the one after it in its document."""
+    return Counter(pair for text in texts for pair in pairwise(text))
+
+
+def read_pairs(batches: list[Batch]) -> Counter[tuple[int, int]]:
+    """The tokens and their targets in batches."""
+    found: Counter[tuple[int, int]] = Counter()
+    for batch in batches:
+        scored = batch.targets != UNSCORED
+        found.update(
+            zip(batch.tokens[scored].tolist(), batch.targets[scored].tolist(), strict=True)
+        )
+    return found
+
+
+def test_the_drawing_in_the_docstring(folder: Path) -> None:
+    """The docstring's drawing is what the task makes."""
+    (folder / "a.txt").write_text("to be")
+    batch = TASKS.build({"kind": "text", "data": "a.txt"}, None).sample(1, length=4)
+    rows = {"tokens": batch.tokens, "targets": batch.targets}
+    assert drawing(TASKS["text"]) == {n: list(map(chr, x[0].tolist())) for n, x in rows.items()}
+
+
+@pytest.mark.parametrize("length", [1, 5, 16, 117])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_token_is_read_once_per_epoch(texts: list[bytes], length: int, seed: int) -> None:
+    """Independent rows cover every pair of tokens of a document once, and no other pair."""
+    task, expected = text_task(), pairs_of(texts)
+    rows = -(-sum(expected.values()) // length)
+    for epoch in range(2):
+        batches = [
+            task.batch(index, range(1), of=1, length=length, seed=seed, carried=False)
+            for index in range(epoch * rows, (epoch + 1) * rows)
+        ]
+        assert read_pairs(batches) == expected
+
+
+@pytest.mark.parametrize(("of", "length"), [(1, 8), (3, 8), (4, 5), (2, 41)])
+def test_carried_rows_read_every_token_once_per_epoch(
+    texts: list[bytes], of: int, length: int
+) -> None:
+    """Segments continue one another, and a document begins where one ends."""
+    task, expected = text_task(), pairs_of(texts)
+    places = sum(expected.values())
+    how: dict[str, Any] = {"of": of, "length": length, "seed": 2, "carried": True}
+    batches = [task.batch(index, range(of), **how) for index in range(3 * places // length)]
+    whole: Counter[tuple[int, int]] = Counter()
+    for row in range(of):
+        tokens, targets, starts = (
+            torch.cat([getattr(batch, name)[row] for batch in batches])
+            for name in ("tokens", "targets", "is_document_start")
+        )
+        for before, after, begins in zip(targets[:-1], tokens[1:], starts[1:], strict=True):
+            assert bool(begins) == (int(before) != int(after))
+        assert bool(starts[0])
+        share = (row + 1) * places // of - row * places // of
+        epoch = list(zip(tokens.tolist(), targets.tolist(), strict=True))[:share]
+        whole.update(epoch)
+    assert whole == expected
+
+
+def test_held_out_documents_are_not_trained_on(texts: list[bytes]) -> None:
+    """The two parts share no pair of tokens, and each has some."""
+    parts = [read_all(text_task(part=part)) for part in ("training", "held_out")]
+    assert all(parts)
+    assert not parts[0] & parts[1]
+    assert parts[0] | parts[1] <= set(pairs_of(texts))
+    assert sum(map(len, parts)) >= sum(pairs_of(texts).values()) - 1  # one pair was cut
+
+
+def read_all(task: Text) -> set[tuple[int, int]]:
+    count = task.documents.places
+    how: dict[str, Any] = {"of": 1, "length": 1, "seed": 0, "carried": False}
+    return set(read_pairs([task.batch(index, range(1), **how) for index in range(count)]))
+
+
+def test_too_few_tokens_are_refused(texts: list[bytes]) -> None:
+    """More carried rows, or longer rows, than there are tokens are refused."""
+    with pytest.raises(LengthError, match=naming(117, 300)):
+        text_task().batch(0, range(3), of=3, length=100, seed=0, carried=True)
+    with pytest.raises(LengthError, match=naming(118)):
+        text_task().sample(1, length=118)
+
+
+ANSWERS = [("ab", "c"), ("d", "efg"), ("hijk", "lm"), ("n", "o" * 30)]
+
+
+@pytest.fixture
+def answers(folder: Path) -> Path:
+    path = folder / "pairs.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": p, "completion": c}) for p, c in ANSWERS))
+    return path
+
+
+def instruct_task(answers: Path) -> Any:
+    return TASKS.build({"kind": "instruct", "data": str(answers), "append_eos": False}, None)
+
+
+def test_only_answers_are_scored(answers: Path) -> None:
+    """Whole documents fill a row from the zero state; a prompt's tokens have no target."""
+    task = instruct_task(answers)
+    wanted = Counter(c for _, completion in ANSWERS[:3] for c in completion)
+    seen: Counter[str] = Counter()
+    rows = len(task.packed(12, 0).cuts) - 1
+    for index in range(rows):
+        batch = task.batch(index, range(1), of=1, length=12, seed=0, carried=False)
+        assert batch.tokens.shape == (1, 12)
+        scored = batch.targets[batch.targets != UNSCORED].tolist()
+        seen.update(c for c in map(chr, scored) if c != "o")
+        is_token = torch.ones(1, 12).bool() if batch.is_token is None else batch.is_token
+        assert (batch.targets[~is_token] == UNSCORED).all()
+        begun = {chr(i) for i in batch.tokens[batch.is_document_start].tolist()}
+        assert begun <= {"a", "d", "h", "n"}
+    assert seen == wanted
+
+
+def test_answers_weigh_the_same_in_every_row(answers: Path) -> None:
+    """The weight of an answer token does not depend on its row; the mean row has weight 1."""
+    task = instruct_task(answers)
+    rows = len(task.packed(12, 0).cuts) - 1
+    weights = torch.cat(
+        [
+            task.batch(k, range(1), of=1, length=12, seed=0, carried=False).weights
+            for k in range(rows)
+        ]
+    )
+    assert len(weights[weights > 0].unique()) == 1
+    assert 0.3 < float(weights.sum(1).mean()) <= 1.0  # the long answer loses its end
+
+
+def test_a_corpus_is_found_again_and_damage_is_named(texts: list[bytes], folder: Path) -> None:
+    """The same data is tokenized once; a changed byte of the corpus is refused with its file."""
+    one = corpus_of("texts", Reading(), ByteTokenizer())
+    assert corpus_of("texts", Reading(), ByteTokenizer()).folder == one.folder
+    assert corpus_of("texts", Reading(split_on="\n"), ByteTokenizer()).folder != one.folder
+    assert one.tokens.tolist() == list(b"".join(texts))
+    path = one.folder / "tokens.bin"
+    path.write_bytes(path.read_bytes()[:-2] + b"\0\0")
+    with pytest.raises(UserError, match=naming("tokens.bin")):
+        text_task()

@@ -1,0 +1,219 @@
+"""Options of a run: what they do, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longrnn import RecurrentConfig, RecurrentLM, load
+from longrnn.config import build_config
+from longrnn.errors import UserError
+from longrnn.training.config import TrainConfig, read_config, split_values
+from longrnn.training.optim import build_optimizer, fill, learning_rate, set_learning_rate
+from tests.refusals import naming
+from tests.texts import TEXTS
+from tests.training import forks
+from tests.training.runs import LSTM, MAMBA2, metrics, tiny, train, write_config
+
+
+def rates(**options: Any) -> list[float]:
+    config = build_config(TrainConfig, {"learning_rate": 1.0, "max_steps": 10, **options})
+    return [round(learning_rate(step, config), 6) for step in range(10)]
+
+
+def test_schedules() -> None:
+    """A linear warm-up, then the shape; `decay_steps` leaves it constant until then."""
+    warm = {"warmup_steps": 2}
+    assert rates(lr_scheduler_type="constant", **warm) == [0.5] + [1.0] * 9
+    linear = rates(lr_scheduler_type="linear", **warm)
+    assert linear == [0.5, 1, *(round(1 - k / 8, 6) for k in range(8))]
+    least = rates(lr_scheduler_type="linear", min_lr_rate=0.2, **warm)
+    assert least[2:] == [round(0.2 + 0.8 * (1 - k / 8), 6) for k in range(8)]
+    cosine = rates(lr_scheduler_type="cosine", **warm)
+    assert cosine[2:] == [round(0.5 * (1 + math.cos(math.pi * k / 8)), 6) for k in range(8)]
+    stable = rates(lr_scheduler_type="linear", decay_steps=4, **warm)
+    assert stable == [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]
+    assert build_config(TrainConfig, {"max_steps": 5000}).warmup_steps == 100
+
+
+def test_parameters_by_pattern() -> None:
+    """Factors of the learning rate, frozen parameters, weight decay, and filled values."""
+    model = RecurrentLM(build_config(RecurrentConfig, MAMBA2))
+    scale = {"*.A_log": 5, "blocks.0.*": 2, "blocks.0.*.A_log": 0}
+    values = {"learning_rate_scale": scale, "weight_decay": 0.3, "learning_rate": 0.5}
+    config = build_config(TrainConfig, values)
+    optimizer = build_optimizer(model, config)
+    set_learning_rate(optimizer, 500, config)
+    found = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    named = dict(model.named_parameters())
+    now = learning_rate(500, config)
+    assert found[id(named["blocks.1.mixer.A_log"])]["lr"] == pytest.approx(5 * now)
+    assert found[id(named["blocks.0.mixer.dt_bias"])]["lr"] == pytest.approx(2 * now)
+    assert id(named["blocks.0.mixer.A_log"]) not in found
+    assert not named["blocks.0.mixer.A_log"].requires_grad
+    decayed = {n for n, p in named.items() if found.get(id(p), {}).get("weight_decay")}
+    ends = {name.rpartition("mixer.")[2] for name in decayed}
+    assert ends == {"embedding.weight", "in_proj.weight", "out_proj.weight", "conv1d.weight"}
+    fill(model, {"*.A_log": 3.0, "blocks.1.mixer.A_log": 4.0})
+    assert named["blocks.0.mixer.A_log"].unique().tolist() == [3.0]
+    assert named["blocks.1.mixer.A_log"].unique().tolist() == [4.0]
+    for key, value in (("learning_rate_scale", {"*.A_lag": 1}), ("learning_rate_scale", {"*": 0})):
+        with pytest.raises(UserError, match=naming(key)):
+            build_optimizer(model, build_config(TrainConfig, {key: value}))
+
+
+def test_gradients_are_clipped(tmp_path: Path) -> None:
+    """A norm above the limit is scaled down to it; the metrics have the norm before."""
+    how: dict[str, Any] = {"max_steps": 1, "logging_steps": 1, "warmup_steps": 0}
+    how |= {"adam_epsilon": 1e6, "learning_rate": 1e6}  # so that a step is the gradient itself
+    moved = {}
+    for limit in (math.inf, 1e-3):
+        start = tiny("reverse", tmp_path / f"a{limit}", **{**how, "learning_rate": 1e-12})
+        run = tiny("reverse", tmp_path / f"b{limit}", max_grad_norm=limit, **how)
+        before, after = (train(one).model().state_dict() for one in (start, run))
+        step = torch.cat([(after[name] - before[name]).flatten() for name in after])
+        moved[limit] = float(step.norm())
+    norm = metrics(tmp_path / "b0.001")[0]["grad_norm"]
+    assert norm > 1e-3
+    assert moved[math.inf] == pytest.approx(norm, rel=1e-2)
+    assert moved[1e-3] == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_mixed_precision_and_a_mitigation(tmp_path: Path) -> None:
+    """Weights stay float32, and the model is loaded under the mitigation it was trained under."""
+    spec = "state_norm(threshold=0.5)"
+    how = {"max_steps": 4, "mitigation": spec, "mixed_precision": "bf16"}
+    other = train(tiny("passkey", tmp_path / "other", **how))
+    model: Any = other.model()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model.mitigation.describe() == spec
+    path = write_config(tiny("passkey", tmp_path / "plain", max_steps=4), tmp_path / "c.yaml")
+    assert forks.run("train", path, "--quiet").returncode == 0
+    plain = metrics(tmp_path / "plain")[-1]["loss"]
+    assert other.rows[-1]["loss"] == pytest.approx(plain, rel=0.2)
+    assert other.rows[-1]["loss"] != plain
+    noise = {"mitigation": "sliding_window(window=32)", "initial_state": {"kind": "random_noise"}}
+    noise["mixed_precision"] = "bf16"
+    with pytest.raises(UserError, match=naming("random_noise", "sliding_window")):
+        train(tiny("passkey", tmp_path / "noise", **noise))
+
+
+def test_overrides(tmp_path: Path) -> None:
+    """A changed kind drops the options that it does not have; lists and lengths are read."""
+    found = read_config("reverse_small", ["model.mixer.kind=mamba2", "length.max=1k"])
+    assert found.model["mixer"] == {"kind": "mamba2"}
+    assert found.length.max == 1024
+    assert read_config("reverse_small", ["task.kind=sort"]).task["kind"] == "sort"
+    with pytest.raises(UserError, match=naming("max_steps", "many")):
+        read_config("reverse_small", ["max_steps=many"])
+    assert split_values("1e-3,[1,2],{a: 1, b: 2}") == ["1e-3", "[1,2]", "{a: 1, b: 2}"]
+    held = tiny("streams", tmp_path, validation="held_out")
+    assert isinstance(held.validation, dict)
+    assert (held.task["part"], held.validation["part"]) == ("training", "held_out")
+
+
+BAD: list[tuple[dict[str, Any], list[str]]] = [
+    ({"max_stps": 3}, ["max_stps", "max_steps"]),
+    ({"length": {"maxx": 3}}, ["length.maxx", "max"]),
+    ({"max_steps": 0}, ["max_steps"]),
+    ({"length": {"max": "2x"}}, ["length.max"]),
+    ({"length": {"max": 8, "min": 9}}, ["length.min"]),
+    ({"learning_rate": -1}, ["learning_rate"]),
+    ({"learning_rate": math.nan}, ["learning_rate"]),
+    ({"lr_scheduler_type": "cosin"}, ["lr_scheduler_type", "cosine"]),
+    ({"warmup_steps": 9, "decay_steps": 9}, ["warmup_steps", "decay_steps", "max_steps"]),
+    ({"task": {"kind": "recal"}}, ["recall"]),
+    ({"task": {"kind": "copy", "vocab": 3}}, ["vocab", "vocab_size"]),
+    ({"model": {**LSTM, "d_modell": 3}}, ["d_modell", "d_model"]),
+    ({"model": {**LSTM, "mixer": {"kind": "lstn"}}}, ["lstm"]),
+    ({"model": {**LSTM, "vocab_size": 4}}, ["vocab_size"]),
+    ({"initial_state": {"kind": "cary"}}, ["carry"]),
+    ({"initial_state": {"kind": "carry"}, "length": {"max": 8}}, ["reverse", "zero"]),
+    ({"segments_per_step": 2}, ["segments_per_step", "carry"]),
+    ({"best_model": "loss"}, ["best_model", "validation"]),
+    ({"init_from": "passkey-tiny", "model": LSTM}, ["init_from", "model"]),
+    ({"init_from": "nowhere"}, ["nowhere"]),
+    ({"init_from": "passkey-tiny", "model": {}, "fill": {"*.x": 1}}, ["fill"]),
+    ({"peft": {"r": 2}}, ["peft", "init_from"]),
+    ({"mitigation": "sliding_windw(window=3)"}, ["sliding_window"]),
+    ({"mitigation": "sliding_window(window=4)", "model": {"mixer": {"kind": "rnn"}}}, ["rnn"]),
+    ({"gradient_checkpointing": "blocks"}, ["gradient_checkpointing", "block"]),
+    ({"tokenizer": "nowhere"}, ["nowhere"]),
+    (
+        {"model": {**LSTM, "position": {"kind": "learned", "max_length": 9}}},
+        ["9", "model.position.max_length"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "names"), BAD, ids=lambda one: str(one)[:50])
+def test_what_does_not_fit_is_refused(
+    changes: dict[str, Any], names: list[str], tmp_path: Path
+) -> None:
+    """The sentence names the key and the nearest valid word; nothing is written."""
+    with pytest.raises(UserError, match=naming(*names)) as raised:
+        train(tiny("reverse", tmp_path / "run", **changes))
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "run").exists()
+
+
+PEFT = {"r": 2, "full": ["A_log", "dt_bias", "conv1d"]}
+
+
+def test_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only adapters are trained and saved; PEFT and `load` compute the same."""
+    from peft import PeftModel
+    from safetensors.torch import load_file
+
+    from longrnn.hf.load import load_recurrent
+    from tests.training.runs import crash
+
+    base = tmp_path / "base"
+    train(tiny("streams", base, max_steps=1))
+    run = tiny("streams", tmp_path / "run", init_from=str(base), peft=PEFT)
+    train(run)
+    tokens = torch.arange(90)[None]
+    with torch.no_grad():
+        ours: Any = load(tmp_path / "run")
+        wanted = ours(tokens).logits
+        plain: Any = load(base)
+        assert not torch.allclose(wanted, plain(tokens).logits, atol=1e-4)
+        theirs: Any = PeftModel.from_pretrained(load_recurrent(base), tmp_path / "run")  # type: ignore[arg-type]
+        torch.testing.assert_close(theirs(tokens).logits, wanted, rtol=0, atol=1e-5)
+    names = load_file(tmp_path / "run/adapter_model.safetensors")
+    assert {name.split(".mixer.")[1].split(".")[0] for name in names} == {
+        *("in_proj", "out_proj", "A_log", "dt_bias", "conv1d")
+    }
+    assert not (tmp_path / "run/checkpoint-00000010/model.safetensors").exists()
+    broken = tiny("streams", tmp_path / "two", init_from=str(base), peft=PEFT)
+    crash(broken, 6, monkeypatch)
+    train(broken, resume=True)
+    files = [tmp_path / name / "adapter_model.safetensors" for name in ("run", "two")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    for peft, name in (({"targets": ["in_porj"]}, "in_proj"), ({"full": ["A_lag"]}, "A_log")):
+        with pytest.raises(UserError, match=naming(name)):
+            train(tiny("streams", tmp_path / "three", init_from=str(base), peft=peft))
+
+
+def test_text_needs_no_corpus_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data is tokenized with the tokenizer of the checkpoint, which is saved with the model."""
+    from longrnn import load_tokenizer
+    from tests.texts import trained_bpe
+
+    monkeypatch.setenv("LONGRNN_CACHE", str(tmp_path / "cache"))
+    trained_bpe().save(tmp_path / "bpe")
+    task = {"kind": "text", "data": TEXTS[:4]}
+    model = {key: value for key, value in MAMBA2.items() if key != "vocab_size"}
+    how = {"task": task, "max_steps": 3, "model": model, "tokenizer": str(tmp_path / "bpe")}
+    done = train(tiny("streams", tmp_path / "one", **how))
+    assert done.model().vocab_size == trained_bpe().vocab_size
+    assert load_tokenizer(tmp_path / "one").fingerprint() == trained_bpe().fingerprint()
+    second = {"task": task, "max_steps": 2, "init_from": str(tmp_path / "one")}
+    train(tiny("streams", tmp_path / "two", **second))
+    assert load_tokenizer(tmp_path / "two").fingerprint() == trained_bpe().fingerprint()
+    with pytest.raises(UserError, match=naming("tokenizer", "ids")):
+        train(tiny("streams", tmp_path / "three", **second, tokenizer="bytes"))

@@ -1,0 +1,286 @@
+"""Runs and their folders: exact resuming, branches, signals, kills, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from longrnn import load, train
+from longrnn.errors import UserError
+from longrnn.training import checkpoint
+from longrnn.training.config import read_config
+from tests.refusals import naming
+from tests.texts import TEXTS
+from tests.training import forks
+from tests.training.forks import Fork, kill_at_random
+from tests.training.runs import (
+    KINDS,
+    assert_same_run,
+    crash,
+    last_checkpoint,
+    metrics,
+    signal_after,
+    start,
+    tiny,
+    write_config,
+)
+from tests.training.runs import train as run
+
+# Changes of a run that train the same model in another way.
+WAYS: dict[str, dict[str, Any]] = {
+    "block": {"gradient_checkpointing": "block"},
+    "segment": {"gradient_checkpointing": "segment"},
+}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_resumed_run_is_the_undisturbed_one(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped between two checkpoints, twice, a run ends with the same bits."""
+    run(tiny(kind, tmp_path / "one"))
+    broken = tiny(kind, tmp_path / "two")
+    crash(broken, 2, monkeypatch)  # before the first checkpoint
+    crash(broken, 6, monkeypatch, resume=True)
+    assert [row["step"] for row in metrics(tmp_path / "two") if "loss" in row] == [3, 6]
+    done = run(broken, resume=True)
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+    assert done.model().fingerprint() == load(tmp_path / "one").fingerprint()
+    assert done.last("loss") == metrics(tmp_path / "one")[-1].get("loss", done.last("loss"))
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("kind", ["carry", "streams", "pass"])
+def test_recomputed_activations_have_the_same_bits(kind: str, way: str, tmp_path: Path) -> None:
+    """Weights, optimizer, carried states and metrics do not change."""
+    how = {"max_steps": 4, "per_device_train_batch_size": 8}
+    run(tiny(kind, tmp_path / "one", **how))
+    run(tiny(kind, tmp_path / "two", **how, **WAYS[way]))
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+
+
+def test_a_longer_run_and_a_branch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`resume` prints what changed; a checkpoint of another run is continued elsewhere."""
+    constant = {"lr_scheduler_type": "constant", "save_total_limit": 5}
+    run(tiny("streams", tmp_path / "one", **constant))
+    run(tiny("streams", tmp_path / "two", **constant, max_steps=6))
+    train(None, "max_steps=10", resume=tmp_path / "two", quiet=False)
+    assert "max_steps: 6 → 10" in capsys.readouterr().err
+    weights = [load(tmp_path / name).fingerprint() for name in ("one", "two")]
+    assert weights[0] == weights[1]
+    origin = tmp_path / "one/checkpoint-00000004"
+    branch = train(None, f"output_dir={tmp_path / 'three'}", resume=origin)
+    assert branch.model().fingerprint() == weights[0]
+    assert [row["step"] for row in branch.rows] == [6, 9, 10]
+    for names, overrides, place in (
+        (["output_dir"], [], origin),
+        (["output_dir"], [f"output_dir={tmp_path / 'four'}"], tmp_path / "one"),
+        (["one", "--resume"], [f"output_dir={tmp_path / 'one'}"], origin),
+        (["max_stps", "max_steps"], ["max_stps=3"], tmp_path / "one"),
+        (["train.yaml"], [], tmp_path / "nowhere"),
+    ):
+        with pytest.raises(UserError, match=naming(*names)):
+            train(None, *overrides, resume=place)
+
+
+def test_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The newest and the best are kept, each loads, and a damaged one is set aside and named."""
+    folder = tmp_path / "run"
+    how = {"save_steps": 2, "logging_steps": 1, "eval_steps": 2, "learning_rate": 3.0}
+    how |= {"lr_scheduler_type": "constant", "warmup_steps": 3}
+    done = run(tiny("fitted_noise", folder, **how))
+    losses = {row["step"]: row["eval_loss"] for row in done.rows if "eval_loss" in row}
+    best = min(losses, key=lambda step: losses[step])
+    kept = {checkpoint.steps(path) for path in checkpoint.checkpoints(folder)}
+    assert best < 8
+    assert kept == {best, 8, 10}
+    assert load(folder).fingerprint() == load(checkpoint.folder_of(folder, best)).fingerprint()
+    shutil.copytree(folder, tmp_path / "copy")
+    weights = last_checkpoint(folder) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    train(None, resume=folder)
+    assert "model.safetensors" in capsys.readouterr().err
+    assert (folder / "checkpoint-00000010.damaged").is_dir()
+    for row, other in zip(metrics(folder), metrics(tmp_path / "copy"), strict=True):
+        assert row == other
+    for path in checkpoint.checkpoints(folder):
+        (path / "training.pt").write_bytes(b"x")
+    with pytest.raises(UserError, match=naming("training.pt", "output_dir")):
+        train(None, resume=folder)
+
+
+def test_a_run_can_be_moved_and_its_data_may_not_change(tmp_path: Path) -> None:
+    """A folder is all that resuming needs, beside the data, whose content is checked."""
+    text = tmp_path / "book.txt"
+    text.write_text(Path(TEXTS[0]).read_text())
+    run(tiny("streams", tmp_path / "one", task={"kind": "text", "data": str(text)}, max_steps=4))
+    (tmp_path / "one").rename(tmp_path / "two")
+    assert train(None, "max_steps=5", resume=tmp_path / "two").rows[-1]["step"] == 5
+    text.write_text(Path(TEXTS[1]).read_text())
+    with pytest.raises(UserError, match=naming("data", "init_from")):
+        train(None, "max_steps=6", resume=tmp_path / "two")
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({}, ["--resume"]),
+        ({"max_steps": 20}, ["--resume"]),
+    ],
+)
+def test_a_folder_holds_one_run(changes: dict[str, Any], names: list[str], tmp_path: Path) -> None:
+    """A folder with something in it is not overwritten."""
+    run(tiny("reverse", tmp_path / "run", max_steps=3))
+    before = (tmp_path / "run/model.safetensors").read_bytes()
+    with pytest.raises(UserError, match=naming(str(tmp_path / "run"), *names)):
+        run(tiny("reverse", tmp_path / "run", **changes))
+    assert (tmp_path / "run/model.safetensors").read_bytes() == before
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=naming("other", "output_dir")):
+        run(tiny("reverse", tmp_path / "other"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_step_and_saves_it(number: signal.Signals, tmp_path: Path) -> None:
+    """The command that is printed continues the run, which ends with the same bits."""
+    long = {"max_steps": 60, "save_steps": 30, "logging_steps": 1}
+    run(tiny("reverse", tmp_path / "one", **long))
+    path = write_config(tiny("reverse", tmp_path / "two", **long), tmp_path / "config.yaml")
+    process = start("train", path, "--quiet")
+    signal_after(process, tmp_path / "two/metrics.jsonl", number, lines=3)
+    out, err = process.communicate()
+    assert process.returncode == (0 if number == signal.SIGTERM else 130), err
+    assert f"longrnn train --resume {tmp_path / 'two'}" in out + err
+    assert last_checkpoint(tmp_path / "two").is_dir()
+    train(None, resume=tmp_path / "two")
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))]
+)
+def test_a_run_survives_kills(seed: int, tmp_path: Path) -> None:
+    """Killed at random moments and resumed, a run ends as an undisturbed one."""
+    rng, kind = random.Random(seed), random.Random(seed).choice(sorted(KINDS))
+    many = {"max_steps": 30, "save_steps": 2, "logging_steps": 1, "eval_steps": 7}
+    run(tiny(kind, tmp_path / "one", **many))
+    folder = tmp_path / "two"
+    path = write_config(tiny(kind, folder, **many), tmp_path / "config.yaml")
+    for number in range(3):
+        begun = (folder / "train.yaml").exists()
+        command = ("train", "--resume", folder) if begun else ("train", path)
+        process = Fork(*command, "--quiet", folder=tmp_path / f"log{number}")
+        kill_at_random(process, rng, folder, 20)
+    done = forks.run("train", "--resume", folder, "--quiet")
+    assert done.returncode == 0, done.stderr
+    assert_same_run(tmp_path / "one", folder)
+    assert not list(folder.glob(".checkpoint-*"))
+
+
+def test_a_folder_has_one_writer(tmp_path: Path) -> None:
+    """A second process that trains into the folder is refused, and the first one is named."""
+    config = tiny("reverse", tmp_path / "run", max_steps=4000, logging_steps=1)
+    path = write_config(config, tmp_path / "config.yaml")
+    process = start("train", path, "--quiet")
+    try:
+        signal_after(process, tmp_path / "run/metrics.jsonl", signal.SIGCONT, lines=1)
+        with pytest.raises(UserError, match=naming(process.pid, "output_dir")):
+            train(None, resume=tmp_path / "run")
+    finally:
+        process.kill()
+        process.communicate()
+    assert train(None, "max_steps=40", resume=tmp_path / "run").rows[-1]["step"] >= 40
+
+
+def test_the_dry_run_writes_nothing(tmp_path: Path) -> None:
+    """It sets up all of the run, does a step, and prints its peak memory."""
+    path = write_config(tiny("fitted_noise", tmp_path / "run"), tmp_path / "config.yaml")
+    done = forks.run("train", path, "--dry-run", "--quiet")
+    assert done.returncode == 0, done.stderr
+    assert "GiB" in done.stdout
+    assert not (tmp_path / "run").exists()
+    done = forks.run("train", path, "--dry-run", "validation.data=nowhere.txt")
+    assert (done.returncode, "nowhere.txt" in done.stderr) == (2, True)
+
+
+def test_metrics(tmp_path: Path) -> None:
+    """Rows hold the mean loss since the last one, scores, norm, rate and tokens."""
+    done = run(tiny("passkey", tmp_path / "run", logging_steps=1))
+    means = run(tiny("passkey", tmp_path / "means"))
+    losses = [row["loss"] for row in done.rows]
+    assert means.rows[1]["loss"] == pytest.approx(sum(losses[3:6]) / 3)
+    width = done.rows[0]["tokens"] // 2
+    assert [row["tokens"] for row in done.rows] == [2 * width * k for k in range(1, 11)]
+    keys = {"step", "tokens", "loss", "accuracy", "grad_norm", "learning_rate"}
+    assert set(done.rows[0]) == keys | {"tokens_per_second"}
+    assert done.settings["length.max"] == 180
+    recorded = yaml.safe_load((tmp_path / "run/train.yaml").read_text())
+    again = read_config(tmp_path / "run/train.yaml")
+    assert json.loads(again.model_dump_json()) == recorded
+
+
+def test_float32_is_trained_whatever_the_checkpoint_holds(tmp_path: Path) -> None:
+    """A narrow checkpoint is widened; its tokenizer and configuration are those of the run."""
+    first = run(tiny("reverse", tmp_path / "one", max_steps=3))
+    model: Any = first.model()
+    model.to(torch.bfloat16)
+    from longrnn.models.checkpoint import save_model
+
+    save_model(model, tmp_path / "narrow")
+    config = tiny("reverse", tmp_path / "two", init_from=str(tmp_path / "narrow"), max_steps=3)
+    second: Any = run(config).model()
+    assert {parameter.dtype for parameter in second.parameters()} == {torch.float32}
+    with pytest.raises(UserError, match=naming("sliding_window", "mitigation")):
+        spec = f"{tmp_path / 'narrow'}+sliding_window(window=8)"
+        run(tiny("reverse", tmp_path / "three", init_from=spec))
+
+
+def test_a_full_disk_loses_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that cannot be written leaves nothing, and those before it stay."""
+    whole = checkpoint._write
+
+    def full(path: Path, content: Any) -> None:
+        if "checkpoint-00000008" in str(path):
+            raise OSError(28, "No space left on device", str(path))
+        whole(path, content)
+
+    config = tiny("carry", tmp_path / "two")
+    run(tiny("carry", tmp_path / "one"))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_write", full)
+        with pytest.raises(OSError, match="space"):
+            run(config)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path / "two")] == [
+        "checkpoint-00000004"
+    ]
+    assert not list((tmp_path / "two").glob(".checkpoint*"))
+    run(config, resume=True)
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+
+
+def test_the_end_of_a_tracker(tmp_path: Path) -> None:
+    """tensorboard gets the rows of the metrics."""
+    pytest.importorskip("tensorboard")
+    run(tiny("reverse", tmp_path / "run", report_to="tensorboard"))
+    assert list((tmp_path / "run").rglob("events.*"))
+    with pytest.raises(UserError, match=naming("report_to")):
+        run(tiny("reverse", tmp_path / "other", report_to="mlflow"))
+
+
+def test_help_lists_every_key() -> None:
+    """The table of the keys is that of the model."""
+    from longrnn.training.config import TrainConfig
+
+    done = forks.run("train", "--help-config")
+    for name, field in TrainConfig.model_fields.items():
+        assert f"| `{name}` |" in done.stdout
+        assert field.description
