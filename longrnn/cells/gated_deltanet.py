@@ -130,14 +130,15 @@ class GatedDeltaNet(ScanningCell):
         projected, conv_weight = self.in_proj(x), own_weight(self.conv1d)[:, 0]
         ops = choose(self.backend, (projected, conv_weight, self.A_log, self.dt_bias, *state))
         mixed, z, b, a = projected.split(self.in_sizes, dim=-1)
-        mixed, conv = ops.conv(mixed, conv_weight, None, state.conv, rows)
         dtype, groups = state.ssm.dtype, self.n_key_heads
+        # Wide from here on: the norms of q and k magnify what is rounded before them.
+        mixed, conv = ops.conv(mixed.to(dtype), conv_weight, None, state.conv, rows)
         beta = b.to(dtype).sigmoid() * self.largest_beta
         if rows is not None:
             mixed, beta = rows.without_padding(mixed), rows.without_padding(beta)
         keys = groups * self.key_dim
         q, k, v = mixed.split([keys, keys, self.n_heads * self.value_dim], dim=-1)
-        q, k = (_unit(one.unflatten(-1, (groups, -1)).to(dtype)) for one in (q, k))
+        q, k = (_unit(one.unflatten(-1, (groups, -1))) for one in (q, k))
         q = q * self.key_dim**-0.5
 
         def inputs(steps: Steps, log_decay: Tensor, add: Tensor | None) -> ScanInputs:

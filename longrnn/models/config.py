@@ -18,7 +18,7 @@ class RecurrentConfig:
         vocab_size: number of token ids.
         d_model: width of embeddings, cells and head.
         n_layers: number of blocks.
-        mixer: `{"kind": "rnn" | "gru" | "lstm" | "mamba2", option: value, …}`.
+        mixer: `{"kind": name in `longrnn.MIXERS`, option: value, …}`.
         position: `{"kind": "none" | "sinusoidal" | "learned" | "random" | "duplicate", …}`.
         block: `residual` (x + mixer(norm(x)), and a norm before the head) or `plain` (embedding →
             position → cells → head, the architecture of arXiv 2402.00236).
