@@ -56,11 +56,13 @@ def main() -> None:
         for k in range(CHOICES)
     ]
     model, longest = build(args), args.context + args.choice
-    kind: Any = LongRNN  # the decorator of lm-eval hides the type
+    # The decorator of lm-eval hides the types.
+    kind: Any = LongRNN
+    peer: Any = HFLM
     ours = kind(model, tokenizer=HFTokenizer(words(args.vocab)), quiet=True)
     twin: Any = transformers_twin(model)
     # Without max_length, the `hf` model type truncates inputs of Mamba-2 to 2,048 tokens.
-    theirs: Any = HFLM(twin, tokenizer=words(args.vocab), max_length=longest, batch_size=1)
+    theirs = peer(twin, tokenizer=words(args.vocab), max_length=longest, batch_size=1)
     found, expected = (
         torch.tensor([nats for nats, _ in one.loglikelihood(requests, disable_tqdm=True)])
         for one in (ours, theirs)

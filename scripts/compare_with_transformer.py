@@ -20,7 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from studies import UNSCORED, differences, estimate, options, record, right, run, table, text_task
+from studies import (
+    UNSCORED,
+    differences,
+    estimate,
+    options,
+    record,
+    right,
+    rows_of,
+    run,
+    table,
+    text_task,
+)  # fmt: skip
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -109,18 +120,16 @@ def sample(
     args: Namespace, rows: int, length: int, seed: int, held_out: bool
 ) -> tuple[Tensor, Tensor]:
     """Returns tokens and targets of rows; `held_out` decides which books are read."""
-    draw = torch.Generator().manual_seed(seed)
     if args.task != "books":
-        task = TASKS.build(
-            {"kind": args.task, **({"vocab_size": 64} if args.task == "recall" else {})}
-        )
-        batch = task.sample(rows, length=length, generator=draw)
+        more = {"vocab_size": VOCABULARY["recall"]} if args.task == "recall" else {}
+        batch = rows_of(TASKS.build({"kind": args.task, **more}), rows, length, seed)
         return batch.tokens, batch.targets.where(batch.answers(), UNSCORED)
     files = args.text if held_out else args.train
     text_task(files)
     text = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
     if len(text) <= length + 1:
         raise UserError(f"the books have {len(text):,} bytes and rows {length:,}: give longer ones")
+    draw = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - length - 1, (rows,), generator=draw).tolist()
     tokens = torch.stack([text[k : k + length + 1].long() for k in starts])
     return tokens[:, :-1], tokens[:, 1:]

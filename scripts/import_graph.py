@@ -30,7 +30,6 @@ LAYERS = {
     "evaluation": 5,
     "comparison": 6,
     "sweep": 6,
-    "studies": 6,
     "diagnostics": 6,
     "cli": 7,
 }

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from longrnn import LanguageModel, load_tokenizer
 from longrnn.errors import UserError
+from longrnn.tasks import Batch, Task
 
 CONFIGS = Path(__file__).parents[1] / "configs/train"
 UNSCORED = -100
@@ -107,12 +108,26 @@ def command(*arguments: str) -> None:
         raise SystemExit(done.returncode)
 
 
-def text_task(files: Sequence[Path]) -> dict[str, Any]:
-    """Returns the task of a training configuration that reads books."""
+def rows_of(task: Task, count: int, length: int, seed: int = 0) -> Batch:
+    """Returns independent rows of a task."""
+    return task.sample(count, length=length, generator=torch.Generator().manual_seed(seed))
+
+
+def text_task(files: Sequence[Path], max_segments: int | None = None) -> dict[str, Any]:
+    """Returns the task of a training configuration that reads books.
+
+    Args:
+        files: the books.
+        max_segments: rows after which a carried state starts another part of a book.
+
+    Raises:
+        UserError: a file does not exist.
+    """
     for file in files:
         if not file.is_file():
             raise UserError(f"there is no text at {file}: save the book there, or name another")
-    return {"kind": "text", "files": [str(file) for file in files]}
+    cut = {} if max_segments is None else {"max_segments": max_segments}
+    return {"kind": "text", "files": [str(file) for file in files], **cut}
 
 
 def windows(files: Sequence[Path], checkpoint: str, length: int, count: int) -> Tensor:

@@ -22,7 +22,19 @@ from pathlib import Path
 import numpy as np
 import torch
 from scipy import stats
-from studies import estimate, losses, options, record, right, run, table, text_task, train, windows
+from studies import (
+    estimate,
+    losses,
+    options,
+    record,
+    right,
+    rows_of,
+    run,
+    table,
+    text_task,
+    train,
+    windows,
+)  # fmt: skip
 
 from longrnn import TASKS, load
 from longrnn.errors import UserError
@@ -140,8 +152,7 @@ def recall(args, d_states: Sequence[int], lengths: Sequence[int]) -> None:
     task, rows, longest = TASKS.build({"kind": "passkey"}), [], {}
     prompts = {}
     for length in args.prompts:
-        draw = torch.Generator().manual_seed(length)
-        prompts[length] = task.sample(args.n, length=length, generator=draw)
+        prompts[length] = rows_of(task, args.n, length, seed=length)
     for seed in range(args.seeds):
         for d_state in d_states:
             start = args.output / f"start{d_state}-seed{seed}"

@@ -33,7 +33,8 @@ SMOKE = {
     "study_reverse.py vocabularies": [*REVERSE, "8,16", "--encoding", "duplicate"],
     "study_initial_states.py": [
         *BOOKS, "--base", "collapse-tiny", "--train-length", "64", "--steps", "1", "--seeds", "1",
-        "--step-tokens", "256", "--policy", "zero", "carry", "--length", "256", "--windows", "1",
+        "--step-tokens", "256", "--max-segments", "8",
+        "--policy", "zero", "carry", "--length", "256", "--windows", "1",
     ],
     "study_char_lm.py": [
         "long.txt", "--setting", "rnn-16", "mlp-8", "--steps", "2", "--seeds", "1", "--width", "16",
@@ -69,7 +70,16 @@ def books(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("script", SMOKE)
+# Those that take longest; their parts have siblings in the default run.
+SLOW = (
+    "study_capacity.py forget", "study_capacity.py recall", "study_reverse.py encodings",
+    "study_reverse.py rare", "study_reverse.py vocabularies", "compare_with_transformer.py recall",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(s, marks=[pytest.mark.slow] * (s in SLOW)) for s in SMOKE]
+)
 def test_a_study(script: str, books: Path) -> None:
     """It writes its tables and its verdict, and a second run trains nothing and finds the same."""
     command = [*SMOKE[script], "--output", "out"]
@@ -103,6 +113,7 @@ def test_attribution(books: Path) -> None:
         ("study_reverse.py encodings", ["--encoding", "none"], "duplicate"),
         ("study_attribution.py", ["."], "reverse_dual_frequency"),
         ("compare_with_transformer.py books", [], "--train"),
+        ("demo.py", ["--lengths", "x"], "'x'"),
     ],
 )
 def test_bad_input_of_a_study(script: str, options: list[str], says: str, books: Path) -> None:

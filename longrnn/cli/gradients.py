@@ -17,7 +17,7 @@ from longrnn.errors import UserError
 from longrnn.units import parse_lengths
 
 if TYPE_CHECKING:
-    from longrnn.diagnostics.gradients import GradientRecord, Subject
+    from longrnn.diagnostics.gradients import GradientRecord
     from longrnn.models import RecurrentLM
 
 
@@ -75,17 +75,6 @@ def gradients(
             "configurations."
         ),
     ] = None,
-    max_grad_norm: Annotated[
-        float | None,
-        typer.Option(help="Gradient norm to clip at.", show_default="that of the run, or 1"),
-    ] = None,
-    max_grad_value: Annotated[
-        float | None,
-        typer.Option(
-            help="Absolute value to clip gradient entries at.",
-            show_default="that of the run, or 0.01",
-        ),
-    ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of the sequences.")] = 0,
     output: Annotated[
         Path | None,
@@ -93,14 +82,14 @@ def gradients(
     ] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Diagnose vanishing and exploding gradients, and the effect of initialisation and clipping.
+    """Diagnose vanishing and exploding gradients, and the effect of initialisation.
 
     Writes gradients.jsonl, pictures and report.html. A loss or gradient that is not finite is
     reported with its layer, parameter and token.
 
     Example: longrnn diagnose gradients reverse_small --init default,orthogonal
     """
-    from longrnn.diagnostics.gradients import Settings, default_lengths, diagnose
+    from longrnn.diagnostics.gradients import Settings, Subject, default_lengths, diagnose
     from longrnn.diagnostics.gradients_report import summary, write_report
     from longrnn.hf.tokenizer import load_tokenizer
     from longrnn.training.sources import build_task
@@ -115,7 +104,7 @@ def gradients(
         exponents=exponents,
         seed=seed,
     )
-    subjects = _subjects(opened, max_grad_norm, max_grad_value)
+    subjects = [Subject(one.name, one.model) for one in opened]
     options = {} if init is None else {"init": init}
     folder = lock_output(output or results_folder("gradients", list(sources), options=options))
     record = diagnose(subjects, built, settings, output=folder, described=str(spec), quiet=quiet)
@@ -207,28 +196,6 @@ def _task(task: str | None, text: list[Path] | None, first: ModelEntry) -> dict[
             f"{task!r} is not a valid task: write a name, or '{{kind: NAME, option: value}}'"
         )
     return described
-
-
-def _subjects(
-    opened: Sequence[ModelEntry], max_grad_norm: float | None, max_grad_value: float | None
-) -> list[Subject]:
-    from longrnn.diagnostics.gradients import Subject
-
-    for name, limit in (("norm", max_grad_norm), ("value", max_grad_value)):
-        if limit is not None and not limit > 0:
-            raise UserError(
-                f"--max-grad-{name} must be above 0, not {limit}: give a positive number"
-            )
-    default = Subject("", opened[0].model)
-    return [
-        Subject(
-            one.name,
-            one.model,
-            max_grad_norm or one.training.get("max_grad_norm") or default.max_grad_norm,
-            max_grad_value or one.training.get("max_grad_value") or default.max_grad_value,
-        )
-        for one in opened
-    ]
 
 
 def print_gradients(record: GradientRecord) -> None:

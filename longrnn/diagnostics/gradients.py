@@ -49,12 +49,10 @@ Row = dict[str, Any]
 
 
 class Subject(NamedTuple):
-    """A model to diagnose, with its name and the clipping thresholds of its training."""
+    """A model to diagnose, with its name."""
 
     name: str
     model: RecurrentLM
-    max_grad_norm: float = 1.0
-    max_grad_value: float = 0.01
 
 
 class Settings(NamedTuple):
@@ -172,8 +170,10 @@ def _measure(subject: Subject, batch: Batch, length: int, settings: Settings) ->
     for cell in wide.cells:
         if isinstance(cell, ScanningCell):
             cell.backend = "torch"  # which has second derivatives
-    clipped = clipping(wide, batch, subject.max_grad_norm, subject.max_grad_value)
-    yield {"kind": "clipping", "length": length, **clipped}
+    loss = loss_of(wide, batch)
+    gradients = torch.autograd.grad(loss, list(wide.parameters()), materialize_grads=True)
+    norm = torch.cat([one.flatten() for one in gradients]).norm()
+    yield {"kind": "loss", "length": length, "loss": float(loss.detach()), "norm": float(norm)}
     tokens, targets = last_scored(batch)
     run = Run(wide, tokens)
     for layer, gradient in enumerate(run.weight_gradients(targets)):
@@ -323,24 +323,6 @@ def histogram(gradient: Tensor) -> Row:
         "norm": float(gradient.norm()),
         "median": float(size.median()),
         "largest": float(size.max()),
-    }
-
-
-def clipping(model: RecurrentLM, batch: Batch, max_grad_norm: float, max_grad_value: float) -> Row:
-    """Returns how clipping by norm and by value would change the gradient of a batch's loss."""
-    weights = list(model.parameters())
-    found = torch.autograd.grad(loss_of(model, batch), weights, materialize_grads=True)
-    gradient = torch.cat([one.flatten() for one in found])
-    cut = gradient.clamp(-max_grad_value, max_grad_value)
-    norm, after = float(gradient.norm()), float(cut.norm())
-    return {
-        "norm": norm,
-        "max_grad_norm": max_grad_norm,
-        "norm_factor": min(1.0, max_grad_norm / norm) if norm else 1.0,
-        "max_grad_value": max_grad_value,
-        "value_norm": after,
-        "value_share": float((gradient.abs() > max_grad_value).double().mean()),
-        "value_cosine": float(gradient @ cut) / (norm * after) if norm else 1.0,
     }
 
 

@@ -45,7 +45,7 @@ def write_report(record: GradientRecord, folder: Path) -> list[Path]:
         "about": record.about,
         "summary": summary(record),
         "layers": layers(record),
-        "clipping": record.of("clipping"),
+        "losses": record.of("loss"),
         "weights": record.of("weights"),
         "nonfinite": record.of("nonfinite"),
     }
