@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,7 +15,17 @@ from longrnn.errors import UserError, nearest
 from longrnn.files import one_line
 from longrnn.hf import lora
 from longrnn.hf.layouts import LAYOUTS, Layout, rename
-from longrnn.hf.names import BEYOND, NONE, WINDOW, resolve, split_dtype, split_spec
+from longrnn.hf.names import (
+    BEYOND,
+    NONE,
+    WINDOW,
+    base_of,
+    has_adapter,
+    is_adapter,
+    resolve,
+    split_dtype,
+    split_spec,
+)
 from longrnn.mitigations import mitigation
 from longrnn.mitigations.spec import parse, split
 from longrnn.models.checkpoint import (
@@ -222,8 +230,8 @@ def _open(
 
     Only a model that transformers runs is put on the device here.
     """
-    if lora.is_adapter(folder):
-        base, spec = load_plain(lora.base_of(folder), backend=backend)
+    if is_adapter(folder):
+        base, spec = load_plain(base_of(folder), backend=backend)
         if not isinstance(base, RecurrentLM) or spec is not None:
             raise UserError(
                 f"{folder} is an adapter of a model that longrnn does not compute: load it with "
@@ -235,7 +243,7 @@ def _open(
     layout = next((one for one in LAYOUTS.values() if one.is_described(config)), None)
     if config.get("model_type") == "longrnn" or layout is not None:
         own = _load_own(folder, config, layout, backend)
-        if lora.has_adapter(folder):
+        if has_adapter(folder):
             own = lora.merged(folder, own.float())
         return cast_weights(own, dtype)
     if backend != "auto":
@@ -267,7 +275,7 @@ def _load_transformer(
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from longrnn.hf.hybrid.families import wide_weights
+    from longrnn.hf.hybrid.families import quietly, wide_weights
     from longrnn.hf.hybrid.model import open_hugging_face
 
     kind = config.get("model_type")
@@ -339,30 +347,3 @@ def _sizes(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
             yield from _sizes(item, name)
     elif name and isinstance(value, int):
         yield name, value
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """A context for calls of transformers whose reports the caller checks: without its messages.
-
-    Without a GPU, transformers would call kernels of flash-linear-attention on the CPU, where they
-    cannot run: the package is hidden while transformers imports a model's code.
-    """
-    from transformers.utils import logging
-
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    hidden, before = not torch.cuda.is_available(), sys.modules.get("fla")
-    if hidden:
-        sys.modules["fla"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-        if hidden:
-            del sys.modules["fla"]
-            if before is not None:
-                sys.modules["fla"] = before

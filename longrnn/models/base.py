@@ -126,15 +126,15 @@ class LanguageModel(nn.Module, ABC):
         """
         tokens = check_tokens(tokens, self.vocab_size)
         check_targets(targets, tokens, self.vocab_size)
-        state = self.init_state(len(tokens)) if state is None else state
+        now: LMState = self.init_state(len(tokens)) if state is None else state
         width = max(1, MAX_LOGITS // (len(tokens) * self.vocab_size))
         losses = []
         for piece, target in zip(tokens.split(width, 1), targets.split(width, 1), strict=True):
-            logits, state = self(piece, state)
+            logits, now = self(piece, now)
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).transpose(1, 2)
             found = F.cross_entropy(wide, target.clamp(min=0), reduction="none")
             losses.append(found.masked_fill(target < 0, 0))
-        return torch.cat(losses, 1), state
+        return torch.cat(losses, 1), now
 
     def under(self, mitigation: Mitigation | Chain | Sequence[Mitigation | Chain] | None) -> Self:
         """The model under a mitigation: a shallow copy that shares all weights with this one.
@@ -149,7 +149,7 @@ class LanguageModel(nn.Module, ABC):
         """
         copied = copy.copy(self)
         if mitigation is None:
-            copied.__dict__.update(_edits=None, mitigation=None, mitigated_heads=())
+            vars(copied).update(_edits=None, mitigation=None, mitigated_heads=())
             return copied
         if not self.cells:
             raise UserError(
@@ -160,7 +160,7 @@ class LanguageModel(nn.Module, ABC):
         whole = members if self.mitigation is None else [self.mitigation, *members]
         # The plain model is what numbers are calibrated for.
         bound = bind(whole, self.cells, self.weights_fingerprint())
-        copied.__dict__.update(
+        vars(copied).update(
             _edits=bound.edits, mitigation=bound.mitigation, mitigated_heads=bound.heads
         )
         return copied

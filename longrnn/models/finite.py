@@ -52,12 +52,12 @@ def explain_nonfinite(
     model: LanguageModel, tokens: Tensor, state: LMState | None = None
 ) -> NoReturn:
     """Raises the `UserError` of `refuse_nonfinite` for tokens whose logits are not all finite."""
-    state = model.init_state(len(tokens)) if state is None else state
-    tokens, place = tokens.to(state.position.device), ""
+    now: LMState = model.init_state(len(tokens)) if state is None else state
+    tokens, place = tokens.to(now.position.device), ""
     width = max(1, min(STEP, MAX_LOGITS // max(1, len(tokens) * model.vocab_size)))
     for part in tokens.split(width, dim=1):
-        first = state.position
-        logits, state = model(part, state)
+        first = now.position
+        logits, now = model(part, now)
         bad = ~logits.isfinite().all(-1)
         if bool(bad.any()):
             positions = first[:, None] + torch.arange(part.shape[1], device=first.device)

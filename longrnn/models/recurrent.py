@@ -166,9 +166,8 @@ class RecurrentLM(LanguageModel):
         """
         if not tokens.is_floating_point():
             tokens = check_tokens(tokens, self.vocab_size, rows)
-        if state is None:
-            state = self.init_state(len(tokens))
-        else:
+        now: LMState = self.init_state(len(tokens)) if state is None else state
+        if state is not None:
             pairs = zip(self.cells, self.edits, strict=True)
             check_state(state, tuple(cell.like(edit) for cell, edit in pairs), len(tokens))
         time = tokens.shape[1]
@@ -183,19 +182,19 @@ class RecurrentLM(LanguageModel):
             part = source[:, start : start + width]
             own = None if part_of is None else part_of.slice(start, start + width)
             if self.recomputation == "segment" and torch.is_grad_enabled():
-                after, state = checkpoint(
-                    self._segment, part, state, own, use_reentrant=False, preserve_rng_state=False
+                after, now = checkpoint(  # type: ignore[misc]
+                    self._segment, part, now, own, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                after, state = self._segment(part, state, own)
+                after, now = self._segment(part, now, own)
             kept.append(after[:, max(0, first - start) :])
         if not kept:
-            return self.embedding.weight.new_zeros(len(tokens), keep, self.config.d_model), state
+            return self.embedding.weight.new_zeros(len(tokens), keep, self.config.d_model), now
         hidden = torch.cat(kept, dim=1) if len(kept) > 1 else kept[0]
         if self.norm is not None:
             hidden = rms_norm(hidden, own_weight(self.norm), self.config.norm_eps)
             hidden = hidden.to(self.embedding.weight.dtype) if self._wide else hidden
-        return hidden if rows is None else rows.restore(hidden, keep), state
+        return hidden if rows is None else rows.restore(hidden, keep), now
 
     @torch.no_grad()
     def token_losses(

@@ -66,7 +66,8 @@ class TokenStack:
 
     def run(self, x: Tensor, states: Sequence[Mamba2State]) -> tuple[Tensor, list[Mamba2State]]:
         """The output of the last block `(b, 1, d)`, and the states after one token per row."""
-        assert self._packed is not None and self._packed.layers is not None
+        assert self._packed is not None
+        assert self._packed.layers is not None
         after = self._memory.take(len(states), states[0].ssm)
         y, conv, ssm = cpu.layers(self._packed.layers, x, states, after)
         return y, [Mamba2State(*pair) for pair in zip(conv, ssm, strict=True)]
@@ -92,7 +93,8 @@ class _Recycled:
             # Not an inference tensor: a later call may need gradients.
             with torch.inference_mode(False):
                 found = torch.empty(shape, dtype=like.dtype, device="cpu")
-        self._own = [one for one in kept if one is not found and one.shape == shape][:1] + [found]
+        others = [one for one in kept if one is not found and one.shape == shape]
+        self._own = [*others[:1], found]
         return found
 
 

@@ -88,27 +88,6 @@ def test_a_run_learns_writes_and_resumes(tied: bool, tmp_path: Path) -> None:
     assert_same_run(tmp_path / "a", tmp_path / "b")
 
 
-def test_the_saved_tokenizer_of_bytes_keeps_all_bytes(tmp_path: Path) -> None:
-    """Every byte has its value as id, and decoding inverts encoding."""
-    train(config(tmp_path / "run", max_steps=1))
-    tokenizer = load_tokenizer(tmp_path / "run")
-    assert tokenizer.vocab_size == 256
-    every = "".join(map(chr, [*range(0x800), 0x4F60, 0x1F600])) + "  two  spaces\r\n"
-    assert tokenizer.encode(every) == list(every.encode())
-    assert tokenizer.decode(tokenizer.encode(every)) == every
-
-
-def test_fine_tuning_starts_from_the_weights_of_the_checkpoint(tmp_path: Path) -> None:
-    """`init_from` gives a transformer the weights of the checkpoint."""
-    train(config(tmp_path / "first", max_steps=2))
-    options = {"transformer": {}, "init_from": str(tmp_path / "first")}
-    trainer = train(config(tmp_path / "second", **options, learning_rate=1e-12, max_steps=1))
-    first = AutoModelForCausalLM.from_pretrained(tmp_path / "first").state_dict()
-    second = trainer.model.model.state_dict()  # type: ignore[union-attr]
-    for name, weight in first.items():
-        torch.testing.assert_close(second[name], weight, atol=1e-9, rtol=0)
-
-
 def test_a_step_that_is_not_finite_can_be_replayed(tmp_path: Path) -> None:
     """The batch of such a step is kept, and replaying it finds the same place."""
     with pytest.raises(UserError):
