@@ -28,6 +28,9 @@ WINDOW = "attention_window"
 # Likewise: load the weights in this dtype.
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
+# A device: the layers of a Hugging Face model are divided among all devices.
+BALANCED = "balanced"
+
 # Files of an adapter of PEFT, and what longrnn records beside them.
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_RECORD = "adapter.json"

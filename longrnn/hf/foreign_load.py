@@ -1,0 +1,71 @@
+"""Loads a model whose code is in transformers from its folder."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from longrnn.errors import UserError, nearest
+from longrnn.files import one_line
+from longrnn.hf.foreign import ForeignLM
+from longrnn.hf.hybrid.families import quietly, wide_weights
+from longrnn.hf.hybrid.model import open_hugging_face
+from longrnn.hf.names import BALANCED
+
+logger = logging.getLogger(__name__)
+
+
+def load_transformer(
+    folder: Path,
+    config: Mapping[str, Any],
+    dtype: torch.dtype | None,
+    device: str | torch.device | None,
+) -> ForeignLM:
+    """Load a causal language model whose code is in transformers, with the dtype of its weights."""
+    kind = config.get("model_type")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        remedy = nearest(str(kind), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if kind else ""
+        if not remedy.startswith("did you mean"):
+            remedy = "give a checkpoint of longrnn, of mamba-ssm (Mamba-2), or of such a model"
+        raise UserError(
+            f"{folder} holds a model of type {kind!r}, which is not a causal language model that "
+            f"the installed transformers knows: {remedy}"
+        )
+    try:
+        with quietly(), wide_weights(kind):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype="auto" if dtype is None else dtype,
+                device_map=BALANCED if device == BALANCED else None,
+                trust_remote_code=False,
+                local_files_only=True,
+                weights_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+            model, report = loaded
+    except Exception as error:  # transformers raises many kinds of errors for a damaged folder
+        raise UserError(f"{folder} cannot be loaded ({one_line(error)}): copy it again") from error
+    misfits = {name: tuple(found) for name, found, _ in report["mismatched_keys"]}
+    for name, shape in sorted((misfits | dict.fromkeys(report["missing_keys"])).items()):
+        wanted = tuple(model.state_dict()[name].shape)
+        raise UserError(
+            f"{folder} does not fit its config.json: {name} has shape {shape}, {wanted} was "
+            "expected; copy both files again"
+        )
+    # Weights that an architecture is known to ignore, such as rotary tables, are not listed here.
+    unused = sorted(report["unexpected_keys"])
+    if unused:
+        logger.warning(
+            f"{folder} has {len(unused)} weights that a Hugging Face {kind} does not use, the "
+            f"first {unused[0]}: check that its config.json belongs to this checkpoint"
+        )
+    if device is not None and device != BALANCED:
+        model.to(device)  # where its kernels are those that the check will run
+    return open_hugging_face(model)
