@@ -163,9 +163,6 @@ class StateCache(Cache):
         """Whether there is a state."""
         return self.state is not None
 
-    def __repr__(self) -> str:
-        return f"StateCache(rows={self.batch_size}, tokens={self._length})"
-
 
 def _first(tokens: Tensor, mask: Tensor | None, count: int) -> tuple[Tensor, Tensor | None] | None:
     """The first `count` tokens and their mask; None for none."""

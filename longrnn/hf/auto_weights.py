@@ -20,7 +20,7 @@ from longrnn.checksums import remove_checksums, write_checksums
 from longrnn.config import build_config
 from longrnn.errors import UserError
 from longrnn.files import read_json
-from longrnn.hf import lora
+from longrnn.hf.names import ADAPTER, ADAPTER_RECORD
 from longrnn.hf.tokenizer import TOKENIZER_FILES, byte_level
 from longrnn.mitigations import mitigation
 from longrnn.models.checkpoint import FORMAT, OPTIONS
@@ -275,12 +275,12 @@ def _adapter_record(source: Any, options: Mapping[str, Any]) -> dict[str, Any] |
         None if no adapter is loaded, or one that longrnn did not write.
     """
     named = (options.get("adapter_kwargs") or {}).get("_adapter_model_path")
-    adapter = named or (source if source and (Path(source) / lora.CONFIG).is_file() else None)
+    adapter = named or (source if source and (Path(source) / ADAPTER).is_file() else None)
     if adapter is None:
         return None
     path = cached_file(
         adapter,
-        lora.BASE,
+        ADAPTER_RECORD,
         revision=(options.get("adapter_kwargs") or {}).get("revision"),
         local_files_only=bool(options.get("local_files_only", False)),
         token=options.get("token"),

@@ -11,10 +11,9 @@ from pathlib import Path
 from longrnn.checksums import write_checksums
 from longrnn.errors import UserError, nearest
 from longrnn.files import leftovers, naming, sync_folder, write_atomic
-from longrnn.hf import lora
 from longrnn.hf.layouts import LAYOUTS
 from longrnn.hf.load import load_recurrent
-from longrnn.hf.names import NONE, resolve
+from longrnn.hf.names import NONE, base_of, is_adapter, resolve
 from longrnn.hf.tokenizer import TOKENIZER_FILES, byte_level
 from longrnn.locks import Lock
 from longrnn.models.checkpoint import read_config, save_model
@@ -46,7 +45,7 @@ def convert(source: str | Path, destination: Path, *, to: str, merge: bool = Fal
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise UserError(f"{destination} exists already: give a new folder")
     folder = resolve(source)
-    if lora.is_adapter(folder) != merge:
+    if is_adapter(folder) != merge:
         raise UserError(
             f"{source} is not an adapter: leave out --merge"
             if merge
@@ -54,7 +53,7 @@ def convert(source: str | Path, destination: Path, *, to: str, merge: bool = Fal
         )
     model = load_recurrent(f"{source}+{NONE}")
     if merge:
-        folder = resolve(lora.base_of(folder))  # which has the tokenizer
+        folder = resolve(base_of(folder))  # which has the tokenizer
     # What the layout does not support is refused before anything is written.
     config = None if to == OURS else LAYOUTS[to].write(model)
 

@@ -5,15 +5,15 @@ Notable choices:
   that a state stays valid after it was used.
 - Rows that have read different numbers of tokens go through the model one length at a time. This
   needs no padding, masks or made-up positions, and so is exact for every architecture.
-- A long text is processed in pieces. When a model is wrapped, `probe` checks that pieces and forks
-  give what one call without a cache gives. For some recurrent Hugging Face models this holds only
-  row by row, or only token by token, and they are then called that way; any other is refused.
+- When a model is wrapped, `probe` checks that pieces and forks give what one call without a cache
+  gives, if need be row by row or token by token; any other model is refused.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -101,12 +101,9 @@ class ForeignLM(LanguageModel):
 
     def init_state(self, batch_size: int) -> LMState:
         """Return the state before the first token, with empty histories."""
-        device = self.model.device
-        layers = tree_map(
-            lambda leaf: torch.zeros(batch_size, *leaf.shape, dtype=leaf.dtype, device=device),
-            self.like,
-        )
-        return LMState(torch.zeros(batch_size, dtype=torch.long, device=device), layers)
+        zeros = partial(torch.zeros, device=self.model.device)
+        layers = tree_map(lambda x: zeros(batch_size, *x.shape, dtype=x.dtype), self.like)
+        return LMState(zeros(batch_size, dtype=torch.long), layers)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         before = self.model.dtype
@@ -239,11 +236,7 @@ class ForeignLM(LanguageModel):
         return restore_cache(layers, position, self.model.config) if position else None
 
     def close_cache(self, cache: Any) -> tuple[PyTree, ...]:
-        """Return the layers of a state from the cache after a call.
-
-        Raises:
-            ValueError: there is no cache, or it is of an unknown kind.
-        """
+        """Return the layers of a state from the cache after a call, or raise a ValueError."""
         return keep_cache(cache)
 
     def masks(self, tokens: Tensor, position: int) -> dict[str, Any]:

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from longrnn.checksums import damage_of_model, refusal
-from longrnn.errors import UserError, nearest
-from longrnn.files import one_line
+from longrnn.errors import UserError
 from longrnn.hf import lora
 from longrnn.hf.layouts import LAYOUTS, Layout, rename
-from longrnn.hf.names import BEYOND, NONE, WINDOW, resolve, split_dtype, split_spec
+from longrnn.hf.names import (
+    BALANCED,
+    BEYOND,
+    NONE,
+    WINDOW,
+    base_of,
+    has_adapter,
+    is_adapter,
+    resolve,
+    split_dtype,
+    split_spec,
+)
+from longrnn.hf.sizes import check_sizes
 from longrnn.mitigations import mitigation
 from longrnn.mitigations.spec import parse, split
 from longrnn.models.checkpoint import (
     DTYPES,
-    WEIGHTS,
     build_model,
     cast_weights,
     load_model,
@@ -38,12 +46,6 @@ if TYPE_CHECKING:
     Model: TypeAlias = RecurrentLM | ForeignLM
 
 logger = logging.getLogger(__name__)
-
-# A device: the layers of a Hugging Face model are divided among all devices.
-BALANCED = "balanced"
-# Sizes in any configuration: numbers of layers, and dimensions of weights.
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-WIDTHS = ("hidden_size", "head_dim", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
 def load(
@@ -222,8 +224,8 @@ def _open(
 
     Only a model that transformers runs is put on the device here.
     """
-    if lora.is_adapter(folder):
-        base, spec = load_plain(lora.base_of(folder), backend=backend)
+    if is_adapter(folder):
+        base, spec = load_plain(base_of(folder), backend=backend)
         if not isinstance(base, RecurrentLM) or spec is not None:
             raise UserError(
                 f"{folder} is an adapter of a model that longrnn does not compute: load it with "
@@ -231,16 +233,18 @@ def _open(
             )
         return cast_weights(lora.merged(folder, base.float()), dtype)
     config = read_config(folder)
-    _check_sizes(folder, config)
+    check_sizes(folder, config)
     layout = next((one for one in LAYOUTS.values() if one.is_described(config)), None)
     if config.get("model_type") == "longrnn" or layout is not None:
         own = _load_own(folder, config, layout, backend)
-        if lora.has_adapter(folder):
+        if has_adapter(folder):
             own = lora.merged(folder, own.float())
         return cast_weights(own, dtype)
     if backend != "auto":
         raise UserError(f"{folder} is computed by transformers and has no backend: leave it out")
-    return _load_transformer(folder, config, dtype, device)
+    from longrnn.hf.foreign_load import load_transformer
+
+    return load_transformer(folder, config, dtype, device)
 
 
 def _load_own(
@@ -255,138 +259,3 @@ def _load_own(
     ours.setdefault("backbone.embedding.", "embedding.")
     tensors = {rename(name, ours): tensor for name, tensor in read_weights(folder).items()}
     return build_model(read, tensors, source=folder, backend=backend)
-
-
-def _load_transformer(
-    folder: Path,
-    config: Mapping[str, Any],
-    dtype: torch.dtype | None,
-    device: str | torch.device | None,
-) -> ForeignLM:
-    """Load a causal language model whose code is in transformers, with the dtype of its weights."""
-    from transformers import AutoModelForCausalLM
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    from longrnn.hf.hybrid.families import wide_weights
-    from longrnn.hf.hybrid.model import open_hugging_face
-
-    kind = config.get("model_type")
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        remedy = nearest(str(kind), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if kind else ""
-        if not remedy.startswith("did you mean"):
-            remedy = "give a checkpoint of longrnn, of mamba-ssm (Mamba-2), or of such a model"
-        raise UserError(
-            f"{folder} holds a model of type {kind!r}, which is not a causal language model that "
-            f"the installed transformers knows: {remedy}"
-        )
-    try:
-        with quietly(), wide_weights(kind):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype="auto" if dtype is None else dtype,
-                device_map=BALANCED if device == BALANCED else None,
-                trust_remote_code=False,
-                local_files_only=True,
-                weights_only=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )
-            model, report = loaded
-    except Exception as error:  # transformers raises many kinds of errors for a damaged folder
-        raise UserError(f"{folder} cannot be loaded ({one_line(error)}): copy it again") from error
-    misfits = {name: tuple(found) for name, found, _ in report["mismatched_keys"]}
-    for name, shape in sorted((misfits | dict.fromkeys(report["missing_keys"])).items()):
-        wanted = tuple(model.state_dict()[name].shape)
-        raise UserError(
-            f"{folder} does not fit its config.json: {name} has shape {shape}, {wanted} was "
-            "expected; copy both files again"
-        )
-    if getattr(model.config, "quantization_config", None) is None:
-        prefix = f"{model.base_model_prefix}."
-        names = {name.removeprefix(prefix) for name, _ in model.named_parameters()}
-        _refuse_unreal(folder, names | {prefix + name for name in names})
-    # Weights that an architecture is known to ignore, such as rotary tables, are not listed here.
-    unused = sorted(report["unexpected_keys"])
-    if unused:
-        logger.warning(
-            f"{folder} has {len(unused)} weights that a Hugging Face {kind} does not use, the "
-            f"first {unused[0]}: check that its config.json belongs to this checkpoint"
-        )
-    if device is not None and device != BALANCED:
-        model.to(device)  # where its kernels are those that the check will run
-    return open_hugging_face(model)
-
-
-def _refuse_unreal(folder: Path, parameters: set[str]) -> None:
-    """Refuse parameters in integers or complex numbers, which transformers would convert."""
-    from safetensors import safe_open
-
-    kinds: dict[str, str] = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            kinds |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
-    for path in [] if kinds else folder.glob("pytorch_model*.bin"):
-        content = torch.load(path, map_location="meta", weights_only=True)
-        kinds |= {name: str(tensor.dtype) for name, tensor in content.items()}
-    real = {"F64", "F32", "F16", "BF16", *map(str, DTYPES)}
-    for name in sorted(parameters & kinds.keys()):
-        if kinds[name] not in real:
-            raise UserError(
-                f"{folder} holds {name} as {kinds[name].removeprefix('torch.')}, and weights must "
-                "be float16, bfloat16, float32 or float64: save the checkpoint in one of these"
-            )
-
-
-def _check_sizes(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse sizes that the weights in a folder cannot have, before anything of them is allocated.
-
-    At least one bit per weight is assumed, and 64 bytes per layer.
-    """
-    suffixes = {Path(name).suffix for name in WEIGHTS}
-    stored = sum(one.stat().st_size for one in folder.iterdir() if one.suffix in suffixes)
-    most = {**dict.fromkeys(LAYERS, max(stored // 64, 1000)), **dict.fromkeys(WIDTHS, 8 * stored)}
-    for name, size in _sizes(config):
-        if stored and not (name in LAYERS) <= size <= most[name]:
-            raise UserError(
-                f"{folder} cannot be loaded (its config.json has {name} {size}, which the "
-                f"{stored:,} bytes of weights in the folder cannot have): copy it again"
-            )
-
-
-def _sizes(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
-    """Yield the numbers of layers and widths in a configuration, also those of its parts."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _sizes(item, key if key in LAYERS + WIDTHS else name)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _sizes(item, name)
-    elif name and isinstance(value, int):
-        yield name, value
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """A context for calls of transformers whose reports the caller checks: without its messages.
-
-    Without a GPU, transformers would call kernels of flash-linear-attention on the CPU, where they
-    cannot run: the package is hidden while transformers imports a model's code.
-    """
-    from transformers.utils import logging
-
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    hidden, before = not torch.cuda.is_available(), sys.modules.get("fla")
-    if hidden:
-        sys.modules["fla"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-        if hidden:
-            del sys.modules["fla"]
-            if before is not None:
-                sys.modules["fla"] = before

@@ -23,20 +23,13 @@ from torch import Tensor, nn
 from longrnn.checksums import remove_checksums, write_checksums
 from longrnn.errors import UserError, nearest
 from longrnn.files import read_json, write_atomic
+from longrnn.hf.names import ADAPTER as CONFIG
+from longrnn.hf.names import ADAPTER_RECORD as BASE
+from longrnn.hf.names import ADAPTER_WEIGHTS as WEIGHTS
+from longrnn.hf.names import base_of
 from longrnn.models.recurrent import RecurrentLM
 
-CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "adapter.json"
 PREFIX, NAME = "base_model.model.", ".default."
-
-
-def has_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter, alone or beside the model that it was trained on."""
-    return (folder / CONFIG).is_file()
-
-
-def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter and no whole model."""
-    return has_adapter(folder) and not (folder / "config.json").is_file()
 
 
 def add_adapters(
@@ -175,20 +168,6 @@ def save_adapter(
 
 def _plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, set) else str(value)
-
-
-def base_of(folder: Path) -> str:
-    """Name or path of the base model of an adapter.
-
-    Raises:
-        UserError: the adapter does not name it.
-    """
-    base = read_json(folder / CONFIG).get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        raise UserError(
-            f"{folder / CONFIG} names no base model: write it there as base_model_name_or_path"
-        )
-    return base
 
 
 def merged(folder: Path, base: RecurrentLM) -> RecurrentLM:

@@ -15,7 +15,7 @@ import torch
 
 from longrnn.checksums import MODEL_FILES, PICKLES
 from longrnn.errors import UserError, nearest
-from longrnn.files import one_line
+from longrnn.files import one_line, read_json
 from longrnn.mitigations.spec import split
 from longrnn.models.checkpoint import DTYPES
 
@@ -27,6 +27,13 @@ BEYOND = "beyond"
 WINDOW = "attention_window"
 # Likewise: load the weights in this dtype.
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+
+# A device: the layers of a Hugging Face model are divided among all devices.
+BALANCED = "balanced"
+
+# Files of an adapter of PEFT, and what longrnn records beside them.
+ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_RECORD = "adapter.json"
 
 # Checksums that the Hub publishes: SHA-256 of a large file, or git's SHA-1 of a small one.
 ETAG = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
@@ -164,3 +171,27 @@ def published_digest(path: Path) -> str | None:
             _, etag, *_ = [*metadata.read_text(errors="replace").splitlines(), "", ""]
             return etag if ETAG.fullmatch(etag) else None
     return None
+
+
+def has_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter, alone or beside the model that it was trained on."""
+    return (folder / ADAPTER).is_file()
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter and no whole model."""
+    return has_adapter(folder) and not (folder / "config.json").is_file()
+
+
+def base_of(folder: Path) -> str:
+    """Name or path of the base model of an adapter.
+
+    Raises:
+        UserError: the adapter does not name it.
+    """
+    base = read_json(folder / ADAPTER).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise UserError(
+            f"{folder / ADAPTER} names no base model: write it there as base_model_name_or_path"
+        )
+    return base

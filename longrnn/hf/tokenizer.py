@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from longrnn.checksums import remove_checksums, verify_folder
 from longrnn.errors import UserError
 from longrnn.files import one_line, write_atomic
-from longrnn.hf import lora
 from longrnn.hf.layouts import Native
-from longrnn.hf.names import embedded, is_hub_name, resolve, split_spec
+from longrnn.hf.names import base_of, embedded, is_adapter, is_hub_name, resolve, split_spec
 from longrnn.models.checkpoint import read_config
 from longrnn.text import ByteTokenizer, Tokenizer
 
@@ -145,8 +144,8 @@ def load_tokenizer(
         )
     if not os.path.exists(path):
         path = resolve(name)
-    if lora.is_adapter(path):
-        return load_tokenizer(lora.base_of(path), add_bos_token=add_bos_token)
+    if is_adapter(path):
+        return load_tokenizer(base_of(path), add_bos_token=add_bos_token)
     bos = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
     config = read_config(path) if (path / "config.json").is_file() else {}
     if config.get("model_type") == "longrnn" and not (path / "tokenizer.json").is_file():

@@ -85,7 +85,7 @@ def _described(given: object) -> str:
     """The dtype and the shape of a tensor, or the type of anything else."""
     if isinstance(given, Tensor):
         return f"{given.dtype} of shape {tuple(given.shape)}"
-    return f"a {type(given).__name__}"
+    return "missing" if given is None else f"a {type(given).__name__}"
 
 
 def check_state(state: LMState, like: PyTree, batch_size: int) -> None:
@@ -107,32 +107,24 @@ def check_state(state: LMState, like: PyTree, batch_size: int) -> None:
     if _is_like((state.position, state.layers), (_POSITION, like), batch_size):
         return
     given, expected = dict(leaves(state.layers)), dict(leaves(like))
-    if given.keys() != expected.keys():
-        name = sorted(given.keys() ^ expected.keys())[0]
-        raise UserError(
-            f"this is the state of another model or mitigation (layers.{name} is only in one of "
-            "the two): start from init_state of this model"
-        )
     growing = histories(like)
-    for name, leaf in given.items():
-        other = expected[name]
-        if leaf.dtype != other.dtype or not same_row(leaf.shape[1:], other.shape, name in growing):
+    for name in sorted(given.keys() | expected.keys()):
+        one, other = given.get(name), expected.get(name)
+        if (
+            one is None
+            or other is None
+            or one.dtype != other.dtype
+            or not same_row(one.shape[1:], other.shape, name in growing)
+        ):
             raise UserError(
-                f"this is the state of another model (layers.{name} has shape "
-                f"{tuple(leaf.shape[1:])} {leaf.dtype} per row, {tuple(other.shape)} {other.dtype} "
-                "was expected): start from init_state of this model"
+                f"this is the state of another model or mitigation (layers.{name} is "
+                f"{_described(one)}, and per row {_described(other)} was expected): start from "
+                "init_state of this model"
             )
-    if state.position.ndim != 1 or state.position.dtype != torch.int64:
-        raise UserError(
-            f"the state's position is {_described(state.position)}, and one int64 per row was "
-            "expected: start from init_state of this model"
-        )
-    for leaf in (state.position, *given.values()):
-        if len(leaf) != batch_size:
-            raise UserError(
-                f"the state has {len(leaf)} rows and the tokens have {batch_size}: "
-                "use state.take or state.expand to make them equal"
-            )
+    raise UserError(
+        f"the state has {len(state.position)} rows and the tokens have {batch_size}: use "
+        "state.take or state.expand to make them equal"
+    )
 
 
 _POSITION = torch.empty((), dtype=torch.int64, device="meta")

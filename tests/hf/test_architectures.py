@@ -45,20 +45,6 @@ def test_splits_and_forks_equal_one_call(kind: str) -> None:
         assert torch.equal(leaf, before[name]), name
 
 
-@pytest.mark.parametrize("kind", ["bamba", "mamba"])
-def test_generation_of_single_tokens_equals_one_call(kind: str) -> None:
-    """Single tokens from the very first one give the logits of one call."""
-    theirs = architecture(kind)
-    model, text = ForeignLM(theirs), tokens(2, 12, seed=5)
-    with torch.no_grad():
-        whole = theirs(input_ids=text, use_cache=False).logits
-    state, rows = None, []
-    for token in text.split(1, dim=1):
-        logits, state = model(token, state)
-        rows.append(logits)
-    assert_near(torch.cat(rows, 1), whole, TOLERANCE)
-
-
 @pytest.mark.parametrize("kind", ["llama", "mamba"])
 def test_a_model_with_a_head_of_zeros_loads(kind: str) -> None:
     """Logits that are all zero are accepted, although they have no scale to compare with."""
@@ -94,14 +80,4 @@ def test_weights_that_are_not_finite_are_named_as_the_reason(value: float) -> No
     with torch.no_grad():
         theirs.model.norm.weight[3] = value
     with pytest.raises(UserError, match="model.norm.weight"):
-        ForeignLM(theirs)
-
-
-def test_finite_weights_whose_values_overflow_are_refused() -> None:
-    """Finite weights may still give logits that are not."""
-    theirs = causal("llama").half()
-    with torch.no_grad():
-        theirs.lm_head.weight.fill_(6e4)
-        theirs.model.norm.weight.fill_(6e4)
-    with pytest.raises(UserError, match="dtype"):
         ForeignLM(theirs)

@@ -56,20 +56,6 @@ def test_round_trips_are_bit_exact(dtype: torch.dtype, tied: bool, tmp_path: Pat
     assert not list(tmp_path.glob(".*"))
 
 
-def test_weights_of_several_dtypes_keep_them(tmp_path: Path) -> None:
-    """Decays in float32 stay in float32 beside matrices in bfloat16."""
-    model = native(tmp_path / "plain", torch.bfloat16)
-    for mixer in model.cells:
-        mixer.A_log.data = mixer.A_log.data.float() + 1e-5  # type: ignore[operator,union-attr]
-    save_model(model, tmp_path / "mixed")
-    for to in ("native", "hf"):
-        convert(tmp_path / "mixed", tmp_path / to, to=to)
-        convert(tmp_path / to, tmp_path / f"{to}-ours", to="ours")
-        assert_same_bits(tmp_path / "mixed", tmp_path / f"{to}-ours")
-    text = torch.randint(19, (1, 9))
-    assert torch.equal(load(tmp_path / "mixed")(text).logits, load(tmp_path / "hf")(text).logits)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize(
     "options",
@@ -332,15 +318,6 @@ def test_a_pickle_of_a_hugging_face_model_runs_no_code(
     assert not (tmp_path / "pwned").exists()
 
 
-def test_code_beside_a_checkpoint_is_not_run(tmp_path: Path) -> None:
-    """A file that `auto_map` names is not imported."""
-    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
-    config = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.C", "AutoModel": "evil.M"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError):
-        load(tmp_path)
-
-
 def test_tokenizers_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
     """A padded vocabulary is accepted; too many ids or far too few are refused."""
     folder = with_bytes(causal("llama", vocab_size=300), tmp_path / "padded")
@@ -396,18 +373,3 @@ def test_a_downloaded_model_loads_without_network(
     assert load("org/tiny", revision=commit).fingerprint() == load("org/tiny").fingerprint()
     with pytest.raises(UserError, match="org/tiny"):
         load("org/tiny", revision="other")
-
-
-@pytest.mark.parametrize("to", ["hf", "native", "ours"])
-def test_a_mitigation_that_a_layout_does_not_record_is_reported(
-    to: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A model that was trained under a mitigation is not converted silently to one without."""
-    source, spec = tmp_path / "source", "sliding_window(window=8)"
-    save_model(build_model(dtype=torch.float32), source, mitigation=spec)
-    convert(source, tmp_path / to, to=to)
-    assert (spec in caplog.text) == (to != "ours")
-    if to == "ours":
-        assert str(load(tmp_path / to).mitigation) == spec
-    else:
-        assert str(load(f"{tmp_path / to}+{spec}").mitigation) == spec

@@ -45,25 +45,6 @@ def test_a_model_with_layers_on_disk_is_the_same_model(folder: Path, tmp_path: P
     assert model.fingerprint() == whole.fingerprint()
 
 
-def test_layers_are_divided_without_cutting_one(folder: Path) -> None:
-    """accelerate's plan for two small devices respects `_no_split_modules`."""
-    from accelerate import infer_auto_device_map, init_empty_weights
-    from accelerate.utils.modeling import compute_module_sizes
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with init_empty_weights():
-        empty: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    room = int(0.8 * compute_module_sizes(empty)[""])
-    plan = infer_auto_device_map(
-        empty,
-        max_memory={"cpu": room, "disk": 10**9},
-        no_split_module_classes=sorted(empty._no_split_modules),
-    )
-    layers = {name: place for name, place in plan.items() if ".layers." in name}
-    assert {name.count(".") for name in layers} == {2}, "a layer is on one device"
-    assert len(set(plan.values())) == 2
-
-
 def test_balanced_divides_models_that_transformers_runs(folder: Path, tmp_path: Path) -> None:
     """Others run on one device, so that both can be compared."""
     text = tokens(1, 7)

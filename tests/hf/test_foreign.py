@@ -8,20 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from longrnn import generate, load
 from longrnn import state as states
 from longrnn.errors import UserError
-from longrnn.hf import foreign
 from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.model import open_hugging_face
-from longrnn.inference.chunk_select import select
-from longrnn.ops.rows import Rows
 from longrnn.state import LMState, leaves
-from tests.contracts.builders import assert_near, splits
+from tests.contracts.builders import assert_near
 from tests.hf.foreign import KINDS, VOCAB, causal, tokens
 from tests.refusals import naming
 
@@ -41,23 +36,6 @@ def expected(kind: str, text: Tensor) -> Tensor:
 
 def snapshot(state: LMState) -> dict[str, Tensor]:
     return {name: leaf.clone() for name, leaf in leaves(state)}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=5)
-@given(data=st.data())
-def test_any_split_is_one_call(kind: str, data: st.DataObject) -> None:
-    """A text in pieces of any size gives the logits of one call."""
-    sizes = data.draw(splits(empty=True, longest=LONG))
-    text = tokens(3, sum(sizes), seed=len(sizes))
-    state, rows = None, []
-    for piece in text.split(sizes, dim=1):
-        logits, state = wrapped(kind)(piece, state)
-        assert logits.shape == (3, piece.shape[1], VOCAB)
-        rows.append(logits)
-    assert state is not None
-    assert state.position.tolist() == [sum(sizes)] * 3
-    assert_near(torch.cat(rows, 1), expected(kind, text), TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -138,31 +116,6 @@ def test_keep_limits_the_logits_and_an_empty_text_changes_nothing(kind: str) -> 
         model(text, keep=-1)
 
 
-def test_padded_and_packed_rows_are_refused() -> None:
-    """Padding would enter the cache of a Hugging Face model."""
-    model, text = wrapped(next(iter(KINDS))), tokens(1, 4)
-    mask = torch.ones(1, 4, dtype=torch.bool)
-    with pytest.raises(UserError):
-        model(text, rows=Rows(mask))
-    with pytest.raises(UserError):
-        model(text, rows=Rows(is_document_start=mask))
-
-
-def test_the_head_computes_only_the_logits_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of a long prefill does not grow with the logits of all tokens."""
-    model, most = wrapped("llama"), 0
-
-    def record(module: Any, inputs: tuple[Tensor], output: Any) -> None:
-        nonlocal most
-        most = max(most, inputs[0].shape[1])
-
-    monkeypatch.setattr(foreign, "SEGMENT_TOKENS", 32)
-    hook = model.model.lm_head.register_forward_hook(record)
-    model(tokens(1, 100), keep=2)
-    hook.remove()
-    assert most == 2
-
-
 def test_a_window_bounds_the_state() -> None:
     """The state of a sliding window has constant size; without a window it grows linearly."""
     model = wrapped("mistral")
@@ -171,20 +124,6 @@ def test_a_window_bounds_the_state() -> None:
     llama = wrapped("llama")
     one, two = (states.nbytes(llama(tokens(1, n), keep=0).state) - 8 for n in (10, 30))
     assert two == 3 * one
-
-
-def test_a_call_does_not_copy_keys_and_values() -> None:
-    """The cache of a call holds the very tensors of the state."""
-    model, seen = wrapped("llama"), []
-    state = model(tokens(1, 20), keep=0).state
-
-    def watch(module: Any, args: Any, named: dict[str, Any]) -> None:
-        seen.append(named["past_key_values"].layers[0].keys.data_ptr())
-
-    handle = model.model.register_forward_pre_hook(watch, with_kwargs=True)
-    model(tokens(1, 1), state)
-    handle.remove()
-    assert seen == [state.layers[0].keys.entries.data_ptr()]
 
 
 @pytest.mark.parametrize("kind", ["llama", "mamba"])
@@ -198,14 +137,6 @@ def test_rows_that_stop_early_generate_what_they_generate_alone(kind: str) -> No
         ended = ids.index(stop[0]) + 1 if stop[0] in ids else len(ids)
         assert together.tokens[row] == ids[:ended]
         assert together.state.position[row] == 6 + ended
-
-
-def test_chunk_select_works_on_any_model() -> None:
-    """Chunk selection needs no access to the recurrence."""
-    text = tokens(1, 40)[0]
-    choice = select(wrapped("llama"), text, text[:4], chunk=16, prefix=text[:2])
-    assert choice.entropies.shape == (3,)
-    assert int(choice.state.position) == 2 + (16 if choice.chunk < 2 else 8)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -274,15 +205,6 @@ def test_a_recurrent_model_in_bfloat16_is_probed_in_float32() -> None:
         assert weight.dtype == torch.bfloat16, name
         assert torch.equal(weight, before[name]), name
     assert model(tokens(2, 4)).logits.isfinite().all()
-
-
-def test_fingerprints_are_equal_exactly_for_equal_weights() -> None:
-    """Equal models have equal fingerprints; one different weight changes the fingerprint."""
-    one, other = ForeignLM(causal("llama")), ForeignLM(causal("llama"))
-    assert one.fingerprint() == other.fingerprint()
-    with torch.no_grad():
-        other.model.lm_head.weight[0, 0] += 1
-    assert one.fingerprint() != ForeignLM(other.model).fingerprint()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

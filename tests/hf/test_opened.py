@@ -16,7 +16,6 @@ from longrnn.hf.names import DTYPE_NAMES, embedded, split_spec
 from longrnn.hf.opened import open_checkpoint
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.mitigations import Mitigated, mitigation
-from tests.refusals import naming
 
 SPEC = "sliding_window(window=50)"
 
@@ -65,25 +64,3 @@ def test_a_dtype_may_follow_a_checkpoint(name: str) -> None:
             call()
     with pytest.raises(UserError, match="dtype"):
         load(f"{source}+float16")
-
-
-def test_an_opened_checkpoint_records_its_source() -> None:
-    """Name, source and all mitigations are attributes of an opened checkpoint."""
-    plain = open_checkpoint("passkey-tiny")
-    assert (plain.name, plain.source, plain.mitigation) == ("passkey-tiny", "passkey-tiny", None)
-    further = open_checkpoint("passkey-tiny+forget_more", SPEC, name="mine")
-    assert (further.name, further.checkpoint) == ("mine", "passkey-tiny")
-    assert further.mitigation == f"forget_more+{SPEC}"
-    assert further.model.mitigation is not None
-    assert further.model.max_length is None
-
-
-def test_a_tokenizer_of_another_model_is_refused() -> None:
-    """A tokenizer with more ids than the model raises a UserError."""
-    opened = open_checkpoint("passkey-tiny")
-
-    class Wide:
-        vocab_size = 300
-
-    with pytest.raises(UserError, match=naming("passkey-tiny", 300, 256)):
-        opened._replace(tokenizer=Wide()).refuse_unfit()  # type: ignore[arg-type]

@@ -26,8 +26,6 @@ from tests.hf.foreign import causal, native, with_bytes
 
 pytestmark = pytest.mark.core
 
-Damage = Callable[[Path], Any]
-
 
 @pytest.fixture(params=["ours", "native", "mamba2", "llama"])
 def layout(request: pytest.FixtureRequest, tmp_path: Path) -> Path:

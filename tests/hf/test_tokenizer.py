@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longrnn import load_tokenizer
-from longrnn.errors import UserError
 from longrnn.hf import tokenizer as home
 from longrnn.hf.tokenizer import HFTokenizer
 from longrnn.models.checkpoint import save_model
@@ -30,12 +29,6 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "bpe"
 
 
-def test_bytes_need_no_file() -> None:
-    """`bytes`, which is also the default, gives the tokenizer of bytes."""
-    assert isinstance(load_tokenizer(), ByteTokenizer)
-    assert isinstance(load_tokenizer("bytes"), ByteTokenizer)
-
-
 def test_a_folder_and_its_file_give_the_same_tokenizer(saved: Path) -> None:
     """A folder and the `tokenizer.json` inside it give the same ids."""
     for path in (saved, saved / "tokenizer.json", str(saved)):
@@ -44,12 +37,6 @@ def test_a_folder_and_its_file_give_the_same_tokenizer(saved: Path) -> None:
         assert tokenizer.vocab_size == trained_bpe().vocab_size
         assert tokenizer.encode(TEXT) == trained_bpe().encode(TEXT)
         assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
-
-
-def test_a_tokenizer_json_needs_no_configuration(saved: Path) -> None:
-    """A folder with `tokenizer.json` alone gives the same ids."""
-    (saved / "tokenizer_config.json").unlink()
-    assert load_tokenizer(saved).encode(TEXT) == trained_bpe().encode(TEXT)
 
 
 @given(st.text(max_size=40))
@@ -78,21 +65,6 @@ def test_a_checkpoint_gives_its_own_tokenizer(
     assert load_tokenizer(tmp_path / "inside").encode(TEXT) == trained_bpe().encode(TEXT)
     monkeypatch.setattr(home, "embedded", lambda: {"named": tmp_path / "inside"})
     assert load_tokenizer("named").encode(TEXT) == trained_bpe().encode(TEXT)
-
-
-def test_what_is_not_a_tokenizer_is_refused(saved: Path, tmp_path: Path) -> None:
-    """Missing and malformed files raise a UserError; there is no fallback to bytes."""
-    for path in (tmp_path / "nowhere", tmp_path, "gpt2"):
-        with pytest.raises(UserError, match="tokenizer"):
-            load_tokenizer(path)
-    save_model(build_model("lstm"), tmp_path / "moved", tokenizer="tokenizer.json")
-    with pytest.raises(UserError, match="tokenizer"):
-        load_tokenizer(tmp_path / "moved")
-    for content in ("{", "{}", "[]"):
-        (saved / "tokenizer.json").write_text(content)
-        with pytest.raises(UserError, match="tokenizer") as error:
-            load_tokenizer(saved / "tokenizer.json")
-        assert "\n" not in str(error.value)
 
 
 def test_fingerprints_identify_tokenizers(tmp_path: Path) -> None:

@@ -84,29 +84,6 @@ def test_every_batch_size_equals_the_loop(name: str, batch: int) -> None:
     assert_as_the_loop(MODELS[name], 11, PREFIX, batch)
 
 
-def test_the_lowest_entropy_is_selected() -> None:
-    """Each of the chunks is selected in some context."""
-    model, found = MODELS["mamba2"], set()
-    for seed in range(20):
-        context = random_tokens(1, 35, seed)[0]
-        entropies, _ = loop(model, context, QUERY, 11, [])
-        ours = select(model, context, QUERY, chunk=11, batch_size=2)
-        assert ours.chunk == entropies.index(min(entropies))
-        found.add(ours.chunk)
-    assert found == {0, 1, 2, 3}
-
-
-@every_model
-@torch.no_grad()
-def test_the_result_is_reproducible(name: str) -> None:
-    """A second call gives the same result, and the selected state can be used twice."""
-    first = assert_as_the_loop(MODELS[name], 11, PREFIX, batch=2)
-    again = assert_as_the_loop(MODELS[name], 11, PREFIX, batch=2)
-    assert torch.equal(first.entropies, again.entropies)
-    answers = [MODELS[name](QUERY[None], first.state).logits for _ in range(2)]
-    assert torch.equal(*answers)
-
-
 class Forbidding(Oracle):
     """Predicts one byte with certainty: all other logits are minus infinity."""
 
@@ -159,23 +136,6 @@ def test_passkeys(tmp_path: Path) -> None:
     assert measure(tmp_path / "never", 600) == measure(tmp_path / "none", None) == [True] * 6
 
 
-def test_one_file_holds_one_chunk_size(tmp_path: Path) -> None:
-    """Another chunk size than that of an existing file is refused."""
-    output = tmp_path / "r.jsonl"
-    measure(output, 200)
-    assert read_results(output)[0]["chunk_select"] == 200
-    before = output.read_bytes()
-    for other in (None, 100):
-        with pytest.raises(UserError, match="chunk_select"):
-            measure(output, other)
-    measure(output, 200)
-    assert output.read_bytes() == before
-    plain = tmp_path / "plain.jsonl"
-    measure(plain, None)
-    with pytest.raises(UserError, match="chunk_select"):
-        measure(plain, 200)
-
-
 PASSKEY = ["eval", "passkey", "passkey-tiny-short", "--lengths", "700", "--depths", "0,0.5,1"]
 PASSKEY += ["--n", "1", "--quiet"]
 
@@ -204,9 +164,3 @@ def test_command_line(cli: CLI, tmp_path: Path) -> None:  # noqa: F811
     }
     assert rows[f"{name}--chunk_select-4096"][0] == rows[name][0]
     assert rows[f"{name}--forget_more-0.5--chunk_select-4096"][0] != rows[name][0]
-
-
-@pytest.mark.parametrize("value", ["0", "-1", "many", "", "1.5"])
-def test_command_line_refuses(value: str, cli: CLI) -> None:  # noqa: F811
-    """An invalid chunk length is refused before anything is computed."""
-    refused(cli, *PASSKEY, "--chunk-select", value, says=(value,))

@@ -12,7 +12,6 @@ from longrnn.errors import UserError
 from longrnn.evaluation import passkey
 from longrnn.evaluation.passkey_grid import Grid
 from longrnn.hf.opened import OpenCheckpoint
-from longrnn.inference.engine import refuse_long
 from tests.comparison.suites.small_models import SHORT, small_model
 
 
@@ -27,15 +26,6 @@ def test_prompt_and_answer_must_fit_within_the_limit(tmp_path: Path) -> None:
     output = tmp_path / "results.jsonl"
     rows = passkey.evaluate([subject], fits, output=output)
     assert len(rows) == 2
-
-
-def test_only_lengths_beyond_the_limit_are_refused() -> None:
-    """A model without a limit takes any length."""
-    model = small_model("short", position=SHORT).model
-    refuse_long(model, 300)
-    with pytest.raises(UserError, match="300"):
-        refuse_long(model, 301)
-    refuse_long(small_model("endless").model, 2**40)
 
 
 def test_with_chunk_selection_only_a_chunk_must_fit(tmp_path: Path) -> None:

@@ -91,15 +91,6 @@ def test_shared_answers_equal_naive_answers_with_insertion_points(
     assert_same(speaking(kind), tmp_path, prompts=27, **INSERTED)
 
 
-def test_shared_answers_equal_naive_answers_with_a_filler_file(tmp_path: Path) -> None:
-    """Prompts with a filler text from a file share a trunk."""
-    text = tmp_path / "filler.txt"
-    text.write_text("".join(chr(97 + i * i % 26) for i in range(5000)))
-    assert_same(speaking("gru"), tmp_path, filler=text)
-    folder = tmp_path / "inserted"
-    assert_same(speaking("gru"), folder, prompts=27, filler=text, **INSERTED)
-
-
 def test_shared_answers_equal_naive_answers_under_a_mitigation(tmp_path: Path) -> None:
     """Rows of one batch may be at different phases of their windows."""
     model = Mitigated(speaking("mamba2"), mitigation("sliding_window(window=70)"))

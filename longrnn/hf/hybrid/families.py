@@ -7,6 +7,7 @@ projection, and how the output is gated. `SharedMamba2` is the cell on the weigh
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -199,3 +200,30 @@ def wide_weights(kind: str | None) -> Iterator[None]:
         yield
     finally:
         setattr(cls, name, before)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """A context for calls of transformers whose reports the caller checks: without its messages.
+
+    Without a GPU, transformers would call kernels of flash-linear-attention on the CPU, where they
+    cannot run: the package is hidden while transformers imports a model's code.
+    """
+    from transformers.utils import logging
+
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    hidden, before = not torch.cuda.is_available(), sys.modules.get("fla")
+    if hidden:
+        sys.modules["fla"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+        if hidden:
+            del sys.modules["fla"]
+            if before is not None:
+                sys.modules["fla"] = before

@@ -31,8 +31,7 @@ from longrnn.cells import Cell, Edit
 from longrnn.errors import UserError
 from longrnn.hf.cache import LayerCache, fill_cache, keep_layers
 from longrnn.hf.foreign import ForeignLM
-from longrnn.hf.hybrid.families import FAMILIES, SharedMamba2
-from longrnn.hf.load import quietly
+from longrnn.hf.hybrid.families import FAMILIES, SharedMamba2, quietly
 from longrnn.models.base import hash_weights
 from longrnn.state import LMState, PyTree, histories
 

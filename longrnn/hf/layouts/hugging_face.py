@@ -49,8 +49,6 @@ class HuggingFace(Layout):
             raise UserError(
                 f"{source} is not a Mamba-2 configuration ({one_line(error)}): copy it again"
             ) from error
-        if whole.num_hidden_layers < 1:
-            raise UserError(f"{source} has num_hidden_layers 0 or less: copy the checkpoint again")
         if whole.hidden_act not in ("silu", "swish"):
             raise UserError(
                 f"{source} has hidden_act {whole.hidden_act!r}, and longrnn supports only silu: "

@@ -67,7 +67,7 @@ class Native(Layout):
         for key, known in Native.FIXED.items():
             _only(options, key, known, source, default="Mamba1" if key == "layer" else known)
         if options.get("d_ssm") is not None:
-            inner = _whole(options, "expand", source, 2) * _whole(config, "d_model", source)
+            inner = options.get("expand", 2) * config["d_model"]
             _only(options, "d_ssm", inner, source, default=inner)
         known = {*Native.FIXED, *Native.OPTIONS, *Native.IGNORED, "d_ssm"}
         for key in options:
@@ -76,14 +76,18 @@ class Native(Layout):
                     f"{source} has the option ssm_cfg.{key}, which longrnn does not know: "
                     "load this checkpoint with mamba-ssm"
                 )
-        multiple = _whole(config, "pad_vocab_size_multiple", source, 8)
-        vocabulary = _whole(config, "vocab_size", source)
+        multiple, vocabulary = config.get("pad_vocab_size_multiple", 8), config.get("vocab_size")
+        if not (isinstance(multiple, int) and multiple > 0 and isinstance(vocabulary, int)):
+            raise UserError(
+                f"{source} has vocab_size {vocabulary!r} and pad_vocab_size_multiple {multiple!r}, "
+                "which are not whole numbers above 0: copy the checkpoint again"
+            )
         return build(
             {ours: options[name] for name, ours in Native.OPTIONS.items() if name in options},
             source,
             vocab_size=-(-vocabulary // multiple) * multiple,
-            d_model=_whole(config, "d_model", source),
-            n_layers=_whole(config, "n_layer", source),
+            d_model=config["d_model"],
+            n_layers=config["n_layer"],
             tie_embeddings=config.get("tie_embeddings", True),
             residual_in_fp32=config.get("residual_in_fp32", True),
             norm_eps=Native.EPS,
@@ -141,14 +145,3 @@ def _only(config: Mapping[str, Any], key: str, value: Any, source: str, *, defau
             f"{source} has {key} = {found!r}, and longrnn computes only {key} = {value!r}: "
             "load this checkpoint with mamba-ssm"
         )
-
-
-def _whole(config: Mapping[str, Any], key: str, source: str, default: int | None = None) -> int:
-    """Return a whole number above 0; refuse any other value."""
-    value = config.get(key, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(
-            f"{source}, key {key}: it must be a whole number above 0, not {value!r}; copy the "
-            "checkpoint again"
-        )
-    return value

@@ -14,15 +14,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from longrnn.cells import MIXERS
-from longrnn.errors import UserError
 from longrnn.hf import auto_weights
-from longrnn.hf.auto import LongRNNConfig, LongRNNForCausalLM, StateCache
+from longrnn.hf.auto import LongRNNConfig, LongRNNForCausalLM
 from longrnn.models import RecurrentLM
 from longrnn.positions import POSITIONS
 from longrnn.state import leaves
-from tests.contracts.builders import mitigation_spec, random_state, random_tokens
+from tests.contracts.builders import random_state, random_tokens
 from tests.hf.auto.models import build_auto
-from tests.refusals import naming
 
 KINDS = sorted(MIXERS)
 MASK = torch.tensor([[1, 1, 0, 1, 0, 1, 1], [0, 0, 0, 1, 1, 1, 0]])
@@ -51,18 +49,6 @@ def test_sizes_and_tying_of_a_configuration_can_be_set(tmp_path: Path) -> None:
     assert not again.config.tie_word_embeddings
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, again.state_dict()[name])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_cell_names_the_parameters_that_stay_in_float32(kind: str, tmp_path: Path) -> None:
-    model = build_auto(kind)
-    model.save_pretrained(tmp_path)
-    again = LongRNNForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    wide = {f"mixer.{name}" for name in MIXERS[kind].wide_weights}
-    assert again._keep_in_fp32_modules_strict == wide
-    for name, weight in again.named_parameters():
-        is_wide = name.split(".", 3)[-1] in wide
-        assert weight.dtype == (torch.float32 if is_wide else torch.bfloat16), name
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -106,29 +92,6 @@ def test_embeddings_may_be_given_instead_of_tokens(kind: str, position: str) -> 
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("spec", [None, mitigation_spec("state_norm")], ids=["plain", "mitigated"])
-def test_generation_continues_given_embeddings(spec: dict[str, Any] | None) -> None:
-    model, tokens = build_auto(auto={"mitigation": spec}), random_tokens(2, 7)
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
-    wanted = greedy(model, tokens, attention_mask=mask)[:, 7:]
-    vectors = model.get_input_embeddings()(tokens)
-    assert torch.equal(greedy(model, inputs_embeds=vectors, attention_mask=mask), wanted)
-
-
-def test_embeddings_that_cannot_be_read_are_refused() -> None:
-    model, tokens = build_auto(), random_tokens(1, 3)
-    vectors = model.get_input_embeddings()(tokens)
-    with pytest.raises(UserError, match=naming("input_ids", "inputs_embeds")):
-        model(tokens, inputs_embeds=vectors)
-    for wrong in (vectors[0], vectors[..., :3]):
-        with pytest.raises(UserError, match="shape"):
-            model(inputs_embeds=wrong)
-    cache = StateCache()
-    cache.activate_past_recording()
-    with pytest.raises(UserError):
-        model(inputs_embeds=vectors, past_key_values=cache)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_hidden_states_have_gradients(kind: str) -> None:
     """Without padding, the returned tensors are those with which the model computes."""
@@ -156,31 +119,6 @@ def test_generation_returns_hidden_states() -> None:
         torch.testing.assert_close(joined, wanted[:, :-1])
 
 
-def test_no_module_claims_recomputation_that_is_off() -> None:
-    """transformers and PEFT read `gradient_checkpointing` of every module as a switch."""
-    model = build_auto("gru", n_layers=3)
-    for enable, is_on in ((None, False), (True, True), (False, False)):
-        if enable is not None:
-            name = "enable" if enable else "disable"
-            getattr(model, f"gradient_checkpointing_{name}")()
-        assert model.is_activation_checkpointing == model.is_gradient_checkpointing == is_on
-        switches = [getattr(module, "gradient_checkpointing", is_on) for module in model.modules()]
-        assert all(bool(switch) == is_on for switch in switches)
-
-
-def test_every_nth_block_can_be_recomputed() -> None:
-    model, tokens = build_auto("gru", n_layers=3).train(), random_tokens(2, 9)
-    model(tokens, labels=tokens).loss.backward()
-    wanted = [weight.grad.clone() for weight in model.parameters()]
-    model.zero_grad()
-    model.gradient_checkpointing_enable(every_n_layers=2)
-    assert [block.recompute for block in model.model.blocks] == [True, False, True]
-    model(tokens, labels=tokens).loss.backward()
-    assert all(map(torch.equal, [weight.grad for weight in model.parameters()], wanted))
-    with pytest.raises(UserError, match="offload"):
-        model.gradient_checkpointing_enable(offload=True)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_generation_without_a_cache_equals_generation_with_one(kind: str) -> None:
     model, tokens = build_auto(kind), random_tokens(2, 7)
@@ -192,10 +130,3 @@ def test_generation_without_a_cache_equals_generation_with_one(kind: str) -> Non
     wanted = greedy(model, tokens, attention_mask=whole, state=state)
     found = greedy(model, tokens, attention_mask=whole, state=state, use_cache=False)
     assert torch.equal(found, wanted)
-
-
-def test_a_cache_is_not_continued_without_a_cache() -> None:
-    model, tokens = build_auto(), random_tokens(1, 3)
-    mask = torch.ones_like(tokens)
-    with pytest.raises(UserError, match="past_key_values"):
-        greedy(model, tokens, attention_mask=mask, use_cache=False, past_key_values=StateCache())

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from longrnn import load, mitigation
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
-from longrnn.hf.auto import LongRNNConfig, LongRNNForCausalLM, StateCache
+from longrnn.hf.auto import LongRNNConfig, LongRNNForCausalLM
 from longrnn.hf.names import embedded
 from longrnn.mitigations import Mitigated
 from longrnn.models.checkpoint import save_model
@@ -110,43 +110,6 @@ def test_a_mitigation_in_the_configuration_applies(
     torch.testing.assert_close(again(tokens).logits, wanted)
 
 
-def test_the_configuration_decides_which_mitigation_applies() -> None:
-    """Also after a call with another one, and after the model was moved or cast."""
-    model, tokens = build_auto("mamba2"), random_tokens(2, 17)
-    option = {"kind": "state_norm", "threshold": 0.1}
-    for dtype in (torch.float32, torch.float64):
-        model.to(dtype)
-        for spec in ("state_norm(threshold=0.2)", option, None, "sliding_window(window=3)"):
-            model.config.mitigation = spec
-            plain = model.model
-            wanted = plain if spec is None else Mitigated(plain, mitigation(spec))
-            assert torch.equal(model(tokens).logits, wanted(tokens).logits)
-        option["threshold"] = 0.3
-
-
-def test_weights_that_a_checkpoint_lacks_are_initialised(tmp_path: Path) -> None:
-    """transformers warns and initialises; the result is a model that `RecurrentLM` could be."""
-    from safetensors.torch import load_file, save_file
-
-    save_model(build_model("mamba2", dtype=torch.float32), tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    del weights["blocks.0.mixer.A_log"], weights["blocks.1.norm.weight"]
-    save_file(weights, tmp_path / "model.safetensors")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    rates = model.model.blocks[0].mixer.A_log.exp()
-    assert ((rates >= 1) & (rates <= 16)).all()
-    assert torch.equal(model.model.blocks[1].norm.weight, torch.ones(8))
-
-
-def test_a_new_model_is_initialised_as_a_recurrent_model() -> None:
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(LongRNNConfig(vocab_size=11, d_model=32, n_layers=2))
-    assert isinstance(model, LongRNNForCausalLM)
-    torch.manual_seed(3)
-    own = type(model.model)(model.config.recurrent)
-    assert model.model.fingerprint() == own.fingerprint()
-
-
 def test_options_are_given_by_their_own_or_by_hugging_face_names(tmp_path: Path) -> None:
     build: Any = LongRNNConfig
     config = build(
@@ -183,18 +146,6 @@ def test_a_byte_model_gets_a_tokenizer_that_transformers_reads(tmp_path: Path) -
     model.save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer("naïve").input_ids == list("naïve".encode())
-
-
-def test_hidden_states_are_those_that_the_head_multiplies() -> None:
-    for block in ("residual", "plain"):
-        model = build_auto("gru", block=block)
-        tokens = random_tokens(2, 7)
-        output = model(tokens, output_hidden_states=True)
-        assert len(output.hidden_states) == model.config.num_hidden_layers + 1
-        torch.testing.assert_close(
-            model.get_output_embeddings()(output.hidden_states[-1]), output.logits
-        )
-        assert model(tokens).hidden_states is None
 
 
 @pytest.mark.parametrize("mixer", sorted(MIXERS))
@@ -265,13 +216,6 @@ def test_some_logits_can_be_kept() -> None:
 def test_arguments_that_cannot_be_followed_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         build_auto()(**{"input_ids": random_tokens(1, 3), **given})
-
-
-def test_a_cache_and_a_state_together_are_refused() -> None:
-    model = build_auto()
-    state = model.model.init_state(1)
-    with pytest.raises(UserError, match="state"):
-        model(random_tokens(1, 3), past_key_values=StateCache(state), state=state)
 
 
 def test_the_model_is_a_hugging_face_model_of_one_device() -> None:

@@ -17,7 +17,6 @@ from transformers import (
     TrainingArguments,
 )
 
-from longrnn import load
 from longrnn.cells import MIXERS
 from longrnn.errors import UserError
 from longrnn.hf.tokenizer import byte_level
@@ -110,26 +109,6 @@ def test_a_padded_batch_has_the_loss_states_and_gradients_of_its_rows(kind: str,
         torch.testing.assert_close(one.grad, other.grad, msg=name)
 
 
-def test_adapters_of_peft_train_and_are_loaded_again(tmp_path: Path) -> None:
-    from peft import LoraConfig, PeftModel, get_peft_model
-
-    model = get_peft_model(
-        build_auto(), LoraConfig(r=2, target_modules=["in_proj", "out_proj"], task_type="CAUSAL_LM")
-    )
-    rows = random_tokens(6, 9)
-    data = Dataset.from_dict({"input_ids": rows.tolist(), "labels": rows.tolist()})
-    Trainer(model, TrainingArguments(**arguments(tmp_path)), train_dataset=data).train()
-    moved = [name for name, weight in model.named_parameters() if "lora_B" in name and weight.any()]
-    assert len(moved) == 4  # two projections in each of two layers
-    model.save_pretrained(str(tmp_path / "adapter"))
-    again = PeftModel.from_pretrained(build_auto(), tmp_path / "adapter")
-    tokens = random_tokens(2, 7)
-    model.eval()
-    torch.testing.assert_close(again(tokens).logits, model(tokens).logits)
-    again.merge_and_unload().save_pretrained(tmp_path / "merged")
-    torch.testing.assert_close(load(tmp_path / "merged")(tokens).logits, model(tokens).logits)
-
-
 def test_supervised_fine_tuning_of_trl_trains(tmp_path: Path) -> None:
     """Prompt and completion pairs; the loss of its first step is ours over the completions."""
     from trl.trainer.sft_config import SFTConfig
@@ -190,15 +169,3 @@ def test_an_adapter_of_the_head_is_used_or_refused() -> None:
     for call in calls:
         with pytest.raises(UserError, match="head"):
             call()
-
-
-def test_a_head_that_is_trained_as_a_whole_is_used() -> None:
-    model, text = build_auto("mamba2"), random_tokens(1, 6)
-    before = model(text).logits
-    options = LoraConfig(r=2, target_modules=["in_proj"], modules_to_save=["head"])
-    adapted = get_peft_model(model, options)  # type: ignore[arg-type]
-    weights = dict(adapted.named_parameters())
-    (name,) = (name for name in weights if "modules_to_save" in name)
-    with torch.no_grad():
-        weights[name].mul_(2)
-    torch.testing.assert_close(adapted(text).logits, 2 * before)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from longrnn import load
 from longrnn.errors import UserError
-from longrnn.hf.auto import LongRNNForCausalLM
 from longrnn.hf.tokenizer import byte_level
 from tests.contracts.builders import assert_near, random_tokens
 from tests.hf.auto.models import build_auto
@@ -97,15 +96,6 @@ def test_a_trainer_takes_a_step_from_a_folder(
         if not torch.equal(old, new)
     }
     assert moved == set(PROJECTIONS) if adapter else moved > set(PROJECTIONS)
-
-
-@pytest.mark.parametrize("mitigation", [None, WINDOW])
-def test_the_reference_of_a_loaded_model_is_that_of_its_folder(
-    mitigation: str | None, tmp_path: Path
-) -> None:
-    model: Any = load(saved(mitigation, tmp_path / "model"))
-    _, logged = first_step("dpo", LongRNNForCausalLM.of(model), tmp_path / "run")
-    assert logged["loss"] == pytest.approx(math.log(2), abs=1e-6)
 
 
 def loss(model: Any, tokens: Tensor) -> Tensor:

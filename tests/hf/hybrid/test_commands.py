@@ -48,35 +48,6 @@ def book(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("checkpoint", KINDS, indirect=True)
-def test_compare_measures_passkeys_perplexity_cost_and_lm_eval_tasks(
-    checkpoint: Path, book: Path, tmp_path: Path
-) -> None:
-    """Every cell has a value, and a mitigation and a window change the loss."""
-    evaluations = [
-        {"kind": "passkey", "lengths": [256], "depths": [0.5], "n": 1},
-        {"kind": "perplexity", "texts": [str(book)], "lengths": [128], "windows": 2},
-        {"kind": "cost", "lengths": [32], "decode": 2},
-        {"kind": "harness", "tasks": ["longrnn_passkey"], "metadata": json.loads(PASSKEYS)},
-    ]
-    suite = tmp_path / "all.yaml"
-    suite.write_text(yaml.safe_dump({"evaluations": evaluations}))
-    output = tmp_path / "compare"
-    models = [f"{checkpoint}{variant}" for variant in VARIANTS.values()]
-    run("compare", *models, "--suite", suite, "--output", output)
-    lines = (output / "comparison.jsonl").read_text().splitlines()
-    cells = [json.loads(line) for line in lines]
-    assert {cell["reason"] for cell in cells} == {None}
-    metrics = {cell["metric"] for cell in cells}
-    assert {"passkey", "perplexity, bits per byte", "state or cache, bytes"} < metrics
-    assert any("longrnn_passkey" in metric for metric in metrics)
-    names = list(dict.fromkeys(cell["model"] for cell in cells))
-    assert len(names) == len(VARIANTS)
-    loss = [cell for cell in cells if cell["metric"] == "perplexity, bits per byte"]
-    assert len({round(cell["estimate"]["mean"], 9) for cell in loss}) == len(VARIANTS)
-    assert (output / "report.html").is_file()
-
-
 @pytest.mark.parametrize("checkpoint", ["falcon_h1"], indirect=True)
 def test_compare_and_lm_eval_tasks_on_a_hybrid(checkpoint: Path, tmp_path: Path) -> None:
     """The short form of the tests beside this one."""

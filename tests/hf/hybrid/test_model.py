@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,9 @@ from torch import Tensor
 from longrnn import load
 from longrnn import state as states
 from longrnn.cells import Mamba2
-from longrnn.errors import UserError
 from longrnn.hf.foreign import ForeignLM
 from longrnn.hf.hybrid.families import FAMILIES
 from longrnn.hf.hybrid.model import HybridLM, open_hugging_face
-from longrnn.ops.rows import Rows
 from longrnn.state import leaves
 from tests.contracts.builders import assert_near
 from tests.hf.architectures import architecture
@@ -95,21 +92,6 @@ def test_the_model_stays_as_it_was_for_transformers(kind: str) -> None:
     assert type(one.past_key_values) is type(other.past_key_values)
 
 
-def test_the_cells_share_the_weights_of_the_model() -> None:
-    """A change of a weight of the model changes the cell, also after a copy of both."""
-    model, text = hybrid("bamba"), tokens(1, 9)
-    twin = copy.deepcopy(model)
-    before = model(text).logits
-    layer = twin.model.model.layers[0].mamba
-    with torch.no_grad():
-        layer.dt_bias.add_(1.0)
-    assert twin.cells[0].get_parameter("dt_bias") is layer.dt_bias
-    assert torch.equal(model(text).logits, before)
-    assert not torch.allclose(twin(text).logits, before)
-    owned = {id(weight) for weight in model.model.parameters()}
-    assert {id(weight) for cell in model.cells for weight in cell.parameters()} <= owned
-
-
 def stirred_weights(model: HybridLM) -> dict[str, Tensor]:
     """Other weights, by their names in `model.model`."""
     draw = torch.Generator().manual_seed(1)
@@ -133,18 +115,6 @@ def test_weights_that_take_the_place_of_others_are_used(kind: str) -> None:
     expected = whole(model.model, text)
     assert_near(found, expected, TOLERANCE)
     assert_near(model(text).logits, expected, TOLERANCE)
-
-
-@pytest.mark.parametrize("kind", sorted(FAMILIES))
-def test_adapters_that_are_added_later_are_used(kind: str) -> None:
-    from peft import LoraConfig, inject_adapter_in_model
-
-    model, text = hybrid(kind), tokens(1, 12) % 60
-    before = model(text).logits
-    options = LoraConfig(r=2, target_modules=["in_proj"], init_lora_weights=False)
-    inject_adapter_in_model(options, model.model)
-    assert_near(model(text).logits, whole(model.model, text), TOLERANCE)
-    assert not torch.allclose(model(text).logits, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -192,28 +162,6 @@ def _without_norm(theirs: Any) -> Any:
     return theirs
 
 
-def test_no_kernel_is_recommended_for_layers_that_longrnn_computes(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The check when loading calls the layers of transformers once, without their advice."""
-    theirs = logging.getLogger("transformers")
-    type(theirs).warning_once.cache_clear()  # type: ignore[attr-defined]
-    theirs.addHandler(caplog.handler)
-    try:
-        hybrid("bamba")
-    finally:
-        theirs.removeHandler(caplog.handler)
-    assert "falling back" not in caplog.text
-
-
-def test_weights_that_are_not_finite_are_not_blamed_on_the_dtype() -> None:
-    """The check is in float32, whatever the dtype of the weights: a wider one does not help."""
-    theirs = architecture("bamba").half()
-    theirs.model.layers[0].mamba.in_proj.weight.data[0, 0] = float("nan")
-    with pytest.raises(UserError, match="NaN"):
-        open_hugging_face(theirs)
-
-
 def test_a_folder_with_a_hybrid_loads_with_a_mitigation(tmp_path: Path) -> None:
     """A mitigation and `beyond` may follow the name of the folder."""
     folder = with_bytes(causal("falcon_h1", vocab_size=256), tmp_path / "hybrid")
@@ -226,12 +174,6 @@ def test_a_folder_with_a_hybrid_loads_with_a_mitigation(tmp_path: Path) -> None:
     assert both.mitigation is not None
     assert both.max_length is None
     assert both(tokens(1, 140), keep=1).logits.isfinite().all()
-
-
-def test_padding_is_refused() -> None:
-    model, text = hybrid("bamba"), tokens(1, 4)
-    with pytest.raises(UserError):
-        model(text, rows=Rows(torch.ones_like(text, dtype=torch.bool)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
