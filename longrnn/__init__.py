@@ -32,6 +32,7 @@ from longrnn.hf.register import register
 
 if TYPE_CHECKING:
     from longrnn.cells import MIXERS as MIXERS
+    from longrnn.evaluation.run import evaluate as evaluate
     from longrnn.hf.loading import load as load
     from longrnn.hf.tokenizer import load_tokenizer as load_tokenizer
     from longrnn.mitigations import MITIGATIONS as MITIGATIONS
@@ -59,6 +60,7 @@ _HOMES = {
     "RecurrentConfig": "longrnn.models",
     "RecurrentLM": "longrnn.models",
     "TASKS": "longrnn.tasks",
+    "evaluate": "longrnn.evaluation.run",
     "generate": "longrnn.models",
     "load": "longrnn.hf.loading",
     "load_tokenizer": "longrnn.hf.tokenizer",
@@ -77,6 +79,7 @@ __all__ = [
     "RecurrentConfig",
     "RecurrentLM",
     "__version__",
+    "evaluate",
     "generate",
     "load",
     "load_tokenizer",

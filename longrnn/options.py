@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from longrnn.errors import UserError, nearest
 from longrnn.units import parse_length
 
-O = TypeVar("O", bound="Options")
-
 
 class Options(BaseModel):
-    """A set of options; unknown ones are refused."""
+    """A set of options; unknown ones are refused.
+
+    Raises:
+        UserError: an unknown or missing option, or a value that is not valid.
+    """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            names = {name: name for name in type(self).model_fields}
+            raise UserError(explain(error, names)) from error
 
 
 def _tokens(value: Any) -> Any:
@@ -45,32 +54,21 @@ Lengths = Annotated[
 ]
 
 
-def build(kind: type[O], values: Mapping[str, Any], where: str, flag: bool = False) -> O:
-    """Build options from a mapping.
+def explain(error: ValidationError, names: Mapping[str, str]) -> str:
+    """Return the first error in words.
 
     Args:
-        kind: the class of the options.
-        values: by name.
-        where: what the options belong to, for errors.
-        flag: whether errors name options as on the command line, `--batch-size`.
-
-    Raises:
-        UserError: an unknown or missing option, or a value that is not valid.
+        error: what pydantic says.
+        names: of the options, as the user writes them.
     """
-    try:
-        return kind(**values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"])) or "its options"
-        if flag:
-            name = f"--{name.partition('.')[0].replace('_', '-')}"
-        if first["type"] == "extra_forbidden":
-            reason = f"unknown option {name!r}: {nearest(name, kind.model_fields)}"
-        elif first["type"] == "missing":
-            reason = f"option {name!r} is missing: give it"
-        elif first["type"] == "value_error":  # raised by our own validators, with its remedy
-            reason = f"{name}: {first['ctx']['error']}"
-        else:
-            wanted = first["msg"].replace("Input should be", "it must be")
-            reason = f"{name} is {first['input']!r} and {wanted}: give such a value"
-        raise UserError(f"{where}: {reason}") from error
+    first = error.errors()[0]
+    field, *inner = first["loc"] or ("an option",)
+    name = ".".join(map(str, [names.get(str(field), field), *inner]))
+    if first["type"] == "extra_forbidden":
+        return f"unknown option {name!r}: {nearest(name, names)}"
+    if first["type"] == "missing":
+        return f"option {name!r} is missing: give it"
+    if first["type"] == "value_error":  # raised by our own validators, with its remedy
+        return f"{name}: {first['ctx']['error']}"
+    wanted = first["msg"].replace("Input should be", "must be")
+    return f"{name} is {first['input']!r} and {wanted}: give such a value"

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 ROWS = "rows.jsonl"
+BEGIN = b'{"evaluation": '
 # The end of a line: 8 hexadecimal digits of the SHA-256 of the row without them.
 CHECKSUM = re.compile(rb', "sha256": "([0-9a-f]{8})"\}$')
 
@@ -129,11 +130,17 @@ def read_rows(path: Path) -> tuple[list[Row], dict[int, str]]:
     return rows, damaged
 
 
+def is_store(path: Path) -> bool:
+    """Return whether a file is one of a store, though it may be damaged."""
+    with open(path, "rb") as file:
+        return path.suffix == ".jsonl" and BEGIN.startswith(file.read(len(BEGIN)))
+
+
 def _repair(path: Path) -> None:
     """Remove torn and damaged lines from a file, and name the damaged ones."""
     rows, damaged = read_rows(path)
     content = path.read_bytes()
-    if content and not rows and not content.startswith(b'{"evaluation"'):
+    if not rows and not is_store(path):
         raise UserError(f"{path} is not a file of results: choose another --output")
     for number, reason in damaged.items():
         logger.warning(f"{path}, line {number} is damaged ({reason}): it is measured again")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from longrnn.diagnostics.gradients import LENGTHS
-from longrnn.diagnostics.plots import new_figure, png
+from longrnn.evaluation.figures import new_figure, png
 from longrnn.diagnostics.through_time import BINS, Run, histogram, last_scored
 from longrnn.files import write_atomic
 from longrnn.hf.loading import load_recurrent

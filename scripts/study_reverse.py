@@ -25,7 +25,7 @@ import typer
 
 from longrnn.cells import MIXERS
 from longrnn.config import load_config
-from longrnn.diagnostics.plots import new_figure, png
+from longrnn.evaluation.figures import new_figure, png
 from longrnn.errors import UserError, nearest
 from longrnn.files import write_atomic
 from longrnn.intervals import Estimate, mean

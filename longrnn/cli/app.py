@@ -11,7 +11,6 @@ import typer
 
 from longrnn.cli import (
     calibrate,
-    compare,
     convert,
     data,
     diagnose,
@@ -21,11 +20,10 @@ from longrnn.cli import (
     generate,
     info,
     launch,
-    replay,
     report,
-    sweep,
     train,
 )
+from longrnn.cli.command import command
 from longrnn.files import expand_home
 from longrnn.programs import run_to_end
 
@@ -44,10 +42,14 @@ app.add_typer(data.app, name="data")
 app.command("train")(train.train)
 app.command("finetune")(finetune.finetune)
 app.command("launch", context_settings=launch.SETTINGS)(launch.launch)
-app.command("sweep")(sweep.sweep)
-app.command("replay")(replay.replay)
 app.add_typer(evaluate.app, name="eval")
-app.command("compare")(compare.compare)
+command(
+    app,
+    "compare",
+    models=evaluate.Models,
+    suites=evaluate.Suites,
+    output=evaluate.Output,
+)(evaluate.compare)
 app.add_typer(diagnose.app, name="diagnose")
 app.command("calibrate")(calibrate.calibrate)
 app.command("convert")(convert.convert)

@@ -104,7 +104,7 @@ def calibrate(
     )
     Lock.of_file(path, instead="choose another --output").hold_until_exit()
     model = load_editable(checkpoint, device=pick_device(device))
-    documents = read_documents(text, load_tokenizer(checkpoint), model)
+    documents = read_documents(text, load_tokenizer(checkpoint))
     member = measure(model, documents, method, settings, quiet=quiet)
     record = Calibration(
         source=str(path),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from longrnn.cli.capacity import capacity
+from longrnn.cli import evaluate
+from longrnn.cli.command import on_use
 from longrnn.cli.gradients import gradients
-from longrnn.cli.memory import memory
 from longrnn.cli.options import (
     Checkpoint,
     Device,
@@ -18,10 +19,8 @@ from longrnn.cli.options import (
     TrainLength,
     lock_output,
     pick_device,
-    warn_if_calibrated_on,
 )
 from longrnn.cli.results_folders import results_folder
-from longrnn.cli.token_gradients import attribution, stability
 from longrnn.console import print_table
 from longrnn.errors import UserError
 from longrnn.units import parse_length
@@ -30,15 +29,12 @@ if TYPE_CHECKING:
     from longrnn.diagnostics.states import Diagnosis
 
 app = typer.Typer(
+    cls=on_use({"memory": partial(evaluate.enter, "memory")}),
     help="Look inside a model: states, memory, gradients.",
     epilog="Example: longrnn diagnose states passkey-tiny-short --newlines",
     no_args_is_help=True,
 )
-app.command("memory")(memory)
-app.command("capacity")(capacity)
 app.command("gradients")(gradients)
-app.command("stability")(stability)
-app.command("attribution")(attribution)
 # At most this many rows are printed; the report has all of them.
 MAX_ROWS = 30
 
@@ -84,7 +80,7 @@ def states(
     from longrnn.diagnostics.readers import reader_of
     from longrnn.diagnostics.states_report import write_report
     from longrnn.diagnostics.states_summary import summary
-    from longrnn.evaluation.texts import read_documents
+    from longrnn.evaluation.texts import read_documents, warn_if_calibrated_on
     from longrnn.hf.loading import load_plain
     from longrnn.hf.specs import mitigated
     from longrnn.hf.tokenizer import load_tokenizer
@@ -97,8 +93,8 @@ def states(
     reader_of(plain)  # refuses a model without readable states before it refuses a mitigation
     model = mitigated(plain, [spec for spec in (own, mitigation) if spec is not None])
     tokenizer = load_tokenizer(checkpoint)
-    documents = read_documents(text or [], tokenizer, model)
-    warn_if_calibrated_on(model, documents)
+    documents = read_documents(text or [], tokenizer)
+    warn_if_calibrated_on(model, {document.sha256: document.name for document in documents})
     prompts = [measure.text_prompt(document, tokens) for document in documents]
     if newlines is not False:
         prompts.append(measure.newlines(tokenizer, tokens))

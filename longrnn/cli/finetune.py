@@ -138,8 +138,8 @@ def finetune(
 
 def _evaluate(trainer: Trainer, longest: int | None, quiet: bool) -> None:
     """Compares the final model of a run with the checkpoint that it started from."""
-    from longrnn.cli.compare import compare_and_report
-    from longrnn.comparison.before_after import write_suite
+    from longrnn.cli.evaluate import compare_and_report
+    from longrnn.evaluation.before_after import write_suite
     from longrnn.hf.opened import open_checkpoint
 
     config, folder = trainer.config, lock_output(trainer.output_dir / EVALUATION)

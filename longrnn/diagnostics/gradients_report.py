@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longrnn.diagnostics.gradients import GradientRecord
-from longrnn.diagnostics.pages import Picture, write_page
-from longrnn.diagnostics.plots import new_figure, png
+from longrnn.evaluation.report import Picture, write_page
+from longrnn.evaluation.figures import new_figure, png
 from longrnn.diagnostics.through_time import BINS
 
 if TYPE_CHECKING:

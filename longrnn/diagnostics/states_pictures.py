@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from longrnn.diagnostics.collapse import GLOBAL, MARGIN, STATISTICS
-from longrnn.diagnostics.pages import Picture
-from longrnn.diagnostics.plots import lengths_axis, new_figure, png
+from longrnn.evaluation.report import Picture
+from longrnn.evaluation.figures import lengths_axis, new_figure, png
 from longrnn.diagnostics.states import Diagnosis
 from longrnn.diagnostics.states_summary import worst_heads
 

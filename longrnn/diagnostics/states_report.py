@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from longrnn.diagnostics.channels import holding
-from longrnn.diagnostics.pages import write_page
+from longrnn.evaluation.report import write_page
 from longrnn.diagnostics.states import Diagnosis
 from longrnn.diagnostics.states_overview import overview
 from longrnn.diagnostics.states_pictures import by_position

@@ -45,12 +45,14 @@ class Column(NamedTuple):
         quantity: how samples become an estimate.
         form: format specification of values.
         drawn: whether it is drawn by length.
+        brief: whether tables leave its intervals out if it is not drawn.
     """
 
     name: str
     quantity: Quantity
     form: str = ".2f"
     drawn: bool = True
+    brief: bool = False
 
 
 class Measurement(NamedTuple):
@@ -98,6 +100,8 @@ class Cell(NamedTuple):
     def __str__(self) -> str:
         if self.estimate is None:
             return self.reason or "–"
+        if self.column.brief and not self.column.drawn:
+            return format(self.estimate.mean, self.column.form)
         return self.estimate.show(self.column.form)
 
     def below(self) -> str:

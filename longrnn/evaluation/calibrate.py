@@ -227,7 +227,8 @@ def _search(
     def loss(logs: Tensor) -> float:
         factors = [round(value, 6) for value in logs.exp().tolist()]
         mitigated = model.under(mitigation({"kind": kind, "scale": factors}))
-        (total,) = losses(mitigated, windows, [[0, windows.shape[1] - 1]])
+        edges = torch.tensor([[0, windows.shape[1] - 1]]).repeat(len(windows), 1)
+        total = losses(mitigated, windows, edges)
         return float(total.sum() / (windows.numel() - len(windows)))
 
     logs = torch.zeros(layers, dtype=torch.float64)

@@ -10,9 +10,11 @@ from longrnn import processes
 from longrnn.errors import UserError
 from longrnn.evaluation.base import Cell, Evaluation, Found, Measurement
 from longrnn.evaluation.task_code import refuse_task_code
+from longrnn.evaluation.texts import warn_if_calibrated_on
 from longrnn.hf.opened import OpenCheckpoint, open_checkpoint
 from longrnn.progress import Progress
 from longrnn.results import Origin, Store
+from longrnn.text import read_text
 
 
 class Outcome(NamedTuple):
@@ -74,6 +76,8 @@ def run(
         refuse_task_code(path for one in evaluations for path in one.task_code())
     for evaluation in evaluations:
         evaluation.prepare(models)
+        _warn_if_calibrated(evaluation, models)
+    _refuse_nothing(evaluations, models)
     store = Store(folder)
     outcomes = []
     for evaluation in evaluations:
@@ -179,6 +183,23 @@ def evaluate(
     if processes.is_main():
         write_report(outcomes, folder)
     return [cell for outcome in outcomes for cell in outcome.cells]
+
+
+def _warn_if_calibrated(evaluation: Evaluation, models: Sequence[OpenCheckpoint]) -> None:
+    """Warn of every text of an evaluation that a model's mitigation was calibrated on."""
+    names = {read_text(path)[1]: path.name for path in evaluation.files()}
+    for model in models:
+        warn_if_calibrated_on(model.model, names)
+
+
+def _refuse_nothing(evaluations: Sequence[Evaluation], models: Sequence[OpenCheckpoint]) -> None:
+    """Raise the first reason if nothing can be measured."""
+    if any(evaluation.items(model) for evaluation in evaluations for model in models):
+        return
+    for evaluation in evaluations:
+        for measurement in evaluation.columns(models[0], []):
+            if measurement.reason is not None:
+                raise UserError(measurement.reason)
 
 
 def _refuse_doubles(names: Sequence[str], what: str) -> None:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from longrnn.bundled import find
 from longrnn.errors import UserError, nearest
 from longrnn.evaluation.base import Evaluation
-from longrnn.options import build
 from longrnn.text import read_mapping
 
 SUITES = "eval/suites"
@@ -20,7 +19,8 @@ KINDS = {
     "harness": "harness.evaluation.Harness",
     "memory": "memory.Memory",
     "passkey": "passkey.PasskeyRetrieval",
-    "perplexity": "loss.Perplexity",
+    "perplexity": "perplexity.Perplexity",
+    "reverse": "sequences.Reverse",
     "task": "sequences.Sequences",
 }
 
@@ -53,7 +53,10 @@ def build_evaluation(spec: Mapping[str, Any]) -> Evaluation:
     """
     options = dict(spec)
     kind = kind_of(options.pop("kind", None))
-    return build(kind, options, f"evaluation {options.get('name') or kind.kind!r}")
+    try:
+        return kind(**options)
+    except UserError as error:
+        raise UserError(f"evaluation {options.get('name') or kind.kind!r}: {error}") from error
 
 
 def read_suite(name_or_path: str) -> Suite:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +13,10 @@ import torch
 from torch import Tensor
 
 from longrnn.errors import UserError
+from longrnn.models import LanguageModel
 from longrnn.text import Tokenizer, read_text
+
+logger = logging.getLogger(__name__)
 
 
 class Document(NamedTuple):
@@ -71,6 +75,21 @@ def newlines(tokenizer: Tokenizer, count: int) -> Document:
     if ends is not None:
         ends = (torch.arange(count)[:, None] + _integers(ends)).flatten()
     return Document("newlines", hashlib.sha256(b"\n").hexdigest(), tokens, ends)
+
+
+def warn_if_calibrated_on(model: LanguageModel, names: Mapping[str, str]) -> None:
+    """Warn of every text that the model's mitigation was calibrated on.
+
+    Args:
+        model: any model.
+        names: names of texts by their SHA-256.
+    """
+    parts = () if model.mitigation is None else model.mitigation.parts()
+    used = {digest for part in parts if part.calibration for digest in part.calibration.text_sha256}
+    for digest in used & names.keys():
+        logger.warning(
+            f"the mitigation was calibrated on {names[digest]}: measure it on another text"
+        )
 
 
 def are_alike(documents: Sequence[Document]) -> bool:

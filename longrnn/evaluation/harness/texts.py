@@ -6,6 +6,7 @@ user's `--metadata` together. `OPTIONS` lists the keys that are used here.
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,6 @@ from typing import Any
 from rapidfuzz.distance import DamerauLevenshtein
 
 from longrnn.errors import UserError
-from longrnn.evaluation.bits import Scored, bits_per_byte
 from longrnn.evaluation.passkey import evenly_spaced
 from longrnn.hf.tokenizer import load_tokenizer
 from longrnn.tasks.needles import Haystack, needles, variable_tracking
@@ -200,5 +200,5 @@ def score_text(document: Document, results: Sequence[float]) -> dict[str, Any]:
         "word_perplexity": (nats, len(document["text"].split())),
         "byte_perplexity": (nats, size),
         "bits_per_byte": (nats, size),
-        str(document["max_length"]): bits_per_byte([Scored(-nats, size)]),
+        str(document["max_length"]): -nats / math.log(2) / size,
     }

@@ -1,6 +1,7 @@
-"""Measures speed, memory and state size of one model at one length in a separate process.
+"""Speed, memory and size of the state at each length, measured in a separate process.
 
-The process runs this module: `python -m longrnn.comparison.cost JOB` prints one JSON object.
+The process runs this module: `python -m longrnn.evaluation.cost JOB` prints one JSON object. So
+memory of other models and lengths is not included.
 """
 
 from __future__ import annotations
@@ -9,18 +10,34 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from pydantic import Field, PrivateAttr
 
 from longrnn import state as states
 from longrnn.errors import UserError
+from longrnn.evaluation.base import Column, Evaluation, Found, Item, Measurement
 from longrnn.hf.loading import load
+from longrnn.hf.opened import OpenCheckpoint
+from longrnn.inference.length_limit import out_of_reach
 from longrnn.inference.prefill import SCORED_TOKENS
+from longrnn.intervals import FIGURE
+from longrnn.models.finite import refuse_nonfinite
+from longrnn.options import Lengths, Tokens
 from longrnn.programs import module_command, module_environment
+from longrnn.progress import Progress
 
 MIB = 2**20
+COLUMNS = {
+    "prefill_tokens_per_second": Column("prefill, tokens/s", FIGURE, ",.0f"),
+    "decode_tokens_per_second": Column("decoding, tokens/s", FIGURE, ",.0f"),
+    "peak_mib": Column("peak memory, MiB", FIGURE, ",.0f"),
+    "peak_over_model_mib": Column("of it above the model, MiB", FIGURE, ",.0f"),
+    "state_bytes": Column("state or cache, bytes", FIGURE, ",.0f"),
+}
 
 
 class Job(NamedTuple):
@@ -43,9 +60,75 @@ class Job(NamedTuple):
     seed: int
 
 
+class Cost(Evaluation):
+    """Speed, memory and size of the state at each length, one sequence at a time."""
+
+    kind: ClassVar[str] = "cost"
+    # The other processes would slow the measurement down.
+    sharing: ClassVar[str] = "main"
+
+    lengths: Lengths = Field([256, 1024, 4096], description="Numbers of tokens to read.")
+    decode: Tokens = Field(32, description="Tokens to generate after that.")
+
+    _failed: dict[tuple[str, int], str] = PrivateAttr(default_factory=dict)
+
+    def protocol(self, model: OpenCheckpoint) -> dict[str, Any]:
+        return {
+            "device": model.device,
+            "threads": torch.get_num_threads(),
+            "decode": self.decode,
+            "seed": self.seed,
+        }
+
+    def items(self, model: OpenCheckpoint) -> list[Item]:
+        reached = [n for n in self.lengths if self._reason(model, n) is None]
+        return [Item({"length": length}, length) for length in reached]
+
+    def measure(
+        self, model: OpenCheckpoint, items: Sequence[Item], progress: Progress
+    ) -> Iterator[Found]:
+        if not model.source:
+            raise UserError(f"{model.name} was built here: save it, and give its folder")
+        # Otherwise the process would report it as the reason of one length only.
+        tokens = torch.arange(8)[None] % model.model.vocab_size
+        refuse_nonfinite(model.model(tokens.to(model.device)).logits, model.model, tokens)
+        for item in items:
+            job = Job(
+                model.source,
+                model.device,
+                torch.get_num_threads(),
+                item.spec,
+                self.decode,
+                self.seed,
+            )
+            measured = in_a_process(job)
+            # A failed measurement has no row, so that it is repeated the next time.
+            if isinstance(measured, str):
+                self._failed[model.name, item.spec] = measured
+            else:
+                yield [(item, measured)]
+            progress.advance(1, item.spec)
+
+    def columns(self, model: OpenCheckpoint, found: Found) -> list[Measurement]:
+        rows = {item.spec: row for item, row in found}
+        return [
+            Measurement(
+                column,
+                length,
+                {"": rows[length][name]} if length in rows else {},
+                self._reason(model, length) or self._failed.get((model.name, length)),
+            )
+            for length in self.lengths
+            for name, column in COLUMNS.items()
+        ]
+
+    def _reason(self, model: OpenCheckpoint, length: int) -> str | None:
+        return out_of_reach(model.model, length + self.decode)
+
+
 def in_a_process(job: Job) -> dict[str, float] | str:
     """Measure in a new process; return the result of `measure`, or why there is none."""
-    module = "longrnn.comparison.cost"
+    module = "longrnn.evaluation.cost"
     done = subprocess.run(
         module_command(module, json.dumps(job)),
         capture_output=True,

@@ -17,7 +17,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from longrnn.comparison.suites import Suite, read_suite
+from longrnn.evaluation.suites import Suite, read_suite
 from longrnn.files import write_atomic
 from longrnn.tasks import Task
 from longrnn.tasks.instruct import Instruct

@@ -1,1 +1,0 @@
-"""Analyses that only the project's own studies use."""

@@ -1,1 +1,0 @@
-"""Grids of training runs."""
