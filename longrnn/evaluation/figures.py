@@ -92,7 +92,7 @@ def lines(
     places = [place for line in drawn for place in line.at]
     values = [v.mean for line in drawn for v in line.values if math.isfinite(v.mean)]
     least = max(1, math.floor(min(places) / 1.2))
-    lengths_axis(panel, math.ceil(max(places) * 1.1), least, ticks)
+    lengths_axis(panel, max(math.ceil(max(places) * 1.1), *ticks, 0), least, ticks)
     if limits is not None:
         panel.set_ylim(*limits)
     elif values and min(values) > 0 and max(values) > WIDE * min(values):

@@ -69,7 +69,7 @@ def forgetting(
     length = rows[0][0][-1]
     width = max(STRETCH, train_length // INSIDE // STRETCH * STRETCH)
     starts = [start for start in range(0, length, width) if start + width <= length]
-    if length <= train_length or not set(starts) <= set(rows[0][0]):
+    if not starts or length <= train_length or not set(starts) <= set(rows[0][0]):
         return None
     count = max(1, train_length // width)
     # The remainder at the end is part of the last stretch.

@@ -220,7 +220,7 @@ class Perplexity(Evaluation):
         whole = Column(f"{self.title}, {unit} from the start", here.quantity, ".3f", drawn=False)
         read = Column(f"{self.title}, tokens read per token", FIGURE, ".2f", drawn=False)
         for number, length in enumerate(self.lengths, 1):
-            reason = self._reason(model, max(length, *_at(self._cuts[model.name], number)))
+            reason = self._reason(model, max([length, *_at(self._cuts[model.name], number)]))
             samples: dict[Column, dict[str, Any]] = {here: {}, whole: {}}
             for (window, nats), cuts in zip(windows, self._cuts[model.name], strict=False):
                 if len(cuts) > number:
@@ -286,6 +286,7 @@ class Perplexity(Evaluation):
             drawn,
             across="tokens read",
             up="nats per token",
+            ticks=[*(4**k for k in range(12) if 4**k < self.lengths[0]), *self.lengths],
             marks={mark: f"training length of {mark:,}" for mark in marks},
             level=level,
             limits=(0, None),

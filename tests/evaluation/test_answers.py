@@ -1,20 +1,20 @@
-"""The kind `answers` measures what fine-tuning on prompts and answers trains."""
+"""The evaluation `answers` measures what fine-tuning on prompts and answers trains."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from longrnn.comparison.suites import Answers
 from longrnn.corpus_writer import CorpusWriter
 from longrnn.errors import UserError
+from longrnn.evaluation.answers import Answers
 from longrnn.hf.opened import OpenCheckpoint
+from longrnn.intervals import proportion, ratio
 from longrnn.models import generate
 from longrnn.text import ByteTokenizer
-from tests.comparison.suites.small_models import SHORT, PairTokenizer, points, small_model
+from tests.evaluation.small_models import SHORT, PairTokenizer, cells, measure, small_model
 
 Document = list[tuple[list[int], bool]]
 
@@ -61,49 +61,43 @@ def test_losses_and_matches_are_those_of_a_forward_pass(tmp_path: Path) -> None:
     """Every answer is read after all that stands before it; a document is one sample."""
     one, other = small_model("one"), small_model("other", seed=1)
     written = documents(one)
-    evaluation = Answers("answers", 0, corpus=corpus(tmp_path / "c", written))
-    loss, match = points(evaluation, one, tmp_path / "one.jsonl", other)
-    assert loss.metric.name == "answers, nats per token"
-    assert match.samples == {"0": 1, "1": 1, "2": 0, "3": 0}
+    evaluation = Answers(corpus=corpus(tmp_path / "c", written))
+    outcome = measure(evaluation, tmp_path / "r", one, other)
+    rows = {item.key["document"]: row for item, row in outcome.found["one"]}
     for number, document in enumerate(written):
         nats, tokens, right = expected(one, document)
-        assert loss.samples[str(number)] == (pytest.approx(nats, rel=1e-5), tokens)
-        assert match.samples[str(number)] == right
-    totals = [sum(column) for column in zip(*loss.samples.values(), strict=True)]
-    estimate = loss.metric.estimate(list(loss.samples.values()))
-    assert estimate.mean == pytest.approx(totals[0] / totals[1])
-    assert match.metric.estimate(list(match.samples.values())).low > 0.05  # Wilson: 2 of 4
-    theirs = evaluation.measure(other, tmp_path / "other.jsonl", quiet=True)[0].samples
-    assert loss.metric.difference is not None
-    paired = loss.metric.difference(list(theirs.values()), list(loss.samples.values()))
-    assert paired.mean == pytest.approx(
-        (sum(s[0] for s in theirs.values()) - totals[0]) / totals[1]
-    )
-    assert paired.low < paired.mean < paired.high
+        assert rows[number]["nats"] == pytest.approx(nats, rel=1e-5)
+        assert (rows[number]["tokens"], rows[number]["right"]) == (tokens, right)
+    found = cells(outcome)
+    assert found["answers, exact match", None, "one"].estimate == proportion(2, 4)
+    pairs = [(row["nats"], row["tokens"]) for row in rows.values()]
+    assert found["answers, nats per token", None, "one"].estimate == pytest.approx(ratio(pairs))
+    theirs = {item.key["document"]: row for item, row in outcome.found["other"]}
+    less = [(theirs[k]["nats"] - rows[k]["nats"], rows[k]["tokens"]) for k in range(4)]
+    difference = found["answers, nats per token", None, "other"].difference
+    assert difference == pytest.approx(ratio(less))
 
 
 def test_documents_may_be_added(tmp_path: Path) -> None:
     """A resumed evaluation measures only what is missing."""
-    one, output = small_model("one"), tmp_path / "one.jsonl"
-    options: dict[str, Any] = {"corpus": corpus(tmp_path / "c", documents(one))}
-    few = points(Answers("answers", 0, n=2, **options), one, output)[0].samples
-    before = output.read_bytes()
-    assert len(few) == 2
-    every = points(Answers("answers", 0, **options), one, output)[0].samples
-    assert output.read_bytes().startswith(before)
-    assert len(every) == len(output.read_text().splitlines()) - 1 == 4
-    assert few.items() <= every.items()
+    one, path = small_model("one"), corpus(tmp_path / "c", documents(small_model("one")))
+    measure(Answers(corpus=path, n=2), tmp_path / "r", one)
+    before = (tmp_path / "r/rows.jsonl").read_bytes()
+    measure(Answers(corpus=path), tmp_path / "r", one)
+    after = (tmp_path / "r/rows.jsonl").read_bytes()
+    assert after.startswith(before)
+    assert (before.count(b"\n"), after.count(b"\n")) == (2, 4)
 
 
 def test_what_cannot_be_compared(tmp_path: Path) -> None:
     """Tokenizers differ, a model is too short, or there are no answers."""
     one = small_model("one")
     folder = corpus(tmp_path / "c", [[([1] * 400, False), ([2], True)], *documents(one)])
-    evaluation = Answers("answers", 0, corpus=folder)
-    with pytest.raises(UserError, match="different tokenizers.*give models that share one"):
-        points(evaluation, one, tmp_path / "x.jsonl", small_model("b", tokenizer=PairTokenizer()))
+    with pytest.raises(UserError, match="tokenizers"):
+        other = small_model("b", tokenizer=PairTokenizer())
+        measure(Answers(corpus=folder), tmp_path / "r", one, other)
     short = small_model("short", position=SHORT)
-    found = points(evaluation, short, tmp_path / "short.jsonl")
-    assert all("at most 300 tokens" in str(point.reason) for point in found)
-    with pytest.raises(UserError, match="no corpus at"):
-        points(Answers("answers", 0, corpus=str(tmp_path / "d")), one, tmp_path / "x.jsonl")
+    found = measure(Answers(corpus=folder), tmp_path / "r", one, short)
+    assert all("300" in str(cell) for cell in found.cells if cell.model == "short")
+    with pytest.raises(UserError, match=str(tmp_path / "d")):
+        measure(Answers(corpus=str(tmp_path / "d")), tmp_path / "r", one)

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from longrnn import state as states
-from longrnn.comparison.cost import MIB, Job, in_a_process
+from longrnn.evaluation.cost import MIB, Cost, Job, in_a_process
 from longrnn.mitigations import Mitigated, mitigation
 from longrnn.models import RecurrentLM
-from tests.comparison.suites.small_models import llama, small_model
+from tests.evaluation.small_models import SHORT, cells, llama, measure, small_model
 
 
 def test_memory_is_that_of_the_measured_process(tmp_path: Path) -> None:
@@ -26,7 +26,26 @@ def test_memory_is_that_of_the_measured_process(tmp_path: Path) -> None:
     assert found["decode_tokens_per_second"] > 0
     assert isinstance(model, RecurrentLM)
     mitigated = Mitigated(model, mitigation("sliding_window(window=50)"))
-    assert found["state_bytes"] == states.nbytes(mitigated.init_state(1))
+    read = mitigated(torch.zeros(1, 200, dtype=torch.long), keep=0).state
+    assert found["state_bytes"] == states.nbytes(read)
+
+
+def test_each_length_is_measured_once(tmp_path: Path) -> None:
+    """A length out of reach has a reason, and so has a measurement that failed, which is repeated."""
+    one = small_model("one", folder=tmp_path / "one", position=SHORT)
+    gone = one._replace(name="gone", source=str(tmp_path / "gone"))
+    evaluation = Cost(lengths=["64", "4k"], decode=2)
+    found = cells(measure(evaluation, tmp_path / "r", one))
+    size = found["state or cache, bytes", 64, "one"].estimate
+    assert size is not None
+    assert size.mean == states.nbytes(one.model.init_state(1))
+    assert "300" in str(found["prefill, tokens/s", 4096, "one"])
+    content = (tmp_path / "r/rows.jsonl").read_bytes()
+    assert cells(measure(evaluation, tmp_path / "r", one)) == found
+    assert (tmp_path / "r/rows.jsonl").read_bytes() == content
+    failed = cells(measure(evaluation, tmp_path / "s", gone))
+    assert "gone" in str(failed["prefill, tokens/s", 64, "gone"])
+    assert not (tmp_path / "s/rows.jsonl").exists()
 
 
 def test_a_transformer_beyond_its_limit(tmp_path: Path) -> None:

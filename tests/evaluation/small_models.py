@@ -1,4 +1,4 @@
-"""Small models for comparisons."""
+"""Small models, and what an evaluation finds of them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
-from longrnn.comparison.suites import Evaluation, Measurement
 from longrnn.config import build_config
+from longrnn.evaluation.base import Cell, Evaluation
+from longrnn.evaluation.run import Outcome, run
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.hf.training import build_transformer, save_transformer
 from longrnn.models import RecurrentConfig, RecurrentLM
 from longrnn.models.checkpoint import save_model
+from longrnn.results import Row, read_rows
 from longrnn.text import ByteTokenizer, Tokenizer
 
 SHORT: dict[str, Any] = {"kind": "learned", "max_length": 300, "combine": "add"}
@@ -41,12 +43,21 @@ class PairTokenizer:
         return "pairs"
 
 
-def points(
-    evaluation: Evaluation, model: OpenCheckpoint, output: Path, *others: OpenCheckpoint
-) -> list[Measurement]:
-    """Prepare and measure one model, with others in the comparison."""
-    evaluation.prepare([model, *others])
-    return evaluation.measure(model, output, quiet=True)
+def measure(evaluation: Evaluation, folder: Path, *models: OpenCheckpoint) -> Outcome:
+    """Run one evaluation, with its store in a folder."""
+    return run(models, [evaluation], folder, quiet=True)[0]
+
+
+def cells(outcome: Outcome) -> dict[tuple[str, int | None, str], Cell]:
+    """Return cells by column, length and model."""
+    return {(cell.metric, cell.at, cell.model): cell for cell in outcome.cells}
+
+
+def rows(folder: Path) -> list[Row]:
+    """Return the rows of a store, all of which must be whole."""
+    found, damaged = read_rows(folder / "rows.jsonl")
+    assert damaged == {}
+    return found
 
 
 def small_model(
@@ -65,7 +76,7 @@ def small_model(
     model = RecurrentLM(build_config(RecurrentConfig, config)).eval()
     if folder is not None:
         save_model(model, folder)
-    return OpenCheckpoint(name, model, tokenizer, str(folder))
+    return OpenCheckpoint(name, model, tokenizer, str(folder or ""))
 
 
 def llama(folder: Path, *, positions: int) -> None:

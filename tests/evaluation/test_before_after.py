@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from longrnn.comparison.before_after import held_out_texts, write_suite
-from longrnn.comparison.suites import BitsPerByte, PasskeyRetrieval
+from longrnn.evaluation.before_after import held_out_texts, write_suite
+from longrnn.evaluation.passkey import PasskeyRetrieval
+from longrnn.evaluation.perplexity import Perplexity
 from longrnn.tasks import TASKS
 from longrnn.tasks.documents import Texts
 from longrnn.text import ByteTokenizer
@@ -43,7 +44,7 @@ def test_the_loss_is_measured_where_there_are_several_windows(
     task = TASKS.build({"kind": "text", "files": files}, ByteTokenizer())
     suite = write_suite(task, ByteTokenizer(), tmp_path / "out", length=128)
     losses, passkeys = suite.evaluations
-    assert isinstance(losses, BitsPerByte)
+    assert isinstance(losses, Perplexity)
     assert losses.lengths == [128, 256, 512]
     assert len(losses.texts) == 6
     assert isinstance(passkeys, PasskeyRetrieval)
