@@ -21,11 +21,12 @@ import typer
 from longrnn import LanguageModel, Mitigated, load_tokenizer, mitigation
 from longrnn.bundled import bundled
 from longrnn.evaluation.base import Found
-from longrnn.evaluation.calibrate import Settings, calibrate
+from longrnn.evaluation.calibrate import calibrate
 from longrnn.evaluation.passkey import PasskeyRetrieval
 from longrnn.evaluation.perplexity import Perplexity, by_bucket
 from longrnn.evaluation.report import show, write_report
 from longrnn.evaluation.run import run
+from longrnn.evaluation.settings import Settings
 from longrnn.evaluation.texts import read_documents
 from longrnn.files import write_atomic
 from longrnn.hf.loading import load_recurrent
@@ -62,7 +63,7 @@ def collapse(length: int, output: Path) -> None:
     """Loss by position of a model that collapses: plain, and under three mitigations."""
     plain, tokenizer = load_recurrent(COLLAPSING), load_tokenizer(COLLAPSING)
     texts = bundled("eval/data")
-    other = read_documents([texts / "tom_sawyer_excerpt.txt"], tokenizer)
+    other = read_documents([texts / "tom_sawyer_excerpt.txt"], tokenizer, plain)
     calibrated = calibrate(plain, other, "state_norm", Settings(train_length=ROW), quiet=True)
     models: dict[str, LanguageModel] = {"plain": plain}
     for name, options in (CURES | {"state_norm": calibrated}).items():
@@ -124,7 +125,7 @@ def passkeys(asked: list[int], n: int, output: Path) -> None:
 
     # The filler alone, without a key, says which heads remember and which tokens they ignore.
     write_atomic(output / "filler.txt", FILLER * 400)
-    documents = read_documents([output / "filler.txt"], tokenizer)
+    documents = read_documents([output / "filler.txt"], tokenizer, broken)
     settings = Settings(train_length=TRAINED, target_length=max(last, 2 * TRAINED))
     found = calibrate(broken, documents, "token_filter", settings, quiet=True)
     heads = [

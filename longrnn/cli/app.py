@@ -51,7 +51,13 @@ command(
     output=evaluate.Output,
 )(evaluate.compare)
 app.add_typer(diagnose.app, name="diagnose")
-app.command("calibrate")(calibrate.calibrate)
+command(
+    app,
+    "calibrate",
+    calibration=calibrate.Calibration,
+    settings=calibrate.Settings,
+    output=calibrate.Output,
+)(calibrate.calibrate)
 app.command("convert")(convert.convert)
 app.command("generate", context_settings=generate.SETTINGS)(generate.generate)
 app.command("info")(info.info)

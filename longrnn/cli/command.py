@@ -23,7 +23,7 @@ def command(
     app: typer.Typer,
     name: str,
     *,
-    settings: dict[str, Any] | None = None,
+    context_settings: dict[str, Any] | None = None,
     **groups: type[Options],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorator: enter a function as a command.
@@ -35,14 +35,14 @@ def command(
     Args:
         app: where the command is entered.
         name: of the command.
-        settings: of its context, which is then the function's argument `context`.
+        context_settings: of typer, which is then the function's argument `context`.
         groups: by the name of the function's argument, the model of its options.
     """
 
     def enter(function: Callable[..., None]) -> Callable[..., None]:
         @wraps(function)
         def run(**values: Any) -> None:
-            built: dict[str, Any] = {"context": values["context"]} if settings else {}
+            built: dict[str, Any] = {"context": values["context"]} if context_settings else {}
             for argument, kind in groups.items():
                 names = [name for name in kind.model_fields if values.get(name)]
                 try:
@@ -60,13 +60,13 @@ def command(
             for name, field in kind.model_fields.items()
             if field.description
         ]
-        if settings:
+        if context_settings:
             kind = Parameter.POSITIONAL_OR_KEYWORD
             parameters.insert(0, Parameter("context", kind, annotation=typer.Context))
         run.__annotations__ = {one.name: one.annotation for one in parameters}
         run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
         run.__doc__ = cleandoc(function.__doc__ or "")
-        app.command(name, context_settings=settings)(run)
+        app.command(name, context_settings=context_settings)(run)
         return function
 
     return enter

@@ -93,7 +93,7 @@ def states(
     reader_of(plain)  # refuses a model without readable states before it refuses a mitigation
     model = mitigated(plain, [spec for spec in (own, mitigation) if spec is not None])
     tokenizer = load_tokenizer(checkpoint)
-    documents = read_documents(text or [], tokenizer)
+    documents = read_documents(text or [], tokenizer, model)
     warn_if_calibrated_on(model, {document.sha256: document.name for document in documents})
     prompts = [measure.text_prompt(document, tokens) for document in documents]
     if newlines is not False:

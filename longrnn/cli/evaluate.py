@@ -72,7 +72,7 @@ app = typer.Typer(
     epilog="Example: longrnn eval passkey passkey-tiny --lengths 1k,4k",
     no_args_is_help=True,
 )
-command(app, "harness", settings=SETTINGS, models=Model, tasks=Tasks)(harness)
+command(app, "harness", context_settings=SETTINGS, models=Model, tasks=Tasks)(harness)
 
 
 @app.callback()

@@ -97,7 +97,7 @@ class Memory(Evaluation):
         longest = self.positions[-1]
         for model in models:
             cut = self._cut[model.name] = []
-            for document in read_documents(self.texts, model.tokenizer):
+            for document in read_documents(self.texts, model.tokenizer, model.model):
                 count = (len(document.tokens) - 1) // longest
                 if count < 1:
                     raise UserError(

@@ -139,7 +139,7 @@ class Perplexity(Evaluation):
         if not self.texts and not self.newlines:
             raise UserError("there is nothing to measure: give --text FILE, --newlines, or both")
         longest = self.lengths[-1]
-        of_model = [read_documents(self.texts, model.tokenizer) for model in models]
+        of_model = [read_documents(self.texts, model.tokenizer, model.model) for model in models]
         if self.newlines:
             for documents, model in zip(of_model, models, strict=True):
                 documents.append(newlines(model.tokenizer, longest + 1))

@@ -36,12 +36,20 @@ class Document(NamedTuple):
     byte_ends: Tensor | None = None
 
 
-def read_documents(paths: Sequence[Path], tokenizer: Tokenizer) -> list[Document]:
+def read_documents(
+    paths: Sequence[Path], tokenizer: Tokenizer, model: LanguageModel
+) -> list[Document]:
     """Read text files, one document per file.
 
     Raises:
-        UserError: a file is missing, empty or not text, or a text is given twice.
+        UserError: a file is missing, empty or not text, a text is given twice, or the tokenizer
+            has more ids than the model.
     """
+    if tokenizer.vocab_size > model.vocab_size:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} ids and the model {model.vocab_size}: "
+            "use the tokenizer that the model was trained with"
+        )
     documents: dict[str, Document] = {}
     for path in paths:
         text, digest = read_text(path)

@@ -66,7 +66,7 @@ def test_the_evaluation(tmp_path: Path) -> None:
     one = small_model("one")
     asked: dict[str, Any] = {"texts": [tmp_path / "a.txt"], "positions": [8, 20]}
     outcome = measure(Memory(**asked, stretches=2), tmp_path / "r", one)
-    (document,) = read_documents([tmp_path / "a.txt"], ByteTokenizer())
+    (document,) = read_documents([tmp_path / "a.txt"], ByteTokenizer(), one.model)
     cell = next(c for c in outcome.cells if c.metric.endswith("20") and c.at == 4)
     pieces = [document.tokens[start : start + 20] for start in (0, 20)]
     expected = sum(naive(one.model, piece, 20, 16) for piece in pieces) / 2

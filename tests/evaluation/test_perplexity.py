@@ -104,8 +104,9 @@ def test_places_of_two_tokenizers(tmp_path: Path) -> None:
     """Tokens of a BPE and of bytes that end at the same byte, in characters of several bytes too."""
     text = "Ünïcödé: the grass is green, 你好! There and back again.\n\n  The sky is blue. " * 12
     (tmp_path / "a.txt").write_text(text)
+    wide = build_model("gru", vocab_size=5000)
     one, other = (
-        read_documents([tmp_path / "a.txt"], tokenizer)[0]
+        read_documents([tmp_path / "a.txt"], tokenizer, wide)[0]
         for tokenizer in (trained_bpe(), ByteTokenizer())
     )
     wanted = list(range(0, 300, 50))
