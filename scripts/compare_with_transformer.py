@@ -30,14 +30,9 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # benchmarks/ is not installed
 
-from benchmarks.timing import cpu_model  # noqa: E402
 from longrnn.comparison.compare import compare, markdown, tables  # noqa: E402
 from longrnn.comparison.suites import read_suite  # noqa: E402
 from longrnn.diagnostics.comparison import write_report  # noqa: E402
-from longrnn.errors import UserError, nearest  # noqa: E402
-from longrnn.files import write_atomic  # noqa: E402
-from longrnn.hf.opened import OpenCheckpoint, open_checkpoint  # noqa: E402
-from longrnn.programs import run_script  # noqa: E402
 from longrnn.studies.equal_models import NAMES, shapes  # noqa: E402
 from longrnn.studies.learning_rates import (  # noqa: E402
     Goal,
@@ -48,6 +43,12 @@ from longrnn.studies.learning_rates import (  # noqa: E402
     search,
     table,
 )
+
+from benchmarks.timing import cpu_model  # noqa: E402
+from longrnn.errors import UserError, nearest  # noqa: E402
+from longrnn.files import write_atomic  # noqa: E402
+from longrnn.hf.opened import OpenCheckpoint, open_checkpoint  # noqa: E402
+from longrnn.programs import run_script  # noqa: E402
 from longrnn.text import read_text  # noqa: E402
 from longrnn.units import parse_length  # noqa: E402
 

@@ -68,9 +68,7 @@ def collapse(length: int, output: Path) -> None:
     models: dict[str, LanguageModel] = {"plain": plain}
     for name, options in (CURES | {"state_norm": calibrated}).items():
         models[name] = Mitigated(plain, mitigation(options))
-    loss = Perplexity(
-        texts=[texts / "moby_dick_excerpt.txt"], lengths=[length], train_length=ROW
-    )
+    loss = Perplexity(texts=[texts / "moby_dick_excerpt.txt"], lengths=[length], train_length=ROW)
     opened = [OpenCheckpoint(name, model, tokenizer) for name, model in models.items()]
     outcomes = run(opened, [loss], output / "loss")
     report = write_report(outcomes, output / "loss")[1]

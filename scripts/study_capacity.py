@@ -27,19 +27,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from longrnn.evaluation.passkey_grid import Grid
+from longrnn.studies.capacity import LEAST_SIZES
+from longrnn.studies.capacity_report import report
 
 from longrnn import load, load_tokenizer
 from longrnn.config import load_config
 from longrnn.errors import UserError
 from longrnn.evaluation import passkey, perplexity
 from longrnn.evaluation.forgetting import forgetting
-from longrnn.evaluation.passkey_grid import Grid
 from longrnn.evaluation.texts import read_documents
 from longrnn.files import write_atomic
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.programs import new_app, run_script
-from longrnn.studies.capacity import LEAST_SIZES
-from longrnn.studies.capacity_report import report
 from longrnn.training.config import TrainConfig
 from longrnn.training.trainer import Trainer
 from longrnn.units import parse_length, parse_lengths

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
+from longrnn.studies.loss_inside import Losses, beginnings, evaluate
 
 from longrnn import load, load_tokenizer
 from longrnn.config import build_config, load_config
@@ -33,7 +34,6 @@ from longrnn.hf.training_length import required_training_length
 from longrnn.intervals import Estimate, mean
 from longrnn.programs import run_script
 from longrnn.results import Row
-from longrnn.studies.loss_inside import Losses, beginnings, evaluate
 from longrnn.text import Tokenizer, read_text
 from longrnn.training.config import TrainConfig
 from longrnn.training.documents import build_corpus

@@ -22,20 +22,20 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
-
-from longrnn.cells import MIXERS
-from longrnn.config import load_config
-from longrnn.evaluation.figures import new_figure, png
-from longrnn.errors import UserError, nearest
-from longrnn.files import write_atomic
-from longrnn.intervals import Estimate, mean
-from longrnn.programs import run_script
-from longrnn.results import Row
 from longrnn.studies import attribution
 from longrnn.studies.stability import along_checkpoints
 from longrnn.sweep.grid import Axes, expand
 from longrnn.sweep.runs import Sweep
 from longrnn.sweep.table import differences, means, shown, table, verdict
+
+from longrnn.cells import MIXERS
+from longrnn.config import load_config
+from longrnn.errors import UserError, nearest
+from longrnn.evaluation.figures import new_figure, png
+from longrnn.files import write_atomic
+from longrnn.intervals import Estimate, mean
+from longrnn.programs import run_script
+from longrnn.results import Row
 from longrnn.tasks import TASKS
 from longrnn.tasks.sequence import Transduction
 from longrnn.training.config import TrainConfig

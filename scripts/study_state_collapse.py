@@ -23,20 +23,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-
-from longrnn import Mitigated, load_tokenizer, mitigation
-from longrnn.errors import UserError
-from longrnn.evaluation import passkey as recall
-from longrnn.evaluation import perplexity as loss
 from longrnn.evaluation.passkey_grid import Grid
-from longrnn.evaluation.texts import read_documents, tokenised
-from longrnn.files import write_atomic
-from longrnn.hf.loading import load_recurrent
-from longrnn.hf.opened import OpenCheckpoint
-from longrnn.hf.training_length import required_training_length
-from longrnn.mitigations import MITIGATIONS
-from longrnn.models import RecurrentLM
-from longrnn.programs import new_app, run_script
 from longrnn.studies.collapse import (
     Calibrator,
     Variant,
@@ -54,6 +41,19 @@ from longrnn.studies.collapse_tables import (
 )
 from longrnn.studies.long_stream import read_stream
 from longrnn.studies.loss_inside import beginnings, evaluate
+
+from longrnn import Mitigated, load_tokenizer, mitigation
+from longrnn.errors import UserError
+from longrnn.evaluation import passkey as recall
+from longrnn.evaluation import perplexity as loss
+from longrnn.evaluation.texts import read_documents, tokenised
+from longrnn.files import write_atomic
+from longrnn.hf.loading import load_recurrent
+from longrnn.hf.opened import OpenCheckpoint
+from longrnn.hf.training_length import required_training_length
+from longrnn.mitigations import MITIGATIONS
+from longrnn.models import RecurrentLM
+from longrnn.programs import new_app, run_script
 from longrnn.tasks.passkey_prompts import FILLER
 from longrnn.text import read_text
 from longrnn.units import format_length, parse_length, parse_lengths

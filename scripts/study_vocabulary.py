@@ -28,6 +28,8 @@ from typing import Annotated, NamedTuple
 import numpy as np
 import torch
 import typer
+from longrnn.sweep.grid import expand
+from longrnn.sweep.table import shown, table, verdict
 
 from longrnn.cells import MIXERS
 from longrnn.config import load_config
@@ -37,8 +39,6 @@ from longrnn.intervals import mean
 from longrnn.positions import POSITIONS
 from longrnn.programs import run_script
 from longrnn.results import Results, Row
-from longrnn.sweep.grid import expand
-from longrnn.sweep.table import shown, table, verdict
 from longrnn.tasks.sequence import SequenceTask
 from longrnn.training.config import TrainConfig
 from longrnn.training.trainer import Trainer

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from longrnn.evaluation.passkey_grid import Grid
 
 from longrnn.config import load_config
 from longrnn.evaluation import passkey
-from longrnn.evaluation.passkey_grid import Grid
 from longrnn.hf.loading import embedded, load
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.hf.tokenizer import load_tokenizer

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from longrnn.sweep.grid import FAMILIES
 
 from longrnn.cells import MIXERS
 from longrnn.config import build_config, dump_config, load_config
@@ -17,7 +18,6 @@ from longrnn.models.recurrent import RecurrentConfig
 from longrnn.ranges import RANGE
 from longrnn.registry import keyword_options
 from longrnn.state import LMState
-from longrnn.sweep.grid import FAMILIES
 from longrnn.training.config import LengthConfig, TrainConfig
 from longrnn.training.initial_states import Context
 

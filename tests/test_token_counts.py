@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import typer
+from longrnn.comparison.suites.base import EVALUATIONS
 
 from longrnn.cli.app import app
-from longrnn.comparison.suites.base import EVALUATIONS
 from longrnn.config import build_config
 from longrnn.errors import UserError
 from longrnn.mitigations import MITIGATIONS

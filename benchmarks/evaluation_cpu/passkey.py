@@ -15,9 +15,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from longrnn.evaluation.passkey_grid import Grid
+
 from benchmarks.timing import add_threads, clock, use_threads, write_json
 from longrnn.evaluation.passkey import cost, evaluate
-from longrnn.evaluation.passkey_grid import Grid
 from longrnn.hf.opened import OpenCheckpoint, open_checkpoint
 
 CHECKPOINT = "passkey-tiny"

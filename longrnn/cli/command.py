@@ -44,9 +44,10 @@ def command(
         def run(**values: Any) -> None:
             built: dict[str, Any] = {"context": values["context"]} if context_settings else {}
             for argument, kind in groups.items():
-                names = [name for name in kind.model_fields if values.get(name)]
+                given = {name: values.get(name) for name in kind.model_fields}
+                given = {n: v for n, v in given.items() if v is not None and v not in (False, [])}
                 try:
-                    built[argument] = kind(**{name: values[name] for name in names})
+                    built[argument] = kind(**given)
                 except UserError as error:
                     if not isinstance(error.__cause__, ValidationError):
                         raise
@@ -86,11 +87,12 @@ def flag(name: str, field: FieldInfo) -> str:
 def _parameter(name: str, field: FieldInfo) -> Parameter:
     """Return a field as a parameter from which typer makes an argument or an option."""
     kind, is_list = _value(field), _is_repeated(field)
-    given: Any = kind if kind is bool else (list[kind] if is_list else kind) | None
+    given: Any = list[kind] if is_list else kind
+    if kind is not bool and not field.is_required():
+        given = given | None
     shown = _default(field.default)
     if name in ARGUMENTS:
         about: Any = typer.Argument(help=field.description, show_default=False)
-        given = list[kind] if is_list else kind
     else:
         about = typer.Option(
             flag(name, field),
@@ -98,7 +100,7 @@ def _parameter(name: str, field: FieldInfo) -> Parameter:
             show_default=shown if shown is not None else False,
             metavar=_metavar(field) if kind is str and not is_list else None,
         )
-    default: Any = Parameter.empty if name in ARGUMENTS else False if kind is bool else None
+    default: Any = Parameter.empty if field.is_required() else False if kind is bool else None
     return Parameter(
         name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[given, about]
     )

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longrnn.diagnostics.gradients import GradientRecord
-from longrnn.evaluation.report import Picture, write_page
-from longrnn.evaluation.figures import new_figure, png
 from longrnn.diagnostics.through_time import BINS
+from longrnn.evaluation.figures import new_figure, png
+from longrnn.evaluation.report import Picture, write_page
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from longrnn.diagnostics.channels import OutputChange, top_share
 from longrnn.diagnostics.collapse import MARGIN
-from longrnn.evaluation.report import Picture
-from longrnn.evaluation.figures import lengths_axis, new_figure, png
 from longrnn.diagnostics.states import Diagnosis
 from longrnn.diagnostics.states_pictures import COLOURS, lines_of
 from longrnn.diagnostics.states_summary import most_changed, worst_heads
+from longrnn.evaluation.figures import lengths_axis, new_figure, png
+from longrnn.evaluation.report import Picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from longrnn.diagnostics.collapse import GLOBAL, MARGIN, STATISTICS
-from longrnn.evaluation.report import Picture
-from longrnn.evaluation.figures import lengths_axis, new_figure, png
 from longrnn.diagnostics.states import Diagnosis
 from longrnn.diagnostics.states_summary import worst_heads
+from longrnn.evaluation.figures import lengths_axis, new_figure, png
+from longrnn.evaluation.report import Picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from longrnn.diagnostics.channels import holding
-from longrnn.evaluation.report import write_page
 from longrnn.diagnostics.states import Diagnosis
 from longrnn.diagnostics.states_overview import overview
 from longrnn.diagnostics.states_pictures import by_position
 from longrnn.diagnostics.states_summary import summary, worst_heads
+from longrnn.evaluation.report import write_page
 from longrnn.units import format_length
 
 # Maximum number of heads in the table of channels.

@@ -126,6 +126,8 @@ class Evaluation(Options, ABC):
     # How processes share the work: "items" are divided among them, "main" measures alone, and with
     # "inside" every process measures all items with a part of the data of each.
     sharing: ClassVar[str] = "items"
+    # Whether it needs a tokenizer that fits the model.
+    reads_text: ClassVar[bool] = True
 
     @property
     def title(self) -> str:

@@ -64,6 +64,7 @@ class Cost(Evaluation):
     """Speed, memory and size of the state at each length, one sequence at a time."""
 
     kind: ClassVar[str] = "cost"
+    reads_text: ClassVar[bool] = False
     # The other processes would slow the measurement down.
     sharing: ClassVar[str] = "main"
 

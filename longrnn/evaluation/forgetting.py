@@ -74,8 +74,7 @@ def forgetting(
     count = max(1, train_length // width)
     # The remainder at the end is part of the last stretch.
     stretches = [
-        _mean(rows, start, stop)
-        for start, stop in zip(starts, [*starts[1:], length], strict=True)
+        _mean(rows, start, stop) for start, stop in zip(starts, [*starts[1:], length], strict=True)
     ]
     inside, beyond = stretches[:count], stretches[count:]
     if not beyond:
@@ -91,9 +90,7 @@ def forgetting(
     )
 
 
-def _mean(
-    rows: Sequence[tuple[Sequence[int], Sequence[float]]], start: int, stop: int
-) -> float:
+def _mean(rows: Sequence[tuple[Sequence[int], Sequence[float]]], start: int, stop: int) -> float:
     total = 0.0
     for edges, nats in rows:
         total += math.fsum(nats[edges.index(start) : edges.index(stop)])

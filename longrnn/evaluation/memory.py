@@ -53,9 +53,7 @@ def _distance(values: Sequence[float], _: float | None) -> Estimate:
 
 
 # Distances from 0 to 1, whose interval is cut to that.
-DISTANCE = Quantity(
-    _distance, lambda a, b, _: mean([x - y for x, y in zip(a, b, strict=True)])
-)
+DISTANCE = Quantity(_distance, lambda a, b, _: mean([x - y for x, y in zip(a, b, strict=True)]))
 
 
 class Stretch(NamedTuple):

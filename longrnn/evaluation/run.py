@@ -70,8 +70,9 @@ def run(
     """
     _refuse_doubles([one.title for one in evaluations], "evaluations")
     _refuse_doubles([model.name for model in models], "models")
-    for model in models:
-        model.refuse_unfit()
+    if any(evaluation.reads_text for evaluation in evaluations):
+        for model in models:
+            model.refuse_unfit()
     if not trust_task_code:
         refuse_task_code(path for one in evaluations for path in one.task_code())
     for evaluation in evaluations:

@@ -34,6 +34,7 @@ class Sequences(Evaluation):
     """
 
     kind: ClassVar[str] = "task"
+    reads_text: ClassVar[bool] = False
 
     task: str | dict[str, Any] | None = Field(
         None,

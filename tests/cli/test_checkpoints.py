@@ -49,7 +49,7 @@ def test_every_command_takes_a_folder_of_transformers(
     )
     assert passkey.code == 0, passkey.err
     assert "2 × 1" in passkey.out
-    loss = cli("eval", "perplexity", model, "--text", text, "--length", "100", "--quiet")
+    loss = cli("eval", "perplexity", model, "--text", text, "--lengths", "100", "--quiet")
     assert loss.code == 0, loss.err
 
 
@@ -104,7 +104,7 @@ def test_a_checkpoint_is_the_same_mitigated_model_everywhere(
 def test_the_maximum_length_is_lifted_by_name(cli: CLI, foreign: Path, text: Path) -> None:
     """`+beyond` evaluates a model beyond its maximum length, and the output says so."""
     llama = foreign / "llama"
-    long = ("eval", "perplexity", llama, "--text", text, "--length", "300", "--quiet")
+    long = ("eval", "perplexity", llama, "--text", text, "--lengths", "300", "--quiet")
     refused = cli(*long)
     assert refused.code == 2
     assert "256" in refused.err

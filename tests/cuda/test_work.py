@@ -11,6 +11,7 @@ import pytest
 import torch
 from longrnn.ops.ssd import BACKENDS, PARTIAL, mamba_ssm, resolve
 from longrnn.ops.ssd.self_test import self_test
+from longrnn.studies.stability import stability
 
 from longrnn import load, state
 from longrnn.cells import MIXERS
@@ -20,7 +21,6 @@ from longrnn.evaluation.perplexity import evaluate
 from longrnn.evaluation.texts import Document
 from longrnn.models import LanguageModel
 from longrnn.state import tree_map
-from longrnn.studies.stability import stability
 from longrnn.tasks import Batch
 from longrnn.training.objective import Objective
 from longrnn.training.prefetch import Prefetch

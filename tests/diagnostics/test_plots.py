@@ -6,8 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib import image
-
 from longrnn.diagnostics.loss_curves import losses_by_position
 from longrnn.diagnostics.plots import (
     lengths_axis,
@@ -16,6 +14,8 @@ from longrnn.diagnostics.plots import (
     passkey_by_position,
     passkey_heat_map,
 )
+from matplotlib import image
+
 from longrnn.evaluation.perplexity import STRETCH, edges
 from longrnn.results import Row
 

@@ -130,7 +130,9 @@ def written(
 def test_state_norm(mixer: str, documents: list[Document]) -> None:
     """The threshold is the largest norm of a head inside the training length times the margin."""
     model = build(mixer)
-    member = calibrate(model, documents, "state_norm", Settings(train_length=LENGTH, margin=0.8), quiet=True)
+    member = calibrate(
+        model, documents, "state_norm", Settings(train_length=LENGTH, margin=0.8), quiet=True
+    )
     expected = largest_norms(model, windows(LENGTH))
     assert member["kind"] == "state_norm"
     for found, norms in zip(member["threshold"], expected, strict=True):
@@ -139,7 +141,9 @@ def test_state_norm(mixer: str, documents: list[Document]) -> None:
 
 def test_few_windows_are_spread_over_all_texts(documents: list[Document]) -> None:
     """Windows are spread evenly over all texts."""
-    member = calibrate(build(), documents, "state_norm", Settings(train_length=LENGTH, windows=3), quiet=True)
+    member = calibrate(
+        build(), documents, "state_norm", Settings(train_length=LENGTH, windows=3), quiet=True
+    )
     assert len(windows(LENGTH)) == 13
     expected = largest_norms(build(), windows(LENGTH, [0, 4, 8]))
     assert member["threshold"][1] == pytest.approx(expected[1], rel=1e-5)
@@ -192,7 +196,13 @@ def test_nothing_to_filter(documents: list[Document]) -> None:
     """If no head is global, a UserError says that there is nothing to filter."""
     model = build({"kind": "mamba2", "d_state": 4, "head_dim": 4, "A_init": [900, 900]})
     with pytest.raises(UserError, match=naming("0.05", 40)):
-        calibrate(model, documents, "token_filter", Settings(train_length=LENGTH, target_length=TARGET), quiet=True)
+        calibrate(
+            model,
+            documents,
+            "token_filter",
+            Settings(train_length=LENGTH, target_length=TARGET),
+            quiet=True,
+        )
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.3, 2), (0.5, 4), (0.01, 1), (1.0, 8)])
@@ -230,7 +240,12 @@ def test_a_search_never_ends_worse(kind: str, documents: list[Document]) -> None
 def test_a_search_keeps_the_best_of_what_it_tried(documents: list[Document]) -> None:
     """The first step evaluates both factors at exp(±0.2)."""
     model, tokens = build(), windows(TARGET + 1)
-    member = calibrate(model, documents, "scale_delta", Settings(train_length=LENGTH, target_length=TARGET, steps=1))
+    member = calibrate(
+        model,
+        documents,
+        "scale_delta",
+        Settings(train_length=LENGTH, target_length=TARGET, steps=1),
+    )
     up, down = float(np.exp(0.2)), float(np.exp(-0.2))
     sides = [[[up, up], [down, down]], [[up, down], [down, up]]]
     best = []
@@ -410,7 +425,9 @@ def test_texts_that_are_too_short(method: str, documents: list[Document]) -> Non
     """A text that is shorter than a window raises a UserError."""
     need = 600 if method in SEARCHED else 500
     with pytest.raises(UserError, match=naming(len(PROSE), need + 1)):
-        calibrate(build(), documents, method, Settings(train_length=501, target_length=600), quiet=True)
+        calibrate(
+            build(), documents, method, Settings(train_length=501, target_length=600), quiet=True
+        )
     with pytest.raises(UserError):
         calibrate(build(), [], method, QUICK, quiet=True)
 

@@ -75,9 +75,7 @@ def test_models_are_asked_the_same_and_compared(tmp_path: Path) -> None:
     }
 
 
-def test_batches_and_pieces_change_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_and_pieces_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the batch size, nor reading without shared prefixes, nor pieces change an answer."""
     whole = measure(tmp_path / "a", Oracle()).cells
     assert measure(tmp_path / "b", Oracle(), **GRID | {"batch_size": 64}).cells == whole

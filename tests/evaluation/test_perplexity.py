@@ -19,8 +19,7 @@ from longrnn.evaluation.texts import read_documents, shared_places
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference import prefill
 from longrnn.intervals import mean, ratio
-from longrnn.models import LanguageModel, LMOutput
-from longrnn.models import base
+from longrnn.models import LanguageModel, LMOutput, base
 from longrnn.state import LMState
 from longrnn.text import ByteTokenizer
 from tests.contracts.builders import build_model, random_tokens
@@ -216,9 +215,7 @@ def test_what_cannot_be_measured(
 
 def test_newlines_and_buckets(tmp_path: Path) -> None:
     """A text of newlines is one window; means between powers of 2 partition it."""
-    outcome = measure(
-        Perplexity(newlines=True, lengths=[150]), tmp_path / "r", small_model("one")
-    )
+    outcome = measure(Perplexity(newlines=True, lengths=[150]), tmp_path / "r", small_model("one"))
     ((item, row),) = found = outcome.found["one"]
     buckets = by_bucket(found)
     assert [start for start, *_ in buckets] == [0, 1, 2, 4, 8, 16, 32, 64, 128]

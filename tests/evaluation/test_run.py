@@ -92,7 +92,10 @@ def test_a_value_without_an_interval_is_null(tmp_path: Path) -> None:
 def test_all_right_is_not_certain(tmp_path: Path) -> None:
     """A share of 1 and a difference of 0 have the intervals of their number of prompts."""
     oracles: Any = [Oracle(), Oracle(name="other")]
-    opened = [OpenCheckpoint(str(k), o, longrnn.load_tokenizer("passkey-tiny")) for k, o in enumerate(oracles)]
+    opened = [
+        OpenCheckpoint(str(k), o, longrnn.load_tokenizer("passkey-tiny"))
+        for k, o in enumerate(oracles)
+    ]
     outcome = run(opened, suite(tmp_path).evaluations[:1], tmp_path / "out", quiet=True)[0]
     last = outcome.cells[-1]
     assert str(last) == "1.00 [0.51, 1.00]"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from longrnn.evaluation.passkey_grid import Grid
 
 from longrnn.errors import UserError
 from longrnn.evaluation import passkey
-from longrnn.evaluation.passkey_grid import Grid
 from longrnn.hf.opened import OpenCheckpoint
 from longrnn.inference.length_limit import refuse_long
 from longrnn.tasks import Passkey

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from longrnn.evaluation.passkey_grid import Grid
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -15,7 +16,6 @@ from longrnn import generate, positions, tasks
 from longrnn import state as states
 from longrnn.errors import UserError
 from longrnn.evaluation.calibrate import Settings
-from longrnn.evaluation.passkey_grid import Grid
 from longrnn.hf.adapter import HFLanguageModel
 from longrnn.hf.hybrid.model import open_hugging_face
 from longrnn.mitigations import Mitigated, mitigation

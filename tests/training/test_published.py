@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from longrnn.sweep.grid import expand, parse_axes
 
 from longrnn.config import load_config
 from longrnn.positions import POSITIONS
-from longrnn.sweep.grid import expand, parse_axes
 from longrnn.tasks.sequence import SequenceTask
 from longrnn.training.config import TrainConfig
 from longrnn.training.trainer import Trainer

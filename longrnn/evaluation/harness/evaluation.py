@@ -102,13 +102,14 @@ class Harness(Evaluation):
         for item, row in found:
             cut, reason = row["cut"], None
             if cut["requests"]:
-                reason = f"{cut['requests']} requests exceed the {cut['reads']} tokens that it reads"
+                reason = (
+                    f"{cut['requests']} requests exceed the {cut['reads']} tokens that it reads"
+                )
             known = {name.split(", ")[-1] for name in row["scores"]}
             for name in self.metrics:
                 if name not in known:
                     raise UserError(
-                        f"{item.spec} has no metric {name!r}: use one of "
-                        f"{', '.join(sorted(known))}"
+                        f"{item.spec} has no metric {name!r}: use one of {', '.join(sorted(known))}"
                     )
             for name, samples in row["scores"].items():
                 if not self.metrics or name.split(", ")[-1] in self.metrics:
