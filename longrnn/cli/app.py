@@ -43,24 +43,12 @@ app.command("train")(train.train)
 app.command("finetune")(finetune.finetune)
 app.command("launch", context_settings=launch.SETTINGS)(launch.launch)
 app.add_typer(evaluate.app, name="eval")
-command(
-    app,
-    "compare",
-    models=evaluate.Models,
-    suites=evaluate.Suites,
-    output=evaluate.Output,
-)(evaluate.compare)
+command(app, "compare")(evaluate.compare)
 app.add_typer(diagnose.app, name="diagnose")
-command(
-    app,
-    "calibrate",
-    calibration=calibrate.Calibration,
-    settings=calibrate.Settings,
-    output=calibrate.Output,
-)(calibrate.calibrate)
-app.command("convert")(convert.convert)
-app.command("generate", context_settings=generate.SETTINGS)(generate.generate)
-app.command("info")(info.info)
+command(app, "calibrate")(calibrate.calibrate)
+command(app, "convert")(convert.convert)
+command(app, "generate", context_settings=generate.SETTINGS)(generate.generate)
+command(app, "info")(info.info)
 app.command("doctor")(doctor.doctor)
 app.command("report")(report.report)
 

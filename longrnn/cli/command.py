@@ -7,7 +7,7 @@ from functools import wraps
 from inspect import Parameter, Signature, cleandoc
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic import BeforeValidator, ValidationError
@@ -36,14 +36,21 @@ def command(
         app: where the command is entered.
         name: of the command.
         context_settings: of typer, which is then the function's argument `context`.
-        groups: by the name of the function's argument, the model of its options.
+        groups: by the name of the function's argument, the model of its options; by default the
+            annotations of the function.
     """
 
     def enter(function: Callable[..., None]) -> Callable[..., None]:
+        models = groups or {
+            argument: kind
+            for argument, kind in get_type_hints(function).items()
+            if isinstance(kind, type) and issubclass(kind, Options)
+        }
+
         @wraps(function)
         def run(**values: Any) -> None:
             built: dict[str, Any] = {"context": values["context"]} if context_settings else {}
-            for argument, kind in groups.items():
+            for argument, kind in models.items():
                 given = {name: values.get(name) for name in kind.model_fields}
                 given = {n: v for n, v in given.items() if v is not None and v not in (False, [])}
                 try:
@@ -57,7 +64,7 @@ def command(
 
         parameters = [
             _parameter(name, field)
-            for kind in groups.values()
+            for kind in models.values()
             for name, field in kind.model_fields.items()
             if field.description
         ]

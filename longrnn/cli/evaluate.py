@@ -12,8 +12,8 @@ import typer
 from pydantic import Field
 
 from longrnn.cli.command import command, on_use
-from longrnn.cli.harness import SETTINGS, Tasks, harness
-from longrnn.cli.options import Model, Models, Output, pick_placement
+from longrnn.cli.harness import SETTINGS, harness
+from longrnn.cli.options import Models, Output, pick_placement
 from longrnn.cli.results_folders import results_folder
 from longrnn.errors import UserError
 from longrnn.options import Options
@@ -59,9 +59,10 @@ def enter(kind: str, app: typer.Typer) -> None:
         _measure(kind, models, [evaluation], output)
 
     run.__doc__ = (
-        f"{cleandoc(evaluation_class.__doc__ or '')}\n\nPrints a table, and writes it as report.html with pictures "
-        "and cells.json. The same command resumes an interrupted run; more models, lengths, texts "
-        f"or prompts add to the results.\n\nExample: longrnn {EXAMPLES[kind]}\n"
+        f"{cleandoc(evaluation_class.__doc__ or '')}\n\nPrints a table, and writes it as "
+        "report.html with pictures and cells.json. The same command resumes an interrupted run; "
+        "more models, lengths, texts or prompts add to the results.\n\n"
+        f"Example: longrnn {EXAMPLES[kind]}\n"
     )
     command(app, kind, models=Models, evaluation=evaluation_class, output=Output)(run)
 
@@ -72,7 +73,7 @@ app = typer.Typer(
     epilog="Example: longrnn eval passkey passkey-tiny --lengths 1k,4k",
     no_args_is_help=True,
 )
-command(app, "harness", context_settings=SETTINGS, models=Model, tasks=Tasks)(harness)
+command(app, "harness", context_settings=SETTINGS)(harness)
 
 
 @app.callback()

@@ -62,10 +62,10 @@ class Table(NamedTuple):
             before = None
             texts = ["–" if at is None else format_length(at), model, str(n or "–")]
             for cell in cells:
-                again = cell is not None and cell.estimate is None and cell.reason == before
-                whole = "likewise" if again else below.join(filter(None, _lines(cell)))
-                before = cell.reason if cell is not None and cell.estimate is None else None
-                texts.append(whole)
+                reason = None if cell is None else cell.reason
+                is_again = reason is not None and reason == before
+                texts.append("likewise" if is_again else below.join(filter(None, _lines(cell))))
+                before = reason
             rows.append(texts)
         for row in rows:
             yield [text for text, is_shown in zip(row, shown, strict=True) if is_shown]

@@ -14,12 +14,12 @@ from longrnn.errors import UserError
 from longrnn.mitigations import MITIGATIONS, Mitigated, mitigation
 from tests.contracts.builders import DEFINED, UNDEFINED, build_model, spec_id
 
-DOCUMENT = Path(__file__).parents[2] / "docs/mitigations.md"
+DOCUMENT = Path(__file__).parents[2] / "docs/repair.md"
 NOTE = re.compile(r"no \((\d+)\)")
 
 
 def test_the_document_contains_the_table() -> None:
-    """docs/mitigations.md has the output of `support_table()` between the two comments."""
+    """docs/repair.md has the output of `support_table()` between the two comments."""
     found = re.findall(
         r"^<!-- table -->\n(.*?)\n<!-- /table -->$", DOCUMENT.read_text(), re.DOTALL | re.MULTILINE
     )
